@@ -1,4 +1,4 @@
-"""What travels: one file a codec, and the contract in base.py."""
+"""Codecs, one file each. base.py has the contract of a codec."""
 
 from jaxcgx.codecs.absmax import AbsMax
 from jaxcgx.codecs.base import Codec

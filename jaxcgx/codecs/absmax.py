@@ -18,10 +18,11 @@ class AbsMax(GridCodec):
     """2^bits - 1 levels from -m to m, where m is the largest magnitude of the bucket. 0 decodes to exactly 0.
 
     Args:
-      bits: 2 to 8.
-      bucket_size: elements that share a scale.
-      rotate: rotate each bucket first, with fixed random signs and a Hadamard transform. The error is then that of
-        normally distributed numbers, whatever the input. `bucket_size` is a power of two from 128 to 4096.
+      bits: the bits of an element, 2 to 8.
+      bucket_size: the number of elements that share a scale.
+      rotate: whether each bucket is rotated first, with fixed random signs and a Hadamard transform. The error is then
+        the same as for normally distributed numbers, unless a few elements have most of a bucket's norm. `bucket_size`
+        must be a power of two from 128 to 4096.
     """
 
     bits: int = 8

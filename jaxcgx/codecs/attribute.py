@@ -1,6 +1,6 @@
-"""The attribute `codec` of every native operation: what the kernels are told about a codec.
+"""The attribute `codec` of every native operation, which describes a codec to the kernels.
 
-Its fields are listed here and in xla_ffi/codec/fields.h. A handler refuses an attribute whose fields have other names
+The fields are listed here and in xla_ffi/codec/fields.h. A handler refuses an attribute whose fields have other names
 or types.
 """
 
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Kind(enum.IntEnum):
-    """Which codec the kernels run: Kind in xla_ffi/codec/base.h."""
+    """The codec that the kernels run, as Kind in xla_ffi/codec/base.h."""
 
     RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK, EDEN, MICRO, LOSSLESS = range(11)
 
 
-# name: type on the FFI boundary, where flags and enumerations are int32
+# {name: type on the FFI boundary}. Flags and enumerations are int32 there.
 _DENSE: dict[str, type[np.generic]] = dict(
     kind=np.int32,
     bits=np.int32,
@@ -38,12 +38,12 @@ FIELDS: dict[str, type[np.generic]] = _DENSE | _SPARSE | {f"values_{name}": dtyp
 
 
 def native_codec(kind: Kind, *, values: dict[str, np.generic] | None = None, **fields: float) -> dict[str, np.generic]:
-    """The attribute of a codec.
+    """Returns the attribute of a codec.
 
     Args:
-      kind: which codec.
-      values: the attribute of the codec of a sparse codec's values.
-      **fields: of FIELDS; those that are left out are 0.
+      kind: the kind of the codec.
+      values: for a sparse codec, the attribute of the codec of its values.
+      **fields: values of FIELDS. A field that is left out is 0.
     """
     given = dict(fields, kind=kind) | {f"values_{name}": values[name] for name in _DENSE if values}
     return {name: dtype(0) for name, dtype in FIELDS.items()} | {name: FIELDS[name](x) for name, x in given.items()}

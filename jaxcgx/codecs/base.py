@@ -13,35 +13,37 @@ from jaxcgx.typing import DType, DTypeLike
 
 
 class Codec:
-    """How a vector becomes bytes and back. Subclass it as a frozen dataclass: codecs are static under jit.
+    """Turns vectors into bytes and back. Subclass it as a frozen dataclass, because codecs are static under jit.
 
-    A codec sees buckets of float32. It never needs to know about messages, ranks or dtypes, and no code outside its
-    file asks which codec it has: that code reads the traits below and calls the methods. Every trait is a class
+    A codec sees buckets of float32. It doesn't need to know about messages, ranks or dtypes. Code outside a codec's
+    file never asks for its type. That code reads the traits below and calls the methods. Every trait is a class
     attribute, a field or a property.
 
     A codec must define `code_bytes`, `encode_buckets` and `decode_buckets`. Everything else has a default. A bucket
-    with a NaN or an infinity should decode to NaN, and a constant bucket exactly.
+    with a NaN or an infinity should decode to NaN. A constant bucket should decode exactly.
 
     Attributes:
-      bucket_size: elements that share metadata. None: there are no buckets, and the codec gets stretches of any length.
-      meta: float32 numbers of metadata of a bucket.
-      whole: a bucket is all of a leaf in a chunk; `bucket_size` is then None.
-      stochastic: encoding draws noise, and needs a key.
-      correlated: ranks draw shares of the same noise (exchange/keys.py), else noise of their own.
-      skip_incomplete: the elements after the last whole bucket of a leaf travel as they are.
-      rotate: buckets are rotated before they are quantized (rotation.py).
-      raw: all elements travel as they are.
-      skips: no element travels. Only plans have such a codec, and it is raw too: it encodes nothing.
-      sparse: only some elements are sent; `indices` says which.
-      low_rank: the codec makes no bytes. Sums add up its factors (low_rank.py).
-      carrier: the codec whose chunks this one packs, without loss. It then defines `pack_chunk` and `unpack_chunk`
-        instead of `encode_buckets` and `decode_buckets`, and has its carrier's `weight`.
-      contracts: the error is smaller than the input (sums of squares, normally distributed numbers). Residuals stay
-        bounded only then.
-      most: elements of a leaf in a chunk, at most.
-      state: what a sum can keep from call to call, by the names of compressed_psum's arguments.
-      native: the attribute that tells the kernels their codec (attribute.py). None: jnp runs. A subclass of a codec
-        with kernels has none, unless it sets `native` itself: the kernels don't know what it changes.
+      bucket_size: the number of elements that share metadata. None: there are no buckets, and the codec gets stretches
+        of any length.
+      meta: the number of float32 values of metadata per bucket.
+      whole: whether all elements of a leaf in a chunk are one bucket. `bucket_size` is then None.
+      stochastic: whether encoding draws noise, and so needs a key.
+      correlated: whether ranks draw shares of common noise (exchange/keys.py). Otherwise their noise is independent.
+      skip_incomplete: whether the elements after the last whole bucket of a leaf travel raw.
+      rotate: whether buckets are rotated before they are quantized (rotation.py).
+      raw: whether all elements travel raw.
+      skips: whether no element is sent. Only plans have such a codec. It is raw, too, because it encodes nothing.
+      sparse: whether only some elements are sent. `indices` returns their indices.
+      low_rank: whether the codec makes no bytes, and sums add up its factors (low_rank.py).
+      carrier: the codec whose chunks this codec packs without loss. This codec then defines `pack_chunk` and
+        `unpack_chunk` in place of `encode_buckets` and `decode_buckets`, and has the same `weight` as the carrier.
+      contracts: whether the error is smaller than the input, as sums of squares of normally distributed numbers. Only
+        then residuals stay bounded.
+      most: the largest number of elements of a leaf in a chunk.
+      state: the state that a sum can keep from call to call, by the names of compressed_psum's arguments.
+      native: the attribute that describes the codec to the kernels (attribute.py). None: jnp runs in place of kernels.
+        A subclass of a codec with kernels has None unless it sets `native` itself, because the kernels don't know the
+        changes of the subclass.
     """
 
     bucket_size: int | None = None
@@ -66,98 +68,105 @@ class Codec:
         if "native" not in cls.__dict__:
             cls.native = None
 
-    # What a codec defines
+    # Methods that a codec may define
 
     def code_bytes(self, n: int, dtype: DType) -> int:
-        """Bytes of the codes of n elements of one bucket, for a leaf of that dtype."""
+        """Returns the bytes of the codes of n elements of one bucket, for a leaf of this dtype."""
         raise NotImplementedError(f"{type(self).__name__}.code_bytes")
 
     def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Metadata and codes: (float32[buckets, meta], uint8[buckets, code_bytes(n)]).
+        """Returns (metadata, codes): float32[buckets, meta] and uint8[buckets, code_bytes(n)].
 
         Args:
           x: float32[buckets, n].
-          noise: int32[buckets, n], uniform in [0, 65536), if the codec is stochastic, else None.
+          noise: int32[buckets, n], uniform in [0, 65536), if the codec is stochastic; else None.
         """
         raise NotImplementedError(f"{type(self).__name__}.encode_buckets")
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
-        """float32[buckets, n] from the results of `encode_buckets`. Any bytes must give defined values."""
+        """Returns float32[buckets, n] from the results of `encode_buckets`. Any bytes must give defined values."""
         raise NotImplementedError(f"{type(self).__name__}.decode_buckets")
 
     def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-        """(base, value), where base + value is the decoded bucket. Sums over ranks add the bases first."""
+        """Returns (base, value). base + value is the decoded bucket. Sums over ranks add the bases first."""
         return jnp.zeros((codes.shape[0], 1), jnp.float32), self.decode_buckets(meta, codes, n)
 
     def pack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
-        """Chunk c of a message from the chunk that the carrier makes of it."""
+        """Returns chunk c of a message, from the carrier's chunk c."""
         raise NotImplementedError(f"{type(self).__name__}.pack_chunk")
 
     def unpack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
-        """The carrier's chunk. Any bytes must give defined values."""
+        """Returns the carrier's chunk c, from chunk c of a message. Any bytes must give defined values."""
         raise NotImplementedError(f"{type(self).__name__}.unpack_chunk")
 
     def overflow_bytes(self, n: int, dtype: DType) -> int:
-        """Bytes behind the codes of all pieces of a chunk, at most, for a piece of n elements.
+        """Returns the most bytes that a piece of n elements takes in the overflow of its chunk.
 
-        They are used from the first on, so a transport that can do so sends the used ones only.
+        The overflow comes after the codes of all pieces. Its used bytes come first, so a transport that can do so sends
+        only these.
         """
         return 0
 
     def indices(self, codes: jax.Array, n: int) -> jax.Array:
-        """Which of the n elements of a bucket a sparse codec has sent: int32, ascending. Entries of n mean none."""
+        """Returns the indices of the elements that a sparse codec has sent of a bucket of n: int32, ascending.
+
+        Entries equal to n mean no element.
+        """
         raise NotImplementedError(f"{type(self).__name__}.indices")
 
     def weight(self, n: int, dtype: DType) -> int:
-        """The weight of n elements. A message is cut into chunks of equal weight."""
+        """Returns the weight of n elements. A message is cut into chunks of equal weight."""
         return self.code_bytes(n, dtype)
 
     def of_sum(self, ranks: int) -> "Codec":
-        """The codec of the sum of what `ranks` ranks sent with this one."""
+        """Returns the codec of the sum of messages that `ranks` ranks encoded with this codec."""
         return self
 
     def why_raw(self, shape: tuple[int, ...], dtype: DType) -> str | None:
-        """Why an array of that shape and dtype travels as it is. None: this codec takes it."""
+        """Returns the reason why an array of this shape and dtype travels raw, or None if this codec can take it."""
         return None
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        """What the other end gets of x; `key` is uint32[2] if the codec is stochastic."""
+        """Returns x as it is decoded after encoding. `key` is uint32[2] if the codec is stochastic."""
         return ops.roundtrip(self, x, key)
 
-    # What follows from the traits
+    # Properties and methods that follow from the traits
 
     @property
     def makes_codes(self) -> bool:
-        """Whether leaves travel as codes, neither as they are nor as factors."""
+        """Whether leaves travel as codes, neither raw nor as factors."""
         return not (self.raw or self.low_rank)
 
     @property
     def sums_grow(self) -> bool:
-        """Whether a sum has another codec, with room for what every rank sent."""
+        """Whether a sum has another codec, with room for the elements of all ranks."""
         return self.of_sum(2) != self
 
     def bucket_of(self, n: int) -> int:
-        """Elements of a bucket where a chunk has n elements of a leaf; 0 without buckets."""
+        """Returns the elements of a bucket if a chunk has n elements of a leaf, or 0 without buckets."""
         return n if self.whole else self.bucket_size or 0
 
     def raw_tail(self, n: int) -> int:
-        """How many of the last of n elements, counted from the start of a bucket, travel as they are."""
+        """Returns how many of n elements travel raw: the last ones. The first of the n elements begins a bucket."""
         if self.raw:
             return n
         return n % self.bucket_size if self.skip_incomplete and self.bucket_size else 0
 
     def may_cut(self, n: int) -> bool:
-        """Whether a leaf that is cut every n elements rounds to the same numbers, each part on its own.
+        """Returns whether the parts of a leaf that is cut every n elements round to the same numbers as the whole leaf.
 
-        It doesn't if a bucket is cut, nor if noise depends on an element's place in the leaf.
+        They don't if a bucket is cut, or if noise depends on the position of an element in the leaf.
         """
         return not (self.stochastic or self.whole or n % (self.bucket_size or 1))
 
     def wire_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Bytes on the wire of an array of that shape and dtype."""
+        """Returns the bytes on the wire of an array of this shape and dtype."""
         name = f"{type(self).__name__}.wire_bytes"
         return layout_of(self, check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)).chunk_bytes
 
     def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """The same without zeros at the end, which Tcp does not send; estimated where that depends on the numbers."""
+        """Returns `wire_bytes` without the zeros at the end, which Tcp does not send.
+
+        If their number depends on the elements, it is estimated.
+        """
         return self.wire_bytes(shape, dtype)

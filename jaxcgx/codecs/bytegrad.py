@@ -1,4 +1,4 @@
-"""ByteGrad: 8 bits on whole multiples of the unit, 0 exact (Bagua's quantizer)."""
+"""ByteGrad: 8-bit levels at whole multiples of a unit, with an exact 0 (Bagua's quantizer)."""
 
 import dataclasses
 
@@ -17,10 +17,10 @@ from jaxcgx.native import ieee
 class ByteGrad(GridCodec):
     """Bagua's ByteGrad: 256 levels at whole multiples of (max - min) / 255. 0 decodes to exactly 0.
 
-    There is one minimum and one maximum for each leaf in each chunk of a message (one chunk a rank).
+    Each leaf has one minimum and one maximum in each chunk of a message. A message has one chunk per rank.
 
     Args:
-      compatible: add Bagua's absolute 1e-7 to the range, which flattens small gradients.
+      compatible: whether 1e-7 is added to the range, as in Bagua. This flattens small gradients.
     """
 
     compatible: bool = False

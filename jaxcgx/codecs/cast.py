@@ -17,7 +17,7 @@ from jaxcgx.typing import DType
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Codec):
-    """Every element as bfloat16 or float16. Numbers beyond float16's largest become infinity.
+    """Sends every element as bfloat16 or float16. In float16, numbers that are too large become infinity.
 
     Args:
       dtype: "bfloat16" or "float16".

@@ -22,7 +22,7 @@ def check_codec(function: str, codec: Any, argument: str = "codec") -> Codec:
 
 
 def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
-    """A codec that makes bytes."""
+    """Checks that a codec makes bytes, and returns it."""
     if check_codec(function, codec, argument).low_rank:
         raise wrong(
             function,
@@ -37,7 +37,10 @@ def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
 def check_key(
     function: str, codec: Codec, key: Any, which: str = "another one every step", argument: str = "key"
 ) -> jax.Array | None:
-    """The two words of the key if the codec draws noise, else None. which: the key that an error asks for, in words."""
+    """Returns the two words of the key if the codec draws noise, else None.
+
+    `which` describes in an error which key to pass.
+    """
     if not codec.stochastic:
         return None
     if key is None:
@@ -52,8 +55,8 @@ def check_key(
 
 
 def check_leaf(function: str, x: Any) -> jax.Array:
-    """x as an array of a dtype that codecs take."""
+    """Returns x as an array, after a check that codecs take its dtype."""
     if not hasattr(x, "dtype"):
         x = check_array(function, "x", x)
-    check_dtype(function, "x", x.dtype)  # before JAX makes NumPy's float64 a float32
+    check_dtype(function, "x", x.dtype)  # before JAX converts NumPy's float64 to float32
     return jnp.asarray(x)

@@ -15,10 +15,10 @@ from jaxcgx.typing import ArrayLike, DTypeLike
 
 
 def encode(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Array:
-    """The bytes of an array: uint8[codec.wire_bytes(x.shape, x.dtype)].
+    """Returns the bytes of an array: uint8[codec.wire_bytes(x.shape, x.dtype)].
 
     Args:
-      x: of any shape; float32, bfloat16 or float16.
+      x: an array of any shape, in float32, bfloat16 or float16.
       codec: any codec that makes bytes (all except PowerSGD).
       key: a random key, for codecs that round stochastically.
     """
@@ -28,13 +28,13 @@ def encode(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Arra
 
 
 def decode(payload: ArrayLike, codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """The array that a payload holds. Any bytes of the right number decode to something.
+    """Returns the array that a payload holds. Any bytes of the right number decode to some array.
 
     Args:
       payload: uint8[codec.wire_bytes(shape, dtype)], from `encode` with the same codec.
       codec: the codec that made the payload.
-      shape: of the array.
-      dtype: of the array; float32, bfloat16 or float16.
+      shape: the shape of the array.
+      dtype: the dtype of the array: float32, bfloat16 or float16.
     """
     check_encodes("decode", codec)
     dtype = check_dtype("decode", "dtype", dtype)
@@ -51,12 +51,12 @@ def decode(payload: ArrayLike, codec: Codec, shape: tuple[int, ...], dtype: DTyp
 
 
 def roundtrip(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Array:
-    """decode(encode(x)): what the other end gets. Its gradient is the identity (straight-through).
+    """Returns decode(encode(x)), the array that a receiver gets. Its gradient is the identity (straight-through).
 
-    For a codec that only sums can use (PowerSGD) it is the sum over one rank.
+    For a codec that only sums can use (PowerSGD), it is the sum over one rank.
 
     Args:
-      x: of any shape; float32, bfloat16 or float16.
+      x: an array of any shape, in float32, bfloat16 or float16.
       codec: any codec.
       key: a random key, for codecs that round stochastically.
     """
@@ -65,8 +65,9 @@ def roundtrip(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.A
     return _roundtrip(codec, x, check_key("roundtrip", codec, key))
 
 
-# Quantization is a staircase: its derivative is zero almost everywhere and tells an optimizer nothing. The derivative
-# of the function that it approximates, x -> x, passes the tangent on as it is. The key has no tangent.
+# Quantization is a staircase: its derivative is zero almost everywhere, and tells an optimizer nothing. So the
+# derivative of x -> x is used, the function that quantization approximates. It passes the tangent on unchanged. The key
+# has no tangent.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _roundtrip(codec: Codec, x: jax.Array, key: jax.Array | None) -> jax.Array:
     return codec.approximate(x, key)

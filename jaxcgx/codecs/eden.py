@@ -1,4 +1,4 @@
-"""Eden: the best levels of the normal distribution after a random rotation (EDEN and DRIVE, Vargaftik et al.)."""
+"""Eden: the best levels for normally distributed numbers, after a random rotation (EDEN, DRIVE; Vargaftik et al.)."""
 
 import dataclasses
 from typing import Any
@@ -31,16 +31,16 @@ LEVELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Eden(Codec):
-    """2^bits levels for the numbers of a block after a random rotation. It needs a key.
+    """2^bits levels for the numbers of a block after a random rotation. Encoding needs a key.
 
-    The error `|decoded - x|^2 / |x|^2` is 0.57, 0.13, 0.036, 0.0096, 0.0025 and 0.00064 for 1 to 6 bits, for most
-    distributions of x. It has no bias and is independent on different ranks, so the error of a mean over N ranks is 1/N
-    of that. If a few elements have most of a block's norm, the error can be larger and biased (docs/error-bounds.md).
+    For most distributions of x, the error `|decoded - x|^2 / |x|^2` is 0.57, 0.13, 0.036, 0.0096, 0.0025 and 0.00064
+    for 1 to 6 bits. It has no bias, and is independent on different ranks. So a mean over N ranks has 1/N of this
+    error. If a few elements have most of a block's norm, the error can be larger and biased (docs/error-bounds.md).
 
     Args:
-      bits: 1 to 6.
-      block: elements that are rotated together, a power of two from 128 to 4096. A shorter rest of a leaf takes as many
-        codes as the next power of two.
+      bits: the bits of an element, 1 to 6.
+      block: the number of elements that are rotated together, a power of two from 128 to 4096. If the last block of a
+        leaf is shorter, the number of its codes is the next power of two.
     """
 
     bits: int
@@ -64,7 +64,7 @@ class Eden(Codec):
 
     @property
     def levels(self) -> np.ndarray[Any, Any]:
-        """The positive ones."""
+        """The positive levels, for numbers of variance 1."""
         return np.array(LEVELS[self.bits - 1], np.float32) / np.float32(512)
 
     def code_bytes(self, n: int, dtype: DType) -> int:
@@ -82,13 +82,13 @@ class Eden(Codec):
         index = jnp.zeros(y.shape, jnp.int32)
         for bound in (levels[1:] + levels[:-1]) / 2:
             index += (y * y > bound * bound * variance).astype(jnp.int32)
-        # <x, levels> / |levels|^2 would err less, but with this scale the error has no bias
+        # <x, levels> / |levels|^2 would have a smaller error, but with this unit the error has no bias.
         unit = ieee.divide(square, sum_in_order(product(y, jnp.asarray(levels)[index])))
         unit = rotated.as_sent(jnp.where(square > 0, unit, 0))
         finite = rotated.finite & jnp.isfinite(unit)
         half = len(levels)
         codes = jnp.where(ieee.bits(rotated.x) < 0, half - 1 - index, half + index)
-        meta = jnp.concatenate([unit, ieee.as_float(0x3F800000 | seed)], -1)  # the seed is from 1 up to 2: any float
+        meta = jnp.concatenate([unit, ieee.as_float(0x3F800000 | seed)], -1)  # the seed as a float in [1, 2)
         return jnp.where(finite, meta, jnp.nan), pack(jnp.where(finite, codes, 0), self.bits)
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:

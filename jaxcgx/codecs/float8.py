@@ -15,11 +15,11 @@ _FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 @dataclasses.dataclass(frozen=True)
 class Float8(GridCodec):
-    """8-bit floating point times a scale per bucket, which maps the largest magnitude to the format's largest number.
+    """8-bit floating-point numbers. A scale per bucket maps its largest magnitude to the largest number of the format.
 
     Args:
-      format: "e4m3" (3 bits of mantissa, up to 448) or "e5m2" (2 bits, up to 57344).
-      bucket_size: elements that share a scale.
+      format: "e4m3" (3 bits of mantissa, up to 448) or "e5m2" (2 bits of mantissa, up to 57344).
+      bucket_size: the number of elements that share a scale.
     """
 
     format: str = "e4m3"

@@ -19,12 +19,12 @@ class Grid:
     """The levels of each bucket, as float32[buckets, 1].
 
     Attributes:
-      unit: the distance of two levels.
-      base: decodes the code of value 0.
+      unit: the distance between two levels.
+      base: the number to which the code of value 0 decodes.
       inv: 1 / unit, in the scaled bucket.
-      origin: the code of 0 is there, in the scaled bucket.
-      scale: the factor that keeps tiny and huge buckets in the range of normal numbers.
-      finite: bool; a bucket that isn't decodes to NaN.
+      origin: the level of code 0 in the scaled bucket; for ByteGrad in units.
+      scale: the factor that brings tiny and huge buckets into the range of normal numbers.
+      finite: bool; a bucket that isn't finite decodes to NaN.
     """
 
     unit: jax.Array
@@ -36,8 +36,9 @@ class Grid:
 
 
 def unit_of(range_: jax.Array, steps: ArrayLike, scale: jax.Array) -> jax.Array:
-    """The range / steps, rounded up to 16 significant bits, so that unit * code is exact."""
+    """Returns the range / steps, rounded up to 16 significant bits, so that unit * code is exact."""
     unit = ieee.as_float((ieee.bits(ieee.divide(range_, steps)) + 0xFF) & ~0xFF)
+    # Without its scale 2^80, a unit below 2^-53 is denormal. It must be a multiple of 2^-149: with the scale, of 2^-69.
     whole = jnp.ceil(unit * 2.0**69) * 2.0**-69
     return jnp.where((scale > 1) & (unit < 2.0**-53), whole, unit)
 
@@ -51,7 +52,10 @@ def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, s
 
 
 def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Array | None = None) -> Grid:
-    """A grid whose unit is the largest magnitude / steps, or `unit`. The unit of a constant bucket is its magnitude."""
+    """Returns a grid whose unit is `unit` or, by default, the largest magnitude / steps.
+
+    The unit of a constant bucket is its magnitude.
+    """
     largest = ieee.largest(lo, hi)
     scale = scale_of(largest)
     top = scaled(largest, scale)
@@ -66,7 +70,7 @@ def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Arr
     )
 
 
-_SEED = np.zeros((1, 1), np.int32)  # of every rotation: what is rounded to the nearest level needs no key
+_SEED = np.zeros((1, 1), np.int32)  # the seed of all rotations; it is fixed, because rounding to nearest has no key
 
 
 class GridCodec(Codec):
@@ -83,15 +87,15 @@ class GridCodec(Codec):
         return packed_bytes(padded(n) if self.rotate else n, self.code_bits)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
-        """The levels of buckets x with these minima and maxima."""
+        """Returns the levels of buckets x with these minima and maxima."""
         raise NotImplementedError(f"{type(self).__name__}.grid")
 
     def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
-        """The codes of scaled buckets, int32."""
+        """Returns the codes of scaled buckets as int32."""
         raise NotImplementedError(f"{type(self).__name__}.quantize")
 
     def value(self, codes: jax.Array) -> jax.Array:
-        """The numbers that codes mean, in units."""
+        """Returns the numbers that codes mean, in units."""
         return codes.astype(jnp.float32)
 
     def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -107,7 +111,7 @@ class GridCodec(Codec):
         return jnp.where(finite, meta, jnp.nan), pack(jnp.where(finite, codes, 0), self.code_bits)
 
     def _quantized(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(metadata, whether a bucket is finite, codes)."""
+        """Returns (metadata, whether each bucket is finite, codes)."""
         lo, hi = (e[:, None] for e in ieee.extremes(x))
         bad = (ieee.magnitude_bits(x) >= 0x7F800000).any(-1, keepdims=True)
         lo, hi = jnp.where(bad, -jnp.inf, lo), jnp.where(bad, jnp.inf, hi)

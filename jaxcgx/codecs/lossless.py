@@ -1,4 +1,4 @@
-"""Lossless: every element keeps its bits, and most exponents take two or three of them."""
+"""Lossless: every element keeps all its bits, and exponents take fewer bits if they are similar."""
 
 import dataclasses
 import math
@@ -17,30 +17,31 @@ from jaxcgx.native.layout import Layout, align16
 from jaxcgx.native.packing import from_bytes, pack, packed_bytes, to_bytes, unpack
 from jaxcgx.typing import DType, DTypeLike
 
-BLOCK = 512  # elements with a center of their own
+BLOCK = 512  # the elements of a block, which has one center
 _EXPONENT = {"float32": 8, "bfloat16": 8, "float16": 5}  # bits
 _MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10}
-_LIKELY = 0.77  # bits that an exponent has in the overflow
-_ZERO = 10  # the code of the exponent 0
+_LIKELY = 0.77  # the mean bits of an exponent in the overflow, for normally distributed numbers
+_ZERO = 10  # the code of exponent 0
 
 
 def _planes_bytes(n: int, dtype: DType) -> int:
-    """Bytes of a block's first digits, signs and mantissas."""
+    """Returns the bytes of a block's planes: the first digits of exponents, the signs and the mantissas."""
     rest = {"float32": 3 * n, "bfloat16": n, "float16": n + packed_bytes(n, 3)}[dtype.name]
     return packed_bytes(n, 2) + rest
 
 
 def _most(n: int, dtype: DType) -> int:
-    """Bytes of a block beyond these, at most: the upper bits of all exponents."""
+    """Returns the most bytes that a block has in the overflow: the bytes of the upper bits of all exponents."""
     return -(-packed_bytes(n, _EXPONENT[dtype.name] - 2) // 2) * 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Lossless(Codec):
-    """Every element with all its bits, in fewer bytes where exponents are alike: bfloat16 gradients take 0.7.
+    """Keeps all bits of every element, and takes fewer bytes if exponents are similar.
 
-    Sums are those of `Raw()` to the bit. A payload always has room for arrays whose exponents are not alike.
-    `jaxcgx.Tcp` sends what is used of it; other transports send all of it, which saves nothing.
+    bfloat16 gradients take 0.7 of their bytes. Sums have the same bits as with `Raw()`. A payload always has room for
+    arrays whose exponents are not similar. `jaxcgx.Tcp` sends only the used bytes of a payload. Other transports send
+    all bytes, which saves nothing.
     """
 
     @property
@@ -66,7 +67,7 @@ class Lossless(Codec):
         return x
 
     def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Of normally distributed numbers."""
+        """Returns the bytes of normally distributed numbers, without the unused end of the payload."""
         unused = self.overflow_bytes(math.prod(shape), jnp.dtype(dtype)) - math.ceil(_LIKELY * math.prod(shape) / 8)
         return self.wire_bytes(shape, dtype) - max(unused, 0)
 
@@ -119,10 +120,10 @@ class Lossless(Codec):
 
 
 class _Packed(NamedTuple):
-    """Blocks of the same number of elements."""
+    """Packed blocks that have the same number of elements."""
 
     center: Any  # int32[blocks]
-    length: Any  # int32[blocks]: of the overflow, in bytes
+    length: Any  # int32[blocks]: the bytes in the overflow
     planes: Any  # uint8[blocks, bytes]
     overflow: Any  # uint8[blocks, bytes]
 
@@ -132,7 +133,7 @@ def _word(dtype: DType) -> Any:
 
 
 def _counts(n: int) -> Iterator[tuple[int, int]]:
-    """(number, elements) of the whole blocks of a piece, and of the short one."""
+    """Yields (number of blocks, elements of a block) for the whole blocks of a piece, then for the short block."""
     if n >= BLOCK:
         yield n // BLOCK, BLOCK
     if n % BLOCK:
@@ -140,7 +141,7 @@ def _counts(n: int) -> Iterator[tuple[int, int]]:
 
 
 def _stretches(elements: jax.Array, n: int, size: int) -> Iterator[jax.Array]:
-    """The bytes of the blocks of a piece, [blocks, bytes]."""
+    """Yields the bytes of the whole blocks of a piece, then of the short block, as [blocks, bytes]."""
     at = 0
     for number, count in _counts(n):
         yield elements[at:][: number * count * size].reshape(number, -1)
@@ -148,7 +149,7 @@ def _stretches(elements: jax.Array, n: int, size: int) -> Iterator[jax.Array]:
 
 
 def _starts(lengths: list[jax.Array]) -> list[jax.Array]:
-    """Where the overflow of each block begins: one behind another."""
+    """Returns the positions where the overflow of each block begins. There are no gaps between blocks."""
     starts, at = [], 0
     for length in lengths:
         starts.append(at + jnp.cumsum(length) - length)
@@ -157,7 +158,10 @@ def _starts(lengths: list[jax.Array]) -> list[jax.Array]:
 
 
 def _digit_at(at: jax.Array, alive: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(byte, bit) of the digits of a list that begins at byte `at` and has those elements, packed as in packing.py."""
+    """Returns (byte, bit), the position of each element's digit in a list of digits.
+
+    The list begins at byte `at`, has a digit for each element in `alive`, and is packed as in packing.py.
+    """
     number = alive.sum(-1, keepdims=True)
     j = jnp.cumsum(alive, -1) - 1
     block, place = j // 128, j % 128
@@ -167,7 +171,7 @@ def _digit_at(at: jax.Array, alive: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _pack(bits: jax.Array, dtype: DType) -> _Packed:
-    """Blocks from the bits of their elements, [blocks, n]."""
+    """Packs blocks from the bits of their elements, [blocks, n]."""
     mantissa, width = _MANTISSA[dtype.name], _EXPONENT[dtype.name]
     most = _most(bits.shape[-1], dtype)
     word = bits.astype(jnp.uint32)
@@ -206,7 +210,7 @@ def _pack(bits: jax.Array, dtype: DType) -> _Packed:
 
 
 def _unpack(packed: _Packed, n: int, dtype: DType) -> jax.Array:
-    """The bits of the elements, [blocks, n]."""
+    """Returns the bits of the elements, [blocks, n]."""
     mantissa, width = _MANTISSA[dtype.name], _EXPONENT[dtype.name]
     most, center = _most(n, dtype), packed.center[:, None]
     planes, at = packed.planes, packed_bytes(n, 2)
@@ -240,9 +244,9 @@ def _unpack(packed: _Packed, n: int, dtype: DType) -> jax.Array:
     return bits.astype(_word(dtype))
 
 
-# A code is 4 * level + digit. Level k has the digits 0 and 1 for the next two exponents below the center, and 2 for the
-# next one above it: normally distributed numbers have about twice as many below. The digit 2 of level 2 is the
-# exponent 0, that of zeros.
+# A code is 4 * level + digit. At each level, the digits 0 and 1 mean the next two exponents, from the center downwards,
+# and the digit 2 means the next exponent above the center. Normally distributed numbers have about twice as many
+# exponents below as above. At level 2, the digit 2 means exponent 0, which zeros have.
 
 
 def _code_of(exponent: jax.Array, center: jax.Array) -> jax.Array:

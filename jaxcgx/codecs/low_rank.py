@@ -1,4 +1,4 @@
-"""The contract of a codec of low rank: sums of matrices by sums of their factors (exchange/low_rank.py)."""
+"""The contract of a low-rank codec, which sums matrices by summing their factors (exchange/low_rank.py)."""
 
 from typing import ClassVar
 
@@ -8,39 +8,39 @@ from jaxcgx.codecs.base import Codec
 
 
 class LowRank(Codec):
-    """A codec that makes no bytes. Subclass it as a frozen dataclass, with a `why_raw` and a `wire_bytes` of its own.
+    """A codec that makes no bytes. Subclass it as a frozen dataclass that also defines `why_raw` and `wire_bytes`.
 
-    A matrix M of [m, n] has the factors P and Q, of as many columns as the codec's rank. Factors have their long
-    dimension last: P is [rank, m], Q is [rank, n]. The methods take k matrices of one shape at once.
+    A matrix M of [m, n] has the factors P and Q. The number of their columns is the codec's rank. Factors are stored
+    with the long dimension last: P is [rank, m], Q is [rank, n]. The methods take k matrices of one shape at once.
     """
 
     low_rank = True
     state: ClassVar[tuple[str, ...]] = ("residuals", "factors")
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """(m, n) of the matrix that a leaf of two or more dimensions is."""
+        """Returns (m, n), the shape as a matrix of a leaf with two or more dimensions."""
         raise NotImplementedError(f"{type(self).__name__}.matrix")
 
     def factor_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The shape of Q for a leaf that doesn't travel raw."""
+        """Returns the shape of Q for a leaf that doesn't travel raw."""
         raise NotImplementedError(f"{type(self).__name__}.factor_shape")
 
     def begin(self, q: jax.Array) -> jax.Array:
-        """The Q to multiply with, from the Q of the step before: [k, rank, n]."""
+        """Returns the Q to multiply with, [k, rank, n], from the Q of the previous step."""
         raise NotImplementedError(f"{type(self).__name__}.begin")
 
     def left(self, matrices: jax.Array, q: jax.Array) -> jax.Array:
-        """P of float32[k, m, n]: [k, rank, m]. It is linear in the matrices."""
+        """Returns the P of matrices float32[k, m, n]: [k, rank, m]. It is linear in the matrices."""
         raise NotImplementedError(f"{type(self).__name__}.left")
 
     def orthonormal(self, p: jax.Array) -> jax.Array:
-        """A basis of the columns of P, of the same shape."""
+        """Returns an orthonormal basis of the columns of P, in the shape of P."""
         raise NotImplementedError(f"{type(self).__name__}.orthonormal")
 
     def right(self, basis: jax.Array, matrices: jax.Array) -> jax.Array:
-        """The new Q: [k, rank, n]. It is linear in the matrices."""
+        """Returns the new Q: [k, rank, n]. It is linear in the matrices."""
         raise NotImplementedError(f"{type(self).__name__}.right")
 
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
-        """The matrices of these factors: [k, m, n]."""
+        """Returns the matrices of these factors: [k, m, n]."""
         raise NotImplementedError(f"{type(self).__name__}.multiply")

@@ -20,13 +20,14 @@ class MaxMin(GridCodec):
     """2^bits levels from each bucket's minimum to its maximum.
 
     Args:
-      bits: 1 to 8.
-      bucket_size: elements that share a minimum and a maximum.
-      rounding: "nearest"; "stochastic", which is unbiased and needs a key; or "correlated": stochastic, with errors of
-        the ranks of an exchange that cancel in their sum.
-      skip_incomplete: the elements after the last whole bucket travel as they are.
-      rotate: rotate each bucket first, with fixed random signs and a Hadamard transform. The error is then that of
-        normally distributed numbers, whatever the input. `bucket_size` is a power of two from 128 to 4096.
+      bits: the bits of an element, 1 to 8.
+      bucket_size: the number of elements that share a minimum and a maximum.
+      rounding: "nearest", "stochastic" or "correlated". "stochastic" is unbiased and needs a key. "correlated" is also
+        stochastic, and the errors of the ranks of an exchange cancel in their sum.
+      skip_incomplete: whether the elements after the last whole bucket travel raw.
+      rotate: whether each bucket is rotated first, with fixed random signs and a Hadamard transform. The error is then
+        the same as for normally distributed numbers, unless a few elements have most of a bucket's norm. `bucket_size`
+        must be a power of two from 128 to 4096.
     """
 
     bits: int = 4
@@ -56,8 +57,9 @@ class MaxMin(GridCodec):
 
     @property
     def contracts(self) -> bool:
-        # For numbers of variance 1 rounding loses unit^2 / 12, stochastic rounding twice that. Their range in a bucket
-        # of n is about twice the quantile of the largest of n; 0.5264 is from Blom's approximation.
+        # For numbers of variance 1, the squared error of rounding is unit^2 / 12, and twice that for stochastic
+        # rounding. The range of a bucket of n numbers is about twice their largest number, which is near the quantile
+        # 0.5264^(1/n) (from Blom's approximation).
         range_ = 2 * statistics.NormalDist().inv_cdf(0.5264 ** (1 / max(self.bucket_size, 2)))
         return (range_ / (2**self.bits - 1)) ** 2 / (6 if self.stochastic else 12) < 1
 

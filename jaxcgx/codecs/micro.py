@@ -20,8 +20,8 @@ from jaxcgx.typing import DType
 class _Format:
     number: int  # MicroFormat in xla_ffi/codec/traits.h
     elements: Minifloat
-    block: int  # elements that share a scale
-    bits: int  # of an element
+    block: int  # the elements that share a scale
+    bits: int  # the bits of an element
 
 
 _FORMATS = {"nvfp4": _Format(1, E2M1, 16, 4), "mxfp4": _Format(2, E2M1, 32, 4), "mxfp8": _Format(3, E4M3, 32, 8)}
@@ -51,7 +51,7 @@ class Micro(GridCodec):
 
     @property
     def bucket_size(self) -> int | None:
-        return None if self.whole else 512  # blocks are independent: it only says where messages may be cut
+        return None if self.whole else 512  # blocks are independent: buckets only decide where messages may be cut
 
     @property
     def meta(self) -> int:
@@ -79,7 +79,7 @@ class Micro(GridCodec):
         return meta, jnp.where(jnp.isfinite(meta).all(-1, keepdims=True), coded, 0)
 
     def _tensor_scaled(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """NVFP4: (the scale of each bucket, the codes of the blocks' scales, the elements over both)."""
+        """Returns, for NVFP4, (scales of buckets, codes of the scales of blocks, elements divided by both scales)."""
         top = ieee.as_float(ieee.magnitude_bits(blocks).max((1, 2)))[:, None]
         scale, steps = scale_of(top), E4M3.largest * self._format.elements.largest
         grid = make_grid(top, top, unit=unit_of(scaled(top, scale), steps, scale), steps=steps, scale=scale)
@@ -90,13 +90,14 @@ class Micro(GridCodec):
         return jnp.where(grid.finite, grid.unit, jnp.nan), scales, y * inverse[..., None]
 
     def _power_scaled(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """MX: (the biased exponents of the blocks' scales, the elements over them)."""
+        """Returns, for MX, (biased exponents of the scales of blocks, elements divided by these scales)."""
         exponent = ieee.magnitude_bits(blocks).max(-1) >> 23
         above = math.frexp(self._format.elements.largest)[1] - 1
         finite = exponent < 255
         scales = jnp.where(finite, jnp.maximum(exponent - above, 0), 255)
         power = lambda e: ieee.as_float(jnp.clip(e, 1, 254) << 23)[..., None]
-        # XLA flushes denormals; where the scale is large they become 0 anyway.
+        # XLA flushes denormals, so blocks with a small scale are multiplied by 2^80 first. In other blocks, denormals
+        # become 0 anyway.
         small = scales < 30
         y = jnp.where(small[..., None], ieee.up(blocks) * power(174 - scales), blocks * power(254 - scales))
         return scales, jnp.where(finite[..., None], y, 0)

@@ -1,10 +1,10 @@
-"""PowerSGD: two thin factors in place of a matrix (Vogels, Karimireddy, Jaggi, 2019).
+"""PowerSGD: sends two thin factors in place of a matrix (Vogels, Karimireddy, Jaggi, 2019).
 
     P = M Q        Q' = M^T B, where B is an orthonormal basis of P's columns        M is about B Q'^T
 
-Both products are linear in M: the product of a sum of matrices is the sum of what every rank computes. Q comes from the
-step before, so steps are iterations of the power method. Factors have their long dimension last here: P is [rank, m], Q
-is [rank, n].
+Both products are linear in M, so the product of a sum of matrices is the sum of the ranks' products. Q comes from the
+previous step, so steps are iterations of the power method. Here, factors have their long dimension last: P is
+[rank, m], Q is [rank, n].
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from jaxcgx.codecs.low_rank import LowRank
 from jaxcgx.native.layout import check_dtype
 from jaxcgx.typing import DType, DTypeLike
 
-_TINY = 2.0**-126  # the smallest normal number: smaller ones count as 0, as XLA flushes them on CPUs anyway
-_NOTHING = 2.0**-20  # the rest of a column of norm 1 that is smaller is rounding
-_FEW = 8  # up to here the product of factors is a sum of outer products, which XLA fuses with its use
+_TINY = 2.0**-126  # the smallest normal number; smaller numbers count as 0, because XLA flushes them on CPUs anyway
+_NOTHING = 2.0**-20  # if less remains of a column of norm 1 after projection, the remainder is rounding error
+_FEW = 8  # up to this rank, factors are multiplied as a sum of outer products, which XLA fuses with later operations
 
 
-# It depends on the shape only, so it is the same on every rank.
+# The start depends only on the shape, so it is the same on every rank.
 def _start(rank: int, n: int) -> jax.Array:
-    """float32[rank, n] in [-1, 1]: each number is a hash of its place."""
+    """Returns float32[rank, n] in [-1, 1]. Each number is a hash of its position."""
     x = lax.iota(jnp.uint32, rank * n)
     for factor in (0x7FEB352D, 0x846CA68B):
         x = (x ^ (x >> 16)) * jnp.uint32(factor)
@@ -35,21 +35,21 @@ def _start(rank: int, n: int) -> jax.Array:
 
 
 def _over(x: jax.Array, size: jax.Array, least: float = _TINY) -> jax.Array:
-    """x / size; 0 where the size is below `least`, and NaN where it is NaN."""
+    """Returns x / size; 0 where the size is below `least`, and NaN where the size is NaN."""
     none = size < least
     return jnp.where(none, 0, x / jnp.where(none, 1, size))
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LowRank):
-    """Sums of matrices by sums of their factors: rank * (m + n) numbers in place of m * n.
+    """Sums matrices by summing their factors, which have rank * (m + n) numbers in place of m * n.
 
-    PowerSGD is for sums and means only. It makes no bytes, and needs residuals and `factors`. A leaf of more than two
-    dimensions is a matrix: its dimensions are split into two groups where the factors are the smallest. Leaves of one
-    dimension, and leaves that have no more bytes than their factors, travel raw.
+    PowerSGD is only for sums and means. It makes no bytes, and needs residuals and `factors`. A leaf with more than two
+    dimensions counts as a matrix: its dimensions are split into two groups so that the factors are smallest. Leaves of
+    one dimension or none, and leaves that have no more bytes than their factors, travel raw.
 
     Args:
-      rank: columns of each factor.
+      rank: the number of columns of each factor.
     """
 
     rank: int = 4
@@ -77,7 +77,7 @@ class PowerSGD(LowRank):
         return self.rank, self.matrix(shape)[1]
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        """The sum of x over one rank, without the factor of a step before."""
+        """Returns the sum of x over one rank, without a factor from a previous step."""
         if self.why_raw(x.shape, x.dtype):
             return x
         matrices = x.astype(jnp.float32).reshape(1, *self.matrix(x.shape))
@@ -90,16 +90,16 @@ class PowerSGD(LowRank):
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
 
-    # The basis doesn't depend on the lengths of Q's columns. Columns whose magnitudes add up to 1 make products that
-    # are no larger than their matrix, so numbers of any size neither overflow nor vanish. A column of zeros (in the
-    # first step, or if the matrix has a lower rank) would stay zero, so it starts again.
+    # The basis doesn't depend on the norms of Q's columns. If the magnitudes of a column add up to 1, no element of its
+    # product with a matrix is larger than all elements of the matrix. So numbers of any size neither overflow nor
+    # vanish. A column of zeros (in the first step, or if the matrix has a lower rank) would stay zero, so it restarts.
     def begin(self, q: jax.Array) -> jax.Array:
         q = jnp.where(jnp.abs(q).max(-1, keepdims=True) < _TINY, _start(*q.shape[1:]), q)
         q = q / jnp.abs(q).max(-1, keepdims=True)
         return q / jnp.abs(q).sum(-1, keepdims=True)
 
     def left(self, matrices: jax.Array, q: jax.Array) -> jax.Array:
-        # XLA's matrix product on CPUs takes half the time this way, with a transposition afterwards.
+        # With the transposition after the product, XLA's matrix product takes half the time on CPUs.
         return jnp.einsum("kmn,krn->kmr", matrices, q, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 
     def right(self, basis: jax.Array, matrices: jax.Array) -> jax.Array:
@@ -110,12 +110,12 @@ class PowerSGD(LowRank):
             return cast(jax.Array, sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1])))
         return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
 
-    # The Gram-Schmidt process, twice for each column: columns become orthogonal up to rounding, however close they
-    # were. A column has norm 1 before, so the rest of it has a known scale, and nothing is divided by a number below
-    # _NOTHING. One turn of the loop is one projection. That halves the time to compile, which is long for matrices of
-    # many shapes.
+    # The Gram-Schmidt process, with two projections per column: columns become orthogonal up to rounding, even if they
+    # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error,
+    # and nothing is divided by it. One iteration of the loop is one projection. This halves the time to compile, which
+    # is long for matrices of many shapes.
     def orthonormal(self, p: jax.Array) -> jax.Array:
-        """An orthonormal basis. A column that the columns before it span becomes 0."""
+        """Returns an orthonormal basis. A column that is in the span of the columns before it becomes 0."""
         p = _over(p, jnp.abs(p).max(-1, keepdims=True))
         p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

@@ -11,7 +11,7 @@ from jaxcgx.typing import DType
 
 @dataclasses.dataclass(frozen=True)
 class Raw(Codec):
-    """Every element as it is."""
+    """No compression: every element is sent unchanged."""
 
     raw = True
 

@@ -13,12 +13,12 @@ from jaxcgx.native.packing import BLOCK, LANES, ROWS
 from jaxcgx.native.rng import philox
 from jaxcgx.typing import ArrayLike
 
-MOST = 4096  # elements of a bucket
-_DRAWN = 128 * LANES  # signs of one draw of all lanes
+MOST = 4096  # the most elements of a rotated bucket
+_DRAWN = 128 * LANES  # the signs in one draw of all lanes
 
 
 def check_block(function: str, argument: str, value: int) -> int:
-    """The size of a bucket that is rotated."""
+    """Checks the size of a rotated bucket, and returns it."""
     size = check_integer(function, argument, value)
     if size & (size - 1) or not BLOCK <= size <= MOST:
         raise wrong(function, argument, f"a power of two from {BLOCK} to {MOST}, because buckets are rotated", size)
@@ -26,12 +26,12 @@ def check_block(function: str, argument: str, value: int) -> int:
 
 
 def padded(n: int) -> int:
-    """Elements of a rotated bucket of n: the next power of two, at least a block."""
+    """Returns the number of elements of a rotated bucket of n: the next power of two, at least a block."""
     return max(BLOCK, 1 << (n - 1).bit_length()) if n else 0
 
 
 def _halvings(n: int) -> tuple[int, int]:
-    """(a, b), where n = 2^(a + b): the square root of n is split into the powers of two 2^a and 2^b."""
+    """Returns (a, b), where n = 2^(a + b). 2^a and 2^b are the powers of two around the square root of n."""
     bits = n.bit_length() - 1
     return bits - bits // 2, bits // 2
 
@@ -41,10 +41,10 @@ class Rotated:
     """Buckets after the rotation.
 
     Attributes:
-      x: float32[buckets, padded(n)]. A bucket's largest element was from 1 up to 2 before.
-      scale: float32[buckets, 1], the power of two of `scale_of`.
-      exponent: int32[buckets, 1], the biased exponent of the largest element, times `scale`.
-      finite: bool[buckets, 1].
+      x: float32[buckets, padded(n)]. Before the rotation, the largest magnitude of a bucket is brought into [1, 2).
+      scale: float32[buckets, 1], the power of two from `scale_of`.
+      exponent: int32[buckets, 1], the biased exponent of the largest magnitude after multiplication by `scale`.
+      finite: bool[buckets, 1], whether all elements of the bucket are finite.
     """
 
     x: jax.Array
@@ -53,13 +53,13 @@ class Rotated:
     finite: jax.Array
 
     def as_sent(self, meta: jax.Array) -> jax.Array:
-        """Numbers that belong to `x` as metadata: divided by what `x` was multiplied by."""
+        """Returns metadata of `x` as it is sent: divided by the factors of `x`, and by 2^a of `_halvings`."""
         down, _ = _halvings(self.x.shape[1])
         return unscaled(meta * 2.0**-down * ieee.as_float(self.exponent << 23), self.scale)
 
 
 def rotate(x: jax.Array, seed: ArrayLike) -> Rotated:
-    """Buckets float32[buckets, n] with the signs of a seed, int32[buckets or 1, 1]."""
+    """Rotates buckets float32[buckets, n] with the signs of a seed, int32[buckets or 1, 1]."""
     n = padded(x.shape[1])
     largest = ieee.largest(*(e[:, None] for e in ieee.extremes(x)))
     scale = scale_of(largest)
@@ -72,19 +72,19 @@ def rotate(x: jax.Array, seed: ArrayLike) -> Rotated:
 
 
 def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Array | None, n: int) -> jax.Array:
-    """The first n elements of buckets that are base + unit * value after the rotation.
+    """Returns the first n elements of buckets that are base + unit * value after the rotation.
 
-    Values are whole multiples of 2^-9 below 4, or whole numbers below 256: their sums are exact.
+    Values are whole multiples of 2^-9 below 4, or whole numbers below 256. So their sums are exact.
     """
     down, up = _halvings(value.shape[1])
     x = ieee.multiply(unit, _hadamard(value) * 2.0**-up)
-    if base is not None:  # a constant becomes the first element
+    if base is not None:  # the transform of a constant is 0 except in the first element
         x = x.at[:, :1].set(ieee.add(x[:, :1], ieee.multiply(base, 2.0**down)))
     return ieee.positive_zero(_flip(x, seed)[:, :n])
 
 
 def sum_in_order(x: jax.Array) -> jax.Array:
-    """The sum of each bucket: float32[buckets, 1] of float32[buckets, padded(n)].
+    """Returns the sum of each bucket: float32[buckets, 1] from float32[buckets, padded(n)].
 
     Rows are added in order, then neighbouring blocks, neighbouring pairs and so on, then lanes by halves.
     """
@@ -101,12 +101,12 @@ def sum_in_order(x: jax.Array) -> jax.Array:
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a * b without its last eight bits. Nothing can be fused with it."""
+    """Returns a * b without its last eight bits. The product can't be fused with a later sum."""
     return ieee.as_float(ieee.bits(a * b) & ~0xFF)
 
 
 def _flip(x: jax.Array, seed: ArrayLike) -> jax.Array:
-    """The elements with the signs of the seed."""
+    """Returns the elements multiplied by the signs of the seed."""
     n = x.shape[1]
     draws = -(-n // _DRAWN)
     counter = jnp.arange(draws * LANES, dtype=jnp.uint32).reshape(draws, LANES)
@@ -119,11 +119,11 @@ def _flip(x: jax.Array, seed: ArrayLike) -> jax.Array:
 
 
 def _hadamard(x: jax.Array) -> jax.Array:
-    """The transform of each bucket, without a factor: sums and differences of elements n/2 apart, then n/4, ..."""
+    """Returns the unscaled transform of each bucket: sums and differences of elements n/2 apart, then n/4, ..."""
     half = x.shape[1] // 2
 
     def step(_: int, x: jax.Array) -> jax.Array:
-        # The pair becomes neighbours: every step has the same shape, and the last restores the order.
+        # The results of a pair become neighbours. So every step has the same form, and the last one restores the order.
         a, b = x[:, :half], x[:, half:]
         return jnp.stack([a + b, a - b], -1).reshape(x.shape)
 

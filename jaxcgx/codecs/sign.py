@@ -1,4 +1,4 @@
-"""Sign: one bit and the mean magnitude of the bucket."""
+"""Sign: one bit per element, and the mean magnitude of each bucket."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxcgx.codecs.scale import scale_of, scaled
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 
-_GROUP = 256  # blocks whose sums are added in order; then the groups are
+_GROUP = 256  # the blocks of a group: the sums of its blocks are added in order, and then the sums of the groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Sign(GridCodec):
     """The sign of each element, times the bucket's mean magnitude.
 
     Args:
-      bucket_size: elements that share the mean.
+      bucket_size: the number of elements that share the mean.
     """
 
     bucket_size: int = 512
@@ -49,14 +49,14 @@ class Sign(GridCodec):
 
 
 def _add_in_order(x: jax.Array) -> jax.Array:
-    """The sum over axis 1, first to last."""
+    """Returns the sum over axis 1, added from first to last."""
     return lax.fori_loop(1, x.shape[1], lambda i, total: total + x[:, i], x[:, 0])
 
 
 def sum_of_magnitudes(x: jax.Array) -> jax.Array:
-    """The sum of magnitudes of each bucket: float32[buckets, 1] of float32[buckets, n].
+    """Returns the sum of magnitudes of each bucket: float32[buckets, 1] from float32[buckets, n].
 
-    They are added in the order of xla_ffi/codec/sign.h: rows, lanes by halves, blocks, groups of blocks.
+    Magnitudes are added in the order of xla_ffi/codec/sign.h: rows, lanes by halves, blocks, groups of blocks.
     """
     buckets, n = x.shape
     x = jnp.abs(x)

@@ -1,4 +1,4 @@
-"""Skip: a plan's word for leaves that are frozen."""
+"""Skip: marks leaves in a plan that are not sent."""
 
 import dataclasses
 
@@ -8,9 +8,10 @@ from jaxcgx.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class Skip(Codec):
-    """Nothing is sent, and nothing is kept: for leaves that are not trained, in a rule or as the default of a `Plan`.
+    """Sends nothing and keeps no residual, for leaves that are not trained.
 
-    The sum or mean of such a leaf is zeros. `make_train_step` leaves such parameters as they are.
+    It is used in a rule or as the default of a `Plan`. The sum or mean of such a leaf is zeros. `make_train_step`
+    doesn't change such parameters.
     """
 
     raw = True

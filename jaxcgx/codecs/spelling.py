@@ -7,7 +7,10 @@ from jaxcgx.codecs.base import Codec
 
 
 def spell(value: Any) -> str:
-    """A codec, or a value that has codecs in it, as a user would write it: fields with their default are left out."""
+    """Returns a codec, or a value that contains codecs, as a user would write it.
+
+    The first field is always written, other fields only if they differ from their default.
+    """
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {spell(v)}' for key, v in value.items())}}}"
     if not isinstance(value, Codec) and not dataclasses.is_dataclass(value):

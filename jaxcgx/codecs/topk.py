@@ -1,4 +1,4 @@
-"""TopK: the elements of the largest magnitudes, and their places."""
+"""TopK: sends the elements with the largest magnitudes, and their indices."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from jaxcgx.native.layout import Layout, align16
 from jaxcgx.native.operands import Decode
 from jaxcgx.typing import DType
 
-_FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # bits of the largest finite magnitude; what every NaN counts as
+_FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # the bits of the largest finite magnitude, and of every NaN
 _ESTIMATES = ("quantile", "exponential")
 
 
@@ -34,18 +34,19 @@ def _check_share(function: str, argument: str, value: Any, low: float, high: flo
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Selection by a threshold that a sample gives (Deep Gradient Compression).
+    """Selects elements by a threshold that is estimated from a sample (Deep Gradient Compression).
 
-    Elements above the threshold are read once more. If more than wanted reach it, the largest of them are taken: DGC's
-    upper bound has no counterpart.
+    Elements above the threshold are read once more. If more elements than wanted reach it, the largest of them are
+    taken. So there is no upper bound as in DGC.
 
     Args:
-      share: the part of the elements that is in the sample (at least 2 / ratio elements), at equal distances from a
-        random first one.
-      estimate: "quantile" takes the magnitude that the wanted ratio of the sample reaches. "exponential" fits an
+      share: the fraction of the elements in the sample. The sample has at least 2 / ratio elements, at equal distances
+        from a random first element.
+      estimate: "quantile" takes the magnitude that the wanted fraction of the sample reaches. "exponential" fits an
         exponential distribution to the sample, another one to its elements above a threshold, and so on (SIDCo).
-      lower: while fewer than `lower` times the wanted number reach the threshold, it is multiplied by `lower`.
-      refinements: how often the threshold is multiplied, at most.
+      lower: while fewer elements than `lower` times the wanted number reach the threshold, the threshold is multiplied
+        by `lower`.
+      refinements: the largest number of such multiplications.
     """
 
     share: float = 0.01
@@ -60,7 +61,10 @@ class Sampled:
         check_field(self, "refinements", check_integer, 0, 100)
 
     def threshold(self, magnitudes: jax.Array, k: int, random: jax.Array) -> jax.Array:
-        """The bits of the smallest magnitude that is selected, from those of all magnitudes and 16 random bits."""
+        """Returns the bits of the smallest magnitude that is selected, if k elements are wanted.
+
+        `magnitudes` are the bits of all magnitudes, and `random` is an integer of 16 random bits.
+        """
         n = magnitudes.size
         count = min(n, max(math.ceil(self.share * n), -(-2 * n // k)))
         stride = n // count
@@ -83,7 +87,7 @@ _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="
 
 
 def check_select(function: str, argument: str, value: Any) -> str | Sampled:
-    """A selection: "exact", or a `Sampled`, also for its name."""
+    """Checks a selection, and returns "exact" or a `Sampled`. Selections other than "exact" have names, too."""
     if isinstance(value, Sampled):
         return value
     return _SELECTIONS[check_choice(function, argument, value, _SELECTIONS)] or "exact"
@@ -94,7 +98,7 @@ def check_pull(function: str, argument: str, value: Any) -> str:
 
 
 def check_values(function: str, argument: str, value: Any) -> Codec:
-    """A codec for the elements that are sent."""
+    """Checks the codec of the elements that are sent, and returns it."""
     if check_encodes(function, value, argument).sparse:
         raise wrong(function, argument, "a codec that keeps every element", value)
     if value.correlated:
@@ -105,20 +109,20 @@ def check_values(function: str, argument: str, value: Any) -> Codec:
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """The elements of a leaf that have the largest magnitudes, with their indices. All others become 0.
+    """Sends the elements of a leaf with the largest magnitudes, and their indices. All other elements become 0.
 
     If a message is cut into a chunk for each rank, the largest elements of each leaf in each chunk are sent. Among
-    equal magnitudes lower indices come first. NaN comes before infinity, and infinity before all numbers.
+    equal magnitudes, lower indices come first. NaN comes before infinity, and infinity before all numbers.
 
     Args:
-      ratio: the part of the elements that is sent, 0 to 1, rounded up to whole elements.
+      ratio: the fraction of the elements that is sent, 0 to 1. The number of elements is rounded up.
       values: the codec of the elements that are sent. Raw() sends float32.
-      select: "exact", "sampled", "fitted", which is Sampled(estimate="exponential"), or a `Sampled`. All except "exact"
-        draw a random number and need a key, and usually send up to a fifth fewer elements. On CPUs "exact" is the
-        fastest.
-      pull: what ranks get from a sum that goes over its owners ("two_shot"). "all": every element that any rank sent.
-        "top": the largest elements of the sum, as few as one rank sends.
-      lists: capacity, in lists of one rank. The sum over N ranks needs N to lose nothing.
+      select: "exact", "sampled", "fitted", or a `Sampled`. "sampled" is Sampled(), and "fitted" is
+        Sampled(estimate="exponential"). All except "exact" draw a random number, so they need a key. They usually send
+        up to a fifth fewer elements. On CPUs, "exact" is the fastest.
+      pull: the elements of a sum that ranks get. "all": every element that any rank sent. "top": only the largest
+        elements of the sum, the same number as one rank sends.
+      lists: the capacity, as a number of lists of one rank. The sum over N ranks needs N lists to lose nothing.
     """
 
     ratio: float = 0.01
@@ -166,7 +170,7 @@ class TopK(Codec):
         )
 
     def capacity(self, n: int) -> int:
-        """How many of n elements are sent at most."""
+        """Returns the largest number of elements that are sent of n elements."""
         return min(n, self.lists * math.ceil(self.ratio * n))
 
     def of_sum(self, ranks: int) -> "TopK":
@@ -174,10 +178,10 @@ class TopK(Codec):
             return self
         return dataclasses.replace(
             self, values=Raw(), select="exact", lists=min(self.lists * ranks, MOST)
-        )  # MOST hold all elements of any leaf
+        )  # MOST lists have room for all elements of any leaf
 
     def weight(self, n: int, dtype: DType) -> int:
-        return n  # independent of the other fields, so that a sum is cut where the messages were
+        return n  # independent of the other fields, so that sums are cut at the same elements as messages
 
     def code_bytes(self, n: int, dtype: DType) -> int:
         if n > self.most:
@@ -185,7 +189,7 @@ class TopK(Codec):
         return align16(index_bytes(n, self.capacity(n))) + self._values(n).chunk_bytes
 
     def _values(self, n: int) -> Layout:
-        """The layout of the elements that are sent, as a message of their own."""
+        """Returns the layout of the elements that are sent, as a separate message."""
         return Layout(self.values, ((self.capacity(n),),), (jnp.float32,))
 
     def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -208,7 +212,7 @@ class TopK(Codec):
         return from_list(codes[: index_bytes(n, k)], n, k)
 
     def _select(self, x: jax.Array, k: int, drawn: jax.Array | None) -> jax.Array:
-        """The indices of at most k elements: int32[k], ascending. Entries of x.size mean none."""
+        """Returns the indices of at most k elements: int32[k], ascending. Entries equal to x.size mean no element."""
         n = x.size
         if k in (0, n):
             return jnp.arange(k, dtype=jnp.int32)
@@ -220,15 +224,15 @@ class TopK(Codec):
 
 
 def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:
-    """The magnitude that k of n elements reach if all are distributed like the sample.
+    """Returns the magnitude that k of n elements reach if all elements are distributed like the sample.
 
-    An exponential distribution is fitted to the sample. Another one is fitted to the quarter of it that is largest, and
+    An exponential distribution is fitted to the sample. Another one is fitted to the largest quarter of the sample, and
     so on.
     """
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)
     x = scaled(ieee.as_float(sample), scale)
-    x = jnp.where(ieee.bits(x) < 0x800000, 0, x)  # on GPUs too: XLA flushes denormals on CPUs only
+    x = jnp.where(ieee.bits(x) < 0x800000, 0, x)  # XLA flushes denormals only on CPUs
     t, quarters = jnp.zeros((), jnp.float32), 0
     while True:
         last = k * 4 ** (quarters + 1) >= n

@@ -1,1 +1,1 @@
-"""How a message travels: its schedules, hierarchies, low rank, costs, and the primitives that JAX sees."""
+"""Exchanges of messages: schedules, hierarchies, low-rank sums, costs, and the primitives that JAX sees."""

@@ -1,7 +1,7 @@
 """Estimates of the time of an exchange, for `schedule="auto"` and the planner (report/advise.py).
 
-A plan with `prefer="bytes"` compares only bytes. It is for networks whose bytes cost money, or much more time than
-their latency.
+A plan with `prefer="bytes"` compares only bytes. It is for networks where bytes cost money, or take much more time than
+the latency.
 
 W ranks sum a message of `raw` bytes in float32 and `wire` compressed bytes.
 
@@ -10,17 +10,17 @@ W ranks sum a message of `raw` bytes in float32 and `wire` compressed bytes.
 - one_shot has one exchange. A rank sends W - 1 rows of `wire` bytes. Kernels encode once and add up W messages. Two
   ranks send the same number of bytes as with two_shot, in one exchange instead of two, with one rounding instead of
   two. With more ranks it wins only while messages are so small that a row costs its latency, not its bytes.
-- ring sends as many bytes as two_shot, but in W - 1 steps that wait for one another, and rounds at every step. It is
-  for networks whose links form a ring. Where any two ranks communicate at full speed it gains nothing, and over Gloo
-  less than a tenth, so "auto" never chooses it.
+- ring sends the same number of bytes as two_shot, but in W - 1 steps that wait for one another, and rounds at every
+  step. It is for networks whose links form a ring. If any two ranks communicate at full speed, it gains nothing, or
+  less than a tenth over Gloo. So "auto" never chooses it.
 
 A sparse codec may need more bytes for sums (`back`) than for leaves, because sums must hold every element that was
 sent. Both schedules then send nearly the same bytes, and one_shot wins. With many ranks two_shot wins again: sums are
 then so dense that they need shorter indices, or none. The time to decode a sparse message depends on its bytes, not on
 its elements, most of which are 0.
 
-The constants are those of a `Network` (transports/network.py): the plan's, or else 1 Gbit/s Ethernet between machines
-with a few cores. docs/planner.md has the formulas and the measurements they were checked against.
+The constants come from a `Network` (transports/network.py): the network of the plan or, by default, 1 Gbit/s Ethernet
+between machines with a few cores. docs/planner.md has the formulas, and compares them with measurements.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class Load(NamedTuple):
     raw: float  # bytes of the message in float32
     wire: float  # compressed bytes of the message
     back: float | None = None  # compressed bytes of the sum; None: the same as `wire`
-    sparse: bool = False  # the time to decode depends on the compressed bytes, not on the float32 bytes
-    whole: bool = False  # a leaf in a chunk is one bucket, which can't be cut into pieces
+    sparse: bool = False  # whether the time to decode depends on the compressed bytes, not on the float32 bytes
+    whole: bool = False  # whether a leaf in a chunk is one bucket, which can't be cut into pieces
 
     @property
     def both(self) -> float:
@@ -54,7 +54,7 @@ class Load(NamedTuple):
 
 
 class Time(NamedTuple):
-    """The seconds of an exchange."""
+    """The predicted seconds of an exchange."""
 
     kernels: float
     wire: float
@@ -68,16 +68,16 @@ class Time(NamedTuple):
 
 
 def wire(codec: Codec, leaves: Sequence[Any], mover: str | None = None) -> int:
-    """The compressed bytes of leaves. A leaf is anything with a shape and a dtype."""
+    """Returns the compressed bytes of leaves. A leaf is any object with a shape and a dtype."""
     bytes_of = codec.likely_bytes if mover == "tcp" else codec.wire_bytes
     return sum(bytes_of(x.shape, x.dtype) for x in leaves)
 
 
 def seconds(schedule: str, load: Load, network: Network) -> Time:
-    """How long a sum to all ranks takes.
+    """Returns the time of a sum to all ranks.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring"; "psum" for a codec of low rank, whose factors have `wire` bytes.
+      schedule: "one_shot", "two_shot" or "ring"; or "psum" for a low-rank codec, whose factors have `wire` bytes.
       load: the message.
       network: the links and kernels.
     """
@@ -113,7 +113,7 @@ def seconds(schedule: str, load: Load, network: Network) -> Time:
 
 
 def plain_seconds(ranks: int, size: float, network: Network) -> float:
-    """How long lax.psum of `size` bytes takes. Tcp leaves it to Gloo."""
+    """Returns the seconds of lax.psum of `size` bytes. Over Tcp, it still goes through Gloo."""
     if ranks == 1:
         return 0.0
     if network.mover == "tcp":
@@ -123,9 +123,9 @@ def plain_seconds(ranks: int, size: float, network: Network) -> float:
 
 
 def choose(load: Load, network: Network, prefer: str = "time") -> str:
-    """The schedule that takes the least time, or with `prefer` "bytes" sends the fewest bytes.
+    """Returns the schedule that takes the least time or, with `prefer` "bytes", sends the fewest bytes.
 
-    It is one_shot, which rounds less often, unless two_shot is faster by a tenth, or sends fewer bytes.
+    one_shot rounds less often. So two_shot is chosen only if it is faster by a tenth, or sends fewer bytes.
     """
     if prefer == "bytes":
         return "one_shot" if load.wire <= load.both / load.ranks else "two_shot"
@@ -134,18 +134,19 @@ def choose(load: Load, network: Network, prefer: str = "time") -> str:
 
 
 def faster(one: float, two: float) -> str:
-    """The schedule to take, by the times of one_shot and two_shot."""
+    """Returns the schedule to take, from the times of one_shot and two_shot."""
     return "one_shot" if one <= ENOUGH * two else "two_shot"
 
 
 def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: int, mover: str | None = None) -> int:
-    """The exact number of bytes that a rank sends to sum a message, the largest if ranks differ.
+    """Returns the exact number of bytes that a rank sends to sum a message. If ranks differ, it is the largest.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring", or over Tcp "tree" or an `Overlay`. A codec of low rank ignores it,
-        because lax.psum sums its factors. Raw() ignores it too, but over Tcp only "ring".
+      schedule: "one_shot", "two_shot" or "ring"; over Tcp also "tree" or an `Overlay`. For low-rank codecs, the
+        schedule doesn't matter, because lax.psum sums the factors. lax.psum also sums the leaves of Raw(), except over
+        Tcp with a schedule other than "ring".
       codec: the codec.
-      leaves: anything with a shape, a size and a dtype.
+      leaves: objects with a shape, a size and a dtype.
       ranks: the number of ranks.
       mover: "tcp" if Tcp moves the bytes.
     """

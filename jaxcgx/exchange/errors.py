@@ -1,17 +1,17 @@
 """The error of a compressed sum, for each schedule and any number of ranks.
 
-An encoding turns x into g x + noise. The gain g is 1 for codecs that round, and less for those that leave something out
-(TopK, Sign). The noise is orthogonal to x, and has the power w |x|^2. Both are measured on a sample of the numbers:
-g = <y, x> / |x|^2 and w = |y - g x|^2 / |x|^2, where the other end decodes y. So this works for any codec. The second
-encoding of two_shot and each hop of a ring encode sums over ranks, with their noise so far. Sums are distributed
-differently than the numbers of one rank, so their gain and noise are measured separately.
+An encoding turns x into g x + noise. The gain g is 1 for codecs that round, and smaller for codecs that leave something
+out (TopK, Sign). The noise is orthogonal to x, and has the power w |x|^2. g and w are measured on a sample of the
+numbers: g = <y, x> / |x|^2 and w = |y - g x|^2 / |x|^2, where y is the decoded x. So this works for any codec. The
+second encoding of two_shot and each hop of a ring encode sums over ranks, with the noise of earlier encodings. Sums are
+distributed differently than the numbers of one rank, so their gain and noise are measured separately.
 
-Schedules add up noise. Ranks draw it independently. Nearest rounding draws none: ranks that have nearly the same
-numbers make the same errors, which don't average out. Correlated rounding makes errors that cancel. So the correlation
-of two ranks' noise is measured, too. For correlated rounding it is negative, and inversely proportional to the number
-of ranks that exchange.
+Schedules add up noise. With stochastic rounding, the noise of ranks is independent. With nearest rounding, ranks that
+have nearly the same numbers make the same errors, which don't average out. With correlated rounding, errors cancel. So
+the correlation of two ranks' noise is measured, too. For correlated rounding, it is negative, and inversely
+proportional to the number of ranks that exchange.
 
-The result is vNMSE: the expected |result - sum|^2 / |sum|^2, where `sum` is the exact one.
+The result is the vNMSE: the expected |result - sum|^2 / |sum|^2, where `sum` is the exact sum.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.overlay import Overlay, Tree
 
-_GROUPS = 8  # groups of ranks; the sum of each is encoded
+_GROUPS = 8  # the most groups of ranks for a measurement; the sum of each group is encoded
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +34,7 @@ class Encoding(NamedTuple):
     """An encoding of x: gain * x + noise."""
 
     gain: float = 1
-    noise: float = 0  # its power over that of x
+    noise: float = 0  # the power of the noise, relative to the power of x
     alike: float = 0  # the correlation of two ranks' noise; for correlated rounding, times the number of ranks
 
 
@@ -42,12 +42,12 @@ class State(NamedTuple):
     """An estimate of a sum: gain * sum + noise."""
 
     gain: float = 1
-    noise: float = 0  # its power, relative to that of one rank's numbers
+    noise: float = 0  # the power of the noise, relative to the power of one rank's numbers
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decoded(codec: Codec, rows: jax.Array, key: jax.Array) -> jax.Array:
-    """The rows, encoded and decoded. The key is two words, and an offset for correlated rounding."""
+    """Returns the rows after encoding and decoding. The key is two words, and an offset for correlated rounding."""
     keys = jax.vmap(lambda row: fold(key, row))(jnp.arange(len(rows)))
     return jax.vmap(codec.approximate)(rows, keys if codec.stochastic else None)
 
@@ -57,14 +57,14 @@ class Losses:
 
     Args:
       sample: [ranks, ...], different draws of the numbers of at least two ranks. A sum over more ranks is assumed to be
-        distributed like the sum over all of these.
+        distributed like the sum over all ranks of the sample.
       codec: the codec.
-      cut: the number of parts that the numbers are cut into. It matters to codecs whose bucket is a whole part.
+      cut: the number of parts into which the numbers are cut. It matters only for codecs whose bucket is a whole part.
     """
 
     sample: Array
     codec: Codec
-    common: float  # <x, y> / |x|^2 of two ranks
+    common: float  # <x, y> / |x|^2 for the numbers x and y of two ranks
     known: dict[tuple[int, float], Encoding]
 
     def __init__(self, sample: Array, codec: Codec, cut: int = 1) -> None:
@@ -79,17 +79,18 @@ class Losses:
         self.known = {}
 
     def power(self, ranks: int) -> float:
-        """The power of a sum over some ranks, relative to that of one rank's numbers."""
+        """Returns the power of a sum over some ranks, relative to the power of one rank's numbers."""
         return float(ranks + ranks * (ranks - 1) * max(self.common, 0.0))
 
     def of(self, ranks: int, noise: float = 0) -> Encoding:
-        """The gain and noise of encoding a sum over some ranks.
+        """Returns the gain and the noise of encoding a sum over some ranks.
 
-        They are measured for powers of two and for all ranks of the sample, and interpolated between these.
+        They are measured for powers of two and for all ranks of the sample, and interpolated for other numbers of
+        ranks.
 
         Args:
           ranks: the number of ranks.
-          noise: the power of the noise that the sum already has, over the sum's.
+          noise: the power of the noise that is in the sum already, relative to the power of the sum.
         """
         low = 1 << min(ranks, len(self.sample)).bit_length() - 1
         high = min(2 * low, len(self.sample))
@@ -100,7 +101,7 @@ class Losses:
         return Encoding(*((1 - part) * a + part * b for a, b in pairs))
 
     def encoded(self, state: State, ranks: int) -> State:
-        """The state after encoding the estimate of a sum over some ranks."""
+        """Returns the state after encoding the estimate of a sum over some ranks."""
         power = self.power(ranks)
         by = self.of(ranks, round(state.noise / (state.gain**2 * power), 3))
         noise = by.gain**2 * state.noise + by.noise * (state.gain**2 * power + state.noise)
@@ -112,7 +113,7 @@ class Losses:
             groups = min(_GROUPS, len(self.sample) // ranks)
             for i in range(groups):
                 x = self.sample[ranks * i : ranks * (i + 1)].sum(0)
-                if noise:  # like that of rounding, which adds none where all gradients are 0
+                if noise:  # noise as from rounding: none where all gradients are 0
                     more = np.where(x == 0, 0, np.random.default_rng(i).uniform(-1, 1, x.shape))
                     scale = np.sqrt(noise * np.square(x).sum() / max(np.square(more).sum(), 1e-300))
                     x = x + np.asarray(scale * more, np.float32)
@@ -130,7 +131,10 @@ class Losses:
         return self.known[ranks, noise]
 
     def _encoded(self, x: Array, rank: int, offset: int) -> tuple[float, float, Array]:
-        """(gain, power of x, noise). Noise is the rank's own; for correlated rounding, its share of a common one."""
+        """Returns (gain, power of x, noise) of an encoding by a rank.
+
+        For correlated rounding, the rank is given by its offset, its share of common random bits.
+        """
         rows = jnp.asarray(x if self.codec.whole else x[None])
         key = jnp.asarray([0, 0, offset] if self.codec.correlated else [0, rank], jnp.uint32)
         y = np.asarray(_decoded(self.codec, rows, key), np.float64).reshape(x.shape)
@@ -141,13 +145,13 @@ class Losses:
     # Schedules
 
     def error(self, schedule: str | Overlay, ranks: int, own: str = "raw", each: int = 1) -> float:
-        """The vNMSE of a sum over all ranks.
+        """Returns the vNMSE of a sum over all ranks.
 
         Args:
-          schedule: "one_shot", "two_shot", "ring", "tree" or an `Overlay`. Codecs of low rank ignore it.
+          schedule: "one_shot", "two_shot", "ring", "tree" or an `Overlay`. It doesn't matter for low-rank codecs.
           ranks: the number of ranks that exchange.
           own: how a rank adds its own part, as in compressed_psum.
-          each: in a hierarchy whose inner sums lose nothing, the number of ranks in each inner sum.
+          each: in a hierarchy, the number of ranks in each inner sum. Inner sums are assumed to lose nothing.
         """
         codec, total = self.codec, ranks * each
         if schedule == "tree" and not codec.low_rank:
@@ -171,16 +175,16 @@ class Losses:
         return float((1 - state.gain) ** 2 + state.noise / self.power(total))
 
     def _first(self, ranks: int, encoded: int, each: int, among: int) -> State:
-        """The sum over `ranks` ranks, `encoded` of which encode their numbers. `among`: how many ranks exchange."""
+        """Returns the sum over `ranks` ranks, if `encoded` of them encode their numbers. `among` ranks exchange."""
         by = self.of(each)
         alike = by.alike / among if self.codec.correlated else by.alike
         noise = encoded * by.noise * self.power(each) * (1 + (encoded - 1) * alike)
         return State(1 - encoded / ranks * (1 - by.gain), noise)
 
     def _below(self, tree: Tree, rank: int, each: int, encoded: bool) -> tuple[State, int]:
-        """(the sum at a rank of a tree before it is encoded, the number of ranks in that sum).
+        """Returns (the sum at a rank of a tree before this sum is encoded, the number of ranks in the sum).
 
-        encoded: whether a rank that sums encodes its own part first.
+        `encoded` says whether a rank that sums encodes its own part first.
         """
         children = tree.children(rank)
         leaves = [child for child in children if not tree.children(child)]
@@ -202,7 +206,7 @@ class Losses:
 
 
 def drawn(distribution: str, ranks: int, size: int, seed: int = 0) -> Array:
-    """[ranks, size] independent numbers: "normal", "laplace" or "student" (3 degrees of freedom)."""
+    """Returns [ranks, size] independent numbers: "normal", "laplace" or "student" (3 degrees of freedom)."""
     rng = np.random.default_rng(seed)
     draw = dict(normal=rng.standard_normal, laplace=rng.laplace, student=functools.partial(rng.standard_t, 3))
     shape: Any = dict(size=(ranks, size))

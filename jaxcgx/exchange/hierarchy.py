@@ -4,8 +4,9 @@ By shards: a reduce-scatter over the inner ranks gives each of them a shard, whi
 other nodes. An all-gather over the inner ranks follows. Every inner rank sends over the outer network, so all network
 cards are used.
 
-By leaders (CGX's intra-broadcast): a sum over the inner ranks, then an exchange among the leaders. The leader of a node
-is its inner rank 0. It passes the bytes on to the other ranks of the node, so all ranks decode the same bytes.
+By leaders (CGX's intra-broadcast): a sum over the inner ranks is followed by an exchange among the leaders. The leader
+of a node is its inner rank 0. It passes the received bytes on to the other ranks of the node, so all ranks decode the
+same bytes.
 
 Feedback covers the losses of the outermost exchange. Residuals are added before the innermost sum, so it doesn't matter
 which rank of a node holds one.
@@ -30,9 +31,10 @@ Stages = tuple[Stage, ...]
 
 
 def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:
-    """The divided sum of the leaves over all stages, outermost first. `net` is the transport over all of them.
+    """Returns the divided sum of the leaves over all stages, which are ordered outermost first.
 
-    The result has the new residuals, and the momentum with 0 where the outermost exchange sent an element.
+    The result has the new residuals, and the momentum with 0 where the outermost exchange sent an element. `net` is the
+    transport over the ranks of all stages.
     """
     by = functools.partial(_by_leaders, net) if how.leader else _by_shards
     before = message.residuals
@@ -46,7 +48,7 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
 
 
 def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Array:
-    """The uncompressed sum of an array, by shards.
+    """Returns the uncompressed sum of an array, computed by shards.
 
     Args:
       nets: the transports, outermost first.
@@ -66,8 +68,8 @@ def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Ar
     return _join([share], [whole])[0]
 
 
-# Every leaf is cut into a share for each inner rank. A codec encodes a share as a leaf of its own, so its bits don't
-# depend on the rest of the message. Raw() stages send encoded bytes, too: leaves share a message, and XLA has no
+# Every leaf is cut into a share for each inner rank. A codec encodes each share as a separate leaf, so the bits of a
+# share don't depend on the rest of the message. Stages with Raw() send messages of bytes, too, because XLA has no
 # reduce-scatter of several arrays.
 def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
     inner = list(enumerate(stages))[1:]
@@ -83,7 +85,7 @@ def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
     shards = _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
     summed = _exchange(stages[0], shards, how)
     shards = message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
-    for i, stage in inner:  # ranks further out have the same numbers by now
+    for i, stage in inner:  # by now, ranks along the stages further out have the same numbers
         shards = shards.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
         shards = shards.replace(leaves=schedules.all_gather(stage, shards))
     residuals, momentum = summed.residuals, message.momentum
@@ -96,7 +98,7 @@ def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
 
 
 def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequence[int]) -> list[Any]:
-    """Momentum, cut as the leaves were, with 0 for every element that any rank of the node sent."""
+    """Returns the momentum, cut like the leaves, with 0 for every element that any rank of the node sent."""
     payload = sent.payload
     for stage in inner:
         payload = stage.net.all_gather(payload)
@@ -107,10 +109,10 @@ def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequenc
 
 
 def _cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
-    """x cut into equal shares, [*sizes, share].
+    """Returns x cut into equal shares, [*sizes, share].
 
-    The last number of x pads it, because it changes neither a minimum nor a maximum. A sparse codec might send that
-    number, so its shares are padded with zeros (`zeros`).
+    x is padded with its last number, which changes neither the minimum nor the maximum. A sparse codec might send the
+    padding, so its shares are padded with zeros (`zeros`).
     """
     share = -(-x.size // math.prod(sizes))
     flat = x.reshape(-1)
@@ -125,7 +127,7 @@ def _join(shares: list[Any], leaves: list[Any]) -> list[Any]:
 
 
 def _place(share: jax.Array, place: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
-    """[*sizes, share], zero except for the share at `place`."""
+    """Returns [*sizes, share], which is zero except for the share at `place`."""
     return jnp.zeros((*sizes, share.size), share.dtype).at[tuple(place)].set(share)
 
 
@@ -147,25 +149,25 @@ def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> M
 
 
 def sum_inside(stages: Stages, message: Message, own: str) -> list[Any]:
-    """The whole sums of float32 leaves over all stages except the outermost, on every rank."""
+    """Returns the sums of whole float32 leaves over all stages except the outermost. Every rank gets all of them."""
     message = message.replace(residuals=None, momentum=None, factors=None)
     key = message.key
     for i, stage in reversed(list(enumerate(stages))[1:]):
-        # Ranks further in have the same sum by now, and must get the same bits.
+        # By now, ranks along the stages further in have the same sum. They must get the same bits, so they use one key.
         message = message.replace(key=fold_stage(key, i, stages[:i]))
         message = message.replace(leaves=_exchange(stage, message, Sum(own)).leaves)
     return message.leaves
 
 
 def _with_zero_residuals(message: Message, like: Message) -> Message:
-    """The message with residuals of zeros if `like` has residuals. They collect the losses of the exchange."""
+    """Returns the message, with residuals of zeros if `like` has residuals. They collect the losses of the exchange."""
     if like.residuals is None:
         return message
     return message.replace(residuals=[jnp.zeros_like(x, jnp.float32) for x in message.leaves])
 
 
 def _exchange(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The divided sum of float32 leaves over one stage."""
+    """Returns the divided sum of float32 leaves over one stage."""
     compresses = not stage.codec.raw or isinstance(stage.schedule, Overlay)
     if stage.net.size > 1 and (compresses or schedules.is_piecewise(stage)):
         return schedules.allreduce(stage, message, how)

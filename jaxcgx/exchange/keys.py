@@ -5,10 +5,10 @@ u_r = (pi_r + u) / N, where u is uniform in [0, 1) and pi is a random permutatio
 well, and each rank's rounding is unbiased. But the ranks' noise is evenly spread in [0, 1), so that their errors
 cancel.
 
-Here u_r = (U + s_r / N) mod 1. The key draws U for an element, the same on all ranks. s is a random permutation of the
-ranks, one for a message. Each element has the distribution above: N U rotates s by its integer part, and u is its
-fraction. Errors of different elements are uncorrelated, because they are unbiased for each s. Kernels only add the
-offset s_r / N, which is the third word of the key.
+Here u_r = (U + s_r / N) mod 1. U is drawn from the key for each element, and is the same on all ranks. s is a random
+permutation of the ranks, one per message. Each element has the distribution above: the integer part of N U rotates s,
+and the fraction of N U is u. Errors of different elements are uncorrelated, because they are unbiased for each s.
+Kernels only add the offset s_r / N, which is the third word of the key.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,13 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.message import Stage
 from jaxcgx.transports.base import Transport
 
-# Keys are folded with these numbers: the first encoding, the encoding of a sum, the backward pass, the hops of a ring.
+# Numbers that are folded into keys: for the first encoding, the encoding of a sum, the backward pass, and the hops of a
+# ring or a tree.
 FIRST, SUM, BACK, HOP = 0, 1, 2, 3
 
 
 def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
-    """The key folded with the numbers: two words. No key gives None. An offset is kept as the third word."""
+    """Returns the key folded with the numbers, as two words. No key gives None. An offset is kept as the third word."""
     if key is None:
         return None
     folded = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
@@ -38,7 +39,10 @@ def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
 
 
 def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | None:
-    """The key of a rank's first encoding: its own or, for correlated rounding, a common key with the rank's offset."""
+    """Returns the key of a rank's first encoding.
+
+    It is the rank's own key or, for correlated rounding, a common key with the rank's offset.
+    """
     if key is None or not codec.correlated:
         return fold(key, FIRST, net.rank)
     order: Any = fold(key, FIRST, 0)
@@ -49,9 +53,9 @@ def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | No
 
 
 def fold_stage(key: jax.Array | None, number: int, others: Sequence[Stage]) -> jax.Array | None:
-    """The key of stage `number` of a hierarchy.
+    """Returns the key of stage `number` of a hierarchy.
 
-    Ranks that differ in their place along `others` draw different noise.
+    Ranks with different places along the stages `others` draw different noise.
     """
     rank = 0
     for stage in others if key is not None else ():

@@ -1,11 +1,11 @@
-"""Sums of low rank (codecs/powersgd.py): ranks sum only factors, all P of a message at once, then all Q.
+"""Low-rank sums (codecs/powersgd.py): ranks sum only factors, all P of a message at once, then all Q.
 
 Each rank multiplies its own numbers with the factors, and all ranks compute the same result from the two sums. All
-ranks share one basis. A rank's residual is its own numbers minus their projection on that basis. The two are
-orthogonal, so residuals stay bounded. The sum of all ranks' residuals is the error of the sum.
+ranks share one basis. A rank's residual is its own numbers minus their projection on that basis. The residual and the
+projection are orthogonal, so residuals stay bounded. The sum of all ranks' residuals is the error of the sum.
 
-The published algorithm differs: there a residual is the rank's numbers minus the mean. Differences between ranks then
-pile up in the residuals, and cancel only in their sum.
+In the published algorithm, a residual is the rank's numbers minus the mean. Differences between ranks then accumulate
+in the residuals, and cancel only in the sum of the residuals.
 
 In a hierarchy the inner ranks first sum whole leaves with their own codecs. Each inner rank then knows the whole loss
 of its node, and keeps an equal share of it as its residual.
@@ -23,19 +23,19 @@ from jaxcgx.exchange import hierarchy, scopes
 from jaxcgx.exchange.message import Message, Sum
 from jaxcgx.transports.base import Transport
 
-_LARGE = 2**20  # elements
+_LARGE = 2**20  # leaves with more elements are not stacked with others
 
 
 class _Stack(NamedTuple):
-    """Leaves that are matrices of one shape, so that one operation multiplies them all."""
+    """Leaves whose matrices have the same shape, so that one operation multiplies all of them."""
 
     ids: list[int]  # positions in the message
-    terms: list[jax.Array]  # float32[leaves, m, n]: the leaves, and their residuals. Their sum is sent.
-    q: jax.Array  # float32[leaves, rank, n], of the step before
+    terms: list[jax.Array]  # float32[leaves, m, n]: the leaves, and their residuals; the sum of these terms is sent
+    q: jax.Array  # float32[leaves, rank, n], from the previous step
 
 
 def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
-    """The divided sum of the leaves over all stages, outermost first, with the new residuals and factors."""
+    """Returns the divided sum of the leaves over all stages, outermost first, with the new residuals and factors."""
     codec, net = cast(LowRank, stages[0].codec), stages[0].net
     inner = math.prod(stage.net.size for stage in stages[1:])
     terms = [[x.astype(jnp.float32) for x in message.leaves]]
@@ -73,7 +73,7 @@ def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
 
 
 def _stacks(codec: LowRank, message: Message, terms: list[list[Any]]) -> list[_Stack]:
-    """The leaves by shape. Each large leaf has a stack of its own, because stacking copies."""
+    """Returns stacks of leaves with the same shape. Each large leaf has its own stack, because stacking copies."""
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(message.leaves):
         alike.setdefault((codec.matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
@@ -90,7 +90,7 @@ def _stacks(codec: LowRank, message: Message, terms: list[list[Any]]) -> list[_S
 
 
 def _psum(net: Transport, arrays: list[Any]) -> list[jax.Array]:
-    """The sums of the arrays, by one collective."""
+    """Returns the sums of the arrays over ranks, from one collective."""
     flat = net.plain_psum(jnp.concatenate([x.reshape(-1) for x in _compat.match_varying(*arrays)]))
     ends = [sum(x.size for x in arrays[: k + 1]) for k in range(len(arrays))]
     return [flat[end - x.size : end].reshape(x.shape) for end, x in zip(ends, arrays)]

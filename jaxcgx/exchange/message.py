@@ -14,8 +14,8 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.terms import digest
 from jaxcgx.transports.base import Transport
 
-# The state that a sum keeps from call to call, as fields of the message. Residuals and momentum are each rank's own.
-# Factors are the same on every rank, and vary as sums do.
+# The state that a sum keeps from call to call, as fields of the message. Each rank has its own residuals and momentum.
+# Factors are the same on every rank: like sums, they don't vary over the axes of the exchange.
 OWN, SHARED = ("residuals", "momentum"), ("factors",)
 STATE = OWN + SHARED
 
@@ -25,9 +25,9 @@ STATE = OWN + SHARED
 class Message:
     """Leaves that travel together, with their key and their state. A pytree.
 
-    `ids` are the numbers of the leaves in the caller's tree. A leaf's noise depends on its id, so its bits don't depend
-    on the message that it is in. `key` is two words, or None if the codec draws no noise. Each kind of state is a list
-    with one array per leaf, or None.
+    `ids` are the numbers of the leaves in the caller's tree. The noise of a leaf depends on its id, so its bits don't
+    depend on the grouping of leaves into messages. `key` is two words, or None if the codec draws no noise. Each kind
+    of state is a list with one array per leaf, or None.
     """
 
     ids: tuple[int, ...]
@@ -50,21 +50,21 @@ class Stage(NamedTuple):
     net: Transport
     codec: Codec
     schedule: str | Overlay
-    backward: Codec  # of the transpose
+    backward: Codec  # the codec of the transpose
 
     def compared(self, message: "Message", how: Any) -> "Stage":
-        """The stage with a transport that compares what the ranks send, and how."""
+        """Returns the stage with a transport that compares the kind of message, and `how` it is sent, on all ranks."""
         leaves = [(x.shape, x.dtype) for x in message.leaves]
         what = digest(self.schedule, self.codec, message.ids, leaves, how)
         return self._replace(net=self.net.labelled(int(what)))
 
     def transposed(self) -> "Stage":
-        """The stage of the transpose."""
+        """Returns the stage of the transpose."""
         return Stage(self.net, self.backward, schedule="one_shot", backward=self.codec)
 
 
 class Sum(NamedTuple):
-    """How a sum is formed.
+    """The settings of a sum.
 
     `own` says how a rank adds its own part to the sum that it owns: "raw" or "encoded". The sum is divided by `divisor`
     in float32 before its last encoding. With `leader`, one rank per node takes part in the outermost exchange.
@@ -75,7 +75,7 @@ class Sum(NamedTuple):
     leader: bool = False
 
     def replaces_own(self, codec: Codec) -> bool:
-        """Whether a rank's own part replaces its payload. The payload of a raw codec is the same already."""
+        """Returns whether a rank's own part replaces its payload. With a raw codec, the payload equals the part."""
         return self.own == "raw" and not codec.raw
 
 
@@ -86,7 +86,7 @@ class Sent(NamedTuple):
     payload: jax.Array
 
     def clear(self, arrays: list[Any]) -> list[Any]:
-        """Arrays in the shapes of the leaves, with 0 where an element was sent."""
+        """Returns arrays, which have the shapes of the leaves, with 0 where an element was sent."""
         return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
 
 
@@ -95,13 +95,13 @@ class Summed(NamedTuple):
 
     leaves: list[Any]
     residuals: Any = None  # a list like the leaves; None without feedback
-    sent: Any = None  # a `Sent`, or None where no momentum needs it
+    sent: Any = None  # a `Sent`; None if no momentum needs it
 
 
 def carry(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The leaves plus their residuals, in the leaves' dtypes, and the losses of that rounding.
+    """Returns (the leaves plus their residuals, in the leaves' dtypes; the losses of rounding to these dtypes).
 
-    Where a loss is not finite, the residual stays as it was, as in the kernels.
+    Where a loss is not finite, the residual stays unchanged, as in the kernels.
     """
     whole = [x.astype(jnp.float32) + r for x, r in zip(leaves, residuals)]
     carried = [w.astype(x.dtype) for w, x in zip(whole, leaves)]

@@ -1,11 +1,12 @@
-"""Overlays: the links that the parts of a message travel along.
+"""Overlays: trees along whose links the parts of a message travel.
 
-An overlay is a set of rooted trees over all ranks, each with a share of the message. A tree's part goes up from child
-to parent: every rank adds its own part to those it received, and encodes the sum again. The root's sum goes back down,
-the same bytes to all ranks. A tree uses each of its links in both directions, whichever rank is its root.
+An overlay is a set of rooted trees over all ranks. Each tree has a share of the message. This part goes up the tree,
+from child to parent: every rank adds its own part to the received parts, and encodes the sum again. The root's sum goes
+back down, as the same bytes for all ranks. A tree uses each of its links in both directions, whichever rank is its
+root.
 
-`two_shot` is an overlay with a star around each rank. The owners of MultiGPS are stars around some ranks. A ring has
-the paths that leave out one of its links each.
+`two_shot` is an overlay with a star around each rank. MultiGPS, with fewer owners, has stars around some ranks. The
+trees of a ring are paths, each of which leaves out another link of the ring.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from typing import Any
 
 from jaxcgx.checks import check_integer, is_integer, is_number, wrong
 
-MOST_SHARES = 2**20  # the shares of all trees together; xla_ffi/handlers/message.h has the same limit
+MOST_SHARES = 2**20  # the largest sum of the shares of all trees; xla_ffi/handlers/message.h has the same limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Tree:
 
     Args:
       parents: the parent of each rank; -1 for the root.
-      share: the tree's share of the message, relative to those of the other trees.
+      share: the tree's share of the message, relative to the shares of the other trees.
     """
 
     parents: tuple[int, ...]
@@ -47,7 +48,7 @@ class Tree:
 
     @classmethod
     def of(cls, links: Iterable[tuple[int, int]], share: int = 1, root: int | None = None) -> "Tree":
-        """The tree with these links. Without a root, it is the first rank that gives the least depth."""
+        """Returns the tree with these links. Without `root`, the root is the first rank that gives the least depth."""
         links = list(links)
         roots = range(len(links) + 1) if root is None else [root]
         return min((cls(_parents(links, root), share) for root in roots), key=lambda tree: tree.depth)
@@ -111,12 +112,12 @@ class Overlay:
 
     @classmethod
     def owners(cls, ranks: int, owners: int | Sequence[float] | None = None) -> "Overlay":
-        """Every rank sends each part of the message straight to the part's owner.
+        """Returns the overlay in which every rank sends each part of the message straight to the part's owner.
 
         Args:
           ranks: the number of ranks.
           owners: the number of owners, which are ranks 0, 1, ...; or a weight for each rank. The bytes of a rank's part
-            are proportional to its weight; weight 0 means no part. None: every rank owns an equal part.
+            are proportional to its weight. A rank of weight 0 owns no part. None: every rank owns an equal part.
         """
         ranks = check_integer("Overlay.owners", "ranks", ranks, 1)
         given: Any = ranks if owners is None else owners
@@ -137,7 +138,10 @@ class Overlay:
 
     @classmethod
     def ring(cls, order: Sequence[int]) -> "Overlay":
-        """Each rank exchanges only with its neighbours in an order of all ranks. The last is next to the first."""
+        """Returns the overlay in which each rank exchanges only with its neighbours in an order of all ranks.
+
+        The last rank and the first rank are neighbours, too.
+        """
         if sorted(order) != list(range(len(order))) or not order:
             raise wrong("Overlay.ring", "order", "each rank once", order)
         n, links = len(order), list(zip(order, [*order[1:], order[0]]))
@@ -147,7 +151,7 @@ class Overlay:
 
     @classmethod
     def tree(cls, ranks: int) -> "Overlay":
-        """A binary tree rooted at each rank, for links of equal speed."""
+        """Returns the overlay with a binary tree rooted at each rank, for links of equal speed."""
         check_integer("Overlay.tree", "ranks", ranks, 1)
         heap = [(i - 1) // 2 for i in range(ranks)]  # parents, if ranks are counted from the root
         trees = []
@@ -175,7 +179,7 @@ class Overlay:
         return tuple(tree.parents for tree in self.trees)
 
     def loads(self) -> dict[tuple[int, int], float]:
-        """The part of a message that goes over each link in each direction: {(lower rank, higher rank): part}."""
+        """Returns {(lower rank, higher rank): the part of a message that goes over this link in each direction}."""
         found: dict[tuple[int, int], float] = {}
         for tree in self.trees:
             for link in tree.links:
@@ -184,7 +188,7 @@ class Overlay:
         return found
 
     def sent(self, up: Sequence[int], down: Sequence[int]) -> list[int]:
-        """The bytes that each rank sends. Links of tree i carry up[i] bytes to parents, and down[i] to children."""
+        """Returns the bytes that each rank sends, if links of tree i carry up[i] bytes up and down[i] bytes down."""
         found = [0] * self.ranks
         for tree, one, other in zip(self.trees, up, down):
             for child, parent in tree.links:
@@ -197,5 +201,5 @@ class Overlay:
 
 
 def star(ranks: int, root: int, share: int = 1) -> Tree:
-    """The tree in which a rank is the parent of all others."""
+    """Returns the tree in which `root` is the parent of all other ranks."""
     return Tree(tuple(-1 if rank == root else root for rank in range(ranks)), share)

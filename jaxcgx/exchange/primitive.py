@@ -27,16 +27,19 @@ from jaxcgx.transports.base import Transport
 
 
 def bind(primitive: Any, message: Message, **params: Any) -> Message:
-    """The message of results: leaves, and the new arrays of each kind of state."""
+    """Binds the primitive, and returns the message of results: leaves, and the new arrays of each kind of state."""
     operands, tree = jax.tree_util.tree_flatten(match_varying(message, params["net"]))
     return _results(tree).unflatten(primitive.bind(*operands, **{"batch": (), **params}, tree=tree))
 
 
 def match_varying(message: Message, net: Transport) -> Message:
-    """The message, its leaves and state marked as varying over every axis that its key, leaves or state vary over."""
+    """Returns the message, its leaves and state marked as varying over every axis that any of its arrays varies over.
+
+    Factors are not marked as varying over the axes of the exchange.
+    """
     leaves = message.leaves
     kept: dict[str, Any] = {kind: arrays for kind in STATE if (arrays := getattr(message, kind)) is not None}
-    if message.key is not None:  # the results vary as the noise does, whatever else is in the message
+    if message.key is not None:  # the results vary over the axes of the noise, too
         leaves = [_compat.vary(x, _compat.varying_axes(message.key)) for x in leaves]
     for arrays in kept.values():
         leaves = [_compat.vary(x, _compat.varying_axes(a)) for x, a in zip(leaves, arrays)]
@@ -48,12 +51,12 @@ def match_varying(message: Message, net: Transport) -> Message:
 
 @functools.lru_cache
 def _results(tree: Any) -> Any:
-    """The structure of the results, from the structure of the operands."""
+    """Returns the structure of the results, from the structure of the operands."""
     return jax.tree_util.tree_structure(places(tree).replace(key=None))
 
 
 def _put_leaves(tree: Any, values: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """The flat values of a structure, with `leaves` in place of those of the message."""
+    """Returns the flat values of a structure, with `leaves` in place of the values of the message's leaves."""
     values = list(values)
     for place, leaf in zip(places(tree).leaves, leaves):
         values[place] = leaf
@@ -68,16 +71,16 @@ def define(
     same: bool,
     invarying: Callable[..., bool] = lambda **params: False,
 ) -> Any:
-    """The primitive of an exchange, with its rules.
+    """Returns the primitive of an exchange, with its rules.
 
     Args:
-      name: the name, as the policies of jax.checkpoint see it.
+      name: the name, which policies of jax.checkpoint see.
       run: run(message, **params) computes the message of results with lax and the native operations.
-      shape: shape(shape, i, **params) is the shape of result leaf i, from the shape of the leaf.
-      transpose: transpose(message, cts, **params) computes the cotangents of the message's leaves, which have types but
-        no values.
+      shape: shape(shape, i, **params) returns the shape of result leaf i, from the shape of leaf i.
+      transpose: transpose(message, cts, **params) computes the cotangents of the message's leaves from the cotangents
+        of the results. The leaves of `message` are types without values.
       same: whether the result leaves are the same on every rank.
-      invarying: invarying(**params) is whether the types of the result leaves say that they are the same.
+      invarying: invarying(**params) returns whether the types of the result leaves say that they are the same.
     """
     primitive = _compat.Primitive(name)
     primitive.multiple_results = True

@@ -1,6 +1,6 @@
 """The primitives of rows: all_gather and psum_scatter, transposes of each other, and all_to_all, its own transpose.
 
-Leaves are [ranks, ...]: row r is for rank r, or came from it.
+Leaves are [ranks, ...]: row r is for rank r, or came from rank r.
 """
 
 import math
@@ -17,18 +17,18 @@ from jaxcgx.transports.base import Transport, join_rows, split_rows
 
 
 class Join(NamedTuple):
-    """How the last of several gathers joins their result, [ranks of the last, ..., ranks of the first, ...].
+    """Joins the result of several gathers, [ranks of the last gather, ..., ranks of the first gather, ...].
 
-    The join is part of the last gather's primitive. Policies of jax.checkpoint would see a separate reshape, and save
-    the whole weights as its result.
+    The join is part of the last gather's primitive. Otherwise, policies of jax.checkpoint would see a separate reshape,
+    and save its result, the whole weights.
     """
 
-    dimensions: tuple[int, ...]  # of each leaf, counted from the front
+    dimensions: tuple[int, ...]  # for each leaf: the dimension to join along, counted from the front
     tiled: bool  # as in lax
-    sizes: tuple[int, ...]  # the ranks of each gather, outermost first
+    sizes: tuple[int, ...]  # the number of ranks of each gather, outermost first
 
     def shape(self, gathered: tuple[int, ...], i: int) -> tuple[int, ...]:
-        """The shape of joined leaf i, from that of the gathered leaf."""
+        """Returns the shape of joined leaf i, from the shape of the gathered leaf."""
         shape, n, d = list(gathered[len(self.sizes) :]), math.prod(self.sizes), self.dimensions[i]
         return (*shape[:d], n * shape[d], *shape[d + 1 :]) if self.tiled else (*shape[:d], n, *shape[d:])
 
@@ -52,23 +52,23 @@ class Join(NamedTuple):
 
 
 def all_gather(message: Message, stage: Stage, to: str, join: Join | None = None) -> list[Any]:
-    """Every rank's leaves, as rows or joined."""
+    """Returns every rank's leaves, as rows or joined."""
     params = dict(net=stage.net, stage=stage, ranks=stage.net.size, to=to, join=join)
     return primitive.bind(all_gather_p, message, **params).leaves
 
 
 def psum_scatter(message: Message, stage: Stage, how: Sum) -> Message:
-    """The divided sum over ranks of this rank's row, and the new residuals if the message has residuals."""
+    """Returns the divided sum over ranks of this rank's row, and the new residuals if the message has residuals."""
     return primitive.bind(psum_scatter_p, message, net=stage.net, stage=stage, how=how)
 
 
 def all_to_all(message: Message, stage: Stage) -> list[Any]:
-    """The rows that all ranks have for this rank."""
+    """Returns the rows that all ranks have for this rank."""
     return primitive.bind(all_to_all_p, message, net=stage.net, stage=stage).leaves
 
 
 def _back(message: Message, cts: list[Any]) -> Message:
-    """The message of cotangents."""
+    """Returns the message of cotangents."""
     return Message(message.ids, cts, fold(message.key, BACK))
 
 
@@ -80,7 +80,7 @@ def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, t
     return message.replace(key=None, leaves=gathered if join is None else join.join(gathered))
 
 
-# The primitive has the name of lax's operation: policies of jax.checkpoint that don't save lax's don't save this one.
+# The primitive has the name of lax's primitive. So policies of jax.checkpoint treat the results of both alike.
 # Row r of every rank's result is rank r's leaf, so the leaf's cotangent is the sum of the cotangents of these rows:
 # psum_scatter. If the type of the result says that all ranks share one value ("invarying"), all ranks have the same
 # cotangent, and rank r takes row r of it. An axis of vmap has no such type: each of its ranks has its own cotangent,
@@ -130,7 +130,8 @@ def _psum_scatter(message: Message, *, net: Transport, stage: Stage, how: Sum) -
     return message.replace(key=None, leaves=leaves, residuals=summed.residuals)
 
 
-# Row r of every rank's leaf went into the sum of rank r, so its cotangent on every rank is that of rank r's sum.
+# Row r of every rank's leaf was added to the sum of rank r, so on every rank its cotangent is the cotangent of rank r's
+# sum.
 def _psum_scatter_transpose(
     message: Message, cts: list[Any], *, net: Transport, stage: Stage, how: Sum, batch: tuple[Any, ...]
 ) -> list[Any]:

@@ -1,6 +1,6 @@
-"""How the bytes of one message travel among the ranks of one transport (transports/base.py says what a transport is).
+"""Schedules: how the bytes of one message travel among the ranks of one transport (transports/base.py).
 
-Overlays are in trees.py.
+The schedules of overlays are in trees.py.
 
 A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
 half, which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: the message
@@ -8,10 +8,10 @@ is cut between buckets into parts of similar bytes. `Slices` are the parts of ps
 caller's scatter dimension.
 
 Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded".
-All ranks decode the same bytes of a sum, its owner too, so replicas are identical to the bit.
+All ranks, including the owner, decode the same bytes of a sum, so replicas are identical bit for bit.
 
 A sparse codec may encode sums with another codec, which has room for every element that the ranks sent
-(`Codec.of_sum`). A rank's own part is then encoded, too, so the sum loses nothing.
+(`Codec.of_sum`). A rank's own part is then encoded, too, so the encoding of the sum loses nothing.
 """
 
 from contextlib import AbstractContextManager
@@ -44,21 +44,21 @@ class Chunks:
         self.layout, self.leaves = message.layout(codec, size), message.leaves
 
     def encode(self, key: Any) -> jax.Array:
-        """The encoded chunks, uint8[ranks, bytes]."""
+        """Returns the encoded chunks, uint8[ranks, bytes]."""
         return ops.encode(self.layout, self.leaves, key)
 
     def own(self, part: Any, place: Any) -> Own:
-        """This rank's leaves, which replace payload `place` of a part."""
+        """Returns this rank's leaves, which replace payload `place` of a part."""
         return Own(self.leaves, place)
 
     def partial(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float = 1.0) -> jax.Array:
-        """The sum of a part's payloads, encoded."""
+        """Returns the sum of a part's payloads, encoded."""
         return ops.reduce_encoded(self.layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
 
     total = partial  # the sum stays encoded, because the other ranks get it
 
     def owned(self, rank: Any) -> list[Any]:
-        """A mask per leaf: the elements in a rank's part."""
+        """Returns a mask per leaf, True for the elements in a rank's part."""
         ends = np.zeros((len(self.leaves), self.layout.chunks + 1), np.int64)
         for c, pieces in enumerate(self.layout.pieces, 1):
             for p in pieces:
@@ -71,11 +71,11 @@ class Chunks:
 
 
 class Slices:
-    """Leaves [ranks, ...], whose row r is for rank r."""
+    """Leaves [ranks, ...]. Row r is for rank r."""
 
     layout: Layout
     leaves: list[Any]
-    size: int  # ranks
+    size: int  # the number of ranks
 
     def __init__(self, codec: Codec, message: Message, size: int) -> None:
         shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
@@ -83,7 +83,7 @@ class Slices:
         self.leaves, self.size = message.leaves, size
 
     def encode(self, key: Any) -> jax.Array:
-        """The encoded rows, uint8[ranks, bytes]."""
+        """Returns the encoded rows, uint8[ranks, bytes]."""
 
         def one(leaves: list[Any], row: Any) -> jax.Array:
             return ops.encode(self.layout, leaves, fold(key, row))[0]
@@ -91,7 +91,7 @@ class Slices:
         return jax.vmap(one)(self.leaves, jnp.arange(self.size))
 
     def encode_fed(self, residuals: list[Any], key: Any) -> tuple[jax.Array, list[Any]]:
-        """`encode` with feedback: (payloads, new residuals)."""
+        """Encodes the rows with feedback. Returns (payloads, new residuals)."""
 
         def one(leaves: list[Any], residuals: list[Any], row: Any) -> tuple[jax.Array, list[Any]]:
             payload, lost = ops.encode_fed(self.layout, leaves, residuals=residuals, key=fold(key, row))
@@ -100,32 +100,32 @@ class Slices:
         return jax.vmap(one)(self.leaves, residuals, jnp.arange(self.size))
 
     def own(self, part: Any, place: Any) -> Own:
-        """This rank's leaves of a part, which replace payload `place` of the part."""
+        """Returns this rank's leaves of a part, which replace payload `place` of the part."""
         return Own(_rows(self.leaves, part), place)
 
     def partial(self, payloads: Any, part: Any, own: Own | None, key: Any) -> jax.Array:
-        """The sum of a part's payloads, encoded."""
+        """Returns the sum of a part's payloads, encoded."""
         return ops.reduce_encoded(self.layout, payloads, own=own, key=key)
 
     def total(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float) -> list[Any]:
-        """The sum of a part's payloads, as float32 leaves."""
+        """Returns the sum of a part's payloads, as float32 leaves."""
         return ops.reduce(self.layout, payloads, own=own, divisor=divisor)
 
 
 def _rows(arrays: list[Any], r: Any) -> list[jax.Array]:
-    """Row r of each array."""
+    """Returns row r of each array."""
     return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
 
 
 def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
-    """The first half in one step: every part goes straight to its owner, which sums it."""
+    """Runs the first half in one step: every part goes straight to its owner, which sums it."""
     received = net.all_to_all(parts.encode(first(key, parts.layout.codec, net)))
     own = parts.own(net.rank, net.rank) if how.replaces_own(parts.layout.codec) else None
     return parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor)
 
 
 def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
-    """The first half from neighbour to neighbour: a part visits every rank and ends at its owner.
+    """Runs the first half from neighbour to neighbour: a part visits every rank, and ends at its owner.
 
     Every rank on the way adds its own part and encodes the sum again.
     """
@@ -146,11 +146,10 @@ FIRST_HALF = {"two_shot": exchange, "one_shot": exchange, "ring": ring}
 def _fed_exchange(
     net: Transport, parts: Chunks, residuals: list[Any], key: Any, how: Sum
 ) -> tuple[jax.Array, list[Any], Sent]:
-    """`exchange` with feedback: the encoded sum, the new residuals, and the payload sent.
+    """Runs `exchange` with feedback. Returns (the encoded sum, the new residuals, the payload that was sent).
 
     With `own` "raw", the loss of the first encoding of a rank's own part is added back to the sum. Only the loss of
-    encoding that sum remains as the residual of that part. The elements that the encoded sum has count as sent by this
-    rank.
+    encoding that sum remains as the residual of that part. The elements of the encoded sum count as sent by this rank.
     """
     payload, lost = ops.encode_fed(
         parts.layout, parts.leaves, residuals=residuals, key=first(key, parts.layout.codec, net)
@@ -164,7 +163,7 @@ def _fed_exchange(
 
 
 def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Every rank gets all messages and adds them up: one exchange, one rounding, more bytes."""
+    """Sums in one exchange: every rank gets all messages, and adds them up. It rounds once, but sends more bytes."""
     net, codec, layout = stage.net, stage.codec, message.layout(stage.codec)
     with scope(ExchangeScope.of("one_shot", layout, 2 / net.size)):
         key, lost = first(message.key, codec, net), None
@@ -182,9 +181,9 @@ def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
-    """(the elements of sums that their owners would send, `lost` with the rest added at the owners).
+    """Returns (the elements of sums that the owners would send, `lost` plus the losses of that encoding at the owners).
 
-    All ranks know the sums, and compute this without sending.
+    All ranks have the sums, so they compute this without an exchange.
     """
     parts = Chunks(stage.codec, sums, stage.net.size)
     zeros = [jnp.zeros_like(x) for x in sums.leaves]
@@ -195,7 +194,7 @@ def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any]
 
 
 def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Each owner sums its part, encodes the sum, and sends it to all ranks."""
+    """Sums in two halves: each owner sums its part, encodes the sum, and sends it to all ranks."""
     net, parts, lost, sent = stage.net, Chunks(stage.codec, message, stage.net.size), None, None
     back = parts.layout.of_sum(net.size)
     if stage.codec.sums_grow:
@@ -210,13 +209,13 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def is_piecewise(stage: Stage) -> bool:
-    """Whether the transport sums by itself, and overlaps the kernels with the exchange."""
+    """Returns whether the transport computes the sum itself, and overlaps the kernels with the exchange."""
     kernels = stage.codec.native is not None and not stage.codec.sparse
     return bool(stage.net.begin_sum) and stage.schedule != "ring" and kernels
 
 
 def begin(stage: Stage, message: Message, how: Sum) -> Any:
-    """Begins a piecewise sum with the same bits as its schedule. `end_sum` of the stage's transport ends it."""
+    """Begins a piecewise sum, which has the same bits as its schedule. `end_sum` of the stage's transport ends it."""
     stage = stage.compared(message, how)
     asked = PiecewiseSum(
         layout=_layout(stage, message),
@@ -233,7 +232,7 @@ def begin(stage: Stage, message: Message, how: Sum) -> Any:
 
 
 def _trees(stage: Stage) -> Overlay:
-    """The trees of a piecewise sum that isn't one_shot."""
+    """Returns the trees of a piecewise sum whose schedule isn't one_shot."""
     return stage.schedule if isinstance(stage.schedule, Overlay) else Overlay.owners(stage.net.size)
 
 
@@ -252,7 +251,7 @@ def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[An
 
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The divided sum of the leaves over all ranks of a stage, on every rank."""
+    """Returns the divided sum of the leaves over all ranks of a stage. Every rank gets it."""
     if is_piecewise(stage):
         with piecewise_scope(stage, message):
             summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
@@ -266,7 +265,7 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The divided sum over ranks of this rank's row of the leaves [ranks, ...], in float32."""
+    """Returns the divided sum over ranks of this rank's row of the leaves [ranks, ...], in float32."""
     net = stage.compared(message, how.own).net
     if net.size == 1:
         return Summed([x[0].astype(jnp.float32) / how.divisor for x in message.leaves], message.residuals)
@@ -278,7 +277,7 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, how: Sum) -> Summed:
-    """`exchange` of slices with feedback. With `own` "raw", a rank's own slice is only rounded to its dtype."""
+    """Runs `exchange` of slices with feedback. With `own` "raw", a rank's own slice is only rounded to its dtype."""
     payload, lost = parts.encode_fed(residuals, first(key, parts.layout.codec, net))
     received, own = net.all_to_all(payload), None
     if how.own == "raw":
@@ -289,12 +288,12 @@ def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, h
 
 
 def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
-    """The decoded leaves of every rank's payload, [ranks, ...]."""
+    """Returns the decoded leaves of every rank's payload, [ranks, ...]."""
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 
 def all_gather(stage: Stage, message: Message) -> list[Any]:
-    """Every rank's leaves, [ranks, ...]. All ranks decode the same bytes, their owner too."""
+    """Returns every rank's leaves, [ranks, ...]. All ranks, including the owner, decode the same bytes."""
     net = stage.compared(message, "all_gather").net
     if net.size == 1:
         return [x[None] for x in message.leaves]

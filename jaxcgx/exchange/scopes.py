@@ -1,8 +1,8 @@
 """Names of messages and exchanges, for profilers, and for `explain`, which finds them in the compiled program.
 
 A name ends in a tag, a hash of its meaning, because a thousand leaves don't fit into a name. This module keeps the
-meanings of tags until the process ends. JAX keeps its traces as long: to explain a jitted function, it doesn't trace
-the function again.
+meanings of tags until the process ends. JAX keeps its traces as long, and to explain a jitted function, it doesn't
+trace the function again.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ class MessageScope:
 
     function: str
     axes: tuple[Any, ...]
-    leaves: tuple[str, ...]  # their paths
-    bytes: int = 0  # of the uncompressed leaves
+    leaves: tuple[str, ...]  # the paths of the leaves
+    bytes: int = 0  # the bytes of the uncompressed leaves
 
     @property
     def name(self) -> str:
@@ -60,15 +60,15 @@ class ExchangeScope:
 
     schedule: str
     codec: Codec
-    saving: float  # uncompressed bytes for each byte that is sent
+    saving: float  # uncompressed bytes per byte that is sent
 
     @classmethod
     def of(cls, schedule: object, layout: Layout, part: float = 1.0, sent: int | None = None) -> "ExchangeScope":
-        """The exchange of a layout's message.
+        """Returns the scope of an exchange of a layout's message.
 
         Args:
-          schedule: how it travels.
-          layout: the message.
+          schedule: the schedule of the exchange.
+          layout: the layout of the message.
           part: the fraction of the uncompressed bytes that the collective of lax with the same name would send.
           sent: the bytes of all chunks; None if shorter chunks are padded.
         """
@@ -86,7 +86,7 @@ class ExchangeScope:
 
 # The named scope of a raw leaf's exchanges over inner axes. Its exchange over the outermost axis is not in the scope.
 INNER = "jaxcgx.inner"
-# Names (jax.ad_checkpoint.checkpoint_name) of a leaf's sum: the plan skips the leaf, or the sum shared a collective.
+# Names (jax.ad_checkpoint.checkpoint_name) of a leaf's sum, if the plan skips the leaf or the sum shared a collective.
 SKIPPED, JOINED = "jaxcgx.skipped", "jaxcgx.joined"
 Meaning = MessageScope | LeafScope | ExchangeScope
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
@@ -94,17 +94,20 @@ _meaning: dict[str, Meaning] = {}  # by tag
 
 
 def _plain(text: str) -> str:
-    """The letters, digits and underscores of a text. XLA, MLIR or a profiler may give other characters a meaning."""
+    """Returns a text with only letters, digits and underscores.
+
+    Other characters become underscores, because they may have a meaning in XLA, MLIR or a profiler.
+    """
     return re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")[:32] or "x"
 
 
 def scope(meaning: Meaning) -> AbstractContextManager[Any]:
-    """A named scope."""
+    """Returns a named scope, and keeps its meaning."""
     tag = hashlib.blake2b(repr(meaning).encode(), digest_size=5).hexdigest()
     _meaning[tag] = meaning
     return jax.named_scope(f"jaxcgx.{meaning.name}.{tag}")
 
 
 def read(text: str) -> list[tuple[str, Meaning | None]]:
-    """[(name, meaning)] of all scopes in a text. The meaning is None if another process traced the program."""
+    """Returns [(name, meaning)] of all scopes in a text. The meaning is None if another process traced the program."""
     return [(name, _meaning.get(tag)) for name, tag in dict.fromkeys(_TAG.findall(text))]

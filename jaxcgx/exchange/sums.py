@@ -25,16 +25,17 @@ _OPEN = contextvars.ContextVar("_OPEN", default=False)
 def choose(
     stages: tuple[Stage, ...], leaves: list[Any], leader: bool, prefer: str, network: Network | None
 ) -> tuple[Stage, ...]:
-    """The stages, with a schedule in place of "auto".
+    """Returns the stages, with a schedule in place of "auto".
 
-    The outermost stage gets the schedule with the least "time" or "bytes", the same one for all messages.
+    The outermost stage gets the schedule that takes the least time or sends the fewest bytes. It is the same for all
+    messages.
 
     Args:
       stages: outermost first.
       leaves: the leaves of all messages.
       leader: whether one rank of each node takes part in the outermost exchange.
-      prefer: "time" or "bytes".
-      network: the plan's network. None: the default one.
+      prefer: "time" or "bytes", the quantity to minimize.
+      network: the plan's network. None: the default network.
     """
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
@@ -66,7 +67,7 @@ def choose(
 
 @contextlib.contextmanager
 def opened() -> Generator[None]:
-    """Inside, sums are traced as operations of the caller's program, without derivatives."""
+    """Returns a context in which sums are traced as operations of the caller's program, without derivatives."""
     token = _OPEN.set(True)
     try:
         yield
@@ -75,11 +76,11 @@ def opened() -> Generator[None]:
 
 
 def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
-    """The sum of a message over the ranks of `net`, which are those of all stages together.
+    """Returns the sum of a message over all ranks, with its new state if it has state.
 
     Args:
-      message: the message. Its state, if any, is updated.
-      net: the transport over all ranks.
+      message: the message.
+      net: the transport over the ranks of all stages.
       stages: the exchanges, outermost first.
       how: how the sum is formed.
       tracked: whether JAX tracks over which axes values vary (check_vma).
@@ -91,7 +92,7 @@ def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Su
 
 
 def run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
-    """`psum` as operations, without derivatives."""
+    """Computes `psum` as plain operations, without a derivative."""
     outermost = stages[0]
     if outermost.codec.low_rank:
         return low_rank.allreduce(stages, message, how)
@@ -103,9 +104,9 @@ def run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum
 
 
 def begin(message: Message, stages: tuple[Stage, ...], how: Sum) -> Any:
-    """Begins the sum of a message, which a later program may end. None if only the same program can end it.
+    """Begins the sum of a message, which a later program may end. Returns None if only the same program can end it.
 
-    The result is a pytree. Its new residuals are final when `end` has ended the sum.
+    The result is a pytree. Its new residuals become final when `end` ends the sum.
     """
     stage, *inner = stages
     if inner or stage.codec.low_rank or not schedules.is_piecewise(stage):
@@ -115,13 +116,13 @@ def begin(message: Message, stages: tuple[Stage, ...], how: Sum) -> Any:
 
 
 def end(begun: Any) -> tuple[list[Any], Any]:
-    """Ends a sum: (its leaves, its new residuals as a list per leaf or None)."""
+    """Ends a sum. Returns (leaves, new residuals): the residuals are a list with an array per leaf, or None."""
     leaves, residuals = begun.net.end_sum(begun, later=True)
     return [x.astype(dtype) for x, dtype in zip(leaves, begun.layout.dtypes)], residuals
 
 
-# Where JAX tracks which axes values vary over (check_vma), the cotangent of a sum is the same on every rank. The
-# transpose of the sum then gives each rank a copy of it (pcast), and sends no byte. Where JAX doesn't track that, a
+# If JAX tracks over which axes values vary (check_vma), the cotangent of a sum is the same on every rank. The transpose
+# of the sum then gives each rank a copy of the cotangent (pcast), and sends no bytes. If JAX doesn't track this, a
 # cotangent may differ from rank to rank, and the transpose of psum is psum.
 def _transpose(
     message: Message, cts: list[Any], *, net: Transport, how: Sum, tracked: bool, **params: Any
@@ -145,7 +146,7 @@ same_p: Any = _compat.Primitive("jaxcgx_same")
 
 
 def same(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    """x, marked as the same on every rank where JAX tracks that."""
+    """Returns x, marked as the same on every rank if JAX tracks that."""
     return same_p.bind(x, names=names) if _compat.tracked_axes(names) else x
 
 

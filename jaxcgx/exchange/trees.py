@@ -1,9 +1,9 @@
 """Sums along the trees of an overlay, level by level, as permutations over any transport.
 
-A rank adds its own part to those it received, and encodes the sum for its parent. With feedback, the rank that encodes
+A rank adds its own part to the received parts, and encodes the sum for its parent. With feedback, the rank that encodes
 keeps the loss, as the owners of two_shot do, so nothing is lost.
 
-The result has the same bits as that of xla_ffi/tcp/allreduce.h, where pieces travel without waiting for a level.
+The result has the same bits as in xla_ffi/tcp/allreduce.h, where pieces don't wait for the other pieces of a level.
 """
 
 import jax
@@ -21,7 +21,10 @@ Link = tuple[int, int, int]  # from, to, tree
 
 
 class Rounds:
-    """Links of one level of all trees, in rounds. In a round, a rank sends to and receives from at most one other."""
+    """The links of one level of all trees, in rounds.
+
+    In a round, a rank sends to at most one other rank, and receives from at most one.
+    """
 
     rounds: list[list[Link]]
 
@@ -36,7 +39,7 @@ class Rounds:
                 self.rounds.append([link])
 
     def move(self, net: Transport, rows: jax.Array) -> jax.Array:
-        """The rows that this rank receives, [rounds, bytes]. Each rank sends from its own `rows`, [trees, bytes]."""
+        """Returns the rows that this rank receives, [rounds, bytes]. Each rank sends from `rows`, [trees, bytes]."""
         came: list[jax.Array] = []
         for one in self.rounds:
             trees = {source: tree for source, _, tree in one}
@@ -45,12 +48,12 @@ class Rounds:
         return jnp.stack(came)
 
     def of(self, link: Link) -> int:
-        """The round of a link."""
+        """Returns the number of the round that has a link."""
         return next(i for i, one in enumerate(self.rounds) if link in one)
 
 
 def up_and_down(overlay: Overlay) -> tuple[list[Rounds], list[Rounds]]:
-    """(rounds to the parents, rounds to the children), each a list by the depth of the parents."""
+    """Returns (rounds to the parents, rounds to the children), each a list by the depth of the parents."""
     up = [
         [(c, p, t) for t, tree in enumerate(overlay.trees) for c, p in tree.links if tree.depths[p] == depth]
         for depth in range(overlay.depth)
@@ -72,11 +75,11 @@ class _Climb:
         else:
             fed = ops.encode_fed(self.layout, message.leaves, residuals=message.residuals, key=key)
             self.rows, self.lost = fed
-        self.sent = self.rows  # of this rank's leaves
-        self.sums = jnp.zeros((len(overlay.trees), self.sum_layout.chunk_bytes), jnp.uint8)  # of roots
+        self.sent = self.rows  # the payload that this rank sends for its leaves
+        self.sums = jnp.zeros((len(overlay.trees), self.sum_layout.chunk_bytes), jnp.uint8)  # sums at the roots
 
     def level(self, depth: int, rounds: Rounds) -> None:
-        """Moves the children's rows to the parents at a depth, which sum them."""
+        """Moves the children's rows to the parents at a depth, and sums them there."""
         came = rounds.move(self.net, self.rows)
         for t, tree in enumerate(self.overlay.trees):
             parents = [r for r in range(self.net.size) if tree.depths[r] == depth and tree.children(r)]
@@ -85,7 +88,10 @@ class _Climb:
                 self._sum(t, depth, ranks=alike, rows=jnp.concatenate([came, self.rows[t][None]]), rounds=rounds)
 
     def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, rounds: Rounds) -> None:
-        """Sums tree t at ranks with equally many children. rows: one received in each round, then the rank's own."""
+        """Sums tree t at ranks with the same number of children.
+
+        `rows` has the received row of each round, then this rank's own row.
+        """
         net, key, children = self.net, self.message.key, self.overlay.trees[t].children
         which = [[0] * (1 + len(children(ranks[0])))] * net.size  # which rows each rank adds, in rank order
         place = [0] * net.size  # the place of its own row among them
@@ -113,7 +119,7 @@ class _Climb:
 
 
 def allreduce(stage: Stage, overlay: Overlay, message: Message, how: Sum) -> Summed:
-    """The divided sum of the leaves over all ranks, on every rank."""
+    """Returns the divided sum of the leaves over all ranks. Every rank gets it."""
     net, (up, down) = stage.net, up_and_down(overlay)
     climb = _Climb(stage, overlay, message, how)
     size = sum(x.size * x.dtype.itemsize for x in message.leaves)

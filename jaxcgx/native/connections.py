@@ -1,4 +1,4 @@
-"""The TCP connections among the processes of jax.distributed, which a process makes once."""
+"""The TCP connections among the processes of jax.distributed. Each process makes them once."""
 
 import contextlib
 import ipaddress
@@ -26,7 +26,7 @@ _links: Links | None = None
 def connect(timeout: float, links: Links = PLAIN) -> None:
     """Connects the processes of jax.distributed, unless they are connected. It waits for at most `timeout` seconds.
 
-    There is no second try: other processes may have given up. The connections stay as the first call made them.
+    There is no second try, because other processes may have given up. Later calls must pass the same links.
     """
     global _why, _links
     if _compat.rendezvous()[0] is None:
@@ -55,11 +55,11 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
 
 
 def _connect(timeout: float, links: Links) -> None:
-    """Each process tells the others through the store where it listens. A common secret keeps strangers out."""
+    """Connects the processes. Each writes into the store where it listens. A common secret keeps strangers out."""
     store, process, processes, coordinator = _compat.rendezvous()
     assert coordinator, "jax.distributed has a store, but no coordinator"
     address = coordinator.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has set it
         store.key_value_set("jaxcgx/tcp/secret", secrets.token_hex(32))
     secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # The coordinator runs in process 0, so every process reaches that host at the coordinator's address.
@@ -86,24 +86,24 @@ def _connect(timeout: float, links: Links) -> None:
 
 
 def sent() -> list[Traffic]:
-    """The traffic from this process to each process, including itself."""
+    """Returns the traffic from this process to each process, including itself."""
     return [traffic(data) for data in _data]
 
 
 def _host(coordinator: str) -> str:
-    """The address of this host in the network where the coordinator is."""
+    """Returns the address of this host in the coordinator's network."""
     host, _, port = coordinator.rpartition(":")
     family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # it sends nothing
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # no bytes are sent
         probe.connect(address)
         return probe.getsockname()[0]
 
 
 def _own(coordinator: str) -> list[str]:
-    """The addresses of this host that the coordinator's name or address means.
+    """Returns the addresses of this host that belong to the coordinator's name or address.
 
-    The list is empty if others reach this host through address translation, or if the name means loopback on the host
-    itself (as in Debian's /etc/hosts).
+    The list is empty if other hosts reach this host through address translation, or if the name means loopback on the
+    host itself (as in Debian's /etc/hosts).
     """
     found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(coordinator, 0, type=socket.SOCK_STREAM)))
     loopback = [ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found]

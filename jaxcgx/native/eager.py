@@ -1,6 +1,7 @@
-"""Runs a primitive outside jit as a compiled program of its own, even under `jax.disable_jit`.
+"""Runs a primitive outside jit as a separate compiled program, even under `jax.disable_jit`.
 
-JAX's own primitives do the same. A function that is jitted by hand would call itself forever under `jax.disable_jit`.
+JAX's own primitives do the same. With `jax.jit` alone, `jax.disable_jit` would make the implementation call itself
+forever.
 """
 
 import functools

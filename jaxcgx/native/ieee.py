@@ -27,12 +27,12 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
 
 def shr(i: jax.Array, n: int) -> jax.Array:
-    """Logical shift right of int32."""
+    """Returns int32 numbers, shifted right logically."""
     return lax.shift_right_logical(i, jnp.full_like(i, n))
 
 
 def round_even(x: jax.Array) -> jax.Array:
-    """Nearest integer, ties to even."""
+    """Returns the nearest integers, ties to even."""
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
@@ -41,18 +41,18 @@ def round_int(x: jax.Array) -> jax.Array:
 
 
 def _with_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
-    """The bits of a magnitude as a float with the sign of x."""
+    """Returns the bits of a magnitude as a float with the sign of x."""
     return as_float(magnitude | (bits(x) & jnp.int32(-(2**31))))
 
 
 def up(x: jax.Array) -> jax.Array:
-    """x * 2^80, denormals included."""
+    """Returns x * 2^80, also for denormals."""
     m = magnitude_bits(x)
     return _with_sign(bits(jnp.where(m < 0x800000, m.astype(jnp.float32) * 2.0**-69, as_float(m) * 2.0**80)), x)
 
 
 def down(x: jax.Array) -> jax.Array:
-    """x * 2^-80, rounded to nearest even where that is denormal."""
+    """Returns x * 2^-80. Denormal results are rounded to nearest even."""
     m = as_float(magnitude_bits(x))
     small = m < 2.0**-46
     steps = round_int(jnp.where(small, m, 0) * 2.0**69)
@@ -69,18 +69,18 @@ def subtract(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def multiply(unit: jax.Array, value: ArrayLike) -> jax.Array:
-    """unit * value; `value` is 0 or between 2^-16 and 2^16."""
+    """Returns unit * value. `value` must be 0 or between 2^-16 and 2^16."""
     return jnp.where(jnp.abs(unit) < TINY, down(up(unit) * value), unit * value)
 
 
 def divide(a: jax.Array, b: ArrayLike) -> jax.Array:
-    """The quotient a / b, never a product with the reciprocal, even if b is a constant."""
+    """Returns the quotient a / b, never a product with the reciprocal, even if b is a constant."""
     b = jnp.where(a == a, jnp.float32(b), 1)
     return jnp.where(jnp.abs(a) < TINY, down(up(a) / b), a / b)
 
 
 def extremes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(smallest, largest) of finite numbers along the last axis. Denormals are compared, not flushed."""
+    """Returns (smallest, largest) of finite numbers along the last axis. Denormals are compared, not flushed."""
     i = bits(x)
     order = i ^ ((i >> 31) & 0x7FFFFFFF)
     undo = lambda o: as_float(o ^ ((o >> 31) & 0x7FFFFFFF))
@@ -88,10 +88,10 @@ def extremes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def largest(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The larger magnitude of two numbers. Denormals are compared, not flushed."""
+    """Returns the larger magnitude of two numbers. Denormals are compared, not flushed."""
     return as_float(jnp.maximum(magnitude_bits(a), magnitude_bits(b)))
 
 
 def positive_zero(x: jax.Array) -> jax.Array:
-    """x with +0 in place of -0."""
+    """Returns x with +0 in place of -0."""
     return as_float(jnp.where(bits(x) == -(2**31), 0, bits(x)))

@@ -1,9 +1,10 @@
-"""Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp.
+"""Turns lists of indices into bytes and back: xla_ffi/codec/indices.h in jnp.
 
-A list is int32[k]: ascending indices below n. Entries equal to n mean no index and come last.
+A list is int32[k]: ascending indices below n. Entries equal to n mean no index. They come last.
 
-The bytes have the shorter of two forms, which n and k decide. The form of Elias and Fano has the low bits of each index
-as they are, and the high bits as a bitmap whose j-th one is at j + high. The other form is a bitmap of the n elements.
+There are two forms of bytes, and the shorter one is used. So n and k determine the form. The Elias-Fano form stores the
+low bits of each index unchanged. Its high bits are in a bitmap, where index j sets bit j + high. The other form is a
+bitmap of the n elements.
 """
 
 import jax
@@ -31,7 +32,7 @@ def _split_bytes(n: int, k: int) -> int:
 
 
 def index_bytes(n: int, k: int) -> int:
-    """Bytes of a list of k of n indices; 0 if it has none or all of them."""
+    """Returns the bytes of a list of k of n indices; 0 if k is 0 or n."""
     return 0 if k in (0, n) else min(_split_bytes(n, k), _bitmap_bytes(n))
 
 
@@ -40,20 +41,20 @@ def _is_split(n: int, k: int) -> bool:
 
 
 def _to_bitmap(at: jax.Array, bits: int) -> jax.Array:
-    """The bytes of a bitmap with ones at `at`. Entries of `at` past its end are ignored."""
+    """Returns the bytes of a bitmap with ones at `at`. Entries of `at` past the end of the bitmap are ignored."""
     rows = jnp.pad(jnp.zeros(bits, jnp.uint32).at[at].set(1, mode="drop"), (0, -bits % 32)).reshape(-1, 32)
     return to_bytes((rows << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32))
 
 
 def _from_bitmap(raw: jax.Array, bits: int, k: int) -> jax.Array:
-    """The places of the first k ones of a bitmap, padded with `bits`."""
+    """Returns the positions of the first k ones of a bitmap, padded with `bits`."""
     words = from_bytes(raw, jnp.uint32)
     row = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return jnp.nonzero(row.reshape(-1)[:bits], size=k, fill_value=bits)[0].astype(jnp.int32)
 
 
 def to_list(indices: jax.Array, n: int) -> jax.Array:
-    """The bytes of a list: uint8[index_bytes(n, k)]."""
+    """Returns the bytes of a list: uint8[index_bytes(n, k)]."""
     k = indices.size
     if k in (0, n):
         return jnp.zeros(0, jnp.uint8)
@@ -68,7 +69,7 @@ def to_list(indices: jax.Array, n: int) -> jax.Array:
 
 
 def from_list(raw: jax.Array, n: int, k: int) -> jax.Array:
-    """The list int32[k] from any bytes. An index that is not larger than all before it counts as none."""
+    """Returns the list int32[k] from any bytes. An index that is not larger than all indices before it becomes n."""
     if k in (0, n):
         return jnp.arange(k, dtype=jnp.int32)
     if not _is_split(n, k):

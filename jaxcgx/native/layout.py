@@ -1,6 +1,6 @@
-"""The place of every part of a message, from its shapes alone.
+"""The position of every part of a message, which depends only on the codec and on the shapes and dtypes of the leaves.
 
-The same in C++ is xla_ffi/codec/layout.h. docs/wire-format.md describes it.
+xla_ffi/codec/layout.h is the same in C++. docs/wire-format.md describes the layout.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import numpy as np
 from jaxcgx.checks import wrong
 from jaxcgx.typing import DType, DTypeLike
 
-Codec = Any  # jaxcgx.codecs.base.Codec, in a storey above this one
+Codec = Any  # jaxcgx.codecs.base.Codec, in a layer above this one
 UNIT = 512  # chunks of a codec without buckets begin at a multiple of this
-DTYPES = tuple(jnp.dtype(d) for d in ("float32", "bfloat16", "float16"))  # by their number on the FFI boundary
+DTYPES = tuple(jnp.dtype(d) for d in ("float32", "bfloat16", "float16"))  # ordered by number on the FFI boundary
 
 
 def align16(n: int) -> int:
@@ -26,7 +26,7 @@ def align16(n: int) -> int:
 
 
 def check_dtype(function: str, argument: str, dtype: Any) -> DType:
-    """The dtype, if the leaves of a message may have it."""
+    """Checks that the leaves of a message may have this dtype, and returns it."""
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype)
     if dtype not in DTYPES:
@@ -39,16 +39,19 @@ class Piece:
     """The part of a leaf that is in one chunk. Positions are bytes from the start of the chunk."""
 
     leaf: int
-    start: int  # first element in the leaf
-    coded: int  # elements that the codec sees
-    raw: int  # elements of the raw tail after them
-    bucket: int  # elements of a bucket (the last may be short); 0 without buckets
-    meta: int  # position of the metadata
-    codes: int
-    tail: int
+    start: int  # the first element, counted in the leaf
+    coded: int  # the number of elements that the codec sees
+    raw: int  # the number of elements of the raw tail after them
+    bucket: int  # the elements of a bucket (the last bucket may be short); 0 without buckets
+    meta: int  # the position of the metadata
+    codes: int  # the position of the codes
+    tail: int  # the position of the raw tail
 
     def buckets(self) -> list[tuple[int, int, int]]:
-        """(first element, number, size) of the whole buckets, then of the short one. Without buckets, one stretch."""
+        """Returns [(first element, number of buckets, size of a bucket)] for the whole buckets, then for the short one.
+
+        Without buckets, all elements are one stretch.
+        """
         if not self.bucket:
             return [(0, 1, self.coded)] if self.coded else []
         whole, rest = divmod(self.coded, self.bucket)
@@ -58,7 +61,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Leaves of given shapes and dtypes as one message of equal chunks.
+    """The layout of leaves of given shapes and dtypes as one message of chunks.
 
     Attributes:
       codec: the codec of all leaves.
@@ -66,9 +69,9 @@ class Layout:
       dtypes: the dtypes of the leaves.
       chunks: the number of chunks. A chunk has whole buckets.
       ids: a number for each leaf, on which its noise depends (stochastic codecs). An id is the leaf's number in its
-        tree, so one key gives the same bits however leaves are grouped into messages.
+        tree, so one key gives the same bits for any grouping of leaves into messages.
       shares: the message is cut into parts whose bytes have these proportions. Each part is cut into the same number of
-        equal chunks. None: all chunks are equal.
+        equal chunks. None: all chunks are equal. Chunks are only as equal as whole buckets allow.
     """
 
     codec: Codec
@@ -97,7 +100,7 @@ class Layout:
         )
 
     def of_sum(self, ranks: int) -> "Layout":
-        """The layout of the sum of `ranks` ranks' messages. Its pieces have the same elements."""
+        """Returns the layout of the sum of `ranks` ranks' messages. Its pieces have the same elements."""
         return dataclasses.replace(self, codec=self.codec.of_sum(ranks))
 
     @functools.cached_property
@@ -106,10 +109,10 @@ class Layout:
 
     @functools.cached_property
     def _cuts(self) -> tuple[list[list[int]], int]:
-        """(the units of each leaf that are in chunks before c, for c = 0..chunks; the elements of a unit)."""
+        """A pair: the number of units before chunk c, [leaves][c = 0..chunks]; the number of elements of a unit."""
         codec = self.codec
         unit = codec.bucket_size or UNIT
-        counted = 4 * codec.meta if codec.bucket_size else 0  # metadata of one bucket per piece is not balanced
+        counted = 4 * codec.meta if codec.bucket_size else 0  # if a piece is one bucket, its metadata is ignored here
         rows, before = [], 0
         for size, dtype in zip(self.sizes, self.dtypes):
             full, rest = divmod(size, unit)
@@ -120,7 +123,7 @@ class Layout:
             before += full * weight + last
         total = before
         shares = self.shares or (1,)
-        cuts = self.chunks // len(shares)  # chunks of a part
+        cuts = self.chunks // len(shares)  # the number of chunks of a part
 
         def cut(c: int, before: int, weight: int, full: int, count: int) -> int:
             if c == self.chunks:
@@ -135,7 +138,7 @@ class Layout:
 
     @functools.cached_property
     def _placed(self) -> tuple[tuple[tuple[Piece, ...], ...], tuple[int, ...], tuple[int, ...]]:
-        """(the pieces of each chunk, where its pieces end, its bytes)."""
+        """For each chunk: (its pieces, the position where the pieces end, its bytes), as a tuple of three tuples."""
         codec, (cuts, unit) = self.codec, self._cuts
         chunks, overflows, ends = [], [], []
         for c in range(self.chunks):
@@ -170,7 +173,7 @@ class Layout:
 
     @property
     def overflows(self) -> tuple[int, ...]:
-        """Where the overflow of each chunk begins, behind its pieces."""
+        """The position in each chunk where the overflow begins, after the pieces."""
         return self._placed[1]
 
     @property
@@ -180,7 +183,7 @@ class Layout:
 
     @property
     def carried(self) -> "Layout":
-        """The layout of the same message in the codec's carrier. Its pieces have the same elements."""
+        """The layout of the same message with the codec's carrier. Its pieces have the same elements."""
         return dataclasses.replace(self, codec=self.codec.carrier)
 
     @property
@@ -190,7 +193,7 @@ class Layout:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes that every native operation gets about its message."""
+        """The attributes that describe the message to native operations."""
         return dict(
             codec=self.codec.native,
             sizes=np.array(self.sizes, np.int64),
@@ -203,5 +206,5 @@ class Layout:
 
 @functools.lru_cache
 def layout_of(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
-    """The layout of a message of one array."""
+    """Returns the layout of a message of one array."""
     return Layout(codec, (shape,), (jnp.dtype(dtype),))

@@ -1,6 +1,7 @@
-"""Functions that a process calls before it ends, so that the others learn at once that it has left.
+"""Functions that a process calls before it ends, so that the other processes learn at once that it has left.
 
-JAX and MPI may keep a process that ends with an exception until the others end, too. The others would wait for it.
+JAX and MPI may keep a process that ends with an exception alive until the other processes end, too. These would wait
+for it.
 """
 
 import atexit

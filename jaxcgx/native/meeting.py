@@ -1,11 +1,12 @@
-"""How processes meet over TCP: each connects to those before it and accepts those after it.
+"""The meeting of processes over TCP: each connects to the processes before it, and accepts the processes after it.
 
 Both ends of a connection prove that they know the job's secret, by an HMAC of the bytes that both have sent. The secret
-itself is never sent. A connection without that proof is a stranger's. Few strangers are kept: the oldest is closed to
-make room for the next. So a process calls again if its connection is closed before it got an answer.
+itself is never sent. A connection without this proof is from a stranger. Only a few such connections are kept: the
+oldest is closed to make room for the next. So a process calls again if its connection is closed before it gets an
+answer.
 
-One loop in the caller's thread does it all, so a signal interrupts it. If a process ends while others wait for more
-processes, the meeting fails on all that have met it.
+All of this runs in one loop in the caller's thread, so a signal can interrupt it. If a process ends while other
+processes wait for more processes, the meeting fails on all processes that have met it.
 """
 
 import contextlib
@@ -21,19 +22,19 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-BEATS, DATA = range(2)  # the channels: connections between two processes; DATA is the first of those for data
-HELLO = struct.Struct("=8s32sqqqd")  # magic, nonce, process, channel, links; both ends must have one byte order
+BEATS, DATA = range(2)  # channels, the connections between two processes: heartbeats, and the first channel for data
+HELLO = struct.Struct("=8s32sqqqd")  # magic, nonce, process, channel, links; both ends must have the same byte order
 MAGIC = b"jaxcgx\x20\x02"  # the version of the handshake and of the messages after it (xla_ffi/tcp)
 PROOF = 32  # bytes of an HMAC-SHA256
 REFUSED = bytes(PROOF)
-STRANGERS = 64
-MOST = 1024  # connections that wait to be accepted
-AGAIN = 0.1  # seconds after which a process calls again
+STRANGERS = 64  # the most connections without a proof
+MOST = 1024  # the most connections that wait to be accepted
+AGAIN = 0.1  # seconds until a process calls again
 STEP = 0.5  # the most seconds that `step` waits
 SILENCE = 30  # seconds after which a silent process counts as vanished
 BEAT = SILENCE / 6
 
-Talk = Generator[int, bytes, None]  # yields how many bytes it needs
+Talk = Generator[int, bytes, None]  # yields the number of bytes that it needs, and gets them
 
 
 class MeetingError(RuntimeError):
@@ -58,7 +59,7 @@ PLAIN = Links()
 
 
 class Other(NamedTuple):
-    """Where another process listens."""
+    """The address where another process listens."""
 
     process: int
     host: str
@@ -69,14 +70,14 @@ class Other(NamedTuple):
 
 
 class _Connection:
-    """A connection during its handshake: the talk, and the bytes that have come for it."""
+    """A connection during its handshake: the talk, and the bytes that have arrived for it."""
 
     def __init__(self, sock: socket.socket, talk: Talk) -> None:
         self.socket, self.talk, self.got = sock, talk, b""
         self.need = next(talk)
 
     def read(self) -> None:
-        """Takes the bytes that have come. Raises OSError if the other end closed the connection."""
+        """Reads the bytes that have arrived. Raises OSError if the other end closed the connection."""
         with contextlib.suppress(BlockingIOError, InterruptedError):
             some = self.socket.recv(self.need - len(self.got))
             if not some:
@@ -89,13 +90,13 @@ class _Connection:
 
 
 class Meeting:
-    """A process's part in the meeting of all. `with` closes the sockets that were not handed over.
+    """A process's part in the meeting of all processes. `with` closes the sockets that were not handed over.
 
     Args:
-      process: this process.
+      process: the number of this process.
       processes: the number of processes.
       secret: the job's secret.
-      hosts: the addresses of this host to listen at. Empty: all of them.
+      hosts: the addresses of this host to listen at. Empty: all addresses.
       links: the settings of the connections.
     """
 
@@ -110,7 +111,7 @@ class Meeting:
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor
         self._poll = select.poll()
         self._strangers: list[socket.socket] = []  # the oldest first
-        self._calls: list[tuple[float, Other, int]] = []  # when to call whom, on which channel
+        self._calls: list[tuple[float, Other, int]] = []  # (time, process to call, channel)
         self._sockets: set[socket.socket] = set()
         self._next_beat = 0.0
         alive = weakref.ref(self)
@@ -119,8 +120,8 @@ class Meeting:
             if meeting := alive():
                 meeting.__exit__()
 
-        # A forked child would keep the connections open if this process is killed, so it closes them. After the
-        # hand-over, xla_ffi/tcp/process.cc does so.
+        # A forked child closes its copies of the sockets. Otherwise they would keep the connections open after this
+        # process is killed. After the hand-over, xla_ffi/tcp/process.cc closes them in a child.
         os.register_at_fork(after_in_child=forget)
         self._listeners = self._listen(hosts)
         self.port: int = self._listeners[0].getsockname()[1]
@@ -132,10 +133,10 @@ class Meeting:
         for sock in self._sockets:
             sock.close()
 
-    # What a caller does
+    # Methods for the caller
 
     def call(self, other: Other) -> None:
-        """Connects to a process before this one."""
+        """Begins to connect to a process before this one. `step` continues."""
         self.hosts[other.process] = other.host
         self._calls += [(0.0, other, channel) for channel in self.channels]
 
@@ -162,7 +163,7 @@ class Meeting:
                 handler()
 
     def hand_over(self) -> list[tuple[str, list[int], int]]:
-        """For each process: (its host, the descriptors of the connections for data, the one for heartbeats).
+        """Returns, for each process, (its host, the descriptors for data, the descriptor for heartbeats).
 
         The caller owns the descriptors from now on.
         """
@@ -234,11 +235,11 @@ class Meeting:
         def ended() -> None:
             raise MeetingError(f"process {other} at {self.hosts[other]} has ended or left before all had come")
 
-        # Not POLLIN: a process that has met all others may already send.
+        # Not POLLIN, because a process that has met all other processes may already send data.
         self._watch(sock, ended, select.POLLRDHUP)
 
     def _beat(self) -> None:
-        """Sends a heartbeat: processes that have met all others already wait for it (xla_ffi/tcp/net.h)."""
+        """Sends heartbeats, because processes that have met all other processes expect them (xla_ffi/tcp/net.h)."""
         for (_, channel), sock in self.found.items():
             if channel == BEATS:
                 with contextlib.suppress(OSError):
@@ -262,7 +263,7 @@ class Meeting:
             )
 
     def _answer(self, sock: socket.socket, mine: bytes) -> Talk:
-        """The talk with a caller."""
+        """The handshake with a process that calls this one."""
         hello = yield HELLO.size
         magic, _, other, channel, *links = HELLO.unpack(hello)
         if magic != MAGIC:
@@ -281,7 +282,7 @@ class Meeting:
         self._keep(sock, other, channel)
 
     def _ask(self, sock: socket.socket, other: Other, channel: int) -> Talk:
-        """The talk with a process that is called."""
+        """The handshake with a process that this one calls."""
         mine = self._hello(channel)
         with contextlib.suppress(OSError):  # the next read has the same error
             sock.send(mine)
@@ -298,7 +299,7 @@ class Meeting:
             raise MeetingError(f"{other} is not that process: it does not know the job's secret")
         self._keep(sock, other.process, channel)
 
-    # Those who call
+    # Connections from other processes
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -325,7 +326,7 @@ class Meeting:
             self._close(connection.socket)
 
     def _make_room(self, error: OSError) -> None:
-        """Closes a stranger's connection after an error for lack of descriptors."""
+        """Closes the oldest connection of a stranger if `error` is a lack of descriptors."""
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise error
         if not self._strangers:
@@ -336,7 +337,7 @@ class Meeting:
             )
         self._close(self._strangers.pop(0))
 
-    # Those who are called
+    # Connections to other processes
 
     def _dial(self, addresses: list[Any], other: Other, channel: int) -> None:
         """Connects to the first address that answers."""

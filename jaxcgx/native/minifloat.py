@@ -1,4 +1,4 @@
-"""Small floating-point numbers as codes: xla_ffi/codec/minifloat.h in jnp."""
+"""Encodes small floating-point numbers: xla_ffi/codec/minifloat.h in jnp."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from jaxcgx.native import ieee
 
 @dataclasses.dataclass(frozen=True)
 class Minifloat:
-    """A format with a sign and denormals, without infinities.
+    """A format with a sign and denormals, but without infinities.
 
     Attributes:
-      exponent: bits of the exponent, whose bias is IEEE's.
-      mantissa: bits of the mantissa.
+      exponent: the bits of the exponent. Its bias is as in IEEE 754.
+      mantissa: the bits of the mantissa.
       largest: the largest number.
       top: the code of that number.
     """
@@ -30,11 +30,11 @@ class Minifloat:
 
     @property
     def sign(self) -> int:
-        """The bit of the sign."""
+        """The position of the sign bit."""
         return self.exponent + self.mantissa
 
     def encode(self, y: jax.Array) -> jax.Array:
-        """The codes of the nearest numbers, ties to even."""
+        """Returns the codes of the nearest numbers, ties to even."""
         drop = 23 - self.mantissa
         m = ieee.magnitude_bits(y)
         normal = ((m + (1 << (drop - 1)) - 1 + ((m >> drop) & 1)) >> drop) - ((127 - self.bias) << self.mantissa)

@@ -1,18 +1,18 @@
 """The operands of the native operations by name, in the order in which the handlers in xla_ffi/handlers expect them.
 
-Each is a pytree: JAX sees its leaves, and a rule gets the names back from the tree. An operand that is None is left
-out.
+Each class is a pytree: JAX sees its leaves, and a rule gets the names back from its structure. An operand that is None
+is left out.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 
-Arrays = list[Any]  # of jax.Array, or of tracers and abstract values
+Arrays = list[Any]  # a list of jax.Array, tracers or abstract values
 
 
 def places(tree: Any) -> Any:
-    """The pytree of a structure, with each array's place among the operands."""
+    """Returns the pytree of a structure, whose leaves are the places of the arrays among the operands."""
     return tree.unflatten(range(tree.num_leaves))
 
 
@@ -23,7 +23,7 @@ class Encode(NamedTuple):
 
     @property
     def in_place(self) -> Arrays:
-        """The operands that are overwritten if they are donated: they become the last results."""
+        """The operands that are overwritten if they are donated. They become the last results."""
         return self.residuals or []
 
 
@@ -37,9 +37,9 @@ class Decode(NamedTuple):
 
 class Reduce(NamedTuple):
     payloads: jax.Array  # uint8[ranks, chunk_bytes]
-    where: jax.Array  # int32[2]: which chunk this is, and the rank whose payload `own` replaces
+    where: jax.Array  # int32[2]: the number of the chunk, and the rank whose payload `own` replaces
     own: Arrays | None = None  # leaves
-    residuals: Arrays | None = None  # float32 of the leaves' whole shapes; never together with `own`
+    residuals: Arrays | None = None  # float32, in the shapes of the whole leaves; never together with `own`
     key: jax.Array | None = None  # uint32[3], if the sum is encoded again by a stochastic codec
 
     @property

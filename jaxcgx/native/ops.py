@@ -2,7 +2,7 @@
 
 Every primitive is written in the same order: function, abstract evaluation, attributes of the call,
 differentiation, registration. Its operands are a pytree from operands.py. `bind` gets the leaves of that pytree and its
-structure as the static parameter `tree`, and every rule gets the names back from `tree`. rules.py has what they share.
+structure as the static parameter `tree`, and every rule gets the names back from `tree`. rules.py has the common rules.
 
 Operands have the axes of `batch` before their own axes, one message for each index. vmap adds an axis there, and one
 call handles all messages.
@@ -29,7 +29,7 @@ from jaxcgx.native.rng import kernel_key
 from jaxcgx.native.rules import batch_rule, one_by_one, register, zero_jvp
 from jaxcgx.typing import ArrayLike, DTypeLike
 
-_LEAST_DIVISOR = 2.0**-126  # 1 / divisor is finite from here on
+_LEAST_DIVISOR = 2.0**-126  # for this divisor and larger ones, 1 / divisor is finite
 
 
 def _bind(primitive: Any, operands: NamedTuple, **params: Any) -> list[jax.Array]:
@@ -47,7 +47,7 @@ def _check_operand(function: str, argument: str, x: Any, shape: Sequence[int], d
 def _check_leaves(
     function: str, argument: str, arrays: Iterable[Any], layout: Layout, dtypes: Sequence[DTypeLike]
 ) -> list[Any]:
-    """The arrays as a list: one for each leaf of the layout, of its shape."""
+    """Returns the arrays as a list, after a check: there must be one for each leaf of the layout, with its shape."""
     arrays = list(arrays)
     if len(arrays) != len(layout.shapes):
         raise wrong(function, argument, f"{len(layout.shapes)} arrays", len(arrays))
@@ -67,7 +67,7 @@ def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
 
 
 def _check_words(function: str, codec: Any, key: Any) -> jax.Array | None:
-    """The key for the kernels if the codec draws noise, else None."""
+    """Returns the key for the kernels if the codec draws noise, else None."""
     if not codec.stochastic:
         return None
     if key is None:
@@ -76,13 +76,13 @@ def _check_words(function: str, codec: Any, key: Any) -> jax.Array | None:
     return kernel_key(_check_operand(function, "key", x=key, shape=(words,), dtype="uint32"))
 
 
-# encode: leaves to a payload, and with feedback residuals to new residuals
+# encode: turns leaves into a payload and, with feedback, residuals into new residuals
 
 encode_p: _compat.Primitive = _compat.Primitive("jaxcgx_encode")
 
 
 def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = None) -> jax.Array:
-    """The leaves as one message: uint8[layout.chunks, layout.chunk_bytes].
+    """Returns the leaves as one message: uint8[layout.chunks, layout.chunk_bytes].
 
     Args:
       layout: the layout of the message.
@@ -98,10 +98,10 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
 def encode_fed(
     layout: Layout, leaves: Iterable[ArrayLike], residuals: Iterable[ArrayLike], key: ArrayLike | None = None
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """`encode` with feedback: (payload of leaves + residuals, new residuals).
+    """Encodes with feedback. Returns (payload of leaves + residuals, new residuals).
 
-    A new residual is the loss of encoding. Where that is not finite (an overflow, a NaN), the residual stays as it was.
-    Donated residuals are updated in place.
+    A new residual is the loss of encoding. Where the loss is not finite (an overflow, a NaN), the residual stays
+    unchanged. Donated residuals are updated in place.
 
     Args:
       layout: the layout of the message.
@@ -128,7 +128,8 @@ def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict[str, Any]
     return dict(feedback=operands.residuals is not None), dict(payloads=0, encodes=True)
 
 
-# Integers have no tangent, and a residual is what rounding lost, a constant to the straight-through derivative.
+# Payloads are integers, which have no tangent. New residuals are the loss of rounding, which counts as constant in the
+# straight-through derivative.
 register(
     encode_p,
     "encode",
@@ -139,13 +140,13 @@ register(
 )
 
 
-# decode: a payload to leaves
+# decode: turns a payload into leaves
 
 decode_p: _compat.Primitive = _compat.Primitive("jaxcgx_decode")
 
 
 def decode(layout: Layout, payload: ArrayLike) -> list[jax.Array]:
-    """The leaves of a payload uint8[layout.chunks, layout.chunk_bytes]."""
+    """Returns the leaves of a payload uint8[layout.chunks, layout.chunk_bytes]."""
     operands = Decode(_check_payload("decode", payload, layout))
     return _bind(decode_p, operands, layout=layout) if layout.shapes else []
 
@@ -169,7 +170,7 @@ register(
 )
 
 
-# reduce: payloads of one chunk to their sum, as leaves or encoded again; with feedback residuals to new residuals
+# reduce: sums payloads of one chunk. The sum is leaves or encoded again. With feedback, residuals become new residuals.
 
 reduce_p: _compat.Primitive = _compat.Primitive("jaxcgx_reduce")
 
@@ -188,7 +189,7 @@ class Own(NamedTuple):
 
 
 def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divisor: float = 1.0) -> list[jax.Array]:
-    """The sum of messages as float32 leaves: added in float32 in the order of the ranks, then divided.
+    """Returns the sum of messages as float32 leaves. Messages are added in float32, in rank order, then divided.
 
     Args:
       layout: the layout of each message, with one chunk.
@@ -211,13 +212,13 @@ def reduce_encoded(
     divisor: float = 1.0,
     key: ArrayLike | None = None,
 ) -> jax.Array:
-    """The sum of one chunk of messages, encoded again: uint8[layout.of_sum(ranks).chunk_bytes].
+    """Returns the sum of one chunk of messages, encoded again: uint8[layout.of_sum(ranks).chunk_bytes].
 
     Args:
       layout: the layout of each message.
       payloads: uint8[ranks, layout.chunk_bytes].
-      chunk: which of the layout's chunks the payloads are; may be traced. A chunk out of range is an error on
-        CPU and gives NaN on GPU, where kernels cannot raise.
+      chunk: the number of the payloads' chunk in the layout; may be traced. A chunk out of range is an error on CPU and
+        gives NaN on GPU, where kernels cannot raise.
       own: leaves (whole, not only the chunk's part) that replace the payload of one rank.
       divisor: divides the sum before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
@@ -236,18 +237,18 @@ def reduce_fed(
     divisor: float = 1.0,
     key: ArrayLike | None = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """`reduce_encoded` with feedback: (payload of the sum + residuals, new residuals).
+    """Sums with feedback, like `reduce_encoded`. Returns (payload of the sum + residuals, new residuals).
 
-    Only the chunk's elements of the residuals are added to the sum, before it is divided, and only these change. They
-    become the loss of encoding, sum - divisor * decoded. Where that is not finite, they stay as they were. Donated
-    residuals are updated in place.
+    Only the chunk's elements of the residuals are added to the sum, before it is divided. Only these elements change.
+    They become the loss of encoding, sum - divisor * decoded. Where the loss is not finite, they stay unchanged.
+    Donated residuals are updated in place.
 
     Args:
       layout: the layout of each message.
       payloads: uint8[ranks, layout.chunk_bytes].
-      residuals: float32 arrays of the leaves' whole shapes.
-      chunk: which of the layout's chunks the payloads are; may be traced. A chunk out of range is an error on
-        CPU and gives NaN on GPU, where kernels cannot raise.
+      residuals: float32 arrays, in the shapes of the whole leaves.
+      chunk: the number of the payloads' chunk in the layout; may be traced. A chunk out of range is an error on CPU and
+        gives NaN on GPU, where kernels cannot raise.
       divisor: divides the sum before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
     """
@@ -263,7 +264,7 @@ def reduce_fed(
 def _check_sum(
     function: str, layout: Layout, payloads: Any, divisor: float, chunk: ArrayLike = 0, own: Own | None = None
 ) -> tuple[Reduce, float]:
-    """The operands of every sum, and the divisor as a static parameter."""
+    """Returns (operands of a sum, the divisor as a static parameter), after checks."""
     shape = *jnp.shape(payloads)[:1], layout.chunk_bytes
     _check_operand(function, "payloads", x=payloads, shape=shape, dtype="uint8")
     if not divisor >= _LEAST_DIVISOR:
@@ -326,13 +327,13 @@ register(
 )
 
 
-# clear: arrays without the elements that are in a payload of a sparse codec
+# clear: sets the elements that are in a payload of a sparse codec to 0
 
 clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 
 
 def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
-    """The arrays with 0 in place of every element that the payload of a sparse codec has.
+    """Returns the arrays with 0 in place of every element that the payload of a sparse codec has.
 
     Donated arrays are updated in place.
 
@@ -364,17 +365,17 @@ register(
 )
 
 
-# roundtrip: an array as the other end will see it
+# roundtrip: encodes and decodes an array
 
 roundtrip_p: _compat.Primitive = _compat.Primitive("jaxcgx_roundtrip")
 
 
 def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
-    """decode(encode(x)), as a message of its own. The caller defines the derivative."""
+    """Returns decode(encode(x)), where x is a separate message. The caller defines the derivative."""
     return _bind(roundtrip_p, Roundtrip(x, _check_words("roundtrip", codec, key)), codec=codec)[0]
 
 
-# x is rounded where it is, so the result keeps the sharding of its type (Explicit meshes).
+# The elements of x stay on their devices, so the result has the sharding of x's type (Explicit meshes).
 def _roundtrip_abstract(*avals: Any, tree: Any, codec: Any, batch: tuple[Any, ...]) -> list[Any]:
     return [tree.unflatten(avals).x.update(weak_type=False)]
 
@@ -391,7 +392,7 @@ def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple[Any, ..
 
 
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
-    """Whether every shard rounds to the same numbers on its own.
+    """Returns whether every shard, encoded alone, rounds to the same numbers as in the whole array.
 
     The elements of a shard along its last sharded axis, and along the axes after it, are consecutive in the leaf.
     """

@@ -1,4 +1,4 @@
-"""Codes to bytes and back: xla_ffi/codec/pack.h in jnp. A bucket is [..., n] codes in int32."""
+"""Packs codes into bytes and back: xla_ffi/codec/pack.h in jnp. A bucket is [..., n] codes in int32."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,12 @@ BLOCK, ROWS, LANES = 128, 8, 16
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Bytes of n codes of one bucket."""
+    """Returns the bytes of n codes of one bucket."""
     return -(-n // ROWS) * bits
 
 
 def _fields(bits: int) -> Iterator[tuple[int, int]]:
-    """(width, first bit) of the fields of a code."""
+    """Yields (width, first bit) of the fields of a code."""
     at = 0
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -26,7 +26,7 @@ def _fields(bits: int) -> Iterator[tuple[int, int]]:
 
 
 def _blocks(n: int) -> Iterator[tuple[int, int, int]]:
-    """(first element, number, lanes) of the whole blocks of a bucket, then of the short one."""
+    """Yields (first element, number of blocks, lanes) for the whole blocks of a bucket, then for the short block."""
     whole, rest = divmod(n, BLOCK)
     if whole:
         yield 0, whole, LANES
@@ -35,7 +35,7 @@ def _blocks(n: int) -> Iterator[tuple[int, int, int]]:
 
 
 def to_bytes(words: jax.Array) -> jax.Array:
-    """The last axis as little-endian bytes."""
+    """Returns the words with the last axis as little-endian bytes."""
     b = lax.bitcast_convert_type(words, jnp.uint8)
     return b.reshape(*words.shape[:-1], words.shape[-1] * words.dtype.itemsize)
 
@@ -49,7 +49,7 @@ def from_bytes(raw: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Codes int32[..., n] as uint8[..., packed_bytes(n, bits)]."""
+    """Returns codes int32[..., n] as uint8[..., packed_bytes(n, bits)]."""
     *lead, n = codes.shape
     parts = []
     for first, number, lanes in _blocks(n):
@@ -59,7 +59,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
         fields = []
         for width, at in _fields(bits):
             field = (block >> at) & ((1 << width) - 1)
-            rows = 4 if width == 8 else 8  # rows to a word
+            rows = 4 if width == 8 else 8  # the rows in a word
             for r in range(0, ROWS, rows):
                 shift = (jnp.arange(rows, dtype=jnp.uint32) * width)[:, None]
                 word = (field[..., r : r + rows, :] << shift).sum(-2, dtype=jnp.uint32)

@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxcgx import _compat
 
-# Parameters of glibc's mallopt, from its malloc.h: how much freed memory at the end of the heap goes back to the
-# system, how many large blocks have their own mappings, how many heaps threads have.
+# Parameters of glibc's mallopt, from its malloc.h: the free memory at the end of the heap above which it is returned to
+# the system, the most large blocks with their own mappings, and the most heaps of threads.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
 def _mallopt() -> Any:
-    """glibc's function, or None."""
+    """Returns glibc's mallopt, or None if the C library has none."""
     try:
         return ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # TypeError: Windows
@@ -20,17 +20,17 @@ def _mallopt() -> Any:
 
 
 def keeps_pages() -> bool:
-    """Whether `keep_pages` can do anything here."""
+    """Returns whether `keep_pages` has an effect on this system."""
     return _mallopt() is not None
 
 
 def keep_pages() -> bool:
-    """Keeps the memory of freed arrays for the next step, on CPUs. Returns whether this system can.
+    """Keeps the memory of freed arrays for the next step, on CPUs. Returns whether this system can do so.
 
-    Otherwise a step's results and temporaries are on fresh pages in every call. The system has to clear these pages:
-    with 64 MiB that takes longer than the kernels. Call it at the start of a program, before JAX's first computation.
-    It changes malloc in the whole process, which then returns no memory to the system until it ends. It is for Linux
-    with glibc. Elsewhere it does nothing and returns False.
+    Without this call, the results and temporaries of every step are on fresh pages. The system must clear these pages,
+    which takes longer than the kernels for 64 MiB. Call the function at the start of a program, before JAX's first
+    computation. It changes malloc in the whole process, which then returns no memory to the system until it ends. It is
+    for Linux with glibc. Elsewhere it does nothing and returns False.
     """
     mallopt = _mallopt()
     if mallopt is None:

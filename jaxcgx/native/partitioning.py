@@ -1,4 +1,4 @@
-"""Rules that tell XLA's partitioner what stays sharded if jit distributes a computation (Auto and Explicit meshes).
+"""Rules that tell XLA's partitioner which arrays stay sharded if jit distributes a program (Auto, Explicit meshes).
 
 Without a rule the partitioner gathers every operand of a custom call on every device. Inside shard_map no rule is
 needed: an operation sees only its shard.
@@ -19,25 +19,25 @@ from jaxcgx._compat import mlir
 
 
 def _spec(x: Any) -> tuple[Any, ...]:
-    """The sharding of a value that the partitioner asks about, an entry for each axis."""
+    """Returns the spec of a value that the partitioner asks about, with an entry for each axis of the value."""
     spec = getattr(x.sharding, "spec", ())
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
 
 
 def _shards(mesh: Any, entry: Any) -> int:
-    """The number of shards into which an entry of a spec cuts its axis."""
+    """Returns the number of shards into which an entry of a spec cuts its axis."""
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return math.prod(mesh.shape[name] for name in names)
 
 
 def lower(primitive: Any, direct: Callable[..., Any], keeps: Callable[..., bool] | None = None) -> Callable[..., Any]:
-    """A lowering rule with a rule for the partitioner, if the partitioner decides.
+    """Returns a lowering rule. If the partitioner distributes the program, it includes a rule for the partitioner.
 
     Args:
       primitive: the primitive that is lowered.
       direct: the lowering rule without a partitioner.
-      keeps: keeps(shape, shards, **params) says whether the first operand and the first result may stay sharded.
-        `shape` has the axes after the batch, and `shards` the number of shards along each of them.
+      keeps: keeps(shape, shards, **params) returns whether the first operand and the first result may stay sharded.
+        `shape` has the axes after the batch, and `shards` has the number of shards along each of these axes.
     """
 
     _compat.needs_devices(primitive)

@@ -1,7 +1,7 @@
 """The native operations in plain jnp.
 
-Kernels are tested against them. Platforms and codecs without kernels use them, and with JAXCGX_REFERENCE=1 everything
-does. This file handles messages; the arithmetic of a bucket is in the codec (codecs/*.py).
+Kernels are tested against these functions. Platforms and codecs without kernels use them. With JAXCGX_REFERENCE=1, all
+programs do. This file handles messages. The arithmetic of a bucket is in the codec (codecs/*.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,23 +21,23 @@ from jaxcgx.typing import DType
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """A leaf as float32; denormals are kept."""
+    """Returns a leaf as float32. Denormals are kept."""
     if x.dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16, jnp.float32)
     return x.astype(jnp.float32)
 
 
 def narrow(x: jax.Array, dtype: DType) -> jax.Array:
-    """float32 rounded to a leaf's dtype; denormals are kept."""
+    """Returns float32 numbers, rounded to a leaf's dtype. Denormals are kept."""
     if dtype == jnp.float32:
         return x
     return lax.bitcast_convert_type(to_bits16(x, dtype).astype(jnp.uint16), dtype)
 
 
 def to_bits16(x: jax.Array, dtype: DType, noise: jax.Array | None = None) -> jax.Array:
-    """The bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits.
+    """Returns the bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits.
 
-    The same in C++ is xla_ffi/codec/cast.h.
+    xla_ffi/codec/cast.h is the same in C++.
     """
     raw, magnitude = ieee.bits(x), ieee.magnitude_bits(x)
     drop = 16 if dtype == jnp.bfloat16 else 13
@@ -62,7 +62,7 @@ def _flat(leaves: Sequence[Any]) -> list[jax.Array]:
 
 
 def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
-    """The function that draws the random bits of elements of a piece."""
+    """Returns a function that draws the random bits of elements of a piece."""
     ids = layout.ids or ()
     return lambda p, first, count: noise(key, ids[p.leaf], p.start + first, count=count)
 
@@ -70,13 +70,13 @@ def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
 def _encode_chunk(
     layout: Layout, c: int, fetch: Callable[..., Any], draw: Callable[..., Any]
 ) -> tuple[jax.Array, list[tuple[int, int, jax.Array, jax.Array]]]:
-    """(the encoded chunk, [(leaf, first element, numbers, decoded numbers)] of its stretches).
+    """Returns (the encoded chunk, [(leaf, first element, numbers, decoded numbers)] for its stretches).
 
     Args:
       layout: the layout of the message.
       c: the number of the chunk.
-      fetch: fetch(piece, first, count) gives numbers as float32; raw elements may keep the leaf's dtype.
-      draw: draw(piece, first, count) gives the random bits of these elements.
+      fetch: fetch(piece, first, count) returns elements as float32. Raw elements may keep the leaf's dtype.
+      draw: draw(piece, first, count) returns the random bits of these elements.
     """
     codec = layout.codec
     if codec.carrier is not None:
@@ -124,13 +124,13 @@ def _encode_chunk(
 
 
 def _lost(x: jax.Array, decoded: jax.Array, old: jax.Array) -> jax.Array:
-    """The new residual: x - decoded, or `old` where that is not finite."""
+    """Returns the new residual: x - decoded, or `old` where the difference is not finite."""
     new = ieee.subtract(x, decoded)
     return jnp.where(ieee.magnitude_bits(new) < 0x7F800000, new, old)
 
 
 def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]]:
-    """(uint8[chunks, chunk_bytes], new residuals). Without residuals the list is empty."""
+    """Returns (uint8[chunks, chunk_bytes], new residuals). Without residuals, the list of new residuals is empty."""
     flat, lost = _flat(operands.leaves), _flat(operands.residuals or [])
 
     def fetch(p: Piece, first: int, count: int) -> jax.Array:
@@ -150,15 +150,15 @@ def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]
 
 
 def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.Array:
-    """The payload of one leaf in one chunk, with given random bits for each element."""
+    """Returns the payload of one leaf in one chunk, with given random bits for each element."""
     part = lambda of: lambda p, first, count: of[p.start + first :][:count]
     return _encode_chunk(layout, 0, fetch=part(x), draw=part(drawn))[0]
 
 
 def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
-    """The stretches of a piece: (first element, count, meta, codes, elements of a bucket).
+    """Yields the stretches of a piece: (first element, count, meta, codes, elements of a bucket).
 
-    The raw tail has neither metadata nor buckets: both are None.
+    The raw tail has neither metadata nor buckets. For the tail, meta and the elements of a bucket are None.
     """
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
@@ -174,7 +174,7 @@ def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...
 
 
 def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
-    """The leaves of a payload."""
+    """Returns the leaves of a payload."""
     if layout.codec.carrier is not None:
         chunks = [layout.codec.unpack_chunk(layout, c, chunk) for c, chunk in enumerate(operands.payload)]
         return decode(layout.carried, Decode(jnp.stack(chunks)))
@@ -196,7 +196,7 @@ def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
 
 
 def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
-    """The arrays with 0 where the payload has an element."""
+    """Returns the arrays with 0 where the payload has an element."""
     flat = _flat(operands.arrays)
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
@@ -208,7 +208,10 @@ def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
 
 
 def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool = False) -> Any:
-    """The sum of one chunk's payloads in rank order: float32 leaves, or (the chunk encoded again, new residuals)."""
+    """Sums the payloads of one chunk in rank order.
+
+    Returns float32 leaves or, with `encoded`, (the sum encoded again, new residuals).
+    """
     payloads, where = operands.payloads, operands.where
     ranks = payloads.shape[0]
     sum_layout = layout.of_sum(ranks)
@@ -217,7 +220,7 @@ def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool
     lost = _flat(operands.residuals or [])
 
     def reduce_chunk(c: int) -> dict[tuple[int, int], jax.Array]:
-        """The sum of the payloads: {(leaf, first element): numbers}."""
+        """Returns the sum of the payloads as {(leaf, first element): numbers}."""
         pieces, chunks = carried.pieces[c], payloads
         if layout.codec.carrier is not None:
             chunks = jax.vmap(lambda chunk: layout.codec.unpack_chunk(layout, c, chunk))(payloads)

@@ -1,4 +1,4 @@
-"""Loading the native module and registering its handlers with XLA."""
+"""Loads the native module, and registers its handlers with XLA."""
 
 import importlib.metadata
 import os
@@ -22,7 +22,7 @@ CUDA_REMEDY = (
 
 
 def find() -> ModuleType:
-    """The native module. Raises ImportError if there is none of this version."""
+    """Returns the native module. Raises ImportError if there is no native module of this version."""
     try:
         from jaxcgx.native import _native  # pyright: ignore[reportAttributeAccessIssue]  (CMake builds it)
     except ImportError as error:
@@ -34,7 +34,7 @@ def find() -> ModuleType:
 
 
 def remedy() -> str:
-    """The remedy if there is no native module of this version."""
+    """Returns the remedy if there is no native module of this version."""
     here = pathlib.Path(__file__).resolve().parents[1]
     folders = [pathlib.Path(entry).resolve() / "jaxcgx" for entry in sys.path]
     built = lambda folder: any(folder.glob("native/_native*"))
@@ -45,12 +45,15 @@ def remedy() -> str:
 
 
 def _is_command_line() -> bool:
-    """Whether `python -m jaxcgx` is starting. Its doctor explains what is missing, so the import must not fail."""
+    """Returns whether `python -m jaxcgx` is starting. The import must not fail then, so that its doctor can run."""
     return sys.argv[:1] == ["-m"] and "jaxcgx" in sys.orig_argv
 
 
 def load() -> ModuleType | None:
-    """The native module with its handlers registered; None with JAXCGX_REFERENCE=1."""
+    """Returns the native module, with its handlers registered.
+
+    Returns None with JAXCGX_REFERENCE=1, or if the module is missing and `python -m jaxcgx` is starting.
+    """
     if REFERENCE:
         return None
     try:
@@ -69,7 +72,7 @@ MODULE = load()
 
 
 def module() -> ModuleType:
-    """The native module, for callers that cannot do without it."""
+    """Returns the native module. Raises RuntimeError if it is not loaded."""
     if MODULE is None:
         raise RuntimeError("this transport needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it")
     return MODULE

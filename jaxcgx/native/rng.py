@@ -10,11 +10,11 @@ import numpy as np
 from jaxcgx.checks import spell_array, wrong
 
 BLOCK, LANES = 128, 16
-_RAW_SHAPES = ((2,), (4,))  # of jax.random.PRNGKey: threefry2x32, and rbg or unsafe_rbg
+_RAW_SHAPES = ((2,), (4,))  # the shapes of keys from jax.random.PRNGKey: threefry2x32, and rbg or unsafe_rbg
 
 
 def key_words(function: str, key: Any) -> jax.Array:
-    """uint32[2] from a JAX random key, typed or raw."""
+    """Returns uint32[2] from a JAX random key, typed or raw."""
     dtype = getattr(key, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         if dtype != jnp.uint32 or key.shape not in _RAW_SHAPES:
@@ -27,12 +27,15 @@ def key_words(function: str, key: Any) -> jax.Array:
 
 
 def kernel_key(key: jax.Array) -> jax.Array:
-    """uint32[3]: the two words of a key, and an offset, which is 0 unless the key has one as its third word."""
+    """Returns uint32[3]: the two words of a key, and an offset. Without a third word in the key, the offset is 0."""
     return key if key.shape == (3,) else jnp.pad(key, (0, 1))
 
 
 def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """(high, low) words of a * b. It works on 16-bit halves, because jnp has no 64-bit integers by default."""
+    """Returns (high, low), the words of a * b.
+
+    It multiplies 16-bit halves, because jnp has no 64-bit integers by default.
+    """
     a_low, a_high, b_low, b_high = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     low = a_low * b_low
     middle = a_high * b_low + (low >> 16)
@@ -41,7 +44,7 @@ def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
 
 
 def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Philox4x32-10: four words from a counter of four words (uint32 arrays) and a key of two."""
+    """Returns the four words of Philox4x32-10, from a counter of four words and a key of two words (uint32 arrays)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -53,9 +56,9 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> tuple[jax.
 
 
 def noise(key: jax.Array, leaf: int, start: int, count: int) -> jax.Array:
-    """The random bits of a leaf's elements from `start` on: int32[count] in [0, 65536).
+    """Returns the random bits of a leaf's elements from `start` on: int32[count] in [0, 65536).
 
-    They come from a key's two words. An offset is added to them modulo 2^16.
+    They depend on the key's two words. The key's offset is added to them modulo 2^16.
     """
     k0, k1, offset = kernel_key(key)
     first, last = start // BLOCK, -(-(start + count) // BLOCK)

@@ -1,4 +1,4 @@
-"""The rules that all primitives of native operations share: how they are lowered, batched and registered."""
+"""The rules that all primitives of native operations share: for lowering, batching and registration."""
 
 import functools
 import math
@@ -18,15 +18,15 @@ from jaxcgx.native.layout import Layout
 
 
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """jax.vmap for functions that use lax.switch.
+    """Maps a function over the first axis, like jax.vmap, for functions that use lax.switch.
 
-    vmap would compute every branch, which JAX can't do under shard_map's check_vma.
+    jax.vmap would compute every branch, which JAX can't do under shard_map's check_vma.
     """
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
 def _lower_to_reference(function: Callable[..., Any], over: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering rule to jnp; `over` maps the function over an axis of the batch."""
+    """Returns a lowering rule to jnp. `over` maps the function over an axis of the batch."""
 
     def batched(*leaves: Any, tree: Any, batch: tuple[Any, ...], **params: Any) -> list[jax.Array]:
         def one(*leaves: Any) -> list[jax.Array]:
@@ -42,7 +42,10 @@ def _lower_to_reference(function: Callable[..., Any], over: Callable[..., Any]) 
 def _lower_to_handler(
     target: str, attributes: Callable[..., Any], workspace_bytes: Callable[..., int]
 ) -> Callable[..., Any]:
-    """A lowering rule to an FFI call. A workspace is one more result of the call, which the primitive doesn't have."""
+    """Returns a lowering rule to an FFI call.
+
+    A workspace is one more result of the call, which is not a result of the primitive.
+    """
 
     def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple[Any, ...], **params: Any) -> Any:
         extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
@@ -68,7 +71,7 @@ def _refuse(target: str, why: str) -> Callable[..., Any]:
 
 
 def _lower(to_kernel: Callable[..., Any], to_reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering rule: `to_kernel` if the codec has kernels, else `to_reference`."""
+    """Returns a lowering rule: `to_kernel` if the codec has kernels, else `to_reference`."""
 
     def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
         chosen = to_reference if layout.codec.native is None else to_kernel
@@ -78,11 +81,11 @@ def _lower(to_kernel: Callable[..., Any], to_reference: Callable[..., Any]) -> C
 
 
 def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:
-    """The operands with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
+    """Returns the operands with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
 
     Args:
       operands: the arrays.
-      dims: which axis of each vmap maps, or None.
+      dims: for each array, the axis that vmap maps, or None.
       size: the length of the axis, needed if no operand has it.
     """
     size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
@@ -100,7 +103,7 @@ def batch_rule(
 
 
 def zero_jvp(primitive: Any) -> Callable[..., Any]:
-    """The differentiation rule of an operation whose results have derivative zero."""
+    """Returns the differentiation rule of an operation whose results have derivative zero."""
 
     def rule(primals: Any, tangents: Any, **params: Any) -> Any:
         results = primitive.bind(*primals, **params)
@@ -124,8 +127,9 @@ def register(
     Args:
       primitive: a primitive with several results.
       target: the handler is jaxcgx_`target`.
-      abstract: the avals of the results, as a pytree.
-      attributes: a dict of the handler's attributes, and a dict of values that decide the size of CUDA's workspace.
+      abstract: returns the avals of the results, as a pytree.
+      attributes: returns a dict of the handler's attributes, and a dict of values that determine the size of CUDA's
+        workspace.
       function: the operation in jnp.
       jvp: the differentiation rule.
       over: maps `function` over an axis of the batch.
@@ -140,7 +144,7 @@ def register(
     batching.primitive_batchers[primitive] = functools.partial(batch_rule, primitive)
     ad.primitive_jvps[primitive] = jvp
     to_reference = _lower_to_reference(function, over)
-    mlir.register_lowering(primitive, to_reference)  # TPUs, AMD's GPUs: platforms without kernels
+    mlir.register_lowering(primitive, to_reference)  # for platforms without kernels: TPUs, AMD's GPUs
     if registration.MODULE is None:
         return
 

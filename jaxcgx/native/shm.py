@@ -2,7 +2,7 @@
 
 The parts are in the same order as in ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a
 `size`, a `rank`, an `order` (the ordered effect that keeps the exchanges of all ranks in the same order), `effects`
-(with that effect), and a `label` (a digest that describes the bytes).
+(which contain this effect), and a `label` (a digest that describes the bytes).
 """
 
 from typing import Any
@@ -25,13 +25,13 @@ exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, argument: int = 0) -> jax.Array:
-    """One exchange among the ranks.
+    """Returns the result of one exchange among the ranks.
 
     Args:
       operation: "all_to_all" sends row r of x = [ranks, ...] to rank r, and row r of the result came from rank r.
-        "all_gather" gives [ranks, ...]. "shift" gives x of the rank that is `argument` before this one, "broadcast" x
-        of rank `argument`.
-      x: the array; elements of whole bytes.
+        "all_gather" returns every rank's x, as [ranks, ...]. "shift" returns x of the rank that is `argument` before
+        this one. "broadcast" returns x of rank `argument`.
+      x: the array. Its elements must have whole bytes.
       net: the transport.
       argument: a rank or a distance.
     """
@@ -73,8 +73,8 @@ def _batch(operands: Any, dims: Any, *, operation: str, **params: Any) -> Any:
     return exchange_p.bind(jnp.moveaxis(operands[0], dims[0], before), operation=operation, **params), after
 
 
-# The cotangent of an array that went to one rank comes back the same way. If the array went to every rank, their
-# cotangents add up.
+# The cotangent of an array that went to one rank comes back the same way. If the array went to every rank, the
+# cotangents of all ranks are added.
 def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: int, net: Any) -> list[jax.Array]:
     if operation == "all_to_all":
         return [exchange("all_to_all", ct, net)]

@@ -1,8 +1,8 @@
 """Exchanges among processes over TCP, as a JAX primitive.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitive has no
-derivatives; each collective defines its own. The operand `who` says who takes part: this rank, and every rank's place
-in the mesh.
+derivatives, because each collective defines its own derivatives. The operand `who` says who takes part: this rank, and
+every rank's place in the mesh.
 """
 
 import math
@@ -26,13 +26,11 @@ tcp_exchange_p: Any = _compat.Primitive("jaxcgx_tcp_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = ()) -> jax.Array:
-    """An exchange of an array.
+    """Returns the result of one exchange of an array.
 
     Args:
-      operation: one of these.
-        "all_to_all": from [ranks, ...], row r goes to rank r, and row r of the result came from rank r.
-        "all_gather": every rank's x, as [ranks, ...].
-        "permute": x of the rank whose target this rank is.
+      operation: "all_to_all" sends row r of x = [ranks, ...] to rank r, and row r of the result came from rank r.
+        "all_gather" returns every rank's x, as [ranks, ...]. "permute" returns x of the rank whose target this rank is.
       x: the array.
       net: the transport.
       targets: for "permute", the target of each rank, -1 for none.
@@ -43,7 +41,7 @@ def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = 
 
 
 def who_takes_part(net: Any) -> jax.Array:
-    """This rank, then the place of every rank of `net` among all devices of the mesh."""
+    """Returns this rank, then the place of every rank of `net` among all devices of the mesh, as int32."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes, manual = dict(mesh.shape), mesh.manual_axes
     if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
@@ -61,9 +59,9 @@ def who_takes_part(net: Any) -> jax.Array:
 
 
 def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
-    """In a lowering rule: `who`, of type `aval`, with processes in place of places.
+    """Returns `who`, of type `aval`, with process numbers in place of places in the mesh. It is for lowering rules.
 
-    It connects this process if it isn't connected yet. That may take as long as the transport's timeout.
+    If this process isn't connected yet, it is connected now. That may take as long as the transport's timeout.
     """
     devices = _compat.devices_of(ctx)
     if devices is None:
@@ -109,7 +107,7 @@ def _abstract(x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net
     return _compat.result_aval([x], shape, x.dtype), net.effects
 
 
-# One exchange of longer rows.
+# vmap makes one exchange of longer rows.
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: Any) -> tuple[jax.Array, int]:
     (x, who), (dim, _) = operands, dims
     before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))

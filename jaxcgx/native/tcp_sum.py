@@ -1,7 +1,7 @@
 """The sum of a message over TCP, as two JAX primitives: one begins it, the other ends it.
 
-Pieces are encoded, added up and decoded while other pieces are on their way. Between the two primitives, a sum has its
-own memory, and a later program may end it.
+Pieces are encoded, added up and decoded while other pieces are on their way. Between the two primitives, a sum uses
+only its own memory, so a later program may end it.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py).
 """
@@ -25,14 +25,14 @@ from jaxcgx.native.rules import in_front
 from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 from jaxcgx.native.terms import digest
 
-# The fewest bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
+# The fewest bytes of a piece, and the most pieces of a chunk (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**17, 16
-# The same for trees of different shares or several levels: links are slow, and a level waits for the one below.
+# The same for overlays: their links are slow, and a level of a tree waits for the level below.
 TREE_PIECE, MOST_TREE_PIECES = 2**14, 64
 
 
 def pieces_of(size: int, trees: bool = False) -> int:
-    """The number of pieces that a chunk of `size` bytes travels in."""
+    """Returns the number of pieces of a chunk of `size` bytes. `trees` says whether an overlay moves it."""
     piece, most = (TREE_PIECE, MOST_TREE_PIECES) if trees else (PIECE, MOST_PIECES)
     return max(1, min(most, size // piece))
 
@@ -42,7 +42,7 @@ tcp_end_p: Any = _compat.Primitive("jaxcgx_tcp_end")
 
 
 class Operands(NamedTuple):
-    """The operands, in the order that the handler takes them."""
+    """The operands, in the order in which the handler takes them."""
 
     leaves: list[Any]
     residuals: list[Any] | None
@@ -55,10 +55,10 @@ class Operands(NamedTuple):
 class How(NamedTuple):
     """The handler's settings: the schedule, and which encodings have feedback."""
 
-    two_shot: bool  # along the trees, else one_shot
-    parents: tuple[tuple[int, ...], ...]  # of the ranks in each tree
-    own: bool  # a rank adds its own part without encoding it
-    sum_feedback: bool  # the residual is the loss of encoding the sum
+    two_shot: bool  # whether the sum goes along trees; otherwise it is one_shot
+    parents: tuple[tuple[int, ...], ...]  # for each tree, the parent of each rank
+    own: bool  # whether a rank adds its own part without encoding it
+    sum_feedback: bool  # whether a residual of a rank's own part becomes the loss of encoding the sum
     divisor: float
 
 
@@ -69,14 +69,14 @@ class How(NamedTuple):
 class Begun:
     """A sum that has begun. A pytree.
 
-    The ticket is two words, zeros if nothing has begun. The residuals are those of the first encoding. When the sum
-    ends, an owner's residuals of its part become the loss of encoding that sum, if `own` is "raw".
+    The ticket is two words. They are zeros if nothing has begun. The residuals are from the first encoding. If `own` is
+    "raw", an owner's residuals of its part become the loss of encoding the sum when the sum ends.
     """
 
     ticket: jax.Array
     residuals: list[Any] | None
     layout: Layout
-    two_shot: bool  # by trees
+    two_shot: bool  # whether the sum goes along trees
     net: Any
 
 
@@ -91,9 +91,9 @@ def begin(
     """Begins a sum with the bits of "one_shot", "two_shot" or an overlay (exchange/schedules.py).
 
     Args:
-      layout: the message, cut into a chunk for each tree, or one for one_shot. Its codec has kernels.
+      layout: the layout of the message, with one chunk for each tree, or one chunk for one_shot. Its codec has kernels.
       operands: the operands. This function sets `who`.
-      parents: the parents of the ranks in each tree; () for one_shot.
+      parents: for each tree, the parent of each rank; () for one_shot.
       own: how a rank adds its own part.
       divisor: divides the sum.
       net: the transport.
@@ -125,12 +125,12 @@ def begin(
 
 
 def end(begun: Begun, later: bool) -> Results:
-    """Ends a sum: (sums, new residuals). Sums are float32 with "one_shot", else they have the leaves' dtypes.
+    """Ends a sum. Returns (sums, new residuals). With "one_shot", sums are float32, else they have the leaves' dtypes.
 
     Args:
       begun: the sum.
-      later: whether the program may be later than the one that began the sum. Then no later exchange begins before
-        this sum has ended: otherwise this process could wait for a rank that waits here.
+      later: whether the program may be later than the program that began the sum. Then no later exchange begins before
+        this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
     """
     operands = _compat.match_varying(begun.ticket, *(begun.residuals or ()))
     found = tcp_end_p.bind(
@@ -140,7 +140,7 @@ def end(begun: Begun, later: bool) -> Results:
     return Results(found[:n], None if begun.residuals is None else found[n:])
 
 
-# Two calls, so that the program goes on between them, or later ones run. Residuals are updated in place.
+# A sum is two calls, so that other operations or later programs run between them. Residuals are updated in place.
 def _lower_begin(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
@@ -189,7 +189,7 @@ def _lower_end(
 
 
 def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    """The operand bytes of a collective that sends as many bytes as the rank that sends most."""
+    """Returns the operand bytes of a collective of XLA that sends as many bytes as the rank that sends most."""
     if not parents:
         return sum(layout.ends)
     pieces = layout.chunks // len(parents)
@@ -222,7 +222,7 @@ def _results(avals: Sequence[Any], batch: tuple[int, ...], wanted: Sequence[tupl
     return [_compat.result_aval(avals, (*batch, *shape), dtype, rows=len(batch)) for shape, dtype in wanted]
 
 
-# One call for all messages, as in ops.py.
+# vmap makes one call for all messages, as in ops.py.
 def _batch_begin(
     operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:

@@ -8,10 +8,10 @@ import numpy as np
 
 
 def digest(*what: Any) -> np.int64:
-    """A number that differs if any of the values differs. It is the same in every process.
+    """Returns a number that differs if any of the values differs. It is the same in every process.
 
-    Values without a plain form, such as functions in a user's codec, count as their types, because their text would
-    contain addresses.
+    Values without a plain form, such as functions in a user's codec, count only as their types. Their texts would
+    contain addresses, which differ between processes.
     """
     return np.frombuffer(hashlib.sha256(repr(_plain(what)).encode()).digest(), "<i8")[0]
 

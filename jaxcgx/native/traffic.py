@@ -12,12 +12,12 @@ _LENGTH = 184
 class Traffic(NamedTuple):
     """The traffic to a process since it was connected."""
 
-    bytes: float = 0.0  # that the process has acknowledged
-    seconds: float = 0.0  # in which bytes were under way and the process had room for more
+    bytes: float = 0.0  # the bytes that the process has acknowledged
+    seconds: float = 0.0  # the seconds in which bytes were under way and the process had room for more bytes
 
 
 def traffic(descriptors: Iterable[int]) -> Traffic:
-    """The traffic of connections that carry the same messages together: the sum of bytes, the longest time."""
+    """Returns the traffic of connections that carry the same messages together: the sum of bytes, the longest time."""
     total = Traffic()
     for descriptor in descriptors:
         connection = socket.socket(fileno=descriptor)

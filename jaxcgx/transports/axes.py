@@ -18,7 +18,7 @@ MOST_CONNECTIONS = 64  # between two processes
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """An axis with a transport of its own, in place of the axis's name: `MAKERS` in resolve.py has its maker."""
+    """An axis with its own transport, passed in place of the axis's name. resolve.py has the transports (`MAKERS`)."""
 
     name: Hashable
 
@@ -35,8 +35,7 @@ class Mark:
 class Tcp(Mark):
     """An axis whose compressed bytes travel over jaxcgx's own TCP connections.
 
-    Pass it instead of the axis's name in `axis_name`, alone or in a tuple of axes. Everything else knows the axis by
-    its name.
+    Pass it instead of the axis's name in `axis_name`, alone or in a tuple of axes. Everywhere else, use the name.
 
     It is for CPUs, with one device in each process, after jax.distributed.initialize. The processes connect when the
     first program with such an exchange is lowered.
@@ -47,8 +46,8 @@ class Tcp(Mark):
         for all processes to connect.
       connections: the number of connections for data between two processes. Each passes at most one window per round
         trip, so links with long round trips may need several.
-      pace: the most that this process sends to all others together: bytes per second, or a rate such as "100mbit".
-        None: no limit. The headers of TCP and of the layers below don't count.
+      pace: the limit for the bytes that this process sends to all other processes together, in bytes per second or as a
+        rate such as "100mbit". None: no limit. The headers of TCP and of the layers below don't count.
 
     A process connects once, so every Tcp in all processes must have the same `connections` and `pace`.
     """
@@ -72,7 +71,7 @@ class Tcp(Mark):
 
 
 def _check_pace(function: str, argument: str, value: Any) -> float | None:
-    """The pace in bytes per second."""
+    """Returns the checked pace in bytes per second, or None."""
     if isinstance(value, str):
         return parse_rate(f"{function}: argument '{argument}'", value) / 8
     expected = 'at least 1000 bytes a second, or a rate as in "100mbit"'
@@ -86,24 +85,27 @@ def _each(axis_name: AxisName) -> tuple[Any, ...]:
 
 
 def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
-    """The names of an axis or a tuple of axes, without the marks."""
+    """Returns the names of an axis or a tuple of axes, without the marks."""
     return tuple(axis.name if isinstance(axis, Mark) else axis for axis in _each(axis_name))
 
 
 def marked(axis_name: AxisName) -> tuple[Mark, ...]:
-    """The marks among an axis or a tuple of axes."""
+    """Returns the marks among an axis or a tuple of axes."""
     return tuple(axis for axis in _each(axis_name) if isinstance(axis, Mark))
 
 
 def crosses(axis_name: AxisName) -> bool:
-    """Whether an exchange over these axes may go on while later programs run."""
+    """Returns whether an exchange over these axes may go on while later programs run."""
     return any(mark.crosses for mark in marked(axis_name))
 
 
 def check_axis_names(
     function: str, axis_name: AxisName, argument: str = "axis_name", *, optional: bool = False
 ) -> tuple[Any, ...]:
-    """The names of an axis or a tuple of different axes. `optional`: None passes, because the caller has a default."""
+    """Returns the checked names of an axis or a tuple of different axes.
+
+    With `optional`, None is allowed, because the caller has a default.
+    """
     names = axis_names(axis_name)
     for name in names:
         if what := _not_a_name(name):
@@ -128,13 +130,16 @@ def _hashable(value: Any) -> bool:
 
 
 def is_communicator(given: Any) -> bool:
-    """Whether this is an mpi4py communicator or a transport over one."""
+    """Returns whether this is an mpi4py communicator or a transport over one."""
     modules = [kind.__module__ for kind in type(given).__mro__]  # no isinstance: mpi4py may be missing
     return any(name.partition(".")[0] == "mpi4py" or name == "jaxcgx.transports.mpi" for name in modules)
 
 
 def _not_a_name(given: Any) -> tuple[str, str] | None:
-    """(description, remedy) of a communicator or a mesh in place of a name. Both are hashable, as names are."""
+    """Returns (description, remedy) for a communicator or a mesh in place of a name, or None for anything else.
+
+    Communicators and meshes are hashable, so they could pass as names.
+    """
     if isinstance(given, Transport) or is_communicator(given):
         return (
             f"a communicator, {given!r}",

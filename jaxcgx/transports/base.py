@@ -1,10 +1,10 @@
 """The contract of a transport, which moves the bytes of an exchange among ranks.
 
-A transport is static under jit. It is hashable, and equal to another that moves bytes among the same ranks in the same
-way. It moves rows of bytes and uncompressed arrays. It reads no codec: a `PiecewiseSum` has one in its layout, which
-the transport passes on to `native`.
+A transport is static under jit. It is hashable, and equal to any other transport that moves bytes among the same ranks
+in the same way. It moves rows of bytes and uncompressed arrays. It reads no codec: the layout of a `PiecewiseSum` has
+one, but the transport only passes it on to `native`.
 
-A new transport subclasses `Transport` and writes `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
+A new transport subclasses `Transport` and defines `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
 `shift` and `plain_psum`. The other members have defaults.
 """
 
@@ -22,16 +22,16 @@ from jaxcgx.native.rows import add
 class PiecewiseSum(NamedTuple):
     """A sum that a transport computes itself, piece by piece, with the same bits as a schedule.
 
-    The layout has the message's codec in it. The transport passes both on to `native` and reads neither.
+    The layout has the message's codec. The transport passes both on to `native` and reads neither.
     """
 
-    layout: Layout  # with a chunk for each tree; one for one_shot
+    layout: Layout  # with one chunk for each tree, or one chunk for one_shot
     leaves: list[jax.Array]
     residuals: list[jax.Array] | None
-    first_key: jax.Array | None  # of a rank's own encoding
-    sum_key: jax.Array | None  # of the encoding of a root's sum
-    hop_key: jax.Array | None  # of the encodings of other sums
-    parents: tuple[tuple[int, ...], ...]  # of the ranks in each tree, a chunk's; () for one_shot
+    first_key: jax.Array | None  # the key for the encoding of a rank's own leaves
+    sum_key: jax.Array | None  # the key for the encoding of a root's sum
+    hop_key: jax.Array | None  # the key for the encodings of other sums
+    parents: tuple[tuple[int, ...], ...]  # for each tree, the parent of each rank; () for one_shot
     own: str
     divisor: float
 
@@ -59,7 +59,7 @@ class Transport:
 
     @property
     def mover(self) -> str:
-        """Who moves the bytes, as transports/network.py has it: "gloo", "tcp" or "duplex"."""
+        """The name in transports/network.py of the code that moves the bytes: "gloo", "tcp" or "duplex"."""
         return "duplex"
 
     @property
@@ -68,11 +68,14 @@ class Transport:
         return {}
 
     def leaders(self) -> "Leaders":
-        """The ranks of the first level that speak for the others. Only transports with levels have them."""
+        """Returns the transport over the leaders, the ranks that exchange for their nodes.
+
+        Only transports with levels have leaders.
+        """
         raise NotImplementedError(f"{type(self).__name__}.leaders")
 
     def labelled(self, label: int) -> Any:
-        """This transport for an exchange whose bytes `label` describes, a digest.
+        """Returns this transport for an exchange whose bytes are described by the digest `label`.
 
         A transport that can do so compares the labels of all ranks, because ranks with different labels would misread
         the bytes.
@@ -80,36 +83,43 @@ class Transport:
         return self
 
     def sliced(self, elements: int) -> Any:
-        """This transport for sums that travel in slices of `elements` elements. Slices of later sums may overtake.
+        """Returns this transport for sums that travel in slices of `elements` elements.
 
-        A transport that can't do so moves each message as a whole, in turn.
+        Slices of later sums may overtake slices of earlier ones. A transport without slices moves whole messages, one
+        after another.
         """
         return self
 
     def end_sum(self, begun: Any, later: bool = False) -> tuple[list[Any], list[Any] | None]:
-        """(sums, new residuals or None). `later`: the program may be a later one than began the sum."""
+        """Ends a sum. Returns (sums, new residuals or None).
+
+        `later` says whether the program may be later than the program that began the sum.
+        """
         raise NotImplementedError(f"{type(self).__name__}.end_sum")
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
-        """From [ranks, ...], row r goes to rank r; row r of the result came from rank r."""
+        """Sends row r of [ranks, ...] to rank r. Row r of the result came from rank r."""
         raise NotImplementedError(f"{type(self).__name__}.all_to_all")
 
     def all_gather(self, row: jax.Array) -> jax.Array:
-        """Every rank's row, [ranks, ...], in rank order."""
+        """Returns every rank's row, [ranks, ...], in rank order."""
         raise NotImplementedError(f"{type(self).__name__}.all_gather")
 
     def shift(self, row: jax.Array) -> jax.Array:
-        """The row of the previous rank. The first rank gets the row of the last."""
+        """Returns the row of the previous rank. The first rank gets the row of the last rank."""
         raise NotImplementedError(f"{type(self).__name__}.shift")
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """The row of the rank that is paired with this one. pairs: (from, to). A rank without a pair gets any row."""
+        """Returns the row of the rank that sends to this rank. A rank to which no rank sends gets any row.
+
+        `pairs` are (sender, receiver).
+        """
         source = [0] * self.size
         for sender, receiver in pairs:
             source[receiver] = sender
         return jnp.take(self.all_gather(row), jnp.asarray(source)[self.rank], 0)
 
-    # Collectives of uncompressed arrays, as those of the same names in `lax`.
+    # Collectives of uncompressed arrays, like the collectives of `lax` without "plain_" in the name.
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError(f"{type(self).__name__}.plain_psum")
@@ -128,26 +138,26 @@ class Transport:
 
 
 class Leaders(Transport):
-    """The ranks that speak for their nodes. The other ranks run the same program, and get what their leader got."""
+    """The ranks that exchange for their nodes. The other ranks run the same program, and get their leader's results."""
 
     speaks: Any
     """Whether this rank is one of them: a bool, or a traced one."""
 
 
 def countable(x: jax.Array) -> jax.Array:
-    """x as a type that can be added: bools become int32, as in lax."""
+    """Returns x as a type that can be added: bools become int32, as in lax."""
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
 
 
 def split_rows(x: jax.Array, dimension: int, size: int, tiled: bool) -> jax.Array:
-    """[ranks, ...]: x cut along `dimension` into a row for each rank. With `tiled` the dimension stays, shorter."""
+    """Returns x cut along `dimension` into a row for each rank, [ranks, ...]. With `tiled`, rows keep the dimension."""
     if tiled:
         x = x.reshape(*x.shape[:dimension], size, x.shape[dimension] // size, *x.shape[dimension + 1 :])
     return jnp.moveaxis(x, dimension, 0)
 
 
 def join_rows(rows: jax.Array, dimension: int, tiled: bool) -> jax.Array:
-    """Rows [ranks, ...] stacked along a new `dimension`, or with `tiled` concatenated along an existing one."""
+    """Returns rows [ranks, ...], stacked along a new `dimension` or, with `tiled`, joined along an existing one."""
     x = jnp.moveaxis(rows, 0, dimension)
     if not tiled:
         return x

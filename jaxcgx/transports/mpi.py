@@ -37,7 +37,7 @@ with warnings.catch_warnings():
 (ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
 EFFECTS: frozenset[Any] = _compat.effects_in_order(ORDER)
 _compat.allow_in_remat(EFFECTS)
-MOST = 2**31 - 1  # elements: mpi4jax counts in C's int
+MOST = 2**31 - 1  # the most elements, because mpi4jax counts them in C's int
 
 
 # Communicators are Any: type checkers can't rely on mpi4py's types.
@@ -47,7 +47,7 @@ MOST = 2**31 - 1  # elements: mpi4jax counts in C's int
 class Comm(Transport):
     """The ranks of a communicator. transports/base.py documents the members of a transport."""
 
-    handle: int  # MPI's handle of a communicator that nobody else uses
+    handle: int  # MPI's handle of a communicator that nothing else uses
     size: int
     rank: int
 
@@ -56,7 +56,7 @@ class Comm(Transport):
 
     @classmethod
     def over(cls, comm: Any) -> "Comm":
-        """The ranks of an mpi4py communicator that nobody else uses."""
+        """Returns the transport over an mpi4py communicator that nothing else uses."""
         return cls(comm.handle, comm.size, comm.rank)
 
     @property
@@ -74,7 +74,7 @@ class Comm(Transport):
         return mpi4jax.sendrecv(row, row, (self.rank - 1) % self.size, (self.rank + 1) % self.size, comm=self.comm)
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """The array of rank `root`."""
+        """Returns the array of rank `root`."""
         return broadcast_p.bind(x, net=self, root=root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
@@ -83,7 +83,10 @@ class Comm(Transport):
 
 @dataclasses.dataclass(frozen=True)
 class Shared(Shm):
-    """The ranks of a communicator within a host. Shared memory moves the bytes. MPI's exchanges have the same order."""
+    """The ranks of a communicator within a host. Shared memory moves the bytes.
+
+    Exchanges through shared memory and exchanges of MPI share one order.
+    """
 
     handle: int
 
@@ -98,11 +101,11 @@ class Shared(Shm):
 
 @dataclasses.dataclass(frozen=True)
 class Nodes(Transport):
-    """The ranks of nodes of equal size, those of the first node first."""
+    """The ranks of nodes of equal size, in the order of the nodes."""
 
-    everybody: Comm | Shared  # all ranks together; `inner` if there is one node
-    cross: Comm  # the ranks at this rank's place in their nodes
-    inner: Comm | Shared  # the ranks of this node
+    everybody: Comm | Shared  # all ranks; the same as `inner` if there is only one node
+    cross: Comm  # the ranks that have the same place in their nodes as this rank
+    inner: Comm | Shared  # the ranks of this rank's node
 
     names: ClassVar[tuple[Any, ...]] = ()
     effects: ClassVar[frozenset[Any]] = EFFECTS
@@ -133,7 +136,7 @@ class Nodes(Transport):
         return self.everybody.shift(row)
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """The array of rank `root`."""
+        """Returns the array of rank `root`."""
         return self.everybody.broadcast(x, root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
@@ -188,7 +191,7 @@ def _check_count(count: int) -> None:
 
 
 def _short(dtype: Any, kind: Any, bits: int) -> bool:
-    """Whether a dtype is of this kind and has fewer bits."""
+    """Returns whether a dtype is of this kind and has fewer bits."""
     return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
 
 
@@ -214,15 +217,15 @@ def _define(
     before: int = 0,
     after: int = 0,
 ) -> Any:
-    """A primitive that is linear in one array.
+    """Returns a primitive that is linear in one array.
 
     Args:
-      name: the end of its name.
-      run: run(x, net, ...) is the operation.
-      shape: shape(shape of x, net) is the shape of the result.
-      transpose: transpose(cotangent, net, ...) is the cotangent of x.
-      before: where vmap's dimension is in x.
-      after: where vmap's dimension is in the result.
+      name: the end of the primitive's name.
+      run: run(x, net, ...) computes the result.
+      shape: shape(shape of x, net) returns the shape of the result.
+      transpose: transpose(cotangent, net, ...) returns the cotangent of x.
+      before: the position of vmap's dimension in x.
+      after: the position of vmap's dimension in the result.
     """
     primitive = _compat.Primitive(f"jaxcgx_mpi_{name}")
     define_impl(primitive)
@@ -241,8 +244,8 @@ def _define(
     return primitive
 
 
-# psum: every rank has its own cotangent of the result, and their sum is the operand's cotangent. lax does the same
-# where it doesn't track what varies.
+# psum: every rank has its own cotangent of the result, and their sum is the operand's cotangent. lax does the same if
+# it doesn't track which values vary.
 
 
 def _psum(x: jax.Array, net: Comm) -> jax.Array:
@@ -279,7 +282,7 @@ all_to_all_p: Any = _define(
 )
 
 
-# all_gather: every rank has rank r's array in row r, so rank r adds up the cotangents of those rows.
+# all_gather: every rank has rank r's array in row r, so rank r adds up the cotangents of row r of all ranks.
 
 
 @_of_any_dtype
@@ -297,7 +300,8 @@ all_gather_p: Any = _define(
 )
 
 
-# broadcast: every rank has the root's array, so the root's cotangent is the sum of all, and the others' are 0.
+# broadcast: every rank has the root's array, so the root's cotangent is the sum over all ranks. The cotangents of the
+# other ranks' arrays are 0.
 
 
 @_of_any_dtype

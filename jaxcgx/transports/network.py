@@ -1,4 +1,4 @@
-"""How fast links and kernels are, for the estimates in exchange/costs.py. docs/planner.md has the sources.
+"""The speeds of links and kernels, for the estimates in exchange/costs.py. docs/planner.md has the sources.
 
 The rate of a link is the rate that programs get. With 1 Gbit/s Ethernet it is 0.949 Gbit/s: frames, headers and
 acknowledgements take the rest.
@@ -13,24 +13,24 @@ PAYLOAD = 0.949 / 8  # bytes of payload for each bit of a link
 
 
 class Ways(NamedTuple):
-    """How a transport uses a link. Pairs are (for two ranks, for more).
+    """How a transport uses a link. Pairs are (value for two ranks, value for more ranks).
 
-    A factor is the time of an operation, over the time to send and receive the same bytes at once. A factor above 1 is
-    half-duplex: one direction waits for the other.
+    `gather`, `exchange` and `shift` are factors: the time of the operation, divided by the time of sending and
+    receiving the same bytes at once. A factor above 1 means half-duplex: one direction waits for the other.
     """
 
     gather: tuple[float, float] = (1, 1)
     exchange: tuple[float, float] = (1, 1)
     shift: tuple[float, float] = (1, 1)
-    latency: float = 50e-6  # seconds of a step, whatever its size
-    step_of_psum: float = 1  # the latency of a step of a plain psum, as a multiple
+    latency: float = 50e-6  # the seconds of a step, independent of its size
+    step_of_psum: float = 1  # the latency of a step of a plain psum, as a multiple of `latency`
     step_of_shift: tuple[float, float] = (1, 1)  # the same for a shift
-    pieces: bool = False  # kernels and bytes overlap, piece by piece
+    pieces: bool = False  # whether kernels and bytes overlap, piece by piece
 
 
 WAYS = {
-    # XLA's collectives between CPU processes. The latency is between that of two hosts with a core each (0.33 ms) and
-    # that of four hosts on two cores (1.24 ms).
+    # XLA's collectives between CPU processes. The latency is between the latencies of two hosts with one core each
+    # (0.33 ms) and of four hosts that share two cores (1.24 ms).
     "gloo": Ways(
         gather=(1.40, 1.06),
         exchange=(1.83, 1.70),
@@ -40,7 +40,7 @@ WAYS = {
         step_of_shift=(1, 1.65),
     ),
     "tcp": Ways(latency=165e-6, pieces=True),
-    # NCCL, MPI, the memory of one process. Assumed, not measured.
+    # NCCL, MPI, and the memory of one process. These values are assumed, not measured.
     "duplex": Ways(),
 }
 
@@ -59,7 +59,7 @@ def _check_mover(function: str, argument: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """How fast the ranks of an exchange send and compute.
+    """The speeds at which the ranks of an exchange send and compute.
 
     All ranks must have the same network, because it decides which schedule they use. So it is part of a plan
     (`Plan(network=...)`). The defaults are 1 Gbit/s Ethernet between machines with a few cores.
@@ -67,7 +67,7 @@ class Network:
     Args:
       up: bytes per second that a rank sends.
       down: bytes per second that a rank receives. None: the same as `up`.
-      latency: seconds that a step takes, whatever its size. None: the transport's.
+      latency: the seconds of a step, independent of its size. None: the latency of the transport.
       burst: bytes that a link passes at once after a pause, if a token bucket limits it.
       mover: who moves the bytes: "gloo", "tcp" or "duplex" (NCCL, MPI). None: the transport of the exchange.
       sharing: the number of ranks whose kernels take turns on one processor.
@@ -106,16 +106,16 @@ class Network:
         return self.ways.latency if self.latency is None else self.latency
 
     def wire(self, sent: float, steps: float, factor: float = 1, latency: float = 1) -> float:
-        """The seconds that a rank takes to send and receive bytes.
+        """Returns the seconds that a rank takes to send and receive bytes.
 
         The latency of one message overlaps in part with the bytes of another. So the time is between the larger of the
         two times and their sum; the root of the sum of their squares fits best.
 
         Args:
-          sent: the bytes that a rank sends. It receives as many.
+          sent: the bytes that a rank sends. It receives the same number of bytes.
           steps: the number of steps that wait for one another.
           factor: the factor of half-duplex, as in `Ways`.
-          latency: the latency of a step, as a multiple.
+          latency: the latency of a step, as a multiple of `step`.
         """
         down = self.down or self.up
         extra = max(0.0, (factor - 1) * sent - self.burst) / max(self.up, down)

@@ -12,12 +12,12 @@ from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
 
-# Of each mark, a function (op, the names of all axes, the marks among them) that returns the transport.
+# {type of a mark: function}. function(op, names of all axes, marks among the axes) returns the transport.
 MAKERS: dict[type[Mark], Callable[[str, tuple[Any, ...], Any], Transport]] = {Tcp: check_tcp}
 
 
 def check_axes(op: str, axis_name: AxisName) -> Transport:
-    """The transport over the axes, all of which must be bound."""
+    """Returns the transport over the axes, all of which must be bound."""
     names = check_axis_names(op, axis_name)
     for name in names:
         try:

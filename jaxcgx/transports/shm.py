@@ -24,7 +24,7 @@ ORDER: Any = _compat.OrderedEffect()
 
 
 def _together(comm: Any, step: Callable[[], Any]) -> list[Any]:
-    """What `step` returns on each rank. If it fails on one rank, every rank raises that error."""
+    """Returns the results of `step` on all ranks. If it fails on one rank, every rank raises an error."""
     try:
         mine = step()
     except (OSError, RuntimeError) as error:
@@ -50,17 +50,17 @@ class Shm(Transport):
     # comm: Any, because type checkers can't rely on mpi4py's types, and other communicators fit too.
     @classmethod
     def over(cls, comm: Any, timeout: float = 1800.0, order: Any = ORDER) -> "Shm":
-        """The transport over the ranks of a communicator. All ranks call it together.
+        """Returns the transport over the ranks of a communicator. All ranks call it together.
 
         Args:
           comm: an mpi4py communicator, or any object with the same rank, size and allgather.
           timeout: the seconds that one wait for another rank may take.
-          order: the ordered effect of the exchanges. If a program also waits for other ranks in another way, pass the
-            effect of that way. With two effects, each order is kept by itself, and two ranks may wait for each other.
+          order: the ordered effect of the exchanges. If the program also has other exchanges with an ordered effect,
+            pass their effect. With two effects, there are two separate orders, and two ranks may wait for each other.
         """
         check_number("Shm.over", "timeout", timeout, lambda x: 0 < x < 1e9, "a positive number of seconds")
 
-        # shm_attach waits for all ranks, so the steps before it find out if one of them can't.
+        # shm_attach waits for all ranks. The steps before it raise an error if a rank can't attach.
         def process_that_can() -> int:
             module().shm_detach(module().shm_attach(module().shm_create(1), 0, [os.getpid()], timeout))
             return os.getpid()
@@ -94,11 +94,11 @@ class Shm(Transport):
         return exchange("shift", row, self, argument=1 % self.size)
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """The array of rank `root`."""
+        """Returns the array of rank `root`."""
         return exchange("broadcast", x, self, argument=root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
-        """The sum in rank order. Every rank adds up a part of it."""
+        """Returns the sum, added in rank order. Every rank adds up one part of the array."""
         flat = jnp.ravel(countable(x))
         parts = jnp.pad(flat, (0, -x.size % self.size)).reshape(self.size, -1)
         return self.all_gather(add(self.all_to_all(parts))).ravel()[: x.size].reshape(x.shape)

@@ -1,9 +1,9 @@
-"""Ranks along the axes of a mesh between processes of one device each: jaxcgx's own connections move the bytes.
+"""Ranks along the axes of a mesh, in processes of one device each: jaxcgx's own connections move the bytes.
 
 XLA's collectives between CPUs send before they receive, so they are half-duplex. These connections are full-duplex
 (xla_ffi/tcp/net.h). Sums of arrays that are in no message still go through lax.
 
-Exchanges run in the order of the program, which must be the same on every rank. They hold no thread while they wait.
+Exchanges run in the order of the program, which must be the same on every rank. They block no thread while they wait.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ ORDER: Any = _compat.OrderedOnEachDevice()
 
 
 def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAxes":
-    """The transport over named axes, some of which are marked as Tcp."""
+    """Returns the transport over named axes, some of which are marked as Tcp."""
     links = list(dict.fromkeys(axis.links for axis in marks))
     if len(links) > 1:
         got = " and ".join(map(str, links))
@@ -52,16 +52,16 @@ def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAx
 
 @dataclasses.dataclass(frozen=True)
 class TcpAxes(Axes):
-    """Named axes, those in `over` marked as Tcp.
+    """Named axes. The axes in `over` are marked as Tcp.
 
-    Exchanges over all axes together use the connections, and so do exchanges over one axis in `over`.
+    Exchanges over all axes together use the connections. Exchanges over a single axis use them if it is in `over`.
     """
 
     over: frozenset[Any]
     timeout: float
     links: Links
     label: int = 0
-    slice_elements: int | None = None  # elements of a slice; None: pieces of the engine's size, which travel in turn
+    slice_elements: int | None = None  # elements of a slice; None: sums travel in pieces of a default size, in order
 
     order: ClassVar[Any] = ORDER
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)

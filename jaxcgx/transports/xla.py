@@ -15,7 +15,7 @@ from jaxcgx.transports import base
 
 @dataclasses.dataclass(frozen=True)
 class Axes(base.Transport):
-    """The ranks of one named axis, or of several taken as one, outermost first."""
+    """The ranks of one named axis, or of several axes together, outermost first."""
 
     names: tuple[Any, ...]
 
@@ -47,9 +47,9 @@ class Axes(base.Transport):
 
     @property
     def at_once(self) -> bool:
-        """Whether JAX gathers and permutes over all axes at once.
+        """Whether JAX can gather and permute over all axes at once.
 
-        Under vmap(axis_name=...) it takes one axis at a time.
+        Under vmap(axis_name=...), it can do so only over one axis at a time.
         """
         return len(self.names) == 1 or set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
@@ -77,7 +77,7 @@ class Axes(base.Transport):
         return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
-        if to == "varying" and _compat.reduce_scatter_is_wrong():  # a gather's transpose is one
+        if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
             rows = self.all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
             return base.join_rows(rows, axis, tiled)
         return _compat.all_gather(x, self.names, axis=axis, tiled=tiled, to=to)
@@ -89,7 +89,8 @@ class Axes(base.Transport):
 class Leaders(base.Leaders):
     """The leaders are the ranks of `outer` that are first along `inner`.
 
-    Between two gathers, the results of the other ranks are discarded. `everybody` is `outer` and `inner` combined.
+    The other ranks run the same operations, but the next gather discards their results. `everybody` is the transport
+    over `outer` and `inner` together.
     """
 
     everybody: Axes
@@ -112,12 +113,15 @@ class Leaders(base.Leaders):
         return self.inner.rank == 0
 
     def _send(self, row: jax.Array, distance: int) -> jax.Array:
-        """The row of the leader that is `distance` ranks before."""
+        """Returns the row of the leader that is `distance` ranks before."""
         pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
         return self.everybody.permute(row, pairs)
 
     def _collect(self, row_for: Callable[[int], jax.Array]) -> jax.Array:
-        """The rows of all leaders, [size, ...]. row_for(distance) is the row of the leader `distance` ranks before."""
+        """Returns the rows of all leaders, [size, ...].
+
+        row_for(distance) returns the row of the leader that is `distance` ranks before.
+        """
         rows = [row_for(distance) for distance in range(self.size)]
         return jnp.roll(jnp.stack(rows[::-1]), self.rank + 1, 0)
 
