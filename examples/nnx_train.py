@@ -1,6 +1,7 @@
-"""Trains a model of Flax NNX to read digits, with nnx.jit and nnx.Optimizer. One line compresses its gradients.
+"""Trains a Flax NNX model with nnx.jit and nnx.Optimizer. One changed line compresses the gradients.
 
-It needs `pip install ".[examples]" flax`. Start it by `python examples/nnx_train.py [steps]`.
+    pip install ".[examples]" flax
+    python examples/nnx_train.py [steps]
 """
 
 import sys
@@ -20,7 +21,7 @@ def loss_fn(model, x, y):
 
 @nnx.jit
 def train_step(model, optimizer, x, y):
-    loss, grads = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))(model, x, y)  # was nnx.value_and_grad(loss_fn)
+    loss, grads = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))(model, x, y)  # was nnx.value_and_grad
     optimizer.update(model, grads)
     return loss
 
@@ -43,7 +44,8 @@ def main(steps):
         for i in range(steps):
             chosen = rng.integers(1400, size=128)
             batch = jax.device_put((images[chosen], labels[chosen]), jax.NamedSharding(mesh, jax.P("data")))
-            loss = jax.block_until_ready(train_step(model, optimizer, *batch))  # on CPUs, wait for every step
+            # Wait for every step: virtual devices share a thread pool, which a second step in flight can exhaust.
+            loss = jax.block_until_ready(train_step(model, optimizer, *batch))
             if i % 50 == 0 or i == steps - 1:
                 print(f"step {i}: loss {loss:.4f}")
         sent = cgx.explain(train_step, model, optimizer, *batch, show=False)
@@ -53,6 +55,6 @@ def main(steps):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 4)  # where there is no accelerator
+    jax.config.update("jax_num_cpu_devices", 4)  # used if JAX finds no accelerator
     cgx.keep_pages()
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)

@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax: each is whole, or it isn't there."""
+"""Checkpoints in Orbax's format. A checkpoint is either complete or absent."""
 
 import pathlib
 import re
@@ -13,21 +13,21 @@ from launch import World
 
 import jaxcgx as cgx
 
-KEEP = 2
+KEEP = 2  # checkpoints
 
 
 class Checkpoints:
-    """The last checkpoints of a run, FOLDER/STEP."""
+    """The last checkpoints of a run, in FOLDER/STEP."""
 
     def __init__(self, folder: pathlib.Path, world: World, say: Callable[[str], None]) -> None:
         self.folder, self.world, self.say = folder.resolve(), world, say
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint."""
+        """Returns the steps that have a checkpoint, in increasing order."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def save(self, step: int, tree: Any) -> None:
-        """Saves a tree of arrays, and then removes old checkpoints. All processes call it."""
+        """Saves a pytree of arrays, and then removes old checkpoints. All processes must call this method."""
         if self.world.comm is not None:
             tree = cgx.gather_state(tree, self.world.comm)
         if self.world.comm is None or self.world.speaks:
@@ -35,7 +35,7 @@ class Checkpoints:
             try:
                 with ocp.StandardCheckpointer() as checkpointer:
                     checkpointer.save(self.folder / str(step), tree, force=True)
-            except Exception as error:  # of whatever library noticed it first
+            except Exception as error:  # Orbax and the libraries under it raise many types
                 raise self._cant_save(step, _line(error)) from error
             finally:
                 if self.world.speaks:
@@ -47,13 +47,16 @@ class Checkpoints:
                 shutil.rmtree(self.folder / str(old))
 
     def restore(self, template: Any) -> tuple[int, Any]:
-        """The last checkpoint that can be read: its step and its tree; step 0 and the template where there is none."""
+        """Returns (step, tree) of the last readable checkpoint. Without checkpoints, returns (0, template).
+
+        All processes must call this method. If there are checkpoints and none can be read, it raises `Wrong`.
+        """
         steps, why = self.steps(), ""
         for step in reversed(steps):
             found, why = None, "another process can't read it"
             try:
                 found = cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
-            except Exception as error:  # Orbax and TensorStore have many
+            except Exception as error:  # Orbax and TensorStore raise many types
                 why = _line(error)
             if self.world.all(found is not None):
                 return step, found
@@ -63,7 +66,7 @@ class Checkpoints:
         return 0, template
 
     def _check_space(self, step: int, tree: Any) -> None:
-        """Sees that the disk has room: on a full one, Orbax fails in many lines."""
+        """Checks that the disk has space for the tree, because Orbax's error for a full disk has many lines."""
         needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
         self.folder.mkdir(exist_ok=True)
         if (free := shutil.disk_usage(self.folder).free) < needed:
@@ -80,7 +83,7 @@ class Checkpoints:
 
 
 def _line(error: Exception) -> str:
-    """The system's reason, if it is known, or the first line."""
+    """Returns the operating system's reason if the error has one, else the first line of the error."""
     text = str(error).strip()
     reason = re.search(r"[^:\n]+(?= \[os_error_code)", text)
     return reason.group().strip() if reason else text.partition("\n")[0][:200]

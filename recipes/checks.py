@@ -1,4 +1,4 @@
-"""What is wrong with a run, in one line for the person who started it."""
+"""One-line errors for the person who started a run."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,14 +10,17 @@ class Wrong(Exception):
 
 
 def choose(choices: Mapping[str, Any], name: Any, place: str) -> Any:
-    """The choice of this name."""
+    """Returns choices[name]. An unknown name is an error that names all choices."""
     if name not in choices:
         raise Wrong(f"{place}: expected one of {', '.join(choices)}, got {name!r}")
     return choices[name]
 
 
 def call(function: Callable[..., Any], place: str, *args: Any, **section: Any) -> Any:
-    """function(*args, **section) of what a config says at `place`. What the function doesn't read is an error."""
+    """Returns function(*args, **section). `section` has the keys of a config at `place`.
+
+    A key that is no parameter of the function is an error. A TypeError or ValueError of the function becomes a `Wrong`.
+    """
     signature = inspect.signature(function.__init__ if isinstance(function, type) else function)
     parameters = signature.parameters.values()
     reads = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

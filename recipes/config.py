@@ -1,6 +1,8 @@
-"""Configs: a Python file's, changed by the command line.
+"""Configs from Python files, with changes from the command line.
 
---config=recipes/configs/cifar/resnet20.py --config.compression=dgc --config.train.num_epochs=500 --suffix=x
+An example of a command line:
+
+    --config=recipes/configs/cifar/resnet20.py --config.compression=dgc --config.train.num_epochs=500 --suffix=x
 """
 
 import argparse
@@ -23,17 +25,17 @@ SECTIONS = "compression", "data", "model", "optimizer", "schedule", "train"
 
 
 class Command(NamedTuple):
-    """What a command line says."""
+    """The contents of a command line."""
 
     config: Any  # a ConfigDict
-    name: str  # of the run: its config's, its compression's and its suffix
+    name: str  # of the run's folder, such as cifar-resnet20-dgc-x
     arguments: tuple[str, ...]
     devices: int
     launch: str
     runs: pathlib.Path
 
     def with_compression(self, word: str) -> str:
-        """The same command with another compression, whose options it doesn't have."""
+        """Returns the same command with another compression, and without options for the compression."""
         given, kept = list(self.arguments), []
         while given:
             argument = given.pop(0)
@@ -45,7 +47,7 @@ class Command(NamedTuple):
 
 
 def parse(arguments: list[str]) -> Command:
-    """Reads a command line."""
+    """Parses a command line."""
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Trains a named network on named data with compressed gradients.",
@@ -76,9 +78,9 @@ def parse(arguments: list[str]) -> Command:
 
 
 def make_config(file: str, changes: dict[str, str]) -> ConfigDict:
-    """The config of a file with changes: {"train.num_epochs": "500"}.
+    """Returns the config of a file with changes, such as {"train.num_epochs": "500"}.
 
-    `compression` is the name of a file in configs/compression, and `data` that of a data set, or "synthetic".
+    The change "compression" names a file in configs/compression. The change "data" names a data set, or is "synthetic".
     """
     config = load(pathlib.Path(file), "--config")
     if set(config) != set(SECTIONS):
@@ -99,7 +101,7 @@ def make_config(file: str, changes: dict[str, str]) -> ConfigDict:
 
 
 def load(path: pathlib.Path, place: str) -> ConfigDict:
-    """What get_config() of a Python file returns."""
+    """Returns the result of get_config() in a Python file."""
     if not path.is_file():
         near = sorted(each.stem for each in path.parent.glob("*.py") if each.stem != "__init__")
         raise Wrong(f"{place}: there is no file {path}" + (f"; its folder has {', '.join(near)}" if near else ""))
@@ -113,26 +115,28 @@ def load(path: pathlib.Path, place: str) -> ConfigDict:
         return module.get_config()
     except Wrong:
         raise
-    except Exception as error:  # of whatever the file does
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if pathlib.Path(frame.filename).resolve() == path.resolve()]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
-        raise Wrong(f"{place}: {path}, line {line}: {' '.join(str(error).split())}") from error
+    except Exception as error:  # the file may raise anything
+        is_here = lambda name: name is not None and pathlib.Path(name).resolve() == path.resolve()
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if is_here(frame.filename)]
+        if isinstance(error, SyntaxError) and is_here(error.filename):
+            lines.append(error.lineno)
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise Wrong(f"{place}: {where}: {' '.join(str(error).split())}") from error
 
 
 def spell(config: ConfigDict) -> str:
-    """A config as JSON."""
+    """Returns a config as JSON."""
     return json.dumps(config.to_dict(), indent=1, sort_keys=True)
 
 
 def _spell(path: str | pathlib.Path) -> str:
-    """A path as a user would type it: relative to the current folder if it is inside."""
+    """Returns a path as a user would type it: relative, if it is inside the current folder."""
     path, here = pathlib.Path(path), pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _changes(rest: list[str]) -> dict[str, str]:
-    """The changes of --config.KEY=VALUE and --config.KEY VALUE."""
+    """Returns {KEY: VALUE} of the arguments --config.KEY=VALUE and --config.KEY VALUE."""
     found, rest = {}, list(rest)
     while rest:
         key, equals, value = rest.pop(0).partition("=")

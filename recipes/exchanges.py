@@ -1,4 +1,7 @@
-"""What a config's section `compression` is to make_train_step. (Python 3.14 has a module `compression`.)"""
+"""The options of make_train_step for a config's section `compression`.
+
+This module can't have the name `compression`, because Python 3.14 has a module of that name.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,28 +12,28 @@ from jaxcgx.codecs import Codec
 
 
 class Around(NamedTuple):
-    """What an exchange needs to know of the training."""
+    """The properties of the training that an exchange depends on."""
 
     optimizer: Any
-    moved: dict[str, Any]  # options that it gets in the optimizer's place
+    moved: dict[str, Any]  # options, such as momentum, that the exchange gets in place of the optimizer
     steps_per_epoch: int
 
 
 class Exchange(NamedTuple):
-    """The exchange of gradients."""
+    """The exchange of gradients, as options of make_train_step."""
 
-    options: dict[str, Any]  # of make_train_step
-    settled: dict[str, Any] | None  # the same after the warm-up, if there is one
+    options: dict[str, Any]
+    settled: dict[str, Any] | None  # the options after the warm-up; None: there is no warm-up
     every: int = 1  # steps between two exchanges
 
 
 def make(around: Around, *, word: str, kind: str, **section: Any) -> Exchange:
-    """The exchange of a config's section `compression`, which --compression=WORD chose."""
+    """Returns the exchange for a config's section `compression`, which --compression=WORD chose."""
     return call(choose(KINDS, kind, "config.compression.kind"), f"config.compression, {word}", around, **section)
 
 
 def has_momentum(kind: str) -> bool:
-    """Whether momentum belongs to the exchange, not to the optimizer."""
+    """Returns whether the exchange applies the momentum in place of the optimizer."""
     return kind in ("bsc", "dgc", "mpq")
 
 

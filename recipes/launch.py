@@ -1,4 +1,4 @@
-"""The ranks of a run: devices of this process, of processes that jax.distributed joins, or mpirun's processes."""
+"""The ranks of a run: devices of this process, devices of the processes of jax.distributed, or processes of mpirun."""
 
 import os
 from typing import Any, NamedTuple
@@ -12,21 +12,21 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 
-MPIRUN = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"  # Open MPI's, and MPICH's
+MPIRUN = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"  # set by the mpirun of Open MPI and of MPICH
 
 
 class World(NamedTuple):
-    """All ranks, and those of this process."""
+    """All ranks of a run, and the ranks of this process."""
 
     ranks: int
-    first: int  # of this process
+    first: int  # first rank of this process
     here: int  # number of ranks of this process
     mesh: Mesh | None  # of all ranks; None over MPI
-    comm: Any  # the communicator over MPI
+    comm: Any  # the MPI communicator; None without MPI
 
     @property
     def data_axis(self) -> Any:
-        """What make_train_step is told."""
+        """The argument `data_axis` of make_train_step."""
         return "data" if self.comm is None else self.comm
 
     @property
@@ -35,36 +35,39 @@ class World(NamedTuple):
         return self.first == 0
 
     def share(self, batch_size: int) -> slice:
-        """The examples of a batch that are this process's. Each rank has as many: a few may be left out."""
+        """Returns the slice of a batch that belongs to this process.
+
+        All ranks have the same number of examples, so a few examples of a batch may be left out.
+        """
         each = batch_size // self.ranks
         if not each:
             raise Wrong(f"config.train.batch_size: expected at least one example for each of {self.ranks} ranks")
         return slice(self.first * each, (self.first + self.here) * each)
 
     def put(self, batch: Any) -> Any:
-        """A batch of which this process has its share, where a step wants it."""
+        """Returns this process's share of a batch as the argument that a step expects."""
         if self.mesh is None:
             return batch
         sharding = NamedSharding(self.mesh, P("data"))
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
     def total(self, sums: jax.Array) -> np.ndarray:
-        """The sum over all ranks of what a program computed from `put`'s arrays."""
+        """Returns the sum over all ranks of `sums`, which a program computed from the result of `put`."""
         return np.asarray(sums) if self.comm is None else self.comm.allreduce(np.asarray(sums))
 
     def all(self, holds: bool) -> bool:
-        """Whether something holds in every process."""
+        """Returns whether `holds` is true in every process. All processes must call this method."""
         if self.comm is not None:
             return all(self.comm.allgather(holds))
         return bool(np.all(multihost_utils.process_allgather(np.array(holds))))
 
 
 def start(how: str, devices: int) -> World:
-    """The world that this process belongs to.
+    """Returns the world that this process belongs to.
 
     Args:
-      how: "local", "mpi", "distributed", or "auto", which looks at the environment.
-      devices: the number of virtual devices of a local world, where there are no others.
+      how: "local", "mpi", "distributed", or "auto", which chooses by environment variables.
+      devices: the number of virtual CPU devices of a local world. It is used if JAX finds no accelerator.
     """
     cgx.keep_pages()
     if how == "auto":
@@ -78,7 +81,7 @@ def start(how: str, devices: int) -> World:
             raise Wrong('--launch: mpirun needs the extra `mpi`; pip install ".[mpi]"') from None
         return over_mpi(MPI.COMM_WORLD)
     if how == "distributed":
-        # Slurm and mpirun say these numbers themselves.
+        # With Slurm or mpirun, JAX finds these numbers itself.
         number = lambda name: int(os.environ[name]) if name in os.environ else None
         jax.distributed.initialize(num_processes=number("JAX_NUM_PROCESSES"), process_id=number("JAX_PROCESS_ID"))
         return over_devices(jax.devices())
@@ -89,12 +92,12 @@ def start(how: str, devices: int) -> World:
 
 
 def over_devices(devices: list[Any]) -> World:
-    """The world of these devices, of one or several processes."""
+    """Returns the world of these devices, which belong to one or several processes."""
     mine = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     return World(len(devices), mine[0], len(mine), mesh, None)
 
 
 def over_mpi(comm: Any) -> World:
-    """The world of a communicator."""
+    """Returns the world of an MPI communicator."""
     return World(comm.size, comm.rank, 1, None, comm)

@@ -1,4 +1,4 @@
-"""Optimizers and the schedules of their rates."""
+"""Optimizers and the schedules of their learning rates."""
 
 from typing import Any
 
@@ -10,14 +10,16 @@ from checks import call, choose
 def make(
     schedule: Any, moves: bool, clips: bool, *, name: str, clip: float, **section: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The optimizer of a config's section `optimizer`, and the options that the exchange of gradients gets instead.
+    """Returns (optimizer, options of the exchange) for a config's section `optimizer`.
+
+    The exchange of gradients gets the options that it applies in place of the optimizer, such as the momentum.
 
     Args:
-      schedule: of the rate.
-      moves: whether the exchange has the momentum.
-      clips: whether the exchange clips.
+      schedule: the schedule of the learning rate.
+      moves: whether the exchange applies the momentum.
+      clips: whether the exchange clips gradients.
       name: one of `OPTIMIZERS`.
-      clip: the largest norm of the mean gradient; 0: any.
+      clip: the largest norm of the mean gradient; 0: no clipping.
       **section: the options of the optimizer.
     """
     function = choose(OPTIMIZERS, name, "config.optimizer.name")
@@ -32,7 +34,10 @@ def make(
 def sgd(
     schedule: Any, moves: bool, *, momentum: float, nesterov: bool, weight_decay: float, decay_1d: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """SGD with momentum, and weight decay as part of the gradient. decay_1d: of biases and norms, too."""
+    """Returns (SGD with momentum, options of the exchange). Weight decay is a part of the gradient.
+
+    decay_1d: whether biases and norms have weight decay, too.
+    """
     mask = None if decay_1d else matrices
     if not moves:
         decay = optax.add_decayed_weights(weight_decay, mask)
@@ -44,22 +49,22 @@ def sgd(
 
 
 def adamw(schedule: Any, moves: bool, *, b1: float, b2: float, weight_decay: float) -> tuple[Any, dict[str, Any]]:
-    """Adam with weight decay of matrices. Where the exchange has the momentum, Adam has none."""
+    """Returns (Adam, options of the exchange). Only matrices decay. If the exchange has momentum, Adam has none."""
     optimizer = optax.adamw(schedule, 0.0 if moves else b1, b2, weight_decay=weight_decay, mask=matrices)
     return optimizer, dict(momentum=b1) if moves else {}
 
 
 def matrices(params: Any) -> Any:
-    """Which parameters are neither biases nor of norms."""
+    """Returns a mask that is False for the parameters of biases and norms."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def make_schedule(each: int, num_epochs: float, *, name: str, **section: Any) -> Any:
-    """The schedule of a config's section `schedule`.
+    """Returns the schedule of a config's section `schedule`.
 
     Args:
-      each: steps of an epoch.
-      num_epochs: of the training.
+      each: the number of steps in an epoch.
+      num_epochs: the number of epochs of the training.
       name: one of `SCHEDULES`.
       **section: the options of the schedule.
     """
@@ -69,14 +74,17 @@ def make_schedule(each: int, num_epochs: float, *, name: str, **section: Any) ->
 def steps(
     each: int, num_epochs: float, *, rate: float, warmup_epochs: float, drops: tuple[float, ...], factor: float
 ) -> Any:
-    """`rate`, multiplied by `factor` after each of `drops`, shares of the training, behind a linear warm-up from 0."""
+    """Returns the schedule that multiplies `rate` by `factor` after each of `drops`, after a linear warm-up from 0.
+
+    drops: fractions of the training.
+    """
     lower = optax.piecewise_constant_schedule(rate, {round(drop * num_epochs * each): factor for drop in drops})
     warm = int(warmup_epochs * each)
     return lambda step: lower(step) * jax.numpy.minimum(1.0, (step + 1) / max(warm, 1))
 
 
 def cosine(each: int, num_epochs: float, *, rate: float, warmup_epochs: float) -> Any:
-    """Half a cosine from `rate` to 0, behind a linear warm-up from 0."""
+    """Returns the schedule of half a cosine from `rate` to 0, after a linear warm-up from 0."""
     warm, last = int(warmup_epochs * each), int(num_epochs * each)
     return optax.warmup_cosine_decay_schedule(0.0 if warm else rate, rate, warm, max(last, warm + 1))
 

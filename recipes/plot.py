@@ -10,11 +10,11 @@ def draw(lines: list[dict[str, float]], title: str, path: pathlib.Path) -> None:
     """Draws losses and test accuracy.
 
     Args:
-      lines: of metrics.jsonl.
-      title: what was trained.
-      path: of the PNG file.
+      lines: the lines of metrics.jsonl.
+      title: the title of the figure.
+      path: the path of the PNG file.
     """
-    matplotlib.use("Agg")  # draws into files, and needs no screen
+    matplotlib.use("Agg")  # writes files and needs no display
     import matplotlib.pyplot as plt
 
     def curve(axes: Any, name: str, scale: float = 1, **style: Any) -> None:

@@ -1,11 +1,11 @@
-"""Trains on Ray: each rank is an actor, a process that jax.distributed joins with the others.
+"""Trains on Ray: each rank is an actor, and jax.distributed connects the processes of the actors.
 
     pip install ".[recipes,ray]"
     python recipes/ray_train.py --workers=4 --config=recipes/configs/digits/mlp.py --compression=dgc
 
-When a worker dies, its world ends, and one with a rank fewer goes on from the last checkpoint. After a checkpoint of
-its own it grows again, to as many workers as Ray has room for. RAY_ADDRESS names a cluster; without it, Ray starts
-here. All hosts need this folder at the same path, and must see --runs.
+When a worker dies, all workers end, and new workers, one fewer than before, continue from the last checkpoint. After
+they have saved a checkpoint, the number of workers grows again if Ray has room, up to --workers. RAY_ADDRESS names a
+cluster. Without it, Ray starts on this machine. All hosts need this folder at the same path, and must see --runs.
 """
 
 import argparse
@@ -22,23 +22,23 @@ from checks import Wrong
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 HERE = pathlib.Path(__file__).resolve().parent
-PATIENCE = 120  # seconds in which a worker starts, or Ray knows that it died
+PATIENCE = 120  # seconds for workers to start, and for Ray to notice that a worker died
 
 
 class Worker:
-    """A rank. It ends with its world, as a process joins jax.distributed once."""
+    """A rank. It ends with its world, because a process can join jax.distributed only once."""
 
     def find(self) -> tuple[str, int]:
-        """An address of this host for the others, and the number of this process."""
+        """Returns (an address of this host with a free port, the id of this process)."""
         with socket.socket() as port:
             port.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{port.getsockname()[1]}", os.getpid()
 
     def train(self, arguments: list[str], folder: str, world: dict[str, str]) -> dict[str, Any]:
-        """Trains in a folder, as a rank of the world that these variables name."""
+        """Trains in a folder. `world`: environment variables that describe the world and this rank."""
         os.chdir(folder)
         os.environ |= world
-        import launch  # and with it JAX, which reads the environment
+        import launch  # not earlier, because it imports JAX, which reads the environment
         import train
 
         return train.train(config.parse(arguments), launch.start("distributed", 1))
@@ -48,13 +48,13 @@ class Team:
     """The workers of a world."""
 
     def __init__(self, ranks: int, resource: str, arguments: list[str]) -> None:
-        """resource: what each worker has one of, "CPU" or "GPU"."""
+        """resource: "CPU" or "GPU". Each worker has one of this kind."""
         one = ray.remote(**{f"num_{resource.lower()}s": 1})(Worker)
         self.workers: list[Any] = [one.remote() for _ in range(ranks)]
         self._arguments, self._calls = arguments, []
 
     def start(self) -> None:
-        """Begins to train when all workers run."""
+        """Waits until all workers run, and starts the training."""
         found = ray.get([worker.find.remote() for worker in self.workers], timeout=PATIENCE)
         ranks = len(found)
         print(f"{ranks} workers: processes {' '.join(str(number) for _, number in found)}", flush=True)
@@ -64,13 +64,16 @@ class Team:
             self._calls.append(worker.train.remote(self._arguments, os.getcwd(), mine))
 
     def done(self) -> bool:
-        """Waits for a second. An error of any worker is one of all."""
+        """Waits for up to a second. Returns whether all workers are done, or raises the error of a worker."""
         ended, left = ray.wait(self._calls, num_returns=len(self._calls), timeout=1)
         ray.get(ended)
         return not left
 
     def lost(self) -> bool:
-        """Whether a worker has died. Errors of the others come from that: their exchanges and checkpoints fail."""
+        """Returns whether a worker has died.
+
+        The other workers then raise errors, too, because their exchanges and checkpoints fail.
+        """
         until = time.monotonic() + PATIENCE
         left = self._calls
         while left and time.monotonic() < until:
@@ -84,7 +87,7 @@ class Team:
         return False
 
     def end(self) -> None:
-        """Ends the workers, whatever they do: without the others they would wait for minutes."""
+        """Kills all workers. Otherwise, some would wait for a dead worker for minutes."""
         for worker in self.workers:
             ray.kill(worker)
 
@@ -117,7 +120,7 @@ def main(arguments: list[str]) -> None:
             else:
                 return
         except RayError as error:
-            if isinstance(error, RayTaskError) and not team.lost():  # it would come again
+            if isinstance(error, RayTaskError) and not team.lost():  # the same error would come again
                 raise Wrong(str(error.cause)) from error
             ranks -= 1
             print(f"a worker died ({type(error).__name__}): {ranks} go on from step {last()}", flush=True)

@@ -12,15 +12,15 @@ from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-# What may change where a run goes on.
+# The keys of a config that may change when a run is continued.
 FREE = {"data.folder", "train.log_every", "train.save_every", "train.steps", "train.test_examples"}
 
 
 class RunFolder:
-    """The files of a run, which one process writes."""
+    """The files of a run. Only one process writes them."""
 
     def __init__(self, path: pathlib.Path, settings: ConfigDict, world: World) -> None:
-        """All processes of the world call it. One of them writes, and the others only read."""
+        """Opens the folder. All processes must do so. One process writes, and the others only read."""
         self.path, self.writes = path, world.speaks
         self.metrics = path / "metrics.jsonl"
         self._events: Any = None
@@ -33,18 +33,18 @@ class RunFolder:
                 _replace(path / "config.json", config.spell(settings))
             except (Wrong, OSError) as found:
                 error, ready = found, False
-        if not world.all(ready):  # or else the other processes would wait for this one
+        if not world.all(ready):  # all processes raise: otherwise, the others would wait for this one
             raise error
 
     def say(self, text: str) -> None:
-        """Shows a line, and adds it to log.txt."""
+        """Prints a line, and adds it to log.txt."""
         if self.writes:
             tqdm.write(text)
             with (self.path / "log.txt").open("a") as file:
                 file.write(f"{time.strftime('%F %T')} {text}\n")
 
     def begin(self, step: int) -> None:
-        """Forgets the metrics of later steps, which will come again."""
+        """Starts to write metrics. Removes the metrics of later steps, because these steps run again."""
         if self.writes:
             lines = [line for line in self.read() if line["step"] <= step]
             _replace(self.metrics, "".join(f"{json.dumps(line)}\n" for line in lines))
@@ -59,14 +59,14 @@ class RunFolder:
                 self._events.add_scalar(name, value, step)
 
     def read(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl. A last line that was cut off is left out."""
+        """Returns the lines of metrics.jsonl, without an incomplete last line."""
         if not self.metrics.exists():
             return []
         text = self.metrics.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def close(self) -> None:
-        """Writes what waits to be written."""
+        """Closes the file of TensorBoard's events."""
         if self._events is not None:
             self._events.close()
 
@@ -84,7 +84,7 @@ class RunFolder:
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file, which has the old text until the new one is whole."""
+    """Replaces a file. It has the old text until the new text is complete."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     new.replace(path)

@@ -5,7 +5,7 @@
     python recipes/train.py --config=recipes/configs/cifar/resnet20.py --config.compression=dgc \
         --config.train.num_epochs=500 --suffix=x
 
-A run has a folder in runs/. The same command goes on where an interrupted run stopped. docs/recipes.md explains it.
+Each run has a folder in runs/. To continue an interrupted run, give the same command again (docs/recipes.md).
 """
 
 import dataclasses
@@ -36,16 +36,16 @@ from jaxcgx.optim import PerRank
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """A config's section `train`."""
+    """The section `train` of a config."""
 
-    batch_size: int  # of all ranks together
+    batch_size: int  # examples per step, of all ranks together
     num_epochs: float
-    steps: int  # training stops after this many; 0: after num_epochs
+    steps: int  # stops after this many steps, with the same schedule; 0: after num_epochs
     seed: int
-    log_every: int  # steps
-    test_every: float  # epochs
+    log_every: int  # steps between two lines of metrics
+    test_every: float  # epochs between two tests
     test_examples: int  # 0: all
-    save_every: int  # steps
+    save_every: int  # steps between two checkpoints
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_epochs", "log_every", "test_every", "save_every"):
@@ -67,7 +67,10 @@ def main(arguments: list[str]) -> None:
 
 
 def train(command: config.Command, world: launch.World) -> dict[str, Any]:
-    """Trains, and returns the last test's results and the bytes of a step."""
+    """Trains, and returns the last value of each metric, such as the test accuracy and the bytes of a step.
+
+    Processes that don't write the run's files return {}.
+    """
     sections = {name: section.to_dict() for name, section in command.config.items()}
     settings = call(Train, "config.train", **sections["train"])
     dataset = data.load(**sections["data"])
@@ -98,16 +101,16 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
         f"{world.ranks} ranks, " + (f"goes on from step {start} of {stop}" if start else f"{stop} steps")
     )
     share = world.share(settings.batch_size)
-    examples = settings.batch_size // world.ranks * world.ranks  # of a step
+    examples = settings.batch_size // world.ranks * world.ranks  # per step
     score = jax.jit(functools.partial(_score, model.score))
-    # One program: on virtual devices, several with collectives at a time wait for one another for good.
+    # One program: on virtual devices, several programs with collectives at the same time can deadlock.
     mean = jax.jit(
         functools.partial(jax.tree.map, lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0])
     )
 
     def test() -> dict[str, float]:
         params, rest = state[0], state[1]
-        if isinstance(rest, PerRank):  # each center's
+        if isinstance(rest, PerRank):  # with DiLoCo, each center has its own state
             rest = jax.block_until_ready(mean(rest.rows))
         batches = tested(dataset.test, examples, share, most=settings.test_examples)
         sums = np.sum([world.total(score(params, rest, world.put(batch))) for batch in batches], axis=0)
@@ -123,7 +126,8 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
             compiled = step.step.lower(*state, placed).compile()
             run.write(start, **_bytes(compiled, make_step, exchange, (*state, placed)))
             begun = time.perf_counter()
-        *state, metrics = jax.block_until_ready(compiled(*state, placed))  # on CPUs, wait for every step
+        # Wait for every step: it is timed, and a second step in flight can exhaust the virtual devices' thread pool.
+        *state, metrics = jax.block_until_ready(compiled(*state, placed))
         seconds += time.perf_counter() - begun
         last = number == stop
         if number % settings.log_every == 0 or last:
@@ -143,21 +147,24 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
 
 
 def _score(score: Any, params: Any, state: Any, batch: Any) -> jax.Array:
-    """[losses, right predictions, examples], summed over a batch."""
+    """Returns [loss, right predictions, examples], each summed over a batch."""
     inputs, labels, weights = batch
     losses, right = (x.reshape(len(x), -1).mean(1) for x in score(params, state, (inputs, labels)))
     return jnp.stack([(losses * weights).sum(), (right * weights).sum(), weights.sum()])
 
 
 def _bytes(compiled: Any, make_step: Any, exchange: exchanges.Exchange, args: tuple[Any, ...]) -> dict[str, float]:
-    """What a rank sends in a step, after any warm-up, and what it would send without compression."""
+    """Returns {"bytes": ..., "raw_bytes": ...}: the bytes that a rank sends per step, with compression and without it.
+
+    Both are for steps after any warm-up. If not every step exchanges, "bytes" is the mean over all steps.
+    """
     step = make_step(**exchange.settled).step.lower(*args) if exchange.settled else compiled
     found = cgx.explain(step, show=False)
     return dict(bytes=found.bytes / exchange.every, raw_bytes=found.raw_bytes)
 
 
 def _finish(command: config.Command, data: str, world: launch.World, run: RunFolder) -> dict[str, Any]:
-    """Says what came out, and draws it."""
+    """Prints and draws the results. Returns the last value of each metric."""
     run.close()
     if not world.speaks:
         return {}

@@ -1,10 +1,12 @@
 """Builds jaxcgx with its CUDA half, and checks what needs no GPU (`make cuda`).
 
-It makes a wheel with code for every architecture (`make cuda-short`: for one), warnings as errors; compares what the
-kernels cost, their registers, memory and instructions, with scripts/cuda-resources.json
-(`make cuda-resources` writes it); and runs the tests of the CUDA half that need no GPU, also those that run nvcc's PTX.
-If there is no CUDA compiler, it installs one from PyPI into .venv/build. If that fails, the check is skipped, or with
-JAXCGX_REQUIRE_CUDA=1 an error. All results are in build/cuda or build/cuda-short.
+1. It builds a wheel with code for every architecture (`make cuda-short`: for one). Warnings are errors.
+2. It compares the costs of the kernels (registers, memory and instructions) with scripts/cuda-resources.json, which
+   `make cuda-resources` writes.
+3. It runs the tests of the CUDA half that need no GPU, including the tests that run nvcc's PTX on the CPU.
+
+If there is no CUDA compiler, it installs one from PyPI into .venv/build. If that fails, the check is skipped, or is an
+error with JAXCGX_REQUIRE_CUDA=1. All results are in build/cuda or build/cuda-short.
 """
 
 import argparse
@@ -19,18 +21,21 @@ import matrix
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD_ENV = ROOT / ".venv/build"
-# nvcc and what it needs, in wheels that unpack into one folder.
+# nvcc and its dependencies. Their wheels unpack into one folder.
 COMPILER = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
 
 
 def nvcc():
-    """The path of a CUDA compiler, or None."""
+    """Returns the path of a CUDA compiler, or None."""
     found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     return found and pathlib.Path(found)
 
 
 def nvcc_from_pypi():
-    """The path of PyPI's CUDA compiler, installed into .venv/build. Prints why and returns None if that fails."""
+    """Installs PyPI's CUDA compiler into .venv/build, and returns its path.
+
+    If that fails, prints the reason and returns None. With JAXCGX_REQUIRE_CUDA=1, ends the program instead.
+    """
     python = BUILD_ENV / "bin/python"
     try:
         matrix.pip(python, "install", *COMPILER)
@@ -42,25 +47,28 @@ def nvcc_from_pypi():
         return None
     site = matrix.output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     home = pathlib.Path(site, "nvidia/cu13")
-    if not (home / "lib64").exists():  # where nvcc looks
+    if not (home / "lib64").exists():  # nvcc searches there
         (home / "lib64").symlink_to("lib")
     return home / "bin/nvcc"
 
 
 def path_for(python):
-    """The PATH, with the programs of a Python's environment first."""
+    """Returns the PATH, with the programs of a Python's environment first."""
     return f"{pathlib.Path(python).parent}:{os.environ['PATH']}"
 
 
 def build(folder, python, compiler, **defines):
-    """A wheel with the CUDA half, made in `folder` by `python`, which has the build requirements; and the log of the
-    build that compiled the kernels."""
+    """Builds a wheel with the CUDA half in `folder`.
+
+    Returns (the path of the wheel, the path of the log of the build that compiled the kernels). `python` must have the
+    build requirements. `defines` are variables of CMake.
+    """
     defines = {"JAXCGX_CUDA": "ALL"} | defines
     settings = {"build-dir": str(folder / "make")} | {f"cmake.define.{name}": value for name, value in defines.items()}
     wheels, report, stamp = folder / "wheel", folder / "kernels.txt", folder / "kernels"
     kernels = f"{matrix.checksum('CMakeLists.txt', 'cuda', 'xla_ffi/codec')} {compiler} {defines}"
     fresh = not (stamp.exists() and stamp.read_text() == kernels)
-    if fresh:  # the report must be on all kernels, not on those that a build compiled last
+    if fresh:  # compile all kernels, because the report must have all of them
         stamp.unlink(missing_ok=True)
         shutil.rmtree(folder / "make", ignore_errors=True)
         matrix.start_from(ROOT / "build/editable", folder / "make")
@@ -84,24 +92,24 @@ def build(folder, python, compiler, **defines):
 
 
 def architectures(report):
-    """Those that a build makes machine code for, as the compiler calls them: sm_80,sm_90"""
+    """Returns the architectures that a build has machine code for, in the compiler's words: "sm_80,sm_90"."""
     (found,) = re.findall(r"^-- CUDA half: .*architectures (.*)$", report.read_text(), re.MULTILINE)
     return ",".join("sm_" + a.removesuffix("-real") for a in found.split(";") if not a.endswith("-virtual"))
 
 
 def keep_ptx(folder):
-    """Copies the PTX that the build made for compute_90, a file for each in cuda/, into one folder."""
+    """Copies the build's PTX for compute_90 into one folder, one file for each .cu file. Returns the folder."""
     made, ptx = folder / "make/ptx", folder / "ptx"
     shutil.rmtree(ptx, ignore_errors=True)
     ptx.mkdir()
     for source in (ROOT / "cuda").glob("*.cu"):
-        of_several = made / f"{source.stem}.compute_90.ptx"  # nvcc's name where there are other architectures
+        of_several = made / f"{source.stem}.compute_90.ptx"  # nvcc's name if it compiles for several architectures
         shutil.copy(of_several if of_several.exists() else made / f"{source.stem}.ptx", ptx / f"{source.stem}.ptx")
     return ptx
 
 
 def count_instructions(folder, ptx):
-    """What the kernels' threads run, as tests/cpp/ptx/count.cc prints it."""
+    """Counts the instructions that the kernels run. Returns the path of the output of tests/cpp/ptx/count.cc."""
     counts = folder / "counts.txt"
     with counts.open("w") as out:
         program = folder / "make/tests/cpp/ptx/ptx_count"
@@ -110,7 +118,10 @@ def count_instructions(folder, ptx):
 
 
 def environment(folder, wheel):
-    """The Python of an environment in `folder` that has the wheel, and all packages of the Python that runs this."""
+    """Makes an environment in `folder`, and returns its Python.
+
+    The environment has the wheel, and all packages of the Python that runs this script.
+    """
     inside = folder / "env/bin/python"
     matrix.run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "env", check=True)
     site = matrix.output(inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -121,8 +132,10 @@ def environment(folder, wheel):
 
 
 def test(inside, *arguments, **variables):
-    """Runs pytest in an environment; the repository's own jaxcgx/, which has no native module, must not be found
-    first."""
+    """Runs pytest in an environment, and returns whether it passed.
+
+    PYTHONSAFEPATH makes Python import the installed jaxcgx. The repository's jaxcgx/ has no native module.
+    """
     env = os.environ | {"PYTHONSAFEPATH": "1"} | variables
     return matrix.run(inside, "-m", "pytest", *arguments, cwd=ROOT, env=env).returncode == 0
 

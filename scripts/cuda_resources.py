@@ -1,13 +1,13 @@
-"""What the CUDA kernels cost, compared with scripts/cuda-resources.json (`make cuda-resources` writes it).
+"""Compares the costs of the CUDA kernels with scripts/cuda-resources.json (`make cuda-resources` writes it).
 
     python scripts/cuda_resources.py sm_80,sm_90 LOG [COUNTS] [--write]
 
 LOG is the output of a build with nvcc's -Xptxas=-v, for at least these architectures. COUNTS is the output of
-tests/cpp/ptx/count.cc. Without it nothing is compared.
+tests/cpp/ptx/count.cc. Without COUNTS, nothing is compared.
 
-Always fails if a fast kernel spills registers or has a stack frame in local memory, or if there is no report on it. The
-kernels of cuda/any_bucket.cu, cuda/rotated.cu and cuda/unbucketed.cu may spill: they take what the fast kernels leave
-over. So may those TopK kernels that see little of the data.
+The script always fails if a fast kernel spills registers, has a stack frame in local memory, or is missing in LOG. The
+kernels of cuda/any_bucket.cu, cuda/rotated.cu and cuda/unbucketed.cu may spill, because they handle the cases that the
+fast kernels don't handle. TopK kernels that process little of the data may spill, too.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FAST = re.compile(r"(?:encode|decode|reduce|find|pick|scatter|unpack|pack)_kerne
 
 
 def check(architectures, entries):
-    """Prints the registers of the fast kernels; ends the program if one of them uses local memory or is missing."""
+    """Prints the registers of the fast kernels. Ends the program if one of them uses local memory or is missing."""
     by_arch, bad = collections.defaultdict(list), []
     for e in entries:
         if not (fast := FAST.search(e["kernel"])):
@@ -56,14 +56,14 @@ def check(architectures, entries):
 
 
 def readable(kernels):
-    """{mangled: name in the source, without namespaces and parameters}"""
+    """Returns {mangled name: name in the source, without namespaces and parameters}."""
     names = subprocess.run(["c++filt"], input="\n".join(kernels), capture_output=True, text=True, check=True).stdout
     short = lambda name: re.sub(r"^void |\(anonymous namespace\)::|jaxcgx::|cuda::|\([^()]*\)$", "", name)
     return dict(zip(kernels, map(short, names.splitlines()), strict=True))
 
 
 def instructions(counts):
-    """{mangled: PTX instructions that the threads of a launch run for an element}"""
+    """Returns {mangled name: PTX instructions per element, of all threads of a launch}."""
     elements = int(re.search(r"^(\d+) elements$", counts, re.MULTILINE)[1])
     found = re.findall(r"^ptx: (\w+): (\d+) instructions in ([1-9]\d*) launches$", counts, re.MULTILINE)
     return {kernel: round(int(count) / int(launches) / elements, 2) for kernel, count, launches in found}

@@ -1,6 +1,6 @@
-"""Runs the examples and writes what they print to examples/output: `make gallery`.
+"""Runs the examples and writes their output to examples/output (`make gallery`).
 
-`.venv/bin/python scripts/gallery.py fsdp nnx_train` runs only these.
+`.venv/bin/python scripts/gallery.py fsdp nnx_train` runs only these two examples.
 """
 
 import os
@@ -11,11 +11,11 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-HELPERS = {"common"}  # what examples share
+HELPERS = {"common"}  # modules that examples import
 
 
 def command(path):
-    """As a user in a folder of their own starts it."""
+    """Returns (the command that starts an example, its environment variables)."""
     python = ["python", str(path.relative_to(ROOT))]
     if path.stem == "mpi_train":
         return ["mpirun", "-n", "2", "python", "-m", "mpi4py", *python[1:]], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}

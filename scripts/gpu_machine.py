@@ -1,4 +1,4 @@
-"""What scripts/gpu_check takes for granted of a machine, looked at one by one."""
+"""The assumptions of scripts/gpu_check about a machine, each with a check."""
 
 import dataclasses
 import importlib.metadata
@@ -16,9 +16,9 @@ import matrix
 import cuda
 
 OLDEST_NVCC, OLDEST_GPU = "12.1", "7.5"
-MEMORY = 16  # GiB: inputs of 1 GiB with their results, several at a time
+MEMORY = 16  # GiB, for several inputs of 1 GiB and their results at the same time
 
-# In a process of its own, which gives the GPU back when it ends.
+# Runs in a separate process, which frees the GPU when it ends.
 PROBE = """
 import ctypes, json, os, sys
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -41,8 +41,14 @@ print(json.dumps(dict(device=gpus[0].device_kind, compute_capability=gpus[0].com
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
-    """name: such as "nvcc". found: what was found. wrong: what is wrong with it, and the remedy; None: nothing.
-    parts: those that can't run then; (): none can."""
+    """An assumption about the machine.
+
+    Args:
+      name: the name, such as "nvcc".
+      found: the version, path or other value that was found.
+      wrong: the problem and its remedy. None: there is no problem.
+      parts: the parts of gpu_check that can't run if there is a problem. (): no part can run.
+    """
 
     name: str
     found: str
@@ -58,7 +64,7 @@ class Machine:
     assumptions: list[Assumption]
 
     def why_not(self, part):
-        """Why a part can't run; None if it can."""
+        """Returns the reason why a part can't run; None if it can."""
         return next((f"{a.name}: {a.wrong}" for a in self.assumptions if a.wrong and part in (a.parts or [part])), None)
 
 
@@ -67,7 +73,7 @@ def number(release):
 
 
 def version(package):
-    """The version of a Python package; "" if it isn't installed."""
+    """Returns the version of a Python package; "" if the package isn't installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -75,7 +81,7 @@ def version(package):
 
 
 def packages(name, wanted, parts=()):
-    """Whether Python packages are installed, with their versions."""
+    """Checks that Python packages are installed, and finds their versions."""
     found = {p: version(p) for p in wanted if version(p)}
     missing = " ".join(p for p in wanted if p not in found)
     words = ", ".join(f"{p} {number}" for p, number in found.items()) or "none"
@@ -83,13 +89,13 @@ def packages(name, wanted, parts=()):
 
 
 def program(name, remedy, parts=(), folder=None):
-    """Whether there is a program on the PATH, in the folder of this Python or in another one."""
+    """Checks that a program is on the PATH, in the folder of this Python or in `folder`."""
     found = shutil.which(name, path=cuda.path_for(sys.executable)) or (folder and shutil.which(name, path=folder))
     return Assumption(name, found or "none", None if found else f"there is none on the PATH ({remedy})", parts)
 
 
 def plugin():
-    """JAX's plugin for CUDA, which should be of jaxlib's version."""
+    """Checks that JAX's plugin for CUDA is installed, and finds its version and jaxlib's."""
     jaxlib = version("jaxlib")
     for release in (13, 12):
         if found := version(f"jax-cuda{release}-plugin"):
@@ -98,7 +104,7 @@ def plugin():
 
 
 def gpu(probed, why):
-    """What JAX says of the first GPU."""
+    """Checks the first GPU that JAX finds: its compute capability and its free memory."""
     if probed is None:
         return [Assumption("GPU", "none", f"no GPU: {sys.executable} says: {why}")]
     found, free = probed["compute_capability"], probed["free"]
@@ -117,7 +123,7 @@ def gpu(probed, why):
 
 
 def compiler(nvcc, probed):
-    """nvcc, whether it knows the GPU, and whether the driver knows it."""
+    """Checks that nvcc is recent enough, that it supports the GPU, and that the driver supports its CUDA release."""
     if nvcc is None:
         return [Assumption("nvcc", "none", "there is none on the PATH, in CUDACXX or in /usr/local/cuda/bin")]
     release = re.search(r"release (\S+),", matrix.output(nvcc, "--version"))
@@ -128,7 +134,7 @@ def compiler(nvcc, probed):
     code = "sm_" + probed["compute_capability"].replace(".", "")
     unknown = f"it doesn't know {code}: install a newer one"
     known = code in matrix.output(nvcc, "--list-gpu-code").split()
-    # Within a major release, machine code runs on any driver.
+    # A driver runs the machine code of all minor releases of its major release.
     behind = number(probed["release"])[0] < number(found)[0]
     return [
         Assumption("nvcc", f"{found} at {nvcc}", old or (None if known else unknown)),
@@ -141,25 +147,25 @@ def compiler(nvcc, probed):
 
 
 def smi(field):
-    """What nvidia-smi says of the first GPU."""
+    """Returns a property of the first GPU from nvidia-smi; "?" if nvidia-smi fails."""
     return next(iter(matrix.output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()), "?")
 
 
 def several_processes():
-    """Parts that start processes need a GPU that processes may share."""
+    """Checks that processes may share the GPU, for the parts that start several processes."""
     mode = smi("compute_mode")
     wrong = "one process at a time (nvidia-smi -c DEFAULT)" if mode.startswith("Exclusive") else None
     return Assumption("compute mode", mode, wrong, ("graphs", "memcheck", "racecheck", "synccheck", "nccl", "mpi"))
 
 
 def headers():
-    """Python's C headers, for the native module."""
+    """Checks that Python's C headers are installed, for the native module."""
     path = pathlib.Path(sysconfig.get_path("include"), "Python.h")
     return Assumption("Python.h", str(path) if path.exists() else "none", None if path.exists() else f"no {path}")
 
 
 def look():
-    """The machine, with every assumption about it."""
+    """Checks all assumptions, and returns the Machine."""
     result = matrix.run(sys.executable, "-P", "-c", PROBE, capture_output=True)
     probed = json.loads(result.stdout.splitlines()[-1]) if result.returncode == 0 else None
     why = (result.stderr.strip() or "no message").splitlines()[-1]

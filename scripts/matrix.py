@@ -1,9 +1,9 @@
-"""The tests on every supported Python, each with the oldest and the newest JAX that it can have, and one in between.
+"""Runs the tests on every supported Python, with the oldest and the newest supported JAX and one version in between.
 
-One wheel per Python serves all, as it must for users. `make matrix` runs the whole suite and writes
-benchmarks/results/matrix.json and a table beside it; `make matrix-short` runs the tests marked `short` on the oldest
-JAX with the default Python and on the newest JAX with the newest Python. Everything is in .matrix/, and the next run
-uses it again.
+For each Python, one wheel must work with all these versions of JAX. `make matrix` runs all tests and writes
+benchmarks/results/matrix.json and a table next to it. `make matrix-short` runs the tests marked `short`, with the
+oldest JAX on the default Python and with the newest JAX on the newest Python. Wheels and environments are in .matrix/,
+and the next run uses them again.
 """
 
 import argparse
@@ -22,14 +22,14 @@ import xml.etree.ElementTree as xml
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORK = ROOT / ".matrix"
-TIMES = ROOT / "build/tests"  # where each part of the tests says how long each test took
+TIMES = ROOT / "build/tests"  # JUnit reports with the time of each test
 PYTHONS = ["3.11", "3.12", "3.13"]
-BETWEEN = ("3.12", "0.11.0")  # a Python and a JAX for it
+BETWEEN = ("3.12", "0.11.0")  # the Python and the JAX version in between
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# The jaxlib that the native module is compiled against is the oldest that is supported.
+# The native module is compiled against the oldest supported jaxlib.
 OLDEST = next(r.removeprefix("jaxlib==") for r in PYPROJECT["build-system"]["requires"] if r.startswith("jaxlib=="))
 
-# Prints why this interpreter can't serve, or its version.
+# Prints the version of an interpreter, or fails with the reason why it can't be used.
 PROBE = """
 import os, sys, sysconfig
 try:
@@ -49,7 +49,7 @@ def run(*command, **options):
 
 
 def output(*command):
-    """What a command prints; nothing where it fails or doesn't exist."""
+    """Returns the output of a command; "" if it fails or doesn't exist."""
     try:
         result = run(*command, capture_output=True)
     except OSError:
@@ -58,11 +58,11 @@ def output(*command):
 
 
 def candidates(version):
-    """Interpreters that may be Python `version`, the one that runs this script first."""
+    """Yields interpreters that may be Python `version`; first the interpreter that runs this script."""
     yield sys.executable
     yield shutil.which(f"python{version}")
     yield output("uv", "python", "find", "--no-project", version)
-    # Without PYENV_ROOT, `pyenv root` is a guess; the command may lie in the true one.
+    # Without PYENV_ROOT, `pyenv root` is a guess. The command itself may be in the true root.
     pyenv = pathlib.Path(shutil.which("pyenv") or "").resolve().parent.parent
     for root in output("pyenv", "root"), os.environ.get("PYENV_ROOT"), pathlib.Path.home() / ".pyenv", pyenv:
         releases = pathlib.Path(root or "/", "versions").glob(f"{version}.*/bin/python")
@@ -70,7 +70,7 @@ def candidates(version):
 
 
 def find(version):
-    """An interpreter and "", or None and why there is none."""
+    """Returns (interpreter, ""), or (None, the reason why there is none)."""
     why = "not found"
     for python in filter(None, candidates(version)):
         probe = run(python, "-c", PROBE, capture_output=True)
@@ -81,11 +81,11 @@ def find(version):
     return None, why
 
 
-WHEEL = "CMakeLists.txt", "pyproject.toml", "README.md", "jaxcgx", "xla_ffi", "cuda"  # what a wheel is made from
+WHEEL = "CMakeLists.txt", "pyproject.toml", "README.md", "jaxcgx", "xla_ffi", "cuda"  # the sources of a wheel
 
 
 def checksum(*paths):
-    """Of files, and of everything in folders."""
+    """Returns a checksum of files, and of all files in folders."""
     digest = hashlib.sha256()
     for path in paths:
         for file in sorted([ROOT / path, *(ROOT / path).rglob("*")]):
@@ -95,36 +95,38 @@ def checksum(*paths):
 
 
 def pip(python, command, *arguments):
-    # Python compiles what it imports, which is little of what is installed.
+    # Without --no-compile, pip would compile all modules. Python compiles the few modules that it imports.
     arguments = (*["--no-compile"] * (command == "install"), *arguments)
     run(python, "-m", "pip", "--disable-pip-version-check", "--quiet", command, *arguments, check=True, cwd=ROOT)
 
 
 def venv(python, folder, version):
-    """The Python of the environment in `folder`, made where there is none of this version."""
+    """Returns the Python of the environment in `folder`. Makes the environment if there is none of this version."""
     inside = folder / "bin/python"
-    # pip comes last into a new environment: without it, an earlier run was cut off.
+    # pip is installed last. If it is missing, an earlier run was interrupted.
     if not (folder / "bin/pip").exists() or output(inside, "-c", PROBE) != version:
         run(python, "-m", "venv", "--clear", folder, check=True)
     return inside
 
 
 def start_from(made, build):
-    """Puts into an empty build folder what another one has compiled: CMake compiles again only what has other
-    options."""
+    """Copies the build folder `made` to `build`, if `build` doesn't exist.
+
+    CMake then compiles only the files that have other options.
+    """
     if made.exists() and not build.exists():
-        # What says where and with which Python a folder was configured; scikit-build-core would empty it.
+        # These files name the old folder and its Python: with them, scikit-build-core would empty the new folder.
         shutil.copytree(made, build, ignore=shutil.ignore_patterns("CMakeCache.txt", ".skbuild-info.json"))
 
 
 def wheel(version, python):
-    """The path of the wheel for Python `version`."""
+    """Builds the wheel for Python `version` if its sources have changed. Returns its path."""
     folder = WORK / version
     stamp = folder / "checksum"
     if not (stamp.exists() and stamp.read_text() == checksum(*WHEEL)):
         print(f"== Python {version}: building the wheel", flush=True)
-        # Pip's build isolation would build everything again (see the Makefile), and so would a folder of its own what
-        # `make` has built.
+        # pip's build isolation would compile everything again (see the Makefile). So would a new build folder: for the
+        # default Python, use the folder of `make`.
         builder, build = ROOT / ".venv/build/bin/python", ROOT / "build/editable"
         if output(builder, "-c", PROBE) != version:
             builder, build = venv(python, folder / "env", version), folder / "build"
@@ -149,22 +151,24 @@ def wheel(version, python):
 
 
 def environment(version, python, age, package):
-    """The Python of an environment with a wheel, the test requirements and the oldest, the newest or a named JAX; None
-    where that fails."""
+    """Makes an environment with a wheel, the test requirements and a JAX. Returns its Python; None if that fails.
+
+    age: "oldest", "newest", or a version of JAX.
+    """
     print(f"== Python {version}: installing jax, {age}", flush=True)
-    # The newest: pip chooses it, within what jaxcgx allows and this Python can have.
+    # For "newest", pip chooses the newest version that jaxcgx and this Python support.
     number = {"oldest": f"=={OLDEST}", "newest": ""}.get(age, f"=={age}")
     try:
         inside = venv(python, WORK / f"{version}-{age}", version)
         pip(inside, "install", "--upgrade", f"{package}[test]", f"jax{number}", f"jaxlib{number}")
         pip(inside, "install", "--no-deps", "--force-reinstall", package)
-    except subprocess.CalledProcessError:  # it has said why
+    except subprocess.CalledProcessError:  # pip has printed the reason
         return None
     return inside
 
 
 def known(python, flags):
-    """Those of the flags that the XLA of an environment has: an unknown one ends the process."""
+    """Returns the flags that the XLA of an environment knows, because an unknown flag ends the process."""
     starts = lambda flags: (
         not run(
             python, "-c", "import jax; jax.devices()", env=os.environ | {"XLA_FLAGS": flags}, capture_output=True
@@ -174,8 +178,15 @@ def known(python, flags):
 
 
 def test(version, age, inside, sessions, alone):
-    """One row of the table: the tests in one environment. sessions: (arguments of pytest, flags of XLA). alone: whether
-    no other environment is tested meanwhile."""
+    """Runs the tests in one environment. Returns a row of the table.
+
+    Args:
+      version: the version of Python.
+      age: "oldest", "newest", or a version of JAX.
+      inside: the Python of the environment; None if it could not be made.
+      sessions: a list of (arguments of pytest, flags of XLA).
+      alone: whether no other environment is tested at the same time.
+    """
     row = {
         "python": version,
         "jax": age,
@@ -196,7 +207,7 @@ def test(version, age, inside, sessions, alone):
     for i, (arguments, asked) in enumerate(sessions):
         report = TIMES / f"matrix-{version}-{age}-{i}.xml"
         report.unlink(missing_ok=True)
-        # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
+        # Python must import the installed jaxcgx. The repository's jaxcgx/ has no native module.
         environ = os.environ | {"PYTHONSAFEPATH": "1"}
         if flags := known(inside, asked):
             environ["XLA_FLAGS"] = flags
@@ -209,7 +220,7 @@ def test(version, age, inside, sessions, alone):
             stderr=None if alone else subprocess.STDOUT,
         )
         print(result.stdout or "", end="", flush=True)
-        row["ok"] &= result.returncode == 0  # not so when pytest finds no test at all
+        row["ok"] &= result.returncode == 0  # it is not 0 if pytest finds no tests
         if report.exists():
             suite = xml.parse(report).find("testsuite").attrib
             failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
@@ -260,7 +271,7 @@ def main():
         pairs = [(version, age) for version in found for age in ("oldest", "newest")]
         pairs += [BETWEEN] if BETWEEN[0] in found else []
     if short:
-        # To collect the others would take as long as to run these.
+        # Collecting all other files would take as long as running these tests.
         files = [str(p) for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.short" in p.read_text()]
         sessions = [(["-m", "short", *files], options.flags)]
     else:
@@ -273,7 +284,7 @@ def main():
         rows = list(pool.map(lambda pair, inside: test(*pair, inside, sessions, alone=not short), pairs, insides))
     show(rows, missing)
     if not short:
-        from jaxcgx.report import results  # of .venv, which runs this script
+        from jaxcgx.report import results  # the jaxcgx of .venv, which runs this script
 
         data = results.origin("make matrix") | {"runs": rows, "not_run": missing}
         path = ROOT / "benchmarks/results/matrix.json"

@@ -1,6 +1,6 @@
-"""The tests over MPI on two ranks of MPICH from PyPI. `make mpich` runs it.
+"""Runs the tests over MPI on two ranks of MPICH from PyPI (`make mpich`).
 
-mpirun, mpi4py and mpi4jax must be of one MPI, so MPICH has an environment of its own, in .matrix/.
+mpirun, mpi4py and mpi4jax must use the same MPI, so MPICH has a separate environment, in .matrix/.
 """
 
 import os
@@ -12,13 +12,14 @@ VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def install():
-    """The bin folder of an environment with MPICH, the wheel and what its tests need."""
+    """Makes an environment with MPICH, the wheel and the test requirements. Returns its bin folder."""
     package = matrix.wheel(VERSION, sys.executable)
     print("== MPICH: installing", flush=True)
     python = matrix.venv(sys.executable, matrix.WORK / "mpich", VERSION)
     matrix.pip(python, "install", "mpich")
-    os.environ["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # pip builds mpi4jax with the first mpicc
-    # Without a cache: pip may have built mpi4jax for another MPI.
+    # pip builds mpi4jax with the first mpicc on the PATH.
+    os.environ["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    # Without the cache, which may have an mpi4jax that pip built for another MPI.
     matrix.pip(python, "install", "--no-cache-dir", "--no-binary", "mpi4jax", f"{package}[mpi,test]")
     matrix.pip(python, "install", "--no-deps", "--force-reinstall", package)
     return python.parent
@@ -36,7 +37,7 @@ def main():
         *tests,
         f"--junitxml={matrix.TIMES}/mpich.$PMI_RANK.xml",
         cwd=matrix.ROOT,
-        env=os.environ | {"PYTHONSAFEPATH": "1"},  # the installed jaxcgx, not the folder of this name
+        env=os.environ | {"PYTHONSAFEPATH": "1"},  # import the installed jaxcgx, not the folder
     )
     sys.exit(result.returncode)
 

@@ -1,6 +1,7 @@
-"""slowest.py FOLDER: a table of the 20 tests that took longest, of the JUnit reports in a folder.
+"""slowest.py FOLDER: prints the 20 slowest tests of the JUnit reports in a folder.
 
-A report is one part of the tests, named PART.xml or, for each rank of mpirun, PART.RANK.xml: the slowest rank counts.
+Each report is for one part of the tests, and is named PART.xml. Under mpirun, each rank writes PART.RANK.xml, and the
+slowest rank counts.
 """
 
 import pathlib
@@ -12,12 +13,12 @@ ROWS = 20
 
 
 def times(folder):
-    """{(part, test): seconds}, setup and teardown included."""
+    """Returns {(part, test): seconds}. The seconds include setup and teardown."""
     found = {}
     for report in pathlib.Path(folder).glob("*.xml"):
         part = re.sub(r"\.\d+$", "", report.stem)
         for case in xml.parse(report).iter("testcase"):
-            # ctest's class is the test's name once more
+            # In reports of ctest, the class name is the test's name again.
             names = [case.get("classname", "").removeprefix("tests."), case.get("name")]
             key = part, "::".join(dict.fromkeys(filter(None, names)))
             found[key] = max(found.get(key, 0), float(case.get("time") or 0))

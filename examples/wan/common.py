@@ -1,8 +1,8 @@
-"""What the demonstrations of wide-area techniques share: two data centers, a network to train, a table and a plot.
+"""The common code of the wide-area demonstrations: two data centers, a network to train, a table and a plot.
 
-A demonstration is a dict of functions that make a training step. `demonstrate` starts two hosts, each behind a link of
-a limited rate (`python -m jaxcgx lab`). A host is a data center, and has two ranks. They train with one technique after
-the other, from the same weights and on the same batches of handwritten digits.
+A demonstration is a dict of functions, each of which makes a training step. `demonstrate` starts two hosts, each behind
+a link with a limited rate (`python -m jaxcgx lab`). Each host is a data center with two ranks. The ranks train with one
+technique after the other, from the same weights and on the same batches of handwritten digits.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from jaxcgx.lab import why_not
 CENTERS, LOCAL = 2, 2  # data centers, ranks in each
 AXES = "dc", "local"
 SIZES = 64, 1024, 1024, 10  # pixels, two hidden layers, digits: 1,126,410 parameters
-BATCH = 32  # examples of a rank
+BATCH = 32  # examples per rank and step
 EVALUATE_EVERY = 10  # steps
 PORT = 23456
 SEED = 0
@@ -49,13 +49,17 @@ def loss_fn(params, batch):
 
 
 def bytes_sent():
-    """The bytes that this host has sent over its link, as its kernel counts them."""
+    """Returns the bytes that this host has sent over its link, from the counters of its kernel."""
     lines = [line.split(":") for line in pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]]
     return sum(int(counts.split()[8]) for name, counts in lines if name.strip() != "lo")
 
 
 def train(name, make, mesh, axes, steps):
-    """Trains with one technique. Returns {"seconds": [...], "loss": [...], "bytes": ...}: a loss every few steps."""
+    """Trains with one technique. Returns {"seconds": [...], "loss": [...], "bytes": ...}.
+
+    The seconds of training and the loss are lists with an element every few steps. The bytes are the bytes that this
+    host sends in a step.
+    """
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
     evaluate = jax.jit(lambda params: loss_fn(params, (images, labels)))
@@ -64,7 +68,7 @@ def train(name, make, mesh, axes, steps):
     state = training.init(init_params())
     found = dict(seconds=[], loss=[], bytes=0)
     elapsed, first = 0.0, 0
-    # Two steps compile: the first one, and one that receives what another has sent.
+    # Two steps compile, and are not measured: the first step, and the first that receives an earlier step's data.
     for number in tqdm(range(-1, steps + 1), desc=name, unit="step", disable=jax.process_index() > 0):
         chosen = rng.choice(len(images), mesh.size * BATCH)
         batch = [
@@ -89,7 +93,7 @@ def train(name, make, mesh, axes, steps):
 
 
 def show(runs, steps, local):
-    if local:  # has no link to measure
+    if local:  # there is no link to measure
         print(*(f"{name:<28}loss at end {run['loss'][-1]:.4f}" for name, run in runs.items()), sep="\n")
         return
     row = "{:<28}{:>14}{:>12}{:>14}".format
@@ -102,7 +106,7 @@ def show(runs, steps, local):
 def plot(runs, title, path):
     import matplotlib
 
-    matplotlib.use("Agg")  # draws into files, and needs no screen
+    matplotlib.use("Agg")  # writes files and needs no display
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
@@ -116,7 +120,7 @@ def plot(runs, title, path):
 
 
 def run(techniques, axes, args):
-    """Trains with every technique on the devices that there are, and lets the first process tell."""
+    """Trains with every technique on all devices. Process 0 prints the table and writes the plot."""
     cgx.keep_pages()
     mesh = jax.make_mesh((CENTERS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
     runs = {name: train(name, make, mesh, axes, args.steps) for name, make in techniques.items()}
@@ -128,12 +132,12 @@ def run(techniques, axes, args):
 
 
 def demonstrate(doc, techniques):
-    """The command line of a demonstration.
+    """Parses the command line of a demonstration, and runs the demonstration.
 
     Args:
-      doc: what it shows.
-      techniques: {name: function (mesh, axes) that returns a TrainStep}. `axes` is for its data_axis: the axis of the
-        centers, which may be a `Tcp`, and that of a center's ranks.
+      doc: the docstring of the demonstration. Its first line is shown by --help.
+      techniques: {name: function (mesh, axes) that returns a TrainStep}. `axes` is the data_axis of the TrainStep: (the
+        axis of the data centers, which may be a `Tcp`; the axis of the ranks in a data center).
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rate", default="100mbit", help="of the link of each data center (default: 100mbit)")
@@ -149,13 +153,13 @@ def demonstrate(doc, techniques):
     if args.local:
         jax.config.update("jax_num_cpu_devices", CENTERS * LOCAL)
         run(techniques, AXES, args)
-    elif args.host is None:  # the user's command: itself, in every host of a lab
+    elif args.host is None:  # the user's command: start this program on every host of a lab
         if why := why_not():
             sys.exit(f"{why}; --local needs no hosts")
         own = [sys.executable, *sys.argv, "--host", "{rank}", "--address", "{address}"]
         lab = [sys.executable, "-m", "jaxcgx", "lab", "--hosts", str(CENTERS), "--rate", args.rate]
         os.execv(sys.executable, [*lab, "--delay", args.delay, "--", *own])
-    elif args.place is None:  # a host: its ranks
+    elif args.place is None:  # a host: start its ranks
         ranks = [subprocess.Popen([sys.executable, *sys.argv, "--place", str(i)]) for i in range(LOCAL)]
         sys.exit(max(abs(rank.wait()) for rank in ranks))
     else:

@@ -1,10 +1,10 @@
-"""Decoupled centers: three programs train together, one of them dies and comes back, and none waits for it.
+"""Decoupled centers: three programs train together, one of them dies and comes back, and the others don't wait for it.
 
     pip install ".[examples]"
     python examples/wan/decoupled.py
 
-Each center is a process of its own and trains on handwritten digits. Between real hosts, start one process on each,
-with the same addresses: python examples/wan/decoupled.py --place 0 --addresses a.example:7000 b.example:7000
+Each center is a separate process that trains on handwritten digits. To use several hosts, start one process on each
+host, with the same addresses: python examples/wan/decoupled.py --place 0 --addresses a.example:7000 b.example:7000
 """
 
 import argparse
@@ -52,7 +52,7 @@ def train(addresses, place, steps):
                 print(
                     f"center {place}: round {member.last.number} of {member.last.centers}, loss {loss:.4f}", flush=True
                 )
-            time.sleep(0.02)  # a larger model would take longer
+            time.sleep(0.02)  # stands for the longer steps of a larger model
 
 
 def main():

@@ -1,6 +1,7 @@
-"""Differential transmission: half of the blocks of gradients travel at once, the rest while the next step computes.
+"""Differential transmission: half of the gradient blocks travel at once, the others while the next step computes.
 
-Beside it, the same step without it, and the control: blocks that are chosen at random. Two data centers of two ranks:
+The script compares this with sending all blocks at once, and with choosing the blocks at random. It starts two data
+centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/dgt.py [--rate 100mbit] [--delay 5ms] [--steps 100]

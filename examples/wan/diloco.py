@@ -1,6 +1,6 @@
-"""Few exchanges: data centers train on their own, and exchange 4-bit outer gradients once in 20 steps.
+"""DiLoCo: data centers train on their own, and exchange 4-bit outer gradients only once in 20 steps.
 
-Two data centers of two ranks:
+The script starts two data centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/diloco.py [--rate 100mbit] [--delay 5ms] [--steps 100]

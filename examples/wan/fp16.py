@@ -1,6 +1,6 @@
 """FP16: gradients travel as float16 inside data centers and between them, and are computed in float32.
 
-Two data centers of two ranks:
+The script starts two data centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/fp16.py [--rate 100mbit] [--delay 5ms] [--steps 100]

@@ -1,6 +1,6 @@
-"""Hierarchical averaging: ranks train alone, average inside their data center often, and between data centers seldom.
+"""Hierarchical averaging: ranks often average parameters inside a data center, and seldom between data centers.
 
-Two data centers of two ranks:
+The script starts two data centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/hfa.py [--rate 100mbit] [--delay 5ms] [--steps 100]

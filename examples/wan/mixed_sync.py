@@ -1,6 +1,6 @@
-"""Mixed sync: gradients travel while the next step computes, and are compensated for arriving one step late.
+"""Mixed sync: gradients travel while the next step computes, and a correction compensates their delay of one step.
 
-Two data centers of two ranks:
+The script starts two data centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/mixed_sync.py [--rate 100mbit] [--delay 5ms] [--steps 100]

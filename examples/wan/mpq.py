@@ -1,6 +1,6 @@
-"""Mixed precision: large gradients travel sparse between data centers, and tiny ones as float16 everywhere.
+"""Mixed precision: large gradients are sparsified between data centers, small gradients travel as float16 everywhere.
 
-Two data centers of two ranks:
+The script starts two data centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/mpq.py [--rate 100mbit] [--delay 5ms] [--steps 100]

@@ -1,6 +1,6 @@
-"""MultiGPS: how many ranks own sums, and how much each.
+"""MultiGPS: gradients are summed on one rank, on four ranks in equal parts, or on four ranks in weighted parts.
 
-Two data centers of two ranks, which all exchange with one another:
+The script starts two data centers of two ranks each. All four ranks are on one axis of the mesh:
 
     pip install ".[examples]"
     sudo python examples/wan/multigps.py [--rate 100mbit] [--delay 5ms] [--steps 100]

@@ -1,6 +1,7 @@
-"""P3: gradients travel until the next step needs them, those of the first layers first.
+"""P3: gradients travel until the next step needs them, in the order in which it needs them.
 
-Beside it, the same step whose gradients travel only behind its backward pass. Two data centers of two ranks:
+The script compares this with sending gradients after the backward pass, and with sending them during the backward pass.
+It starts two data centers of two ranks each:
 
     pip install ".[examples]"
     sudo python examples/wan/p3.py [--rate 100mbit] [--delay 5ms] [--steps 100]

@@ -1,7 +1,7 @@
-"""Overlays by measured links (TSEngine, NetStorm): trees that cross the slow link between data centers once.
+"""Overlays from measured links (TSEngine, NetStorm): trees that cross the slow link between data centers only once.
 
-Beside them, a fixed ring and two_shot, which know nothing of the links. Two data centers of two ranks, which all
-exchange with one another:
+The script compares them with a fixed ring and with two_shot, which don't consider the links. It starts two data centers
+of two ranks each. All four ranks are on one axis of the mesh:
 
     pip install ".[examples]"
     sudo python examples/wan/tsengine.py [--rate 100mbit] [--delay 5ms] [--steps 100]
@@ -15,7 +15,7 @@ import jaxcgx as cgx
 
 
 def maker(mesh, axes):
-    """(a function from a schedule to a training step, the mesh of one axis, the axis)."""
+    """Returns (a function from a schedule to a training step, a mesh of all ranks with one axis, this axis)."""
     mesh = jax.sharding.Mesh(mesh.devices.reshape(-1), ("rank",))
     axis = cgx.Tcp("rank") if isinstance(axes[0], cgx.Tcp) else "rank"
 

@@ -1,4 +1,8 @@
-"""The data sets. Each is a class with the options of its config, `load` for its files and `stand_in` without them."""
+"""The data sets.
+
+Each data set is a class whose arguments are options of a config's section `data`. `load` reads its files, and
+`stand_in` makes synthetic data of the same shapes.
+"""
 
 from typing import Any, NamedTuple
 
@@ -18,9 +22,9 @@ SETS = {
 
 
 class Dataset(NamedTuple):
-    """Examples to learn from and examples to test with."""
+    """The training examples and the test examples of a data set."""
 
-    name: str  # as logs and plots have it: synthetic data is called so
+    name: str  # for logs and plots, such as "synthetic cifar10"
     shape: tuple[int, ...]  # of an input
     classes: int
     train: Split
@@ -28,11 +32,11 @@ class Dataset(NamedTuple):
 
 
 def load(*, name: str, synthetic: bool, **section: Any) -> Dataset:
-    """The data set of a config's section `data`.
+    """Returns the data set of a config's section `data`.
 
     Args:
       name: one of `SETS`.
-      synthetic: take random numbers of the same shapes in place of the data.
+      synthetic: whether random numbers of the same shapes replace the data.
       **section: the options of the data set.
     """
     chosen = call(choose(SETS, name, "config.data.name"), "config.data", **section)

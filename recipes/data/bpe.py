@@ -1,18 +1,18 @@
-"""A small byte-pair encoding: tokens are bytes, and the pairs of tokens that were most frequent."""
+"""A small byte-pair encoding: the tokens are bytes and frequent pairs of tokens."""
 
 import numpy as np
 
 BYTES = 256
-MOST = 4096  # tokens: all pairs of them are counted in memory
-LEARNED = 2**22  # bytes from which pairs are learned
+MOST = 4096  # tokens: learning needs memory for a count of each pair of tokens
+LEARNED = 2**22  # pairs are learned from this many bytes
 
 
 def learn(text: np.ndarray, tokens: int) -> list[tuple[int, int]]:
-    """The pairs that become tokens 256, 257 and so on.
+    """Returns the pairs that become tokens 256, 257 and so on.
 
     Args:
-      text: uint8[n]. Its first 4 MiB count.
-      tokens: how many tokens there will be. If no pair is in the text twice, there are fewer.
+      text: uint8[n]. Only its first 4 MiB are used.
+      tokens: the number of tokens, with the 256 bytes. There are fewer tokens if no pair is left that occurs twice.
     """
     text, pairs = text[:LEARNED].astype(np.int32), []
     for token in range(BYTES, tokens):
@@ -26,7 +26,7 @@ def learn(text: np.ndarray, tokens: int) -> list[tuple[int, int]]:
 
 
 def encode(text: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
-    """uint16[m], the tokens of uint8[n]."""
+    """Returns the tokens, uint16[m], of a text, uint8[n]."""
     text = text.astype(np.uint16)
     for i, pair in enumerate(pairs):
         text = _merge(text, pair, BYTES + i)
@@ -34,10 +34,10 @@ def encode(text: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _merge(text: np.ndarray, pair: tuple[int, int], token: int) -> np.ndarray:
-    """The text with a token in place of a pair, from left to right."""
+    """Returns the text with a token in place of each occurrence of a pair, from left to right."""
     found = (text[:-1] == pair[0]) & (text[1:] == pair[1])
     places = np.flatnonzero(found)
-    if pair[0] == pair[1] and len(places):  # of aaa, the first two: every other place of a run
+    if pair[0] == pair[1] and len(places):  # "aaa" has the pair "aa" only once: keep every other place of a run
         begins = np.maximum.accumulate(np.where(np.diff(places, prepend=-2) > 1, np.arange(len(places)), 0))
         places = places[(np.arange(len(places)) - begins) % 2 == 0]
     text = text.copy()

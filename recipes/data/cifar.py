@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, from the archives of their binary version."""
+"""CIFAR-10 and CIFAR-100, from the archives of their binary versions."""
 
 import dataclasses
 import hashlib
@@ -20,8 +20,8 @@ class Cifar10:
     """CIFAR-10.
 
     Args:
-      folder: has the archive.
-      augment: whether training images are moved and mirrored.
+      folder: the folder of the archive.
+      augment: whether training images are randomly shifted and mirrored.
     """
 
     folder: str
@@ -31,7 +31,7 @@ class Cifar10:
     md5: ClassVar[str] = "c32a1d4ab5d03f1284b67883e8d87530"
     train: ClassVar[tuple[str, ...]] = tuple(f"cifar-10-batches-bin/data_batch_{i}.bin" for i in range(1, 6))
     test: ClassVar[tuple[str, ...]] = ("cifar-10-batches-bin/test_batch.bin",)
-    labels: ClassVar[int] = 1  # bytes of a record in front of its pixels; the last one is the class
+    labels: ClassVar[int] = 1  # label bytes before the pixels of a record; the last one is the class
     classes: ClassVar[int] = 10
     shape: ClassVar[tuple[int, ...]] = 32, 32, 3
 

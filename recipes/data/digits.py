@@ -14,7 +14,7 @@ TEST = 450  # examples
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Digits:
-    """The digits, in an order of their own: they come from a few writers, one after the other."""
+    """The digits, in a fixed random order. In scikit-learn's order, the digits of each writer are together."""
 
     classes: ClassVar[int] = 10
     shape: ClassVar[tuple[int, ...]] = 8, 8, 1
@@ -26,7 +26,7 @@ class Digits:
             raise Wrong("config.data.name: digits come with scikit-learn; pip install scikit-learn") from None
         found: Any = load_digits()
         order = np.random.default_rng(0).permutation(len(found.target))
-        images = (found.images[order, :, :, None] * 15.9375).astype(np.uint8)  # 16 to 255
+        images = (found.images[order, :, :, None] * 15.9375).astype(np.uint8)  # scales 16 to 255
         labels = found.target[order]
         return splits((images[TEST:], labels[TEST:]), (images[:TEST], labels[:TEST]), augment=False)
 

@@ -13,7 +13,7 @@ from checks import Wrong
 from data.images import splits, synthetic
 from data.split import Split
 
-# The MD5 sums of what is in the files: distributors compress them anew.
+# The MD5 sums of the uncompressed contents, because distributors compress the files again.
 FILES = {
     "train-images-idx3-ubyte.gz": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
     "train-labels-idx1-ubyte.gz": "9018921c3c673c538a1fc5bad174d6f9",
@@ -27,8 +27,8 @@ class FashionMnist:
     """Fashion-MNIST.
 
     Args:
-      folder: has the files.
-      augment: whether training images are moved and mirrored.
+      folder: the folder of the files.
+      augment: whether training images are randomly shifted and mirrored.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""ImageNet from its folders of JPEG files, read while training goes on."""
+"""ImageNet from folders of JPEG files, which are read during training."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class Files:
 
     paths: list[pathlib.Path]
     labels: np.ndarray
-    size: int  # of the images, in pixels
+    size: int  # pixels of each side of an image
     threads: ThreadPoolExecutor
 
     def __len__(self) -> int:
@@ -46,14 +46,17 @@ class Files:
 
 
 def middle(width: int, height: int) -> tuple[float, float, float, float]:
-    """The middle square of an image, of 7/8 of its shorter side: 224 of 256 pixels."""
+    """Returns the box of the middle square of an image, with 7/8 of its shorter side: 224 of 256 pixels."""
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
 def part(width: int, height: int, random: np.ndarray) -> tuple[float, float, float, float]:
-    """A part of an image with 8 to 100 % of its area, and sides of 3:4 to 4:3 ("Going Deeper with Convolutions")."""
+    """Returns the box of a random part of an image, with 8 to 100 % of its area and sides of 3:4 to 4:3.
+
+    This augmentation is from "Going Deeper with Convolutions". `random` has the random numbers of the example.
+    """
     area = width * height * (0.08 + 0.92 * float(random[0]))
     ratio = math.exp((2 * float(random[1]) - 1) * math.log(4 / 3))
     wide, high = min(width, math.sqrt(area * ratio)), min(height, math.sqrt(area / ratio))
@@ -66,9 +69,9 @@ class ImageNet:
     """ImageNet, or any images in folders train/CLASS/ and val/CLASS/.
 
     Args:
-      folder: has both folders.
-      size: of the images that the model gets, in pixels.
-      threads: that read and decode files.
+      folder: the folder of train/ and val/.
+      size: the pixels of each side of the images that the model gets.
+      threads: the number of threads that read and decode files.
     """
 
     folder: str
@@ -106,7 +109,7 @@ class ImageNet:
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of classes, in the order of their names."""
+    """Returns the folders of the classes, sorted by name."""
     if not folder.is_dir():
         raise Wrong(
             f"config.data.folder: there is no folder {folder}; name that of train/CLASS/*.JPEG and val/CLASS/*.JPEG by "

@@ -1,4 +1,4 @@
-"""Images in memory, and a stand-in for images."""
+"""Images in memory, and synthetic images."""
 
 import dataclasses
 
@@ -6,18 +6,18 @@ import numpy as np
 
 from data.split import Split
 
-PAD = 4  # pixels by which an image is moved at most
+PAD = 4  # the largest shift of an image, in pixels
 
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images uint8[n, height, width, channels] with labels, as in "Deeply-Supervised Nets" and after."""
+    """Images uint8[n, height, width, channels] with labels, augmented as in "Deeply-Supervised Nets"."""
 
     images: np.ndarray
     labels: np.ndarray
     mean: np.ndarray  # of each channel of the training images, from 0 to 255
     std: np.ndarray
-    augment: bool = False  # move by up to 4 pixels, and mirror half of them
+    augment: bool = False  # shift images by up to 4 pixels, and mirror half of them
 
     def __len__(self) -> int:
         return len(self.images)
@@ -30,7 +30,7 @@ class Images:
 
 
 def shifted(images: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Each image moved, and mirrored or not, as its random numbers say."""
+    """Returns the images, each shifted and maybe mirrored. `random` has a row of random numbers for each image."""
     height, width = images.shape[1:3]
     padded = np.pad(images, ((0, 0), (PAD, PAD), (PAD, PAD), (0, 0)))
     moves = (random[:, :2] * (2 * PAD + 1)).astype(int)
@@ -41,7 +41,10 @@ def shifted(images: np.ndarray, random: np.ndarray) -> np.ndarray:
 def splits(
     train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], augment: bool
 ) -> tuple[Split, Split]:
-    """Both splits of images and labels, with the mean 0 and the deviation 1 of the training images."""
+    """Returns (training split, test split) of images and labels.
+
+    Both splits are scaled such that the training images have mean 0 and standard deviation 1 in each channel.
+    """
     images = train[0]
     mean, std = images.mean((0, 1, 2), dtype=np.float64), images.std((0, 1, 2), dtype=np.float64)
     scale = mean.astype(np.float32), np.maximum(std, 1e-3).astype(np.float32)
@@ -50,7 +53,7 @@ def splits(
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic:
-    """Noise around a pattern for each class."""
+    """Synthetic images: a pattern for each class, plus noise."""
 
     shape: tuple[int, ...]
     classes: int
@@ -75,5 +78,5 @@ class Synthetic:
 
 
 def synthetic(shape: tuple[int, ...], classes: int, sizes: tuple[int, int]) -> tuple[Split, Split]:
-    """A stand-in for images of this shape. sizes: of both splits."""
+    """Returns synthetic splits with images of this shape. sizes: (training examples, test examples)."""
     return Synthetic(shape, classes, sizes[0]), Synthetic(shape, classes, sizes[1])

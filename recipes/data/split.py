@@ -1,4 +1,4 @@
-"""The examples of a data set, or of a part of it, and batches of them."""
+"""The training or test split of a data set, and the batches of a split."""
 
 import math
 from collections.abc import Iterator
@@ -7,21 +7,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-NUMBERS = 5  # random numbers of an example, for its augmentation
-AHEAD = 2  # batches that are made while the program trains
+NUMBERS = 5  # random numbers per example, for augmentation
+AHEAD = 2  # batches that are made in advance, while the program trains
 
 
 class Split(Protocol):
-    """Examples by number."""
+    """Examples that are chosen by number."""
 
     def __len__(self) -> int: ...
 
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels) of these examples.
+        """Returns (inputs, labels) of the chosen examples.
 
         Args:
-          chosen: the examples' numbers.
-          random: float32[examples, NUMBERS] from 0 to 1, which change the examples; None: they stay as they are.
+          chosen: the numbers of the examples.
+          random: float32[examples, NUMBERS] from 0 to 1, for the augmentation. None: no augmentation.
         """
         ...
 
@@ -29,17 +29,17 @@ class Split(Protocol):
 def trained(
     split: Split, batch_size: int, share: slice, *, seed: int, start: int, stop: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The batches of the steps `start` to `stop`, of which this process makes a share.
+    """Yields this process's share of the batches of the steps from `start` to `stop` - 1.
 
-    A batch depends on the seed and the step alone, whatever the number of processes, and wherever training began.
+    A batch depends only on the seed and the step. It does not depend on the number of processes or on the first step.
 
     Args:
-      split: the examples. Each epoch has all of them in an order of its own, up to the last whole batch.
-      batch_size: of all processes together.
-      share: the examples of a batch that are this process's.
-      seed: of the orders and of the augmentation.
+      split: the examples. Each epoch shuffles all examples anew, and leaves out those after the last full batch.
+      batch_size: the examples of a batch, of all processes together.
+      share: the part of each batch that belongs to this process.
+      seed: the seed for the order of the examples and for the augmentation.
       start: the first step.
-      stop: the last step and 1.
+      stop: the last step + 1.
     """
     each = len(split) // batch_size
     order = -1, np.empty(0, int)
@@ -65,9 +65,9 @@ def trained(
 def tested(
     split: Split, batch_size: int, share: slice, *, most: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(inputs, labels, weights) of this process's share of the first `most` examples (0: all).
+    """Yields (inputs, labels, weights) of this process's share of the first `most` examples (0: all).
 
-    The last batch is filled up with examples of weight 0.
+    Weights are 1, except for the examples of weight 0 that fill up the last batch.
     """
     size = min(most or len(split), len(split))
     for i in range(math.ceil(size / batch_size)):

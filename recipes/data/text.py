@@ -11,12 +11,15 @@ from checks import Wrong
 from data import bpe
 from data.split import Split
 
-HELD_OUT = 10  # the last one of so many parts is for the test
+HELD_OUT = 10  # the text has this many equal parts, and the last one is the test split
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of `context` tokens, each with the tokens that follow. Training windows begin anywhere in theirs."""
+    """Windows of `context` tokens. The label of a token is the next token.
+
+    In training, the start of each window is moved forward by a random number of tokens, less than `context`.
+    """
 
     text: np.ndarray
     context: int
@@ -34,12 +37,13 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """The bytes of files, or tokens that are learned from the part for training.
+    """Text from files, as bytes or as tokens that are learned from the training split.
 
     Args:
-      files: a pattern of paths, as in a shell: "books/**/*.txt". "": the documentation that Python has of its language.
+      files: a pattern of paths, as in a shell: "books/**/*.txt". "": the documentation of the Python language, which
+        comes with Python.
       context: the number of tokens that a model sees.
-      tokens: 256 for bytes, or up to 4096, of which the others are frequent sequences of bytes.
+      tokens: the number of tokens, from 256 to 4096. 256 tokens are the bytes, the others frequent sequences of bytes.
     """
 
     files: str
@@ -73,7 +77,7 @@ class Text:
         return Windows(train, self.context), Windows(test, self.context)
 
     def stand_in(self) -> tuple[Split, Split]:
-        # Tokens that often follow one another, so that there is something to learn.
+        # The next token is often predictable, so that a model can learn something.
         steps = np.random.default_rng(0).choice([1, 2, 3, 100], 2**20, p=[0.7, 0.1, 0.1, 0.1])
         train, test = _parts((np.cumsum(steps) % self.tokens).astype(np.uint16))
         return Windows(train, self.context), Windows(test, self.context)

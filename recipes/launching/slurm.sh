@@ -1,8 +1,9 @@
 #!/bin/bash
 # sbatch recipes/launching/slurm.sh --config=recipes/configs/cifar/resnet20.py --compression=dgc
 #
-# One task a GPU: JAX gives each task the GPU of its number on the node. The folder of the repository, its .venv and
-# runs/ must be on a file system that all nodes share. The job goes on from the last checkpoint when it is requeued.
+# One task per GPU: JAX gives each task the GPU with the number that the task has on its node. The folder of the
+# repository, its .venv and runs/ must be on a file system that all nodes share. A requeued job continues from the last
+# checkpoint.
 #SBATCH --job-name=jaxcgx
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -11,5 +12,5 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# Since Slurm 22.05, srun doesn't take the number of CPUs from the job.
+# Since Slurm 22.05, srun doesn't inherit --cpus-per-task from sbatch.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" .venv/bin/python recipes/train.py --launch=distributed "$@"

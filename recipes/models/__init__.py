@@ -1,4 +1,4 @@
-"""The models: modules of Flax NNX, as functions of trees of arrays."""
+"""The models: Flax NNX modules as pure functions of pytrees."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ MODELS = {"gpt": gpt.Gpt, "mlp": mlp.Mlp, "resnet": resnet.ResNet, "resnet50": r
 
 
 class Model(NamedTuple):
-    """A model and its first weights."""
+    """A model and its initial weights."""
 
     params: Any
     state: Any  # statistics of batch norm, and random streams
     loss: Callable[..., Any]  # (params, state, batch) -> (mean loss, new state), in training
-    score: Callable[..., Any]  # (params, state, batch) -> (losses, whether predictions are right), of each example
+    score: Callable[..., Any]  # (params, state, batch) -> (loss, whether the prediction is right), per example
 
 
 def make(data: Dataset, seed: int, name: str, **section: Any) -> Model:
-    """The model of a config's section `model` for a data set."""
+    """Returns the model of a config's section `model` for a data set."""
     module = call(choose(MODELS, name, "config.model.name"), "config.model", data, nnx.Rngs(seed), **section)
     graph, params, state = nnx.split(module, nnx.Param, ...)
 

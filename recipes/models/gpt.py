@@ -1,4 +1,4 @@
-"""A transformer that predicts what follows, with the layers and the initialization of GPT-2."""
+"""A transformer that predicts the next token, with the layers and the initialization of GPT-2."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ NORMAL = nnx.initializers.normal
 
 
 class Layer(nnx.Module):
-    """Attention and a dense network, each behind a norm and added to what came in."""
+    """Attention and a dense network. Each has a norm before it and a residual connection around it."""
 
     def __init__(self, width: int, heads: int, deep: float, *, dropout: float, rngs: nnx.Rngs) -> None:
-        """deep: the standard deviation of the weights whose outputs are added."""
+        """deep: the initial standard deviation of the weights whose outputs are added to the input of the layer."""
         self.heads = heads
         self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
         self.qkv = nnx.Linear(width, 3 * width, kernel_init=NORMAL(0.02), rngs=rngs)
@@ -29,7 +29,7 @@ class Layer(nnx.Module):
 
 
 class Gpt(nnx.Module):
-    """Tokens in, logits of the tokens that follow out. The first and the last layer share their weights."""
+    """Maps tokens to the logits of the next tokens. The first and the last layer share their weights."""
 
     def __init__(self, data: Dataset, rngs: nnx.Rngs, *, layers: int, width: int, heads: int, dropout: float) -> None:
         if width % heads:

@@ -13,7 +13,7 @@ BatchNorm = functools.partial(nnx.BatchNorm, momentum=0.9, epsilon=1e-5)
 
 
 class Block(nnx.Module):
-    """Two convolutions of 3 x 3. The shortcut has no weights: it drops pixels and adds channels of zeros."""
+    """Two 3 x 3 convolutions. The shortcut has no weights: it leaves out pixels and adds channels of zeros."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, rngs: nnx.Rngs) -> None:
         self.stride, self.more = stride, outputs - inputs
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1. The shortcut is a convolution where the shape changes."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions. If the shape changes, the shortcut is a 1 x 1 convolution."""
 
     def __init__(self, inputs: int, width: int, stride: int, rngs: nnx.Rngs) -> None:
         outputs = 4 * width
@@ -39,7 +39,7 @@ class Bottleneck(nnx.Module):
         self.conv2 = Conv(width, width, (3, 3), stride, rngs=rngs)
         self.norm2 = BatchNorm(width, rngs=rngs)
         self.conv3 = Conv(width, outputs, (1, 1), rngs=rngs)
-        # A block begins as the identity ("Accurate, Large Minibatch SGD").
+        # With a scale of 0, a block starts as its shortcut ("Accurate, Large Minibatch SGD").
         self.norm3 = BatchNorm(outputs, scale_init=nnx.initializers.zeros, rngs=rngs)
         self.short = (
             nnx.Sequential(Conv(inputs, outputs, (1, 1), stride, rngs=rngs), BatchNorm(outputs, rngs=rngs))

@@ -4,12 +4,12 @@ import jax
 from data import Dataset
 from flax import nnx
 
-HE = nnx.initializers.he_normal()  # the paper starts from trained smaller networks, which this needs no more
+HE = nnx.initializers.he_normal()  # so no smaller network has to be trained first, as in the paper
 STAGES = (64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)
 
 
 class Vgg16(nnx.Module):
-    """Five stages of convolutions of 3 x 3, and two hidden layers with dropout."""
+    """Five stages of 3 x 3 convolutions, and two hidden layers with dropout."""
 
     def __init__(self, data: Dataset, rngs: nnx.Rngs, *, hidden: int, dropout: float) -> None:
         stages, inputs, side = [], data.shape[-1], data.shape[0]

@@ -1,4 +1,4 @@
-"""GeoMX's bidirectional sparsification: 1 % of the elements of large leaves."""
+"""GeoMX's bidirectional sparsification: leaves above `size_bound` elements send 1 % of their elements."""
 
 from ml_collections import ConfigDict
 

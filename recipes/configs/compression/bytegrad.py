@@ -1,4 +1,4 @@
-"""Bagua's ByteGrad: 8 bits for everything."""
+"""Bagua's ByteGrad: 8 bits per element, for all leaves."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""CGX's 4 bits, rounded stochastically, without error feedback, as CGX's own results have it."""
+"""CGX's 4 bits per element, with stochastic rounding and without error feedback, as in CGX's results."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression whose elements travel as float16."""
+"""Deep Gradient Compression with values that travel as float16."""
 
 from configs.compression import dgc
 from ml_collections import ConfigDict

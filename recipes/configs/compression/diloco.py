@@ -1,4 +1,4 @@
-"""DiLoCo: every rank trains on its own, and all exchange 4 bits of outer gradients every 50 steps."""
+"""DiLoCo: every rank trains on its own, and all ranks exchange 4-bit outer gradients every 50 steps."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""Eden's 4 bits of rotated blocks: unbiased, with an error of its own on each rank."""
+"""Eden: 4 bits per element of rotated blocks, unbiased, with independent errors on different ranks."""
 
 from ml_collections import ConfigDict
 

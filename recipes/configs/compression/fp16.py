@@ -1,4 +1,4 @@
-"""GeoMX's FP16: everything travels as float16."""
+"""GeoMX's FP16: all leaves travel as float16."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""GeoMX's mixed-precision quantization: 1 % of the elements of large leaves, and the others as float16."""
+"""GeoMX's mixed-precision quantization: 1 % of leaves above `size_bound` elements, others as float16."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""Nothing: gradients travel as they are."""
+"""No compression: gradients travel with all their bits."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""A small network on the handwritten digits of scikit-learn, for a first run of a minute."""
+"""A small network on scikit-learn's handwritten digits: a first run, which takes a minute."""
 
 import configs
 from ml_collections import ConfigDict

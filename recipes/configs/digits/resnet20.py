@@ -1,4 +1,4 @@
-"""ResNet-20 on the digits of scikit-learn: real images, few and small enough for minutes on a CPU."""
+"""ResNet-20 on scikit-learn's handwritten digits: few and small images, for a run of minutes on a CPU."""
 
 from configs.digits import mlp
 from ml_collections import ConfigDict

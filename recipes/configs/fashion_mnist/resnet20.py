@@ -1,4 +1,4 @@
-"""ResNet-20 on Fashion-MNIST: real images for machines without CIFAR."""
+"""ResNet-20 on Fashion-MNIST, for machines without the CIFAR archives."""
 
 from configs.fashion_mnist import mlp
 from ml_collections import ConfigDict

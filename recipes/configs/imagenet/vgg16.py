@@ -1,4 +1,4 @@
-"""VGG-16 on ImageNet, as in "Very Deep Convolutional Networks", configuration D: 74 epochs, and thrice a lower rate."""
+"""VGG-16 on ImageNet, as in "Very Deep Convolutional Networks", configuration D: 74 epochs, 3 drops of the rate."""
 
 from ml_collections import ConfigDict
 

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     config = configs.get_config()
-    # The default is the documentation that Python has of its own language.
+    # files="": the documentation of the Python language, which comes with Python. tokens=256: each byte is a token.
     config.data = ConfigDict(dict(name="text", synthetic=False, files="", context=128, tokens=256))
     config.model = ConfigDict(dict(name="gpt", layers=4, width=256, heads=4, dropout=0.1))
     config.optimizer = ConfigDict(dict(name="adamw", b1=0.9, b2=0.95, weight_decay=0.1, clip=1.0))
