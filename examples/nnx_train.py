@@ -1,7 +1,7 @@
 """Trains a Flax NNX model with nnx.jit and nnx.Optimizer. One changed line compresses the gradients.
 
-    pip install ".[examples]" flax
-    python examples/nnx_train.py [steps]
+pip install ".[examples]" flax
+python examples/nnx_train.py [steps]
 """
 
 import sys
