@@ -1,4 +1,4 @@
-"""The gradients of one rank's batch, added up over micro-batches."""
+"""Gradients of one rank's part of a batch, averaged over its micro-batches."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,48 +16,53 @@ OP = "make_train_step"
 
 
 class Given(NamedTuple):
-    """What a loss function is given beside the parameters that are trained."""
+    """The arguments of a loss function besides the trained parameters."""
 
-    frozen: Any  # the other parameters
-    model_state: Any  # None without one
+    frozen: Any  # the parameters that are not trained
+    model_state: Any  # None if the model has no state
     batch: Any
     key: jax.Array | None
 
 
 class Output(NamedTuple):
-    """What becomes of an auxiliary output of a rank's micro-batches."""
+    """How an auxiliary output is combined over micro-batches and ranks.
 
-    rows: int | None  # the dimension of the examples, which stay beside each other
-    averaged: bool  # over micro-batches and ranks, by their weights; if neither, it is the last one
-    dtype: Any = None  # of one that is averaged
+    If it has no dimension of the examples and is not averaged, the value of the last micro-batch is taken.
+    """
+
+    rows: int | None  # the dimension of the examples, along which outputs are concatenated
+    averaged: bool  # whether it is averaged over micro-batches and ranks, by their weights
+    dtype: Any = None  # the dtype of the output
 
 
 class Parts(NamedTuple):
-    """The micro-batches of a rank, and what becomes of their auxiliary outputs."""
+    """The micro-batches of a rank, and how their auxiliary outputs are combined."""
 
     number: int
-    dimensions: list[int | None]  # that are split, for each leaf of a batch; None where micro-batches share it
-    outputs: Sequence[Output] = ()  # for each leaf of the auxiliary outputs
-    guessed: bool = False  # whether nobody said that these dimensions are those of the examples
+    # for each leaf of a batch, the dimension that is split; None: every micro-batch gets the whole leaf
+    dimensions: list[int | None]
+    outputs: Sequence[Output] = ()  # one for each leaf of the auxiliary outputs
+    guessed: bool = False  # whether it is only a guess that the examples are along `dimensions`
 
 
 class Found(NamedTuple):
-    """What a rank finds of a batch."""
+    """The results of a rank for a micro-batch, or their mean over micro-batches."""
 
-    loss: Any  # a sum where it has a weight
-    weight: Any  # None without weighted
-    aux: Any  # None without has_aux; what is averaged is times the weight
+    loss: Any  # if there is a weight, the sum of the losses
+    weight: Any  # None without `weighted`
+    aux: Any  # None without `has_aux`; if there is a weight, averaged outputs are multiplied by it
     gradients: Any
-    model_state: Any  # the new one
+    model_state: Any  # the new model state
 
 
 def local_gradients(objective: Callable[..., Any], ranks: Ranks, parts: Parts) -> Callable[..., Found]:
-    """A function (params, Given) -> Found, of one rank's own batch.
+    """Returns a function (params, Given) -> Found for one rank's own part of a batch.
 
     Args:
       objective: a function (params, Given) that returns (loss, (weight, model state, aux)).
-      ranks: every one draws a key of its own.
-      parts: the micro-batches, each with a key of its own, and with the model state that the one before returned.
+      ranks: the ranks. Each rank gets a different random key.
+      parts: the micro-batches. Each gets a different random key, and the model state that the micro-batch before
+        returned.
     """
     value_and_grad = ranks.value_and_grad(objective)
 
@@ -67,7 +72,7 @@ def local_gradients(objective: Callable[..., Any], ranks: Ranks, parts: Parts) -
         loss, aux = jax.tree_util.tree_map(jnp.asarray, (loss, aux))
         if weight is not None:
             leaves, structure = jax.tree_util.tree_flatten(aux)
-            # A mean of nothing counts nothing, though it is NaN.
+            # With weight 0, a mean over no examples may be NaN. It must not make the sum NaN.
             times = lambda x: jnp.where(weight == 0, 0, x.astype(wide(x.dtype)) * weight.astype(wide(x.dtype)))
             aux = structure.unflatten(times(x) if y.averaged else x for x, y in zip(leaves, parts.outputs))
         return Found(loss, weight, aux, gradients=grads, model_state=model_state)
@@ -96,9 +101,9 @@ def local_gradients(objective: Callable[..., Any], ranks: Ranks, parts: Parts) -
 
 
 def _mean(find: Callable[..., Found], model_state: Any, parts: Parts) -> Found:
-    """The mean of find(model state, i) over all parts, added up in at least float32.
+    """Returns the mean of find(model state, i) over all micro-batches, added up in at least float32.
 
-    The model state goes from part to part. Auxiliary outputs become what `parts` says.
+    Each micro-batch gets the model state that the one before returned. `parts` says how auxiliary outputs are combined.
     """
     states, state_structure = jax.tree_util.tree_flatten(model_state)
     renewed = [True] * len(states)
@@ -116,7 +121,7 @@ def _mean(find: Callable[..., Found], model_state: Any, parts: Parts) -> Found:
     added = [output.averaged for output in outputs]
 
     def whole(changing: list[Any]) -> Any:
-        """The model state, whose other arrays stay as they are."""
+        """Returns the model state with new arrays for the leaves that change. Other leaves stay the same objects."""
         new = iter(changing)
         return state_structure.unflatten([next(new) if is_new else old for is_new, old in zip(renewed, states)])
 
@@ -140,12 +145,12 @@ def _mean(find: Callable[..., Found], model_state: Any, parts: Parts) -> Found:
 
 
 def addable(x: Any) -> bool:
-    """Whether an array has numbers. Random keys have none."""
+    """Returns whether an array holds numbers. Arrays of random keys don't."""
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _split(parts: int, x: jax.Array, d: int) -> jax.Array:
-    """[parts, ...], with 1 / parts of dimension `d`."""
+    """Returns [parts, ...]: the array, split into `parts` equal parts along dimension `d`."""
     if x.shape[d] % parts:
         expected = f"batches that every rank can split into {parts}"
         raise wrong(OP, "accumulate", expected, f"{spell_array(x)} on a rank")
@@ -153,7 +158,7 @@ def _split(parts: int, x: jax.Array, d: int) -> jax.Array:
 
 
 def _join(x: jax.Array, d: int | None) -> jax.Array:
-    """[parts, ...] as one array along dimension `d`; None: the last part."""
+    """Returns the parts of [parts, ...], joined along dimension `d`. Without a dimension, returns the last part."""
     if d is None:
         return x[-1]
     x = jnp.moveaxis(x, 0, d)
@@ -161,5 +166,8 @@ def _join(x: jax.Array, d: int | None) -> jax.Array:
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype that numbers of a dtype are added up in."""
+    """Returns the dtype in which numbers of a dtype are added up.
+
+    It is float32 for integers and for smaller floating-point numbers, else the same dtype.
+    """
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)

@@ -1,4 +1,4 @@
-"""How a training step is placed in a process of mpirun: it has everything whole, on a device of its own."""
+"""The placement of a training step whose ranks have only whole arrays: a process of mpirun, with its own device."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,9 +14,12 @@ from jaxcgx.optim.cut import Cut
 
 @dataclasses.dataclass(frozen=True)
 class Alone:
-    """A process without a mesh. `Placement` documents the members; no shardings leave all on the default device."""
+    """A rank without a mesh. `Placement` documents the members. It has no shardings: arrays are on the default device.
 
-    data_axis: Any  # the communicator, which says how many ranks there are
+    A rank of a center (jaxcgx/wan/centers.py) has this placement, too.
+    """
+
+    data_axis: Any  # the communicator, or inside a center the axis of the ranks
     batch_specs: Any = None
 
     mesh: ClassVar[Any] = None
@@ -54,7 +57,8 @@ class Alone:
         return P()
 
     def place_batch(self, batch: Any, accumulate: int) -> tuple[Any, Any]:
-        # A batch is that of the process. Only micro-batches are parts of it: without them, lengths may differ.
+        # The batch belongs to this rank alone, and only `accumulate` splits it. Without that, leaves may have different
+        # lengths: leaves as long as the first one are taken for examples.
         given, rows = self.batch_specs, P("ranks")
         if given is None and accumulate == 1:
             lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves(batch) if np.ndim(x)]

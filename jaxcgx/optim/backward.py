@@ -1,4 +1,4 @@
-"""The order in which a backward pass ends its gradients, so that the first can travel while the others are made."""
+"""The order in which the gradients of a backward pass are ready, so that the first can be sent before the last."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +9,15 @@ from jaxcgx.checks import wrong
 
 
 def backward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
-    """The numbers of the leaves of `params` in the order in which the backward pass of `loss_fn` ends their gradients.
+    """Returns the order in which the gradients of `params` are ready in the backward pass of `loss_fn`.
 
-    For `compress_gradients(..., order=...)`. Arrays may be jax.ShapeDtypeStructs: nothing is computed.
+    The order is a tuple of the numbers of the leaves, for `compress_gradients(..., order=...)`. Arrays may be
+    jax.ShapeDtypeStructs, because nothing is computed.
 
     Args:
       loss_fn: a function `(params, *args)` that returns a loss, or (loss, auxiliary outputs).
       params: a pytree of parameters.
-      *args: its other arguments, pytrees of arrays.
+      *args: the other arguments of `loss_fn`, pytrees of arrays.
     """
     if not callable(loss_fn):
         raise wrong("backward_order", "loss_fn", "a function", repr(loss_fn), kind=TypeError)
@@ -30,19 +31,20 @@ def backward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tupl
 
 
 def order_of(program: Any, n: int) -> tuple[int, ...]:
-    """The numbers of the first n results of a traced program, the earliest first."""
+    """Returns the numbers of the first n results of a traced program, in the order in which they are ready."""
     ends = _ends(program.jaxpr, [0] * len(program.jaxpr.invars))[:n]
     return tuple(sorted(range(n), key=ends.__getitem__))
 
 
 def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
-    """For each result how many operations come before it, one after another, on the longest way from the arguments.
+    """Returns for each result the number of operations on the longest path from the arguments to this result.
 
-    The order in which a program lists its operations says nothing: it ends with what is done to all gradients alike.
+    The order in which a program lists its operations doesn't show when results are ready. For example, an operation on
+    every gradient is often listed for all gradients at the end.
 
     Args:
       jaxpr: the program.
-      begins: the same for its arguments.
+      begins: for each argument, the number of operations before it.
     """
     known = dict(zip(jaxpr.invars, begins))
     end = lambda atom: known.get(atom, 0) if not hasattr(atom, "val") else 0  # a literal can't be a key
@@ -52,7 +54,7 @@ def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
         inner = [value for value in inner if hasattr(value, "eqns")]
         if len(inner) == 1 and len(inner[0].invars) == len(given) and not eqn.primitive.name.startswith(_LOOPS):
             found = _ends(inner[0], given)
-        else:  # a loop ends all its results together
+        else:  # all results of a loop are ready at the same time
             found = [max(given, default=0) + 1 + _length(inner)] * len(eqn.outvars)
         known.update(zip(eqn.outvars, found))
     return [end(atom) for atom in jaxpr.outvars]
@@ -62,5 +64,5 @@ _LOOPS = ("scan", "while")
 
 
 def _length(programs: Sequence[Any]) -> int:
-    """The operations, one after another, of the longest program."""
+    """Returns the number of operations on the longest path through any of the programs."""
     return max((max(_ends(each, [0] * len(each.invars)), default=0) for each in programs), default=0)

@@ -1,4 +1,4 @@
-"""How a batch is split: over the ranks, and on each rank into micro-batches."""
+"""The division of a batch: over the ranks, and on each rank into micro-batches."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,10 @@ REMEDY = "pass batch_specs to make_train_step: a tree like the batch, with P() w
 
 
 def check_batch_specs(specs: Any, names: tuple[Any, ...]) -> None:
-    """Checks that they are PartitionSpecs over axes of the ranks. `names` is empty over MPI, where any will do."""
+    """Checks that `specs` are PartitionSpecs over the axes of the ranks, `names`.
+
+    Over MPI, `names` is (), and any axes are allowed.
+    """
     for path, spec in flatten_specs(specs)[0]:
         if not isinstance(spec, P):
             expected = "a PartitionSpec, or a tree of them like the batch"
@@ -30,16 +33,16 @@ def check_batch_specs(specs: Any, names: tuple[Any, ...]) -> None:
 
 
 def split_batch(batch: Any, given: Any, rows: P, said: Callable[[Any], P | None]) -> Any:
-    """The PartitionSpecs of a batch's leaves. Scalars are whole.
+    """Returns the PartitionSpecs of a batch's leaves. Scalars are whole.
 
-    Where some leaves say that they are split, others that say nothing are split along their first dimension like them.
-    Where none says it, all are.
+    Without `given`, a leaf is split as its sharding says. Leaves without a known sharding are split along their first
+    dimension. If no sharding splits any leaf, all leaves are split along their first dimension.
 
     Args:
       batch: the batch.
       given: the caller's batch_specs, or None.
       rows: the PartitionSpec of a leaf that is split along its first dimension.
-      said: from a leaf to what its sharding says of the axes of the ranks, or None.
+      said: a function from a leaf to its PartitionSpec over the axes of the ranks, or None if its sharding isn't known.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     if given is not None:
@@ -63,7 +66,7 @@ def split_batch(batch: Any, given: Any, rows: P, said: Callable[[Any], P | None]
 
 
 def check_even(batch: Any, specs: Any, sizes: Any) -> None:
-    """Checks that ranks get equal parts. sizes: how many ranks each axis has."""
+    """Checks that all ranks get equal parts of a batch. `sizes` has the number of ranks along each axis."""
     for (path, x), (_, spec) in zip(jax.tree_util.tree_leaves_with_path(batch), flatten_specs(specs)[0]):
         if len(spec) > x.ndim:
             raise wrong(OP, "batch_specs", f"a PartitionSpec of at most {x.ndim} dimensions", spec, path=path)
@@ -79,12 +82,12 @@ def check_even(batch: Any, specs: Any, sizes: Any) -> None:
 
 
 def dimensions(specs: Any) -> list[int | None]:
-    """For each leaf of a batch the dimension of the examples, None where it has none: it is whole."""
+    """Returns for each leaf of a batch the dimension of the examples, or None if the leaf is whole."""
     return [next((i for i, part in enumerate(spec) if part), None) for _, spec in flatten_specs(specs)[0]]
 
 
 def _filled(batch: Any, given: Any) -> Any:
-    """The caller's specs, for every leaf of the batch."""
+    """Returns the caller's specs as a tree like the batch. Scalars are whole."""
     try:
         specs = jax.tree_util.tree_broadcast(given, batch, is_leaf=lambda x: isinstance(x, P))
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""GeoMX's bidirectional sparsification: compress_gradients with its plan and momentum."""
+"""GeoMX's bidirectional sparsification: `compress_gradients` with GeoMX's plan and momentum."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,22 +32,23 @@ def bsc(
     steps_per_epoch: int | None = None,
     **options: Any,
 ) -> "optax.GradientTransformation":
-    """GeoMX's bidirectional sparsification: every rank sends the largest elements of each large leaf.
+    """Makes GeoMX's bidirectional sparsification: every rank sends the largest elements of each large leaf.
 
-    The largest are those after momentum and with all that was not sent before, as in `dgc`. Any optimizer may follow,
-    but it should have no momentum of its own: optax.adam(rate, b1=0).
+    As in `dgc`, elements are compared after momentum, and with the residuals of earlier steps added. Any optimizer may
+    follow, but it should have no momentum of its own: optax.adam(rate, b1=0).
 
     Args:
-      axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.
-        Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`, whose nodes are the data centers.
-      threshold: the share of a leaf's elements that is sent, above 0.
+      axis_name: the axis of the data centers, or a tuple with this axis outermost. Over the inner axes, all elements
+        are summed. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`, whose nodes are the data centers.
+      threshold: the fraction of a leaf's elements that is sent, above 0.
       size_bound: leaves of up to `size_bound` elements travel raw.
       momentum: the factor of momentum, as in `compress_gradients`.
-      momentum_masking: momentum becomes 0 where an element was sent.
-      pull: what comes back: "all" elements that any rank sent, or the "top" of the sum; its owner keeps the rest.
-      select: as in `TopK`.
-      warmup_epochs: the number of epochs in which the share comes down to `threshold`, as in `dgc`.
-      warmup_coeff: the share in each of these epochs, as in `dgc`.
+      momentum_masking: whether momentum becomes 0 where an element was sent.
+      pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
+        largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
+      select: how the largest elements are found, as in `TopK`.
+      warmup_epochs: the number of epochs in which the fraction decreases to `threshold`, as in `dgc`.
+      warmup_coeff: the fraction in each epoch of the warm-up, as in `dgc`.
       steps_per_epoch: the number of steps in an epoch of the warm-up.
       **options: all other options of `compress_gradients`.
     """
@@ -60,19 +61,20 @@ def bsc(
 def sparsified(
     function: str, axis_name: AxisName, *, shares: dict[int, float], large: dict[str, Any], options: dict[str, Any]
 ) -> "optax.GradientTransformation":
-    """`compress_gradients` of large leaves' largest elements, for the public function `function`.
+    """Makes a `compress_gradients` that sends the largest elements of large leaves.
 
     Args:
-      function: its name, which errors have.
-      axis_name: its axis.
-      shares: of a leaf's elements, by the step from which on they are sent.
-      large: what `sparsification` is told besides.
-      options: those of `compress_gradients`.
+      function: the public function that errors name.
+      axis_name: the `axis_name` of that function.
+      shares: {first step: the fraction of a leaf's elements that is sent from this step on}.
+      large: the other arguments of `sparsification`.
+      options: the options of `compress_gradients`.
     """
     refuse_plan(function, options, "threshold, size_bound, pull and select")
     names = check_ranks(function, axis_name).levels or None
     plans = {
         start: Plan(**sparsification(function, share, axis_name=names, **large)) for start, share in shares.items()
     }
+    # If every element is always sent, no codec is sparse, and masking would be an error.
     masking = options["momentum_masking"] if min(shares.values()) < 1 else False
     return compress_with(function, axis_name, plans, **options | dict(momentum_masking=masking))

@@ -1,4 +1,4 @@
-"""Clipping of every rank's own gradients, before they have momentum and are sent (DGC's)."""
+"""Clipping of every rank's own gradients, before momentum and before they are sent (DGC)."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from jaxcgx.optim.settings import check_hyperparameter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clipping:
-    """The limits of `dgc`, which explains them; None: no limit."""
+    """The limits of `dgc`, whose docstring explains them. None: no limit."""
 
     clip_value: Any
     clip_norm: Any
@@ -29,15 +29,15 @@ class Clipping:
                 check_hyperparameter("dgc", field.name, limit, check_positive)
 
     def clip(self, grads: Any, names: tuple[Any, ...], ranks: int) -> Any:
-        """This rank's gradients, clipped; there are `ranks` of them over the axes `names`."""
+        """Returns this rank's gradients, clipped. There are `ranks` ranks, along the axes `names`."""
         square = lambda g: _square(g, names)
         if (limit := self.clip_value) is not None:
             grads = _map(lambda g: jnp.clip(g, jnp.asarray(-limit, g.dtype), jnp.asarray(limit, g.dtype)), grads)
         if (norm := self.clip_norm) is not None:
             grads = _map(lambda g: g * _scale(norm, square(g)).astype(g.dtype), grads)
         if self.clip_global_norm is not None:
-            # The paper adds up gradients that are already divided by the number of ranks N, and clips these to N^-1/2
-            # of the limit.
+            # In the paper, ranks sum gradients that are already divided by the number of ranks N, and clip them to
+            # N^-1/2 times the limit. Here gradients are not divided yet, so the bound is N times larger.
             limit = self.clip_global_norm * math.sqrt(ranks)
             share = _scale(limit, sum(map(square, jax.tree_util.tree_leaves(grads))))
             grads = _map(lambda g: g * share.astype(g.dtype), grads)
@@ -49,12 +49,15 @@ def _map(change: Callable[..., Any], grads: Any) -> Any:
 
 
 def _scale(limit: Any, squares: Any) -> jax.Array:
-    """What makes a norm at most `limit`."""
+    """Returns the factor that reduces a norm to at most `limit`. `squares` is the square of the norm."""
     return jnp.minimum(1, limit / jnp.maximum(jnp.sqrt(squares), jnp.finfo(jnp.float32).tiny))
 
 
 def _square(g: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    """The sum of a leaf's squares, over all of its shards: the axes of the mesh other than the ranks' `names`."""
+    """Returns the sum of a leaf's squares over all of its shards.
+
+    The shards are along the axes of the mesh other than `names`, the axes of the ranks.
+    """
     found = jnp.square(g.astype(jnp.float32)).sum()
     shards = tuple(sorted(_compat.varying_axes(found) - set(names), key=str))  # in the same order in every process
     return lax.psum(found, shards) if shards else found

@@ -52,48 +52,51 @@ def compress_gradients(
     order: Sequence[int] | None = None,
     slice_elements: int | None = None,
 ) -> "optax.GradientTransformation":
-    """Makes an optax.GradientTransformation that turns the gradients of every rank's own batch into their mean.
+    """Makes an optax.GradientTransformation that replaces the gradients of each rank's own batch by their mean.
 
-    The mean is the same on all ranks. What compression loses is kept in the state and sent later (error feedback).
-    Leaves that travel raw under every plan have no residual.
+    The mean is the same on all ranks. The errors of compression are kept in the state, as residuals, and sent later
+    (error feedback). Leaves that travel raw under every plan have no residual.
 
-    beta, momentum, weight_decay, reset_every and seed may be arrays, which optax.inject_hyperparams makes of them. The
-    other numbers are its static_args.
+    beta, momentum, weight_decay, reset_every and seed may be arrays, so optax.inject_hyperparams can set them. Name the
+    other numbers in its static_args.
 
     Args:
       axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
       plan: a codec, {axis: codec} or a Plan; or a schedule of these. {0: plan, 1000: other} uses `other` from step 1000
-        on, counted from 0. A schedule is one compiled program, in which the step chooses.
-      feedback: keep what compression loses and send it later.
-      beta: the new residual is (1 - beta) * the old one + beta * what the step lost (LoCo). None: all that it lost.
+        on, counted from 0. A schedule is one compiled program, which chooses the plan by the step.
+      feedback: whether the errors of compression are kept and sent later.
+      beta: the new residual is (1 - beta) * the old residual + beta * the error of the step (LoCo). None: the new
+        residual is the error of the step.
       reset_every: the number of steps after which residuals are set to zero again (LoCo). None: never.
       momentum: every rank sends u = momentum * u + gradient instead of its gradient (DGC's momentum correction), so
-        that elements which are sent late have momentum too. The optimizer after it should have none. Leaves that always
-        travel raw get their momentum after the reduction. Where the mean is not finite, u keeps its value.
-      nesterov: Nesterov's momentum: u = momentum * (u + gradient), and u + gradient is sent.
-      momentum_masking: u becomes 0 where TopK sent an element (DGC), so that stale momentum doesn't carry on.
-      weight_decay: weight_decay * parameters is added to the mean. It has a momentum of its own, as it would have in an
-        optimizer with momentum.
-      weight_decay_mask: which parameters have weight decay: a tree of bools like them, or a prefix of it, or a function
-        from them to such a tree. None: all.
-      skip_nonfinite: residuals, momentum and factors keep their values in a step whose mean is not finite everywhere.
-        This is for optimizers that skip such steps (optax.apply_if_finite, loss scaling). They are then not updated
-        in place. Without check_vma, every device looks only at its own shards.
-      telemetry: report what a step lost in `state.telemetry`. Without check_vma, of a device's own shards only.
+        that elements that are sent late have momentum, too. The optimizer after this transformation should have no
+        momentum. Leaves that always travel raw get their momentum after the reduction. Where the mean or the new u is
+        not finite, u keeps its old value.
+      nesterov: whether to use Nesterov's momentum: u = momentum * (u + gradient), and u + gradient is sent.
+      momentum_masking: whether u becomes 0 where TopK sent an element (DGC), so that stale momentum isn't used again.
+      weight_decay: weight_decay * parameters is added to the mean. It has its own momentum, with the same factor, as
+        weight decay has in an optimizer with momentum.
+      weight_decay_mask: the parameters that have weight decay: a tree of bools like the parameters, a prefix of such a
+        tree, or a function from the parameters to one. None: all.
+      skip_nonfinite: whether residuals, momentum and factors keep their values in a step whose mean is not finite
+        everywhere. This is for optimizers that skip such steps (optax.apply_if_finite, loss scaling). Residuals are
+        then not updated in place. Without check_vma, every device looks only at its own shards.
+      telemetry: whether to report the error of each step in `state.telemetry`. Without check_vma, the report covers
+        only a device's own shards.
       seed: the seed of the noise of codecs that round stochastically.
-      axis_size: the number of ranks, for an `init` outside shard_map without a mesh in context (jax.set_mesh). 1 for a
-        state that is replicated for jax.pmap, where every device has its own.
+      axis_size: the number of ranks. It is needed if `init` is called outside shard_map and without a mesh in context
+        (jax.set_mesh). For jax.pmap, pass 1 and replicate the state. Every device then has its own state.
       schedule: how the bytes travel, as in `compressed_pmean`.
       own: how a rank adds its own part, as in `compressed_pmean`.
-      leader: whether one rank per node speaks for the others.
+      leader: whether only one rank of each node takes part in the exchange between nodes.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64).
-      order: the numbers of the leaves, in the order in which the backward pass ends their gradients
-        (`backward_order`). Messages are made and sent in this order. Over `Tcp` the backward pass goes on meanwhile, if
-        there are several messages (`fusion_mb`).
-      slice_elements: over `Tcp`, messages travel in slices of that many elements, and those of later messages
-        overtake others. Which leaves share a message is then decided in the order of the tree, so bits don't depend on
-        `order`. Leaves that travel raw are messages, too.
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64.
+      order: the numbers of the leaves, in the order in which their gradients are ready in the backward pass
+        (`backward_order`). Messages are made and sent in this order. Over `Tcp`, the backward pass continues during the
+        exchange, if there are several messages (`fusion_mb`).
+      slice_elements: the number of elements in a slice. Over `Tcp`, messages travel in slices, and slices of later
+        messages overtake slices of earlier ones. Leaves are then grouped into messages in the order of the tree, so the
+        bits don't depend on `order`. Leaves that travel raw are sent in messages, too.
     """
     settings = Settings(
         function="compress_gradients",
@@ -125,20 +128,23 @@ def compress_gradients(
 def compress_with(
     function: str, axis_name: AxisName, plan: Codec | Plan | dict[Any, Any], **options: Any
 ) -> "optax.GradientTransformation":
-    """`compress_gradients` whose errors name the public function `function`, which passes its options on."""
+    """Makes a `compress_gradients` for the public function `function`, which its errors name."""
     return _transformation(check_settings(function, axis_name, plan, options))
 
 
 def scatter_with(
     axis_name: AxisName, plan: Any, options: dict[str, Any], *, dimensions: tuple[int | None, ...], keyed: bool
 ) -> "optax.GradientTransformation":
-    """`compress_gradients` that returns only this rank's slice of some means. `Settings` explains the last two."""
+    """Makes a `compress_gradients` that returns only this rank's slice of the mean for some leaves.
+
+    `Settings` explains `dimensions` (its field `scattered`) and `keyed`.
+    """
     settings = check_settings("compress_gradients", axis_name, plan, options)
     return _transformation(dataclasses.replace(settings, scattered=dimensions, keyed=keyed))
 
 
 def check_settings(function: str, axis_name: AxisName, plan: Any, options: dict[str, Any]) -> Settings:
-    """The arguments of compress_gradients with its defaults."""
+    """Returns the checked arguments of `compress_gradients`. Missing options get their defaults."""
     defaults: dict[str, Any] = compress_gradients.__kwdefaults__ or {}
     if unknown := [name for name in options if name not in defaults]:
         expected = f"an option of compress_gradients ({', '.join(defaults)})"
@@ -149,10 +155,10 @@ def check_settings(function: str, axis_name: AxisName, plan: Any, options: dict[
 def compressed(
     optimizer: "optax.GradientTransformation", axis_name: AxisName, plan: Codec | Plan | dict[Any, Any], **options: Any
 ) -> "optax.GradientTransformation":
-    """An optimizer for every rank's own gradients: `optimizer` after compress_gradients.
+    """Makes an optimizer for the gradients of each rank's own batch: compress_gradients, followed by `optimizer`.
 
     Args:
-      optimizer: an optax.GradientTransformation.
+      optimizer: an optax.GradientTransformation, which gets the mean of the gradients.
       axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
       plan: a codec, {axis: codec}, a Plan or a schedule of these, as in `compress_gradients`.
       **options: all other options of `compress_gradients`.
@@ -173,8 +179,8 @@ def _transformation(settings: Settings) -> "optax.GradientTransformation":
 
 
 def _update(settings: Settings, updates: Any, state: CompressState, params: Any) -> tuple[Any, CompressState]:
-    """One step: the mean of the gradients `updates`, and the state after it."""
-    settings.ranks.net()  # or an error
+    """Returns (the mean of the gradients `updates`, the state after the step)."""
+    settings.ranks.net()  # raises the error for ranks that can't be reached here before any other error
     updates = check_arrays(settings.function, "updates", updates)
     check_state(settings, state, describe_state(settings, updates, 1))
     if settings.weight_decay is None:

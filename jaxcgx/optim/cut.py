@@ -1,4 +1,4 @@
-"""What PartitionSpecs say of the axis of the ranks: along which dimension a leaf is cut into a shard for each rank."""
+"""The dimension along which each leaf is cut into shards, one for each rank, according to its PartitionSpec."""
 
 from typing import Any, NamedTuple
 
@@ -12,40 +12,40 @@ from jaxcgx.optim.accumulation import OP
 class Cut(NamedTuple):
     """For each leaf of the parameters, the dimension that is sharded over the ranks, or None."""
 
-    structure: Any  # of the parameters
+    structure: Any  # the tree structure of the parameters
     dimensions: tuple[int | None, ...]
 
     @classmethod
     def of(cls, specs: Any, names: tuple[Any, ...]) -> "Cut":
-        """The cut that a tree of specs, or None, makes over the ranks of these axes."""
+        """Returns the cut of a tree of specs over the axes of the ranks, `names`. Without specs, nothing is cut."""
         found, structure = flatten_specs(specs)
         return cls(structure, tuple(_dimension(spec, names) for _, spec in found))
 
     def __bool__(self) -> bool:
-        """Whether any leaf is sharded."""
+        """Returns whether any leaf is sharded."""
         return any(d is not None for d in self.dimensions)
 
     def without(self, other: "Cut") -> "Cut":
-        """The leaves that are sharded here and whole in another cut."""
+        """Returns the cut of only the leaves that are sharded here and whole in another cut."""
         alone = [d if there is None else None for d, there in zip(self.dimensions, other.dimensions)]
         return self._replace(dimensions=tuple(alone))
 
     @property
     def axis(self) -> Any:
-        """The dimensions as a tree, with None for leaves that are whole."""
+        """The dimensions as a tree, with None for whole leaves."""
         return self.structure.unflatten(self.dimensions)
 
     def pick(self, tree: Any) -> Any:
-        """A tree with None for leaves that are whole."""
+        """Returns the tree with None in place of whole leaves."""
         values = self.structure.flatten_up_to(tree)
         return self.structure.unflatten([None if d is None else x for d, x in zip(self.dimensions, values)])
 
     def specs(self, names: tuple[Any, ...]) -> Any:
-        """The specs of a tree like the parameters in a shard_map over the ranks."""
+        """Returns the specs of a tree like the parameters, in a shard_map over the axes of the ranks."""
         return self.structure.unflatten([P() if d is None else P(*[None] * d, names) for d in self.dimensions])
 
     def check(self, argument: str, params: Any, ranks: int) -> None:
-        """Checks that the ranks divide the dimensions. argument: what says how parameters are cut."""
+        """Checks that `ranks` divides the sharded dimensions. Errors name `argument`, which has the specs."""
         if self and jax.tree_util.tree_structure(params) != self.structure:
             raise wrong(
                 OP, argument, f"a tree like the parameters, {jax.tree_util.tree_structure(params)}", self.structure
@@ -58,22 +58,22 @@ class Cut(NamedTuple):
 
 
 def flatten_specs(specs: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """[(path, spec)] of a tree of specs, and its structure."""
+    """Returns ([(path, spec)], structure) of a tree of specs."""
     return jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def axes_of(part: Any) -> tuple[Any, ...]:
-    """The axes of one dimension of a spec."""
+    """Returns the axes in `part`, the entry of a spec for one dimension."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def _dimension(spec: P, names: tuple[Any, ...]) -> int | None:
-    """The dimension that these axes shard, or None."""
+    """Returns the dimension that exactly these axes shard, or None."""
     return next((d for d, part in enumerate(spec) if axes_of(part) == names), None)
 
 
 def shortest(spec: P) -> P:
-    """The spec without dimensions at its end that no axis shards."""
+    """Returns the spec without its last dimensions that no axis shards."""
     parts = list(spec)
     while parts and parts[-1] in (None, ()):
         parts.pop()
@@ -81,12 +81,12 @@ def shortest(spec: P) -> P:
 
 
 def beside(spec: P, names: tuple[Any, ...]) -> P:
-    """What a spec says of the other axes."""
+    """Returns the spec without the axes of the ranks, `names`: the sharding over the other axes."""
     return shortest(P(*(None if axes_of(part) == names else part for part in spec)))
 
 
 def check_specs(argument: str, specs: Any, names: tuple[Any, ...]) -> None:
-    """Checks that each spec has the axes of the ranks for one dimension at most, without other axes."""
+    """Checks that each spec has the axes of the ranks for at most one dimension, which no other axis shards."""
     for path, spec in flatten_specs(specs)[0]:
         if not isinstance(spec, P):
             raise wrong(OP, argument, "a jax.sharding.PartitionSpec", repr(spec), path=path, kind=TypeError)
@@ -97,7 +97,10 @@ def check_specs(argument: str, specs: Any, names: tuple[Any, ...]) -> None:
 
 
 def check_optimizer_specs(specs: Any, param_specs: Any, names: tuple[Any, ...]) -> None:
-    """Checks that an optimizer's state is sharded as its parameters are, or over the ranks besides."""
+    """Checks that the optimizer's state is sharded like the parameters.
+
+    Where a parameter is whole on every rank, its state may be sharded over the ranks, too.
+    """
     found, tree = flatten_specs(specs)
     params, like = ([(None, P())] * len(found), tree) if param_specs is None else flatten_specs(param_specs)
     if like != tree:

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: compress_gradients with its plan, momentum, clipping and warm-up."""
+"""Deep Gradient Compression: `compress_gradients` with DGC's plan, momentum, clipping and warm-up."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,33 +44,37 @@ def dgc(
     weight_decay_mask: Any = None,
     **options: Any,
 ) -> "optax.GradientTransformation":
-    """Deep Gradient Compression: every rank sends the `ratio` of its elements that are largest.
+    """Makes Deep Gradient Compression: every rank sends only its largest elements, the fraction `ratio` of each leaf.
 
-    The largest are those after momentum and with all that was not sent before. The optimizer after it has no momentum
-    of its own: optax.sgd(rate). Every rank clips its own gradients, before momentum.
+    Elements are compared after momentum, and with the residuals of earlier steps added. The optimizer after this
+    transformation should have no momentum of its own: optax.sgd(rate). Every rank clips its own gradients, before
+    momentum.
 
     Args:
-      axis_name: the axis of the ranks. In a tuple, the inner axes sum everything, and the outermost one exchanges a
-        `ratio` of the sums. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`, which exchanges it between nodes.
-      ratio: the share of a leaf's elements that is sent.
+      axis_name: the axis of the ranks. In a tuple, all elements are summed over the inner axes, and the fraction
+        `ratio` of the sums is exchanged over the outermost axis. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`,
+        where this fraction is exchanged between nodes.
+      ratio: the fraction of a leaf's elements that is sent.
       momentum: the factor of momentum, as in `compress_gradients`.
-      nesterov: Nesterov's momentum.
-      momentum_masking: momentum becomes 0 where an element was sent.
+      nesterov: whether to use Nesterov's momentum.
+      momentum_masking: whether momentum becomes 0 where an element was sent.
       values: the codec of the elements that are sent, as in `TopK`.
       select: how the largest elements are found, as in `TopK`.
-      pull: "all" elements that any rank sent come back, or the "top" of the sum, as in `TopK`.
-      min_size: smaller leaves travel raw, as in a `Plan`. Their momentum comes after the reduction.
-      skip_1d: leaves of one dimension or none travel raw, too.
+      pull: the elements of the sum that ranks get back, as in `TopK`: "all" elements that any rank sent, or only the
+        "top" of the sum.
+      min_size: smaller leaves travel raw, as in a `Plan`. Their momentum is applied after the reduction.
+      skip_1d: whether leaves with at most one dimension travel raw, too.
       clip_value: the largest magnitude of an element.
-      clip_norm: the largest norm of a leaf. Without check_vma, norms are those of a device's own shards.
+      clip_norm: the largest norm of a leaf. Without check_vma, a norm covers only a device's own shards.
       clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
-        divided by the number of ranks, is clipped to ranks**-0.5 times that.
-      warmup_epochs: the number of epochs in which the share comes down to `ratio`.
-      warmup_coeff: the share in each of these epochs. None: ratio**((epoch + 1) / (warmup_epochs + 1)). A number c:
-        c**(epoch + 1); the paper's is 0.25. Or a list of the shares; 1 sends everything.
+        divided by the number of ranks, is clipped to ranks**-0.5 times this limit.
+      warmup_epochs: the number of epochs in which the fraction decreases to `ratio`.
+      warmup_coeff: the fraction in each epoch of the warm-up. None: ratio**((epoch + 1) / (warmup_epochs + 1)). A
+        number c: c**(epoch + 1), but at least `ratio`; the paper has c = 0.25. Or a list of the fractions, where 1
+        sends everything.
       steps_per_epoch: the number of steps in an epoch of the warm-up.
       weight_decay: weight_decay * parameters is added to the mean, as in `compress_gradients`.
-      weight_decay_mask: which parameters have weight decay, as in `compress_gradients`.
+      weight_decay_mask: the parameters that have weight decay, as in `compress_gradients`.
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")
@@ -110,7 +114,7 @@ def dgc(
 
 
 def refuse_plan(function: str, options: dict[str, Any], made_of: str) -> None:
-    """Refuses a plan for a function that makes one itself, of the arguments `made_of`."""
+    """Refuses the option `plan` for a function that makes the plan itself, from its arguments `made_of`."""
     if "plan" in options:
         raise wrong(
             function,

@@ -1,4 +1,4 @@
-"""One step's exchange with one plan: gradients out, their mean back, and what is kept renewed."""
+"""The exchange of one step with one plan: sends gradients, and returns their mean and the new state."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jaxcgx.plan.leaves import factor_shape
 
 
 class Kept(NamedTuple):
-    """The state that an exchange reads and returns anew: lists with an entry for each leaf, None where it has none."""
+    """The state that an exchange reads and renews: lists with an entry per leaf, None for a leaf without state."""
 
     residuals: list[Any]  # float32[1, *shape]
     momentum: list[Any]  # [1, *shape]
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The mean of each leaf, or this rank's slice of it, and what is kept after the exchange."""
+    """The mean of each leaf, or this rank's slice of the mean, and the state after the exchange."""
 
     mean: list[Any]
     kept: Kept
@@ -40,14 +40,14 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     Args:
       settings: the arguments of compress_gradients.
       plan: the plan.
-      gradients: the tree that this rank sends.
-      kept: the state for all plans.
+      gradients: the tree of gradients that this rank sends.
+      kept: the state. It has entries for every leaf that any plan of the schedule compresses.
       key: the key of this step's noise.
     """
     leaves = flatten(gradients)
     codecs = encoders(settings, plan, leaves)
     residuals = kept.residuals
-    if settings.telemetry and not settings.feedback:  # without residuals nothing tells what is lost
+    if settings.telemetry and not settings.feedback:  # telemetry needs residuals, which collect the errors
         zeros = lambda x: jnp.zeros((1, *x.shape), jnp.float32)
         residuals = [zeros(x) if each else None for x, each in zip(leaves.values, codecs)]
     masked = [settings.momentum_masking and bool(each) and each[0].sparse for each in codecs]
@@ -70,7 +70,7 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     )
     telemetry = None
     if settings.telemetry:
-        # Of a slice's leaf, a rank knows its own share alone.
+        # A rank has only its slice of the mean of a scattered leaf. Its own gradient takes the place of the mean.
         mean = [m if d is None else x for m, x, d in zip(found.mean, leaves.values, dimensions)]
         telemetry = measure(
             settings.ranks.net(), leaves, codecs=codecs, residuals=residuals, mean=mean, lost=found.kept.residuals
@@ -81,7 +81,10 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
 def _pmean(
     settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept, dimensions: list[int | None]
 ) -> Exchanged:
-    """The mean of lists, or of a leaf with a dimension the slice along it. What is given to it comes back renewed."""
+    """Returns the mean of all ranks' leaves, and the new state.
+
+    For a leaf with a dimension, the mean is only this rank's slice along this dimension.
+    """
 
     def send(given: Kept) -> Exchanged:
         if not _any(dimensions):
@@ -91,13 +94,13 @@ def _pmean(
         for send_part, cut, words in ((_whole, False, key), (slices, True, noise)):
             take = lambda values, cut=cut: [x if (d is not None) == cut else None for x, d in zip(values, dimensions)]
             part = leaves._replace(values=take(leaves.values))
-            # That each rule of the plan holds for a leaf has been checked with all leaves.
+            # `encoders` has already checked with all leaves that each rule of the plan matches a leaf.
             found.append(send_part(settings, loose(plan), key=words, leaves=part, given=Kept(*map(take, given))))
         return jax.tree_util.tree_map(lambda x, y: y if x is None else x, *found, is_leaf=lambda x: x is None)
 
     if not _any(given.residuals):
         return send(given)
-    # Donated residuals are overwritten in place as they are, [1, ...]. A reshape would copy them, there and back.
+    # Donated residuals are overwritten in place if they keep the shape [1, ...]. Reshaping them would make two copies.
     rows = given._replace(factors=leaves.match(None))
     found = jax.vmap(lambda rows: send(rows._replace(factors=given.factors)))(rows)
     return found._replace(mean=[x.reshape(x.shape[1:]) for x in found.mean])
@@ -108,7 +111,7 @@ def _any(values: list[Any]) -> bool:
 
 
 def _whole(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
-    """The compressed mean of lists."""
+    """Returns the compressed mean of whole leaves, and the new state."""
     trees = {name: leaves.tree(values) for name, values in given._asdict().items() if _any(values)}
     gradients = leaves.tree(leaves.values)
     travel = dict(order=_order(settings, leaves), slice_elements=settings.slice_elements, **settings.collective)
@@ -119,7 +122,7 @@ def _whole(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves
 
 
 def _order(settings: Settings, leaves: Leaves) -> tuple[int, ...] | None:
-    """The order of the leaves that there are, or None."""
+    """Returns the order of the leaves that are not None, numbered without the others; or None if no order is set."""
     if settings.order is None:
         return None
     if sorted(settings.order) != list(range(len(leaves.values))):
@@ -132,7 +135,7 @@ def _order(settings: Settings, leaves: Leaves) -> tuple[int, ...] | None:
 def _slices(
     settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept, dimensions: list[int | None]
 ) -> Exchanged:
-    """This rank's slices of the mean. Only residuals are given."""
+    """Returns this rank's slices of the mean, and the new residuals. There is no other state."""
     op, asked = "compressed_psum_scatter", settings.collective
     schedule = plan.schedule if asked["schedule"] == "auto" else asked["schedule"]
     fusion_mb = plan.fusion_mb if asked["fusion_mb"] is None else asked["fusion_mb"]

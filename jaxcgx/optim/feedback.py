@@ -1,4 +1,4 @@
-"""What residuals keep of a step's loss (LoCo's variants of error feedback)."""
+"""LoCo's variants of error feedback, which change the residuals after a step."""
 
 from typing import Any
 
@@ -7,10 +7,13 @@ import jax.numpy as jnp
 
 
 def damp(beta: float | jax.Array, old: list[Any], lost: list[Any]) -> list[Any]:
-    """A moving average of what steps lost; None for a leaf without residual."""
+    """Returns moving averages of the errors of steps, as new residuals. Leaves without a residual have None."""
     return [None if r is None else (1 - beta) * r + beta * new for r, new in zip(old, lost)]
 
 
 def forget(every: int | jax.Array, count: Any, residuals: list[Any]) -> list[Any]:
-    """The residuals, or zeros after every `every` of `count` steps. Without residuals there may be no count."""
+    """Returns the residuals, or zeros if the number of steps, `count`, is a multiple of `every`.
+
+    `count` may be None if no leaf has a residual.
+    """
     return [None if r is None else jnp.where(count % every == 0, 0, r) for r in residuals]

@@ -1,4 +1,4 @@
-"""Parameters that a plan skips: they are held out of differentiation and of the optimizer."""
+"""Frozen parameters, which a plan skips. They are not differentiated, and the optimizer doesn't see them."""
 
 from typing import Any
 
@@ -10,10 +10,13 @@ from jaxcgx.optim.require import import_optax
 
 
 def find_skipped(plan: Any, shards: Any) -> Any:
-    """For each parameter whether a plan skips it: a tree like `shards`, what a device has of the parameters.
+    """Returns for each parameter whether a plan skips it, as a tree like `shards`.
 
-    Of a schedule, any plan says it: compress_gradients wants them to skip the same leaves. Without a plan, nothing is
-    skipped.
+    All plans of a schedule skip the same leaves (compress_gradients checks this). Without a plan, nothing is skipped.
+
+    Args:
+      plan: a plan, a schedule of plans, or None.
+      shards: the shapes of a device's shards of the parameters.
     """
     if plan is None:
         return jax.tree_util.tree_map(lambda _: False, shards)
@@ -21,14 +24,17 @@ def find_skipped(plan: Any, shards: Any) -> Any:
 
 
 def part(tree: Any, skipped: Any) -> tuple[Any, Any]:
-    """(what is trained, what is frozen) of a tree. Each has optax's hole, which is no leaf, in place of the other."""
+    """Returns (the trained leaves, the frozen leaves) of a tree, as two trees.
+
+    Each tree has optax.MaskedNode() in place of the other tree's leaves. It is a node without leaves.
+    """
     hole = import_optax(OP).MaskedNode()
     take = lambda wanted: jax.tree_util.tree_map(lambda x, skip: x if skip == wanted else hole, tree, skipped)
     return take(False), take(True)
 
 
 def join(trained: Any, frozen: Any) -> Any:
-    """The tree that `part` parted."""
+    """Returns the tree that `part` has split."""
     hole = import_optax(OP).MaskedNode
     is_hole = lambda x: isinstance(x, hole)
     return jax.tree_util.tree_map(lambda x, y: y if is_hole(x) else x, trained, frozen, is_leaf=is_hole)

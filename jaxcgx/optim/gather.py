@@ -1,4 +1,4 @@
-"""States of optimizers over MPI, whose rows every process has for itself, in one place: for a checkpoint."""
+"""Gathers the rows of optimizer states over MPI, of which each process has only its own, for a checkpoint."""
 
 from typing import Any
 
@@ -10,18 +10,19 @@ from jaxcgx.optim.nesting import has_rows
 
 
 def gather_state(opt_state: Any, comm: Any) -> Any:
-    """A state over MPI with the rows of all ranks, as on a mesh; None on all ranks but the first.
+    """Returns a state over MPI with the rows of all ranks, as on a mesh. All ranks except the first get None.
 
-    All ranks call it. The rows are NumPy's. `jaxcgx.restore_state` goes back.
+    All ranks must call it. The rows are NumPy arrays, except rows of random keys. From a checkpoint of this state,
+    `jaxcgx.restore_state` gives each rank its own row again.
 
     Args:
-      opt_state: this rank's state of an optimizer or a model, or a tree of such.
-      comm: the MPI communicator or `jaxcgx.mpi.hierarchy()` that its transformations were given.
+      opt_state: this rank's state of an optimizer or of a model, or a tree of such states.
+      comm: the MPI communicator or `jaxcgx.mpi.hierarchy()` that the optimizer's transformations were given.
     """
-    from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
+    from jaxcgx.optim.processes import Processes  # this import starts MPI, which is optional
 
     net = Processes.over("gather_state", comm, "comm").net()
-    jax.effects_barrier()  # programs that still send may use the same communicator
+    jax.effects_barrier()  # programs that still run may use the same communicator
 
     def gather(row: Any) -> Any:
         if not addable(row):

@@ -1,7 +1,7 @@
-"""A function of one rank in two halves: the first begins sums, and the second, which may be in a later program, waits.
+"""Splits a function of one rank into two halves: the first begins sums, the second waits for them.
 
-What leads to the sums is in the first half. What depends on their results is in the second, and so are exchanges that
-can't be begun and ended apart.
+The second half may run in a later program. It has the operations that depend on results of the sums, and the exchanges
+that can't begin in one program and end in another. The first half has all other operations.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from jaxcgx.native.tcp_sum import tcp_begin_p, tcp_end_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Halves:
-    """A traced function (shared, *args), cut where it waits for sums. Both halves get `shared`."""
+    """A traced function (shared, *args), split where it waits for sums. Both halves get `shared`."""
 
-    before: Any  # a program (constants, shared, args) -> values
-    behind: Any  # a program (constants, shared, values) -> results
+    before: Any  # the first half, a program (constants, shared, args) -> values
+    behind: Any  # the second half, a program (constants, shared, values) -> results
     constants: list[Any]
-    results: Any  # the shapes of the results
+    results: Any  # the shapes of the results, a tree like them
 
     @classmethod
     def of(cls, function: Callable[..., Any], shared: Any, *args: Any) -> "Halves":
-        """The halves of function(shared, *args)."""
+        """Returns the halves of function(shared, *args)."""
         with sums.opened():
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(shared, *args)
         program = closed.jaxpr
@@ -50,28 +50,28 @@ class Halves:
         unnamed = dict(constvars=(), debug_info=program.debug_info.with_unknown_names())
         return cls(
             program.replace(invars=[*program.constvars, *program.invars], eqns=first, outvars=values, **unnamed),
-            # The sum that began last is needed first.
+            # The sum that began last ends first, because the next step needs its results first (P3).
             program.replace(invars=[*both, *values], eqns=[*reversed(ends), *rest], **unnamed),
             closed.consts,
             shapes,
         )
 
     def first(self, shared: Any, *args: Any) -> list[Any]:
-        """The values that the second half needs, as rows [1, ...]."""
+        """Returns the values that the second half needs, as rows [1, ...]."""
         leaves = jax.tree_util.tree_leaves((shared, args))
         found = _compat.eval_jaxpr(self.before, [], *self.constants, *leaves)
-        # What has one row already stays as it is: XLA would copy it to reshape it.
+        # A value [1, ...] is used as a row without a reshape, because XLA would copy it.
         return [x if x.shape[:1] == (1,) else x[None] for x in found]
 
     def second(self, shared: Any, values: list[Any], behind: Any = ()) -> Any:
-        """The function's results, from the rows of the first half.
+        """Returns the results of the function, from the rows of the first half.
 
-        behind: a tree of arrays that XLA has before it waits for sums. Without any it might wait at once.
+        `behind` is a tree of arrays that XLA computes before it waits for the sums. Without it, XLA may wait at once.
         """
         given = [x.reshape(var.aval.shape) for x, var in zip(values, self.before.outvars)]
         if first := [x.reshape(-1)[0] for x in jax.tree_util.tree_leaves(behind) if x.size]:
             tickets = {eqn.invars[0] for eqn in self.behind.eqns if eqn.primitive is tcp_end_p}
-            # 0, which XLA doesn't know. Infinity is not above itself.
+            # This is always 0, because nothing is above infinity. XLA doesn't know that, so it computes `behind` first.
             zero = sum((jnp.real(x).astype(jnp.float32) > jnp.inf).astype(jnp.uint32) for x in first)
             given = [x + zero if var in tickets else x for x, var in zip(given, self.before.outvars)]
         found = _compat.eval_jaxpr(self.behind, [], *self.constants, *jax.tree_util.tree_leaves(shared), *given)
@@ -79,14 +79,18 @@ class Halves:
 
 
 def begin(function: Callable[..., Any], *args: Any) -> Callable[[Any], Any]:
-    """Begins the sums of function(*args). The result gives those of the function, behind what it is called with."""
+    """Begins the sums of function(*args).
+
+    Returns a function (behind) that ends the sums and returns the results of function(*args). XLA computes the arrays
+    in the tree `behind` before it waits for the sums.
+    """
     halves = Halves.of(lambda _, *args: function(*args), (), *args)
     values = halves.first((), *args)
     return lambda behind: halves.second((), values, behind)
 
 
 def _leading(eqns: Any) -> set[int]:
-    """The ids of the operations that lead to sums, and of those that begin them."""
+    """Returns the ids of the operations that begin sums, and of all operations on which these depend."""
     found, needed = set(), set()
     for eqn in reversed(eqns):
         if eqn.primitive is tcp_begin_p or not needed.isdisjoint(eqn.outvars):
@@ -96,4 +100,4 @@ def _leading(eqns: Any) -> set[int]:
 
 
 def _variables(atoms: Any) -> list[Any]:
-    return [x for x in atoms if not hasattr(x, "val")]  # without literals
+    return [x for x in atoms if not hasattr(x, "val")]  # literals have `val`

@@ -17,12 +17,12 @@ from jaxcgx.optim.state import describe_state
 
 
 def init_state(settings: Settings, params: Any, describe: Callable[..., Any] = describe_state) -> Any:
-    """The state before the first step, sharded over the ranks where a mesh is in context.
+    """Returns the state before the first step, sharded over the ranks if a mesh is in context.
 
     Args:
       settings: the arguments of the transformation.
       params: a pytree of parameters.
-      describe: a function (settings, params, ranks) that returns the shapes of the state.
+      describe: a function (settings, params, number of ranks) that returns the shapes of the state.
     """
     rows = settings.ranks.rows(settings.axis_size)
     params = check_arrays(settings.function, "params", params)
@@ -39,6 +39,6 @@ def init_state(settings: Settings, params: Any, describe: Callable[..., Any] = d
         place = jax.sharding.reshard if explicit else lax.with_sharding_constraint
         return jax.tree_util.tree_map(place, fresh(), state_specs(expected, settings.axis_name))
 
-    state = jax.jit(sharded)() if rows.sharded else fresh()  # jit: no device ever holds the rows of all ranks
+    state = jax.jit(sharded)() if rows.sharded else fresh()  # with jit, no device ever holds the rows of all ranks
     vary = functools.partial(jax.tree_util.tree_map, lambda x: _compat.vary(x, rows.varying))
     return state._replace(**{name: vary(getattr(state, name)) for name in state.per_rank})

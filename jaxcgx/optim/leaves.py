@@ -15,27 +15,27 @@ from jaxcgx.plan.by_axis import skips
 class Leaves(NamedTuple):
     """A flattened pytree."""
 
-    paths: list[Any]  # of JAX
+    paths: list[Any]  # the JAX path of each leaf
     values: list[Any]  # arrays, or jax.ShapeDtypeStructs
     structure: Any  # jax.tree_util.PyTreeDef
 
     def tree(self, values: list[Any]) -> Any:
-        """A tree of this structure with other values."""
+        """Returns a tree of this structure with other values."""
         return self.structure.unflatten(values)
 
     def match(self, field: Any) -> list[Any]:
-        """The entries of a tree like this one, or of None, which has None for every leaf."""
+        """Returns the entries of a tree like this one as a list. For None, returns a list with None for every leaf."""
         return [None] * len(self.values) if field is None else self.structure.flatten_up_to(field)
 
 
 def flatten(tree: Any) -> Leaves:
-    """A pytree, flattened."""
+    """Returns a pytree, flattened."""
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     return Leaves([path for path, _ in found], [leaf for _, leaf in found], structure)
 
 
 def check_arrays(function: str, argument: str, tree: Any) -> Any:
-    """A tree whose leaves are arrays, or jax.ShapeDtypeStructs. Numbers become arrays."""
+    """Returns the tree, after a check that its leaves are arrays or jax.ShapeDtypeStructs. Numbers become arrays."""
     shaped = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if shaped(leaf) else check_array(function, argument, leaf, path), tree
@@ -43,16 +43,16 @@ def check_arrays(function: str, argument: str, tree: Any) -> Any:
 
 
 def loose(plan: Plan) -> Plan:
-    """A plan for a part of the leaves, in which its rules may hold for none."""
+    """Returns the plan for use with only some leaves, where a rule that matches no leaf is no error."""
     return dataclasses.replace(plan, rules=[dataclasses.replace(rule, optional=True) for rule in plan.rules])
 
 
 def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec] | None]:
-    """For each leaf the codecs that encode it, outermost axis first.
+    """Returns for each leaf the list of codecs that encode it, outermost axis first.
 
-    There are none where the leaf travels raw. It is None where the plan skips the leaf.
+    The list is empty if the leaf travels raw. In place of the list is None if the plan skips the leaf.
     """
-    if not leaves.values:  # optax asks with such a tree, in which no rule of the plan finds a leaf
+    if not leaves.values:  # optax may pass a tree without leaves, where the plan's rules match nothing
         return []
     names, found = settings.ranks.levels, list[list[Codec] | None]()
     assigned = plan.assign(settings.function, "plan", paths=leaves.paths, leaves=leaves.values)

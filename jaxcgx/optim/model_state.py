@@ -1,4 +1,4 @@
-"""The state of a model beside its parameters, which a loss function returns anew: statistics, counters, random keys."""
+"""The state of a model besides its parameters: statistics, counters, random keys. A loss function returns a new one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,24 +15,24 @@ from jaxcgx.transports.base import Transport
 
 
 class PerRank(NamedTuple):
-    """A model's state of which every rank has its own."""
+    """A model state that differs between ranks: each rank has its own."""
 
-    rows: Any  # like the state of one rank, [ranks, *shape], sharded over the ranks
+    rows: Any  # a tree like the state of one rank, [ranks, *shape], sharded over the ranks
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        """{field with a row per rank: the quantity that reshard_state preserves over the ranks, "sum" or "mean"}."""
         return {"rows": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """The fields like the parameters."""
+        """The fields that are trees like the parameters, without a row per rank."""
         return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """How a model's state goes through a step. `make_train_step` explains `mode`; None: there is no state."""
+    """The handling of a model state in a step. `make_train_step` explains `mode`. None: there is no model state."""
 
     mode: str | None
     ranks: Ranks
@@ -42,7 +42,7 @@ class ModelState:
             check_choice(OP, "model_state", self.mode, ("mean", "per_rank"))
 
     def check_given(self, state: Any) -> None:
-        """Checks that `init` has a state where `make_train_step` was told of one, and only there."""
+        """Checks that `init` got a model state if `make_train_step` got a mode, and none otherwise."""
         if (self.mode is None) == (state is None):
             return
         expected, got = ("none", "one") if self.mode is None else ("the model's state", "none")
@@ -52,7 +52,7 @@ class ModelState:
         raise wrong("train.init", "model_state", f"{expected} with model_state={self.mode!r}", got, remedy)
 
     def check_rows(self, state: Any, count: int | None) -> None:
-        """Checks that `step` has a state of every rank where ranks have their own. `count`: as in `first`."""
+        """Checks that `step` got a row per rank if each rank has its own state. `count` is as in `first`."""
         if self.mode != "per_rank":
             return
         if not isinstance(state, PerRank):
@@ -65,7 +65,10 @@ class ModelState:
                 raise wrong("train.step", "model_state", expected, spell_array(x), remedy, path=path)
 
     def first(self, state: Any, count: int | None) -> Any:
-        """The state before the first step, of the caller's. It has copies. `count`: how many ranks a mesh has."""
+        """Returns the state before the first step, a copy of the caller's state.
+
+        `count` is the number of ranks of a mesh, or None without a mesh.
+        """
         if self.mode != "per_rank":
             return jax.tree_util.tree_map(jnp.copy, state)
         numbers = self.ranks.numbers(count)
@@ -75,33 +78,36 @@ class ModelState:
 
     @property
     def spec(self) -> P:
-        """The PartitionSpec of what `first` and `of_all` return."""
+        """The PartitionSpec of the states that `first` and `of_all` return."""
         return P(self.ranks.levels) if self.mode == "per_rank" else P()
 
     def of_rank(self, state: Any) -> Any:
-        """What a rank's loss function gets. Its keys are its own."""
+        """Returns the state that a rank's loss function gets. Each rank gets different random keys."""
         if self.mode == "per_rank":
             return jax.tree_util.tree_map(lambda x: x[0], state.rows)
         rank = self.ranks.net().rank
         return jax.tree_util.tree_map(lambda x: x if addable(x) else fold(x, rank), state)
 
     def counts(self, state: Any) -> bool:
-        """Whether ranks have integers or flags in common, which they must then agree on."""
+        """Returns whether the ranks share integers or flags, which must then be the same on all ranks after a step."""
         number = lambda x: addable(x) and not jnp.issubdtype(x.dtype, jnp.inexact)
         return self.mode == "mean" and any(map(number, jax.tree_util.tree_leaves(state)))
 
     def own(self, state: Any) -> list[bool] | None:
-        """For each leaf of the state whether a rank has its own before a step; None where it has so after it, too."""
+        """Returns for each leaf of the state whether it differs between ranks before a step.
+
+        Returns None if each rank has its own state: then all leaves may differ, before and after a step.
+        """
         return None if self.mode == "per_rank" else [not addable(x) for x in jax.tree_util.tree_leaves(state)]
 
     def of_all(self, state: Any, given: Any, new: Any) -> Any:
-        """What a step returns.
+        """Returns the state after a step.
 
         Args:
-          state: what it was given.
-          given: what the loss function was given of it.
-          new: what the loss function returned. What it left as it was is not averaged, because a mean of equal numbers
-            may be rounded.
+          state: the state before the step.
+          given: the state that the loss function got.
+          new: the state that the loss function returned. Leaves that it returned unchanged are not averaged, because
+            the mean of equal numbers may be rounded.
         """
         if self.mode == "per_rank":
             return PerRank(jax.tree_util.tree_map(lambda x: x[None], new))
@@ -113,21 +119,27 @@ class ModelState:
 
 
 def put(state: Any, sharding: Any) -> Any:
-    """The state on all devices. jax.device_put takes no random keys to those of other processes, but their words."""
+    """Returns the state on all devices.
+
+    jax.device_put can't put random keys on devices of other processes. So their words are put there.
+    """
     words = jax.tree_util.tree_map(lambda x: x if addable(x) else jax.random.key_data(x), state)
     wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
     return jax.tree_util.tree_map(wrap, jax.device_put(words, sharding), state)
 
 
 def agree(x: Any, ranks: Ranks, averaged: Callable[[jax.Array], bool]) -> Any:
-    """Every rank's tree made one: the mean of the leaves that are `averaged`, and the first rank's others."""
+    """Returns one tree for all ranks.
+
+    It has the mean over the ranks for leaves that are `averaged`, and the first rank's values of the other leaves.
+    """
     means = ranks.pmean(jax.tree_util.tree_map(lambda leaf: leaf if averaged(leaf) else None, x))
     first = lambda leaf: _first(leaf, ranks.net())
     return jax.tree_util.tree_map(lambda leaf, mean: first(leaf) if mean is None else mean, x, means)
 
 
 def _first(x: jax.Array, net: Transport) -> jax.Array:
-    """An array of integers, flags or random keys of the first rank, on every rank."""
+    """Returns the first rank's array on every rank. The array has integers, flags or random keys."""
     if not addable(x):
         return jax.random.wrap_key_data(_first(jax.random.key_data(x), net), impl=jax.random.key_impl(x))
     numbers = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
@@ -135,7 +147,10 @@ def _first(x: jax.Array, net: Transport) -> jax.Array:
 
 
 def check_renewed(old: Any, new: Any) -> Any:
-    """The state that a loss function returned, if it is one like that it got. What it left is the same objects."""
+    """Returns the new state of a loss function, after a check that it is like the old one.
+
+    Leaves that the loss function left unchanged are the same objects in both.
+    """
     before, structure = jax.tree_util.tree_flatten_with_path(old)
     after, other = jax.tree_util.tree_flatten_with_path(new)
     if structure != other:
@@ -156,6 +171,6 @@ def check_renewed(old: Any, new: Any) -> Any:
 
 
 def fold(keys: jax.Array, rank: jax.Array) -> jax.Array:
-    """Random keys, in an array of any shape, for one rank."""
+    """Returns random keys for a rank: the keys, an array of any shape, folded with the rank."""
     fold = jax.vmap(lambda key: jax.random.fold_in(key, rank))
     return fold(keys.reshape(-1)).reshape(keys.shape)

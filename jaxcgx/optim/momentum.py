@@ -1,4 +1,4 @@
-"""Momentum of a rank's own gradients before they are sent, and of raw leaves and weight decay after the mean."""
+"""Momentum of a rank's own gradients before they are sent. Raw leaves and weight decay get theirs after the mean."""
 
 from typing import Any, NamedTuple
 
@@ -11,14 +11,14 @@ from jaxcgx.optim.settings import Settings
 
 
 class Accelerated(NamedTuple):
-    """A leaf's momentum with a gradient in it, and what takes the gradient's place."""
+    """The momentum of a leaf after a gradient was added, and the new gradient."""
 
-    momentum: Any  # None for a leaf without
-    gradient: jax.Array
+    momentum: Any  # None for a leaf without momentum
+    gradient: jax.Array  # takes the place of the gradient that was added
 
 
 def accelerate(settings: Settings, u: Any, g: jax.Array) -> Accelerated:
-    """Adds a gradient to the momentum `u` of a leaf; None: the leaf has none."""
+    """Adds a gradient to the momentum `u` of a leaf. None: the leaf has no momentum, and the gradient is unchanged."""
     if u is None:
         return Accelerated(u, g)
     rate, new = jnp.asarray(settings.momentum, u.dtype), g.astype(u.dtype)
@@ -27,16 +27,16 @@ def accelerate(settings: Settings, u: Any, g: jax.Array) -> Accelerated:
 
 
 def hold(old: Any, new: Any, mean: jax.Array) -> jax.Array | None:
-    """The new momentum of a leaf, or the old one where the mean or the new one is not finite.
+    """Returns the new momentum of a leaf, or the old momentum where the mean or the new momentum is not finite.
 
-    An overflow would stay in the momentum forever. The mean doesn't always show it: TopK sends only some elements of
-    an overflowing leaf, as NaN.
+    Otherwise, an overflow would stay in the momentum forever. The mean doesn't always show an overflow: TopK sends only
+    some elements of an overflowing leaf, as NaN.
     """
     return None if new is None else jnp.where(jnp.isfinite(mean) & jnp.isfinite(new), new, old)
 
 
 def decayed(settings: Settings, grads: Leaves, params: Any) -> list[Any]:
-    """The parameters that have weight decay, and None for the others."""
+    """Returns for each leaf the parameter if it has weight decay, else None."""
     if settings.weight_decay is None or settings.weight_decay_mask is None:
         return grads.match(params)
     mask = settings.weight_decay_mask(params) if callable(settings.weight_decay_mask) else settings.weight_decay_mask
@@ -49,14 +49,14 @@ def decayed(settings: Settings, grads: Leaves, params: Any) -> list[Any]:
 
 
 def accelerate_mean(settings: Settings, trace: Any, u: Any, x: jax.Array, p: Any) -> Accelerated:
-    """Applies an optimizer's momentum to the mean of a leaf, except to what had momentum before it was sent.
+    """Applies momentum after the exchange: to the mean of a leaf that always travels raw, and to weight decay.
 
     Args:
       settings: the arguments of compress_gradients.
-      trace: the momentum of what is the same on every rank; None: the leaf has none.
-      u: the momentum of this rank's own gradients. None: the leaf always travels raw, and its mean has momentum here.
+      trace: the momentum that is the same on every rank. None: the leaf has none.
+      u: the momentum of this rank's own gradients. None: the leaf always travels raw, and its mean gets momentum here.
       x: the mean.
-      p: the parameter; None: it has no weight decay.
+      p: the parameter. None: it has no weight decay.
     """
     if trace is None:
         return Accelerated(trace, x)

@@ -1,4 +1,4 @@
-"""GeoMX's mixed-precision quantization: compress_gradients with its plan, and the momentum of its sparsification."""
+"""GeoMX's mixed-precision quantization: `compress_gradients` with GeoMX's plan, and with momentum as in `bsc`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,23 +29,24 @@ def mpq(
     steps_per_epoch: int | None = None,
     **options: Any,
 ) -> "optax.GradientTransformation":
-    """GeoMX's mixed-precision quantization: the largest elements of each large leaf, and the others as float16.
+    """Makes GeoMX's mixed-precision quantization: sends few elements of large leaves, and small leaves as float16.
 
     Between data centers, every rank sends the largest elements of each large leaf. Small leaves travel as float16
-    everywhere. The largest are those after momentum and with all that was not sent before, as in `dgc`. Any optimizer
-    may follow, but it should have no momentum of its own: optax.adam(rate, b1=0).
+    everywhere. As in `dgc`, elements are compared after momentum, and with the residuals of earlier steps added. Any
+    optimizer may follow, but it should have no momentum of its own: optax.adam(rate, b1=0).
 
     Args:
-      axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.
-        Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`, whose nodes are the data centers.
-      threshold: the share of a leaf's elements that is sent, above 0.
+      axis_name: the axis of the data centers, or a tuple with this axis outermost. Over the inner axes, all elements of
+        large leaves are summed. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`, whose nodes are the data centers.
+      threshold: the fraction of a large leaf's elements that is sent, above 0.
       size_bound: leaves of up to `size_bound` elements travel as float16, inside data centers too.
       momentum: the factor of momentum, as in `compress_gradients`.
-      momentum_masking: momentum becomes 0 where an element was sent.
-      pull: what comes back: "all" elements that any rank sent, or the "top" of the sum; its owner keeps the rest.
-      select: as in `TopK`.
-      warmup_epochs: the number of epochs in which the share comes down to `threshold`, as in `dgc`.
-      warmup_coeff: the share in each of these epochs, as in `dgc`.
+      momentum_masking: whether momentum becomes 0 where an element was sent.
+      pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
+        largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
+      select: how the largest elements are found, as in `TopK`.
+      warmup_epochs: the number of epochs in which the fraction decreases to `threshold`, as in `dgc`.
+      warmup_coeff: the fraction in each epoch of the warm-up, as in `dgc`.
       steps_per_epoch: the number of steps in an epoch of the warm-up.
       **options: all other options of `compress_gradients`.
     """

@@ -1,4 +1,4 @@
-"""Where compress_gradients may be in an optimizer: what is before it sees gradients that differ from rank to rank."""
+"""Checks the place of compress_gradients in an optimizer. Before it, gradients differ from rank to rank."""
 
 import itertools
 from typing import Any
@@ -11,14 +11,14 @@ from jaxcgx.optim.require import import_optax
 
 
 def has_rows(node: Any) -> bool:
-    """Whether a node of an optimizer's state has fields per rank."""
+    """Returns whether a node of an optimizer's state has fields with a row per rank."""
     return hasattr(type(node), "per_rank")
 
 
 def check_nesting(function: str, opt_state: Any) -> None:
     """Refuses transformations whose state depends on one rank's gradients but has no axis of ranks.
 
-    These are wrappers around compress_gradients, and transformations before it in a chain.
+    Such transformations are wrappers around compress_gradients, or come before it in a chain.
     """
     optax = import_optax(function)
     _check_around(function, opt_state, optax.MultiStepsState, name="MultiSteps")
@@ -57,7 +57,7 @@ def _check_before(function: str, chain: tuple[Any, ...]) -> None:
 
 
 def _is_chain(node: Any) -> bool:
-    """Whether a node is optax.chain's tuple of states, with one that has fields per rank."""
+    """Returns whether a node is optax.chain's tuple of states, and one of the states has fields with a row per rank."""
     return type(node) is tuple and any(map(has_rows, node))
 
 

@@ -1,4 +1,4 @@
-"""Steps whose mean is not finite everywhere, in which nothing of the state may change."""
+"""Steps whose mean is not finite everywhere. They must not change the state."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from jaxcgx import _compat
 
 
 def count_nonfinite(mean: list[jax.Array]) -> Any:
-    """How many leaves are not finite somewhere, the same number on all ranks and shards."""
+    """Returns the number of leaves with an element that is not finite. It is the same on all ranks and shards."""
     bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in mean)
-    # The axes of the mesh that the gradients are sharded over, in the same order in every process.
+    # The axes of the mesh over which the gradients are sharded, in the same order in every process.
     shards = tuple(sorted(_compat.varying_axes(bad), key=str))
     return lax.psum(bad, shards) if shards else bad
 
 
 def unless(bad: Any, new: Any, old: Any) -> Any:
-    """The new tree, or the old one where `bad` is not 0."""
+    """Returns the new tree, or the old tree if `bad` is not 0."""
     return jax.tree_util.tree_map(lambda n, o: jnp.where(bad == 0, n, o), new, old)

@@ -1,4 +1,4 @@
-"""The caller's loss function in the one form that a training step differentiates."""
+"""Brings the caller's loss function, in all of its forms, into the one form that a training step differentiates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +15,17 @@ from jaxcgx.optim.model_state import check_renewed
 def make_objective(
     loss_fn: Callable[..., Any], *, has_state: bool, has_aux: bool, weighted: bool
 ) -> Callable[..., Any]:
-    """A function (params, Given), of all parameters, that returns (loss, (weight, model state, aux)).
+    """Returns a function (params, Given) -> (loss, (weight, model state, aux)), where `params` are all parameters.
 
     Args:
-      loss_fn: a function (params, batch) of all parameters, as `make_train_step` explains it.
-      has_state: whether it takes a model state behind the parameters, and returns a new one.
-      has_aux: whether it returns auxiliary outputs.
-      weighted: whether it returns (sum, weight) in place of a loss. The loss is then the sum.
+      loss_fn: the caller's function (params, batch) of all parameters. `make_train_step` explains its forms.
+      has_state: whether `loss_fn` takes a model state after the parameters, and returns a new one.
+      has_aux: whether `loss_fn` returns auxiliary outputs.
+      weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The result then has the sum as its loss.
     """
 
     def objective(params: Any, given: Given) -> tuple[Any, tuple[Any, Any, Any]]:
-        # A copy of the tree: variables of NNX can be changed only where JAX traces what made them.
+        # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
         states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if has_state else ()
         keys = () if given.key is None else (given.key,)
         found = loss_fn(params, *states, given.batch, *keys)
@@ -54,7 +54,7 @@ def make_objective(
 
 
 def _scalar(x: Any, what: str) -> jax.Array:
-    """A loss, a sum or a weight, checked. JAX doesn't differentiate others."""
+    """Returns a loss, a sum or a weight as an array, after a check that it is a scalar that JAX can use."""
     expected, got, remedy = f"a function whose {what} is a number", None, ""
     if not (hasattr(x, "shape") or isinstance(x, int | float)):
         got, remedy = f"a {type(x).__name__}", "pass has_aux=True for (loss, aux), weighted=True for (sum, weight)"
@@ -69,7 +69,10 @@ def _scalar(x: Any, what: str) -> jax.Array:
 
 @jax.custom_jvp
 def _constant(weight: Any) -> Any:
-    """A weight. It is known only behind the last micro-batch, so gradients can't have a part of its own."""
+    """Returns the weight, which must not depend on the parameters: its derivative is an error.
+
+    The sum of all weights is known only after the last micro-batch, so gradients can't include its derivative.
+    """
     return weight
 
 

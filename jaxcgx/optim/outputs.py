@@ -1,4 +1,4 @@
-"""What becomes of the results of a loss function beside the loss, from the programs of two sizes of a batch."""
+"""Finds how the auxiliary outputs of a loss function are combined, by comparing its programs for two batch sizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,23 +12,26 @@ from jaxcgx.optim.accumulation import OP, Given, Output, Parts, addable
 
 
 class Traced(NamedTuple):
-    """The program of a rank: from (parameters, model state, batch, key) to (new model state, aux)."""
+    """The program of a rank: (parameters, model state, batch, key) -> (new model state, aux)."""
 
     jaxpr: Any
-    shapes: Any  # of its results
+    shapes: Any  # the shapes of the results
 
 
 def find_outputs(
     objective: Callable[..., Any], params: Any, given: Given, *, parts: Parts, own: Any, names: tuple[Any, ...]
 ) -> tuple[Any, list[Output]]:
-    """(the structure of the auxiliary outputs, what becomes of each). Wrong ones are an error.
+    """Returns (the structure of the auxiliary outputs, an `Output` for each).
+
+    Outputs that can't be combined are an error.
 
     Args:
-      objective: a function (params, Given) of a rank.
+      objective: the function (params, Given) of a rank, as from `make_objective`.
       params: whole parameters.
-      given: the rest, for a rank's part of a batch.
-      parts: its micro-batches.
-      own: for each leaf of the model state whether ranks have their own. None: they all are, and may differ.
+      given: the other arguments, with a rank's part of a batch.
+      parts: the micro-batches of this part.
+      own: for each leaf of the model state, whether it differs between ranks before a step. None: each rank has its own
+        state, so all leaves may differ, before and after a step.
       names: the axes of the ranks.
     """
     leaves, tree = jax.tree_util.tree_flatten(given.batch)
@@ -49,7 +52,7 @@ def find_outputs(
         try:
             other = trace(double)
         except (TypeError, ValueError) as error:
-            if not parts.guessed:  # else it is a batch of something else than examples
+            if not parts.guessed:  # a wrong guess is no error: the batch may have no examples
                 expected, got = "a function of any number of examples, with has_aux", "one that fails for twice as many"
                 raise wrong(OP, "loss_fn", expected, got, "take sizes from the shapes of the batch") from error
     states = jax.tree_util.tree_leaves(given.model_state)
@@ -58,7 +61,10 @@ def find_outputs(
     keys = [True] * (given.key is not None)
 
     def differ(names: tuple[Any, ...], several: bool) -> list[bool]:
-        """Which results do. several: also between micro-batches, of which each gets the state of the one before."""
+        """Returns for each result whether it may differ between ranks.
+
+        With `several`, results may also differ because each micro-batch gets the model state of the one before.
+        """
         state = list(of_state)
         while True:
             found = differing(traced.jaxpr, [*known[0], *state, *known[1], *keys], names)
@@ -70,13 +76,13 @@ def find_outputs(
     several = parts.number > 1
     if own is not None:
         _check_states(traced.shapes[0], differ(names, several), states)
-    # What all ranks have still differs between micro-batches.
+    # With several micro-batches, a result that is the same on all ranks may still differ between micro-batches.
     of_aux = differ(() if several else names, several)[len(states) :]
     return jax.tree_util.tree_structure(traced.shapes[1]), _of_aux(traced, other, of_aux, of_states=len(states))
 
 
 def _check_states(shapes: Any, differ: list[bool], states: list[Any]) -> None:
-    """Refuses integers and flags of a model state that ranks don't have in common."""
+    """Refuses integers and flags of a model state if they may differ between ranks."""
     for (path, x), differs in zip(jax.tree_util.tree_leaves_with_path(shapes), differ):
         if differs and addable(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
             expected = "integers and flags of a model state that don't depend on a rank's part of the batch"
@@ -85,7 +91,7 @@ def _check_states(shapes: Any, differ: list[bool], states: list[Any]) -> None:
 
 
 def _of_aux(traced: Traced, other: Traced, differ: Sequence[bool], of_states: int) -> list[Output]:
-    """What becomes of the auxiliary outputs, from those of two sizes of a batch."""
+    """Returns an `Output` for each auxiliary output, from the programs for two batch sizes."""
     outputs: list[Output] = []
     found = jax.tree_util.tree_leaves_with_path(traced.shapes[1])
     fixed = (constants(each.jaxpr)[of_states:] for each in (traced, other))

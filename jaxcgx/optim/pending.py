@@ -1,4 +1,4 @@
-"""Gradients that a step has found and another one applies."""
+"""Gradients that one step computes and the next step applies."""
 
 import dataclasses
 import functools
@@ -11,29 +11,29 @@ from jaxcgx.optim.halves import Halves
 
 
 class Pending(NamedTuple):
-    """What a step has found and the next one sends."""
+    """Gradients that a step has computed, and the next step sends."""
 
-    gradients: Any  # of every rank, like the trained parameters, [ranks, *shape], sharded over the ranks
-    loss: jax.Array  # that they are of
+    gradients: Any  # a tree like the trained parameters, [ranks, *shape], sharded over the ranks
+    loss: jax.Array  # the loss of these gradients
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        """{field with a row per rank: the quantity that reshard_state preserves over the ranks, "sum" or "mean"}."""
         return {"gradients": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """The fields like the parameters."""
+        """The fields that are trees like the parameters, without a row per rank."""
         return ()
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "loss"], meta_fields=["halves"])
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """What a step has sent and the next one receives, in this process. It has the state of the exchange in it."""
+    """Sums that a step has begun, and the next step ends in the same process, with the state of their exchange."""
 
-    values: list[Any]  # of every rank, [ranks, ...], sharded over the ranks
-    loss: jax.Array  # of the gradients
+    values: list[Any]  # the values between the halves, [ranks, ...], sharded over the ranks
+    loss: jax.Array  # the loss of the gradients
     halves: Halves
 
     @property
@@ -43,7 +43,7 @@ class InFlight:
 
 
 def check_arrived(opt_state: Any) -> None:
-    """Refuses a state with gradients that a step without priority would leave behind."""
+    """Refuses a state with pending gradients, which a step without priority would never apply."""
     if any(isinstance(each, Pending | InFlight) for each in opt_state):
         expected, got = (
             "a state whose gradients have arrived",

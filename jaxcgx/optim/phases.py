@@ -1,4 +1,4 @@
-"""The plans of a training run, {first step: plan}, and the choice among them inside one compiled program."""
+"""Schedules of plans, {first step: plan}, and the choice of a step's plan inside one compiled program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ from jaxcgx.plan.by_axis import check_codecs
 
 
 class Phase(NamedTuple):
-    """The steps from `start` on have this plan, until the next phase starts."""
+    """A phase of a schedule. Its plan is used from step `start` on, until the next phase starts."""
 
     start: int
     plan: Plan
 
 
 def check_phases(function: str, plan: Any) -> tuple[Phase, ...]:
-    """The phases in order: one for a plan, or one for each entry of {first step: plan}."""
+    """Returns the phases in order: one for a plan, or one for each entry of {first step: plan}."""
     plans = {0: plan}
     if isinstance(plan, dict) and any(map(is_integer, plan)):
         if 0 not in plan or not all(is_integer(step) and step >= 0 for step in plan):
@@ -31,16 +31,16 @@ def check_phases(function: str, plan: Any) -> tuple[Phase, ...]:
 
 
 def check_plan(function: str, plan: Any, argument: str = "plan") -> Plan:
-    """A codec, or {axis: codec}, is a plan without guards."""
+    """Returns a plan. A codec, or {axis: codec}, becomes a plan without guards."""
     return plan if isinstance(plan, Plan) else Plan(check_codecs(function, argument, plan), min_size=0, skip_1d=False)
 
 
 def switch(
     phases: Sequence[Phase], count: jax.Array | None, branches: Sequence[Callable[..., Any]], *operands: Any
 ) -> Any:
-    """Calls the branch of the phase that step `count` is in; `branches` has one for each phase.
+    """Calls the branch of the phase to which step `count` belongs. `branches` has one function for each phase.
 
-    A state without a count is one of plans that compress nothing: all of them do the same.
+    `count` is None only if no plan compresses anything. Then all branches do the same.
     """
     if len(branches) == 1 or count is None:
         return branches[0](*operands)

@@ -1,4 +1,4 @@
-"""How a training step is placed on a mesh: batches are split over some axes, parameters are sharded over the others."""
+"""The placement of a training step on a mesh: how batches, parameters and the optimizer's state are split over axes."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A mesh, and what is split over its axes. `make_train_step` explains the fields."""
+    """A mesh, and the arrays that are split over its axes. `make_train_step` explains the fields."""
 
     mesh: Any
     data_axis: Any
@@ -65,33 +65,33 @@ class Placement:
 
     @property
     def state_specs(self) -> Any:
-        """How what an optimizer's state has for parameters is sharded; None: not at all."""
+        """The PartitionSpecs of the optimizer's state, a tree like the parameters. None: nothing is sharded."""
         return self.param_specs if self.optimizer_specs is None else self.optimizer_specs
 
     @property
     def whole_specs(self) -> Any:
-        """How parameters are sharded over the other axes; None: not at all."""
+        """The PartitionSpecs of parameters over the axes that are not the ranks'. None: nothing is sharded."""
         specs, whole = self.state_specs, lambda spec: beside(spec, self.names)
         return None if specs is None else jax.tree_util.tree_map(whole, specs, is_leaf=lambda x: isinstance(x, P))
 
     @property
     def params(self) -> Cut:
-        """How parameters are sharded over the ranks."""
+        """The cut of the parameters into shards for the ranks."""
         return Cut.of(self.whole_specs if self.param_specs is None else self.param_specs, self.names)
 
     @property
     def state(self) -> Cut:
-        """How gradients, their updates and the optimizer's state are sharded over the ranks."""
+        """The cut of gradients, updates and the optimizer's state into shards for the ranks."""
         return Cut.of(self.state_specs, self.names)
 
     @property
     def names(self) -> tuple[Any, ...]:
-        """The axes that batches are split over, outermost first."""
+        """The axes of the ranks, over which batches are split, outermost first."""
         return axis_names(self.data_axis)
 
     @property
     def others(self) -> set[Any]:
-        """The other axes of the mesh, which XLA's partitioner gets."""
+        """The other axes of the mesh, which are left to XLA's partitioner."""
         return {name for name in self.mesh.shape if name not in self.names}
 
     @property
@@ -99,10 +99,10 @@ class Placement:
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     def check_batch(self, batch: Any) -> None:
-        """Refuses arrays that jit would take for something else.
+        """Refuses arrays that jit would misread.
 
-        Those of one process, where the mesh has several, would be the whole batch. On an Auto mesh, shardings that are
-        not over the first dimension would not be seen.
+        If the mesh has several processes, jit would take arrays of one process for the whole batch. On an Auto mesh, a
+        traced step can't see shardings, so it would split every array along the first dimension.
         """
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         check_spans(STEP, self.mesh, self.names, leaves=leaves)
@@ -114,14 +114,15 @@ class Placement:
                 raise wrong(STEP, "batch", expected, f"one sharded as {x.sharding.spec}", REMEDY, path=path)
 
     def shardings(self, specs: Any) -> Any:
-        """A tree of PartitionSpecs as one of NamedShardings, spelled as jit spells those of results.
+        """Returns a tree of NamedShardings for a tree of PartitionSpecs.
 
-        Otherwise the second step, which gets the results of the first, would be compiled anew.
+        They are spelled like the shardings of jit's results. Otherwise the second step, which gets the results of the
+        first, would be compiled again.
         """
         return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, shortest(spec)), specs)
 
     def specs_of(self, params: Any) -> Any:
-        """The PartitionSpecs of the parameters."""
+        """Returns the PartitionSpecs of the parameters, a tree like them."""
         return jax.tree_util.tree_map(lambda _: P(), params) if self.param_specs is None else self.param_specs
 
     @property
@@ -131,23 +132,29 @@ class Placement:
 
     @property
     def params_of_rank(self) -> Any:
-        """The PartitionSpecs of the parameters that a rank gets."""
+        """The PartitionSpecs of the parameters, in a shard_map over the axes of the ranks."""
         return self.params.specs(self.names) if self.params else P()
 
     def gradients_of_rank(self, skipped: Any) -> Any:
-        """The PartitionSpecs of the gradients that a rank gets back. skipped: for each whether it is frozen."""
+        """Returns the PartitionSpecs of the mean gradients that a rank gets back, in a shard_map over the ranks' axes.
+
+        `skipped` says for each parameter whether it is frozen.
+        """
         return part(self.state.specs(self.names), skipped)[0] if self.state else P()
 
     def specs_of_rows(self, sent: Any) -> Any:
-        """The PartitionSpecs of the state of a transformation that exchanges gradients."""
+        """Returns the PartitionSpecs of `sent`, the state of the transformation that exchanges gradients."""
         return state_specs(sent, self.data_axis)
 
     def place_batch(self, batch: Any, accumulate: int) -> tuple[Any, Any]:
-        """A batch where the ranks want it, and its PartitionSpecs. accumulate: the number of micro-batches."""
+        """Returns (the batch, placed as the ranks need it; its PartitionSpecs).
+
+        `accumulate` is the number of micro-batches.
+        """
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         specs = self._specs_of_batch(batch)
         check_even(batch, specs, self.mesh.shape)
-        if self._explicit:  # where shard_map moves nothing, except over Auto axes
+        if self._explicit:  # over Explicit axes, shard_map doesn't move arrays
             placed = jax.tree_util.tree_map(lambda spec: P() if self._auto(spec) else spec, specs)
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
         return batch, specs
@@ -161,14 +168,14 @@ class Placement:
         return AxisType.Explicit in self.mesh.axis_types
 
     def _auto(self, spec: P) -> list[Any]:
-        """The axes of a spec that are Auto."""
+        """Returns the axes of a spec that are Auto."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types))
         return [name for part in spec for name in axes_of(part) if types[name] == AxisType.Auto]
 
     def over_ranks(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any, check_vma: bool = True
     ) -> Callable[..., Any]:
-        """The function of one rank as one of all ranks."""
+        """Returns a function that runs a function of one rank on all ranks."""
         return jax.shard_map(
             function,
             mesh=self.mesh,
@@ -179,11 +186,14 @@ class Placement:
         )
 
     def specs_of_updates(self, params: Any) -> Any:
-        """The PartitionSpecs of what an optimizer makes of gradients."""
+        """Returns the PartitionSpecs of the updates that an optimizer makes from gradients."""
         return jax.tree_util.tree_map(lambda _: P(), params) if self.state_specs is None else self.state_specs
 
     def freeze(self, skipped: Any) -> "Placement":
-        """The same, where some parameters have no optimizer state. skipped: for each whether it is frozen."""
+        """Returns the placement with frozen parameters, which have no optimizer state to shard.
+
+        `skipped` says for each parameter whether it is frozen.
+        """
         if self.optimizer_specs is None:
             return self
         specs = self.specs_of(skipped)
@@ -193,27 +203,29 @@ class Placement:
         )
 
     def shards(self, params: Any) -> Any:
-        """The shapes of what a device has of the gradients before they are exchanged."""
+        """Returns the shapes of a device's shards of the gradients before the exchange, a tree like the parameters."""
         specs = jax.tree_util.tree_map(lambda _: P(), params) if self.whole_specs is None else self.whole_specs
         shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
         return jax.tree_util.tree_map(shard, params, self.shardings(specs))
 
     def init_per_rank(self, init: Callable[..., Any], params: Any) -> Any:
-        """The state from a transformation's `init`, which depends on the shapes of parameters alone."""
+        """Returns the state from a transformation's `init`, which must depend only on the shapes of parameters."""
         shards = self.shards(params)
         found = specs_per_rank(jax.eval_shape(init, shards), self.names, self.whole_specs)
         zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shards)
         return jax.shard_map(lambda: init(zeros()), mesh=self.mesh, in_specs=(), out_specs=found)()
 
     def specs_of_state(self, optimizer: Any, params: Any, specs: Any) -> Any:
-        """The PartitionSpecs of an optimizer's state: arrays like a parameter, and at its path, have the parameter's.
+        """Returns the PartitionSpecs of an optimizer's state.
 
-        Any specs give right numbers, because the partitioner adds what an optimizer needs.
+        An array gets the spec of a parameter if it has the parameter's shape, and its path ends with the parameter's
+        path. Other arrays are whole. The specs don't affect the results, because XLA's partitioner adds the collectives
+        that an optimizer needs.
 
         Args:
           optimizer: the optimizer.
-          params: the parameters that it gets.
-          specs: the PartitionSpecs of their updates.
+          params: the parameters that the optimizer gets.
+          specs: the PartitionSpecs of the updates of these parameters.
         """
         found = jax.tree_util.tree_flatten_with_path(params)[0]
         known = {(path, x.shape): spec for (path, x), (_, spec) in zip(found, flatten_specs(specs)[0])}
@@ -225,14 +237,17 @@ class Placement:
         return jax.tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, params))
 
     def by_partitioner(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-        """A function whose results are sharded as `specs` say. XLA's partitioner splits its work, and adds sums."""
+        """Returns the function, but with results that are sharded by `specs`.
+
+        XLA's partitioner divides its work among the devices, and adds the collectives.
+        """
         shardings = self.shardings(specs)
         if self._explicit:
             return jax.sharding.auto_axes(function, out_sharding=shardings)
         return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
 
     def update_shards(self, update: Callable[..., Any], grads: Any, state: Any, params: Any) -> Any:
-        """A transformation's `update` inside a step of one rank, called for the shards over the other axes."""
+        """Calls a transformation's `update` for the shards over the other axes, inside a step of one rank."""
         whole = self.whole_specs
         if whole is None or not self.others:
             return update(grads, state, params)
@@ -245,7 +260,7 @@ class Placement:
 def check_placement(
     mesh: Any, data_axis: Any, *, param_specs: Any, optimizer_specs: Any, batch_specs: Any
 ) -> Placement | Alone:
-    """The placement on a mesh, or in a process of a communicator."""
+    """Returns the placement on a mesh, or in a process of a communicator."""
     if not is_communicator(data_axis):
         return Placement(mesh, data_axis, param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs)
     for argument, given in {"mesh": mesh, "param_specs": param_specs, "optimizer_specs": optimizer_specs}.items():

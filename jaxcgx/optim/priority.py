@@ -1,4 +1,4 @@
-"""Training whose gradients travel until the next step needs them: P3 (Jayarajan et al., MLSys 2019)."""
+"""Training in which gradients travel until the next step needs them: P3 (Jayarajan et al., MLSys 2019)."""
 
 import dataclasses
 from typing import Any
@@ -14,17 +14,20 @@ from jaxcgx.transports.axes import crosses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PriorityTraining(Training):
-    """A step updates the parameters with the gradients of the step before, and finds new ones.
+    """Training in which a step applies the gradients of the step before, and then computes new gradients.
 
-    The optimizer's state ends with these, or with None before the first step and after `finish`. The update of a leaf
-    depends on its own mean alone, except in optimizers that couple leaves, and a layer of the loss depends on its own
-    parameters. So XLA runs the first layers while the gradients of later ones still travel.
+    The last entry of the optimizer's state has these pending gradients, or None before the first step and after
+    `finish`. The update of a leaf depends only on the mean of this leaf's gradient, except in optimizers that couple
+    leaves. A layer depends only on its own parameters and on earlier layers. So XLA runs the first layers while the
+    gradients of later layers still travel.
 
-    Over Tcp a sum begins in the step that finds its gradients, and ends in the next step. Over other transports an
-    exchange is one operation of a program. There the next step sends the gradients.
+    Over Tcp, a sum begins in the step that computes its gradients, and ends in the next step. Over other transports, an
+    exchange is one operation of a program, so the next step sends the gradients. The same holds if gradients are
+    sharded over the ranks.
     """
 
-    halves: dict[Any, Halves] = dataclasses.field(default_factory=dict)  # by what they were traced for
+    # {the order, structure and types that they were traced for: halves}
+    halves: dict[Any, Halves] = dataclasses.field(default_factory=dict)
 
     def init(self, params: Any, model_state: Any = None) -> tuple[Any, Any, Any]:
         params, model_state, opt_state = super().init(params, model_state)
@@ -33,20 +36,23 @@ class PriorityTraining(Training):
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         *inner, pending = opt_state
         find, ends = self.prepare(params, model_state, sent=inner[0], batch=batch, key=key)
-        # What the loss uses first has its gradient last.
+        # The parameters that the loss uses first have gradients that are ready last.
         params, inner = self._receive(params, inner, pending, order=ends and ends[::-1])
         found = find(params, inner[0])
         metrics = found.metrics(inner[0])
         return params, found.model_state, self._send(params, inner, found, order=ends), metrics
 
     def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:
-        """(parameters, model state, optimizer state) after the update with what the last step found."""
+        """Returns (parameters, model state, optimizer state) after the update with the pending gradients."""
         *inner, pending = opt_state
         params, inner = self._receive(params, inner, pending, order=None)
         return params, model_state, (*inner, None)
 
     def _send(self, params: Any, inner: Any, found: Found, order: Any) -> tuple[Any, ...]:
-        """The optimizer's state with what was found, which is on its way where the transport can do that."""
+        """Returns the optimizer's state with the new gradients.
+
+        If the transport can send while later programs run, the sums of these gradients have begun.
+        """
         if not crosses(self.placement.data_axis) or self.placement.state:
             return *inner, Pending(found.gradients, found.loss)
         sent, *rest = inner
@@ -56,7 +62,7 @@ class PriorityTraining(Training):
         known = order, tree, *map(jax.typeof, leaves)
 
         def begin(*given: Any) -> list[Any]:
-            # The same object for the same arrays: a state with another one would compile the step anew.
+            # `halves` is part of the state's structure. A new object would compile the next step again.
             halves = self.halves.get(known) or self.halves.setdefault(known, Halves.of(function, *given))
             return halves.first(*given)
 
@@ -69,7 +75,7 @@ class PriorityTraining(Training):
         return None, *rest, InFlight(values, found.loss, self.halves[known])
 
     def _receive(self, params: Any, inner: Any, pending: Any, order: Any) -> tuple[Any, Any]:
-        """(parameters, optimizer's state) after the update with what the step before found."""
+        """Returns (parameters, optimizer's state) after the update with the pending gradients."""
         if pending is None:
             return params, inner
         if isinstance(pending, Pending):

@@ -1,4 +1,4 @@
-"""The processes of an MPI communicator as the ranks of a step. Each computes alone, on a device of its own.
+"""The processes of an MPI communicator as the ranks of a step. Each process computes alone, on its own device.
 
 Importing this module starts MPI.
 """
@@ -30,7 +30,7 @@ class Processes:
 
     @classmethod
     def over(cls, function: str, comm: Any, argument: str) -> "Processes":
-        """The processes of a communicator, checked."""
+        """Returns the processes of a checked communicator."""
         return cls(function, comm if isinstance(comm, Net) else check_communicator(function, argument, comm))
 
     @property

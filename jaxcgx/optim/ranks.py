@@ -1,4 +1,4 @@
-"""The ranks of a step: those along axes of a mesh, or the processes of an MPI communicator."""
+"""The ranks of a step: the devices along axes of a mesh, or the processes of an MPI communicator."""
 
 import dataclasses
 import math
@@ -21,52 +21,52 @@ from jaxcgx.typing import AxisName
 
 
 class Rows(NamedTuple):
-    """The rows of arrays per rank, as init makes them."""
+    """The rows of arrays per rank, as `init` makes them."""
 
-    size: int  # 1 where a rank has its own
-    varying: frozenset[Any]  # the axes that they vary over, where JAX tracks that
-    sharded: bool  # whether the mesh in context has as many ranks
+    size: int  # the number of rows; 1 if a rank makes only its own row
+    varying: frozenset[Any]  # the axes over which the rows vary, if JAX tracks that
+    sharded: bool  # whether they are sharded over the mesh in context, which has `size` ranks
 
 
 class Ranks(Protocol):
-    """What a step asks of its ranks."""
+    """The properties and functions of ranks that a step needs."""
 
     @property
     def levels(self) -> tuple[Any, ...]:
-        """What codecs and schedules can be given for in a dict, outermost first. A communicator has none."""
+        """The keys of dicts of codecs and schedules, outermost first. A communicator without a hierarchy has none."""
         ...
 
     @property
     def remedy(self) -> str:
-        """What to do with arrays per rank that have the rows of several ranks."""
+        """The remedy in errors about arrays per rank that have the rows of several ranks."""
         ...
 
     def net(self) -> Transport:
-        """The transport over them, where a step is traced."""
+        """Returns the transport over the ranks, inside a step that is traced."""
         ...
 
     def rows(self, axis_size: int | None) -> Rows:
-        """The rows of arrays per rank. `axis_size`: the number of ranks that the user gave."""
+        """Returns the rows of arrays per rank. `axis_size` is the number of ranks from the user, or None."""
         ...
 
     def numbers(self, count: int | None) -> jax.Array:
-        """The ranks that init makes rows for: all of a mesh, which has `count`, or this process's own."""
+        """Returns the ranks for which `init` makes rows: all `count` ranks of a mesh, or only this process's rank."""
         ...
 
     def first(self, x: Any) -> Any:
-        """What all ranks start from: the tree of the first one."""
+        """Returns the first rank's tree, from which all ranks start."""
         ...
 
     def compressed_pmean(self, x: Any, plan: Any, state: State, **options: Any) -> Any:
-        """The mean of every rank's tree, as `jaxcgx.compressed_pmean`."""
+        """Returns the mean of all ranks' trees, as `jaxcgx.compressed_pmean` does."""
         ...
 
     def pmean(self, x: Any) -> Any:
-        """The uncompressed mean of every rank's tree."""
+        """Returns the uncompressed mean of all ranks' trees."""
         ...
 
     def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
-        """`jax.value_and_grad(objective, has_aux=True)` whose gradients are those of this rank alone."""
+        """Returns `jax.value_and_grad(objective, has_aux=True)`, with gradients that are not summed over the ranks."""
         ...
 
 
@@ -114,7 +114,7 @@ class MeshRanks:
         return jnp.arange(count)
 
     def first(self, x: Any) -> Any:
-        return x  # a mesh has one
+        return x  # on a mesh, all ranks share one tree
 
     def compressed_pmean(self, x: Any, plan: Any, state: State, **options: Any) -> Any:
         return reduce(

@@ -1,10 +1,10 @@
-"""optax is an optional extra: a function that needs it imports it when it is called."""
+"""Imports optax, an optional dependency, when a function that needs it is called."""
 
 import types
 
 
 def import_optax(function: str) -> types.ModuleType:
-    """The module optax, for the public function `function`."""
+    """Returns the module optax. If it isn't installed, the error names the public function `function`."""
     try:
         import optax
     except ImportError:

@@ -1,4 +1,4 @@
-"""States of optimizers with arrays per rank, moved to another number of ranks."""
+"""Converts optimizer states with arrays per rank to another number of ranks."""
 
 import functools
 from typing import Any
@@ -14,14 +14,15 @@ from jaxcgx.optim.nesting import has_rows
 
 
 def reshard_state(opt_state: Any, new_size: int) -> Any:
-    """An optimizer's state for another number of ranks.
+    """Returns an optimizer's state, converted to another number of ranks.
 
-    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a new gradient on a rank
-    with equally many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly. A
-    model's state per rank (`make_train_step`) keeps the mean of its floating point and the first rank's other numbers,
-    and its random keys are folded with the new ranks.
+    Residuals keep their sum over ranks. If the number of samples per rank stays the same, the delayed part of a
+    sample's gradient then counts as much as a new gradient. Momentum keeps its mean over ranks, which is the momentum
+    of the mean gradient. Both are spread evenly over the new ranks. In a model's state per rank (`make_train_step`),
+    floating-point arrays keep their mean, other numbers are the first rank's, and random keys are folded with the new
+    ranks.
 
-    The new arrays per rank are NumPy's. Put them where the new mesh wants them, and the parameters too:
+    The new arrays per rank are NumPy arrays, except random keys. Put the state on the new mesh, and the parameters too:
 
         jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(state, axis_name)))
 
@@ -42,7 +43,10 @@ def reshard_state(opt_state: Any, new_size: int) -> Any:
 
 
 def spread(size: int, keep: str, rows: Any) -> Any:
-    """`size` equal rows with the sum, or the mean, of `rows`; of what is no floating point, see `reshard_state`."""
+    """Returns `size` equal rows with the same sum (`keep` "sum") or mean over ranks as `rows`.
+
+    `reshard_state` explains the rows of integers, flags and random keys.
+    """
     if rows.shape[0] == size:
         return rows
     if not addable(rows):

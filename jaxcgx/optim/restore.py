@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax, restored on another number of ranks than wrote them."""
+"""Restores Orbax checkpoints on a different number of ranks than the one that wrote them."""
 
 import re
 import sys
@@ -23,22 +23,22 @@ OP = "restore_state"
 class Leaf(NamedTuple):
     """A leaf of the template."""
 
-    path: Any  # of JAX
+    path: Any  # the JAX path
     value: Any
-    keep: str | None  # what its rows keep over the ranks; None: it has none
+    keep: str | None  # "sum" or "mean": what its rows keep over the ranks; None: it has no rows
 
     @property
     def name(self) -> str:
-        """Its path, as Orbax has it."""
+        """The path, as Orbax spells it."""
         return spell_path(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, as Orbax has it."""
+        """The shape, as Orbax stores the leaf."""
         return np.shape(_words(self.value))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape can become this leaf: it may have other rows."""
+        """Returns whether an array of this shape can become this leaf. The number of rows may differ."""
         return self.shape == shape or (self.keep is not None and len(shape) > 0 and self.shape[1:] == shape[1:])
 
 
@@ -47,18 +47,18 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
 
         params, state = cgx.restore_state(path, train.init(params))
 
-    Arrays per rank of jaxcgx's states may have other numbers of ranks in the checkpoint than in the template. They
-    become what `jaxcgx.reshard_state` makes of them: residuals keep their sum over ranks, momentum keeps its mean. With
-    as many ranks, all bits are those of the checkpoint.
+    Arrays per rank of jaxcgx's states may have a different number of ranks in the checkpoint than in the template. They
+    are converted as by `jaxcgx.reshard_state`: residuals keep their sum over ranks, momentum keeps its mean. With the
+    same number of ranks, all bits are the same as in the checkpoint.
 
     Args:
-      path: the absolute path of the checkpoint. A CheckpointManager has it in folder/step/default.
-      template: a tree like the one that was saved, with the arrays, or jax.ShapeDtypeStructs with shardings, of the new
-        ranks. What comes back is placed like them.
-      per_rank: other leaves that have a leading axis of ranks, and what they keep over the ranks: {regular expression
-        that is searched in the leaf's path: "sum" or "mean"}. All ranks get the integers of the first one.
+      path: the absolute path of the checkpoint. A CheckpointManager saves it in folder/step/default.
+      template: a tree like the one that was saved, with arrays, or jax.ShapeDtypeStructs with shardings, for the new
+        ranks. The result is placed like the template.
+      per_rank: other leaves that have a leading axis of ranks: {regular expression that is searched in the leaf's path:
+        "sum" or "mean"}. The leaf keeps this sum or mean over the ranks. Integers are the first rank's on all ranks.
       comm: for processes of mpirun, their MPI communicator or `jaxcgx.mpi.hierarchy()`. The checkpoint has the rows of
-        all ranks (`jaxcgx.gather_state`), and the template the process's own.
+        all ranks (`jaxcgx.gather_state`), and the template has only the process's own row.
     """
     ocp = _import_orbax()
     net = _net(comm)
@@ -68,7 +68,7 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
         _check(leaves, saved)
 
         def read(wanted: dict[int, Any]) -> list[Any]:
-            """All leaves, of which only those wanted are read, as these arrays say."""
+            """Returns all leaves, but reads only the leaves in `wanted`, {number of a leaf: array like it}."""
             tree = structure.unflatten([wanted.get(i, ocp.PLACEHOLDER) for i in range(len(leaves))])
             args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
             return structure.flatten_up_to(checkpointer.restore(path, args=args))
@@ -77,7 +77,7 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
             i for i, leaf in enumerate(leaves) if leaf.keep and (net is not None or leaf.shape != saved[leaf.name])
         ]
         found = read({i: leaf.value for i, leaf in enumerate(leaves) if i not in moved})
-        for i in moved:  # one by one: the rows of all ranks are in the memory of the host
+        for i in moved:  # one leaf at a time, because the rows of all ranks are in the memory of the host
             leaf = leaves[i]
             rows = read({i: np.broadcast_to(np.zeros((), _words(leaf.value).dtype), saved[leaf.name])})[i]
             rows = _move(rows, leaf, leaf.shape[0] if net is None else net.size)
@@ -94,21 +94,21 @@ def _import_orbax() -> types.ModuleType:
 
 
 def _net(comm: Any) -> Transport | None:
-    """The processes that have a row each; None for a mesh."""
+    """Returns the transport over processes that have a row each, or None for a mesh."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if comm is None:
         if mpi and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1 and jax.process_count() == 1:
-            # Each would take the rows of all for its own.
+            # Without an error, each process would take the rows of all ranks for its own.
             expected = "the MPI communicator of the ranks, as mpirun started this process"
             raise wrong(OP, "comm", expected, None, "pass comm=MPI.COMM_SELF if the process trains alone")
         return None
-    from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
+    from jaxcgx.optim.processes import Processes  # this import starts MPI, which is optional
 
     return Processes.over(OP, comm, "comm").net()
 
 
 def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], Any]:
-    """The leaves of the template and its structure."""
+    """Returns (the leaves of the template, its structure)."""
     leaves: list[Leaf] = []
     nodes = jax.tree_util.tree_flatten_with_path(template, is_leaf=has_rows)[0]
     for path, node in nodes:
@@ -121,7 +121,7 @@ def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], An
         if not any(matching):
             raise wrong(OP, "per_rank", "regular expressions of leaves' paths", f"{pattern!r}, which no leaf has")
         leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
-    if not (per_rank or any(has_rows(node) for _, node in nodes)):  # a state without compression may have no rows
+    if not (per_rank or any(has_rows(node) for _, node in nodes)):  # a state without compression counts, too
         expected = "a tree with a state of jaxcgx's transformations"
         remedy = (
             "pass what train.init or optimizer.init returned; for residuals of value_and_grad, also "
@@ -132,7 +132,7 @@ def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], An
 
 
 def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
-    """The shape of each leaf of a checkpoint, by its path; None for text."""
+    """Returns {path: shape} of the leaves of a checkpoint. The shape of text is None."""
     tree = getattr(checkpointer.metadata(path).item_metadata, "tree", None)
     if tree is None:
         remedy = "a CheckpointManager has it in folder/step/default"
@@ -143,7 +143,7 @@ def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
 
 
 def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
-    """Checks that the template has the leaves of the checkpoint, and their shapes except for the number of rows."""
+    """Checks that the template has the leaves of the checkpoint, with the same shapes except for the number of rows."""
     if missing := [name for name in saved if name not in {leaf.name for leaf in leaves}]:
         remedy = "the template has the structure of what was saved"
         raise wrong(OP, "template", f"a leaf {missing[0]!r}, which the checkpoint has", "none", remedy)
@@ -166,20 +166,20 @@ def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
 
 
 def _words(x: Any) -> Any:
-    """A leaf of a tree as Orbax has it: random keys are arrays of words."""
+    """Returns a leaf as Orbax stores it: random keys are arrays of words."""
     is_key = hasattr(x, "dtype") and not addable(x)
     return jax.eval_shape(jax.random.key_data, x) if is_key else x
 
 
 def _move(rows: np.ndarray, leaf: Leaf, size: int) -> Any:
-    """The rows, or words of rows, of a leaf for `size` ranks."""
+    """Returns the rows of a leaf, converted to `size` ranks. Random keys are words, before and after."""
     if addable(leaf.value):
         return np.asarray(spread(size, leaf.keep or "", rows))
     return np.asarray(jax.random.key_data(spread(size, "", _keys(rows, leaf.value))))
 
 
 def _place(rows: np.ndarray, like: Any) -> Any:
-    """The rows where an array is, or a jax.ShapeDtypeStruct says."""
+    """Returns the rows, placed like an array or as a jax.ShapeDtypeStruct says."""
     if isinstance(like, np.ndarray):
         return np.array(rows)
     placed = jax.make_array_from_callback(rows.shape, like.sharding, lambda index: rows[index])
@@ -187,5 +187,8 @@ def _place(rows: np.ndarray, like: Any) -> Any:
 
 
 def _keys(words: Any, like: Any) -> jax.Array:
-    """Random keys of words. JAX doesn't say the kind of a jax.ShapeDtypeStruct of keys, but that of an array."""
+    """Returns random keys like `like`, from their words.
+
+    JAX can tell the implementation of keys only for an array, not for a jax.ShapeDtypeStruct.
+    """
     return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(jnp.empty((), like.dtype)))

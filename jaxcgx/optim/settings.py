@@ -1,4 +1,4 @@
-"""The arguments of compress_gradients, checked."""
+"""The checked arguments of compress_gradients."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from jaxcgx.typing import AxisName
 
 
 def check_ranks(function: str, axis_name: AxisName, argument: str = "axis_name") -> Ranks:
-    """The ranks that the argument of a public function names."""
+    """Returns the ranks that an argument of the public function `function` names."""
     if is_communicator(axis_name):
-        from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
+        from jaxcgx.optim.processes import Processes  # this import starts MPI, which is optional
 
         return Processes.over(function, axis_name, argument)
     check_axis_names(function, axis_name, argument)
@@ -29,24 +29,27 @@ def check_ranks(function: str, axis_name: AxisName, argument: str = "axis_name")
 
 
 def check_hyperparameter(function: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
-    """Checks a number. It may be an array, as optax.inject_hyperparams passes it, of unknown value under jit."""
+    """Checks a number. It may be a scalar array, as from optax.inject_hyperparams.
+
+    Under jit, the value of an array is unknown, so it isn't checked.
+    """
     if isinstance(value, jax.Array) and not value.ndim:
         if isinstance(value, Tracer):
             return
         value = value.item()
-        if isinstance(value, float) and value.is_integer():  # inject_hyperparams may have made it of an integer
+        if isinstance(value, float) and value.is_integer():  # inject_hyperparams may have made it from an integer
             value = int(value)
     check(function, argument, value, *args)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `compress_gradients`, which explains them.
+    """The arguments of `compress_gradients`, whose docstring explains them, and some that only jaxcgx itself sets.
 
-    `function` is the public function that errors name, `ranks` is what `axis_name` says, and `phases` what `plan` says.
-    make_train_step says what is sharded over the ranks: `scattered` has for each leaf the dimension along which a rank
-    wants its slice of the mean, or None for the whole; () stands for whole leaves everywhere. `keyed` asks for a key in
-    every state.
+    `function` is the public function that errors name. `ranks` are made from `axis_name`, and `phases` from `plan`.
+    `scattered` has for each leaf the dimension along which a rank gets only its slice of the mean, or None if it gets
+    the whole mean; () means whole means for all leaves. With `keyed`, every state has a key. make_train_step sets both
+    if parameters or the optimizer's state are sharded over the ranks.
     """
 
     function: str
@@ -96,12 +99,12 @@ class Settings:
 
     @property
     def stochastic(self) -> bool:
-        """Whether any codec of any plan rounds stochastically."""
+        """Whether any codec of any plan draws noise."""
         return any(plan.stochastic for plan in self.plans)
 
     @property
     def collective(self) -> dict[str, Any]:
-        """The options that go on to compressed_pmean as they are."""
+        """The options that are passed unchanged to compressed_pmean."""
         return {name: getattr(self, name) for name in ("schedule", "own", "leader", "strict", "fusion_mb")}
 
     def _check_numbers(self) -> None:
@@ -120,7 +123,7 @@ class Settings:
                 check_hyperparameter(self.function, name, getattr(self, name), check, *args)
 
     def _check_order(self) -> None:
-        """Checks the order of the leaves, as far as it goes without them, and where messages may overtake others."""
+        """Checks `order` and `slice_elements`, as far as this is possible without the leaves."""
         for name in ("order", "slice_elements"):
             if getattr(self, name) is not None and not isinstance(self.ranks, MeshRanks):
                 remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
@@ -133,7 +136,7 @@ class Settings:
             raise wrong(self.function, "order", "the numbers of the leaves", repr(self.order), remedy, kind=TypeError)
 
     def _check_travel(self) -> None:
-        """Checks how messages travel: compressed_pmean would refuse it too, but only in a step."""
+        """Checks schedules, `own` and codecs by axis. compressed_pmean would refuse them too, but only in a step."""
         function, names = self.function, self.ranks.levels
         for each in check_schedules(function, self.schedule, names):
             check_own(function, self.own, each)
@@ -145,7 +148,7 @@ class Settings:
                 check_each(function, "plan", plan.schedule, parts=names, what="a schedule")
 
     def _check_combinations(self) -> None:
-        """Checks arguments that need one another."""
+        """Checks arguments that depend on one another."""
         if self.momentum is None and (self.nesterov or self.momentum_masking or self.weight_decay is not None):
             raise wrong(
                 self.function,
@@ -164,7 +167,7 @@ class Settings:
             raise wrong(self.function, "momentum_masking", expected, True)
 
     def _check_scattered(self) -> None:
-        """Refuses what needs the whole mean of a leaf on every rank."""
+        """Refuses options that need the whole mean of a leaf on every rank."""
         sharded = f"where gradients are sharded over {self.axis_name!r}"
         if self.momentum is not None:
             remedy = "give the optimizer its momentum, or leave parameters and optimizer state whole"
@@ -186,8 +189,8 @@ class Settings:
                 raise wrong(self.function, "plan", expected, "a codec per axis", remedy)
 
     def _check_rings(self) -> None:
-        """Refuses a ring over the outermost axis: no rank knows what the sums that it encodes on the way lose."""
-        outermost = next(iter(self.ranks.levels), None)  # None: a communicator
+        """Refuses a ring over the outermost axis. It encodes partial sums on the way, and no rank gets their errors."""
+        outermost = next(iter(self.ranks.levels), None)  # None: a communicator without a hierarchy
         for plan in self.plans:
             argument, given = ("plan", plan.schedule) if self.schedule == "auto" else ("schedule", self.schedule)
             over: Any = given.get(outermost) if isinstance(given, dict) else given

@@ -1,7 +1,7 @@
-"""Training whose parameters, or whose optimizer state alone, are sharded over the ranks: ZeRO-3 (FSDP) and ZeRO-1.
+"""Training with parameters (ZeRO-3, FSDP) or only the optimizer's state (ZeRO-1) sharded over the ranks.
 
-The gradients of both go straight to the shards (exchange.py). A parameter that is sharded is gathered for the loss. One
-whose optimizer state alone is sharded is whole on every rank, and its update is gathered.
+In both cases, gradients go straight to the owners of the shards (exchange.py). Sharded parameters are gathered for the
+loss. If only the optimizer's state is sharded, parameters are whole on every rank, and their updates are gathered.
 """
 
 import dataclasses
@@ -31,20 +31,21 @@ from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.resolve import check_axes
 from jaxcgx.typing import AxisName
 
-GATHERED = 1  # the key of a step is folded with it for the noise of what is gathered
+GATHERED = 1  # the number that is folded into the key of a step, for the noise of gathers
 
 
 def shard_specs(params: Any, mesh: Any, axis_name: AxisName = "data", *, min_size: int = 1024) -> Any:
-    """PartitionSpecs that shard parameters over an axis, for `param_specs` or `optimizer_specs` of make_train_step.
+    """Returns PartitionSpecs that shard parameters over an axis.
 
-    The longest dimension that the ranks divide is sharded. Leaves without one, and leaves of fewer than `min_size`
-    elements, stay whole.
+    They are for `param_specs` or `optimizer_specs` of make_train_step. For each leaf, they shard the longest dimension
+    that the number of ranks divides. Leaves without such a dimension, and leaves with fewer than `min_size` elements,
+    stay whole.
 
     Args:
       params: a pytree of arrays or jax.ShapeDtypeStruct.
       mesh: a jax.sharding.Mesh.
       axis_name: an axis of the mesh, or a tuple of axes.
-      min_size: the fewest elements of a leaf that is sharded.
+      min_size: the smallest number of elements of a leaf that is sharded.
     """
     op, names = "shard_specs", check_axis_names("shard_specs", axis_name)
     if missing := [name for name in names if name not in mesh.shape]:
@@ -63,15 +64,16 @@ def shard_specs(params: Any, mesh: Any, axis_name: AxisName = "data", *, min_siz
 
 
 def _join(some: Any, others: Any) -> Any:
-    """A tree with its leaves from two trees, the first of which has None for what the second has."""
+    """Returns the first tree, with leaves of the second tree in place of None."""
     return jax.tree_util.tree_map(lambda x, y: y if x is None else x, some, others, is_leaf=lambda x: x is None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """What a training step gathers of what is sharded over its ranks. make_train_step explains `gather`, `regather`.
+    """The gathers of a training step: of sharded parameters, or of the updates of whole parameters.
 
-    `feedback`, an option of compress_gradients, says here whether what the gather of updates loses is sent later.
+    make_train_step explains `gather` and `regather`. `feedback`, an option of compress_gradients, says here whether the
+    errors of the gather of updates are kept and sent later.
     """
 
     placement: Placement | Alone
@@ -98,7 +100,10 @@ class Sharded:
     def transformation(
         self, compress: Callable[..., Any], options: dict[str, Any], order: tuple[int, ...] | None = None
     ) -> Any:
-        """What exchanges gradients, in an order of the leaves: to shards where these are sharded."""
+        """Returns the transformation that exchanges gradients, in the given order of the leaves.
+
+        For leaves that are sharded over the ranks, each rank gets only its slice of the mean.
+        """
         axis, options = self.placement.data_axis, dict(options, axis_size=self.placement.ranks)
         if order is not None:
             options["order"] = order
@@ -114,30 +119,34 @@ class Sharded:
         )
 
     def freeze(self, skipped: Any) -> "Sharded":
-        """The same, where some parameters get no updates. skipped: for each whether it is frozen."""
+        """Returns the gathers with frozen parameters, which get no updates.
+
+        `skipped` says for each parameter whether it is frozen.
+        """
         return dataclasses.replace(self, placement=self.placement.freeze(skipped))
 
     @property
     def _updates(self) -> Cut:
-        """The leaves whose updates are gathered."""
+        """The cut of the leaves whose updates are gathered."""
         return self.placement.state.without(self.placement.params)
 
     def check(self, params: Any) -> None:
-        """Checks that the ranks divide the dimensions that are sharded, and that a leaf has each rule of `gather`."""
+        """Checks that the ranks divide the sharded dimensions, and that each rule of `gather` matches a leaf."""
         found, ranks = flatten(params), self.placement.ranks
         self.placement.params.check("param_specs", params, ranks)
         self.placement.state.check("optimizer_specs", params, ranks)
         self.gather.assign(OP, "gather", paths=found.paths, leaves=found.values)
 
     def key(self, sent: Any) -> Any:
-        """The key of a step's noise, from the state of compress_gradients before the step."""
+        """Returns the key of the gathers of a step, from the state of compress_gradients before the step, or None."""
         return fold(sent.key, sent.count, GATHERED) if self.gather.stochastic else None
 
     def open(self, params: Any, loss_fn: Callable[..., Any], key: Any) -> tuple[Any, Callable[..., Any]]:
-        """Inside shard_map: (parameters, a loss function of them), whose gradients are those of whole parameters.
+        """Returns (parameters, a loss function of these parameters). Call it inside shard_map.
 
-        With `regather`, the loss function gathers the shards itself, and again in the backward pass. Its parameters
-        then have zeros in place of the shards, for their gradients only.
+        The parameters and the gradients have the shapes of whole parameters. With `regather`, the loss function gathers
+        the shards itself, and again in the backward pass. The returned parameters then have zeros in place of sharded
+        parameters, only so that these have gradients.
         """
         cut = self.placement.params
         if not cut:
@@ -155,6 +164,7 @@ class Sharded:
         fill = lambda shards, like: _join(gathered(shards), like)
         whole = jax.custom_vjp(fill)
         whole.defvjp(lambda *args: (fill(*args), None), lambda _, cts: (None, cts))
+        # For the backward pass, everything is kept except the gathered parameters.
         policy = lambda op, *_, **__: str(op) != "all_gather"
 
         def loss(like: Any, *rest: Any) -> Any:
@@ -172,13 +182,13 @@ class Sharded:
 
             new = iter(jax.checkpoint(run, policy=policy)(like, given))
             structure, places = known
-            # What the loss function returns as it got it is the same object here, too: a model state's parts.
+            # Arguments that the loss function returns unchanged must stay the same objects: leaves of a model state.
             return structure.unflatten([next(new) if place is None else given[place] for place in places])
 
         return like, loss
 
     def like_whole(self, params: Any) -> Any:
-        """Inside shard_map: arrays in the shapes of whole parameters, with zeros in place of those that are sharded."""
+        """Returns parameters in their whole shapes, with zeros for sharded parameters. Call it inside shard_map."""
         cut = self.placement.params
         if not cut:
             return params
@@ -186,8 +196,8 @@ class Sharded:
         return _join(jax.tree_util.tree_map(zeros, cut.pick(params), cut.axis), params)
 
     def _gather(self, shards: Any, cut: Cut, key: Any, to: str = "varying") -> Any:
-        """The whole arrays of the shards of a cut."""
-        # That each rule holds for a leaf has been checked with all leaves.
+        """Returns the whole arrays, gathered from the shards of a cut."""
+        # `check` has already checked with all leaves that each rule matches a leaf.
         plan = loose(self.gather)
         options = Options(key=key, fusion_mb=self.fusion_mb, join_raw=True)
         op, net = "compressed_all_gather", check_axes(OP, self.placement.data_axis)
@@ -195,18 +205,21 @@ class Sharded:
         return gather(op, shards, net=net, codec=plan, options=options, dimension=dimension, to=to)
 
     def init_lost(self, params: Any) -> tuple[Any, ...]:
-        """What the gather of updates has lost before the first step: a tree, or () where nothing is lost or kept."""
+        """Returns the errors of the gather of updates before the first step: (a tree of zeros,).
+
+        Returns () if the gather loses nothing, or its errors are not kept.
+        """
         zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
         return tuple(jax.tree_util.tree_map(zeros, self._updates.pick(params)) for _ in self.lost_specs)
 
     @property
     def lost_specs(self) -> tuple[Any, ...]:
-        """The PartitionSpecs of `init_lost`."""
+        """The PartitionSpecs of the result of `init_lost`."""
         kept = self.feedback and not self._exact and self._updates
         return (self._updates.pick(self.placement.state_specs),) if kept else ()
 
     def send_updates(self, updates: Any, lost: tuple[Any, ...], key: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The updates, each as whole as its parameter is, and what their gather has lost."""
+        """Returns (the updates, whole where the parameters are whole; the new errors of their gather)."""
         cut = self._updates
         if not cut:
             return updates, lost

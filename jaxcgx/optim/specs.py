@@ -1,4 +1,4 @@
-"""How the states of optimizers with arrays per rank are sharded."""
+"""PartitionSpecs of optimizer states that have arrays per rank."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from jaxcgx.typing import AxisName
 
 
 def state_specs(opt_state: Any, axis_name: AxisName) -> Any:
-    """The PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
+    """Returns the PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
 
-    Arrays per rank are sharded over the axis of the ranks, all others are replicated. optax.tree_map_params doesn't
-    know that axis.
+    Arrays per rank are sharded over the axis of the ranks. All other arrays are replicated. Don't use
+    optax.tree_map_params for this, because it ignores the axis of the ranks.
 
     Args:
-      opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth. An nnx.Optimizer of Flax is one.
-      axis_name: the axis of the ranks, or the tuple of axes, that their transformations were given.
+      opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth. It may be an nnx.Optimizer of Flax.
+      axis_name: the axis of the ranks, or the tuple of axes, that jaxcgx's transformations were given.
     """
     if not any(map(has_rows, jax.tree_util.tree_leaves(opt_state, is_leaf=has_rows))):
         raise wrong(
@@ -40,16 +40,16 @@ def state_specs(opt_state: Any, axis_name: AxisName) -> Any:
 
 
 def specs_per_rank(opt_state: Any, rows: Any, param_specs: Any) -> Any:
-    """The PartitionSpecs of a state.
+    """Returns the PartitionSpecs of a state.
 
     Args:
       opt_state: the state.
       rows: the spec of the leading axis of arrays per rank.
-      param_specs: the PartitionSpecs of the parameters over other axes of the mesh, or None.
+      param_specs: the PartitionSpecs of the parameters over the other axes of the mesh, or None.
     """
 
     def like_params(field: Any, *front: Any) -> Any:
-        """The specs of arrays [*front, *shape of the parameter]."""
+        """Returns the specs of arrays [*front, *shape of the parameter]."""
         if param_specs is None or field is None:
             return jax.tree_util.tree_map(lambda _: P(*front), field)
         return jax.tree_util.tree_map(lambda spec, x: x if x is None else P(*front, *spec), param_specs, field)
@@ -64,7 +64,7 @@ def specs_per_rank(opt_state: Any, rows: Any, param_specs: Any) -> Any:
         found = {name: like_params(getattr(node, name), rows) for name in node.per_rank}
         found |= {name: like_params(getattr(node, name)) for name in node.replicated}
         if param_specs is not None and node.factors is not None:
-            # A factor is that of a shard: they are side by side along their long dimension.
+            # Each shard has its own factor. The factors are side by side along their long dimension.
             beside = lambda spec, x: x if x is None else P(None, _named(spec))
             found["factors"] = jax.tree_util.tree_map(beside, param_specs, node.factors)
         return jax.tree_util.tree_map(lambda _: P(), node)._replace(**found)
@@ -73,5 +73,5 @@ def specs_per_rank(opt_state: Any, rows: Any, param_specs: Any) -> Any:
 
 
 def _named(spec: P) -> tuple[Any, ...]:
-    """The axes of a mesh that a spec mentions."""
+    """Returns the axes of a mesh that a spec names."""
     return tuple(name for part in spec if part is not None for name in (part if isinstance(part, tuple) else (part,)))

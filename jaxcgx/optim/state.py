@@ -1,4 +1,4 @@
-"""CompressState: what compress_gradients keeps from step to step, described and checked."""
+"""CompressState: the state of compress_gradients, its shapes, and checks of it."""
 
 import functools
 from collections.abc import Callable
@@ -17,35 +17,35 @@ from jaxcgx.plan.leaves import factor_shape
 class CompressState(NamedTuple):
     """The state of compress_gradients.
 
-    A field is None where the arguments have no use for it; count and key are None where nothing is compressed. Arrays
-    per rank have a leading axis of the ranks and are sharded over it (`state_specs`). Inside shard_map, and over MPI,
-    its size is 1.
+    A field is None if the arguments don't need it. count and key are None if nothing is compressed. Arrays per rank
+    have a leading axis of the ranks, and are sharded over it (`state_specs`). Inside shard_map, and over MPI, the size
+    of this axis is 1.
     """
 
-    count: Any  # int32[]: the number of steps until now
+    count: Any  # int32[]: the number of steps so far
     key: Any  # uint32[2], the same on every rank and in every step
     residuals: Any  # like the gradients, float32[ranks, *shape]; None for a leaf that always travels raw
     momentum: Any  # like the gradients, [ranks, *shape]; None for a leaf that always travels raw
-    telemetry: Any  # Telemetry of the last step
-    # like the gradients, [*shape]: momentum of what is the same on every rank, the means of raw leaves and weight decay
+    telemetry: Any  # the Telemetry of the last step
+    # like the gradients, [*shape], the same on every rank: the momentum of the means of raw leaves, and of weight decay
     trace: Any = None
     factors: Any = None  # PowerSGD's, like the gradients, float32[rank, n], the same on every rank
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        """{field with a row per rank: the quantity that reshard_state preserves over the ranks, "sum" or "mean"}."""
         return {"residuals": "sum", "momentum": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """The fields like the parameters."""
+        """The fields that are trees like the parameters, without a row per rank."""
         return ("trace",)
 
 
 def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
-    """The state for gradients or parameters `tree`, of jax.ShapeDtypeStructs."""
+    """Returns the state for gradients or parameters `tree`, with jax.ShapeDtypeStructs in place of arrays."""
     leaves = flatten(tree)
-    # For each leaf, its codecs under each plan.
+    # for each leaf, a tuple with its codecs under each plan
     codecs = list(zip(*(encoders(settings, plan, leaves) for plan in settings.plans)))
     skipped = [_skipped(settings, *found) for found in zip(leaves.paths, codecs)]
     encoded = [any(by_plan) for by_plan in codecs]
@@ -53,11 +53,11 @@ def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
     traced = [
         moving and not skip and (settings.weight_decay is not None or not has) for has, skip in zip(encoded, skipped)
     ]
-    # Plans of different ranks share the longest factor; each takes the part that it needs.
+    # Plans whose PowerSGD has different ranks share the largest factor. Each plan uses its first rows.
     shapes = [[factor_shape(x, each or ()) for each in by_plan] for x, by_plan in zip(leaves.values, codecs)]
     factors = [max(filter(None, by_plan), default=None) for by_plan in shapes]
-    # A state fits all plans that compress the same leaves: those without noise have a key too, those without phases a
-    # count. optax also asks with a tree without leaves.
+    # A state must fit all plans that compress the same leaves. So it has a key even if no codec draws noise, and a
+    # count even if there is only one phase. optax may also pass a tree without leaves.
     raw = all(codec.raw for plan in settings.plans for codec in plan.codecs)
     compresses = settings.keyed or (any(encoded) if leaves.values else not raw)
 
@@ -84,7 +84,11 @@ def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
 
 
 def _skipped(settings: Settings, path: Any, by_plan: tuple[Any, ...]) -> bool:
-    """Whether the plans skip a leaf. A mean of zeros in some steps would move the leaf by momentum and weight decay."""
+    """Returns whether the plans skip a leaf. They must agree.
+
+    If only some plans skipped it, its mean would be zero in some steps. In these steps, momentum and weight decay would
+    still change it.
+    """
     skips = {codecs is None for codecs in by_plan}
     if len(skips) > 1:
         expected, remedy = "plans that skip a leaf in every step or in none", "make a new transformation"
@@ -93,7 +97,7 @@ def _skipped(settings: Settings, path: Any, by_plan: tuple[Any, ...]) -> bool:
 
 
 def check_state(settings: Settings, state: Any, expected: Any) -> None:
-    """Checks that a state is one for these gradients and plans: its structure, shapes and dtypes."""
+    """Checks that a state fits the gradients and plans: its structure, shapes and dtypes."""
     if not isinstance(state, type(expected)):
         wanted, got = type(expected).__name__, type(state).__name__
         raise wrong(settings.function, "state", f"what its init returns, a {wanted}", got, kind=TypeError)
@@ -112,12 +116,12 @@ _OTHER = "it was made with another plan or other options; go on with those, or t
 
 def _fits(field: str, want: Any, got: Any) -> bool:
     same_shape = want is not None and got is not None and got.shape == want.shape
-    # Momentum has the dtype of its parameters, which gradients may not have.
+    # Momentum has the dtype of the parameters. Gradients may have another dtype.
     return spell_array(want) == spell_array(got) or (same_shape and field in ("momentum", "trace"))
 
 
 def _remedy(settings: Settings, want: Any, got: Any, rows: bool) -> str:
-    """What to do with a leaf of a state that doesn't fit; `rows`: it is one per rank."""
+    """Returns the remedy for a leaf of a state that doesn't fit. `rows` says whether it has a row per rank."""
     if want is None or got is None:
         return _OTHER
     if got.shape == want.shape:

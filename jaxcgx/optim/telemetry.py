@@ -1,4 +1,4 @@
-"""What a step lost, as arrays."""
+"""Measures the errors of compression in a step, as arrays."""
 
 from typing import Any, NamedTuple
 
@@ -15,32 +15,33 @@ TINY = 2.0**-126
 
 
 class Telemetry(NamedTuple):
-    """What a step lost, per leaf and over all ranks: trees like the gradients, of float32[].
+    """The errors of compression in a step, per leaf and over all ranks, as trees like the gradients, of float32[].
 
-    Lost is what feedback keeps: with own="raw" both roundings of an exchange, with own="encoded" the first one alone,
-    in a hierarchy those over the outermost axis. Meant are the gradients with the residuals.
+    `lost` is the error that feedback keeps. With own="raw" it includes both roundings of an exchange, with
+    own="encoded" only the first. In a hierarchy, it includes only the exchange over the outermost axis. `meant` is the
+    sum of gradients and residuals, which a step should send.
     """
 
     vnmse: Any  # |lost|^2 / |meant|^2
-    # The share of elements that are not 0 and whose error is at least as large as they are, or not finite. Codecs take
-    # their scale from the range and clip nothing: these are the small elements beside a large one.
+    # The fraction of elements that are not 0 and whose error is not finite, or at least as large as the element. Codecs
+    # take their scale from a bucket's range and don't clip. So these are small elements in a bucket with a large one.
     saturation: Any
-    bytes: Any  # of the encoded leaf, in a hierarchy for the outermost axis
-    uncompressed: Any  # bytes of the leaf
+    bytes: Any  # the bytes of the encoded leaf; in a hierarchy, for the outermost axis
+    uncompressed: Any  # the bytes of the leaf, uncompressed
 
 
 class Sums(NamedTuple):
-    """What is added up over a leaf and over all ranks."""
+    """Sums over the elements of a leaf and over all ranks."""
 
-    lost: jax.Array  # squares
-    meant: jax.Array  # squares
-    gone: jax.Array  # elements that were lost altogether
-    size: jax.Array  # elements
+    lost: jax.Array  # of squares
+    meant: jax.Array  # of squares
+    gone: jax.Array  # the number of elements that were lost altogether
+    size: jax.Array  # the number of elements
 
 
 def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array) -> Sums:
     meant = leaf.astype(jnp.float32) + residual[0]
-    lost = jnp.where(jnp.isfinite(mean), lost[0], jnp.nan)  # elsewhere the residual says nothing: it stayed as it was
+    lost = jnp.where(jnp.isfinite(mean), lost[0], jnp.nan)  # elsewhere the residual stayed unchanged: it is no error
     gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
     return Sums(
         lost=(lost**2).sum(), meant=(meant**2).sum(), gone=gone.sum(dtype=jnp.float32), size=jnp.float32(leaf.size)
@@ -55,14 +56,15 @@ def measure(
     mean: list[Any],
     lost: list[Any],
 ) -> Telemetry:
-    """The telemetry of one exchange.
+    """Returns the telemetry of one exchange.
 
     Args:
-      net: the ranks.
+      net: the transport over the ranks.
       leaves: the gradients that were sent.
-      codecs: for each leaf the codecs that encode it, outermost axis first; none: raw; None: it is skipped.
-      residuals: those before the exchange, [1, *shape].
-      mean: what came back.
+      codecs: for each leaf, the codecs that encode it, outermost axis first. An empty list: the leaf travels raw. None:
+        the leaf is skipped.
+      residuals: the residuals before the exchange, [1, *shape].
+      mean: the mean of each leaf.
       lost: the residuals after the exchange.
     """
     encoded = [i for i, given in enumerate(codecs) if given]
@@ -70,7 +72,7 @@ def measure(
     if encoded:
         each = (jnp.stack(_sums(leaves.values[i], residuals[i], mean=mean[i], lost=lost[i])) for i in encoded)
         rows = jnp.stack(_compat.match_varying(*each))
-        # The axes of the mesh that leaves are sharded over, in the same order in every process.
+        # The axes of the mesh over which leaves are sharded, in the same order in every process.
         shards = tuple(sorted(_compat.varying_axes(rows) - set(net.names), key=str))
         rows = net.plain_psum(lax.psum(rows, shards) if shards else rows)
         sums = {i: Sums(*row) for i, row in zip(encoded, rows)}

@@ -1,4 +1,4 @@
-"""make_train_step: data-parallel training done, for a loss, an optimizer and a mesh or an MPI communicator."""
+"""make_train_step: makes a data-parallel training step from a loss, an optimizer and a mesh or an MPI communicator."""
 
 import functools
 import inspect
@@ -25,21 +25,24 @@ from jaxcgx.optim.training import Metrics, Training
 if TYPE_CHECKING:
     import optax
 
-SLICE = 50_000  # elements, as P3 has it
-MESSAGE = 4  # MiB of a message that travels while the backward pass goes on (benchmarks/notes/collectives.md)
+SLICE = 50_000  # elements of a slice, as in P3's paper
+MESSAGE = 4  # MiB of a message that is sent during the backward pass (benchmarks/notes/collectives.md)
 
 
 class TrainStep(NamedTuple):
-    """The functions of a training loop. With `model_state`, a model state follows `params` everywhere."""
+    """The functions of a training loop. With `model_state`, they take and return a model state after `params`."""
 
-    # params -> (params, opt_state), where `step` wants them
+    # (params) -> (params, opt_state), placed as `step` needs them
     init: Callable[..., tuple[Any, ...]]
-    # as jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
+    # a jitted function (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
     step: "Step"
 
     @property
     def finish(self) -> Callable[..., tuple[Any, ...]]:
-        """(params, opt_state) -> the same after the last step: with overlap="priority" it applies what is pending."""
+        """A function (params, opt_state) -> (params, opt_state), to be called after the last step.
+
+        With overlap="priority", it applies the pending gradients. Otherwise it changes nothing.
+        """
         return self.step.finish
 
 
@@ -65,7 +68,7 @@ def make_train_step(
     diloco: Any = None,
     **options: Any,
 ) -> TrainStep:
-    """Data-parallel training with compressed gradients: a TrainStep.
+    """Makes the functions of data-parallel training with compressed gradients: a TrainStep.
 
         train = cgx.make_train_step(loss_fn, optax.adam(1e-3), mesh, plan=cgx.MaxMin(4))
         params, opt_state = train.init(params)
@@ -77,61 +80,63 @@ def make_train_step(
         train = cgx.make_train_step(loss_fn, optax.adam(1e-3), data_axis=MPI.COMM_WORLD, plan=cgx.MaxMin(4))
 
     Args:
-      loss_fn: a function (params, batch) that returns the loss of the part of a batch that it is given, or with
-        `has_aux` (the loss, a pytree of arrays). Where `step` is given a random key, another one every step, it is
-        called with (params, batch, key); the key differs for every rank and micro-batch.
-      optimizer: an optax.GradientTransformation. One that takes `value` gets the mean loss.
-      mesh: a jax.sharding.Mesh; none with a communicator.
-      data_axis: the axis of the mesh, or tuple of axes, that the first dimension of a batch's leaves is split over.
-        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch, and so is
-        what `batch_specs` doesn't split. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of
-        the process, and `init` takes the parameters of the first rank.
-      compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc`, `bsc` or a
-        `jaxcgx.wan.Differential`.
-      param_specs: how parameters are sharded: a tree of PartitionSpecs like them. Over `data_axis` (ZeRO-3, FSDP):
-        each rank has its shards of parameters, gradients and optimizer state. It gathers the parameters for the loss,
-        and gradients go straight to their shards, with the codecs of `plan`. `shard_specs` makes such specs. Over other
-        axes of the mesh, which XLA's partitioner gets: gradients are compressed shard by shard (docs/meshes.md); plans
-        see shards.
-      optimizer_specs: how the state of the optimizer is sharded, where not as the parameters: their specs, with
-        `data_axis` besides (ZeRO-1). Each rank has whole parameters, and updates its shards. The updates are gathered.
-      batch_specs: how a batch is split over `data_axis`, where not every array is along its first dimension: a
-        PartitionSpec, or a tree of them like the batch, or like its upper part. P() is for arrays that every rank, and
-        every micro-batch, has whole, such as the weights of classes. On Explicit meshes the types of arrays say it.
-        Over MPI, any name says which dimension micro-batches split.
-      gather: a codec, {axis: codec} or a Plan for what is gathered of shards: parameters, or updates. The shards of
-        parameters lose nothing. What the gather of updates loses is kept in the state and sent later, except with
-        feedback=False. Plans see shards.
-      regather: gather parameters again for the backward pass, as FSDP does, in place of keeping them. XLA may
-        join both gathers on CPUs. With False, micro-batches share one gather.
-      model_state: for models with state beside the parameters, such as statistics of batches or random streams; any
+      loss_fn: a function (params, batch) that returns the loss of its part of the batch or, with `has_aux`, (the loss,
+        a pytree of arrays). If you pass a random key to `step`, a new one in every step, `loss_fn` is called with
+        (params, batch, key). The key differs for every rank and micro-batch.
+      optimizer: an optax.GradientTransformation. If it takes `value`, it gets the mean loss.
+      mesh: a jax.sharding.Mesh. With a communicator as `data_axis`, leave it out.
+      data_axis: the axis of the mesh, or a tuple of axes, over which the first dimension of a batch's leaves is split.
+        Scalars of a batch, including single random keys, are the same on every rank and for every micro-batch, and so
+        are arrays that `batch_specs` doesn't split. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`. A batch is
+        then the batch of the process, and `init` takes the parameters of the first rank.
+      compress: the function that makes the transformation that exchanges gradients: `compress_gradients`, `dgc`, `bsc`
+        or a `jaxcgx.wan.Differential`.
+      param_specs: the sharding of the parameters: a tree of PartitionSpecs like the parameters. Over `data_axis`
+        (ZeRO-3, FSDP), each rank has its shards of parameters, gradients and optimizer state. It gathers the parameters
+        for the loss. Gradients go straight to the owners of their shards, with the codecs of `plan`. `shard_specs`
+        makes such specs. The other axes of the mesh are left to XLA's partitioner. Over these axes, gradients are
+        compressed shard by shard (docs/meshes.md), and the rules of plans apply to shards.
+      optimizer_specs: the sharding of the optimizer's state, if it differs from the sharding of the parameters: the
+        specs of the parameters with `data_axis` added (ZeRO-1). Each rank has whole parameters, and computes the
+        updates of its shards. The updates are gathered.
+      batch_specs: the sharding of a batch over `data_axis`, if not every array is split along its first dimension: a
+        PartitionSpec, or a tree of them like the batch or a prefix of it. With P(), an array is whole on every rank and
+        for every micro-batch, such as the weights of classes. On Explicit meshes, the types of arrays have their
+        sharding. Over MPI, any axis name marks the dimension that is split into micro-batches.
+      gather: a codec, {axis: codec} or a Plan for the gather of parameters or of updates. The shards of parameters are
+        never rounded. The errors of gathered updates are kept in the state and sent later, except with feedback=False.
+        The rules of plans apply to shards.
+      regather: whether to gather parameters again for the backward pass, as FSDP does, instead of keeping them. On
+        CPUs, XLA may merge both gathers. With False, all micro-batches use the same gathered parameters.
+      model_state: for models with state besides the parameters, such as statistics of batches or random streams; any
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
-        state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and
-        `step` take and return it after the parameters. "mean": all ranks have the same. Floating-point numbers are
-        averaged over the ranks after each step, uncompressed. Others, such as counters, must not depend on the batch,
-        except through jax.lax.psum. Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them.
-        "per_rank": each rank keeps its own. `init` and `step` return a `PerRank`, with a row for each rank.
-      accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
-        and sent once. The model state goes from one to the next.
-      overlap: "backward": messages are made and sent in the order in which the backward pass ends their gradients, and
-        over `Tcp` it goes on meanwhile. A message then has 4 MiB, unless `fusion_mb` says otherwise. Gradients of
-        micro-batches, and of a loop over layers, all end together.
-        "priority": the gradients of a step travel until the next step needs them, those of the first layers first (P3).
-        A step applies the gradients of the step before, and finds new ones at the new parameters. So its results are
-        those of the plain step before the last update, which `train.finish` does after the last step.
-      slice_elements: with overlap="priority", the elements of a message's slice (50,000). Leaves share a message of up
-        to that many, unless `fusion_mb` says otherwise.
-      has_aux: whether `loss_fn` returns auxiliary outputs. Arrays that have the examples along a dimension are those of
-        the whole batch. What doesn't depend on the batch stays as it is. Others are averaged.
-      weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum
-        of all weights, of all ranks and micro-batches: a mean over tokens that are not masked. The weight must not
-        depend on the parameters.
-      donate: update parameters and state in place; those that `step` was given are gone.
-      diloco: `jaxcgx.wan.diloco(optimizer, ...)`, or one of its forms: the ranks along the outermost of `data_axis` are
-        centers, which train on their own and exchange outer gradients now and then. `plan` is then that of the exchange
-        inside a center, over the other axes, Raw() by default. `step` returns the outer parameters and a
-        `jaxcgx.wan.DilocoMetrics` (docs/diloco.md).
-      **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
+        state) or, with `has_aux`, (loss, (the new model state, aux)). `init` takes (params, model_state). `init` and
+        `step` take and return the model state after the parameters.
+        "mean": all ranks have the same state. Floating-point numbers are averaged over the ranks after each step,
+        uncompressed. Other numbers, such as counters, must not depend on the batch, except through jax.lax.psum. Random
+        keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them.
+        "per_rank": each rank keeps its own state. `init` and `step` return a `PerRank`, with a row for each rank.
+      accumulate: the number of micro-batches into which a rank's part of the batch is split. Their gradients are
+        averaged in float32 and sent once. The model state is passed from one micro-batch to the next.
+      overlap: "backward": messages are made and sent in the order in which their gradients are ready in the backward
+        pass. Over `Tcp`, the backward pass continues during the exchange. A message then has up to 4 MiB, unless
+        `fusion_mb` says otherwise. With micro-batches, or a loop over layers, all gradients are ready at the same time.
+        "priority": the gradients of a step travel until the next step needs them, the gradients of the first layers
+        first (P3). A step applies the gradients of the step before, and computes new gradients at the new parameters.
+        So the parameters that it returns lack the last update. After the last step, `train.finish` applies it.
+      slice_elements: with overlap="priority", the number of elements in a slice of a message (50,000). Leaves share
+        messages of up to this number of elements, unless `fusion_mb` says otherwise.
+      has_aux: whether `loss_fn` returns auxiliary outputs. Arrays with the examples along a dimension are returned for
+        the whole batch. Outputs that don't depend on the batch are returned unchanged. Other outputs are averaged.
+      weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is then the sum of all sums divided
+        by the sum of all weights, over all ranks and micro-batches. An example is a mean over tokens that are not
+        masked. The weight must not depend on the parameters.
+      donate: whether parameters and state are updated in place. `step` then invalidates the arrays that it was given.
+      diloco: `jaxcgx.wan.diloco(optimizer, ...)`, or one of its forms. The places along the outermost axis of
+        `data_axis` are centers, which train on their own and exchange outer gradients once in many steps. `plan` is
+        then the plan of the exchange inside a center, over the other axes, Raw() by default. `step` returns the outer
+        parameters and a `jaxcgx.wan.DilocoMetrics` (docs/diloco.md).
+      **options: the options of `compress`, including `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
@@ -200,15 +205,21 @@ def make_train_step(
 
 
 class Step:
-    """The jitted function `step` of a `TrainStep`, and what jit can't do.
+    """The function `step` of a `TrainStep`: a jitted function, with checks that jit can't do.
 
-    That is a check of batches, and a remedy for constraints, which JAX refuses when it compiles.
-
-    Its other members are those of the jitted function.
+    It checks batches. If JAX refuses a sharding constraint in the loss when it compiles, the error says what to write.
+    All other attributes are attributes of the jitted function.
     """
 
     def __init__(self, jitted: Any, placement: Placement | Alone, place: int, finish: Any = None) -> None:
-        """place: the position of the batch among the arguments. finish: see `TrainStep`; None: nothing is pending."""
+        """Wraps a jitted function.
+
+        Args:
+          jitted: the jitted function.
+          placement: the placement of the step.
+          place: the position of the batch among the arguments.
+          finish: the jitted function behind `TrainStep.finish`. None: nothing is ever pending.
+        """
         self._jitted, self._placement, self._place = jitted, placement, place
         self._finish: Callable[..., tuple[Any, ...]] = finish or (lambda *state: state)
 
@@ -218,14 +229,14 @@ class Step:
             return self._jitted(*args, **kwargs)
 
     def finish(self, *state: Any) -> tuple[Any, ...]:
-        """See `TrainStep`."""
+        """Applies the pending gradients, as `TrainStep.finish`."""
         with warnings.catch_warnings():
-            # Pending gradients are donated to be freed early. No result can take their place.
+            # Pending gradients are donated only to free them early. No result can reuse their memory.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return self._finish(*state)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_jitted"), name)  # which a copy lacks at first
+        return getattr(object.__getattribute__(self, "_jitted"), name)  # a new copy has no `_jitted` yet
 
 
 def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:
@@ -246,7 +257,7 @@ def _takes(function: Callable[..., Any], option: str) -> bool:
 def _slices(
     overlap: str | None, slice_elements: Any, options: dict[str, Any], placement: Placement | Alone
 ) -> dict[str, Any]:
-    """The options of `compress` that slice messages."""
+    """Returns the options of `compress` that slice messages."""
     if overlap != "priority":
         if slice_elements is not None:
             remedy = 'pass overlap="priority", or leave it out'

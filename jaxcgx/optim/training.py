@@ -1,4 +1,4 @@
-"""What a training step does: every rank's gradients, their exchange, the optimizer's update."""
+"""The parts of a training step: every rank's gradients, their exchange, and the optimizer's update."""
 
 import dataclasses
 import functools
@@ -28,33 +28,33 @@ from jaxcgx.plan.leaves import spell_path
 
 
 class Metrics(NamedTuple):
-    """What a step reports, the same on every rank."""
+    """The metrics of a step, the same on every rank."""
 
     loss: jax.Array  # the mean over ranks and micro-batches, uncompressed
-    # Leaves with the examples along a dimension are those of the whole batch. What doesn't depend on the batch is as it
-    # was returned, the rest is the mean. Random keys are those of the first rank's last micro-batch. None without
-    # has_aux.
+    # The auxiliary outputs, or None without has_aux. Leaves with the examples along a dimension are those of the whole
+    # batch. Leaves that don't depend on the batch are unchanged. Random keys are those of the first rank's last
+    # micro-batch. All other leaves are means.
     aux: Any
     telemetry: Telemetry | None
 
 
 class Found(NamedTuple):
-    """What a step finds with the parameters that it has."""
+    """The results of a loss function on all ranks."""
 
-    gradients: Any  # of every rank, like the trained parameters, [ranks, *shape]
+    gradients: Any  # every rank's gradients, like the trained parameters, [ranks, *shape]
     loss: jax.Array
     aux: Any
     model_state: Any
 
     def metrics(self, sent: Any) -> Metrics:
-        """What a step reports. sent: the state after the exchange that it reports."""
-        # A transformation of the user's own may have no telemetry.
+        """Returns the metrics of a step. `sent` is the state after the exchange on which the step reports."""
+        # The state of a user's own transformation may have no telemetry.
         return Metrics(self.loss, self.aux, getattr(sent, "telemetry", None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
-    """The parts of a training step. `make_train_step` explains what they are made of."""
+    """The parts of a training step. `make_train_step` explains the arguments from which they are made."""
 
     placement: Placement | Alone
     ranks: Ranks
@@ -62,14 +62,14 @@ class Training:
     state: ModelState
     optimizer: Any  # takes extra arguments
     transformation: Any  # exchanges gradients
-    ordered: Callable[..., Any] | None  # makes one that exchanges them in an order; None: in that of the tree
+    ordered: Callable[..., Any] | None  # (order) -> such a transformation; None: the order of the tree
     objective: Callable[..., Any]  # a function (params, Given)
     accumulate: int
     has_aux: bool
-    plan: Any  # None: the transformation makes one, which skips nothing
+    plan: Any  # None: the transformation makes its own plan, which skips nothing
 
     def init(self, params: Any, model_state: Any = None) -> tuple[Any, Any, Any]:
-        """(parameters, model state, optimizer state) before the first step, where `step` wants them."""
+        """Returns (parameters, model state, optimizer state) before the first step, placed as `step` needs them."""
         self.state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self.sharded.check(params)
@@ -80,7 +80,7 @@ class Training:
         rest_specs = placement.specs_of_state(self.optimizer, trained, updated)
 
         def fresh(params: Any) -> tuple[Any, ...]:
-            own = jax.tree_util.tree_map(jnp.copy, params)  # what is donated later must not be the caller's
+            own = jax.tree_util.tree_map(jnp.copy, params)  # `step` must not donate the caller's arrays
             return own, self.optimizer.init(part(params, skipped)[0]), sending.init_lost(params)
 
         @functools.partial(jax.jit, out_shardings=(None, placement.shardings(self.state.spec), None))
@@ -94,7 +94,7 @@ class Training:
         return make(params, put(model_state, placement.shardings(P())))
 
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
-        """(parameters, model state, optimizer state, Metrics) after a step of all ranks."""
+        """Returns (parameters, model state, optimizer state, Metrics) after a step of all ranks."""
         check_arrived(opt_state)
         find, order = self.prepare(params, model_state, sent=opt_state[0], batch=batch, key=key)
         found = find(params, opt_state[0])
@@ -102,22 +102,22 @@ class Training:
         return params, found.model_state, opt_state, found.metrics(opt_state[0])
 
     def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:
-        """(parameters, model state, optimizer state) after the update with what the last step found: these are."""
+        """Returns (parameters, model state, optimizer state) unchanged, because no gradients are pending."""
         return params, model_state, opt_state
 
     def prepare(
         self, params: Any, model_state: Any, sent: Any, batch: Any, key: Any
     ) -> tuple[Callable[[Any, Any], Found], tuple[int, ...] | None]:
-        """(what finds gradients, given parameters and the state of their exchange; the order in which it ends them).
+        """Returns (a function (parameters, sent) -> Found, the order in which its gradients are ready).
 
-        The order is None where nobody asks for it.
+        `sent` is the state of the exchange of gradients. The order is None if `ordered` is None.
         """
         self.state.check_rows(model_state, self.placement.ranks)
         placement, skipped = self.placement, self.skipped(params)
         batch, batch_specs = placement.place_batch(batch, self.accumulate)
         spec = self.state.spec
         given = lambda params, sent: (params, model_state, batch, (key, self.sharded.key(sent)))
-        # A loss is traced without check_vma, which refuses loops that start from zeros.
+        # The loss is traced without check_vma, because check_vma refuses loops that start from zeros.
         in_specs = placement.params_of_rank, spec, batch_specs, P()
         guessed = placement.mesh is None and self.accumulate == 1 and placement.batch_specs is None
         parts, of_aux = Parts(self.accumulate, dimensions(batch_specs), guessed=guessed), None
@@ -133,7 +133,7 @@ class Training:
         )
         order = None
         if self.ordered is not None:
-            find = jax.jit(find)  # traced once, for its order and for the step
+            find = jax.jit(find)  # with jit, it is traced only once, for its order and for the step
             trained = [i for i, skip in enumerate(jax.tree_util.tree_leaves(skipped)) if not skip]
             program = jax.make_jaxpr(find)(*given(params, sent))
             ends = [trained[i] for i in order_of(program, len(trained))]
@@ -148,14 +148,14 @@ class Training:
     def apply(
         self, params: Any, opt_state: Any, grads: Any, loss: Any, order: tuple[int, ...] | None
     ) -> tuple[Any, Any]:
-        """(parameters, optimizer state) after an update with the mean of all ranks' gradients.
+        """Returns (parameters, optimizer state) after an update with the mean of all ranks' gradients.
 
         Args:
           params: the parameters.
           opt_state: the optimizer's state.
-          grads: the gradients, as `Found` has them.
-          loss: the loss that they are of.
-          order: the order in which leaves are sent; None: that of the tree.
+          grads: the gradients, as in `Found`.
+          loss: the loss of these gradients.
+          order: the order in which leaves are sent. None: the order of the tree.
         """
         placement, (sent, *rest) = self.placement, opt_state
         kept = placement.specs_of_rows(sent)
@@ -169,14 +169,20 @@ class Training:
         return self.update(params, (sent, *rest), means, loss=loss, noise=noise)
 
     def exchanging(self, params: Any, order: tuple[int, ...] | None) -> Callable[..., Any]:
-        """A rank's function of parameters, rows of gradients, the state of their exchange, and the loss."""
+        """Returns a rank's function (parameters, rows of gradients, sent, loss) -> (means, new sent).
+
+        `sent` is the state of the exchange of gradients.
+        """
         transformation = self.transformation if order is None or self.ordered is None else self.ordered(order)
         return functools.partial(self._exchange, self.skipped(params), transformation)
 
     def update(self, params: Any, opt_state: Any, means: Any, loss: Any, noise: Any = None) -> tuple[Any, Any]:
-        """(parameters, optimizer state) after an update with means. noise: the key of the gather of updates."""
-        sent, rest, *lost = opt_state  # lost: by the gather of updates
-        # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
+        """Returns (parameters, optimizer state) after an update with the means of gradients.
+
+        `noise` is the key of the gather of updates.
+        """
+        sent, rest, *lost = opt_state  # lost: the errors of the gather of updates
+        # The optimizer runs outside of shard_map, so that norms and other numbers are those of whole arrays.
         skipped = self.skipped(params)
         sending = self.sharded.freeze(skipped)
         trained, frozen = part(params, skipped)
@@ -201,11 +207,11 @@ class Training:
             raise wrong(OP, "optimizer", expected, got, "pass the plain one, such as optax.adam(1e-3)")
 
     def skipped(self, params: Any) -> Any:
-        """For each parameter whether it is frozen."""
+        """Returns for each parameter whether it is frozen."""
         return find_skipped(self.plan, self.placement.shards(params))
 
     def _look(self, parts: Parts, in_specs: Any, given: Any) -> tuple[Any, list[Output]]:
-        """(the structure of the auxiliary outputs, what becomes of each), found where a rank's step is traced."""
+        """Traces a rank's step. Returns (the structure of the auxiliary outputs, an `Output` for each)."""
         found: Any = None
 
         def look(params: Any, model_state: Any, batch: Any, keys: tuple[Any, Any]) -> None:
@@ -221,10 +227,18 @@ class Training:
     def _find(
         self, skipped: Any, parts: Parts, params: Any, model_state: Any, batch: Any, keys: tuple[Any, Any]
     ) -> tuple[Any, ...]:
-        """What one rank finds: its gradients, with a leading axis of 1, and what all ranks then have of the rest.
+        """Computes the gradients of one rank. Returns (gradients, model state, loss, leaves of the auxiliary outputs).
 
-        parts: the micro-batches.
-        keys: of the loss function, and of the gather of parameters.
+        The gradients are the rank's own, with a leading axis of 1. The loss and averaged outputs are means over all
+        ranks.
+
+        Args:
+          skipped: for each parameter, whether it is frozen.
+          parts: the micro-batches.
+          params: the rank's parameters or shards of parameters.
+          model_state: the model state.
+          batch: the rank's part of the batch.
+          keys: (the key of the loss function, the key of the gather of parameters).
         """
         key, noise = keys
         whole, loss_of_whole = self.sharded.open(params, self.objective, noise)
@@ -234,13 +248,13 @@ class Training:
         gradients = local_gradients(loss_of_trained, self.ranks, parts)
         found = gradients(trained, Given(frozen, own_state, batch, key))
         leaves = jax.tree_util.tree_leaves(found.aux)
-        # Processes of mpirun may have constants of their own.
+        # Constants may differ between processes of mpirun, so all ranks take the first rank's.
         kept = lambda x, y: y.rows is not None or (addable(x) and not y.averaged and self.placement.mesh is not None)
         sent = [None if kept(x, y) else x for x, y in zip(leaves, parts.outputs)]
         inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
         loss, weight, sent = agree((found.loss, found.weight, sent), self.ranks, averaged=inexact)
         grads = found.gradients
-        if weight is not None:  # the others are means of sums, weight is that of the weights
+        if weight is not None:  # the other numbers are means of sums, and this is the mean of the weights
             divide = lambda x, dtype: (x.astype(dtype) / weight.astype(dtype)).astype(x.dtype)
             loss, grads = jax.tree_util.tree_map(lambda x: divide(x, wide(x.dtype)), (loss, grads))
             narrow = lambda x, y: divide(x, x.dtype).astype(y.dtype) if y.averaged else x
@@ -252,21 +266,24 @@ class Training:
     def _exchange(
         self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any, loss: Any
     ) -> tuple[Any, Any]:
-        """The mean of the gradients that the ranks found, and the new state of the exchange."""
+        """Returns (the mean of all ranks' gradients, the new state of the exchange)."""
         update = import_optax(OP).with_extra_args_support(transformation).update
-        # Rules of the plan are for all leaves. Nothing reads those that it skips.
+        # The rules of the plan expect all leaves. Nothing reads the leaves that the plan skips.
         _, frozen = part(self.sharded.like_whole(params), skipped)
         own = join(jax.tree_util.tree_map(lambda x: x[0], grads), frozen)
-        given = None if self.placement.state else params  # slices of means take no weight decay
+        given = None if self.placement.state else params  # slices of means can't have weight decay
         mean, sent = self.placement.update_shards(functools.partial(update, value=loss), own, state=sent, params=given)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:
-        """The optimizer's update with the loss; without it where the optimizer, or one inside of it, takes none."""
+        """Returns the optimizer's update.
+
+        The optimizer gets the loss as `value`, unless it, or an optimizer inside of it, doesn't take this argument.
+        """
         try:
             return self.optimizer.update(grads, rest, params, value=loss)
         except (TypeError, ValueError) as error:
-            # Searches along a line, and Sophia.
+            # Line searches and Sophia call the loss function.
             if asked := [name for name in ("value_fn", "obj_fn") if name in str(error)]:
                 raise wrong(
                     OP,

@@ -1,4 +1,4 @@
-"""DGC's warm-up: sparsity that grows from epoch to epoch."""
+"""DGC's warm-up, in which sparsity increases from epoch to epoch."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from jaxcgx.checks import check_integer, check_number, wrong
 def warm_up(
     ratio: float, epochs: int, coeff: Any, steps_per_epoch: int | None, function: str = "dgc"
 ) -> dict[int, float]:
-    """{first step: ratio}: the ratios of the warm-up's epochs, then the final one.
+    """Returns {first step: ratio}: the ratios of the warm-up's epochs, then the final ratio.
 
-    `dgc` explains the arguments. `function` is the public function that errors name.
+    The docstring of `dgc` explains the arguments. `function` is the public function that errors name.
     """
     epochs = check_integer(function, "warmup_epochs", epochs, 0)
     if not epochs:
@@ -25,7 +25,7 @@ def warm_up(
 
 
 def _ratios(function: str, ratio: float, epochs: int, coeff: Any) -> list[float]:
-    """The ratio of every epoch."""
+    """Returns the ratio of each epoch of the warm-up."""
     if coeff is None:
         return [ratio ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)]
     listed = isinstance(coeff, (tuple, list))
