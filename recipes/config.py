@@ -30,7 +30,7 @@ class Command(NamedTuple):
     config: Any  # a ConfigDict
     name: str  # of the run's folder, such as cifar-resnet20-dgc-x
     arguments: tuple[str, ...]
-    devices: int
+    devices: int | None
     launch: str
     runs: pathlib.Path
 
@@ -59,7 +59,7 @@ def parse(arguments: list[str]) -> Command:
     parser.add_argument("--config", required=True, metavar="FILE", help="one of recipes/configs/*/*.py")
     parser.add_argument("--compression", metavar="WORD", help=f"as --config.compression=WORD: {words}")
     parser.add_argument("--suffix", default="", help="of the run's folder")
-    parser.add_argument("--devices", type=int, default=4, help="virtual devices, where there are no others (4)")
+    parser.add_argument("--devices", type=int, help="virtual devices of one process without accelerators (4)")
     parser.add_argument(
         "--launch",
         choices=("auto", "local", "mpi", "distributed"),

@@ -62,17 +62,20 @@ class World(NamedTuple):
         return bool(np.all(multihost_utils.process_allgather(np.array(holds))))
 
 
-def start(how: str, devices: int) -> World:
+def start(how: str, devices: int | None = None) -> World:
     """Returns the world that this process belongs to.
 
     Args:
       how: "local", "mpi", "distributed", or "auto", which chooses by environment variables.
-      devices: the number of virtual CPU devices of a local world. It is used if JAX finds no accelerator.
+      devices: the number of virtual CPU devices of a local world, 4 by default. It is used if JAX finds no
+        accelerator. Other worlds have as many ranks as processes or devices, and refuse it.
     """
-    cgx.keep_pages()
     if how == "auto":
         distributed = "JAX_COORDINATOR_ADDRESS" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
         how = "mpi" if set(MPIRUN) & set(os.environ) else "distributed" if distributed else "local"
+    if how != "local" and devices is not None:
+        raise Wrong(f"--devices: expected --launch=local, got {how}, whose processes give the number of ranks")
+    cgx.keep_pages()
     if how == "mpi":
         jax.config.update("jax_platforms", "cpu")
         try:
@@ -85,9 +88,9 @@ def start(how: str, devices: int) -> World:
         number = lambda name: int(os.environ[name]) if name in os.environ else None
         jax.distributed.initialize(num_processes=number("JAX_NUM_PROCESSES"), process_id=number("JAX_PROCESS_ID"))
         return over_devices(jax.devices())
-    if devices < 1:
+    if devices is not None and devices < 1:
         raise Wrong(f"--devices: expected a positive number, got {devices}")
-    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_num_cpu_devices", devices or 4)
     return over_devices(jax.devices())
 
 

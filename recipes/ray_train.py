@@ -3,9 +3,10 @@
     pip install ".[recipes,ray]"
     python recipes/ray_train.py --workers=4 --config=recipes/configs/digits/mlp.py --compression=dgc
 
-When a worker dies, all workers end, and new workers, one fewer than before, continue from the last checkpoint. After
-they have saved a checkpoint, the number of workers grows again if Ray has room, up to --workers. RAY_ADDRESS names a
-cluster. Without it, Ray starts on this machine. All hosts need this folder at the same path, and must see --runs.
+When a worker dies, all workers end, and new workers, one fewer than before, continue from the last checkpoint. There
+are fewer still if a host with several workers died. After they have saved a checkpoint, the number of workers grows
+again if Ray has room, up to --workers. RAY_ADDRESS names a cluster. Without it, Ray starts on this machine. All hosts
+need this folder at the same path, and must see --runs.
 """
 
 import argparse
@@ -41,7 +42,8 @@ class Worker:
         import launch  # not earlier, because it imports JAX, which reads the environment
         import train
 
-        return train.train(config.parse(arguments), launch.start("distributed", 1))
+        command = config.parse(arguments)
+        return train.train(command, launch.start("distributed", command.devices))
 
 
 class Team:
@@ -105,6 +107,7 @@ def main(arguments: list[str]) -> None:
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, **here)
     resource = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
+    whole = lambda: int(ray.cluster_resources().get(resource, 0))
     room = lambda ranks: min(wanted.workers, ranks + int(ray.available_resources().get(resource, 0)))
 
     ranks = wanted.workers
@@ -122,7 +125,7 @@ def main(arguments: list[str]) -> None:
         except RayError as error:
             if isinstance(error, RayTaskError) and not team.lost():  # the same error would come again
                 raise Wrong(str(error.cause)) from error
-            ranks -= 1
+            ranks = min(ranks - 1, whole())  # a host may have died with several workers
             print(f"a worker died ({type(error).__name__}): {ranks} go on from step {last()}", flush=True)
         finally:
             team.end()

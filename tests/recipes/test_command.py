@@ -50,6 +50,13 @@ def test_errors_are_one_line(train, tmp_path, monkeypatch):
         assert ended.value.code.startswith(starts) and "\n" not in ended.value.code
 
 
+def test_devices_of_several_processes(train):
+    """Their number of ranks is that of processes or devices."""
+    for how in ("mpi", "distributed"):
+        with pytest.raises(train.Wrong, match=f"--devices: expected --launch=local, got {how}"):
+            train.launch.start(how, 2)
+
+
 def test_files_for_clusters(train):
     """Their commands are some that train.py and the shell know; their extras exist."""
     import yaml

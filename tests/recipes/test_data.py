@@ -1,5 +1,6 @@
 """Data sets of files, and what a process reads of them."""
 
+import gzip
 import hashlib
 import io
 import tarfile
@@ -12,12 +13,12 @@ def batch(split, random=None):
     return split.batch(np.arange(min(len(split), 4)), random)
 
 
-def cifar(folder, data):
-    """An archive like CIFAR-10's, of 4 images a file: image i has the class i, and a red corner."""
-    record = lambda i: bytes([i, 255]) + bytes(32 * 32 * 3 - 1)
-    path = folder / data.cifar.Cifar10.archive
+def cifar(folder, kind):
+    """An archive like CIFAR's, of 4 images a file: image i has the class i, and a red corner."""
+    record = lambda i: bytes([*[9] * (kind.labels - 1), i, 255]) + bytes(32 * 32 * 3 - 1)
+    path = folder / kind.archive
     with tarfile.open(path, "w:gz") as archive:
-        for name in data.cifar.Cifar10.train + data.cifar.Cifar10.test:
+        for name in kind.train + kind.test:
             content = b"".join(map(record, range(4)))
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
@@ -25,19 +26,24 @@ def cifar(folder, data):
     return path
 
 
-def test_cifar(train, tmp_path, monkeypatch):
-    load = lambda: train.data.load(name="cifar10", synthetic=False, folder=str(tmp_path), augment=True)
-    with pytest.raises(
-        train.Wrong, match=r"config\.data\.folder: there is no .*cifar-10-binary\.tar\.gz; get .* from http"
-    ):
+@pytest.mark.parametrize(
+    "name, archive, md5, files",
+    [
+        ("cifar10", r"cifar-10-binary\.tar\.gz", "c32a1d4a", 5),
+        ("cifar100", r"cifar-100-binary\.tar\.gz", "03b5dce0", 1),
+    ],
+)
+def test_cifar(train, tmp_path, monkeypatch, name, archive, md5, files):
+    load = lambda: train.data.load(name=name, synthetic=False, folder=str(tmp_path), augment=True)
+    with pytest.raises(train.Wrong, match=rf"config\.data\.folder: there is no .*{archive}; get .* from http"):
         load()
-    path = cifar(tmp_path, train.data)
-    with pytest.raises(train.Wrong, match=r"is damaged: expected the MD5 sum c32a1d4a"):
+    kind = getattr(train.data.cifar, name.capitalize())
+    path = cifar(tmp_path, kind)
+    with pytest.raises(train.Wrong, match=rf"is damaged: expected the MD5 sum {md5}"):
         load()
-    md5 = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-    monkeypatch.setattr(train.data.cifar.Cifar10, "md5", md5)
+    monkeypatch.setattr(kind, "md5", hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest())
     found = load()
-    assert (found.name, len(found.train), len(found.test)) == ("cifar10", 20, 4)
+    assert (found.name, len(found.train), len(found.test)) == (name, 4 * files, 4)
     images, labels = batch(found.test)
     np.testing.assert_array_equal(labels, range(4))
     assert images.shape == (4, 32, 32, 3) and (images[:, 0, 0, 0] > 1).all() and (images[:, 0, 0, 1:] == 0).all()
@@ -67,13 +73,25 @@ def test_imagenet(train, tmp_path):
         load()
 
 
-def test_fashion_mnist(train, tmp_path):
+def test_fashion_mnist(train, tmp_path, monkeypatch):
     load = lambda: train.data.load(name="fashion_mnist", synthetic=False, folder=str(tmp_path), augment=False)
     with pytest.raises(train.Wrong, match=r"there is no .*train-images-idx3-ubyte\.gz; install Debian's package"):
         load()
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"half of a file")
     with pytest.raises(train.Wrong, match=r"train-images-idx3-ubyte\.gz is damaged"):
         load()
+    files = train.data.fashion_mnist.FILES
+    for name in files:  # image i has the class i, and the pixel i in its corner
+        part = bytes(16) + b"".join(bytes([i]) + bytes(783) for i in range(6)) if "images" in name else None
+        content = part or bytes(8) + bytes(range(6))
+        (tmp_path / name).write_bytes(gzip.compress(content))
+        monkeypatch.setitem(files, name, hashlib.md5(content, usedforsecurity=False).hexdigest())
+    found = load()
+    assert (len(found.train), len(found.test)) == (6, 6)
+    for split in (found.train, found.test):
+        images, labels = batch(split)
+        np.testing.assert_array_equal(labels, range(4))
+        assert images.shape == (4, 28, 28, 1) and (np.diff(images[:, 0, 0, 0]) > 0).all() and np.ptp(images[:, 1]) == 0
 
 
 def test_text(train, tmp_path):
