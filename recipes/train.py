@@ -147,7 +147,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
         if number % settings.save_every == 0 or last:
             checkpoints.save(number, tuple(state))
         begun = time.perf_counter()
-    return _finish(command, dataset.name, world, run)
+    return _finish(command, dataset.name, world, run, warmed=bool(exchange.settled))
 
 
 def _score(score: Any, params: Any, state: Any, batch: Any) -> jax.Array:
@@ -167,8 +167,11 @@ def _bytes(compiled: Any, make_step: Any, exchange: exchanges.Exchange, args: tu
     return dict(bytes=found.bytes / exchange.every, raw_bytes=found.raw_bytes)
 
 
-def _finish(command: config.Command, data: str, world: launch.World, run: RunFolder) -> dict[str, Any]:
-    """Prints and draws the results. Returns the last value of each metric."""
+def _finish(command: config.Command, data: str, world: launch.World, run: RunFolder, *, warmed: bool) -> dict[str, Any]:
+    """Prints and draws the results. Returns the last value of each metric.
+
+    `warmed` says that the bytes are those of steps after a warm-up.
+    """
     run.close()
     if not world.speaks:
         return {}
@@ -177,7 +180,8 @@ def _finish(command: config.Command, data: str, world: launch.World, run: RunFol
     for line in lines:
         results |= line
     word = command.config.compression.word
-    sent = f"{results['bytes']:,.0f} bytes a step, uncompressed {results['raw_bytes']:,.0f}"
+    when = " after the warm-up" if warmed else ""
+    sent = f"{results['bytes']:,.0f} bytes a step{when}, uncompressed {results['raw_bytes']:,.0f}"
     title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
     plot.draw(lines, title, run.path / "plot.png")
     run.say(

@@ -29,9 +29,11 @@ def test_configs(name, run, tmp_path):
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_compressions(word, run):
+def test_compressions(word, run, tmp_path):
     few = {"compression.warmup_epochs": 1} if word in ("dgc", "dgc-fp16") else {}  # fewer ratios to compile
     results = run("digits/mlp", {"compression": word} | few)
+    log = next(tmp_path.glob("*/log.txt")).read_text()
+    assert ("bytes a step after the warm-up" in log) == bool(few)
     if word == "none":
         assert results["bytes"] == results["raw_bytes"]
     else:
