@@ -1,8 +1,10 @@
 """Checkpoints in Orbax's format. A checkpoint is either complete or absent."""
 
+import os
 import pathlib
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from launch import World
 import jaxcgx as cgx
 
 KEEP = 2  # checkpoints
+OWN_FILES = 64 << 10  # bytes of a checkpoint beside its arrays, at most about
 
 
 class Checkpoints:
@@ -30,8 +33,10 @@ class Checkpoints:
         """Saves a pytree of arrays, and then removes old checkpoints. All processes must call this method."""
         if self.world.comm is not None:
             tree = cgx.gather_state(tree, self.world.comm)
+        why = self._no_space(tree) if self.world.speaks else ""
+        if not self.world.all(not why):  # all processes raise: otherwise, the others would wait for this one
+            raise self._cant_save(step, why or "another process says why")
         if self.world.comm is None or self.world.speaks:
-            self._check_space(step, tree)
             try:
                 with ocp.StandardCheckpointer() as checkpointer:
                     checkpointer.save(self.folder / str(step), tree, force=True)
@@ -65,12 +70,19 @@ class Checkpoints:
             raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")
         return 0, template
 
-    def _check_space(self, step: int, tree: Any) -> None:
-        """Checks that the disk has space for the tree, because Orbax's error for a full disk has many lines."""
-        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-        self.folder.mkdir(exist_ok=True)
-        if (free := shutil.disk_usage(self.folder).free) < needed:
-            raise self._cant_save(step, f"the disk is full: {free:,} bytes are free, and it has up to {needed:,}")
+    def _no_space(self, tree: Any) -> str:
+        """Returns why the disk has no space for the tree, or "".
+
+        It reserves the space for a moment: on a full disk, Orbax's threads write pages of errors.
+        """
+        needed = OWN_FILES + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                os.posix_fallocate(file.fileno(), 0, needed)
+        except OSError as error:
+            return f"{error.strerror} (it has up to {needed:,} bytes)"
+        return ""
 
     def _cant_save(self, step: int, why: str) -> Wrong:
         good = [each for each in self.steps() if each != step]

@@ -1,5 +1,6 @@
 """Runs of recipes/train.py in this process."""
 
+import importlib
 import pathlib
 
 import jax
@@ -17,6 +18,12 @@ def train(monkeypatch):
         pytest.importorskip(library, reason="needs the extra `recipes`")
     with jax.numpy_dtype_promotion("standard"):
         yield load_script(RECIPES / "train.py", monkeypatch)
+
+
+@pytest.fixture
+def data(train):
+    """The package recipes/data."""
+    return importlib.import_module("data")
 
 
 @pytest.fixture

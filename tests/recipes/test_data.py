@@ -33,11 +33,11 @@ def cifar(folder, kind):
         ("cifar100", r"cifar-100-binary\.tar\.gz", "03b5dce0", 1),
     ],
 )
-def test_cifar(train, tmp_path, monkeypatch, name, archive, md5, files):
-    load = lambda: train.data.load(name=name, synthetic=False, folder=str(tmp_path), augment=True)
+def test_cifar(train, data, tmp_path, monkeypatch, name, archive, md5, files):
+    load = lambda: data.load(name=name, synthetic=False, folder=str(tmp_path), augment=True)
     with pytest.raises(train.Wrong, match=rf"config\.data\.folder: there is no .*{archive}; get .* from http"):
         load()
-    kind = getattr(train.data.cifar, name.capitalize())
+    kind = getattr(data.cifar, name.capitalize())
     path = cifar(tmp_path, kind)
     with pytest.raises(train.Wrong, match=rf"is damaged: expected the MD5 sum {md5}"):
         load()
@@ -52,9 +52,9 @@ def test_cifar(train, tmp_path, monkeypatch, name, archive, md5, files):
     assert moved[1, 0, 31, 0] > 1 and moved[3, 0, 31, 0] > 1
 
 
-def test_imagenet(train, tmp_path):
+def test_imagenet(train, data, tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs the extra `recipes`")
-    load = lambda: train.data.load(name="imagenet", synthetic=False, folder=str(tmp_path), size=8, threads=2)
+    load = lambda: data.load(name="imagenet", synthetic=False, folder=str(tmp_path), size=8, threads=2)
     with pytest.raises(train.Wrong, match=r"config\.data\.folder: there is no folder .*train; name that of"):
         load()
     for part in ("train", "val"):
@@ -73,14 +73,14 @@ def test_imagenet(train, tmp_path):
         load()
 
 
-def test_fashion_mnist(train, tmp_path, monkeypatch):
-    load = lambda: train.data.load(name="fashion_mnist", synthetic=False, folder=str(tmp_path), augment=False)
+def test_fashion_mnist(train, data, tmp_path, monkeypatch):
+    load = lambda: data.load(name="fashion_mnist", synthetic=False, folder=str(tmp_path), augment=False)
     with pytest.raises(train.Wrong, match=r"there is no .*train-images-idx3-ubyte\.gz; install Debian's package"):
         load()
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"half of a file")
     with pytest.raises(train.Wrong, match=r"train-images-idx3-ubyte\.gz is damaged"):
         load()
-    files = train.data.fashion_mnist.FILES
+    files = data.fashion_mnist.FILES
     for name in files:  # image i has the class i, and the pixel i in its corner
         part = bytes(16) + b"".join(bytes([i]) + bytes(783) for i in range(6)) if "images" in name else None
         content = part or bytes(8) + bytes(range(6))
@@ -94,10 +94,10 @@ def test_fashion_mnist(train, tmp_path, monkeypatch):
         assert images.shape == (4, 28, 28, 1) and (np.diff(images[:, 0, 0, 0]) > 0).all() and np.ptp(images[:, 1]) == 0
 
 
-def test_text(train, tmp_path):
+def test_text(train, data, tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(200)) * 10)
     options = dict(name="text", synthetic=False)
-    load = lambda files, context: train.data.load(files=str(files), context=context, tokens=256, **options)
+    load = lambda files, context: data.load(files=str(files), context=context, tokens=256, **options)
     found = load(tmp_path / "*.txt", 16)
     for inputs, labels in (batch(found.train), batch(found.train, np.full((4, 5), 0.5, np.float32))):
         assert inputs.shape == labels.shape == (4, 16)
@@ -109,15 +109,15 @@ def test_text(train, tmp_path):
         load(tmp_path / "*.md", 16)
 
 
-def test_byte_pairs(train, tmp_path):
-    bpe = train.data.text.bpe
+def test_byte_pairs(train, data, tmp_path):
+    bpe = data.text.bpe
     text = np.frombuffer(b"aaab" * 4 + b"cdcd" + b"aaaaa", np.uint8)
     pairs = bpe.learn(text, 258)
     assert pairs == [(97, 97), (256, 97)]  # aa, and then aaa
     assert bpe.encode(text, pairs).tolist() == [257, 98] * 4 + [99, 100] * 2 + [256, 257]
     assert bpe.learn(np.arange(9, dtype=np.uint8), 300) == []  # no pair comes twice
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
-    load = lambda tokens: train.data.load(
+    load = lambda tokens: data.load(
         name="text", synthetic=False, files=str(tmp_path / "*.txt"), context=8, tokens=tokens
     )
     few = load(280)
@@ -132,11 +132,11 @@ def test_byte_pairs(train, tmp_path):
         load(100)
 
 
-def test_shares(train):
+def test_shares(data):
     """Processes have different parts of the same batch, wherever training began."""
     from data.split import tested, trained
 
-    split = train.data.load(name="digits", synthetic=True).train
+    split = data.load(name="digits", synthetic=True).train
     whole = list(trained(split, 8, slice(0, 8), seed=0, start=0, stop=340))
     parts = [list(trained(split, 8, slice(4 * i, 4 * i + 4), seed=0, start=330, stop=340)) for i in range(2)]
     for (inputs, labels), (inputs0, labels0), (inputs1, labels1) in zip(whole[330:], *parts, strict=True):
@@ -148,11 +148,11 @@ def test_shares(train):
     np.testing.assert_array_equal(weights, [1] * 11 + [0])  # 2..5, 10..13, 18..20 of 21
 
 
-def test_every_example_is_tested_once(run, train, monkeypatch):
+def test_every_example_is_tested_once(run, train, data, monkeypatch):
     """Also where a batch has more examples than its equal parts."""
     counted, total = [], train.launch.World.total
     monkeypatch.setattr(train.launch.World, "total", lambda *args: counted.append(total(*args)) or counted[-1])
     changes = {"data": "digits", "train.batch_size": 64, "train.steps": 1, "train.test_examples": 0}
     run("digits/mlp", changes, devices=3)
-    split = train.data.load(name="digits", synthetic=False).test
+    split = data.load(name="digits", synthetic=False).test
     assert sum(sums[2] for sums in counted) == len(split) and len(split) % 64

@@ -80,12 +80,7 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     assert "checkpoint of step 4 can't be read" in (folder / "log.txt").read_text() and saved() == [4, 6]
     assert len(jax.tree.leaves(before)) == len(jax.tree.leaves(template[0][1]))
 
-    # A full disk, before and while it is written to: here no file can have more than a few bytes.
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
-        with pytest.raises(train.Wrong, match=r"checkpoint of step 8: the disk is full: 10 bytes are free, and it"):
-            go(8, devices=3)
-
+    # A full disk: here no file can have more than a few bytes.
     def full(*args, **kwargs):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
@@ -94,15 +89,24 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
+    # A disk that others fill while Orbax writes.
+    def filled(self, path, *args, **kwargs):
+        path.with_name(f"{path.name}.orbax-checkpoint-tmp").mkdir()
+        raise OSError(28, "No space left on device")
+
     save = train.Checkpoints.save
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Checkpoints, "save", full)
-        with pytest.raises(
-            train.Wrong,
-            match=r"can't save the checkpoint of step 8: .*File too large; the last good one is that of step 6",
-        ) as error:
-            go(8, devices=3)
-    assert "\n" not in str(error.value) and saved() == [4, 6]
+    for place, broken, why in (
+        (train.Checkpoints, full, r"File too large \(it has up to [\d,]+ bytes\)"),
+        (ocp.StandardCheckpointer, filled, r"\[Errno 28\] No space left on device"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, "save", broken)
+            with pytest.raises(
+                train.Wrong,
+                match=rf"^.*can't save the checkpoint of step 8: {why}; the last good one is that of step 6$",
+            ):
+                go(8, devices=3)
+        assert saved() == [4, 6]
     assert go(8, devices=3)["step"] == 8 and saved() == [6, 8]
 
     # Another config can't go on; nothing is left to go on from.
