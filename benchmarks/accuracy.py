@@ -2,9 +2,9 @@
 
     python benchmarks/accuracy.py [--tasks REGEX] [--runs REGEX] [--seeds 3] [--out DIR]
 
-The ranks are an axis of vmap: what is lost doesn't depend on who moves the bytes. All runs of a seed begin with the
-same weights and see the same batches. Runs that the result file has are not measured again: a measurement that was cut
-off goes on. Remove the file to measure all of them.
+The ranks are an axis of vmap, because compression errors don't depend on the transport. All runs of a seed start with
+the same weights and see the same batches. Runs that are already in the result file are not measured again, so a
+measurement that was interrupted continues. Remove the file to measure all of them.
 """
 
 import argparse
@@ -29,33 +29,33 @@ from training_speed_models import PREDICT
 import jaxcgx as cgx
 
 RANKS = 4
-HIDDEN = 256, 128  # of the network of the first task
+HIDDEN = 256, 128  # hidden layers of the network of the first task
 DENSE = "float32"
 WITH = {True: "with feedback", False: "without feedback"}
-EPOCHS = 10  # as DGC's warm-up counts them; it takes 4
-PART = 250  # held-out examples that are evaluated at once
-PROGRAMS = RESULTS.parents[1] / "build" / "accuracy"  # compiled ones, for the next seeds
+EPOCHS = 10  # in DGC's warm-up, which takes 4 of them
+PART = 250  # held-out examples that are evaluated in one call
+PROGRAMS = RESULTS.parents[1] / "build" / "accuracy"  # compiled programs, kept for the next seeds
 CHARTS = [dict(table="rows", title="Lost against float32", x="run", y=["lost"], by="feedback", panel="task")]
 
 
 class Task(NamedTuple):
     predict: Callable
-    weights: Callable  # from a generator of random numbers
+    weights: Callable  # takes a generator of random numbers
     batches: Callable  # (generator, steps, batch, held_out) -> (an iterator of batches, held-out examples)
     steps: int
-    batch: int  # of all ranks
+    batch: int  # over all ranks
     held_out: int
-    rate: float  # the highest of a cosine
-    adam: bool  # in place of SGD with momentum
-    most: dict  # {bits: what may be lost with feedback}, in points of accuracy or in % of the loss
-    begun: int = 0  # steps of float32 and Adam that the first weights have behind them
+    rate: float  # the highest learning rate of a cosine schedule
+    adam: bool  # instead of SGD with momentum
+    most: dict  # {bits: the largest allowed loss with feedback}, in points of accuracy or in % of the loss
+    begun: int = 0  # steps with float32 and Adam that made the first weights
 
 
 class Run(NamedTuple):
-    exchange: Callable  # (axis, options of compress_gradients) -> a transformation of optax
-    bits: int | None = None  # of an element, where there is a goal
-    momentum: bool = False  # whether it has its own
-    warm: bool = False  # whether it has a warm-up
+    exchange: Callable  # (axis, options of compress_gradients) -> an optax transformation
+    bits: int | None = None  # per element, for runs that have a goal
+    momentum: bool = False  # whether the run has its own momentum
+    warm: bool = False  # whether the run has a warm-up
 
 
 def plan(codec):
@@ -78,7 +78,7 @@ def layers_weights(rng):
 
 
 def image_batches(rng, steps, batch, held_out, side=None):
-    """Dark pixels around an image make it as large as `side`."""
+    """Adds dark pixels around each image, so that it is `side` pixels wide and high."""
     train, test = data.normalized_images()
 
     def padded(images):
@@ -181,7 +181,7 @@ def cross_entropy(logits, targets):
 
 
 def sent_bytes(exchange, weights):
-    """What a rank sends in a step, as jaxcgx.explain finds it in a compiled program of the exchange."""
+    """Returns the bytes that a rank sends in a step, as jaxcgx.explain finds them in the compiled exchange."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
     transformation = exchange(axis_size=RANKS)
     state = jax.eval_shape(transformation.init, weights)
@@ -208,9 +208,10 @@ def first_weights(name, seed):
 
 
 def train(name, run, feedback, seed):
-    """What is measured on held-out data, and the bytes that a rank sends in a step after any warm-up."""
+    """Returns the measurement on held-out data, and the bytes that a rank sends in a step after any warm-up."""
     task, rng = TASKS[name], np.random.default_rng(seed)
-    unmasked = dict(momentum_masking=False) if run.momentum and not feedback else {}  # masking is for what is sent late
+    # Masking is only for delayed elements.
+    unmasked = dict(momentum_masking=False) if run.momentum and not feedback else {}
     exchange = functools.partial(run.exchange, "data", feedback=feedback, seed=seed, **unmasked)
     warm = dict(warmup_epochs=4, steps_per_epoch=task.steps // EPOCHS) if run.warm else {}
     transformation, optimizer = exchange(**warm), optimizer_of(task, run)
@@ -242,7 +243,7 @@ def train(name, run, feedback, seed):
 
 
 def measure(report, args):
-    """Trains what the report doesn't have."""
+    """Trains the runs that are missing in the report."""
     for seed, name, run, feedback in itertools.product(range(args.seeds), TASKS, RUNS, (True, False)):
         where = dict(task=name, run=run, feedback=WITH[feedback], seed=seed)
         asked = re.search(args.tasks, name) and re.search(args.runs, f"{run} {WITH[feedback]}")
@@ -253,7 +254,7 @@ def measure(report, args):
 
 
 def by_run(rows):
-    """{(task, run, feedback): {seed: row}}."""
+    """Returns {(task, run, feedback): {seed: row}}."""
     found = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         found.setdefault((row["task"], row["run"], row["feedback"] == WITH[True]), {})[row["seed"]] = row
@@ -261,7 +262,7 @@ def by_run(rows):
 
 
 def lost(name, found, key):
-    """What a run lost against float32, by seed: points of accuracy, or % of the loss."""
+    """Returns the loss of a run against float32, by seed: points of accuracy, or % of the loss."""
     dense = found.get((name, DENSE, False), {})
     return {
         seed: 100 * (row["loss"] / dense[seed]["loss"] - 1)
@@ -324,10 +325,12 @@ def show(report):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tasks", default="", metavar="REGEX", help="train only these of " + ", ".join(TASKS))
-    parser.add_argument("--runs", default="", metavar="REGEX", help="only these, such as 'Sign without feedback'")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="how many (default: 3)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the tables are")
+    parser.add_argument("--tasks", default="", metavar="REGEX", help="train only matching tasks of " + ", ".join(TASKS))
+    parser.add_argument(
+        "--runs", default="", metavar="REGEX", help="train only matching runs, such as 'Sign without feedback'"
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: 3)")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the tables")
     args = parser.parse_args()
     if not data.FASHION.is_dir():
         parser.error(f"no {data.FASHION}: Debian and Ubuntu have it as the package dataset-fashion-mnist")

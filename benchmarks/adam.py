@@ -1,8 +1,8 @@
-"""Measures how far Adam's update from compressed gradients is from that of their true mean, leaf by leaf.
+"""Measures how far Adam's update from compressed gradients is from the update from their true mean, leaf by leaf.
 
     python benchmarks/adam.py [--out DIR]
 
-The gradients are those of a transformer that trains in float32. Every codec gets the same ones.
+The gradients come from a transformer that trains in float32. Every codec gets the same gradients.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from training_speed_models import make_loss
 import jaxcgx as cgx
 from jaxcgx.codecs.spelling import spell
 
-RANKS, BATCH = 4, 2  # windows of a rank
-STEPS, COUNTED = 60, 20  # the last ones count
+RANKS, BATCH = 4, 2  # windows per rank
+STEPS, COUNTED = 60, 20  # only the last 20 are averaged
 RATE = 1e-3
 LEAVES = {"embed": "embedding", "position": "positions", "1_qkv_w": "attention", "1_up_w": "hidden", "head": "head"}
 CODECS = [
@@ -44,7 +44,7 @@ NOTES = f"""\
 
 
 def gradients():
-    """{leaf: [steps, ranks, ...]}"""
+    """Returns {leaf: [steps, ranks, ...]}."""
     rng = np.random.default_rng(0)
     weights = data.transformer_weights(rng)
     (inputs, targets), _ = data.text(rng, (STEPS, RANKS, BATCH), 1)
@@ -65,7 +65,7 @@ def gradients():
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def losses(codec, feedback, grads):
-    """{leaf: [error of the mean, error of the update, length of the update]}"""
+    """Returns {leaf: [error of the mean, error of the update, length of the update]}."""
     optimizer = optax.scale_by_adam()
     exchange = cgx.compress_gradients("ranks", cgx.Plan(codec, min_size=0), feedback=feedback)
 
@@ -90,7 +90,7 @@ def losses(codec, feedback, grads):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the table is")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the table")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     report = Report("make bench-adam", ranks=RANKS, steps=STEPS, rows=[])

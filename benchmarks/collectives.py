@@ -33,14 +33,17 @@ from jaxcgx.transports.resolve import check_axes
 
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"
-TCP = "Tcp"  # "auto" over connections of jaxcgx's own
-SPEEDUP, SHARE = 4.0, 0.9  # goals: times as fast as psum on loopback; of the ideal ratio between hosts, with Tcp
+TCP = "Tcp"  # "auto" over jaxcgx's own connections
+SPEEDUP, SHARE = 4.0, 0.9  # goals: speed-up over psum on loopback, and share of the ideal ratio between hosts with Tcp
 ITERATIONS = {0.0625: 50, 1: 20, 16: 8, 64: 4}  # in one program, by the size in MiB
 LIMIT = 900  # seconds that the processes of a network may take
 
 
 class Network:
-    """Processes and their links: `mbit` Mbit/s each, or loopback if `mbit` is None; `keep`: with cgx.keep_pages."""
+    """Processes and their links.
+
+    `mbit` is the rate of each link in Mbit/s. None means loopback. `keep` says whether to call cgx.keep_pages.
+    """
 
     def __init__(self, name, processes, mbit, sizes, keep=False):
         self.name, self.processes, self.mbit, self.sizes, self.keep = name, processes, mbit, sizes, keep
@@ -88,7 +91,7 @@ NOTES = f"""\
 
 
 class Mesh:
-    """One device of every process."""
+    """Returns a mesh of one device of every process."""
 
     def __init__(self, processes):
         self.mesh = jax.make_mesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -117,7 +120,7 @@ class Loop:
 
 
 class Call:
-    """A step as a program of its own, whose result is on fresh pages."""
+    """A step as its own program, whose result is on fresh pages."""
 
     iterations = 1
 
@@ -141,9 +144,9 @@ def reductions():
 
 
 def parts(mesh, x, ranks, iterations):
-    """The parts of an exchange, each in a loop of its own."""
+    """Returns the parts of an exchange, each in its own loop."""
     wire = CODEC.wire_bytes(x.shape, x.dtype) // (4 * ranks) * 4 * ranks
-    # Not zeros, which Tcp doesn't send at the end of a row. As float32, the bytes are ordinary numbers.
+    # Zeros would not do: Tcp doesn't send zeros at the end of a row. As float32, these bytes are ordinary numbers.
     payload, share = np.full(wire, 63, np.uint8), np.full(wire // ranks, 63, np.uint8)
 
     def tcp():
@@ -180,7 +183,7 @@ def parts(mesh, x, ranks, iterations):
 
 
 def run_rank(address, rank, processes, repeats, sizes, keep):
-    """Measures everything, together with the other ranks, and prints the times."""
+    """Measures everything together with the other ranks, and prints the times."""
     if keep:
         cgx.keep_pages()
     jax.config.update("jax_num_cpu_devices", 1)
@@ -212,12 +215,12 @@ def run_rank(address, rank, processes, repeats, sizes, keep):
     print("RESULTS", json.dumps(results), flush=True)
 
 
-# In the process that starts the others
+# In the process that starts the other ones
 
 
 def measure(network, repeats):
-    """What rank 0 prints: [{size, what, ms of every repetition of every program}]."""
-    # Below the ports that the system gives to connections. A host has all ports for itself.
+    """Returns the output of rank 0: [{size, what, ms of every repetition of every program}]."""
+    # The port is below those that the system gives to connections. All ports of a host are free.
     port = random.randrange(20_000, 32_000)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(network.processes, f"{network.mbit}mbit")) if network.mbit else None
@@ -257,7 +260,7 @@ def megabytes(size):
 
 
 def row(network, size, what, times):
-    """The figures of a size on a network."""
+    """Returns the figures of a size on a network."""
     elements = int(size * 2**18)
     raw, wire = 4 * elements, CODEC.wire_bytes((elements,), jnp.float32)
     load, known = costs.Load(network.processes, raw, wire), cgx.Network(mover="gloo")
@@ -287,7 +290,7 @@ def row(network, size, what, times):
 
 
 def bandwidth_lines(rows):
-    """The table of bandwidths: of psum, and of compressed_psum over Gloo and over Tcp."""
+    """Shows the bandwidths of psum, and of compressed_psum over Gloo and over Tcp."""
     yield from header("network, size", "of", "ms", "quartiles", "algorithm", "bus", width=44)
     for r in rows:
         calls = ", calls" if r["what"] == "calls" else ""

@@ -1,8 +1,8 @@
-"""Measures cgx.wan.Decoupled: four centers, of which one is killed and comes back after a minute.
+"""Measures cgx.wan.Decoupled with four centers, one of which is killed and comes back after a minute.
 
     python benchmarks/decoupled.py [--seeds 1] [--rounds 32] [--out DIR]
 
-Each center is a process of its own, without jax.distributed. All are on this host.
+Each center is a separate process without jax.distributed. All of them run on this host.
 """
 
 import argparse
@@ -22,13 +22,14 @@ from report import RESULTS, Report, mark
 
 CENTERS, VICTIM = 4, 3
 EVERY, QUORUM, GRACE, BITS = 10, 2, 5.0, 4
-BATCH, RATE = 8, 2e-3  # windows of a center in a step; of Adam
-SEEN, WIDTH, HIDDEN, BYTES = 6, 16, 128, 256  # bytes before the one that is predicted, their embedding; the network
-PACE = 0.6  # seconds that a step takes at least
+BATCH, RATE = 8, 2e-3  # windows per center and step; the learning rate of Adam
+# The number of bytes before the predicted one, and the sizes of their embedding and of the network.
+SEEN, WIDTH, HIDDEN, BYTES = 6, 16, 128, 256
+PACE = 0.6  # the least seconds of a step
 AWAY = 60.0  # seconds
-LIMIT = 3000.0  # seconds of a run
-LATE = 0.1  # seconds that the system may take to wake a process
-WORSE = 0.02  # goal: more loss than undisturbed
+LIMIT = 3000.0  # seconds for a run
+LATE = 0.1  # seconds that the system may need to wake a process
+WORSE = 0.02  # goal: the largest allowed increase of the loss over the undisturbed run
 HELD_OUT = 256  # windows
 ROWS = {"undisturbed": "undisturbed", "killed": f"killed, started anew {AWAY:g} s later"}
 CHARTS = [dict(table="rounds", title="Centers in a round", x="seconds", y=["centers"], by="row")]
@@ -78,7 +79,7 @@ def center_main(folder, place, life, seed, rounds, addresses):
 
     state, outer = jax.jit(inner.init)(weights), optax.sgd(1.0)
     options = dict(place=place, outer=outer, plan=cgx.MaxMin(BITS))
-    # Compiles everything: a step, and two rounds of a center alone.
+    # Compile everything: a step, and two rounds of one center alone.
     params, _ = step(jax.tree.map(jnp.asarray, weights), state, tuple(each[0] for each in batches))
     _, alone = cgx.wan.Decoupled(addresses=free_addresses(), every=1, grace=0.1, **options).join(weights)
     with alone:
@@ -90,7 +91,8 @@ def center_main(folder, place, life, seed, rounds, addresses):
     params, member = decoupled.join(weights)
     with member, open(folder / f"center-{place}", "a") as out:
         t = lonely = 0
-        while (member.last is None or member.last.number < rounds) and lonely < EVERY:  # the others may have ended
+        # The other centers may have ended.
+        while (member.last is None or member.last.number < rounds) and lonely < EVERY:
             start = time.monotonic()
             batch = tuple(each[t % len(each)] for each in batches)
             params, state = jax.block_until_ready(step(params, state, batch))
@@ -108,7 +110,7 @@ def center_main(folder, place, life, seed, rounds, addresses):
         print(json.dumps(dict(bits=bits, loss=final, round=member.last.number)), file=out, flush=True)
 
 
-# All of them
+# All centers
 
 
 def free_addresses():
@@ -118,14 +120,14 @@ def free_addresses():
 
 
 def lines(folder, place):
-    """What a center has written until now. The last line may not be complete."""
+    """Returns what a center has written so far. The last line may be incomplete."""
     path = folder / f"center-{place}"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def measure(row, seed, rounds):
-    """(what the centers wrote, when it happened)."""
+    """Returns what the centers wrote, and the time of the event."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as files:
         folder, addresses = pathlib.Path(name), free_addresses()
 
@@ -166,7 +168,7 @@ def main():
     args = parser.parse_args()
     report = Report("make bench-decoupled", rows=[], rounds=[], goal=WORSE, charts=CHARTS)
     for seed in range(args.seeds):
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # both at the same time
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # both runs at the same time
             each = list(pool.map(lambda row, seed=seed: measure(row, seed, args.rounds), ROWS))
         for row, (found, event) in zip(ROWS, each):
             report.data["rows"].append(summary(row, seed, found, event))
@@ -184,7 +186,7 @@ def main():
 
 
 def summary(row, seed, found, event):
-    """A row of the report's data, from what the centers wrote."""
+    """Returns a row of the report's data, made from the output of the centers."""
     steps = [line for each in found[:VICTIM] for line in each if "waited" in line]
     rounds = [line for line in found[0] if "centers" in line]
     back = [line["at"] for line in rounds if event and line["at"] > event + AWAY and VICTIM in line["centers"]]
@@ -204,7 +206,7 @@ def summary(row, seed, found, event):
 
 
 def show(report):
-    """The table."""
+    """Shows the table."""
     rows = report.data["rows"]
     losses = {name: [row["loss"] for row in rows if row["row"] == name] for name in ROWS}
     means = {name: sum(each) / len(each) for name, each in losses.items()}

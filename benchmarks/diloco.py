@@ -3,8 +3,9 @@
     python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 2100] [--centers 2]
         [--hosts 2 4] [--torch PYTHON] [--out DIR]
 
-The times need root (jaxcgx.lab); --torch names a Python that has torch. Rows that the result file has from the same
-command are not measured again: a run that was cut off goes on. Remove the file to measure all of them.
+The times need root (jaxcgx.lab). --torch names a Python that has torch. Rows that the same command has already written
+to the result file are not measured again, so a run that was interrupted continues. Remove the file to measure all of
+them.
 """
 
 import argparse
@@ -31,26 +32,26 @@ from training_speed_models import make_loss
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, signals_raise, why_not
 
-BATCH = 4  # windows of a center in a step
-EVALUATE = 16  # parts of a run, after each of which the loss on held-out text is measured
+BATCH = 4  # windows per center and step
+EVALUATE = 16  # the loss on held-out text is measured after each of these parts of a run
 HELD_OUT = 256  # windows
-WORSE = 0.02  # goal: of the dense run's final loss
+WORSE = 0.02  # goal: the largest allowed increase over the dense run's final loss
 MBIT = 100
-SLOW = 10  # Mbit/s of the picture
-SPAN = 20  # steps of a turn: a round of the streaming method in diloco_host.py
+SLOW = 10  # Mbit/s in the picture
+SPAN = 20  # steps of a turn, which is a round of the streaming method in training_speed_jax.py
 METHODS = "bfloat16|psum, float32|4 bits|MaxMin|DiLoCo|PowerSGD"
-BUSY = 0.9  # goal of streaming, where plain data parallelism has less than a tenth
+BUSY = 0.9  # goal of streaming; plain data parallelism reaches less than a tenth
 
 
 PARTS = "losses", "times", "picture"
 
 
 class Run(NamedTuple):
-    """A row of the first table. No form: data parallelism, with an exchange in every step."""
+    """A row of the first table. Without `form` it is data parallelism, with an exchange in every step."""
 
-    form: Any = None  # from an inner optimizer to a Diloco
-    fewer: float | None = None  # goal: how many times fewer bytes of a step than those of float32
-    close: bool | None = None  # goal: whether the final loss is within WORSE of the dense run's; None: no goal
+    form: Any = None  # makes a Diloco from an inner optimizer
+    fewer: float | None = None  # goal: bytes of a step with float32 over bytes of a step
+    close: bool | None = None  # goal: whether the final loss is within WORSE of the dense run's; None means no goal
 
 
 def four_bits(every, outer="sgd", **options):
@@ -90,7 +91,7 @@ NOTES = f"""\
 
 
 def curve(run, seed, steps, centers):
-    """[(steps, loss)] of a run, the bytes of a step, and its telemetry."""
+    """Returns the [(steps, loss)] of a run, the bytes of a step, and its telemetry."""
     mesh = jax.make_mesh((centers,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centers])
     rng = np.random.default_rng(seed)
     weights = data.transformer_weights(rng)
@@ -105,7 +106,7 @@ def curve(run, seed, steps, centers):
     for t in range(steps):
         batch = tuple(jnp.asarray(each[t]) for each in batches)
         if sent is None:
-            # Every branch of a conditional counts: that is one exchange of everything.
+            # `explain` counts every branch of a conditional. Together they are one exchange of everything.
             sent = cgx.explain(train.step, params, state, batch, show=False).bytes / (diloco.every if diloco else 1)
         params, state, metrics = jax.block_until_ready(train.step(params, state, batch))
         if (t + 1) % max(steps // EVALUATE, 1) == 0 or t + 1 == steps:
@@ -126,7 +127,7 @@ def losses(report, args):
 
 
 def times(report, args):
-    """As training_speed.py, in turns of as many steps as there are between two exchanges."""
+    """Measures times as training_speed.py does, in turns that have as many steps as there are between two exchanges."""
     given = argparse.Namespace(torch=args.torch, methods=args.methods)
     model = data.MODELS["transformer"]
     for count in args.hosts:
@@ -148,7 +149,7 @@ def times(report, args):
 
 
 def picture(out):
-    """Draws what a host does in two periods of streaming, on a link on which an exchange takes longer than a step."""
+    """Draws two periods of streaming on a host, with a link on which an exchange takes longer than a step."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "data.npz")
         data.write(path, "transformer", 2)
@@ -158,7 +159,7 @@ def picture(out):
 
 
 def show(report):
-    """The tables, of all rows that there are."""
+    """Shows the tables of all rows in the report."""
     rows = report.data["rows"]
     mean = lambda name, key: np.mean([row[key] for row in rows if row["run"] == name])
     dense = {row["seed"]: row for row in rows if row["run"] == next(iter(RUNS))}
@@ -197,16 +198,16 @@ def show(report):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--runs", default="", metavar="REGEX", help="only these of the first table")
-    parser.add_argument("--methods", default=METHODS, metavar="REGEX", help="only these between hosts")
+    parser.add_argument("--runs", default="", metavar="REGEX", help="only matching rows of the first table")
+    parser.add_argument("--methods", default=METHODS, metavar="REGEX", help="only matching methods between hosts")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the first table (default: 3)")
     parser.add_argument("--steps", type=int, default=2100, metavar="N", help="steps of its runs (default: 2100)")
     parser.add_argument("--centers", type=int, default=2, metavar="N", help="centers of its runs (default: 2)")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of hosts")
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch (default: PyTorch isn't measured)")
-    parser.add_argument("--most", type=int, metavar="N", help="most steps to the loss between hosts")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns that are counted (default: 5)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the results are")
+    parser.add_argument("--most", type=int, metavar="N", help="the most steps of a training run between hosts")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="counted turns (default: 5)")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the results")
     args = parser.parse_args()
     chosen = {
         name: value

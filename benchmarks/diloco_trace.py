@@ -1,4 +1,4 @@
-"""What a host of diloco.py does when, in two periods of streaming: rank 0 prints it.
+"""The script that a host of diloco.py runs to trace two periods of streaming. Rank 0 prints the events.
 
 python benchmarks/diloco_trace.py '{"address": "10.77.0.1:20000", "rank": 0, "processes": 2, "path": ...}'
 """
@@ -14,7 +14,7 @@ from training_speed_jax import STREAMING, Program, Run, diloco
 
 
 class Steps:
-    """Some steps of streaming, from one in which no exchange is under way to another, for `overlap.events`."""
+    """Streaming steps, from one without an exchange in flight to another one, for `overlap.events`."""
 
     def __init__(self, mesh, path, rank):
         self._program = Program(Run("transformer", 1e-3, mesh), Data(path, rank, mesh.size), diloco(**STREAMING))

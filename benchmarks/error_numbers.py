@@ -1,4 +1,4 @@
-"""The numbers whose errors errors.py measures: random ones, and gradients of two models, a batch for each rank."""
+"""The numbers for which errors.py measures errors: random numbers, and gradients of two models."""
 
 import jax
 import numpy as np
@@ -10,13 +10,13 @@ from jaxcgx.exchange.errors import drawn
 
 RANDOM = "normal", "laplace", "student"
 SHAPE = 256, 512  # of a rank's random numbers
-STEPS = 40  # before the gradients are taken
-LEAST = 1024  # elements of a leaf that counts: smaller ones travel as they are
-PART = {"transformer": "2_", "ResNet-20": ""}  # how the names of the leaves begin
+STEPS = 40  # of training, before the gradients are taken
+LEAST = 1024  # the least elements of a leaf that is measured; smaller leaves travel raw
+PART = {"transformer": "2_", "ResNet-20": ""}  # the leaves that are measured have names that begin with this
 
 
 def gradients(model, ranks):
-    """The leaves' gradients, each [ranks, ...], a batch a rank."""
+    """Returns the gradients of the leaves, each [ranks, ...], with a batch per rank."""
     make_weights, make_batches = MAKERS[model]
     rng = np.random.default_rng(0)
     weights = make_weights(rng)
@@ -37,7 +37,7 @@ def gradients(model, ranks):
 
 
 def numbers(kind, ranks):
-    """The leaves of a kind of numbers, each [ranks, ...]."""
+    """Returns the leaves for a kind of numbers, each [ranks, ...]."""
     if kind in RANDOM:
         return [drawn(kind, ranks, SHAPE[0] * SHAPE[1]).reshape(ranks, *SHAPE)]
     return gradients(kind, ranks)

@@ -1,10 +1,11 @@
-"""What every codec loses, beside published figures, and what exchange/errors.py predicts of it.
+"""Measures the error of every codec, next to published figures and the predictions of exchange/errors.py.
 
     python benchmarks/errors.py [--codecs REGEX] [--out DIR]
 
-The ranks are an axis of vmap: errors don't depend on who moves the bytes. A prediction for random numbers is made from
-other ones of the same distribution. One for gradients is made from the gradients that are summed,
-as their statistics change from step to step: the comparison checks how encodings add up, not whether steps are alike.
+The ranks are an axis of vmap, because errors don't depend on the transport. A prediction for random numbers is made
+from other random numbers of the same distribution. A prediction for gradients is made from the same gradients that are
+summed, because their statistics change from step to step. So the comparison checks how errors of encodings add up, not
+whether steps are alike.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.costs import SCHEDULES
 from jaxcgx.exchange.errors import Losses, drawn
 
-# Every codec, by what is one line in the picture. A codec that is added here is in the table and in the picture.
+# Every codec, by its line in the picture. A codec that is added here appears in the table and in the picture.
 FAMILIES = {
     "MaxMin": [cgx.MaxMin(bits) for bits in (2, 3, 4, 5, 6, 8)],
     "MaxMin, buckets of 128": [cgx.MaxMin(bits, 128) for bits in (2, 3, 4, 5)],
@@ -46,13 +47,13 @@ FAMILIES = {
     "Micro": [cgx.Micro("nvfp4"), cgx.Micro("mxfp4"), cgx.Micro("mxfp8")],
 }
 KINDS = *RANDOM, *PART
-CHOICES = *FAMILIES["Eden"], cgx.MaxMin(7), cgx.MaxMin(8)  # of each leaf, where L-GreCo chooses
+CHOICES = *FAMILIES["Eden"], cgx.MaxMin(7), cgx.MaxMin(8)  # for each leaf, L-GreCo chooses one of these
 BY_LEAF = "bits by leaf"
-MOST, TABLE_RANKS = 64, (2, 8, 64)  # ranks of whose numbers the table's means are
-ONE = 8  # ranks whose encodings give the error of one
-# (bits of an element, vNMSE of one encoding, or of a mean). EDEN's is D / (1 - D) for the distortion D of Lloyd and
-# Max's levels, whatever the numbers are. NVFP4's is the format's, on normal numbers. DynamiQ's are gradients of
-# LLaMA-1B, Gemma-1B, BERT-large and LLaMA-1B on MMLU, and of a whole exchange.
+MOST, TABLE_RANKS = 64, (2, 8, 64)  # ranks: the most of a mean, and the columns of the table
+ONE = 8  # ranks that are averaged for the error of one encoding
+# (bits per element, vNMSE of one encoding or of a mean). EDEN's figure is D / (1 - D), where D is the distortion of
+# Lloyd and Max's levels. It is the same for all inputs. NVFP4's figure is for the format on normal numbers. DynamiQ's
+# figures are for gradients of LLaMA-1B, Gemma-1B, BERT-large and LLaMA-1B on MMLU, and for a whole exchange.
 PUBLISHED = {
     "EDEN": [(1, math.pi / 2 - 1), (2, 0.1331), (3, 0.0358), (4, 0.00959), (5, 0.00251), (6, 0.000644)],
     "NVFP4": [(4.5, 0.0090)],
@@ -61,13 +62,13 @@ PUBLISHED = {
 
 # The predictions
 RANKS = 2, 8
-SIZE = 2**19  # elements of a rank, of random numbers
+SIZE = 2**19  # random numbers per rank
 SEEDS = 2  # sums of random numbers
 TAKEN = 6  # sums of gradients
 GOAL = 0.1
 GRADIENTS = "gradients"
-LAYERS = 64, 512, 512, 10  # of the network whose gradients are summed
-BATCH = 32  # of a rank
+LAYERS = 64, 512, 512, 10  # sizes of the layers of the network whose gradients are summed
+BATCH = 32  # per rank
 PREDICTED = [
     cgx.MaxMin(2),
     cgx.MaxMin(4),
@@ -83,7 +84,7 @@ PREDICTED = [
 
 
 def gradients(ranks, steps):
-    """[steps, ranks, m, n]: the gradients of the largest layer of a network that learns digits, one batch a rank."""
+    """Returns gradients [steps, ranks, m, n] of the largest layer of a network that learns digits, a batch per rank."""
     digits = load_digits()
     images, labels = digits.data.astype(np.float32) / 16, digits.target
     keys = jax.random.split(jax.random.key(0), len(LAYERS) - 1)
@@ -109,7 +110,7 @@ def gradients(ranks, steps):
 
 
 def samples(kind, ranks):
-    """(samples for predictions, what is summed), each [sums, ranks, ...]."""
+    """Returns the samples for predictions and the numbers to sum, each [sums, ranks, ...]."""
     if kind == GRADIENTS:
         found = gradients(ranks, TAKEN)
         return found, found
@@ -118,9 +119,9 @@ def samples(kind, ranks):
 
 
 def predict(found, codec, schedule):
-    """The vNMSE of all samples together."""
+    """Returns the vNMSE over all samples."""
     ranks = len(found[0])
-    if codec.low_rank:  # of each matrix
+    if codec.low_rank:  # per matrix
         powers = [np.square(sample.sum(0)).sum() for sample in found]
         return float(np.average([Losses(sample, codec).error(schedule, ranks) for sample in found], weights=powers))
     cut = len(found) * (1 if schedule == "one_shot" else ranks)
@@ -129,7 +130,7 @@ def predict(found, codec, schedule):
 
 @functools.lru_cache
 def program(codec, schedule):
-    """compressed_pmean of leaves [ranks, ...] with a key. The result is that of the first rank."""
+    """Returns compressed_pmean of leaves [ranks, ...], as the first rank gets it."""
 
     def mean(leaves, key):
         key = key if codec.stochastic else None
@@ -140,13 +141,13 @@ def program(codec, schedule):
 
 
 def error(results, exact):
-    """The vNMSE of arrays together."""
+    """Returns the vNMSE over all arrays."""
     lost = sum(np.square(result - x, dtype=np.float64).sum() for result, x in zip(results, exact, strict=True))
     return float(lost / sum(np.square(x, dtype=np.float64).sum() for x in exact))
 
 
 def measure(codec, schedule, sums):
-    """The vNMSE of compressed_pmean, of all sums together. A sum is of leaves [ranks, ...]."""
+    """Returns the vNMSE of compressed_pmean over all sums. A sum has leaves [ranks, ...]."""
     results, exact = [], []
     for seed, leaves in enumerate(sums):
         results += map(np.asarray, program(codec, schedule)([jnp.asarray(x) for x in leaves], jax.random.key(seed)))
@@ -155,7 +156,7 @@ def measure(codec, schedule, sums):
 
 
 def measure_encoding(codec, leaves):
-    """The vNMSE of one encoding of leaves [ranks, ...]."""
+    """Returns the vNMSE of one encoding of leaves [ranks, ...]."""
 
     def decode(x, rank):
         return cgx.roundtrip(x, codec, jax.random.fold_in(jax.random.key(0), rank) if codec.stochastic else None)
@@ -164,11 +165,11 @@ def measure_encoding(codec, leaves):
 
 
 def measure_all(codecs, leaves):
-    """The errors of leaves [ranks, ...] with a codec each: of one encoding, and of means."""
+    """Returns the errors for leaves [ranks, ...], each with its codec: of one encoding, and of means."""
     groups = {codec: [x for other, x in zip(codecs, leaves) if other == codec] for codec in codecs}
 
     def together(measured, ranks, exact):
-        """Of leaves with different codecs, which are exchanged in turn."""
+        """Returns the errors of leaves with different codecs, which are exchanged one codec after another."""
         parts = [(codec, [x[:ranks] for x in group]) for codec, group in groups.items()]
         powers = [sum(np.square(exact(x), dtype=np.float64).sum() for x in group) for _, group in parts]
         return float(np.average([measured(codec, group) for codec, group in parts], weights=powers))
@@ -181,7 +182,7 @@ def measure_all(codecs, leaves):
 
 
 def by_leaf(reference, leaves):
-    """The codec of each leaf with which all lose the least, with no more bytes than `reference` everywhere."""
+    """Returns the codec of each leaf with the least total error, for no more bytes than `reference` for all leaves."""
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name="data", out_axes=None)
@@ -195,13 +196,13 @@ def by_leaf(reference, leaves):
 
 
 def bits(codecs, leaves):
-    """Bits of an element, with metadata."""
+    """Returns the bits per element, with metadata."""
     sent = sum(codec.wire_bytes(x.shape[1:], x.dtype) for codec, x in zip(codecs, leaves))
     return 8 * sent / sum(x[0].size for x in leaves)
 
 
 def compare_codecs(report, wanted):
-    """The table of all codecs, which is drawn."""
+    """Shows the table of all codecs, and returns the points to draw."""
     names = ["one", *(f"mean of {ranks}" for ranks in TABLE_RANKS)]
     for kind in KINDS:
         leaves = numbers(kind, MOST)
@@ -223,18 +224,19 @@ def compare_codecs(report, wanted):
 
 
 def draw(path, rows):
-    """Error against bits: a row of plots of one encoding, and one of the mean of 8 ranks."""
+    """Draws error against bits: a row of plots for one encoding, and one for the mean of 8 ranks."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(KINDS), 9), layout="constrained")
     grid = figure.subplots(2, len(KINDS), sharex=True, sharey=True)
-    found = {}  # what the legend says
+    found = {}  # legend entries
     for axes, measured in zip(grid, ("one", "mean of 8")):
         for ax, kind in zip(axes, KINDS):
             for color, family in enumerate([*FAMILIES, BY_LEAF]):
                 points = [(r["bits"], r[measured]) for r in rows if (r["family"], r["numbers"]) == (family, kind)]
-                points = sorted((n, lost) for n, lost in points if lost)  # what loses nothing is below the plot
+                # Lossless codecs have no place on a logarithmic axis.
+                points = sorted((n, lost) for n, lost in points if lost)
                 if points:
                     style = dict(marker="o", markersize=4, linewidth=1, color=colormaps["tab20"](color))
                     found[family] = ax.plot(*zip(*points), **style)[0]
@@ -300,7 +302,7 @@ The predictions:
 
 def main():
     args = parse()
-    warnings.simplefilter("ignore")  # of keys that a codec doesn't need
+    warnings.simplefilter("ignore")  # about keys that a codec doesn't need
     report = Report(args.command or "make bench-errors", goal=GOAL, codecs=[], published=[], rows=[])
     compare_codecs(report, args.codecs or "")
     report.show(

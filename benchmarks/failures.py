@@ -1,10 +1,10 @@
-"""Measures what docs/failures.md says: how soon the other rank gets an error when one fails, and which.
+"""Measures the claims of docs/failures.md: when one rank fails, how soon the other one gets an error, and which error.
 
     python benchmarks/failures.py [--over Tcp tree memory MPI Gloo] [--rows killed late ...] [--out DIR]
 
-Two processes send each other 64 MiB again and again, until something happens to the last one. With "tree" they are
-three, which sum by a tree, and the first one has no link to the last. Rows run one by one. A row that cuts a link needs
-root: every process is then on a host that jaxcgx.lab makes.
+Two processes send each other 64 MiB again and again, until something happens to the last one. With "tree" there are
+three processes, which sum along a tree, and the first one has no connection to the last. Rows run one after another.
+Rows that cut a link need root, because each process then runs in a host of jaxcgx.lab.
 """
 
 import argparse
@@ -36,11 +36,11 @@ ROWS = {
     "cut": "is on a host whose link goes down",
 }
 LATE = 50.0  # seconds
-LIMIT = 150.0  # seconds, after which a row without an end is given up
+LIMIT = 150.0  # seconds, after which a row without a result is given up
 KEPT = 330.0  # the same where JAX keeps a process for 300 s
-ELEMENTS = 32 << 20  # of the array, which travels in two bytes each
-AT = 3  # the exchange at which it happens
-FIRST = 110  # characters of an error
+ELEMENTS = 32 << 20  # of the array, each of which travels in two bytes
+AT = 3  # the number of the exchange in which it happens
+FIRST = 110  # characters of an error that are kept
 CHARTS = [dict(table="rows", title="Seconds to the error", x="row", y=["seconds"], panel="over", log=True)]
 NOTES = """\
 - Seconds from the event to the error of the other rank, or to its end if JAX or mpirun ends it. "none" is the right
@@ -55,7 +55,7 @@ NOTES = """\
 
 
 class Files:
-    """As much of a communicator as shared memory needs."""
+    """The part of a communicator that shared memory needs."""
 
     def __init__(self, folder, rank, size):
         self.folder, self.rank, self.size, self.calls = folder, rank, size, 0
@@ -76,7 +76,7 @@ def ranks_of(over):
 
 
 def on_mesh(over):
-    """The exchange over an axis of a mesh of all processes."""
+    """Returns the exchange over an axis of a mesh of all processes."""
     import jax
     import numpy as np
 
@@ -98,7 +98,7 @@ def on_mesh(over):
 
 
 def exchange_over(over, folder, rank, address):
-    """A program of one exchange, and its array."""
+    """Returns a program of one exchange, and its array."""
     import jax
     import jax.numpy as jnp
 
@@ -116,7 +116,7 @@ def exchange_over(over, folder, rank, address):
 
 
 def happen(what):
-    """What happens to this rank."""
+    """Does to this rank what the row says."""
     if what == "forked" and os.fork() == 0:
         time.sleep(KEPT)
         os._exit(0)
@@ -157,12 +157,12 @@ def rank_main(over, row, folder, rank, address):
     time.sleep(KEPT)
 
 
-# All of them
+# All ranks
 
 
 @contextlib.contextmanager
 def hosts(over, row, folder, port):
-    """Starts the ranks, each on a host. Gives the first rank's process, and a function that cuts the last one off."""
+    """Starts each rank in its own host. Yields the first rank's process, and a function that cuts the last link."""
     ranks = ranks_of(over)
     with Lab(ranks, "10gbit") as lab, contextlib.ExitStack() as files:
         each = [
@@ -174,7 +174,7 @@ def hosts(over, row, folder, port):
 
 @contextlib.contextmanager
 def processes(over, row, folder, port):
-    """Starts the ranks, or mpirun. Gives the first process, and a function that does nothing."""
+    """Starts the ranks, or mpirun. Yields the first process, and a function that does nothing."""
     mpi = ["-n", "2", sys.executable, "-m", "mpi4py", *row[1:], folder, 0, ""]
     if over == "MPI":
         commands = [[pathlib.Path(sys.executable).with_name("mpirun"), *mpi]]
@@ -190,12 +190,12 @@ def processes(over, row, folder, port):
         finally:
             for process in each:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with its children
+                    os.killpg(process.pid, signal.SIGKILL)  # and its children
                 process.wait()
 
 
 def options(folder, rank, files):
-    """Of a process of rank."""
+    """Returns the options of Popen for a rank."""
     environment = dict(
         JAX_PLATFORMS="cpu",
         JAX_ENABLE_COMPILATION_CACHE="false",
@@ -208,7 +208,7 @@ def options(folder, rank, files):
 
 
 def said(folder, rank, what):
-    """When a rank said so, and the text; or None."""
+    """Returns the time and the text of a rank's message `what`, or None if there is none yet."""
     path = folder / f"rank-{rank}"
     for line in path.read_text().splitlines() if path.exists() else []:
         found = json.loads(line)
@@ -218,7 +218,7 @@ def said(folder, rank, what):
 
 
 def last_words(folder):
-    """Why a process was ended that got no error."""
+    """Returns why a process without an error ended."""
     text = (folder / "errors-0").read_text()
     reasons = r"The following tasks are unhealthy.*|.*exited on signal.*|.*MPI_ABORT.*|.*[Tt]erminating process.*"
     found = re.findall(reasons, text) or re.findall(r".*\w.*", text) or ["nothing"]
@@ -226,7 +226,7 @@ def last_words(folder):
 
 
 def measure(over, row):
-    """(seconds or None, words)."""
+    """Returns (seconds or None, a description)."""
     with tempfile.TemporaryDirectory() as name:
         folder, event, port = pathlib.Path(name), None, random.randrange(20_000, 32_000)
         start = hosts if row == "cut" else processes
@@ -248,7 +248,7 @@ def measure(over, row):
 
 
 def possible(over, row):
-    """Whether there is such a row: memory and mpirun's processes are on one host."""
+    """Returns whether the row exists. Shared memory and mpirun run on one host, without a link to cut."""
     return row != "cut" or (over in ON_MESH and os.geteuid() == 0)
 
 

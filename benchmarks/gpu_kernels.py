@@ -1,16 +1,16 @@
 """Measures the native operations on a GPU against the time that a device-to-device copy needs to move their bytes.
 
-The method is that of the CPU (kernels.py): compiled loops, copy and operation taking turns, the share formed within
-each turn. One pass over an input is far larger than the L2 cache. Small leaves come in several sets, in turn, which
-together are larger, too. Other quantizers are measured where their packages are installed, with the bytes that their
-own formats must move. The file that --out names is written after every row, and a run that was cut off goes on there.
+The method is the same as on the CPU (kernels.py): compiled loops, copy and operation in turns, and the share formed
+within each turn. An input is far larger than the L2 cache. Small leaves come in several sets, which take turns and
+together are also larger. Other quantizers are measured if their packages are installed, with the bytes that their own
+formats must move. The file that --out names is written after every row, and a run that was interrupted continues there.
 
     python benchmarks/gpu_kernels.py [--rows REGEX] [--repeats 9] [--size 1024] [--out FILE.json]
 """
 
 import os
 
-# All calls in a loop's body become one CUDA graph. Otherwise, with a thousand leaves, the host would be measured.
+# All calls in a loop's body become one CUDA graph. Otherwise, with a thousand leaves, the time of the host would count.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"
 
 import argparse
@@ -35,8 +35,8 @@ from jaxcgx.report import results
 
 ITERATIONS = 50
 LEAVES, LEAF = 1_000, 16_384  # 64 MiB of float32
-PART = 2**24  # elements, 64 MiB: the smaller input for the selection of the largest elements
-SETS = 4  # of leaves: 256 MiB
+PART = 2**24  # elements, 64 MiB: the smaller input of TopK
+SETS = 4  # sets of leaves: 256 MiB
 
 NOTES = f"""\
 - share: the time to move the bytes (every input read once, every output written once) at the bandwidth of a
@@ -50,7 +50,7 @@ NOTES = f"""\
 
 
 class Copy:
-    """ITERATIONS device-to-device copies of `size` bytes by the driver, as cudaMemcpy makes them."""
+    """Copies `size` bytes ITERATIONS times from device to device by the driver, as cudaMemcpy does."""
 
     def __init__(self, size):
         self.driver = ctypes.CDLL("libcuda.so.1")
@@ -82,7 +82,7 @@ def part_loop(operation, codec, x):
 
 
 def leaves_loop(operation, codec, _):
-    """The operation on each of SETS sets of leaves, in one program that makes them itself (see kernels.LeavesLoop)."""
+    """The operation on each of SETS sets of leaves, in one program that makes the sets (see kernels.LeavesLoop)."""
     source = Layout(cgx.Raw(), ((LEAF,),) * LEAVES, ("float32",) * LEAVES)
     coded = Layout(codec, source.shapes, source.dtypes)
     sets = [
@@ -105,7 +105,7 @@ def leaves_loop(operation, codec, _):
 
 
 def rows():
-    """name: (make a loop, operation, codec, dtype, goal, the same in jnp)"""
+    """Returns {name: (function that makes a loop, operation, codec, dtype, goal, the same in jnp)}."""
     maxmin = {bits: cgx.MaxMin(bits, BUCKET) for bits in (2, 4, 8)}
     table = {}
     for bits, codec in maxmin.items():
@@ -145,7 +145,7 @@ def rows():
     return table
 
 
-# Other quantizers: each function takes the number of float32 elements. It returns a function that quantizes once, and
+# Other quantizers. Each function takes the number of float32 elements. It returns a function that quantizes once, and
 # the bytes that it must move.
 
 
@@ -191,7 +191,7 @@ def transformer_engine_fp8(n):
 
 
 def triton_maxmin_4(n):
-    """The obvious kernel: one program for each bucket, which packs the bucket's halves into nibbles."""
+    """The obvious kernel: one program per bucket, which packs the bucket's halves into nibbles."""
     torch, x = torch_input(n)
     import triton
     import triton.language as tl
@@ -254,7 +254,10 @@ def rivals():
 
 
 def measured(copy, copied, run, moved, sets, repeats):
-    """The figures of `run`, which moves `moved` bytes `sets` times an iteration. A copy moves `copied` bytes."""
+    """Returns the figures of `run`.
+
+    `run` moves `moved` bytes `sets` times per iteration. A copy moves `copied` bytes.
+    """
     times = kernels.measure([copy, run], ITERATIONS, repeats)
     ms = times[:, 1] / sets
     return dict(
@@ -268,7 +271,7 @@ def measured(copy, copied, run, moved, sets, repeats):
 
 
 def lines(data):
-    """The tables of the measured data."""
+    """Returns the tables of the measured data."""
     out = [*kernels.header("operation", "copy GB/s", "ms", "GB/s", "share", "goal", "")] if data["rows"] else []
     missing = lambda r, cells: f"| {r['name']} | not measured: {r['why_not']} |" + " |" * cells
     for r in data["rows"]:
@@ -309,30 +312,35 @@ def lines(data):
 
 
 def reason(error):
-    """Why something was not measured, in one line."""
+    """Returns the reason why something was not measured, in one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}".replace("|", "/")
 
 
 def attempt(row, run):
-    """`row` with the figures that `run` returns, or with the reason why there are none."""
+    """Returns `row` with the figures that `run` returns, or with the reason why there are none."""
     try:
         return row | run()
-    except Exception as error:  # a row that can't run says why, and the others go on
+    except Exception as error:  # a row that can't run says why, and the next ones run
         return row | dict(why_not=reason(error))
 
 
 def begin(out, new):
-    """The data to go on with: the file's, if it was measured alike on the same device."""
+    """Returns the data to continue with.
+
+    That is the data of the file, if it was measured with the same settings on the same device.
+    """
     data = json.loads(out.read_text()) if out and out.exists() else {}
     alike = all(data.get(key) == value for key, value in new.items() if key not in ("command", "date"))
     return data | new | ({} if alike else dict(rows=[], rivals=[]))
 
 
 def measure(data, jobs, write):
-    """Measures what the data lacks, and writes it before and after. A job is (rows or rivals, row, function).
+    """Measures the jobs that the data lacks, and writes the data before and after each job.
 
-    `now` is what the row will be if the process dies of it, `left` what else is to measure."""
+    A job is (rows or rivals, row, function). `now` is the row to keep if the process dies, and `left` has the names of
+    the jobs that are left.
+    """
     done = {row["name"] for row in data["rows"] + data["rivals"]}
     left = [job for job in jobs if job[1]["name"] not in done]
     while left:

@@ -1,4 +1,4 @@
-"""What a process of hosts.py does in every framework. Needs only numpy, as PyTorch's environment has no JAX."""
+"""The work of a process of hosts.py in every framework. Needs only numpy, because PyTorch's environment has no JAX."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Data:
-    """A rank's part of what training_speed_data.py wrote.
+    """A rank's part of the data that training_speed_data.py wrote.
 
     Attributes:
       weights: {name: array}, the first weights, in the order in which the model uses them.
@@ -24,22 +24,24 @@ class Data:
         self.held_out = [np.split(arrays[name], ranks)[rank] for name in ("held_inputs", "held_targets")]
 
     def batch(self, step):
-        """(inputs, targets) of a step. After the last ones the first ones come again."""
+        """Returns the (inputs, targets) of a step. After the last batch, the first one follows again."""
         return [array[step % len(array)] for array in self._batches]
 
 
 def counted():
-    """The bytes that the kernel counted on this host's link, sent and received."""
+    """Returns the bytes that the kernel has counted on this host's link, sent and received."""
     counters = pathlib.Path("/sys/class/net/eth0/statistics")
     return np.array([int((counters / f"{direction}_bytes").read_text()) for direction in ("tx", "rx")])
 
 
 def serve(makers):
-    """Does what the lines of the input say, `["METHOD", steps]`, and prints what it found.
+    """Executes the lines of the input, `["METHOD", steps]`, and prints the results.
+
+    With 0 steps, the result is the loss.
 
     Args:
-      makers: {kind: {method: a function without arguments that returns an object with `run(steps)` and `loss()`}}. It
-        is called when the method is first asked for.
+      makers: {kind: {method: a function without arguments that returns an object with `run(steps)` and `loss()`}}. The
+        function is called when the method is first asked for.
     """
     print("READY", json.dumps({kind: list(methods) for kind, methods in makers.items()}), flush=True)
     flat = {method: make for methods in makers.values() for method, make in methods.items()}

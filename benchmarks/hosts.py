@@ -1,6 +1,6 @@
-"""The processes of a benchmark in the hosts of a lab: they train when it is their turn, and say what they found.
+"""The processes of a benchmark in the hosts of a lab. They train when it is their turn, and report results.
 
-host.py has the other side.
+host.py is the other end.
 """
 
 import json
@@ -14,19 +14,20 @@ class Hosts:
     """The processes of each framework, in every host of a network.
 
     Attributes:
-      methods: {method: (framework, kind)} of those that were asked for, and of those without exchange.
+      methods: {method: (framework, kind)} of the chosen methods, and of those without exchange.
     """
 
     def __init__(self, stack, lab, commands, settings, *, methods=None, ranks=1):
-        """
+        """Starts the processes.
+
         Args:
           stack: an ExitStack that ends the processes.
           lab: the network.
           commands: {framework: the command of a process}. It gets the settings as JSON, with its address, its rank and
-            how many ranks there are.
-          settings: what all processes are told.
-          methods: a regex, of which methods.
-          ranks: the processes of a framework in each host.
+            the number of ranks.
+          settings: a dict that all processes get.
+          methods: a regex that chooses the methods. Methods without exchange are always chosen.
+          ranks: the number of processes of a framework in each host.
         """
         self._lab, self._ranks, self.methods, self._running = lab, ranks, {}, {}
         for framework, command in commands.items():
@@ -37,7 +38,7 @@ class Hosts:
                 self.methods |= dict.fromkeys(chosen, (framework, kind))
 
     def _start(self, stack, command, settings):
-        """The processes of a framework, each on processors of its own if there are enough."""
+        """Starts the processes of a framework, each on its own processors if there are enough."""
         processors, count = sorted(os.sched_getaffinity(0)), self._lab.hosts * self._ranks
         share = max(1, len(processors) // count)
         address, running = f"{self._lab.address(0)}:{random.randrange(20_000, 32_000)}", []
@@ -53,7 +54,7 @@ class Hosts:
         return running
 
     def _hear(self, framework, word):
-        """What each process prints after a word."""
+        """Returns what each process prints after a word."""
         found = []
         for process in self._running[framework]:
             said = next((text for text in process.stdout if text.startswith(word + " ")), None)
@@ -63,7 +64,10 @@ class Hosts:
         return found
 
     def ask(self, method, steps):
-        """Lets all processes train by a method, or with 0 steps say their losses. {what: the value of each process}"""
+        """Makes all processes train `steps` steps by a method, or report their losses if `steps` is 0.
+
+        Returns {name of a figure: its value in each process}.
+        """
         framework, _ = self.methods[method]
         for process in self._running[framework]:
             process.stdin.write(json.dumps([method, steps]) + "\n")
@@ -72,6 +76,6 @@ class Hosts:
         return {what: [f[what] for f in found] for what in found[0]}
 
     def limit(self, link):
-        """Changes every host's link."""
+        """Changes the links of all hosts."""
         for host in range(self._lab.hosts):
             self._lab.change(host, link)

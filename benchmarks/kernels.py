@@ -2,8 +2,8 @@
 
 The bound of an operation is the time to read its inputs once and to write its outputs once, at the bandwidth of a
 memcpy with as many threads, measured next to it. The share is the bound over the time of the operation. MaxMin is also
-measured against the same arithmetic in plain jnp. Two more tables have many small leaves against a large one, and the
-temporaries that XLA allocates.
+measured against the same arithmetic in plain jnp. Two more tables compare many small leaves with a large one, and show
+the temporaries that XLA allocates.
 
     python benchmarks/kernels.py [--rows REGEX] [--repeats 9] [--size 64] [--kernels avx2] [--out DIR]
 """
@@ -32,9 +32,9 @@ from jaxcgx.native.layout import Layout
 BUCKET = 512
 RANKS = 8
 LEAVES, LEAF = 1_000, 10_000
-SPEEDUP = 5.0  # at least, over jnp
-LEAVES_RATIO = 1.5  # at most, many small leaves over a large one
-ITERATIONS, LEAVES_ITERATIONS = 10, 200  # in one program: see Loop and LeavesLoop
+SPEEDUP = 5.0  # goal: at least this much faster than jnp
+LEAVES_RATIO = 1.5  # goal: many small leaves take at most this many times as long as a large one
+ITERATIONS, LEAVES_ITERATIONS = 10, 200  # in one program (see Loop and LeavesLoop)
 
 CODECS = {
     **{f"MaxMin {bits}": cgx.MaxMin(bits, BUCKET) for bits in range(1, 9)},
@@ -52,7 +52,7 @@ CODECS = {
     "ByteGrad": cgx.ByteGrad(),
     "Raw": cgx.Raw(),
 }
-STOCHASTIC = {  # decoding is that of their namesakes above
+STOCHASTIC = {  # they decode like the codecs of the same name above
     "MaxMin 4 stochastic": cgx.MaxMin(4, BUCKET, "stochastic"),
     "MaxMin 8 stochastic": cgx.MaxMin(8, BUCKET, "stochastic"),
     "Cast bfloat16 stochastic": cgx.Cast("bfloat16", "stochastic"),
@@ -83,10 +83,10 @@ NOTES = f"""\
 """
 
 
-# Operations: each returns a step from carry to carry, its first carry, and the bytes that it must move.
+# Operations. Each returns a step from carry to carry, its first carry, and the bytes that it must move.
 
 
-KEY = np.array([1, 2], np.uint32)  # of NumPy: ranks that import this set up their devices later
+KEY = np.array([1, 2], np.uint32)  # of NumPy, because ranks that import this file set up their devices later
 
 
 def encode(codec, leaves):
@@ -138,7 +138,8 @@ def nbytes(tree):
 
 
 # The same in plain jnp, for 1, 2, 4 or 8 bits, in the form that XLA compiles best among those that were tried. It packs
-# codes by parts of a bucket and ignores NaN and denormals. The result is one array of bytes, because one array travels.
+# codes by parts of a bucket, and ignores NaN and denormals. The result is one array of bytes, because one array must
+# travel.
 
 
 def plain_encode(x, bits):
@@ -163,7 +164,7 @@ def plain_decode(payload, bits):
 
 
 def plain_step(operation, bits, x):
-    """A step in jnp, and its first carry."""
+    """Returns a step in jnp, and its first carry."""
     payload = jax.jit(plain_encode, static_argnums=1)(x, bits)
     if operation is encode:
         return lambda x, _: (x, plain_encode(x, bits)), (x, payload)
@@ -189,7 +190,7 @@ def plain_step(operation, bits, x):
 
 
 def repeat(step, carry, iterations):
-    """The step, `iterations` times. The barriers keep XLA from seeing that iterations repeat each other."""
+    """Runs the step `iterations` times. The barriers hide from XLA that iterations repeat each other."""
 
     def body(_, carry):
         return lax.optimization_barrier(step(*lax.optimization_barrier(carry)))
@@ -200,8 +201,8 @@ def repeat(step, carry, iterations):
 class Loop:
     """A step, many times in one compiled program.
 
-    A jitted call on its own would mostly measure how the operating system hands out the pages of a fresh output of 64
-    MiB. In a loop with donated carries every iteration writes to the same pages, as training does.
+    A single jitted call would mostly measure how the operating system provides the pages of a fresh output of 64 MiB.
+    In a loop with donated carries every iteration writes to the same pages, as training does.
     """
 
     def __init__(self, step, carry, iterations=ITERATIONS):
@@ -216,7 +217,8 @@ class Loop:
 class LeavesLoop:
     """An operation, LEAVES_ITERATIONS times, on leaves that the program makes itself, as it makes gradients.
 
-    Leaves that are arguments are wherever they were allocated, and JAX works on each of them for every call.
+    If leaves were arguments, the result would depend on where they were allocated, and JAX would handle each of them in
+    every call.
     """
 
     def __init__(self, operation, codec, leaves):
@@ -226,7 +228,7 @@ class LeavesLoop:
             step, carry, _ = operation(codec, ops.decode(source, payload))
             return jax.tree.leaves(repeat(step, carry, LEAVES_ITERATIONS))[-1].ravel()[
                 0
-            ]  # one number leaves the program
+            ]  # only one number leaves the program
 
         self.payload = ops.encode(source, leaves)
         self.compiled = jax.jit(program).lower(self.payload).compile()
@@ -236,8 +238,9 @@ class LeavesLoop:
 
 
 def check_copies(loop):
-    """The loop. It is an error if XLA copies what the loop carries, because the copies would be measured, too."""
-    inside, _ = loop.compiled.as_text().split("\nENTRY ")  # copies before the loop are made once: harmless
+    """Returns the loop. It is an error if XLA copies its carries, because the copies would be measured, too."""
+    # Copies before the loop are made only once, so they don't matter.
+    inside, _ = loop.compiled.as_text().split("\nENTRY ")
     for shape in re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", inside):
         if math.prod(map(int, shape.split(","))) >= LEAF:
             raise RuntimeError(f"XLA copies an array of shape [{shape}] in the loop that is measured")
@@ -245,7 +248,7 @@ def check_copies(loop):
 
 
 class Memcpy:
-    """ITERATIONS copies of `size` bytes; each thread copies its part."""
+    """Copies `size` bytes ITERATIONS times. Each thread copies its part."""
 
     def __init__(self, size, threads):
         source = np.ones(size, np.uint8)
@@ -258,7 +261,10 @@ class Memcpy:
 
 
 def measure(functions, iterations, repeats):
-    """Milliseconds of an iteration, [repetition, function]. Functions take turns, because machines drift."""
+    """Returns the milliseconds of an iteration, [repetition, function].
+
+    Functions take turns, because machines drift.
+    """
     for function in functions:
         function()
     times = np.empty((repeats, len(functions)))
@@ -334,7 +340,7 @@ def all_rows():
 
 
 def run_leaves(name, operation, repeats):
-    """Many small leaves in one call against one leaf of as many elements."""
+    """Measures many small leaves in one call against one leaf with as many elements."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal(LEAVES * LEAF, np.float32))
     loops = [
         check_copies(LeavesLoop(operation, CODECS["MaxMin 4"], leaves))
@@ -353,7 +359,7 @@ def run_leaves(name, operation, repeats):
 
 
 def run_temporaries(name, operation, size):
-    """The bytes that XLA allocates, besides arguments and results, for the operation as a program of its own."""
+    """Returns the bytes that XLA allocates besides arguments and results, if the operation is a program of its own."""
     x = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     layout = Layout.of(CODECS["MaxMin 4"], [x])
     payload = jax.ShapeDtypeStruct((1, layout.chunk_bytes), jnp.uint8)

@@ -1,4 +1,4 @@
-"""Measures the lab itself: the rates of its links, and the bytes that `explain` names against the kernel's counters.
+"""Measures the lab itself: the rates of its links, and the bytes that `explain` predicts against the kernel's counters.
 
     python benchmarks/lab.py [--only control|bytes] [--out DIR]
 
@@ -34,11 +34,11 @@ from jaxcgx.units import parse_rate, parse_time
 CONTROL = [("100mbit", "0ms"), ("1gbit", "0ms"), ("10gbit", "0ms"), ("100mbit", "20ms"), ("1gbit", "5ms")]
 WARM_UP, WINDOW, REPEATS = 1.0, 1.0, 5  # seconds
 TRIPS = 21
-SHARE = 0.95  # goal: of the set rate
+SHARE = 0.95  # goal: share of the set rate
 HOSTS = 2, 4
-ELEMENTS = 1 << 22  # of an exchange
+ELEMENTS = 1 << 22  # per exchange
 CALLS = 4
-DIFFERENCE = 0.02  # goal: between explain's bytes and the kernel's
+DIFFERENCE = 0.02  # goal: between the bytes of explain and those of the kernel
 AXES = dict(split_axis=0, concat_axis=0)
 ROWS = [(cgx.compressed_psum_scatter, {}), (cgx.compressed_all_gather, {}), (cgx.compressed_all_to_all, AXES)]
 CODECS = [
@@ -73,8 +73,11 @@ NOTES = f"""\
 
 
 def transfer(rank, address, both):
-    """Host 1, or both, sends zeros to the other one until the lab ends it. Prints the round trip of a byte before."""
-    with contextlib.suppress(ConnectionError):  # the lab ends the other one first
+    """Sends zeros from host 1, or from both hosts, to the other one until the lab ends it.
+
+    First it prints the round trip of a byte.
+    """
+    with contextlib.suppress(ConnectionError):  # the lab ends the other host first
         if rank == 0:
             with socket.create_server((address, 5000)) as server:
                 peer, _ = server.accept()
@@ -108,13 +111,13 @@ def flood(peer):
 
 
 def connect(address):
-    """A connection to host 0, or None if it doesn't listen yet."""
+    """Returns a connection to host 0, or None if it doesn't listen yet."""
     with contextlib.suppress(ConnectionRefusedError):
         return socket.create_connection((address, 5000))
 
 
 def exchanges():
-    """{(what, over, codec, schedule): a function of one array} that are compared."""
+    """Returns the compared functions of one array: {(what, over, codec, schedule): function}."""
     axes = {"Gloo": "data", "Tcp": cgx.Tcp("data")}
     found = {("lax.psum", "Gloo", "", ""): lambda x: lax.psum(x, "data")}
     for over, axis in axes.items():
@@ -136,7 +139,7 @@ def exchanges():
 
 
 def run_rank(address, rank, processes):
-    """Runs the exchanges, each when the lab says so: once before its word, and CALLS times behind it."""
+    """Runs each exchange once, and CALLS more times when the lab asks for it."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh, spec = Mesh(processes), PartitionSpec("data")
@@ -158,7 +161,7 @@ def run_rank(address, rank, processes):
 
 
 def hear(running, word):
-    """What each process prints after a word. Gloo prints, too."""
+    """Returns what each process prints after a word. Gloo also prints lines."""
     found = [next((text for text in process.stdout if text.startswith(word)), None) for process in running]
     if None in found:
         raise RuntimeError("lab.py: a process ended")
@@ -172,7 +175,7 @@ def tell(running):
 
 
 def control(rate, delay, both):
-    """A row: how much of the set rate plain sockets reach."""
+    """Returns a row: the share of the set rate that plain sockets reach."""
     bits, seconds = parse_rate("CONTROL", rate), parse_time("CONTROL", delay)
     with Lab(2, Link(bits, bits, seconds)) as lab, Counters(lab) as counters:
         program = [sys.executable, pathlib.Path(__file__).resolve(), "--transfer"]
@@ -182,7 +185,7 @@ def control(rate, delay, both):
         ]
         trip = float(running[1].stdout.readline())
         time.sleep(WARM_UP)
-        shares = []  # of the rate, by the slower of the senders
+        shares = []  # shares of the rate, of the slower sender
         for _ in range(REPEATS):
             counters.note()
             time.sleep(WINDOW)
@@ -203,7 +206,7 @@ def control(rate, delay, both):
 
 
 def compare(processes):
-    """Rows: explain's bytes and the kernel's, of every exchange."""
+    """Returns rows: for every exchange, the bytes of explain and those of the kernel."""
     with Lab(processes, "1gbit") as lab, Counters(lab) as counters, contextlib.ExitStack() as stack:
         address = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}"
         running = []

@@ -1,4 +1,4 @@
-"""Measures exchanges over Tcp between two hosts on long links: several connections, and a pace.
+"""Measures exchanges over Tcp between two hosts on long links, with several connections and with a pace.
 
     python benchmarks/long_links.py [--only links|pace] [--out DIR]
 
@@ -33,12 +33,12 @@ LINKS = [  # up, down, delay, elements of an exchange
     ("1gbit", "1gbit", "50ms", 1 << 24),
 ]
 CONNECTIONS = 1, 4, 8
-SLOWER = 0.9  # the pace on a link over its rate
+SLOWER = 0.9  # the pace over the rate of the link
 PACES = [("100mbit", 1 << 22), ("400mbit", 1 << 24)]
-PACED = "10gbit"  # the link of these
+PACED = "10gbit"  # the links of the rows with a pace
 REPEATS = 7
-PAUSE = 1.0  # seconds, after which the kernel begins anew to find out what a link carries
-NEAR = 0.05  # goal: between a pace and what is sent
+PAUSE = 1.0  # seconds, after which the kernel measures again how fast a link is
+NEAR = 0.05  # goal: the difference between a pace and the sent bytes per second
 LIMIT = 300  # seconds
 
 CHARTS = [
@@ -64,7 +64,7 @@ NOTES = f"""\
 
 
 def run_rank(address, rank, elements, pauses, links):
-    """Prints the bytes of an exchange, and the seconds of each."""
+    """Prints the bytes of an exchange, and the seconds of each exchange."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, 2, rank)
     mesh, axis = Mesh(2), cgx.Tcp("data", **links)
@@ -85,7 +85,7 @@ def run_rank(address, rank, elements, pauses, links):
 
 
 def measure(link, elements, pauses, **links):
-    """(bytes that a host sends in an exchange, [the seconds of each], by pause)."""
+    """Returns the bytes that a host sends in an exchange, and {pause: [seconds of each exchange]}."""
     with Lab(2, link) as lab:
         address = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}"
         script = [sys.executable, pathlib.Path(__file__).resolve()]

@@ -21,7 +21,7 @@ import jaxcgx as cgx
 CODEC = cgx.MaxMin(4)
 COMM = MPI.COMM_WORLD
 NAMES = "mpi4jax", "two_shot", "one_shot", "memory"
-OVER_MPI, IN_MEMORY, ROWS = 4.0, 6.0, 2.0  # the goals, with 64 MiB on two ranks of one host
+OVER_MPI, IN_MEMORY, ROWS = 4.0, 6.0, 2.0  # goals with 64 MiB on two ranks of one host
 LAYERS, LOOP, FUSION = 4, 4, (64, 16)
 CHARTS = [
     dict(table=table, title=f"The time of a call: {table}", x="name", y=[f"{name} seconds" for name in names], log=True)
@@ -44,7 +44,7 @@ NOTES = f"""\
 
 
 def sums(nodes):
-    """{name: the sum of an array over all ranks}."""
+    """Returns {name: function that sums an array over all ranks}."""
     compressed = lambda codec, **options: lambda x: cgx.mpi.compressed_allreduce(x, codec, **options)
     found = (
         lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=COMM),
@@ -56,13 +56,13 @@ def sums(nodes):
 
 
 def layers(width):
-    """The leaves of transformer layers: 12 width^2 numbers and some."""
+    """Returns the leaves of transformer layers: 12 width^2 numbers and a few more."""
     shapes = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)] + [(width,)] * 5 + [(4 * width,)]
     return [[jax.random.normal(jax.random.key(COMM.rank), shape) for shape in shapes] for _ in range(LAYERS)]
 
 
 def of_trees(nodes):
-    """{name: the mean of a tree over all ranks}."""
+    """Returns {name: function that averages a tree over all ranks}."""
     plain = lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=COMM) / COMM.size
     found = {"mpi4jax": lambda tree: jax.tree.map(plain, tree)}
     for name, codec, comm in ("MPI", CODEC, None), ("memory", {"cross": cgx.Raw(), "inner": CODEC}, nodes):
@@ -78,7 +78,7 @@ def looped(f):
 
 
 def exchanges(nodes):
-    """{name: every rank's rows to all ranks}."""
+    """Returns {name: function that exchanges rows among all ranks}."""
     return {"mpi4jax": lambda x: mpi4jax.alltoall(x, comm=COMM), "memory": nodes.inner.all_to_all}
 
 
@@ -90,7 +90,7 @@ def seconds(step, x):
 
 
 def measure(programs, x, repeats):
-    """{name: seconds in every turn}, and {name: the ratio of mpi4jax to it in every turn}."""
+    """Returns {name: seconds in every turn}, and {name: ratio of mpi4jax to it in every turn}."""
     steps = {name: jax.jit(f, donate_argnums=0) for name, f in programs.items()}
     given = {name: jax.tree.map(jnp.copy, x) for name in steps}
     times = {name: [] for name in steps}
@@ -107,7 +107,7 @@ def cells(times):
 
 
 def spread(ratios):
-    """The median of ratios, and how they spread."""
+    """Formats the median and the quartiles of ratios."""
     if len(ratios) < 2:
         return f"{ratios[0]:.1f}"
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -115,7 +115,7 @@ def spread(ratios):
 
 
 def best(ratios, names):
-    """The ratios of the fastest of some programs."""
+    """Returns the ratios of the fastest of some programs."""
     return max((ratios[name] for name in names), key=statistics.median)
 
 

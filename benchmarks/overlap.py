@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py [--rates RATE ...] [--repeats 15] [--out DIR]
 
-The hosts are network namespaces, which need root. Each computes on one processor. Also draws one step.
+The hosts are network namespaces, which need root. Each computes on one processor. The script also draws one step.
 """
 
 import argparse
@@ -30,10 +30,10 @@ import jaxcgx as cgx
 from jaxcgx.lab import signals_raise, why_not
 
 LAYERS, WIDTH = 16, 1024  # 64 MiB of parameters
-BATCHES = {"1gbit": [16, 64, 128, 256], "200mbit": [256, 384, 512]}  # by the rate of the links
+BATCHES = {"1gbit": [16, 64, 128, 256], "200mbit": [256, 384, 512]}  # {rate of the links: batches}
 CODEC = cgx.MaxMin(4)
-EXPOSED = 0.25  # goal: of the step, where computation and exchange take about as long
-ALIKE = 0.6, 1.67  # about as long: the exchange over the computation
+EXPOSED = 0.25  # goal: the exposed part of a step whose computation and exchange take about as long
+ALIKE = 0.6, 1.67  # the ratio of the exchange to the computation that counts as about as long
 STEPS = {  # options of make_train_step
     "at the end": {},
     "at the end, 4 MiB": dict(fusion_mb=4),
@@ -60,7 +60,7 @@ def loss(params, x):
 
 
 def alone(mesh, params, batch):
-    """A step whose gradients go nowhere."""
+    """A step that does nothing with its gradients."""
 
     def step(params, x):
         gradients = cgx.local_value_and_grad(loss, "data")(params, x)[1]
@@ -89,7 +89,7 @@ def exchanged(mesh, params, batch, options):
 
 
 def run_rank(address, rank, processes, batch, repeats):
-    """Measures all programs together with the other rank, and prints the times, and what one step did when."""
+    """Measures all programs together with the other rank. Prints the times, and the events of one step."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
     cgx.keep_pages()
     jax.config.update("jax_num_cpu_devices", 1)
@@ -116,7 +116,7 @@ def run_rank(address, rank, processes, batch, repeats):
 
 
 def events(program):
-    """Of one run: [what, ms of its start, ms of its end]. What is "compute" or "exchange"."""
+    """Returns the events of one run: [what, ms of its start, ms of its end]. `what` is "compute" or "exchange"."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             program()
@@ -125,7 +125,7 @@ def events(program):
     ends = {e["name"].removeprefix("end: "): e["ts"] + e["dur"] for e in found if e["name"].startswith("end: ")}
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)
-    # Both calls of a sum have names after the same operation of JAX.
+    # Both calls of a sum have the name of the same JAX operation.
     target = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', program.text()))
     of = lambda name: sorted((e for e in found if target.get(e["name"]) == name), key=lambda e: e["ts"])
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in target]

@@ -2,7 +2,7 @@
 
     python benchmarks/powersgd.py [--torch PYTHON] [--repeats 9] [--out DIR]
 
-The hosts (jaxcgx.lab) need root. --torch names a Python that has torch, if that of jaxcgx has none.
+The hosts (jaxcgx.lab) need root. --torch names a Python that has torch, if the one that runs jaxcgx has none.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jaxcgx.lab import Lab, signals_raise, why_not
 PROCESSES = 2
 RANKS = 1, 4
 NETWORKS = {1000: 10, 100: 3}  # Mbit/s: steps of a program in a turn
-STEPS = 12  # of the sequence whose error is taken
+STEPS = 12  # steps over which the error is measured
 
 CHARTS = [
     dict(table="rows", title="A step by rank, at Mbit/s", x="rank", y=["jaxcgx_ms", "torch_ms"], panel="mbit", log=True)
@@ -95,7 +95,7 @@ def run_rank(address, port, rank, processes, ranks, steps):
     serve({str(n): error(programs[str(n)]) for n in ranks}, programs)
 
 
-# In the process that starts the others
+# In the process that starts the other ones
 
 
 def launch(stack, lab, command):
@@ -119,7 +119,7 @@ def launch(stack, lab, command):
 
 
 def hear(running, word):
-    """What each process prints after a word."""
+    """Returns what each process prints after a word."""
     found = []
     for process in running:
         said = next((text for text in process.stdout if text.startswith(word + " ")), None)
@@ -130,7 +130,7 @@ def hear(running, word):
 
 
 def measure(mbit, torch, repeats):
-    """{framework: {"errors": {rank: error}, "ms": {program: ms of every turn}}}"""
+    """Returns {framework: {"errors": {rank: error}, "ms": {program: ms of every turn}}}."""
     here = pathlib.Path(__file__).resolve()
     commands = {"jaxcgx": [sys.executable, str(here), "--rank"]}
     if torch:
@@ -198,7 +198,7 @@ HEAD = ("rank", "bytes", "jaxcgx ms", "PyTorch ms", "its backward", "ahead", "ou
 
 
 def version(torch):
-    """The version of torch in this Python, or None."""
+    """Returns the version of torch in this Python, or None."""
     found = subprocess.run([torch, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
     return found.stdout.strip() or None
 

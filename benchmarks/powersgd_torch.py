@@ -11,23 +11,26 @@ import time
 import numpy as np
 
 SIZE = 2048
-TERMS = 64  # of a gradient, with weights 1, 1/2, 1/3, ...
+TERMS = 64  # terms of a gradient, with weights 1, 1/2, 1/3, ...
 
 
 def gradient(rank, step):
-    """A rank's gradient in a step: a common part with falling singular values, and noise of the same size."""
+    """Returns a rank's gradient in a step: a common part with falling singular values, and noise of the same size."""
     common = np.random.default_rng(1).standard_normal((2, SIZE, TERMS), np.float32)
     noise = np.random.default_rng((2, rank, step)).standard_normal((SIZE, SIZE), np.float32)
     return (common[0] / np.arange(1, TERMS + 1, dtype=np.float32)) @ common[1].T + noise
 
 
 def start(low_rank):
-    """The first Q of both frameworks, [columns, rank]."""
+    """Returns the first Q of both frameworks, [columns, rank]."""
     return np.random.default_rng(3).standard_normal((SIZE, low_rank), np.float32)
 
 
 def relative_error(step, processes, steps):
-    """The error of the sum of all steps, relative to the sum of their means. step(t) is the mean as it arrived."""
+    """Returns the error of the sum of all steps, relative to the sum of their means.
+
+    step(t) is the mean that arrived.
+    """
     sent, meant = np.zeros((2, SIZE, SIZE))
     for t in range(steps):
         sent += step(t)
@@ -36,7 +39,7 @@ def relative_error(step, processes, steps):
 
 
 def serve(errors, programs):
-    """Prints the errors. Then runs a program for each line of the input, "NAME TIMES", and prints the ms of one run."""
+    """Prints the errors. Then runs a program for each line of the input, "NAME TIMES", and prints the ms per run."""
     print("READY", json.dumps(errors), flush=True)
     for line in sys.stdin:
         name, times = line.rsplit(" ", 1)

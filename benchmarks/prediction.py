@@ -2,9 +2,9 @@
 
     python benchmarks/prediction.py [--measure] [--networks REGEX] [--repeats 5] [--size MIB ...] [--out DIR]
 
-The times are those of results/collectives.json, where constants of the model come from, and with --measure also those
-of other networks: more hosts, other rates (needs root). The latency of each network is taken from its smallest message,
-whose rows are not counted as predictions.
+The measured times are those of results/collectives.json, from which constants of the model come. With --measure, they
+also include other networks: more hosts, other rates (needs root). The latency of each network comes from its smallest
+message, whose rows don't count as predictions.
 """
 
 import argparse
@@ -20,16 +20,17 @@ from report import RESULTS, Report, header, line
 from jaxcgx.exchange import costs
 from jaxcgx.transports.network import PAYLOAD, Network
 
-# Of the machine, by make bench (results/cpu-kernels.md), in bytes of float32 per second.
+# Constants of the machine, from make bench (results/cpu-kernels.md), in bytes of float32 per second.
 KERNELS = dict(encode=27e9, decode=27e9, reduce=54e9)
 STACK = 2.2e9  # bytes per second that the network stack of both processors moves (loopback in results/collectives.md)
-BURST = {1000: 0.8e-3, 10_000: 0.8e-3}  # seconds of a link that pass at once, in effect (the lab's token bucket: 1 ms)
-LEAST = 16_000  # bytes, of slower links
+# {Mbit/s: seconds of traffic that pass a link at once, in effect} (the lab's token bucket: 1 ms)
+BURST = {1000: 0.8e-3, 10_000: 0.8e-3}
+LEAST = 16_000  # bytes that pass slower links at once
 KEPT = RESULTS.parents[1] / "build" / "prediction"
 PROGRAMS = "psum", "two_shot", "one_shot", "ring", "Tcp"
 FIXED = "psum", "two_shot", "one_shot"  # a ring rounds at every hop, so "auto" never takes it
 GOAL = 0.15
-SLOWER = 0.10  # goal: than the best fixed choice
+SLOWER = 0.10  # goal: "auto" takes at most this much longer than the best fixed choice
 NETWORKS = [
     collectives.Network(f"{name}, {hosts} hosts", hosts, mbit, [0.0625, 1, 4, 16])
     for hosts in (2, 4, 8)
@@ -53,7 +54,7 @@ def network_of(mbit, hosts, mover, latency):
 
 
 def time_of(program, row, network):
-    """The predicted Time of a program. psum has no kernels."""
+    """Returns the predicted Time of a program. psum has no kernels."""
     ranks = row["processes"]
     if program == "psum":
         return costs.Time(0, costs.plain_seconds(ranks, row["size_bytes"], network))
@@ -62,26 +63,27 @@ def time_of(program, row, network):
 
 
 def latencies(row, mbit):
-    """{mover: seconds of a step}, from the times of a small message."""
+    """Returns {mover: seconds of a step}, from the times of a small message."""
     found = {"gloo": [], "tcp": []}
     for program in PROGRAMS:
         mover = "tcp" if program == "Tcp" else "gloo"
         none, second = (time_of(program, row, network_of(mbit, row["processes"], mover, x)) for x in (0.0, 1.0))
         wire = max(row["ms"][program] / 1e3 - none.kernels, 0)
-        # The wire's time is a root of squares, which are linear in the square of the latency if exchanges are alike.
+        # The time on the wire is the root of a sum of squares. If exchanges are alike, they are linear in the squared
+        # latency.
         square = max(wire**2 - none.wire**2, 0) / (second.wire**2 - none.wire**2)
         found[mover].append(square**0.5)
     return {mover: float(np.median(values)) for mover, values in found.items()}
 
 
 def rate(name):
-    """Mbit/s of a network's links, by its name; None for loopback."""
+    """Returns the Mbit/s of a network's links, from its name. None means loopback."""
     found = re.match(r"(\d+) ([GM])bit/s", name)
     return found and int(found[1]) * (1000 if found[2] == "G" else 1)
 
 
 def predicted(rows):
-    """The rows of a network with predictions, without those of its smallest message."""
+    """Returns the rows of a network with predictions, without those of its smallest message."""
     mbit, smallest = rate(rows[0]["network"]), min(rows, key=lambda row: row["size_bytes"])
     latency = latencies(smallest, mbit)
     found = []
@@ -100,7 +102,7 @@ def predicted(rows):
 
 
 def show(report, title, networks):
-    """A table of {network: rows}; the rows join the data."""
+    """Shows a table of {network: rows}, and adds the rows to the data."""
     report.show("", title, "", *header("network, size", *PROGRAMS))
     every, chosen = [], []
     for rows in networks.values():
@@ -123,7 +125,7 @@ def show(report, title, networks):
 
 
 def automatic(name, chosen):
-    """A sentence on what is chosen over Gloo, [(row, program)], against the best fixed choice."""
+    """Compares the choices over Gloo, [(row, program)], with the best fixed choice. Returns a sentence."""
     slower = {
         f"{row['network']}, {collectives.megabytes(row['size_bytes'] / 2**20)}": (
             row["ms"][program] / min(row["ms"][fixed] for fixed in FIXED) - 1
@@ -139,7 +141,10 @@ def automatic(name, chosen):
 
 
 def measured(networks, repeats):
-    """{network: rows} of new runs. What a run that was cut off has measured is kept for the next one in `KEPT`."""
+    """Returns {network: rows} of new runs.
+
+    Results of a run that was interrupted are kept in `KEPT` for the next run.
+    """
     KEPT.mkdir(parents=True, exist_ok=True)
     found, files = {}, []
     for network in networks:

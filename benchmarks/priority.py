@@ -2,7 +2,7 @@
 
     python benchmarks/priority.py [--batches N ...] [--repeats 5] [--out DIR]
 
-The hosts are network namespaces, which need root. Each computes on one processor. Also draws some steps.
+The hosts are network namespaces, which need root. Each computes on one processor. The script also draws some steps.
 """
 
 import argparse
@@ -32,9 +32,9 @@ LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
 RATE = "50mbit"
 BATCHES = [1024, 2048, 3072]
 CODEC = cgx.MaxMin(4)
-MORE = 0.15  # goal: a step takes at most that much longer than the longer of computation and communication
-ALIKE = 0.6, 1.67  # where communication takes so many times as long as computation
-RUN = 4  # steps that are timed together: an exchange goes on in the next step
+MORE = 0.15  # goal: how much longer a step may take than the longer of computation and communication
+ALIKE = 0.6, 1.67  # the ratio of communication to computation for which the goal counts
+RUN = 4  # steps that are timed together, because an exchange continues in the next step
 STEPS = {
     "plain": {},
     "backward": dict(overlap="backward"),
@@ -42,7 +42,7 @@ STEPS = {
     "DGT": dict(compress=cgx.wan.Differential(k=0.5)),
     "mixed sync": dict(compress=cgx.wan.mixed_sync),
 }
-LESS = 0.25  # goal of DGT: a step takes at least that much less than the plain one
+LESS = 0.25  # goal of DGT: how much less time a step takes, at least, than the plain step
 LIMIT = 900  # seconds
 CHART = dict(
     table="rows",
@@ -68,7 +68,7 @@ NOTES = f"""\
 
 
 def communicate(mesh, params):
-    """An exchange of gradients that are there, with feedback."""
+    """An exchange, with feedback, of gradients that already exist."""
     exchange = cgx.compress_gradients(cgx.Tcp("data"), cgx.Plan(CODEC, min_size=0), axis_size=mesh.size)
     kept = cgx.state_specs(jax.eval_shape(exchange.init, params), "data")
     on_ranks = lambda f, given, out: jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)
@@ -82,7 +82,7 @@ def communicate(mesh, params):
 
 
 def run_rank(address, rank, processes, batch, repeats):
-    """Measures all programs together with the other rank, and prints the times, and what some steps did when."""
+    """Measures all programs together with the other rank. Prints the times, and the events of some steps."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
     cgx.keep_pages()
     jax.config.update("jax_num_cpu_devices", 1)
@@ -110,7 +110,10 @@ def run_rank(address, rank, processes, batch, repeats):
 
 
 def events(program):
-    """Of some steps: [what, ms of its start, ms of its end]. What is "compute", or the layer of an exchange."""
+    """Returns the events of some steps: [what, ms of its start, ms of its end].
+
+    `what` is "compute", or the layer of an exchange.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(RUN):
@@ -125,7 +128,8 @@ def events(program):
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in calls]
     of = lambda target: sorted((e["ts"], e["name"]) for e in found if calls.get(e["name"]) == target)
     waits = of("jaxcgx_tcp_allreduce_end")
-    # Waits are one behind another: a sum ends when the wait for the next one begins, or what comes behind the last one.
+    # Waits follow each other. A sum ends when the wait for the next one begins. The last one ends when the next event
+    # begins.
     begins = sorted([at for at, _ in waits] + [start for _, start, _ in spans])
     of_waits = {at for at, _ in waits}
     ends = []

@@ -1,9 +1,9 @@
-"""Runs the recipes as users do, and tells what compression costs: accuracy or loss, bytes and hours.
+"""Runs the recipes as users do, and reports what compression costs: accuracy or loss, bytes and hours.
 
     python benchmarks/recipes.py [--runs REGEX] [--folder DIR] [--out DIR]
 
-Each row is a command, with a folder of its own in DIR (build/bench-recipes). A run that was cut off goes on, and rows
-that the result file has are not run again. Remove the file to run all of them.
+Each row is a command with its own folder in DIR (build/bench-recipes). A run that was interrupted continues, and rows
+that are already in the result file are not run again. Remove the file to run all of them.
 """
 
 import argparse
@@ -22,13 +22,13 @@ RANKS = 4
 
 
 class Task(NamedTuple):
-    """A config with a name, what is changed of it, and the words for --compression that are run."""
+    """A named config, the changes to it, and the words for --compression."""
 
     config: str
     changes: dict
-    words: dict  # of each word, what else is changed
-    published: dict  # of a word: what its authors have
-    text: bool = False  # is judged by its perplexity
+    words: dict  # {word: further changes}
+    published: dict  # {word: figures of its authors}
+    text: bool = False  # whether it is judged by its perplexity
 
 
 WARM = {"compression.warmup_epochs": 1}
@@ -82,7 +82,7 @@ def folder_name(task, word):
 
 
 def train(task, word, folder):
-    """Runs a row, or what is missing of it."""
+    """Runs a row, or the missing part of it."""
     changes = {"train.save_every": 100} | task.changes | task.words[word]
     subprocess.run(
         [sys.executable, ROOT / "recipes/train.py", f"--config={ROOT}/recipes/configs/{task.config}.py"]
@@ -93,12 +93,12 @@ def train(task, word, folder):
 
 
 def title(task, word):
-    """What is changed of a row, behind its word."""
+    """Returns the changes of a row, formatted to follow its word."""
     return " ".join([word, *(f"{key.partition('.')[2]}={value}" for key, value in task.words[word].items())])
 
 
 def result(task, word, folder):
-    """The figures of a row that has ended."""
+    """Returns the figures of a row that has ended."""
     path = folder / folder_name(task, word)
     lines = [json.loads(text) for text in (path / "metrics.jsonl").read_text().splitlines()]
     batch = json.loads((path / "config.json").read_text())["train"]["batch_size"]

@@ -1,6 +1,6 @@
-"""The common parts of the benchmarks' reports: tables as Markdown, and the files of tables and data.
+"""The common parts of the benchmarks' reports: tables in Markdown, and files of tables and data.
 
-jaxcgx/report/results.py has the format of the data. `python -m jaxcgx report` draws it.
+jaxcgx/report/results.py defines the format of the data. `python -m jaxcgx report` draws it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def header(*cells, width=36):
 
 
 class Report:
-    """Lines that are printed as they come, and their data."""
+    """Lines that are printed at once, and their data."""
 
     def __init__(self, command, repeats=None, **settings):
         self.data = results.origin(command) | settings
@@ -59,10 +59,10 @@ class Report:
 
 
 class Growing(Report):
-    """A report whose file has every row as soon as it is measured.
+    """A report whose file gets every row as soon as it is measured.
 
-    It begins with the rows that the file has from the same command, so they need not be measured again, and a
-    measurement that was cut off goes on.
+    It begins with the rows that the file already has from the same command. They are not measured again, so a
+    measurement that was interrupted continues.
     """
 
     def __init__(self, command, file, tables, **settings):
@@ -74,7 +74,7 @@ class Growing(Report):
                 self.data |= {name: old[name] for name in tables}
 
     def has(self, table, **where):
-        """Whether a table has a row with these values."""
+        """Returns whether a table has a row with these values."""
         return any(where.items() <= row.items() for row in self.data[table])
 
     def add(self, table, *rows):

@@ -32,14 +32,14 @@ NOTES = """\
 
 
 def timed(run, *args):
-    """The seconds of a call, and its results."""
+    """Returns the seconds of a call, and its results."""
     start = time.perf_counter()
     results = jax.block_until_ready(run(*args))
     return time.perf_counter() - start, results
 
 
 def operations(x, ratio, key):
-    """{name: seconds of a call}."""
+    """Returns {name: seconds of a call}."""
     made = {}
     for select in ("exact", "sampled", "fitted"):
         codec = cgx.TopK(ratio, select=select)
@@ -92,9 +92,9 @@ def main():
         times = {name: [] for name in made}
         for _ in range(args.repeats + 1):
             for name, run in made.items():
-                run()  # not timed: it pays for the state in which the operation before left memory and caches
+                run()  # Not timed: it sets memory and caches to the same state for all operations.
                 times[name].append(1e3 * run())
-        times = {name: ms[1:] for name, ms in times.items()}  # the first compiled
+        times = {name: ms[1:] for name, ms in times.items()}  # without the first call, which compiles
         for name, ms in times.items():
             row = dict(operation=name, ratio=ratio, ms=median(ms), all_ms=rounded(ms))
             cells = ["", "", "", "", "", ""]

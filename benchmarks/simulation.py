@@ -1,8 +1,8 @@
-"""Draws where each technique wins, by the model of `python -m jaxcgx plan`, for 2 to 65,536 ranks.
+"""Draws where each technique is fastest, by the model of `python -m jaxcgx plan`, for 2 to 65,536 ranks.
 
     python benchmarks/simulation.py [--out DIR]
 
-Nothing is measured here. docs/simulation.md says what is assumed, and prediction.py what the model was checked against.
+Nothing is measured here. docs/simulation.md lists the assumptions. prediction.py compares the model with measurements.
 """
 
 import argparse
@@ -25,9 +25,9 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import ListedColormap
 
 OUT = pathlib.Path(__file__).parent.parent / "docs/plots"
-MESSAGES = 32  # of a model
-# Assumptions: GPUs of 150 TFLOP/s, 8192 tokens a rank and step, 8 in a node, 1.6 Tbit/s between them; kernels at
-# 500 GB/s of float32.
+MESSAGES = 32  # messages per model
+# Assumptions: GPUs of 150 TFLOP/s, 8192 tokens per rank and step, 8 GPUs per node with 1.6 Tbit/s between them, and
+# kernels that process float32 at 500 GB/s.
 FLOPS, TOKENS, EACH, INSIDE = 150e12, 8192, 8, 1.6e12
 KERNELS = dict(encode=500e9, decode=500e9, reduce=1000e9)
 LATENCY, WAN_LATENCY = 20e-6, 20e-3
@@ -43,12 +43,12 @@ TECHNIQUES = {
     "1 % of elements": (cgx.TopK(0.01, pull="top"), "two_shot"),
     "rank 4": (cgx.PowerSGD(4), "psum"),
 }
-SAFE = "float32", "bfloat16", "8 bits", "4 bits"  # without feedback
+SAFE = "float32", "bfloat16", "8 bits", "4 bits"  # techniques without feedback
 COLORS = ["#9aa0a6", "#c6dbef", "#6baed6", "#08519c", "#fd8d3c", "#a63603"]
 
 
 def tree(parameters):
-    """Matrices, each a message."""
+    """Returns matrices, each of which is a message."""
     side = round((parameters / MESSAGES) ** 0.5)
     return [jax.ShapeDtypeStruct((side, side), jnp.float32)] * MESSAGES
 
@@ -75,20 +75,20 @@ def network(rate, each, latency=LATENCY):
 
 
 def step(found, technique, rate, latency=LATENCY):
-    """Seconds of a step."""
+    """Returns the seconds of a step."""
     codec, schedule = TECHNIQUES[technique]
     times = found.times(codec, schedule, network=network(rate, found.each, latency))
     return step_seconds(found.compute, times, overlap=found.overlap)
 
 
 def exchange(found, technique, rate, latency):
-    """Seconds of all messages."""
+    """Returns the seconds of all messages."""
     codec, schedule = TECHNIQUES[technique]
     return sum(time.total for _, time in found.times(codec, schedule, network=network(rate, found.each, latency)))
 
 
 def grid(parameters, names, overlap):
-    """float[ranks, rates, names]: seconds of a step."""
+    """Returns the seconds of a step, float[ranks, rates, names]."""
     found = np.empty((len(RANKS), len(RATES), len(names)))
     for i, ranks in enumerate(RANKS):
         one = case(parameters, ranks, overlap)
@@ -98,7 +98,7 @@ def grid(parameters, names, overlap):
 
 
 def maps(data, names, title, path, overlap):
-    """Which technique wins: of those that are at most 5 % slower than the fastest, the most exact one."""
+    """Chooses the most exact technique among those that are at most 5 % slower than the fastest one."""
     figure, axes = plt.subplots(1, len(MODELS), figsize=(12, 4), layout="constrained", sharey=True)
     for ax, (model, parameters) in zip(axes, MODELS.items()):
         seconds = grid(parameters, names, overlap)
@@ -121,7 +121,7 @@ def save(figure, path):
 
 
 def gains(path):
-    """The step of float32 over that of 4 bits, with and without overlap."""
+    """Draws the time of a float32 step over that of a 4-bit step, with and without overlap."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
     for ax, overlap in zip(axes, (False, True)):
         for model, parameters in MODELS.items():
@@ -137,7 +137,7 @@ def gains(path):
 
 
 def wide_area(path):
-    """Steps between exchanges, over a wide-area network, one rank a site."""
+    """Draws steps with several steps between exchanges, over a wide-area network with one rank per site."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
     every = 2 ** np.arange(11)
     for ax, ranks in zip(axes, (8, 64)):
@@ -155,7 +155,7 @@ def wide_area(path):
 
 
 def stragglers(path):
-    """Ranks that differ in computation, and one slow link."""
+    """Draws ranks that differ in computation, and one slow link."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for name in SAFE:
         for ax, xs, of in (

@@ -1,4 +1,4 @@
-"""What two hosts do when: runs a script in them, and draws what its rank 0 has found."""
+"""Runs a script in two hosts, and draws the events that its rank 0 reports."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from jaxcgx.lab import Lab
 
 
 def of_rank_0(command, rate, limit, **worker):
-    """What rank 0 prints behind "RESULTS ", as JSON.
+    """Returns the JSON that rank 0 prints after "RESULTS ".
 
     Args:
-      command: the script and its arguments. What a rank is told comes behind them as JSON: `worker`, with its address,
-        rank and processes.
-      rate: of the hosts' links.
-      limit: the seconds after which it has failed.
-      **worker: what both ranks are told.
+      command: the script and its arguments. `worker` follows them as JSON, with the address, the rank and the number of
+        processes.
+      rate: the rate of the hosts' links.
+      limit: the seconds after which the script has failed.
+      **worker: settings for both ranks.
     """
     with Lab(2, rate) as lab:
         address, running = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", []
@@ -36,7 +36,7 @@ def of_rank_0(command, rate, limit, **worker):
 
 
 def draw(path, spans, title):
-    """The picture of spans [what, ms of its start, ms of its end]: a lane for each exchange, and one for "compute"."""
+    """Draws spans [what, ms of its start, ms of its end]: a lane for each exchange, and one for "compute"."""
     import matplotlib
 
     matplotlib.use("Agg")

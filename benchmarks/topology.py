@@ -1,4 +1,4 @@
-"""Measures what a topology gains where one of four links is slow, and how soon it finds out that another one is.
+"""Measures what a topology gains if one of four links is slow, and how soon it notices that another one is slow.
 
     python benchmarks/topology.py [--only line|pair] [--repeats 5] [--out DIR]
 
@@ -33,7 +33,7 @@ ELEMENTS = 1 << 22
 CODEC = cgx.MaxMin(4)
 GAIN, NEAR, PROBES = 1.5, 1.2, 10  # goals
 MOST_UPDATES = 40
-SETUPS = {  # the slow link at first, and where it moves to
+SETUPS = {  # the link that is slow first, and the one that is slow later
     "line": ("the line of host 1", "the line of host 2"),
     "pair": ("the link between hosts 0 and 1", "the link between hosts 2 and 3"),
 }
@@ -60,7 +60,7 @@ NOTES = f"""\
 
 
 def run_rank(address, rank, processes):
-    """Does what it is told, line by line, and prints what came of it."""
+    """Executes the lines of the input, and prints the results."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh, spec = Mesh(processes), PartitionSpec("data")
@@ -114,11 +114,11 @@ def spelled(overlay):
     return [(tree.parents, tree.share) for tree in overlay.trees]
 
 
-# In the process that starts the others
+# In the process that starts the other ones
 
 
 class Hosts:
-    """Four hosts, which do what they are told together."""
+    """Four hosts that get their orders together."""
 
     def __init__(self, lab, stack):
         address = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}"
@@ -138,14 +138,14 @@ class Hosts:
         return [text.removeprefix(word).strip() for text in found]
 
     def tell(self, do, **more):
-        """What all hosts answer; rank 0's."""
+        """Waits for the answers of all hosts, and returns that of rank 0."""
         for process in self.running:
             process.stdin.write(json.dumps(dict(do=do, **more)) + "\n")
             process.stdin.flush()
         return list(map(json.loads, self.hear("ANSWER")))
 
     def exchange(self, schedule, times):
-        """The milliseconds of each, those of the slowest host."""
+        """Returns the milliseconds of each exchange, on the slowest host."""
         found = self.tell("exchange", schedule=schedule, times=times)
         return [max(each) for each in zip(*(host["ms"] for host in found))]
 
@@ -157,7 +157,7 @@ class Hosts:
 
 
 def set_link(lab, setup, second, slow):
-    """Makes the first or the second link of a setup slow, or gives it back its rate."""
+    """Makes the first or the second link of a setup slow, or restores its rate."""
     if setup == "line":
         rate = SLOW if slow else RATE
         lab.change(2 if second else 1, Link(rate, rate))
@@ -178,7 +178,10 @@ def true_rates(setup, second):
 
 
 def measure(setup, repeats):
-    """(rows, steps, overlays): the schedules with the first link slow, and the steps while the slow link moves."""
+    """Returns (rows, steps, overlays).
+
+    The rows are the schedules with the first link slow. The steps are those while the slow link moves.
+    """
     with Lab(HOSTS, Link(RATE, RATE)) as lab, contextlib.ExitStack() as stack:
         hosts = Hosts(lab, stack)
         set_link(lab, setup, second=False, slow=True)

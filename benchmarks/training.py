@@ -1,9 +1,9 @@
-"""Measures the accuracy that few bits, with feedback and without, and few elements cost against a plain psum.
+"""Measures the accuracy that few bits or few elements cost against a plain psum, with feedback and without.
 
     python benchmarks/training.py [--tables REGEX] [--data REGEX] [--seeds 3] [--devices 8] [--out DIR]
 
-A small network learns digits (scikit-learn has them) and Fashion-MNIST (Debian's package dataset-fashion-mnist),
-data-parallel on virtual CPU devices. All runs of a seed begin with the same weights and see the same batches.
+A small network learns digits (from scikit-learn) and Fashion-MNIST (Debian's package dataset-fashion-mnist),
+data-parallel on virtual CPU devices. All runs of a seed start with the same weights and see the same batches.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from training_speed_data import FASHION, digits, fashion_mnist
 import jaxcgx as cgx
 
 HIDDEN = 256, 128
-LEAST = 1.0  # points of accuracy that few bits without feedback lose at least, on data that shows it
+LEAST = 1.0  # the least points of accuracy that few bits without feedback lose, on data that shows the effect
 CHARTS = [dict(table="rows", title="Accuracy in percent", x="run", y=["accuracies"], panel="data")]
-WARM = 0.4  # of the epochs, in which DGC's ratio decreases
+WARM = 0.4  # the part of the epochs in which DGC's ratio decreases
 MOMENTUM = functools.partial(optax.sgd, momentum=0.9)
 RAW = dict(plan=cgx.Raw(), feedback=False)
 
 
 class Run(NamedTuple):
     optimizer: Any
-    options: dict  # make_train_step's
-    most: float | None = 0.0  # points of accuracy that it may lose; None: it loses more than LEAST
+    options: dict  # of make_train_step
+    most: float | None = 0.0  # the most points of accuracy that it may lose; None: it must lose more than LEAST
     against: str = "float32"
     rate: float = 0.1  # the first value of the cosine
 
@@ -59,7 +59,7 @@ TABLES = {
         "- lost: points of accuracy against float32, of the means. The row of 2 bits without feedback shows the effect "
         "of feedback. Digits don't show it.",
     ),
-    # An element is sent rarely, so training needs more steps, and so smaller batches. Digits are too few for either.
+    # An element is sent rarely, so training needs more steps and smaller batches. Digits has too few examples for this.
     "training-sparse": Table(
         ("Fashion-MNIST",),
         64,
@@ -84,7 +84,7 @@ TABLES = {
 }
 
 
-# name: the data, epochs, and whether the accuracy shows a difference with and without feedback
+# {name: (data, epochs, whether the accuracy shows a difference between feedback and no feedback)}
 DATA = {"digits": (digits, 40, False), "Fashion-MNIST": (fashion_mnist, 10, True)}
 
 
@@ -108,7 +108,7 @@ def loss_fn(params, batch):
 
 
 def train(data, epochs, batch_size, run, seed, mesh):
-    """The test accuracy in percent, and the bytes that a rank sends in a step after any warm-up."""
+    """Returns the test accuracy in percent, and the bytes that a rank sends in a step after any warm-up."""
     (images, labels), (test_images, test_labels) = data
     each = len(images) // batch_size
     make = functools.partial(
@@ -135,8 +135,8 @@ def train(data, epochs, batch_size, run, seed, mesh):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tables", default="", help="a regular expression: only these of " + ", ".join(TABLES))
-    parser.add_argument("--data", default="", help="a regular expression: only these data sets")
+    parser.add_argument("--tables", default="", help="a regular expression: only matching ones of " + ", ".join(TABLES))
+    parser.add_argument("--data", default="", help="a regular expression: only matching data sets")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)

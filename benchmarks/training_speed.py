@@ -3,8 +3,8 @@
     python benchmarks/training_speed.py [--torch PYTHON] [--models REGEX] [--methods REGEX] [--hosts N ...]
         [--rates MBIT ...] [--most STEPS] [--repeats 5] [--out DIR]
 
-The hosts (jaxcgx.lab) need root. --torch names a Python that has torch. What was measured is kept: a run that was cut
-off goes on.
+The hosts (jaxcgx.lab) need root. --torch names a Python that has torch. Results are kept, so a run that was interrupted
+continues.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from jaxcgx.lab import Lab, Link, signals_raise, why_not
 HERE = pathlib.Path(__file__).resolve().parent
 KEPT = HERE.parent / "build" / "training-speed"
 HOSTS = 2, 4
-RATES = {100: 2, 1000: 3, 10_000: 3}  # Mbit/s: steps of a turn
-UNLIMITED = 100_000  # Mbit/s while only the losses count
+RATES = {100: 2, 1000: 3, 10_000: 3}  # {Mbit/s: steps of a turn}
+UNLIMITED = 100_000  # Mbit/s for runs in which only the losses count
 EVERY = 10  # steps between two losses
-AGREE = 1e-3  # of the first losses of all methods
-ACROSS, SPAN = "priority|DiLoCo", 20  # methods whose exchanges cross steps, and the steps of a turn of theirs
-SMOOTH = 3  # losses whose mean counts, as one alone is noisy
+AGREE = 1e-3  # the largest relative difference between the first losses of all methods
+ACROSS, SPAN = "priority|DiLoCo", 20  # methods whose exchanges cross steps, and the steps of their turns
+SMOOTH = 3  # losses that are averaged, because a single loss is noisy
 BASELINES = "psum, float32", "by hand, bfloat16"
-BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # of Bagua's claim
+BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # methods of Bagua's claim
 
 CHARTS = [
     dict(table="rows", title="Seconds to the loss", x="mbit", y=["seconds"], by="method", panel="network", log=True),
@@ -76,13 +76,13 @@ def link(mbit):
 
 
 def commands(torch):
-    """{framework: the command of a host}; PyTorch's if there is a Python that has torch."""
+    """Returns {framework: the command of a host}, with PyTorch if a Python that has torch is given."""
     found = {"jaxcgx": [sys.executable, HERE / "training_speed_jax.py"]}
     return found | ({"PyTorch": [torch, HERE / "training_speed_torch.py"]} if torch else {})
 
 
 def curve(hosts, method, target, most, every):
-    """The losses on held-out data every so many steps, until the target is reached or `most` steps are done."""
+    """Returns the losses on held-out data after every `every` steps, until the target or `most` steps are reached."""
     losses = [np.mean(hosts.ask(method, 0)["loss"])]
     while smooth(losses)[-1] > target and every * len(losses) <= most:
         hosts.ask(method, every)
@@ -91,12 +91,12 @@ def curve(hosts, method, target, most, every):
 
 
 def smooth(losses):
-    """The mean of the last SMOOTH losses at each of them."""
+    """Returns the mean of the last SMOOTH losses at each loss."""
     return [np.mean(losses[max(0, i - SMOOTH) : i]) for i in range(1, len(losses) + 1)]
 
 
 def curves(hosts, target, most, every=EVERY):
-    """{method: losses} of all methods that exchange, which begin alike."""
+    """Returns {method: losses} of all methods that exchange. Their first losses must agree."""
     found = {}
     for method, (_, kind) in hosts.methods.items():
         if kind != "alone":
@@ -109,7 +109,7 @@ def curves(hosts, target, most, every=EVERY):
 
 
 def steps_to(losses, target, every=EVERY):
-    """The steps to the target, on a straight line between the last two losses. None: not reached."""
+    """Returns the steps to the target, on a straight line between the last two losses, or None if it is not reached."""
     losses = smooth(losses)
     if losses[-1] > target:
         return None
@@ -118,9 +118,12 @@ def steps_to(losses, target, every=EVERY):
 
 
 def turns(hosts, steps, repeats):
-    """{method: {"ms": of each turn, on the slowest host, "sent": bytes of a step, by the host that sends most}}"""
+    """Measures the turns of all methods.
+
+    Returns {method: {"ms": of each turn, on the slowest host, "sent": bytes of a step, by the host that sends most}}.
+    """
     found = {method: dict(ms=[], sent=[]) for method in hosts.methods}
-    for turn in range(repeats + 1):  # the first one isn't counted
+    for turn in range(repeats + 1):  # the first turn doesn't count
         for method in hosts.methods:
             told = hosts.ask(method, SPAN if re.search(ACROSS, method) else steps)
             for what, values in found[method].items():
@@ -129,7 +132,7 @@ def turns(hosts, steps, repeats):
 
 
 def figures(hosts, steps, found):
-    """{method: its figures} on one link."""
+    """Returns {method: its figures} on one link."""
     alone = {f: np.array(found[method]["ms"]) for method, (f, kind) in hosts.methods.items() if kind == "alone"}
     rows = {}
     for method, (framework, kind) in hosts.methods.items():
@@ -150,7 +153,7 @@ def figures(hosts, steps, found):
 
 
 def sooner(mine, other):
-    """How many times as soon it reaches the loss; None where one of both is missing or doesn't reach it."""
+    """Returns how many times as soon it reaches the loss, or None if one of them is missing or doesn't reach it."""
     return (
         round(other["seconds"] / mine["seconds"], 2)
         if mine and other and mine["seconds"] and other["seconds"]
@@ -180,13 +183,16 @@ def show(report, rows):
 
 
 def best(rows, kind):
-    """The name of the method of a kind that reaches the loss first, or None."""
+    """Returns the name of the method of a kind that reaches the loss first, or None."""
     found = [name for name, r in rows.items() if r["kind"] == kind and r["seconds"]]
     return min(found, key=lambda name: rows[name]["seconds"], default=None)
 
 
 def compare(networks):
-    """The best method of each kind on each network, and how many times as soon jaxcgx's best reaches the loss."""
+    """Compares the best method of each kind on each network.
+
+    The figures say how many times as soon jaxcgx's best method reaches the loss.
+    """
     yield from header(
         "network", "jaxcgx's best", "seconds", "PyTorch's", "ahead", "plain psum", "ahead", "by hand", "ahead"
     )
@@ -199,7 +205,7 @@ def compare(networks):
 
 
 def losing(networks):
-    """Where compression by jaxcgx doesn't pay, in words."""
+    """Describes where compression by jaxcgx doesn't pay."""
     for network, rows in networks.items():
         plain = best(rows, "plain")
         late = [
@@ -212,7 +218,7 @@ def losing(networks):
 
 
 def claim(networks):
-    """ByteGrad against PowerSGD."""
+    """Compares ByteGrad with PowerSGD."""
     yield from header("network", *(f"{other}: {what}" for other in POWERSGD for what in ("a step", "the loss")))
     for network, rows in networks.items():
         if BYTEGRAD in rows:
@@ -223,7 +229,7 @@ def claim(networks):
 
 
 def version(torch):
-    """The version of torch in this Python, or None."""
+    """Returns the version of torch in this Python, or None."""
     found = subprocess.run([torch, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
     return found.stdout.strip() or None
 
@@ -231,14 +237,14 @@ def version(torch):
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch (default: PyTorch isn't measured)")
-    parser.add_argument("--models", metavar="REGEX", help="only these of " + ", ".join(data.MODELS))
-    parser.add_argument("--methods", metavar="REGEX", help="only these methods, and no exchange")
+    parser.add_argument("--models", metavar="REGEX", help="only matching ones of " + ", ".join(data.MODELS))
+    parser.add_argument("--methods", metavar="REGEX", help="only matching methods, and those without exchange")
     parser.add_argument("--hosts", type=int, nargs="+", metavar="N", help="numbers of hosts (default: 2 4)")
     parser.add_argument(
         "--rates", type=int, nargs="+", choices=RATES, metavar="MBIT", help="Mbit/s (default: 100 1000 10000)"
     )
-    parser.add_argument("--most", type=int, metavar="N", help="most steps of a training run")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns that are counted (default: 5)")
+    parser.add_argument("--most", type=int, metavar="N", help="the most steps of a training run")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="counted turns (default: 5)")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -258,7 +264,7 @@ def parse():
 
 
 def kept(name, args, find):
-    """What find() returns, or has returned in a run of the same command that was cut off."""
+    """Returns the result of find(), or the result of an earlier run of the same command that was interrupted."""
     path = KEPT / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-{hashlib.sha256(args.command.encode()).hexdigest()[:8]}.json"
     if not path.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
@@ -267,7 +273,7 @@ def kept(name, args, find):
 
 
 def measure(report, model, count, args):
-    """{network: rows} of a model on a number of hosts."""
+    """Returns {network: rows} of a model on a number of hosts."""
     setting, found = data.MODELS[model], {}
     where = dict(network=f"{model}, {count} hosts")
     with contextlib.ExitStack() as stack:

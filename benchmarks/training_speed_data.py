@@ -1,4 +1,4 @@
-"""The models of training_speed.py as numbers: data, first weights and batches, the same for every framework."""
+"""The data, first weights and batches of training_speed.py's models. They are the same for every framework."""
 
 import functools
 import gzip
@@ -9,20 +9,20 @@ from typing import NamedTuple
 import numpy as np
 
 FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
-HELD_OUT = {"transformer": 64, "ResNet-20": 512}  # examples of the loss that is compared
+HELD_OUT = {"transformer": 64, "ResNet-20": 512}  # examples for the loss that is compared
 
-# The transformer: bytes in, bytes out.
+# The transformer predicts the next byte from bytes.
 WIDTH, LAYERS, CONTEXT, BYTES = 256, 4, 64, 256
-# ResNet-20, as its paper has it for small images: three stages of three blocks of two convolutions.
+# ResNet-20 has the form that its paper uses for small images: three stages of three blocks of two convolutions.
 CHANNELS, BLOCKS, CLASSES = (16, 32, 64), 3, 10
 
 
 class Model(NamedTuple):
-    batch: int  # examples of a host in a step
-    rate: float  # of learning; constant
-    target: float  # the loss on held-out data that every method is to reach
-    most: int  # steps after which that is given up
-    begun: int = 0  # steps without any exchange that the first weights have behind them
+    batch: int  # examples per host and step
+    rate: float  # learning rate, constant
+    target: float  # loss on held-out data that every method has to reach
+    most: int  # steps after which a method is given up
+    begun: int = 0  # steps without exchange that made the first weights
 
 
 MODELS = {
@@ -41,7 +41,7 @@ def transformer_weights(rng):
     def dense(name, inputs, outputs, std=0.02):
         return {f"{name}_w": normal(inputs, outputs, std=std), f"{name}_bias": np.zeros(outputs, np.float32)}
 
-    deep = 0.02 / (2 * LAYERS) ** 0.5  # of what is added to the residual stream
+    deep = 0.02 / (2 * LAYERS) ** 0.5  # scale of the weights whose result is added to the residual stream
     weights = {"embed": normal(BYTES, WIDTH), "position": normal(CONTEXT, WIDTH)}
     for i in range(LAYERS):
         weights |= norm(f"{i}_norm1") | dense(f"{i}_qkv", WIDTH, 3 * WIDTH) | dense(f"{i}_out", WIDTH, WIDTH, deep)
@@ -52,7 +52,7 @@ def transformer_weights(rng):
 def resnet_weights(rng):
     weights = {}
 
-    def conv(name, inputs, outputs):  # He's initialization, and a group norm behind
+    def conv(name, inputs, outputs):  # He's initialization; a group norm follows
         std = (2 / (9 * inputs)) ** 0.5
         weights[f"{name}_w"] = (std * rng.standard_normal((3, 3, inputs, outputs))).astype(np.float32)
         weights[f"{name}_scale"], weights[f"{name}_bias"] = np.ones(outputs, np.float32), np.zeros(outputs, np.float32)
@@ -69,7 +69,7 @@ def resnet_weights(rng):
 
 
 def text(rng, shape, held_out):
-    """Windows of the documentation that Python ships, and the bytes that follow each byte."""
+    """Returns windows of the documentation that Python ships, and the byte that follows each of their bytes."""
     text = "".join(text for _, text in sorted(pydoc_data.topics.topics.items())).encode()
     text = np.frombuffer(text, np.uint8).astype(np.int32)
     end = len(text) * 9 // 10
@@ -108,7 +108,10 @@ def fashion_mnist():
 
 @functools.cache
 def normalized_images():
-    """((images [n, side, side, 1], labels), the same to test): Fashion-MNIST, or digits where it is missing."""
+    """Returns ((images [n, side, side, 1], labels), the same for tests).
+
+    The images are Fashion-MNIST, or digits if it is missing.
+    """
     train, test = fashion_mnist() if FASHION.is_dir() else digits()
     mean, std, side = train[0].mean(), train[0].std(), round(train[0].shape[1] ** 0.5)
     return tuple(
@@ -118,7 +121,7 @@ def normalized_images():
 
 
 def images(rng, shape, held_out):
-    """Batches of the images to train on, and some to test."""
+    """Returns batches of the training images, and some test images."""
     train, test = normalized_images()
     chosen, held = rng.integers(0, len(train[0]), shape), rng.integers(0, len(test[0]), held_out)
     return tuple(part[chosen] for part in train), tuple(part[held] for part in test)
@@ -128,7 +131,7 @@ MAKERS = {"transformer": (transformer_weights, text), "ResNet-20": (resnet_weigh
 
 
 def begun(weights, model, batches):
-    """The weights after these batches, one after another, of one process."""
+    """Returns the weights after one process has trained with these batches."""
     import jax
     import optax
     from training_speed_models import make_loss

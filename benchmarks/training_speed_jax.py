@@ -1,4 +1,4 @@
-"""A host of training_speed.py in JAX: each of METHODS trains the same model, when it is its turn.
+"""A host of training_speed.py in JAX. Each of METHODS trains the same model when it is its turn.
 
 python benchmarks/training_speed_jax.py '{"address": "10.77.0.1:20000", "rank": 0, "ranks": 2, "model": ..., ...}'
 """
@@ -25,21 +25,21 @@ TCP = cgx.Tcp("data")
 
 
 class Run(NamedTuple):
-    """What is trained, and where."""
+    """The model to train, and its ranks."""
 
     model: str
     rate: float
     mesh: jax.sharding.Mesh
 
     def optimizer(self, momentum=True):
-        """The model's optimizer; without momentum for a method that has its own."""
+        """Returns the model's optimizer, without momentum for a method that has its own."""
         if self.model == "transformer":
             return optax.adam(self.rate) if momentum else optax.adam(self.rate, b1=0.0)
         return optax.sgd(self.rate, momentum=0.9 if momentum else None)
 
 
-# What users write with JAX alone: functions (gradients, lost) -> (mean over the ranks, lost) inside shard_map. `lost`
-# is the vector of what compression lost in the step before.
+# Exchanges that users write with JAX alone: functions (gradients, lost) -> (mean over the ranks, lost) inside
+# shard_map. `lost` is the vector of the errors that compression made in the previous step.
 
 
 def nothing(grads, lost):
@@ -61,7 +61,7 @@ def psum_bfloat16(grads, lost):
 
 
 def quantize(x, bits):
-    """(codes, scales) of a vector of whole buckets. Scales are the least number of each bucket, and the step."""
+    """Returns (codes, scales) of a vector of whole buckets. Scales are the minimum of each bucket, and the step."""
     rows = x.reshape(-1, BUCKET)
     low = rows.min(1, keepdims=True)
     step = (rows.max(1, keepdims=True) - low) / (2**bits - 1)
@@ -78,7 +78,7 @@ def dequantize(codes, scales):
 
 
 def to_bfloat16(x):
-    """A codec without scales. As integers the numbers stay what they are: XLA makes float32 of bfloat16 on CPUs."""
+    """A codec without scales. It sends the bits as integers, because XLA converts bfloat16 to float32 on CPUs."""
     return (lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16),)
 
 
@@ -98,15 +98,15 @@ def compressed_mean(grads, lost, *, encode, decode=dequantize):
     return unravel(mean[: lost.size]), lost
 
 
-# Methods: functions of a Run that return (init, step), as make_train_step does.
+# Methods: functions of a Run that return (init, step), like make_train_step.
 
 
 def by_hand(exchange):
-    """Training with one of the functions above."""
+    """Trains with one of the functions above."""
 
     def make(run):
         optimizer = run.optimizer()
-        specs = P(), (P(), P("data"))  # of the weights, and of the state of the optimizer and what was lost
+        specs = P(), (P(), P("data"))  # of the weights, and of the optimizer's state and the errors
 
         def init(weights):
             shape = run.mesh.size, sum(w.size for w in weights.values())
@@ -128,7 +128,7 @@ def by_hand(exchange):
 
 
 def ours(axis="data", momentum=True, **options):
-    """Training by make_train_step."""
+    """Trains with make_train_step."""
     return lambda run, optimizer=None: cgx.make_train_step(
         make_loss(run.model), optimizer or run.optimizer(momentum), run.mesh, data_axis=axis, **options
     )
@@ -138,7 +138,7 @@ STREAMING = dict(every=20, fragments=4, overlap=3, alpha=0.5)
 
 
 def diloco(every, **options):
-    """Centers of one host each, which exchange every so many steps."""
+    """Trains centers of one host each, which exchange every `every` steps."""
 
     def make(run):
         inner = run.optimizer()
@@ -175,7 +175,7 @@ METHODS = {
 
 
 class Program:
-    """A model in training by one method."""
+    """A model that one method trains."""
 
     def __init__(self, run, data, method):
         init, step = method(run)
@@ -186,7 +186,7 @@ class Program:
         self._step = step
 
     def text(self):
-        """Of the compiled step."""
+        """Returns the bytes of the compiled step."""
         return self._step.lower(self._weights, self._state, self._batch()).compile().as_text()
 
     def _batch(self):
@@ -200,7 +200,7 @@ class Program:
         self._weights, self._state = jax.block_until_ready(self._finish(self._weights, self._state))
 
     def loss(self):
-        """Of this host's part of what is held out."""
+        """Returns the loss of this host's part of the held-out examples."""
         weights = jax.tree.map(lambda w: w.addressable_data(0), self._weights)
         return float(self._loss(weights, tuple(self._data.held_out)))
 

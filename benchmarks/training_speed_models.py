@@ -1,4 +1,4 @@
-"""The models of training_speed.py in JAX: a byte-level transformer and ResNet-20, functions of a dict of weights."""
+"""The models of training_speed.py in JAX, a byte-level transformer and ResNet-20, as functions of a dict of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ GROUPS = 8  # of ResNet's group norms
 
 
 def transformer(w, tokens):
-    """The logits [n, length, 256] of the bytes that follow."""
+    """Returns the logits [n, length, 256] of the next bytes."""
 
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True)
@@ -29,7 +29,10 @@ def transformer(w, tokens):
 
 
 def resnet(w, images):
-    """The logits [n, 10] of the classes. Shortcuts have no weights: they drop pixels and add channels of zeros."""
+    """Returns the logits [n, 10] of the classes.
+
+    Shortcuts have no weights. They drop pixels and add channels of zeros.
+    """
 
     def conv(x, name, stride=1):
         x = lax.conv_general_dilated(
@@ -52,7 +55,7 @@ PREDICT = {"transformer": transformer, "ResNet-20": resnet}
 
 
 def make_loss(model):
-    """The loss of a model: a function of its weights and of (inputs, targets)."""
+    """Returns the loss of a model: a function of its weights and of (inputs, targets)."""
 
     def loss(w, batch):
         inputs, targets = batch

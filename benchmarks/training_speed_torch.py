@@ -71,7 +71,7 @@ def low_rank(ddp):
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-# What is done with the DistributedDataParallel; None: there is none, and nothing is exchanged.
+# What to do with the DistributedDataParallel. None: there is none, and nothing is exchanged.
 METHODS = {
     "alone": {"PyTorch, no exchange": None},
     "PyTorch": {
@@ -83,12 +83,12 @@ METHODS = {
 
 
 class Program:
-    """A model in training by one method."""
+    """A model that one method trains."""
 
     def __init__(self, model, rate, data, hook):
         self._net = (Transformer if model == "transformer" else ResNet)(data.weights)
         if hook:
-            # With several buckets PowerSGD's hooks call Gloo in an order that differs from host to host, and Gloo ends
+            # With several buckets, PowerSGD's hooks call Gloo in an order that differs between hosts. Then Gloo ends
             # the processes ("Received data size doesn't match", torch 2.13).
             buckets = dict(bucket_cap_mb=1000) if hook is low_rank else {}
             self._net = torch.nn.parallel.DistributedDataParallel(self._net, gradient_as_bucket_view=True, **buckets)
@@ -112,7 +112,7 @@ class Program:
             self._at += 1
 
     def loss(self):
-        """Of this host's part of what is held out."""
+        """Returns the loss of this host's part of the held-out examples."""
         with torch.no_grad():
             return self._loss(getattr(self._net, "module", self._net), self._data.held_out).item()
 

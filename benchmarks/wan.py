@@ -2,7 +2,7 @@
 
     python benchmarks/wan.py [--networks REGEX] [--techniques REGEX] [--steps 80] [--repeats 3] [--out DIR]
 
-The hosts (jaxcgx.lab) need root. What was measured is kept: a run that was cut off goes on with the next network.
+The hosts (jaxcgx.lab) need root. Results are kept, so a run that was interrupted continues with the next network.
 """
 
 import argparse
@@ -33,14 +33,14 @@ LINKS = {
     "1 Gbit/s": Link(up=1_000_000_000, down=1_000_000_000),
     "110 up, 500 down": Link(up=110_000_000, down=500_000_000),
 }
-UNLIMITED = Link(up=100_000_000_000, down=100_000_000_000)  # while only the losses count
+UNLIMITED = Link(up=100_000_000_000, down=100_000_000_000)  # for runs in which only the losses count
 TURN = 3  # steps in a row
 LONG = (
     "HFA|DiLoCo|P3"  # techniques that take turns of a period: those where not every step has an exchange, or is whole
 )
 BASE = "float32"
-EQUAL = 20  # steps of BASE, whose time is that of the losses at equal time
-SHORTER = 0.75  # goal of DGT: of the step without it
+EQUAL = 20  # steps of BASE that define the equal time for losses
+SHORTER = 0.75  # goal of DGT: the time of a step over that without DGT
 
 CHARTS = [
     dict(table="rows", title="Seconds of a step", x="network", y=["seconds"], by="technique", panel="centers"),
@@ -65,14 +65,14 @@ NOTES = f"""\
 
 
 class Found(NamedTuple):
-    """What was measured with one layout of centers."""
+    """The measurements with one layout of centers."""
 
     losses: dict  # {technique: losses every PERIOD steps}
     turns: dict  # {network: {technique: {"ms", "up", "down": of each turn}}}
 
 
 def curves(hosts, steps):
-    """{technique: losses on held-out text every PERIOD steps}"""
+    """Returns {technique: losses on held-out text every PERIOD steps}."""
     found = {}
     for technique in hosts.methods:
         losses = [np.mean(hosts.ask(technique, 0)["loss"])]
@@ -85,12 +85,15 @@ def curves(hosts, steps):
 
 
 def turns(hosts, repeats):
-    """{technique: {"ms": of each turn, on the slowest rank, "up", "down": bytes, of the busiest host}}"""
+    """Measures the turns of all techniques.
+
+    Returns {technique: {"ms": of each turn, on the slowest rank, "up", "down": bytes, of the busiest host}}.
+    """
     found = {technique: dict(ms=[], sent=[], received=[]) for technique in hosts.methods}
-    for turn in range(repeats + 1):  # the first one isn't counted
+    for turn in range(repeats + 1):  # the first turn doesn't count
         for technique, values in found.items():
             steps = PERIOD if re.search(LONG, technique) else TURN
-            # What streaming DiLoCo sends is under way for 3 steps of 5. Nothing is where its turns end.
+            # An exchange of streaming DiLoCo is in flight for 3 of 5 steps. At the end of a turn, none is in flight.
             told = hosts.ask(technique, steps + PERIOD // 5 * (turn == 0))
             for what in values:
                 values[what] += [max(told[what])] * (turn > 0)
@@ -98,7 +101,7 @@ def turns(hosts, repeats):
 
 
 def measure(centers, networks, args):
-    """What was found with one layout. It is kept after each network."""
+    """Returns the measurements with one layout. They are kept after each network."""
     count, ranks = SHAPES[centers]
     kept = KEPT / f"{count}x{ranks}_{args.steps}_{args.repeats}_{args.techniques or 'all'}.json"
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +126,7 @@ def measure(centers, networks, args):
 
 
 def figures(found, network):
-    """{technique: its figures} on a network."""
+    """Returns {technique: its figures} on a network."""
     measured, last = found.turns[network], PERIOD * (len(next(iter(found.losses.values()))) - 1)
     base = measured.get(BASE)
     rows = {}
@@ -161,7 +164,7 @@ def show(report, rows):
 
 
 def goals(networks):
-    """Lines on what DGT must reach."""
+    """Returns lines that compare DGT with its goals."""
     yield from header("DGT, K = 0.5", "goal", "measured", "reached")
     for network, rows in networks.items():
         for technique, without in (("DGT, defer", BASE), ("4 bits + DGT, defer", "4 bits")):
@@ -179,11 +182,13 @@ def goals(networks):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--networks", metavar="REGEX", help="only these of " + ", ".join(LINKS))
+    parser.add_argument("--networks", metavar="REGEX", help="only matching ones of " + ", ".join(LINKS))
     parser.add_argument("--techniques", metavar="REGEX", help="only these techniques")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a training run (default: {STEPS})")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="turns that are counted (default: 3)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the results go")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"steps of a training run (default: {STEPS})"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="counted turns (default: 3)")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the results")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""A rank of wan.py: each technique trains the same model, when it is its turn.
+"""A rank of wan.py. Each technique trains the same model when it is its turn.
 
 python benchmarks/wan_host.py '{"address": "10.77.0.1:20000", "rank": 0, "ranks": 4, "shape": [2, 2], ...}'
 """
@@ -18,11 +18,11 @@ import jaxcgx as cgx
 
 AXES = "dc", "local"
 TCP = cgx.Tcp("dc"), "local"
-PERIOD = 20  # steps from one exchange between centers to the next, where not every step has one
+PERIOD = 20  # steps between two exchanges of centers, for techniques that don't exchange in every step
 
 
 def over(codec):
-    """A plan: a codec between centers, float32 inside."""
+    """Returns a plan with a codec between centers and float32 inside them."""
     return {"dc": codec, "local": cgx.Raw()}
 
 
@@ -30,14 +30,14 @@ RAW, BITS4 = over(cgx.Raw()), over(cgx.MaxMin(4))
 
 
 def step(momentum=True, **options):
-    """A technique that is options of make_train_step: a function of a Run that returns its init and step."""
+    """A technique that is a set of options of make_train_step: a function of a Run that returns its init and step."""
     return lambda run: cgx.make_train_step(
         make_loss(run.model), run.optimizer(momentum), run.mesh, data_axis=TCP, **options
     )
 
 
 def few(form, **options):
-    """A technique of few exchanges."""
+    """A technique with few exchanges."""
 
     def make(run):
         inner = run.optimizer()
@@ -86,7 +86,7 @@ ANY = {
     "4 bits + DiLoCo": DILOCO(plan=cgx.MaxMin(4)),
     "4 bits + DiLoCo, streaming": DILOCO(plan=cgx.MaxMin(4), fragments=4, overlap=3, alpha=0.5),
 }
-# Ways through several centers.
+# Techniques with routes over several centers.
 SEVERAL = {
     "float32": step(plan=RAW),
     "4 bits": step(plan=BITS4),
@@ -100,7 +100,7 @@ METHODS = {"2 centers of 2 ranks": {"jaxcgx": ANY}, "4 centers": {"jaxcgx": SEVE
 
 
 class Program:
-    """A model in training by one technique."""
+    """A model that one technique trains."""
 
     def __init__(self, run, data, technique):
         self._training = technique(run)
@@ -114,11 +114,11 @@ class Program:
             self._weights, self._state, _ = self._training.step(self._weights, self._state, tuple(batch))
             jax.block_until_ready(self._weights)
             self._at += 1
-        # What P3 has sent belongs to these steps: to their bytes, their time and their weights.
+        # The bytes, the time and the weights of these steps include what P3 has sent.
         self._weights, self._state = jax.block_until_ready(self._training.finish(self._weights, self._state))
 
     def loss(self):
-        """Of this rank's part of what is held out."""
+        """Returns the loss of this rank's part of the held-out text."""
         weights = jax.tree.map(lambda w: w.addressable_data(0), self._weights)
         return float(self._loss(weights, tuple(self._data.held_out)))
 
