@@ -1,6 +1,7 @@
-"""The bound of a sum's error that docs/error-bounds.md derives from the codec, a MaxMin, and the schedule.
+"""The bound of a sum's error that docs/error-bounds.md derives from the codec, which is a MaxMin, and the schedule.
 
-x: float64[ranks, elements]. Bounds are of buckets."""
+`x` is float64[ranks, elements] everywhere. Bounds are per bucket.
+"""
 
 import numpy as np
 
@@ -8,18 +9,18 @@ from jaxcgx.native.layout import Layout
 
 
 def spans(x, codec):
-    """Each bucket's range: [..., elements] to [..., buckets]."""
+    """Returns each bucket's range: [..., elements] to [..., buckets]."""
     whole = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % codec.bucket_size)], mode="edge")
     return np.ptp(whole.reshape(*x.shape[:-1], -1, codec.bucket_size), -1)
 
 
 def largest(x, codec):
-    """Each bucket's largest magnitude: [elements] to [buckets]."""
+    """Returns each bucket's largest magnitude: [elements] to [buckets]."""
     return np.abs(np.pad(x, (0, -x.size % codec.bucket_size))).reshape(-1, codec.bucket_size).max(-1)
 
 
 def loss(span, error, codec):
-    """What quantization adds to numbers of that span that have that error."""
+    """Returns the error that quantization adds to numbers of range `span` that already have the error `error`."""
     part = 1 if codec.stochastic else 0.5  # of a unit
     return part * (span + 2 * error) / (2**codec.bits - 1) * (1 + 2**-15)
 
@@ -47,7 +48,7 @@ SCHEDULES = dict(two_shot=two_shot, one_shot=one_shot, ring=ring)
 
 
 def owners(leaves, ranks, codec):
-    """Of every bucket of every leaf the rank that sums it."""
+    """Returns the rank that sums each bucket, for every leaf."""
     size = codec.bucket_size
     found = [np.zeros(-(-x.size // size), int) for x in leaves]
     for c, pieces in enumerate(Layout.of(codec, leaves, ranks).pieces):
@@ -57,7 +58,7 @@ def owners(leaves, ranks, codec):
 
 
 def check(got, x, bound, codec):
-    """That a sum of x errs by no more than the bound, besides what float32 rounds. The errors."""
+    """Checks that a sum of x has no larger error than the bound plus float32's rounding, and returns the errors."""
     assert x.size
     rounding = 2**-22 * np.abs(x).sum(0)
     error = np.abs(np.asarray(got, np.float64) - x.sum(0))

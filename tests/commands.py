@@ -1,4 +1,4 @@
-"""The commands that the pages print, and why some of them are not run."""
+"""The commands that the pages print, and the reasons why some of them are not run."""
 
 import pathlib
 import re
@@ -14,7 +14,7 @@ FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 INLINE = re.compile(r"`([^`]+)`")
 
-# Why `make test-commands` doesn't run a command: the first pattern that is found in it.
+# Reasons why `make test-commands` doesn't run a command. The first pattern that is found in the command counts.
 FOREIGN = "is another system's"
 ROOT_NEEDED = "needs root"
 GPU = "needs a GPU"
@@ -38,14 +38,14 @@ NOT_RUN = {
 
 
 class Script(NamedTuple):
-    """A block of a page, or `words` in its text, whose lines are for a shell."""
+    """A block of a page, or code in its text, whose lines are for a shell."""
 
     page: pathlib.Path
     text: str
 
     @property
     def lines(self):
-        """Whole lines, without comments."""
+        """The lines without comments, with continued lines joined."""
         return [re.sub(r"\s+#.*", "", line) for line in re.sub(r"\\\n\s*", "", self.text).splitlines()]
 
     @property
@@ -58,13 +58,13 @@ class Script(NamedTuple):
 
 
 def command_of(line):
-    """The words of the command of a line, if it has one."""
+    """Returns the words of the command of a line, or [] if it has none."""
     match = COMMAND.match(line.strip())
     return shlex.split(match[0]) if match else []
 
 
 def scripts():
-    """All of them, in the order of the pages."""
+    """Returns all scripts, in the order of the pages."""
     return [script for page in PAGES for script in of_page(page)]
 
 
@@ -82,7 +82,11 @@ def of_page(page):
 
 
 def for_shell(block):
-    """What of a block is for a shell: behind prompts where it has some, else all if it begins with a command."""
+    """Returns the part of a block that is for a shell.
+
+    This is the text after prompts if the block has prompts. Otherwise it is the whole block if it begins with a
+    command.
+    """
     lines = [line.strip() for line in block.strip().splitlines()]
     prompts = [line[2:] for line in lines if line.startswith("$ ")]
     if not prompts and not COMMAND.match(lines[0]) and not lines[0].startswith("for "):
@@ -91,6 +95,6 @@ def for_shell(block):
 
 
 def why_not_run(words):
-    """None: it is run."""
+    """Returns the reason, or None if the command is run."""
     command = " ".join(words)
     return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)

@@ -1,4 +1,4 @@
-"""Steps of compress_gradients by itself, for the tests of optim."""
+"""Steps of compress_gradients alone, for the tests of optim."""
 
 import functools
 
@@ -16,7 +16,7 @@ compress = functools.partial(cgx.compress_gradients, "data", axis_size=RANKS)
 
 
 def run(transformation, steps=1, grads=GRADS, state=None, check_vma=True):
-    """[(mean, state)] of some steps with the same gradients, each rank's own in front."""
+    """Returns the [(mean, state)] of some steps with the same gradients, whose leading axis is the rank."""
     state = transformation.init(jax.tree.map(lambda g: g[0], grads)) if state is None else state
     specs = cgx.state_specs(state, "data")
 
@@ -35,7 +35,7 @@ def run(transformation, steps=1, grads=GRADS, state=None, check_vma=True):
 
 
 def pmean(plan, grads=GRADS, residuals=None, key=None, **options):
-    """(mean, residuals) of compressed_pmean."""
+    """Returns the (mean, residuals) of compressed_pmean."""
     residuals = jax.tree.map(jnp.zeros_like, grads) if residuals is None else residuals
 
     @jax.jit

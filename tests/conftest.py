@@ -1,5 +1,7 @@
-"""Eight CPU devices in every test, strict dtypes, the hypothesis profiles, and XLA's programs kept in build/programs.
-GPUs are for `pytest -m gpu` alone."""
+"""Gives tests eight CPU devices, strict dtypes and hypothesis profiles, and keeps programs in build/programs.
+
+Only `pytest -m gpu` uses GPUs.
+"""
 
 import functools
 import gc
@@ -17,7 +19,7 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# "default" has fewer examples of each property than "full", which is for `make test-full`.
+# "default" has fewer examples of each property than "full", which `make test-full` uses.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -27,11 +29,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def keep_programs(first):
-    """Compiled programs are kept for all processes of a run, and for the next run of the same sources.
+    """Keeps compiled programs for all processes of a run, and for the next run of the same sources.
 
-    JAX finds a program by its operations, XLA's flags and version. These don't tell what a kernel does: a program has
-    only its name, and calls the kernel of today. Nor do they tell how jaxcgx partitions an operation or names a scope:
-    hence a folder for each state of its Python files. first: whether to remove the other folders."""
+    JAX identifies a program by its operations and XLA's flags and version. These don't depend on what a kernel does: a
+    program has only the kernel's name, and calls the current kernel. They also don't depend on how jaxcgx partitions an
+    operation or names a scope. So each state of its Python files has its own folder. `first` says whether to remove the
+    other folders.
+    """
     digest = hashlib.sha256()
     for file in sorted((ROOT / "jaxcgx").rglob("*.py")):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
@@ -46,7 +50,7 @@ def keep_programs(first):
         jax_persistent_cache_min_entry_size_bytes=-1,
     ).items():
         jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # of the processes that tests start
+        os.environ[name.upper()] = str(value)  # for the processes that tests start
 
 
 def for_gpu(config):
@@ -54,14 +58,15 @@ def for_gpu(config):
 
 
 def pytest_configure(config):
-    # pytest deletes the folders of older runs when it ends. Where several end at once, as the ranks of mpirun do, one
-    # deletes what another is deleting, and 9.2 ends with an error. So each run has a folder of its own.
+    # pytest deletes the folders of older runs when it ends. If several processes end at the same time, such as the
+    # ranks of mpirun, one deletes what another one is deleting, and pytest 9.2 ends with an error. So each run has its
+    # own folder.
     if config.option.basetemp is None:
         config.option.basetemp = tempfile.mkdtemp(prefix="jaxcgx-tests-")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
     if not for_gpu(config):
         jax.config.update("jax_platforms", "cpu")
-        os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that tests start
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         keep_programs(first=not {"PYTEST_XDIST_WORKER", "OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(os.environ))
 
 
@@ -77,12 +82,15 @@ def why_no_gpu(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that wait for processes of their own come first: others run meanwhile, and none is left for the end."""
+    """Runs tests that wait for their own processes first.
+
+    Other tests run meanwhile, and no such test is left for the end.
+    """
     items.sort(key=lambda item: item.path.parent.name not in ("mpi", "multiprocess", "transports"))
 
 
 def pytest_collection_finish():
-    """What lives as long as the tests need not be looked at in each collection of garbage."""
+    """Excludes the objects that live as long as the tests from every garbage collection."""
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""What an error says, field by field. Its facts are tested everywhere, the wording of a dozen in test_errors.py."""
+"""Checks errors field by field. All tests compare the facts, and test_errors.py the wording of about a dozen errors."""
 
 import contextlib
 import dataclasses
@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-# "function: argument 'x', leaf ['w']: ...". A command or another error's place may come before; the place in a file
-# (key, array) or a variable may take the argument's.
+# "function: argument 'x', leaf ['w']: ...". A command or the place of another error may precede it. A place in a file
+# (key, array) or a variable may replace the argument.
 FUNCTION = r"(?:python -m jaxcgx )?(?P<function>[A-Za-z][\w.]*): (?:/[^:,]*(?:: |, ))?"
 WITHOUT_ARGUMENT = re.compile(FUNCTION + "(?P<rest>.*)", re.DOTALL)
 PLACE = re.compile(
@@ -22,11 +22,12 @@ class says:
     """The fields of an error "function: argument 'x', leaf ['w']: expected ..., got ...; remedy".
 
     Args:
-      function, argument: in full.
-      at: what comes behind the argument, such as a leaf, in full.
-      expected: words in their order, others may be between them.
-      got: how it begins.
-      remedy: as `expected`, of everything behind the argument.
+      function: the whole name.
+      argument: the whole name.
+      at: the whole text after the argument, such as a leaf.
+      expected: words in their order. Other words may be between them.
+      got: how the text begins.
+      remedy: words in their order, anywhere after the argument.
     """
 
     function: str
@@ -51,18 +52,18 @@ class says:
 
 
 def beginning(words):
-    """The pattern of a text that begins with `words`, and whose number or name doesn't go on behind them."""
+    """Returns the pattern of a text that begins with `words`. The last number or name must be complete."""
     return re.escape(words) + (r"(?!\w|\[|\.\d)" if words[-1:].isalnum() else "")
 
 
 def has(words, text):
-    """Whether all words are in the text, in their order."""
+    """Returns whether all words are in the text, in their order."""
     return re.search(".*?".join(rf"(?<![\w.-]){beginning(word)}" for word in words.split()), text, re.DOTALL)
 
 
 @contextlib.contextmanager
 def raises(error, words):
-    """As pytest.raises, of an error that says so. words: of `says`."""
+    """Works like pytest.raises for an error that matches `words`, a `says`."""
     with pytest.raises(error) as caught:
         yield caught
     words.check(str(caught.value))

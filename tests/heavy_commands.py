@@ -1,7 +1,8 @@
-"""The commands of the pages, as printed, on a copy of the repository: `make test-commands`.
+"""Runs the commands of the pages, as printed, on a copy of the repository: `make test-commands`.
 
-They get the environment of a new account and an environment of Python that has nothing but what the commands install.
-Those that install something come first, in the order of the pages, then all others. What `NOT_RUN` names is left out.
+The commands get the environment of a new account, and a Python environment that has only what they install themselves.
+Commands that install something come first, in the order of the pages, then all others. Commands in `NOT_RUN` are left
+out.
 """
 
 import json
@@ -18,7 +19,7 @@ import pytest
 from commands import ROOT
 
 LIMIT = 1800  # seconds
-ROOTS = {  # as docs/mpi.md says
+ROOTS = {  # from docs/mpi.md
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -26,7 +27,7 @@ ROOTS = {  # as docs/mpi.md says
 
 
 def runnable():
-    """{text: param} of every script, without the lines that aren't run."""
+    """Returns {text: param} of every script, without the lines that aren't run."""
     found = {}
     for script in commands.scripts():
         kept = [line for line in script.lines if not commands.why_not_run(commands.command_of(line))]
@@ -36,7 +37,7 @@ def runnable():
 
 
 def others():
-    """{text: param} of every command that isn't run. The report says why."""
+    """Returns {text: param} of every command that isn't run. The report shows the reason."""
     shown = {" ".join(words): commands.why_not_run(words) for each in commands.scripts() for words in each.commands}
     return {text: pytest.param(text, marks=pytest.mark.skip(reason=why)) for text, why in shown.items() if why}
 
@@ -54,20 +55,21 @@ def copy(tmp_path_factory):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)  # `make check` asks git which files there are
+    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)  # `make check` gets the list of files from git
     write_readers_files(folder)
     python = pathlib.Path(sys.base_prefix) / "bin/python3"
     subprocess.run([python, "-m", "venv", home / "venv"], check=True)
     path = (
-        f"{home}/venv/bin:{python.parent}:/usr/sbin:/usr/bin:/sbin:/bin"  # no nvcc: its half takes minutes to compile
+        # Without nvcc, because compiling the CUDA half takes minutes.
+        f"{home}/venv/bin:{python.parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     )
-    cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}  # downloads are no part of the test
+    cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}  # downloads are not tested
     pips = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     return folder, cache | pips | ROOTS | {"HOME": str(home), "PATH": path, "LANG": "C.UTF-8"}
 
 
 def write_readers_files(folder):
-    """The files that commands take from the reader: train.py is docs/mpi.md's program."""
+    """Writes the files that the reader of the pages has: train.py is the program in docs/mpi.md."""
     program = re.search(r"`train\.py`:\n\n```python\n(.*?)```", (ROOT / "docs/mpi.md").read_text(), re.DOTALL)
     (folder / "train.py").write_text(program[1])
     (folder / "shapes.json").write_text(json.dumps({"block/0/kernel": [768, 3072]}))

@@ -1,4 +1,4 @@
-"""What several test files use."""
+"""Helpers of several test files."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ import jaxcgx as cgx
 from jaxcgx.native import ops, reference
 from jaxcgx.native.operands import Decode, Encode
 
-FULL = os.environ.get("HYPOTHESIS_PROFILE", "default") != "default"  # `make test-full`, where tests have more cases
+FULL = os.environ.get("HYPOTHESIS_PROFILE", "default") != "default"  # `make test-full`, in which tests have more cases
 
 KEY = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
 
-# Every codec, every width once, both roundings, short and odd buckets.
+# Every codec, every width once, both roundings, and short and odd buckets.
 CODECS = [
     *(cgx.MaxMin(bits, size) for bits, size in zip(range(1, 9), (512, 64, 33, 128, 1, 7, 1000, 256))),
     cgx.MaxMin(4, 512, "stochastic"),
@@ -49,7 +49,7 @@ CODECS = [
     cgx.AbsMax(8, 512, rotate=True),
     cgx.Lossless(),
 ]
-GRIDS = [c for c in CODECS if c.meta]  # with buckets
+GRIDS = [c for c in CODECS if c.meta]  # codecs with buckets
 SPARSE = [
     cgx.TopK(0.01),
     cgx.TopK(0.1, cgx.MaxMin(3, 20, "stochastic", skip_incomplete=True), "sampled"),
@@ -59,7 +59,7 @@ SPARSE = [
 
 @dataclasses.dataclass(frozen=True)
 class Halves(cgx.Codec):
-    """Sixteen levels of magnitude, a byte each, rounded with noise; one scale a bucket."""
+    """A codec of sixteen levels, with a byte per level, stochastic rounding, and one scale per bucket."""
 
     bucket_size: int = 10
     meta = 1
@@ -79,7 +79,7 @@ class Halves(cgx.Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Truncate(cgx.Codec):
-    """The upper half of each float32: no buckets, no metadata."""
+    """A codec that sends the upper half of each float32, without buckets or metadata."""
 
     def code_bytes(self, n, dtype):
         return 2 * n
@@ -108,7 +108,10 @@ def assert_same_bytes(a, b):
 
 
 def assert_trees(check, *trees):
-    """check(leaf, ...) of the leaves of trees of one structure. Without leaves nothing would be compared: it fails."""
+    """Calls check(leaf, ...) for the leaves of trees of one structure.
+
+    Trees without leaves fail, as nothing is compared.
+    """
     assert jax.tree.leaves(trees[0]), "no leaves to compare"
     jax.tree.map(check, *trees)
 
@@ -118,7 +121,7 @@ def assert_same_trees(got, expected):
 
 
 def assert_same_values(a, b):
-    """The same bits, except in the payload of NaNs, which a processor may choose."""
+    """Checks that the bits are the same, except in the payload of NaNs, which depends on the processor."""
     assert a.shape == b.shape and a.dtype == b.dtype
     nan = np.isnan(np.asarray(a, np.float32))
     np.testing.assert_array_equal(nan, np.isnan(np.asarray(b, np.float32)))
@@ -126,9 +129,9 @@ def assert_same_values(a, b):
 
 
 def one_nan(layout, payload, chunk=None):
-    """A payload, or one of its chunks, with every NaN among its raw float32 numbers replaced by the same one.
+    """Returns a payload, or one of its chunks, with every NaN among its raw float32 numbers replaced by the same NaN.
 
-    The processor chooses which NaN a sum is. A payload of Lossless is unpacked for that.
+    The payload of a NaN in a sum depends on the processor. A payload of Lossless is unpacked for the replacement.
     """
     payload = np.array(payload)
     if layout.codec.carrier is not None:
@@ -148,7 +151,7 @@ def one_nan(layout, payload, chunk=None):
     return payload
 
 
-# The reference compiles slowly, so each layout's program is kept.
+# The reference compiles slowly, so the program of each layout is kept.
 @functools.cache
 def reference_encode(layout, feedback=False):
     if feedback:
@@ -163,7 +166,7 @@ def reference_decode(layout):
 
 @functools.cache
 def reference_reduce(layout, divisor, encoded):
-    """Of `Reduce`, the operands by name."""
+    """Returns the reference's reduce, which takes the operands as a `Reduce`."""
     return jax.jit(lambda operands: reference.reduce(layout, operands, divisor, encoded))
 
 
@@ -175,7 +178,7 @@ def roundtrip(x, codec):
 
 
 def vnmse(x, y):
-    """The error |y - x|^2 / |x|^2."""
+    """Returns the error |y - x|^2 / |x|^2."""
     x, y = np.float64(x), np.float64(y)
     return np.square(y - x).sum() / np.square(x).sum()
 
@@ -185,7 +188,7 @@ def native_key(codec):
 
 
 def custom_calls(fn, *args):
-    """How many calls of each jaxcgx kernel the compiled program has."""
+    """Returns {kernel of jaxcgx: number of its calls in the compiled program}."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     return {name: text.count(f'custom_call_target="jaxcgx_{name}"') for name in ("encode", "decode", "reduce")}
 
@@ -197,7 +200,7 @@ def normal(shape, seed=0, dtype=jnp.float32, scale=1.0):
 
 
 def sent(program):
-    """What a compiled program exchanges, {(operation, dtype)}."""
+    """Returns the {(operation, dtype)} that a compiled program exchanges."""
     return {
         (operation, dtype)
         for dtype, operation in re.findall(
@@ -208,13 +211,13 @@ def sent(program):
 
 
 def all_captured(thunks):
-    """Whether all custom calls in XLA's list of thunks are below something, and that can only be a command buffer."""
+    """Returns whether all custom calls in XLA's list of thunks are nested. Only a command buffer nests them."""
     calls = re.findall(r"^( *)\d+: kCustomCall", thunks, re.MULTILINE)
     return "kCommandBuffer" in thunks and bool(calls) and all(calls)
 
 
 def load_script(path, monkeypatch):
-    """A script as a module, with its neighbours."""
+    """Imports a script as a module. It can import the scripts next to it."""
     monkeypatch.syspath_prepend(str(path.parent))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     loader = importlib.machinery.SourceFileLoader(path.stem, str(path))

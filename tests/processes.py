@@ -1,4 +1,4 @@
-"""The ranks of mpirun for the tests, and what a mesh with as many devices in one process gives them."""
+"""Helpers for tests in mpirun's ranks, which compare with a mesh of as many devices in one process."""
 
 import jax
 import numpy as np
@@ -9,9 +9,10 @@ COMM = MPI.COMM_WORLD
 
 
 def on_mesh(f, x, comm=COMM, sizes=None):
-    """This rank's part of f(x) over a mesh of the size of `comm`, or of `sizes`. x: leaves [ranks, ...]. The first rank
-    computes
-    it for all: they share a few cores."""
+    """Returns this rank's part of f(x) over a mesh of the size of `comm`, or of `sizes`.
+
+    `x` has leaves [ranks, ...]. The first rank computes the result for all, because the ranks share a few cores.
+    """
     sizes = sizes or (comm.size,)
     found = None
     if comm.rank == 0:
@@ -23,11 +24,11 @@ def on_mesh(f, x, comm=COMM, sizes=None):
 
 
 def mine(x, comm=COMM):
-    """This rank's part of leaves [ranks, ...]."""
+    """Returns this rank's part of leaves [ranks, ...]."""
     return jax.tree.map(lambda leaf: np.asarray(leaf)[comm.rank], x)
 
 
 def same_everywhere(x, comm=COMM):
-    """Whether every rank has the same bits, of one leaf or more."""
+    """Returns whether every rank has the same bits. `x` is a tree."""
     assert jax.tree.leaves(x)
     return len(set(comm.allgather(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(x))))) == 1

@@ -1,4 +1,4 @@
-"""Ranks for the tests of the collectives: meshes, programs on them, and each collective beside lax's."""
+"""Meshes and programs for the tests of the collectives, and each collective next to its counterpart in lax."""
 
 import functools
 
@@ -13,19 +13,21 @@ import jaxcgx as cgx
 from jaxcgx._compat import all_gather as gather
 
 NAMES = ("a", "b", "c")
-EXACT = cgx.Cast("bfloat16")  # loses nothing of whole numbers up to 256
+EXACT = cgx.Cast("bfloat16")  # represents whole numbers up to 256 exactly
 
 
 @functools.lru_cache
 def mesh(*sizes, axis_type=AxisType.Auto):
-    """Axes 'a', 'b', 'c' of these sizes."""
+    """Returns a mesh with axes 'a', 'b', 'c' of these sizes."""
     n = int(np.prod(sizes))
     return jax.make_mesh(sizes, NAMES[: len(sizes)], axis_types=(axis_type,) * len(sizes), devices=jax.devices()[:n])
 
 
 def on_ranks(f, mesh, check_vma=True, jit=True, **kwargs):
-    """f on every rank. Arguments and results carry the axes of the mesh in front, so that all ranks' results come
-    back."""
+    """Returns f on every rank.
+
+    Arguments and results begin with the axes of the mesh, so the results have those of all ranks.
+    """
     n, spec = mesh.devices.ndim, P(*mesh.axis_names)
 
     def body(*args):
@@ -40,7 +42,8 @@ def whole_numbers(shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.RandomState(seed).randint(-4, 5, shape)).astype(dtype)
 
 
-# What of leaves [size, 2 size, 3 size] the collectives are asked, by name. lax itself mistakes negative dimensions.
+# The options of each collective in the tests, for leaves [size, 2 size, 3 size]. lax itself mistakes negative
+# dimensions.
 CASES = {
     "psum": [{}],
     "pmean": [{}],
@@ -52,7 +55,7 @@ CASES = {
 
 
 def twins(axes, codec, cases=CASES, **options):
-    """(functions of a leaf that do all cases compressed, and with lax): {case: result}."""
+    """Returns two functions of a leaf that run all cases, compressed and with lax. Each returns {case: result}."""
 
     def compressed(x):
         return {
@@ -74,7 +77,7 @@ def twins(axes, codec, cases=CASES, **options):
 
 
 def assert_same(got, expected):
-    """The same values, shapes and dtypes, of all cases that were computed."""
+    """Checks that all cases have the same values, shapes and dtypes."""
     assert got, "no cases to compare"
     for case, y in got.items():
         assert y.dtype == expected[case].dtype, case

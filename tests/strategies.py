@@ -1,4 +1,4 @@
-"""Messages and the numbers in them: what the kernels are compared over, with the reference and with each other."""
+"""Hypothesis strategies for messages and their numbers. Tests compare the kernels with the reference over them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from jaxcgx.native.layout import Layout
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 SIZES = (0, 1, 2, 7, 8, 17, 127, 128, 129, 300, 511, 513, 1500)
 
-# Programs of the reference compile slowly: a few layouts, many values.
+# Programs of the reference compile slowly, so there are few layouts and many values.
 LAYOUTS = [
     Layout(codec, shapes, dtypes[: len(shapes)], chunks, ids)
     for codec, (shapes, dtypes, chunks, ids) in zip(
@@ -26,7 +26,7 @@ LAYOUTS = [
 
 
 def values(layout, seed, exponent, special):
-    """Leaves of numbers around 2^exponent, with some special ones strewn in."""
+    """Returns leaves of numbers around 2^exponent, some of which are replaced by special values."""
     rng = np.random.RandomState(seed)
     leaves = []
     for shape, dtype in zip(layout.shapes, layout.dtypes):

@@ -1,4 +1,4 @@
-"""Benchmarks set up devices after they have imported one another."""
+"""Tests that benchmarks set up devices only after they have imported one another."""
 
 import pathlib
 import subprocess

@@ -1,5 +1,4 @@
-"""What CMake says of JAXCGX_CUDA, scripts/cuda.py of a machine that can't compile it, and scripts/cuda_resources.py of
-its report."""
+"""Tests CMake's JAXCGX_CUDA, and scripts/cuda.py and scripts/cuda_resources.py without a CUDA compiler."""
 
 import os
 import pathlib

@@ -1,6 +1,6 @@
-"""Every command that a page prints is one that exists: its programs, files, targets, options.
+"""Tests that every command on a page exists: its programs, files, targets and options.
 
-`make test-commands` runs them (heavy_commands.py).
+`make test-commands` runs the commands (heavy_commands.py).
 """
 
 import importlib.util
@@ -95,13 +95,13 @@ def check_script(path, words, monkeypatch):
 
 
 def test_make_lists_every_target():
-    """`make help` shows whatever can be made."""
+    """`make help` lists all targets."""
     help_ = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {words[1] for words in map(str.split, help_.splitlines())} >= {"demo", "test", "test-commands"}
 
 
 def test_the_table_of_reasons():
-    """It has no row that nothing needs."""
+    """Every pattern in the table matches a command."""
     shown = [" ".join(words) for script in commands.scripts() for words in script.commands]
     assert all(any(re.search(pattern, command) for command in shown) for pattern in commands.NOT_RUN)
     assert sum(commands.why_not_run(command.split()) is None for command in shown) > 30

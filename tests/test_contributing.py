@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md tells the truth: the diffs of its codec and its transport apply, and both work."""
+"""Tests that the diffs of CONTRIBUTING.md apply, and that its codec and its transport work."""
 
 import os
 import pathlib
@@ -15,14 +15,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 CODEC, KERNELS, TRANSPORT = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
-# An editable install finds the package of the checkout first.
+# An editable install would find the package of the checkout first.
 USE_THE_COPY = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
 sys.path[:0] = [".", "tests"]
 """
 
-# Behind the tests of the codec, whose conftest.py makes the devices.
+# Runs after the codec's tests, whose conftest.py makes the devices.
 RUN = """
 import jax, numpy as np, pathlib
 import jaxcgx as cgx
@@ -59,7 +59,7 @@ def apply(diff, where, *options):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The package, with its native module, and its tests, with the codec and the transport."""
+    """A copy of the package and its tests, with the native module, the codec and the transport."""
     where = tmp_path_factory.mktemp("copy")
     leave = shutil.ignore_patterns("__pycache__", "cpp", "results", ".hypothesis")
     for name in ("jaxcgx", "tests", "xla_ffi"):
@@ -88,7 +88,7 @@ def test_the_transport_works(copy):
 
 
 def test_its_kernels_compile(copy):
-    """They are not run: that would take a build of the native module."""
+    """Compiles the kernels. Running them would need a build of the native module."""
     done = apply(KERNELS, copy)
     assert done.returncode == 0, done.stderr
     assert "native_codec(Kind.LOG2" in (copy / "jaxcgx" / "codecs" / "log2.py").read_text()

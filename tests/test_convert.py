@@ -1,4 +1,4 @@
-"""docs/convert.md: each pair of steps runs. With Raw() both train the same, and with 4 bits nearly."""
+"""Tests docs/convert.md: each pair of steps runs. With Raw() both train the same, and with 4 bits almost the same."""
 
 import contextlib
 import functools
@@ -35,17 +35,17 @@ def loss_fn(params, x, y):
 
 
 def token_losses(params, x, y):
-    """Ranks have 1 to 16 tokens that count."""
+    """Each rank has 1 to 16 tokens that count."""
     return ((predict(params, x) - y) ** 2).mean(-1), jnp.float32(x[:, 0] > 0)
 
 
-# The arguments of a step of each style, from sharded batch and optimizer.
+# The arguments of a step of each style, from a sharded batch and an optimizer.
 def functional(x, y, optimizer):
     return PARAMS, optimizer.init(PARAMS), x, y
 
 
 def with_keys(x, y, optimizer):
-    """A key for each example."""
+    """Adds a key for each example."""
     keys = jax.device_put(jax.random.split(jax.random.key(0), len(x)), x.sharding)
     return *functional(x, y, optimizer), keys
 
@@ -86,7 +86,7 @@ STYLES = {
     "Flax NNX": modules,
     "TrainState": train_state,
 }
-# And how many lines change.
+# {title: number of changed lines}
 LOSSES = {
     "Weighted means": 2,
     "Losses across examples": 4,
@@ -95,7 +95,7 @@ LOSSES = {
     "Frozen parameters": 2,
     "Small leaves": 2,
 }
-APART = {"FSDP", "mpirun", "Several processes", "Evaluation and checkpoints"}  # with tests of their own
+APART = {"FSDP", "mpirun", "Several processes", "Evaluation and checkpoints"}  # these have tests of their own
 LIBRARIES = {equinox: ("eqx", "equinox"), modules: ("nnx", "flax.nnx")}
 OTHER_LOSSES = {
     equinox: lambda model, x, y: ((jax.vmap(model)(x) - y) ** 2).mean(),
@@ -104,7 +104,7 @@ OTHER_LOSSES = {
 
 
 def train(source, style, codec=None, kind=AxisType.Auto):
-    """(the losses of 50 steps, with the means of auxiliary outputs behind them, what explain says of a step)."""
+    """Returns the losses of 50 steps with the means of auxiliary outputs after them, and a step's explanation."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(kind,), devices=jax.devices()[:RANKS])
     optimizer = optax.adam(3e-3)
     names = dict(jax=jax, jnp=jnp, cgx=cgx, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
@@ -117,7 +117,7 @@ def train(source, style, codec=None, kind=AxisType.Auto):
     step, losses = names["step"], []
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
     context = contextlib.nullcontext() if style is replicated else jax.set_mesh(mesh)
-    with context, jax.numpy_dtype_promotion("standard"):  # programs of users have that
+    with context, jax.numpy_dtype_promotion("standard"):  # as programs of users have
         args = style(x, y, optimizer)
         found = codec and cgx.explain(step, *args, show=False)
         for _ in range(STEPS):
@@ -163,7 +163,7 @@ SPECS = {"w": P(None, "data"), "v": P("data")}
 
 
 def test_fsdp():
-    """mpirun's pair is in tests/mpi/test_train.py."""
+    """The pair of mpirun is tested in tests/mpi/test_train.py."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
     before, after = PAIRS["FSDP"]
@@ -189,7 +189,7 @@ def test_fsdp():
 
 
 def test_several_processes():
-    """In one process, which has all parts."""
+    """In a single process, which has all parts."""
     mesh = jax.make_mesh((RANKS,), ("data",), devices=jax.devices()[:RANKS])
     names = dict(jax=jax, mesh=mesh, NamedSharding=NamedSharding, P=P)
     names |= dict(images=np.asarray(X), labels=np.asarray(Y), chosen=np.arange(0, 64, 4))
@@ -232,6 +232,6 @@ def test_compare_once():
     names = dict(jax=jax, np=np, cgx=cgx, params=PARAMS, x=x, y=y)
     with jax.set_mesh(mesh):
         exec(source, {**names, "loss_fn": loss_fn})
-        with pytest.raises(AssertionError):  # a mean that is weighted
+        with pytest.raises(AssertionError):  # of a weighted mean
             mean = lambda losses, mask: (losses * mask).sum() / mask.sum()
             exec(source, {**names, "loss_fn": lambda params, x, y: mean(*token_losses(params, x, y))})

@@ -1,4 +1,4 @@
-"""Bad input: which function, which argument, what was expected, what came, what to do. At trace time."""
+"""Tests that bad input raises errors at trace time, with function, argument, expected and given value."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ class Wrong(cgx.Codec):
         return jnp.zeros((len(x), 0)), x.astype(jnp.int32)
 
 
-# Seven whole wordings; five more are in collectives/test_errors.py. Everywhere else an error's fields are compared.
+# Seven whole wordings. Five more are in collectives/test_errors.py. All other tests compare the fields of an error.
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [

@@ -1,4 +1,4 @@
-"""The examples run, briefly."""
+"""Runs the examples for a short time."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ def test_digits(tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        # XLA crashes where it is to keep a program of several processes.
+        # XLA crashes if it has to keep a program of several processes.
         env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
     )
     assert result.returncode == 0, result.stderr
@@ -48,7 +48,10 @@ def test_fsdp():
 
 @pytest.mark.parametrize("name", ["nnx_train", "equinox_train", "trainstate_train", "pmap_train"])
 def test_one_line(name, monkeypatch, capsys):
-    """The examples of other libraries: short enough to copy. They run in this process, with its devices."""
+    """Tests the examples of other libraries.
+
+    They are short enough to copy, and run in this process with its devices.
+    """
     for library in ("sklearn", "flax", "equinox"):
         pytest.importorskip(library, reason="needs the extras `examples` and `test`")
     path = EXAMPLES / f"{name}.py"
@@ -59,7 +62,7 @@ def test_one_line(name, monkeypatch, capsys):
     losses = [float(word) for before, word in itertools.pairwise(words) if before == "loss"]
     sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
     assert losses[-1] < losses[0]
-    assert raw > 1.5 * sent  # "auto" takes one_shot for messages as small as these
+    assert raw > 1.5 * sent  # "auto" chooses one_shot for such small messages
 
 
 WIDE_AREA = sorted(path.stem for path in (EXAMPLES / "wan").glob("*.py") if "TECHNIQUES" in path.read_text())
@@ -67,7 +70,7 @@ WIDE_AREA = sorted(path.stem for path in (EXAMPLES / "wan").glob("*.py") if "TEC
 
 @pytest.mark.parametrize("name", WIDE_AREA)
 def test_wide_area(name, monkeypatch):
-    """Every technique of every demonstration makes a step, which is traced, not run. The frame's model is smaller."""
+    """Traces a step of every technique of every demonstration, without running it. The frame's model is smaller."""
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     monkeypatch.syspath_prepend(EXAMPLES / "wan")
     import common
@@ -82,7 +85,7 @@ def test_wide_area(name, monkeypatch):
 
 
 def test_wide_area_demonstration(tmp_path):
-    """On virtual devices: a table, and a plot of loss against time."""
+    """Runs on virtual devices, and makes a table and a plot of loss against time."""
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     command = [sys.executable, EXAMPLES / "wan/fp16.py", "--local", "--steps", "2", "--out", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -92,7 +95,7 @@ def test_wide_area_demonstration(tmp_path):
 
 
 def test_decoupled_centers(capsys, monkeypatch):
-    """One of three programs trains while the others are missing."""
+    """One of three programs trains while the other two are missing."""
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     monkeypatch.syspath_prepend(EXAMPLES / "wan")
     import common

@@ -1,4 +1,4 @@
-"""The pages for users of other systems, docs/from-*.md: each of their programs runs and learns."""
+"""Tests the pages for users of other systems, docs/from-*.md: each of their programs runs and learns."""
 
 import pathlib
 import re
@@ -30,7 +30,7 @@ def loss_fn(params, batch):
 
 
 def run(program):
-    """What the program leaves. It has the first parameters and the batches, as its page says."""
+    """Returns the variables of the program. It gets the first parameters and the batches, as its page says."""
     found = dict(params=jax.tree.map(jnp.copy, PARAMS), batches=[BATCH] * STEPS)
     with jax.numpy_dtype_promotion("standard"):
         exec(program, found)
@@ -51,7 +51,7 @@ def test_every_page_has_a_table_and_a_program():
 
 
 def test_one_bit_adam():
-    """Before its variance is frozen it is Adam without the correction of biases."""
+    """Until its variance is frozen, it equals Adam without bias correction."""
     program = next(param.values[0] for param in PROGRAMS if "one_bit_adam" in param.values[0])
     found = run(program)
     mesh, one_bit_adam = found["mesh"], found["one_bit_adam"]

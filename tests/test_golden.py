@@ -1,4 +1,4 @@
-"""The bytes of the wire stay what they were: tests/golden/v1.json, by three implementations of docs/wire-format.md."""
+"""Tests that the wire format is unchanged: three implementations of docs/wire-format.md give tests/golden/v1.json."""
 
 import base64
 import functools
@@ -34,7 +34,7 @@ def each(cases):
     return pytest.mark.parametrize("case", cases, ids=name_of)
 
 
-# The reference compiles slowly, so it runs one of a kind.
+# The reference compiles slowly, so it runs one case of each kind.
 FOR_REFERENCE = {
     "MaxMin-5-64-stochastic-True-short-3-feedback",
     "MaxMin-4-24-nearest-False-special-1",
@@ -63,7 +63,7 @@ def of_reference(cases):
 
 
 def bits_of(name):
-    """(dtype, the bits of the elements) of an input."""
+    """Returns (dtype, bits of the elements) of an input."""
     row = GOLDEN["inputs"][name]
     if "repeat" in row:
         name, times = row["repeat"]
@@ -89,7 +89,7 @@ def stacked(case, field):
 
 
 def made_of(settings):
-    """A codec, or what it is set to, which may be another one."""
+    """Returns a codec, or the value of one of its settings, which may be another codec."""
     if not isinstance(settings, dict):
         return settings
     return getattr(cgx, settings["codec"])(
@@ -102,7 +102,7 @@ def layout_of(case):
 
 
 def assert_same(got, expected):
-    """The same bits, except that any NaN is like any other."""
+    """Checks that the bits are the same, except that all NaNs are equal."""
     assert expected
     for g, e in zip(got, expected, strict=True):
         g, e = np.asarray(g), np.asarray(e)
@@ -116,7 +116,7 @@ def assert_same(got, expected):
 
 
 def check_encode(case, encode):
-    """encode(layout, operands): (payload, new residuals)"""
+    """Tests `encode`, a function of a layout and operands that returns the payload and the new residuals."""
     feedback = "residuals" in case
     residuals = arrays(case["residuals"]) if feedback else None
     payload, new = encode(layout_of(case), Encode(arrays(case["leaves"]), residuals, jnp.asarray(KEY)))
@@ -175,7 +175,7 @@ def test_kernels_and_numpy_decode_alike(case):
 
 
 def check_reduce(case, reduce):
-    """reduce(operands, encoded): sums, or a payload"""
+    """Tests `reduce`, a function of operands and `encoded` that returns sums, or a payload if `encoded`."""
     where = jnp.array([case["chunk"], case.get("rank", 0)], jnp.int32)
     own = arrays(case["leaves"]) if "rank" in case else None
     operands = Reduce(stacked(case, "payloads"), where, own=own, key=jnp.asarray(KEY))
@@ -199,7 +199,7 @@ def test_kernels_reduce(case):
 @each(of_reference(REDUCE))
 def test_reference_reduces(case):
     run = functools.partial(reference.reduce, layout_of(case), divisor=case["divisor"])
-    # in one program, which sums once
+    # One program has both, so it sums only once.
     both = jax.jit(lambda operands: (run(operands), run(operands, encoded=True)[0]))
     check_reduce(case, lambda operands, encoded: both(operands)[encoded])
 
@@ -224,7 +224,7 @@ def test_numpy_reduces(case):
     assert [payload] == rows(case, "payload")
 
 
-# what docs/wire-format.md shows
+# Examples in docs/wire-format.md
 
 
 def test_philox_known_answer():

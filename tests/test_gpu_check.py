@@ -1,4 +1,4 @@
-"""scripts/gpu_check without a GPU: its parts with small tests, and rows of invented measurements."""
+"""Tests scripts/gpu_check without a GPU: its parts with small tests, and its tables with invented measurements."""
 
 import json
 import os
@@ -34,12 +34,12 @@ def gpu_machine(monkeypatch):
 
 @pytest.fixture
 def gpu_kernels(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")  # which it adds to
+    monkeypatch.setenv("XLA_FLAGS", "")  # gpu_check adds to it
     return load_script(ROOT / "benchmarks/gpu_kernels.py", monkeypatch)
 
 
 def run(*arguments):
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}  # scripts import their neighbours
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}  # scripts import the scripts next to them
     return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=env)
 
 
@@ -55,7 +55,7 @@ def run(*arguments):
 def test_what_is_refused(script, arguments, status, words):
     result = run(ROOT / script, *arguments)
     assert result.returncode == status and words in result.stderr and "Traceback" not in result.stderr
-    if (script, arguments) == ("scripts/gpu_check", []):  # every assumption is named, not only the first that is wrong
+    if (script, arguments) == ("scripts/gpu_check", []):  # every wrong assumption is named, not only the first one
         for name in ("GPU: none; no GPU: ", "nvcc: ", "to build: ", "compute-sanitizer: ", "compute mode: "):
             assert name in result.stdout
 
@@ -128,7 +128,10 @@ def test_slow(n):
 
 @pytest.fixture
 def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
-    """gpu_check with parts of small tests; parts(*arguments) runs it: the exit status, and the data of the parts."""
+    """gpu_check with parts of small tests.
+
+    parts(*arguments) runs it, and returns the exit status and the data of the parts.
+    """
     (tmp_path / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     (tmp_path / "test_small.py").write_text(TESTS)
@@ -136,7 +139,7 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
 
     class Popen(subprocess.Popen):
         def wait(self, timeout=None):
-            """The time is over when a test says so, and not earlier on a machine that is busy."""
+            """Ends the time when a test says so, and not earlier, even on a busy machine."""
             while self.poll() is None:
                 if (tmp_path / "over").exists():
                     raise subprocess.TimeoutExpired(self.args, timeout)
@@ -144,7 +147,7 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
             return self.returncode
 
     monkeypatch.setattr(gpu_check.subprocess, "Popen", Popen)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes longer than these tests
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading them takes longer than these tests
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
     for name, value in dict(
         ROOT=tmp_path,
@@ -193,7 +196,7 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     )
     bad = found["bad"]["tests"]
     assert bad["test_small.py::test_hangs"] == dict(outcome="failed", why="it did not end")
-    assert bad["test_small.py::test_fails"]["why"] == "assert 1 == 2"  # it ran behind the one that hangs
+    assert bad["test_small.py::test_fails"]["why"] == "assert 1 == 2"  # it ran after the test that hangs
     assert bad["test_small.py::test_skips"]["why"] == "there is no mpirun"
     slow = found["slow"]["tests"]
     assert slow["test_small.py::test_slow[0]"]["outcome"] == "passed" and slow["test_small.py::test_slow[1]"] == {}
@@ -212,19 +215,19 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     ):
         assert words in report, report
 
-    # What has ended stays. What is left goes on: the slow test would pass now.
+    # Parts that have ended stay. The others continue: the slow test would pass now.
     (tmp_path / "slow").unlink()
     (tmp_path / "over").unlink()
     before = {name: (tmp_path / f"out/gpu-nvidia-h200/{name}.json").read_text() for name in ("good", "bad")}
     status, found = parts()
-    assert found["slow"]["state"] == "passed" and status == 1  # mpi
+    assert found["slow"]["state"] == "passed" and status == 1  # mpi didn't run
     assert before == {name: (tmp_path / f"out/gpu-nvidia-h200/{name}.json").read_text() for name in before}
-    # A part that is named runs again, and -k goes to pytest.
+    # A named part runs again, and -k is passed to pytest.
     assert parts("good")[0] == 0
     chosen = parts("bad", "-k", "fails")[1]["bad"]["tests"]
     assert [test["outcome"] for test in chosen.values()] == [test["outcome"] for test in bad.values()]
     assert "1 failed, 2 deselected" in (tmp_path / "build/bad.log").read_text()
-    # A build that fails stops everything but the report.
+    # If the build fails, only the report is still made.
     gpu_check.BUILD = "import sys; sys.exit('no compiler')"
     status, found = parts("build", "good")
     assert status == 1 and found["build"]["why"] == "no compiler" and found["good"]["why"] == "there is no build"
@@ -262,7 +265,7 @@ def test_rows_are_measured_one_by_one(gpu_kernels, monkeypatch, tmp_path):
         def make(*_):
             began.append(name)
             if name == "slow" and began.count(name) == 1:
-                raise KeyboardInterrupt  # the run is cut off
+                raise KeyboardInterrupt  # the run is interrupted
             return None, (2 << 20) if name == "good" else (1 << 20), 1
 
         return make
@@ -289,7 +292,7 @@ def test_rows_are_measured_one_by_one(gpu_kernels, monkeypatch, tmp_path):
     out.write_text(json.dumps(data | dict(checksum="of another program")))
     with pytest.raises(SystemExit, match="gpu_kernels.py: not measured: bad$"):
         gpu_kernels.main()
-    assert began == ["good", "slow", "slow", "last"]  # the good one once
+    assert began == ["good", "slow", "slow", "last"]  # the good one runs only once
     data = json.loads(out.read_text())
     assert data["left"] == [] and data["now"] is None and data["checksum"] == "of another program"
     good, bad, *_ = data["rows"]
@@ -342,7 +345,7 @@ def test_which_runs_are_for_the_gpu(pytestconfig, expression, expected):
 
 
 def test_everything_runs_on_the_cpu(monkeypatch):
-    """The program that tests start on a GPU; all of it in the full tests."""
+    """The program that the GPU tests start. The full tests run all of it."""
     everything = load_script(ROOT / "tests/gpu/everything.py", monkeypatch)
     execution = load_script(ROOT / "tests/gpu/test_execution.py", monkeypatch)
     assert execution.each_group.args == ("group", tuple(everything.GROUPS))

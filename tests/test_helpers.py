@@ -1,4 +1,4 @@
-"""What the other tests compare with must be able to fail."""
+"""Tests that the helpers of the other tests can fail."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,6 +1,7 @@
-"""The house: no module imports upward or in a circle, no function has more parameters than a reader can hold.
+"""Tests the structure of the code: no module imports upward or in a circle, and functions have few parameters.
 
-C++ and CUDA: the same of parameters, and only codec/traits.h and its like ask which codec there is."""
+C++ and CUDA functions also have few parameters, and only codec/traits.h and two similar files ask which codec there is.
+"""
 
 import ast
 import functools
@@ -36,17 +37,17 @@ KINDS = {
     ("cuda/arithmetic.cuh", "AbsMax::top"): "AbsMax's codes in this kernel are larger by its top code",
 }
 KIND_FILES = {f"xla_ffi/codec/{name}.h" for name in ("base", "dispatch", "traits")}
-UNREAD = re.compile(  # in C++: comments, strings, characters, preprocessor lines
+UNREAD = re.compile(  # in C++: comments, strings, characters and preprocessor lines
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
     re.DOTALL | re.MULTILINE,
 )
-MEMBER = re.compile(r"(?:,|\)\s*:)\s*\w+\s*$")  # that a constructor initializes
+MEMBER = re.compile(r"(?:,|\)\s*:)\s*\w+\s*$")  # a member that a constructor initializes
 BODY = re.compile(r"(?:\s*(?:const|noexcept|override|final|mutable|&&?|->[^;{}()=]*))*\s*(?:\{|:(?!:))")
 
 
 @functools.cache
 def modules():
-    """{name: syntax tree} of every module of the package; a package has the name of its folder."""
+    """Returns {name: syntax tree} of every module of the package. A package has the name of its folder."""
     found = {}
     for path in sorted((ROOT / "jaxcgx").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -56,13 +57,16 @@ def modules():
 
 
 def binds(package, name):
-    """Whether a package imports a name, which then is that and not a module of the same name (jaxcgx.optim.dgc)."""
+    """Returns whether a package imports an object with this name, which then hides a module of the same name.
+
+    An example is jaxcgx.optim.dgc.
+    """
     nodes = [node for node in modules()[package].body if isinstance(node, ast.ImportFrom)]
     return any(alias.name == name for node in nodes for alias in node.names)
 
 
 def imports(name):
-    """[(module, name or None, line)] of the package's own modules that a module imports, inside functions too."""
+    """Yields (module, name or None, line) of the package's modules that a module imports, also inside functions."""
     for node in ast.walk(modules()[name]):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None, node.lineno) for alias in node.names if alias.name in modules())
@@ -85,7 +89,7 @@ def edges():
 
 
 def storey(module):
-    """The number of a module's storey, from the top."""
+    """Returns the number of a module's storey, from the top."""
     parts = module.split(".")
     place = parts[1] if len(parts) > 1 else "__init__"
     return next(number for number, names in enumerate(STOREYS) if place in names)
@@ -126,22 +130,23 @@ def test_exceptions_are_needed():
 
 
 def origin(module, name):
-    """The module that defines what another one imports as `name`."""
+    """Returns the module that defines what another module imports as `name`, and its name there."""
     found = [inner for inner, imported, _ in imports(module) if imported == name]
     return origin(found[0], name) if found else (module, name)
 
 
 def public():
-    """(module, name) of everything in __all__ of the packages that users import."""
+    """Yields (module, name) for everything in __all__ of the packages that users import."""
     for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.wan"):
         for node in modules().get(package, ast.Module([], [])).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 names = [name for name in ast.literal_eval(node.value) if (package, name) != ("jaxcgx", "wan")]
-                yield from (origin(package, name) for name in names)  # without the package, whose names are below
+                # Without the package, whose names are yielded separately.
+                yield from (origin(package, name) for name in names)
 
 
 def parameters(function):
-    """The names of a function's parameters, without self and cls."""
+    """Returns the names of a function's parameters, without self and cls."""
     given = function.args
     named = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if arg]
     return [name for name in named if name not in ("self", "cls")]
@@ -157,7 +162,7 @@ def test_public_names_are_found():
 
 
 def test_functions_have_few_parameters():
-    """Public functions that mirror lax's and optax's signatures may have more; their internals may not."""
+    """Only public functions that mirror lax's and optax's signatures may have more."""
     exempt, wrong = set(public()), []
     for module, tree in modules().items():
         for node in ast.walk(tree):
@@ -170,7 +175,7 @@ def test_functions_have_few_parameters():
 
 
 def definitions():
-    """{name: [node]} of every function and class of the package."""
+    """Returns {name: [node]} of every function and class of the package."""
     found = {}
     for tree in modules().values():
         for node in ast.walk(tree):
@@ -184,7 +189,7 @@ def takes_any_number(node):
 
 
 def test_calls_name_their_arguments():
-    """The functions of checks.py are called everywhere in one order, and a function of *args has no other way."""
+    """Exceptions are the functions of checks.py, which have the same order everywhere, and functions with *args."""
     checks = {node.name for node in modules()["jaxcgx.checks"].body if isinstance(node, ast.FunctionDef)}
     exempt = checks | {name for name, nodes in definitions().items() if all(map(takes_any_number, nodes))}
     known, wrong = definitions().keys() - exempt, []
@@ -199,7 +204,7 @@ def test_calls_name_their_arguments():
 
 
 def docstrings():
-    """(module, line, text) of every string that documents a module, a class, a function or an attribute."""
+    """Yields (module, line, text) of every string that documents a module, a class, a function or an attribute."""
     for module, tree in modules().items():
         bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
         for node in (node for body in bodies for node in body if isinstance(node, ast.Expr)):
@@ -208,7 +213,7 @@ def docstrings():
 
 
 def test_docstrings_begin_with_a_summary():
-    """The first line is a whole sentence, and the detail comes after an empty line."""
+    """The first line is a whole sentence. Details follow after an empty line."""
     found = [(module, line, text.split("\n")) for module, line, text in docstrings()]
     assert len(found) > 500
     assert not [f"{module}:{line}" for module, line, lines in found if len(lines) > 1 and lines[1].strip()]
@@ -216,27 +221,27 @@ def test_docstrings_begin_with_a_summary():
 
 
 def code(text):
-    """C++ without what UNREAD names; the lines keep their numbers."""
+    """Returns C++ code with what UNREAD matches replaced by spaces. The lines keep their numbers."""
     return UNREAD.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 @functools.cache
 def native():
-    """{path: code} of every C++ and CUDA file of the package."""
+    """Returns {path: code} of every C++ and CUDA file of the package."""
     files = [path for folder in ("xla_ffi", "cuda") for path in (ROOT / folder).rglob("*") if path.is_file()]
     return {str(path.relative_to(ROOT)): code(path.read_text()) for path in sorted(files)}
 
 
 def native_definitions(text):
-    """(line, name, number of parameters) of every function and lambda that some code defines."""
-    opened = []  # (bracket, its place, commas directly inside)
+    """Yields (line, name, number of parameters) of every function and lambda that the code defines."""
+    opened = []  # (bracket, its position, number of commas directly inside)
     for found in re.finditer(r"[][(){}<>,;]", text.replace("->", "  ")):
         sign, at = found[0], found.start()
         if sign in "([{<":
             opened.append([sign, at, 0])
         elif sign == "," and opened:
             opened[-1][2] += 1
-        elif sign in ")]};":  # a < that none of these closes was a comparison
+        elif sign in ")]};":  # a < that is still open here was a comparison
             while opened and opened[-1][0] == "<":
                 opened.pop()
             if sign == ";":
@@ -288,7 +293,7 @@ def test_native_code_asks_traits_which_codec_it_has():
 
 @pytest.mark.parametrize("private", ["jax._src", "jax.extend", "jax.interpreters", "jaxlib"])
 def test_private_imports_of_jax_are_in_compat(private):
-    """What JAX keeps to itself, or moves between versions. The doctor asks for jaxlib's version."""
+    """These are JAX's private modules, or modules that move between versions. The doctor reads jaxlib's version."""
     wrong = []
     for module, tree in modules().items():
         for node in ast.walk(tree):

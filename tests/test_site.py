@@ -1,4 +1,4 @@
-"""The site has every page of docs/, and its API page every public name."""
+"""Tests that the site has every page of docs/, and that its API page has every public name."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ def test_every_page_is_in_the_contents():
 
 
 def test_outputs_are_those_of_examples():
-    """`make gallery` makes them. Those of examples/wan may be missing."""
+    """`make gallery` makes the pages. Those of examples/wan may be missing."""
     examples = DOCS.parent / "examples"
     printed = {path.stem: path.read_text() for path in (examples / "output").glob("*.txt")}
     assert {path.stem for path in examples.glob("*.py")} <= set(printed)

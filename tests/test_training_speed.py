@@ -1,4 +1,4 @@
-"""What benchmarks/training_speed.py compares: the models' sizes, and the quantization that is written by hand."""
+"""Tests benchmarks/training_speed.py: the sizes of its models, and the quantization that is written by hand."""
 
 import functools
 import pathlib
@@ -49,5 +49,5 @@ def test_the_quantization_by_hand_is_within_its_bound(bits):
     assert (np.abs(left) <= 1.001 * half).all()
     assert (
         np.abs(got[0] - sums.mean(0)) <= 2.2 * half.mean(0)
-    ).all()  # ranges of means are no larger, but for rounding
+    ).all()  # ranges of means are no larger, except for rounding
     np.testing.assert_allclose(got[0], (sums - left).mean(0), atol=1.1 * half.mean(0).max())

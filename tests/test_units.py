@@ -1,4 +1,4 @@
-"""Rates and times as people write them."""
+"""Tests rates and times as people write them."""
 
 import pytest
 from errors import raises, says

@@ -1,4 +1,4 @@
-"""A small model for the tests of optim: its parameters, every rank's batch, a training step by hand."""
+"""A small model for the tests of optim: its parameters, the batch of every rank, and a training step."""
 
 import functools
 
@@ -15,7 +15,7 @@ import jaxcgx as cgx
 CODEC = cgx.MaxMin(2, 64)
 STOCHASTIC = cgx.MaxMin(2, 64, rounding="stochastic")
 PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
-X = normal((24, 30), 2)  # divides among 1, 2, 3, 4, 6, 8 ranks
+X = normal((24, 30), 2)  # divisible by 1, 2, 3, 4, 6 and 8 ranks
 
 
 @functools.lru_cache
@@ -28,7 +28,7 @@ def loss_fn(params, x):
 
 
 def local_step(optimizer, loss_fn=loss_fn):
-    """One rank's part of a step."""
+    """Returns a step of one rank."""
 
     def step(params, state, x):
         loss, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
@@ -39,7 +39,7 @@ def local_step(optimizer, loss_fn=loss_fn):
 
 
 def on_mesh(step, state, ranks=4, specs=None, **options):
-    """A step, jitted, on every rank; `state` is one of its optimizer's states."""
+    """Returns a jitted step on every rank. `state` is one of its optimizer's states."""
     specs = cgx.state_specs(state, "data") if specs is None else specs
     return jax.jit(
         jax.shard_map(
@@ -49,12 +49,12 @@ def on_mesh(step, state, ranks=4, specs=None, **options):
 
 
 def place(tree, specs, ranks=4):
-    """A tree where a step wants it."""
+    """Places a tree on the devices where a step expects it."""
     return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh_of(ranks), spec), specs))
 
 
 def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **options):
-    """(parameters, state, losses) after some steps from a new state."""
+    """Returns (parameters, state, losses) after some steps from a new state."""
     state = optimizer.init(params)
     step, losses = on_mesh(local_step(optimizer, loss_fn), state, ranks, **options), []
     for _ in range(steps):
@@ -64,7 +64,7 @@ def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **op
 
 
 def compress_state(state):
-    """The CompressState in an optimizer's."""
+    """Returns the CompressState in an optimizer's state."""
     (found,) = (
         node
         for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, cgx.optim.CompressState))
