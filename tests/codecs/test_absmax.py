@@ -1,4 +1,4 @@
-"""AbsMax: levels that are symmetric around an exact 0."""
+"""Tests AbsMax, whose levels are symmetric around an exact 0."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,10 @@ def test_numbers_on_the_grid_are_exact(bits):
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-41, 1e35])
 def test_errors_are_at_most_half_a_step(bits, scale):
-    """The step is that of the payload: the magnitudes' span over the levels on one side, rounded up to 16 bits."""
+    """The step is rounded up to 16 bits.
+
+    It is the range of the magnitudes over the number of levels on one side.
+    """
     codec, x = cgx.AbsMax(bits, 300), np.array(normal(300, bits), np.float32) * np.float32(scale)
     step = np.asarray(cgx.encode(x, codec)[:4]).view(np.float32)[0].astype(np.float64)
     largest, top = np.abs(x).max().astype(np.float64), 2 ** (bits - 1) - 1
@@ -46,7 +49,7 @@ def test_zero_is_positive_and_exact_beside_any_range():
 
 @pytest.mark.parametrize("bits", [2, 8])
 def test_the_largest_magnitude_decides_alone(bits):
-    """An outlier of either sign costs the other elements of its bucket their digits, not those of the next one."""
+    """An outlier of either sign makes its own bucket coarser, but not the next one."""
     codec = cgx.AbsMax(bits, 64)
     x = np.array(normal(128, 4), np.float32)
     x[5] = -1e6
@@ -56,11 +59,11 @@ def test_the_largest_magnitude_decides_alone(bits):
 
 
 def test_all_codes_decode():
-    """Also 2 top + 1, which no encoder writes: one level above the largest."""
+    """All codes include 2 top + 1, one level above the largest, which no encoder writes."""
     codec = cgx.AbsMax(8, 256)
     payload = np.concatenate([np.float32([0.5]).view(np.uint8), np.zeros(12, np.uint8), np.zeros(256, np.uint8)])
     codes = np.arange(256, dtype=np.uint8)
-    # blocks of 128 are 8 rows of 16 lanes: rows 0 to 3 of all lanes, then rows 4 to 7
+    # Blocks of 128 are 8 rows of 16 lanes: rows 0 to 3 of all lanes, then rows 4 to 7.
     payload[16:] = codes.reshape(2, 2, 4, 16).transpose(0, 1, 3, 2).reshape(-1)
     y = cgx.decode(jnp.asarray(payload), codec, (256,), "float32")
     np.testing.assert_array_equal(y, (codes.astype(np.float32) - 127) * 0.5)

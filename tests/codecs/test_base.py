@@ -1,4 +1,4 @@
-"""What holds for every codec, and one array in and out."""
+"""Tests what holds for every codec, and encoding and decoding one array."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ MICROS = [cgx.Micro("nvfp4"), cgx.Micro("mxfp4"), cgx.Micro("mxfp8")]
 
 
 def buckets(x, codec):
-    """The numbers of each bucket of a flat array."""
+    """Returns the numbers of each bucket of a flat array."""
     size = codec.bucket_size or len(x)
     return [x[i : i + size] for i in range(0, len(x), size)]
 
@@ -21,7 +21,8 @@ def buckets(x, codec):
 def test_shapes_dtypes_and_bytes(codec):
     key = RANDOM_KEY if codec.stochastic else None
     shapes, dtypes = ((1025,), (), (0,), (1,), (17,), (3, 5, 7)), ("float32", "bfloat16", "float16")
-    # By default the first shape has every dtype, and each of the others one: codecs without kernels compile slowly.
+    # By default the first shape has every dtype, and each of the other shapes has one. Codecs without kernels compile
+    # slowly.
     xs = [
         normal(shape, dtype=dtype)
         for i, shape in enumerate(shapes)
@@ -45,7 +46,7 @@ def test_shapes_dtypes_and_bytes(codec):
 
 
 def test_wire_bytes():
-    """Written out: metadata, then codes, each on 16 bytes."""
+    """Bytes are metadata, then codes, each padded to 16 bytes."""
     n = 1_000_000
     assert cgx.MaxMin(4).wire_bytes((n,), "float32") == 1954 * 8 + (1953 * 256 + 32)
     assert cgx.MaxMin(4, 1024).wire_bytes((n,), "bfloat16") == 977 * 8 + 8 + 976 * 512 + 288
@@ -59,7 +60,7 @@ def test_wire_bytes():
 
 
 def bound(codec, x):
-    """The largest error that a bucket's numbers x may have."""
+    """Returns the largest error that is allowed for a bucket with the numbers x."""
     lo, hi = float(x.min()), float(x.max())
     top = max(abs(lo), abs(hi))
     if codec.rotate:  # levels of normally distributed numbers; errors are spread over the bucket
@@ -73,7 +74,7 @@ def bound(codec, x):
             unit = top / codec.top
         case cgx.Float8():  # half a step of the largest binade
             unit = top / (14 if codec.format == "e4m3" else 7)
-        case cgx.Micro():  # of a block's largest number: NVFP4's scale may round down, MX has powers of two
+        case cgx.Micro():  # relative to a block's largest number; NVFP4's scale may round down, MX has powers of two
             return top * {"nvfp4": 0.18, "mxfp4": 0.255, "mxfp8": 0.128}[codec.format]
         case cgx.Sign():
             return 2 * top
@@ -81,7 +82,7 @@ def bound(codec, x):
             unit = top * 2.0 ** (-8 if codec.dtype == "bfloat16" else -11) * 2
         case cgx.Lossless():
             return 0
-    # unit is rounded up by at most 2^-15, and a level is up to 255 of it; the rest is fp32 rounding.
+    # `unit` is rounded up by at most 2^-15, and a level is up to 255 units. The rest is the rounding of float32.
     return unit * (1.0 if codec.stochastic else 0.5) * 1.01 + 2.0**-22 * top
 
 
@@ -90,7 +91,7 @@ def bound(codec, x):
 @pytest.mark.parametrize("offset", (0.0, 3.0))
 def test_error_bound(codec, scale, offset):
     if isinstance(codec, cgx.Cast) and codec.dtype == "float16" and not 1e-3 <= scale <= 1:
-        return  # outside of what float16 holds; test_cast.py
+        return  # out of float16's range; see test_cast.py
     x = (np.random.RandomState(0).standard_normal(2000) + offset).astype(np.float32) * np.float32(scale)
     y = roundtrip(x, codec)
     for a, b in zip(buckets(x, codec), buckets(y, codec)):
@@ -129,7 +130,7 @@ def test_a_bucket_with_a_non_finite_number_becomes_nan(codec, value):
     first = 777 // size * size
     assert np.isnan(y[first : first + size]).all()
     assert np.isfinite(np.delete(y, slice(first, first + size))).all()
-    # the other buckets are as if nothing had happened
+    # The other buckets are unaffected.
     clean = np.array(normal(2000))
     np.testing.assert_array_equal(
         np.delete(y, slice(first, first + size)), np.delete(roundtrip(clean, codec), slice(first, first + size))
@@ -140,7 +141,7 @@ def test_a_bucket_with_a_non_finite_number_becomes_nan(codec, value):
 def test_a_range_that_float32_cannot_hold_becomes_nan(codec):
     assert np.isnan(roundtrip([3e38, -3e38, 0.0], codec)).all()
     assert np.isfinite(roundtrip([1e38, -1e38, 0.0], codec)).all()
-    # the largest level, not the range, is past the largest float32
+    # The largest level exceeds the largest float32, but the range doesn't.
     assert not np.isinf(roundtrip([1e38, 3.4028235e38, 2e38], codec)).any()
 
 
@@ -164,7 +165,7 @@ def test_stochastic_rounding_is_unbiased(codec):
         jax.random.split(jax.random.key(1), draws)
     )
     step = bound(codec, np.asarray(x))
-    # a rounded number's standard deviation is at most half a step; 256 means are within 5 of theirs
+    # A rounded number's standard deviation is at most half a step. The 256 means are within 5 standard deviations.
     np.testing.assert_allclose(mean, x, atol=5 * 0.5 * step / np.sqrt(draws) + 1e-6, rtol=0)
 
 

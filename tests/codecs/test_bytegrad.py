@@ -1,4 +1,4 @@
-"""ByteGrad against Bagua's formula."""
+"""Tests ByteGrad against Bagua's formula."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,10 @@ import jaxcgx as cgx
 
 
 def test_bytegrad_is_baguas_grid():
-    """Bagua's formula, in double precision: the same codes but where its epsilon or a unit of 16 bits decide a tie."""
+    """Bagua's formula in double precision gives the same codes.
+
+    Exceptions are ties that its epsilon or the 16-bit unit decides.
+    """
     for scale in (1.0, 1e-5):
         x = np.array(normal(4096, 5, scale=scale), np.float64)
         step = 255 / (x.max() - x.min() + 1e-7)

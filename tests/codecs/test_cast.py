@@ -1,4 +1,4 @@
-"""Cast against astype."""
+"""Tests Cast against astype."""
 
 import jax.numpy as jnp
 import numpy as np

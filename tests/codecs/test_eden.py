@@ -1,4 +1,4 @@
-"""Eden: how large its error is, and that it is unbiased."""
+"""Tests the size of Eden's error, and that it is unbiased."""
 
 import functools
 import math
@@ -33,7 +33,10 @@ def test_one_bit_reaches_its_limit():
 
 
 def bias(codec, x, draws=256):
-    """The error of the mean over keys, times their number, over the error of one key: about 1 without a bias."""
+    """Returns the error of the mean over `draws` keys, times `draws`, over the error of one key.
+
+    Without a bias it is about 1.
+    """
     keys = jax.random.split(jax.random.key(1), draws)
     y = jax.jit(jax.vmap(lambda key: cgx.roundtrip(x, codec, key)))(keys)
     return draws * vnmse(x, y.mean(0)) / vnmse(jnp.broadcast_to(x, y.shape), y)
@@ -43,11 +46,14 @@ def bias(codec, x, draws=256):
 def test_unbiased(bits):
     x = drawn("student", 1, 4096)[0]
     assert bias(cgx.Eden(bits), x) < 1.3
-    assert bias(cgx.MaxMin(bits, 4096), x) > 100  # a biased codec fails this test
+    assert bias(cgx.MaxMin(bits, 4096), x) > 100  # a biased codec would fail
 
 
 def test_few_elements_that_have_most_of_the_norm_lose_more():
-    """The rotated numbers are few different ones then, for all seeds: the error is a bias (docs/error-bounds.md)."""
+    """Then the rotated numbers have only a few different values for every seed, and the error is a bias.
+
+    See docs/error-bounds.md.
+    """
     outlier = jnp.asarray(drawn("normal", 1, 4096)[0]).at[7].set(1000)
     two = jnp.zeros(4096).at[jnp.array([7, 100])].set(jnp.array([1, 0.04]))
     for x, most in ((outlier, 0.18), (two, 0.25)):
@@ -72,12 +78,12 @@ def test_a_rest_takes_the_next_power_of_two():
 @pytest.mark.parametrize("scale", [1e-44, 1e-39, 1e-20, 1e30, 1e38])
 def test_any_magnitude(scale):
     x = np.float32(np.asarray(normal(4096)).clip(-3, 3) * np.float64(scale))
-    denormal = (2.0**-149 / scale) ** 2  # of an element, by rounding to a denormal
+    denormal = (2.0**-149 / scale) ** 2  # error per element from rounding to a denormal
     assert vnmse(x, roundtrip(x, cgx.Eden(4))) < 0.0105 + denormal
 
 
 def test_errors_of_ranks_are_independent():
-    """Ranks with the same numbers: the error of their mean is 1/N of that of one."""
+    """If ranks have the same numbers, the error of their mean is 1/N of the error of one rank."""
     x = drawn("student", 1, 2**14)[0]
     mean = lambda x: cgx.compressed_pmean(x, "a", cgx.Eden(2), key=RANDOM_KEY, schedule="one_shot", own="encoded")
     y = on_ranks(mean, mesh(4))(np.tile(x, (4, 1)))
@@ -85,7 +91,7 @@ def test_errors_of_ranks_are_independent():
 
 
 def test_feedback():
-    """In a sum with residuals nothing is lost: results and what is left add up to what was given."""
+    """A sum with residuals loses nothing: the results and the residuals add up to the input."""
     codec, steps = cgx.Eden(2, 128), 4
 
     def run(x):
@@ -108,7 +114,7 @@ def test_zeros_stay():
 
 
 def test_the_payload_says_how_to_rotate_back():
-    """Receivers need no key: payloads of different keys add up."""
+    """Receivers need no key: payloads that were encoded with different keys can be summed."""
     x, codec = normal(1000), cgx.Eden(6)
     payloads = [cgx.encode(x, codec, key) for key in jax.random.split(RANDOM_KEY)]
     assert (payloads[0] != payloads[1]).any()

@@ -1,4 +1,4 @@
-"""Float8 against the standard formats."""
+"""Tests Float8 against the standard formats."""
 
 import numpy as np
 from helpers import normal, roundtrip
@@ -12,7 +12,7 @@ def test_float8_is_the_standard_format():
     for name, dtype, top in (("e4m3", ml_dtypes.float8_e4m3fn, 448.0), ("e5m2", ml_dtypes.float8_e5m2, 57344.0)):
         numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
         numbers = numbers[np.isfinite(numbers)]
-        x = np.concatenate([numbers, [top, -top]])  # the largest fixes the scale at 1
+        x = np.concatenate([numbers, [top, -top]])  # the largest number makes the scale 1
         np.testing.assert_array_equal(roundtrip(x, cgx.Float8(name, 512)), x)
         x = np.clip(np.array(normal(500)) * top / 5, -top, top)
         x[0] = top

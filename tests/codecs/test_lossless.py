@@ -1,4 +1,4 @@
-"""Lossless: every bit as it is, in the bytes that docs/wire-format.md says."""
+"""Tests that Lossless keeps every bit, in the number of bytes that docs/wire-format.md specifies."""
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ CODEC = cgx.Lossless()
 
 
 def used(x):
-    """The bytes of a payload without the zeros at its end, which Tcp does not send, for each byte of the array."""
+    """Returns the sent bytes of a payload per byte of the array. Tcp doesn't send the zeros at the payload's end."""
     return len(np.trim_zeros(np.asarray(cgx.encode(x, CODEC)), "b")) / x.nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_every_number_of_sixteen_bits_keeps_its_bits(dtype):
-    """NaNs of every payload and sign, infinities, denormals and -0 among them."""
+    """The numbers include NaNs of every payload and sign, infinities, denormals and -0."""
     words = np.arange(2**16, dtype=np.uint16)
     for order in (words, np.random.default_rng(0).permutation(words)):
         x = lax.bitcast_convert_type(jnp.asarray(order), jnp.dtype(dtype))
@@ -65,7 +65,7 @@ def test_other_distributions_take_fewer_bytes():
     for x, share in (
         (rng.laplace(size=2**16), 0.70),
         (rng.standard_t(3, 2**16), 0.70),
-        (rng.standard_normal(2**16) * (rng.random(2**16) < 0.5), 0.79),  # zeros among them
+        (rng.standard_normal(2**16) * (rng.random(2**16) < 0.5), 0.79),  # including zeros
         (np.zeros(2**16), 0.001),
     ):
         assert used(jnp.asarray(x, jnp.bfloat16)) < share
@@ -73,7 +73,7 @@ def test_other_distributions_take_fewer_bytes():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_array_takes_more_than_the_bound(dtype):
-    """Exponents that are not alike at all: as many bytes as the array has, and the heads of its blocks."""
+    """Exponents that are all different need as many bytes as the array, and the heads of its blocks."""
     x = lax.bitcast_convert_type(
         jnp.asarray(
             np.random.default_rng(0).integers(0, 2**16, 2**17 // jnp.dtype(dtype).itemsize * 2, dtype=np.uint16)
@@ -84,7 +84,7 @@ def test_no_array_takes_more_than_the_bound(dtype):
 
 
 def test_wire_bytes():
-    """Written out: the heads of blocks, their planes, and the overflow, each on 16 bytes."""
+    """Bytes are the heads of blocks, their planes, and the overflow, each padded to 16 bytes."""
     assert CODEC.wire_bytes((512,), "bfloat16") == 16 + (128 + 512) + 384
     assert CODEC.wire_bytes((512,), "float16") == 16 + (128 + 512 + 192) + 192
     assert CODEC.wire_bytes((512,), "float32") == 16 + (128 + 3 * 512) + 384
@@ -93,7 +93,7 @@ def test_wire_bytes():
 
 
 def test_kernels_and_reference_have_the_same_bytes():
-    """Blocks whose digits just fit, and just don't; short ones."""
+    """The blocks include short ones, and ones whose digits just fit or just don't fit."""
     rng = np.random.default_rng(0)
     spread = lambda n, most: np.exp2(rng.uniform(0, most, n))
     leaves = [
@@ -113,7 +113,7 @@ def test_any_bytes_decode_to_the_same_bits():
     layout = Layout.of(CODEC, [jnp.zeros(700, dtype) for dtype in DTYPES])
     for seed in range(4):
         raw = np.random.default_rng(seed).integers(0, 256, (1, layout.chunk_bytes), dtype=np.uint8)
-        if seed % 2:  # digits without an end
+        if seed % 2:  # digits that never end
             raw[:, layout.overflows[0] :] = 255
         for x, y in zip(ops.decode(layout, jnp.asarray(raw)), reference_decode(layout)(raw), strict=True):
             np.testing.assert_array_equal(as_bits(x), as_bits(y))
@@ -121,7 +121,7 @@ def test_any_bytes_decode_to_the_same_bits():
 
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
 def test_sums_are_those_of_raw(schedule):
-    """To the bit, also where partial sums are rounded to the leaf's dtype."""
+    """Sums have the same bits, also if partial sums are rounded to the leaf's dtype."""
     shapes = {"float32": (4, 1030), "bfloat16": (4, 33, 17), "float16": (4, 600)}
     leaves = [normal(shape, i, dtype, scale=3.0) for i, (dtype, shape) in enumerate(shapes.items())]
     net = Axes(("a",))
@@ -132,7 +132,7 @@ def test_sums_are_those_of_raw(schedule):
             message = Message(tuple(range(len(leaves))), list(leaves))
             return sums.psum(message, net=net, stages=(stage,), how=Sum(own, 3.0), tracked=False).leaves
 
-        # Raw's own parts are its encoded ones
+        # for Raw, own="raw" and own="encoded" are the same
         return [total(CODEC, own) for own in ("raw", "encoded")], total(cgx.Raw(), "encoded")
 
     ours, expected = on_ranks(f, mesh(4), check_vma=False)(*leaves)

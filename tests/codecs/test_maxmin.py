@@ -1,4 +1,4 @@
-"""MaxMin: rounding, grids, tails."""
+"""Tests MaxMin: rounding, grids and tails."""
 
 import jax.numpy as jnp
 import numpy as np

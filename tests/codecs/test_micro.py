@@ -1,4 +1,4 @@
-"""Micro against the standard formats of ml_dtypes."""
+"""Tests Micro against the standard formats of ml_dtypes."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,7 +15,7 @@ FORMATS = pytest.mark.parametrize("name", list(ELEMENTS))
 
 
 def numbers(n):
-    """Blocks of many magnitudes, with zeros of both signs."""
+    """Returns blocks of many magnitudes, with zeros of both signs."""
     x = (
         np.array(normal(n))
         * np.float32(2.0) ** np.repeat(np.random.RandomState(1).randint(-14, 3, n // 16 + 1), 16)[:n]
@@ -26,7 +26,7 @@ def numbers(n):
 
 
 def parts(x, name):
-    """What is sent: (the tensor's scale or None, a block's scale each, a code each)."""
+    """Returns the sent values: the scale of the tensor or None, a scale per block, and a code per element."""
     bits = 8 if name == "mxfp8" else 4
     scales = 128 // BLOCK[name]
     payload = np.asarray(cgx.encode(x, cgx.Micro(name)))
@@ -44,7 +44,7 @@ def of_blocks(x, block):
 @pytest.mark.parametrize("n", (1, 17, 1000))
 @pytest.mark.parametrize("name", ("mxfp4", "mxfp8"))
 def test_the_bits_of_mx(name, n):
-    """Section 6.3 of OCP's specification, in float64 and ml_dtypes' conversions."""
+    """The reference is section 6.3 of OCP's specification, in float64 and with the conversions of ml_dtypes."""
     dtype, x = ELEMENTS[name], numbers(n)
     largest = float(ml_dtypes.finfo(dtype).max)
     blocks = of_blocks(x, 32).astype(np.float64)
@@ -59,7 +59,7 @@ def test_the_bits_of_mx(name, n):
     np.testing.assert_array_equal(roundtrip(x, cgx.Micro(name)), expected.reshape(-1)[:n])
 
 
-@pytest.mark.parametrize("n", (1, 17, 1000, 40_000))  # the last in several stretches
+@pytest.mark.parametrize("n", (1, 17, 1000, 40_000))  # the last size has several stretches
 def test_the_bits_of_nvfp4(n):
     x = numbers(n)
     tensor, scales, codes = parts(x, "nvfp4")
@@ -77,12 +77,12 @@ def test_the_bits_of_nvfp4(n):
 @pytest.mark.parametrize("sign", (1, -1))
 @FORMATS
 def test_every_number_and_every_tie(name, sign):
-    """All numbers of a format, and those halfway between neighbours, in blocks whose scale is 1."""
+    """Tests all numbers of a format, and the midpoints between neighbours, in blocks with scale 1."""
     codes = np.arange(128 if name == "mxfp8" else 8, dtype=np.uint8)
     of = codes.view(ELEMENTS[name]).astype(np.float32)
     of = of[np.isfinite(of)]
     x = np.sort(np.concatenate([of, (of[1:] + of[:-1]) / 2])).astype(np.float32)
-    blocks = np.full((-(-len(x) // 8), BLOCK[name]), of[-1], np.float32)  # the largest number fixes the scale
+    blocks = np.full((-(-len(x) // 8), BLOCK[name]), of[-1], np.float32)  # the largest number determines the scale
     blocks[:, :8] = np.resize(x, (len(blocks), 8))
     x = sign * blocks.reshape(-1)
     if name == "nvfp4":
@@ -112,7 +112,7 @@ def test_bytes():
     assert cgx.Micro("nvfp4").wire_bytes((n,), "float32") == 16 + n * 9 // 16
     assert cgx.Micro("mxfp4").wire_bytes((n,), "float32") == n * 17 // 32
     assert cgx.Micro("mxfp8").wire_bytes((n,), "float32") == n * 33 // 32
-    assert cgx.Micro("nvfp4").wire_bytes((1,), "float32") == 16 + 80  # a block of 128, on 16 bytes
+    assert cgx.Micro("nvfp4").wire_bytes((1,), "float32") == 16 + 80  # a block of 128, padded to 16 bytes
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
@@ -128,7 +128,7 @@ def test_only_a_block_with_a_non_finite_number_becomes_nan(codec, value):
 
 @FORMATS
 def test_the_ends_of_float32(name):
-    """Scales are clamped, not wrapped: the largest numbers stay finite, the smallest are 0 or near."""
+    """Scales are clamped and don't wrap: the largest numbers stay finite, and the smallest become 0 or almost 0."""
     codec = cgx.Micro(name)
     y = roundtrip(np.full(100, 3e38, np.float32), codec)
     np.testing.assert_allclose(y, 3e38, rtol=0.21)

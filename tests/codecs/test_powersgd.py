@@ -1,4 +1,4 @@
-"""PowerSGD as a codec: which matrix a leaf is, what it weighs, what one rank's sum is, what it refuses."""
+"""Tests PowerSGD as a codec: the matrix of a leaf, its bytes, the roundtrip of one rank, and errors."""
 
 import functools
 
@@ -20,8 +20,8 @@ def low_rank(m, n, rank, seed=0):
 
 def test_a_leaf_is_the_matrix_with_the_smallest_factors():
     assert cgx.PowerSGD().matrix((30, 50)) == (30, 50)
-    assert cgx.PowerSGD().matrix((3, 3, 64, 128)) == (576, 128)  # a convolution of Flax
-    assert cgx.PowerSGD().matrix((128, 64, 3, 3)) == (128, 576)  # one of PyTorch
+    assert cgx.PowerSGD().matrix((3, 3, 64, 128)) == (576, 128)  # a convolution in Flax
+    assert cgx.PowerSGD().matrix((128, 64, 3, 3)) == (128, 576)  # a convolution in PyTorch
     assert cgx.PowerSGD().matrix((512, 8, 64)) == (512, 512)  # attention, in and out
     assert cgx.PowerSGD().matrix((8, 64, 512)) == (512, 512)
     assert CODEC.factor_shape((3, 3, 64, 128)) == (2, 128)
@@ -32,7 +32,7 @@ def test_bytes():
     assert CODEC.wire_bytes((30, 50), "bfloat16") == 4 * 2 * (30 + 50)  # factors are float32
     assert cgx.PowerSGD(1).wire_bytes((2048, 2048), "float32") == 2**14
     for shape, dtype in [((100,), "float32"), ((), "float16"), ((4, 4), "float32"), ((8, 8), "bfloat16")]:
-        assert CODEC.wire_bytes(shape, dtype) == np.prod(shape, dtype=int) * jnp.dtype(dtype).itemsize  # as it is
+        assert CODEC.wire_bytes(shape, dtype) == np.prod(shape, dtype=int) * jnp.dtype(dtype).itemsize  # sent raw
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,11 @@ def test_what_travels_raw(shape, dtype, words):
 
 
 def test_roundtrip():
-    """It is exact for matrices of low rank, whatever their size. For other matrices one step does not find the best
-    factors, but loses no more than there was. The derivative is the identity. An overflow makes the whole leaf NaN."""
+    """The roundtrip is exact for matrices of low rank and of any magnitude.
+
+    For other matrices one step doesn't find the best factors, but the error is smaller than the matrix. The derivative
+    is the identity. An overflow makes the whole leaf NaN.
+    """
     x = {
         "matrix": low_rank(40, 50, 2),
         "kernel": low_rank(45, 30, 1).reshape(3, 3, 5, 30),
@@ -89,7 +92,7 @@ def test_roundtrip():
 
 
 def test_bases_are_orthonormal():
-    """Columns that nearly agree, that agree, that are none, of the smallest and the largest numbers."""
+    """Columns are almost equal, equal or zero, and have the smallest and the largest magnitudes."""
     p = np.array(normal((4, 5, 200)))
     p[0, 1] = p[0, 0] * (1 + 1e-6 * p[0, 2])
     p[1, 1:3] = p[1, 0]
@@ -104,7 +107,7 @@ def test_bases_are_orthonormal():
 
 
 def test_bits_by_what_gradients_lose():
-    """Ranks are candidates as bits are."""
+    """Ranks of PowerSGD are candidates like widths of bits."""
     grads = {"low": low_rank(60, 80, 1), "full": normal((60, 80), 5)}
     found = jax.jit(functools.partial(cgx.gradient_statistics, codecs=(cgx.PowerSGD(1), cgx.MaxMin(4))))(grads)
     plan = cgx.Plan(cgx.MaxMin(4)).adapt(found)

@@ -1,4 +1,4 @@
-"""Raw: every bit as it is."""
+"""Tests that Raw keeps every bit."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_the_payload_is_the_array(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_number_of_sixteen_bits_keeps_its_bits(dtype):
-    """NaNs of every payload and sign, infinities, denormals and -0 among them."""
+    """The numbers include NaNs of every payload and sign, infinities, denormals and -0."""
     x = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.dtype(dtype))
     assert_same_bytes(cgx.roundtrip(x, cgx.Raw()), x)
 

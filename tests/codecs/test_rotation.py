@@ -1,4 +1,4 @@
-"""Rotations: of themselves, and before MaxMin and AbsMax."""
+"""Tests rotations alone, and as the first step of MaxMin and AbsMax."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def test_a_rotation_keeps_lengths_and_is_undone(n):
     assert y.shape == (2, size)
     power = 2.0 ** (exponent - 127).astype(jnp.float32)
     np.testing.assert_allclose((y**2).sum(1) * power[:, 0] ** 2, size * (x**2).sum(1), rtol=1e-5)
-    # whole numbers that are rotated back, and rotated again, are multiples of what they were
+    # Whole numbers that are rotated back and rotated again become multiples of themselves.
     value = jnp.pad(x, [(0, 0), (0, size - n)])
     back = functools.partial(rotate_back, unit=jnp.ones((2, 1), jnp.float32), base=None, n=size)
     again, _ = rotated(jax.jit(back)(value, seed), seed)
@@ -66,7 +66,7 @@ def test_heavy_tails_lose_no_more_than_normal_numbers(codec):
 
 
 def test_rounding_to_nearest_needs_no_key():
-    """The signs are the same everywhere, so that a leaf that is cut between buckets has the same bytes."""
+    """The signs are the same everywhere, so a leaf has the same bytes if it is cut between buckets."""
     codec = cgx.MaxMin(4, 128, rotate=True)
     assert not codec.stochastic and codec.may_cut(256)
     x = normal(512)
@@ -84,7 +84,7 @@ def test_errors(codec):
 
 
 def test_values_of_topk_run_in_jnp():
-    """Kernels of lists take no rotated values."""
+    """The kernels for lists don't support rotated values."""
     codec = cgx.TopK(0.5, cgx.MaxMin(8, 128, rotate=True))
     assert codec.native is None
     x = np.asarray(normal(400))

@@ -1,4 +1,4 @@
-"""Sign: one bit an element, and the mean magnitude of the bucket."""
+"""Tests Sign: one bit per element, and the mean magnitude of the bucket."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ def test_signs_times_the_mean_magnitude(size):
     for i in range(0, 1000, size):
         mean = np.abs(x[i : i + size].astype(np.float64)).mean()
         assert len(set(np.abs(y[i : i + size]))) == 1
-        assert mean * (1 - 2**-20) <= abs(y[i]) <= mean * (1 + 2**-15 + 2**-20)  # steps have 16 bits, rounded up
+        assert mean * (1 - 2**-20) <= abs(y[i]) <= mean * (1 + 2**-15 + 2**-20)  # units have 16 bits and are rounded up
 
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1.0, 1e35])
@@ -32,7 +32,10 @@ def test_two_magnitudes_that_are_one_are_exact():
 
 
 def test_zeros_have_their_sign():
-    """Beside other numbers a zero becomes the mean magnitude, with the zero's sign; alone it stays, as +0."""
+    """Among other numbers, a zero becomes the mean magnitude with the sign of the zero.
+
+    In a bucket of zeros it becomes +0.
+    """
     np.testing.assert_array_equal(roundtrip([0.0, -0.0, 3.0, -3.0], cgx.Sign()), [1.5, -1.5, 1.5, -1.5])
     zeros = np.zeros(5, np.float32)
     assert_same_bytes(roundtrip(zeros, cgx.Sign()), zeros)
@@ -40,7 +43,7 @@ def test_zeros_have_their_sign():
 
 
 def test_a_bit_an_element():
-    """Bit r of lane l's byte is the element of row r: 1 for a positive one."""
+    """Bit r of lane l's byte is 1 if the element of row r is positive."""
     x = np.ones(128, np.float32)
     x[[0, 16, 127]] = -1
     payload = np.asarray(cgx.encode(x, cgx.Sign(128)))
@@ -49,7 +52,7 @@ def test_a_bit_an_element():
 
 
 def test_a_mean_over_many_blocks():
-    """Past 256 blocks of 128 they are summed in groups; the mean is as good as before."""
+    """More than 256 blocks of 128 are summed in groups. The mean is as exact as without groups."""
     x = np.array(normal(40_000, 7), np.float32)
     y = roundtrip(x, cgx.Sign(40_000))
     assert abs(abs(y[0]) / np.abs(x.astype(np.float64)).mean() - 1) < 2**-14
@@ -57,7 +60,7 @@ def test_a_mean_over_many_blocks():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits(dtype):
-    """The mean is float32's; what is decoded is rounded once."""
+    """The mean is a float32, and decoding rounds once."""
     x = normal(512, 8, dtype=dtype)
     wide = cgx.roundtrip(x.astype(jnp.float32), cgx.Sign())
     assert_same_bytes(cgx.roundtrip(x, cgx.Sign()), wide.astype(dtype))

@@ -1,4 +1,4 @@
-"""Skip: nothing is sent of a leaf, and its sum is zeros."""
+"""Tests that Skip sends nothing for a leaf, whose sum is zeros."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What TopK sends, against NumPy; lists of indices to bytes and back."""
+"""Tests what TopK sends, against NumPy, and the conversion of lists of indices to bytes and back."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ MOST = 2**31 - 1
 
 
 def largest(x, k):
-    """The indices of the k largest magnitudes, the first ones of equal magnitudes: by sorting."""
+    """Returns the indices of the k largest magnitudes by sorting. Of equal magnitudes, the first ones are taken."""
     return np.sort(np.argsort(-(np.asarray(x).view(np.int32) & 0x7FFFFFFF).astype(np.int64), kind="stable")[:k])
 
 
@@ -44,7 +44,7 @@ def numbers(n, kind):
     elif kind == "not finite":
         x[r.randint(0, n, 1 + n // 30)] = np.nan
         x[r.randint(0, n, 1 + n // 300)] = -np.inf
-    elif kind == "periodic":  # a sample sees nothing else
+    elif kind == "periodic":  # a sample sees only these elements
         x[::16] = 100
     return np.ascontiguousarray(x)
 
@@ -91,7 +91,7 @@ def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
         expected[at], given[of_total] = x[at], total[of_total]
         assert_same_bytes(out, expected)
         assert_same_values(with_feedback, given)
-        # Nothing is lost: what is not sent remains. What is not finite leaves the residual as it was.
+        # Elements that are not sent remain in the residual. Elements that are not finite leave the residual unchanged.
         finite = np.isfinite(total)
         assert_same_bytes(new, np.where(finite, np.where(finite, total, 0) - np.where(finite, given, 0), residual))
         np.testing.assert_array_equal(cleared, np.where(np.isin(np.arange(n), at), 0, array))
@@ -99,7 +99,7 @@ def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
 
 @pytest.mark.parametrize("n", [4097, 4128, 7456, 22_817, 53_153, 262_143, 262_145])
 def test_exact_of_much(n):
-    """Where the threshold that a few elements suggest may be below all of them."""
+    """The threshold that a small sample suggests may be smaller than all elements."""
     x = numbers(n, "normal")
     for ratio in (0.3, 0.6, 0.6742, 0.75, 0.8, 0.9, 0.95, 0.999):
         out = cgx.roundtrip(x, TopK(ratio))
@@ -138,7 +138,8 @@ def test_sampled_takes_the_largest_of_what_reaches_a_threshold(select, n, ratio)
             found = np.flatnonzero(out.view(np.int32))
             assert_same_bytes(out[found], x[found])
             assert len(found) > k / 2 or kind != "normal" or select in ("fitted", Sampled(refinements=0))
-            # Of the k largest those that reach a magnitude: all of one, or the first where there were too many.
+            # The result has those of the k largest elements that reach a magnitude: all of them, or the first k if
+            # there are more.
             magnitudes = x.view(np.int32) & 0x7FFFFFFF
             with_zeros = at[magnitudes[at] >= magnitudes[found].min(initial=MOST)]
             np.testing.assert_array_equal(found, with_zeros[x[with_zeros].view(np.int32) != 0])
@@ -182,7 +183,7 @@ def test_what_the_values_lose_stays(values):
     at = largest(total, 400)
     assert set(np.flatnonzero(out)) <= set(at)
     np.testing.assert_array_equal(new, total - np.asarray(out))
-    # as the codec alone does it with the values, where nothing is drawn
+    # Without random numbers, values are encoded as by their codec alone.
     if not values.stochastic:
         np.testing.assert_array_equal(
             np.asarray(out)[at], cgx.decode(cgx.encode(total[at], values), values, (400,), "float32")
@@ -220,7 +221,7 @@ def test_any_bytes_decode_as_the_reference_does():
     clear = jax.jit(lambda payload, arrays: reference.clear(layout, Clear(payload, arrays)))
     r = np.random.RandomState(0)
     ones = [jnp.ones(s, d) for s, d in zip(layout.shapes, layout.dtypes)]
-    for share in (256, 2):  # lists with many ones, and with some
+    for share in (256, 2):  # lists with few ones and with many
         payload = (
             r.randint(0, 256, (2, layout.chunk_bytes)) * (r.randint(0, share, (2, layout.chunk_bytes)) < 2)
         ).astype(np.uint8)
@@ -249,14 +250,14 @@ def test_indices_come_back(n, k):
 
 
 def test_the_largest_piece_has_sizes():
-    # tests/cpp/test_wire.cc has the same
+    # tests/cpp/test_wire.cc has the same sizes.
     assert [indices.index_bytes(MOST, k) for k in (0, 2147484, 21474837, MOST)] == [0, 3208644, 22984790, 0]
     assert TopK(0.001).code_bytes(MOST, jnp.dtype("float32")) == -(-3208644 // 16) * 16 + 4 * 2147484
     assert TopK(1.0).code_bytes(MOST, jnp.dtype("float32")) == 4 * MOST + 4
     words = says("TopK", expected="at most 2^31 - 1 elements of a leaf in a chunk", got="2147483648")
     with raises(ValueError, words):
         TopK(0.001).wire_bytes((2**31,), "float32")
-    # the same limit where a message is cut: two chunks are two pieces
+    # The limit is for each piece. Two chunks are two pieces.
     assert Layout(TopK(0.001), ((2**31,),), ("float32",), chunks=2).chunk_bytes == TopK(0.001).code_bytes(
         2**30, jnp.dtype("float32")
     )

@@ -1,4 +1,4 @@
-"""A codec written by a user in jnp goes where a built-in one goes."""
+"""Tests that a user's codec in jnp works wherever a built-in codec does."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ def test_a_users_codec_on_an_explicit_mesh(codec):
 
 
 def test_a_users_codec_where_some_chunks_are_empty():
-    """Seventeen elements on four ranks, each reducing a chunk of its own: the middle of an all-reduce."""
+    """Seventeen elements on four ranks, in the middle of an all-reduce, where each rank reduces its own chunk."""
     codec = Halves()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     layout = Layout(codec, ((17,),), (jnp.float32,), chunks=4)

@@ -1,4 +1,7 @@
-"""Which bits come out: the same on every rank, in every run, and, where that is asked for, from every message."""
+"""Tests that results have the same bits on every rank and in every run.
+
+On request, they have the same bits with any division into messages.
+"""
 
 import functools
 import math
@@ -21,7 +24,7 @@ FORMS = [
 
 
 def tree(*ranks):
-    """Leaves of many sizes and of every dtype, a scalar among them."""
+    """Returns leaves of many sizes and of every dtype, including a scalar."""
     leaves = {f"{n}": normal((*ranks, n), n, dtype) for n, dtype in zip(SIZES, 3 * ("float32", "bfloat16", "float16"))}
     return {**leaves, "scalar": normal(ranks, 1), "matrix": normal((*ranks, 30, 40), 2)}
 
@@ -57,7 +60,7 @@ def test_replicas_of_hierarchies_are_identical(inner):
 
 
 def test_gathered_copies_are_identical():
-    """The owner decodes its own bytes too."""
+    """The owner also decodes its own bytes."""
     f = lambda t: (
         cgx.compressed_all_gather(t, "a", STOCHASTIC, key=KEY),
         cgx.compressed_all_gather(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY),
@@ -93,7 +96,7 @@ def test_one_rank_returns_its_input():
 
 
 def test_constants_are_exact(ranks=5):
-    """On each rank another constant, of which sums and means are whole."""
+    """Every rank has another constant, and sums and means are whole numbers."""
     each = lambda c: jax.tree.map(lambda x: jnp.full_like(x, c), tree())
     x = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[each(ranks * r - 5) for r in range(ranks)])
     codecs = [STOCHASTIC, cgx.MaxMin(1, 33), cgx.ByteGrad(), cgx.AbsMax(8)]
@@ -128,7 +131,8 @@ def test_what_is_not_finite_on_one_rank_makes_exactly_its_bucket_nan_everywhere(
 
 
 def test_in_a_hierarchy_it_is_the_bucket_of_a_share():
-    x = normal((2, 4, 1000)).at[1, 2, 600].set(jnp.nan)  # shares of 250; this is element 100 of the third
+    # Shares have 250 elements; this is element 100 of the third share.
+    x = normal((2, 4, 1000)).at[1, 2, 600].set(jnp.nan)
     for leader, buckets in ((False, slice(564, 628)), (True, slice(576, 640))):
         f = lambda t: cgx.compressed_psum(t, ("a", "b"), {"a": cgx.MaxMin(4, 64), "b": cgx.Raw()}, leader=leader)
         nan = np.isnan(on_ranks(f, mesh(2, 4))(x))
@@ -142,7 +146,7 @@ ENCODED = [dict(own="encoded", schedule="two_shot"), dict(schedule="one_shot")]
     "codec", [STOCHASTIC, cgx.MaxMin(4, 100), cgx.Cast("bfloat16", rounding="stochastic")], ids=str
 )
 def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
-    """All leaves in one message, few in each, each alone; and so cut into chunks elsewhere."""
+    """All leaves are in one message, or a few in each, or one in each. So chunks are cut at different places."""
 
     def f(t):
         return [
@@ -181,7 +185,7 @@ def test_nor_in_hierarchies(leader):
 
 
 def test_with_own_raw_bits_depend_on_who_owns_what():
-    """The price of less error, which is less by about the part of one rank's."""
+    """That is the price of the smaller error, which lacks about one rank's part."""
     x = normal((3, 3000))
     f = lambda x, own: cgx.compressed_psum({"x": x, "y": x}, "a", STOCHASTIC, key=KEY, schedule="two_shot", own=own)[
         "x"
@@ -197,7 +201,7 @@ def test_with_own_raw_bits_depend_on_who_owns_what():
 @pytest.mark.parametrize("leader", [False, True])
 @pytest.mark.parametrize("inner", [cgx.Raw(), cgx.MaxMin(4)], ids=repr)
 def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader):
-    """Eight times 30,000 is more than a float16 holds; the mean is not."""
+    """Eight times 30,000 is too large for a float16. The mean isn't."""
     f = lambda x: cgx.compressed_pmean(
         x, ("a", "b"), {"a": cgx.MaxMin(4), "b": inner}, schedule="two_shot", leader=leader
     )
@@ -229,7 +233,7 @@ def test_replicas_of_every_codec_agree_on_every_schedule(codec):
 
 
 def test_some_codecs_on_some_schedules():
-    """A sum that is put together by hand from round trips."""
+    """The expected sum is made by hand from round trips."""
     codecs = [c for c in GRIDS if not c.stochastic and c.bucket_size][::3] + [cgx.Cast("float16"), cgx.Micro("mxfp4")]
     x = normal((3, 1000))
     f = lambda t: [cgx.compressed_psum(t, "a", c, **options) for c in codecs for options in ENCODED]

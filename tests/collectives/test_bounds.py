@@ -1,4 +1,4 @@
-"""The error of a sum is within the bound that docs/error-bounds.md derives from the codec and the schedule."""
+"""Tests that the error of a sum is within the bound that docs/error-bounds.md derives from codec and schedule."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ CODEC = cgx.MaxMin(4)
 
 @pytest.mark.parametrize("ranks", range(1, 9) if FULL else (1, 3, 8))
 def test_four_bits(ranks):
-    """Skewed numbers, of another magnitude on every rank and in every bucket."""
+    """The numbers are skewed, and have different magnitudes on every rank and in every bucket."""
     leaves = [normal((ranks, n), seed=n) ** 3 * (1 + np.arange(ranks, dtype=np.float32))[:, None] for n in SIZES]
     f = lambda t: {
         name: [sum_of(t, "a", CODEC, schedule=name) for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)]
@@ -28,7 +28,7 @@ def test_four_bits(ranks):
             limit = bound(x, owner, CODEC) if ranks > 1 else 0 * spans(x[0], CODEC)
             error = check(total, x, limit, CODEC)
             check(mean, x / ranks, limit / ranks, CODEC)
-        assert ranks == 1 or error.max() > 0.2 * limit.max()  # the bound says something
+        assert ranks == 1 or error.max() > 0.2 * limit.max()  # the bound is not far too large
 
 
 def test_stochastic_rounding_errs_by_a_unit_where_nearest_does_by_half():
@@ -42,7 +42,7 @@ def test_stochastic_rounding_errs_by_a_unit_where_nearest_does_by_half():
 
 @pytest.mark.parametrize("inner", [cgx.Raw(), CODEC], ids=str)
 def test_hierarchy(inner):
-    """On 2 x 4 ranks: shares of 2,500, for the fourth of the ranks in a node that has it."""
+    """On 2 x 4 ranks, each rank of a node has a share of 2,500 elements, a fourth of the whole."""
     x = normal((2, 4, 10_000))
     f = lambda t: [
         cgx.compressed_psum(t, ("a", "b"), {"a": CODEC, "b": inner}, schedule=name, own=own)
@@ -52,9 +52,9 @@ def test_hierarchy(inner):
     for got, second in zip(on_ranks(f, mesh(2, 4))(x), (1, 0)):
         for j in range(4):
             part, sums = shares[:, :, j], shares[:, :, j].sum(1)
-            error = 0 if inner.raw else loss(spans(part, CODEC), 0, CODEC).sum(1)  # in each node, scattered
+            error = 0 if inner.raw else loss(spans(part, CODEC), 0, CODEC).sum(1)  # scattering inside each node
             error = np.broadcast_to(error, (2, 5))
-            error = error.sum(0) + loss(spans(sums, CODEC), error, CODEC).sum(0)  # between the nodes
-            for _ in range(second + (not inner.raw)):  # the sum, and gathering it
+            error = error.sum(0) + loss(spans(sums, CODEC), error, CODEC).sum(0)  # the exchange between nodes
+            for _ in range(second + (not inner.raw)):  # encoding the sum, and gathering it
                 error = error + loss(spans(sums.sum(0), CODEC), error, CODEC)
             check(np.asarray(got[0, 0]).reshape(4, 2500)[j], sums, error, CODEC)

@@ -1,5 +1,7 @@
-"""A mean that one program begins and another ends, over plain axes. tests/transports/test_tcp.py has it over Tcp, where
-the exchange goes on between them."""
+"""Tests a mean that one program begins and another one ends, over plain axes.
+
+tests/transports/test_tcp.py tests the same over Tcp, where the exchange continues between the programs.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +46,7 @@ def test_the_bits_of_one_program(vma):
         mean, residuals = cgx.end_pmean(fed, of_rank(residuals))
         return (cgx.end_pmean(plain), mean), jax.tree.map(lambda r: r[None], residuals)
 
-    out = (P(), P("a"))  # the types say that a mean is the same everywhere
+    out = (P(), P("a"))  # the types say that a mean is the same on all ranks
     expected = mapped(both(cgx.compressed_pmean), vma, out)(X)
     begun = mapped(both(cgx.begin_pmean), vma)(X)
     found = mapped(end, vma, out)(begun)

@@ -1,4 +1,4 @@
-"""Derivatives are those of lax's collectives, sent as compressed as the values."""
+"""Tests that derivatives are those of lax's collectives, and are as compressed as the values."""
 
 import functools
 
@@ -18,7 +18,7 @@ CHECKS = pytest.mark.parametrize("check_vma", [True, False])
 
 
 def weighted(tree):
-    """A sum with whole weights that tell every element's place."""
+    """Returns a sum with whole weights that depend on the position of each element."""
     return sum((y * (jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 7 - 3)).sum() for y in jax.tree.leaves(tree))
 
 
@@ -76,8 +76,10 @@ def test_vmap_with_an_axis_name():
 @CHECKS
 @pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
 def test_two_axes(codec, check_vma):
-    """Every case by its own gradient, and the invarying gather with them; psum by every schedule, by shards and by
-    leaders."""
+    """Each case has its own gradient.
+
+    The cases include the invarying gather, and sums with every schedule, with shards and with leaders.
+    """
     x = whole_numbers((2, 2, 4, 8, 12))
     cases = {
         **SOME,
@@ -105,8 +107,10 @@ def test_two_axes(codec, check_vma):
 
 @CHECKS
 def test_some_leaves_of_a_message(check_vma):
-    """Those that are not differentiated travel along as zeros; integers and leaves without elements have their usual
-    tangents."""
+    """Leaves that are not differentiated travel along as zeros.
+
+    Integers and leaves without elements have their usual tangents.
+    """
 
     def body(x, y):
         rest = {"n": x[0, 0].astype(jnp.int32), "empty": x[:0]}
@@ -139,7 +143,7 @@ def test_jacobians():
 @CHECKS
 @pytest.mark.parametrize("op", ["psum_scatter", "all_gather", "all_to_all"])
 def test_a_codec_for_each_direction(op, check_vma):
-    """Forward through 2 bits, backward untouched: the gradient of a linear loss is lax's, whatever numbers it is of."""
+    """With 2 bits forward and no compression backward, the gradient of a linear loss is lax's for any values."""
     kwargs = dict(split_axis=0, concat_axis=0, tiled=True) if op == "all_to_all" else dict(tiled=True)
     weights = normal((4, 32, 6), 1)
     lossy, raw = cgx.MaxMin(2, 64), cgx.Raw()
@@ -161,7 +165,7 @@ def test_a_codec_for_each_direction(op, check_vma):
     (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = on_ranks(body, mesh(4), check_vma)(
         normal((4, 8, 6)), weights
     )
-    np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # except for the order of a sum
+    np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # except for the order of the summation
     np.testing.assert_allclose(same_value, value, rtol=1e-5)
     assert (np.abs(lossy_value - value) > 1e-3).any() and (np.abs(lossy_gradient - gradient) > 1e-3).any()
 
@@ -191,7 +195,7 @@ def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma)
         there, back = on_ranks(lambda x: (psum(x), jax.vjp(psum, 0 * x)[1](x)[0]), mesh(4), check_vma)(x)
         lost = [(y - x.sum(0)).ravel() for y in (there, back)]
         assert abs(np.corrcoef(*lost)[0, 1]) < 0.1
-    # This all_to_all is its own transpose. The same numbers both ways lose something else.
+    # This all_to_all is its own transpose. The same numbers have different errors in the two directions.
     there, back, exact = on_ranks(
         lambda x: (exchange(x), jax.vjp(exchange, 0 * x)[1](x)[0], lax.all_to_all(x, "a", 0, 0, tiled=True)),
         mesh(4),

@@ -1,4 +1,4 @@
-"""Bad input to a collective: an error at trace time names the function, the argument, what was expected, what came."""
+"""Tests that bad input to a collective raises an error at trace time, with all facts."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ KEY = jax.random.key(0)
 
 
 def trace(f, check_vma=True):
-    """f of a float32[8] and a replicated one, on four ranks of 'a' and two of 'b'."""
+    """Runs f with a float32[8] and a replicated one, on four ranks of 'a' and two of 'b'."""
     run = jax.shard_map(f, mesh=mesh(4, 2), in_specs=(P(("a", "b")), P()), out_specs=P(("a", "b")), check_vma=check_vma)
     jax.make_jaxpr(run)(normal(64), normal(8))
 

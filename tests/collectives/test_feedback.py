@@ -1,4 +1,4 @@
-"""What a compressed sum loses comes back as residuals, all of it, and is given with the next sum."""
+"""Tests that all errors of a compressed sum are returned as residuals, and are added to the next sum."""
 
 import functools
 
@@ -33,12 +33,12 @@ def psum(x, residuals, axes="a", codec=STOCHASTIC, mean=False, key=KEY, **kwargs
 
 
 def total(trees, axes):
-    """The sum over all ranks, in float64."""
+    """Returns the sum over all ranks, in float64."""
     return jax.tree.map(lambda x: np.asarray(x, np.float64).sum(tuple(range(axes))), trees)
 
 
 def assert_conserved(x, before, results, after, axes, weight=1, rtol=3e-7):
-    """Nothing is lost: over all ranks, x + residuals before = results + residuals after."""
+    """Checks that, over all ranks, x + residuals before = results + residuals after."""
     assert x
     for name in x:
         have = total(x[name], axes) + total(before[name], axes)
@@ -93,7 +93,7 @@ def test_nothing_is_lost_of_slices(own, check_vma):
     slices, after = on_ranks(f, mesh(4), check_vma=check_vma)(x, before)
     joined = {name: np.concatenate(list(slices[name]), d)[None] for name, d in dimensions.items()}
     assert_conserved(x, before, joined, after, 1)
-    lost = np.abs(np.asarray(after["columns"])).reshape(4, 5, 4, 8).max((1, 3))  # of rank r's gradient for rank s
+    lost = np.abs(np.asarray(after["columns"])).reshape(4, 5, 4, 8).max((1, 3))  # the residual of rank r for rank s
     assert (np.diag(lost) == 0).all() == (own == "raw") and (lost + np.eye(4) > 0.01).all()
     assert not np.asarray(after["small"]).any()
 
@@ -106,8 +106,10 @@ def test_slices_of_a_hierarchy_have_no_feedback():
 
 
 def test_the_sum_is_of_what_was_meant():
-    """A residual counts as a part of what is sent; the results are the plain sum's of x + residual to the codec's
-    rounding."""
+    """A residual is added before encoding.
+
+    Except for the codec's rounding, the results are the plain sum of x + residual.
+    """
     x, before = tree(4), tree(4, seed=100)
     fed, _ = on_ranks(lambda x, e: psum(x, e, codec=cgx.AbsMax(8), key=None, schedule="two_shot"), mesh(4))(x, before)
     added = on_ranks(lambda x, e: lax.psum(jax.tree.map(jnp.add, x, e), "a"), mesh(4))(x, before)
@@ -116,7 +118,7 @@ def test_the_sum_is_of_what_was_meant():
 
 
 def test_encoded_owner_loses_the_second_encoding():
-    """own="encoded": residuals have what encoding a rank's own part lost. What encoding the sum lost is gone."""
+    """With own="encoded", residuals have the error of encoding a rank's own part, but not that of encoding the sum."""
     x, zero = tree(4), jax.tree.map(jnp.zeros_like, tree(4))
     codec = cgx.MaxMin(2, 64)
     _, after = on_ranks(lambda x, e: psum(x, e, own="encoded", schedule="two_shot", codec=codec, key=None), mesh(4))(
@@ -150,7 +152,7 @@ def test_messages_and_owners_leave_encoded_residuals_alone():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_of_16_bit_leaves_the_encoding_is_fed_back(dtype):
-    """In float32; what is not is the rounding of the result to the leaf's dtype."""
+    """Residuals are float32. Only the rounding of the result to the leaf's dtype is lost."""
     x, before = normal((4, 3001), 0, dtype), normal((4, 3001), 1)
     results, after = on_ranks(psum, mesh(4))(x, before)
     assert results.dtype == dtype and after.dtype == jnp.float32
@@ -160,8 +162,11 @@ def test_of_16_bit_leaves_the_encoding_is_fed_back(dtype):
 
 
 def test_what_travels_raw_gives_everything_back():
-    """Integers have no residual; a leaf that a plan leaves raw gives back what it had, and what its dtype can't take
-    stays."""
+    """Integers have no residual.
+
+    A leaf that a plan leaves raw adds all of its residual to the sum, except for the part that its dtype can't
+    represent.
+    """
     plan = cgx.Plan(STOCHASTIC, min_size=100)
     x = {
         "count": jnp.ones((4, 2000), jnp.int32),
@@ -186,7 +191,7 @@ def test_what_travels_raw_gives_everything_back():
     ids=["two_shot", "one_shot", "hierarchy"],
 )
 def test_where_a_rank_overflows_its_residual_stays(form):
-    """In a hierarchy everybody's does."""
+    """In a hierarchy, the residuals of all ranks stay."""
     ranks = (2, 2) if "axes" in form else (4,)
     x, before = normal((*ranks, 256), 0), normal((*ranks, 256), 1)
     first = (0,) * len(ranks)
@@ -217,7 +222,7 @@ def test_a_batch_of_a_codec_without_kernels():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)])
 def test_types(check_vma, sizes):
-    """The sum is the same everywhere and may leave as such; the residuals are each rank's own and may not."""
+    """The sum is the same on all ranks and may be returned as such. The residuals differ between ranks and may not."""
     axes = NAMES[: len(sizes)]
     codec = TWO_AXES if len(sizes) == 2 else STOCHASTIC
     f = lambda x, e: psum(x, e, axes, codec)
@@ -233,7 +238,7 @@ def test_types(check_vma, sizes):
 
 
 def test_transforms():
-    """jit or not, vmap over the ranks, a batch, scan, and derivatives, for which residuals are constants."""
+    """Transforms are jit, vmap over the ranks, a batch, scan, and derivatives, for which residuals are constants."""
     x, before = normal((4, 600), 0), normal((4, 600), 1)
     expected = on_ranks(psum, mesh(4))(x, before)
     results, after = jax.vmap(psum, axis_name="a")(x, before)
@@ -271,7 +276,7 @@ def test_donated_residuals_are_overwritten_in_place():
 
 
 def test_many_steps_lose_nothing():
-    """Over 50 steps with 2 bits, the exact sum and the results differ by the residuals, and these stay bounded."""
+    """Over 50 steps with 2 bits, the exact sum and the results differ by the residuals, which stay bounded."""
     xs = normal((4, 50, 640), 0)
 
     def run(xs):
@@ -345,12 +350,13 @@ def test_no_ring():
         on_ranks(
             lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring", min_size=0, skip_1d=False), key=None), mesh(4)
         )(x)
-    on_ranks(lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring"), key=None), mesh(4))(x)  # nothing is encoded
+    # Nothing is encoded, so the ring is allowed.
+    on_ranks(lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring"), key=None), mesh(4))(x)
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (1, 1), (2, 2)])
 def test_no_ring_between_nodes_on_one_node_either(sizes):
-    """A program that runs on one node must run on two."""
+    """A program that runs on one node must also run on two."""
     plan = cgx.Plan.from_env(NAMES[:2], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
     f = on_ranks(lambda x: psum(x, x, NAMES[:2], codec=plan, key=None), mesh(*sizes))
     words = says("compressed_psum", "schedule", got='"ring" of the plan', remedy='schedule="two_shot"')

@@ -1,5 +1,4 @@
-"""FSDP: weights live in shards, are gathered compressed for the forward pass, and their gradients scattered back
-compressed."""
+"""Tests FSDP: sharded weights are gathered compressed in the forward pass, and gradients are scattered compressed."""
 
 import functools
 
@@ -27,7 +26,7 @@ def loss(w, x):
 
 
 def run(forward, backward, check_vma, key=jax.random.key(3)):
-    """The gradient shards of the mean loss, and the program."""
+    """Returns the gradient shards of the mean loss, and the program."""
 
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
     def step(shards, x):
@@ -52,7 +51,7 @@ def mean_gradient(w):
 def test_a_codec_for_each_direction(check_vma):
     weights = cgx.MaxMin(8, 64)
     grads, program = run(weights, GRADIENTS, check_vma)
-    # Every rank computes with the weights that came over the wire, its own too.
+    # Every rank computes with the decoded weights, also for its own shard.
     seen = {k: jnp.concatenate([cgx.roundtrip(s, weights) for s in jnp.split(w, RANKS)]) for k, w in W.items()}
     for k, (mean, spread) in mean_gradient(seen).items():
         assert np.abs(grads[k] - mean).max() <= spread / 15
@@ -83,7 +82,7 @@ def test_raw_is_lax(check_vma):
 
 @CHECKS
 def test_leaves_along_dimensions_of_their_own(check_vma):
-    """A tree of dimensions, for a gather, for its transpose and for a scatter."""
+    """A tree gives each leaf its dimension, for a gather, for its transpose and for a scatter."""
     specs, axis = {"a": P(None, "data"), "b": P("data")}, {"a": 1, "b": 0}
 
     @functools.partial(
@@ -103,7 +102,7 @@ def test_leaves_along_dimensions_of_their_own(check_vma):
 
 
 def test_scatter_then_gather():
-    """The transpose the other way: psum_scatter forward, all_gather backward, each with its codec."""
+    """In the other direction: psum_scatter forward and all_gather backward, each with its codec."""
 
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
     def step(x):
@@ -122,7 +121,7 @@ def test_scatter_then_gather():
 @pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.Raw(), {"a": cgx.MaxMin(4), "b": cgx.Raw()}], ids=str)
 @CHECKS
 def test_nothing_gathered_is_saved(codec, check_vma):
-    """Under the policy of JAX's documentation the backward pass gathers again, as with lax.all_gather."""
+    """With the policy in JAX's documentation, the backward pass gathers again, as with lax.all_gather."""
     axes, kept = ("a", "b"), {}
     policies = {"all": None, "none gathered": lambda op, *_, **__: str(op) != "all_gather"}
 
@@ -143,4 +142,4 @@ def test_nothing_gathered_is_saved(codec, check_vma):
     assert_trees(np.testing.assert_array_equal, grads["none gathered"], grads["all"])
     gathered = {w.shape for w in W.values()}
     assert kept["all"] & gathered and not kept["none gathered"] & gathered
-    assert (8, 64) in kept["none gathered"]  # others are kept
+    assert (8, 64) in kept["none gathered"]  # without the policy, gathered leaves are saved

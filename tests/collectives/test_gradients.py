@@ -1,4 +1,4 @@
-"""local_value_and_grad, and exchanges in the backward pass."""
+"""Tests local_value_and_grad, and exchanges in the backward pass."""
 
 import functools
 
@@ -37,7 +37,7 @@ def on_mesh(function, check_vma, out=P()):
 
 
 def gradients(function, params, x):
-    """Of the float leaves."""
+    """Returns the means of the float leaves."""
     return jax.grad(lambda floats: function({**params, **floats}, x))({k: v for k, v in params.items() if k != "n"})
 
 
@@ -119,7 +119,7 @@ def own(params, x):
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize(("inside", "out"), [(averaged, P()), (jax.jit(averaged), P()), (own, P("data"))])
 def test_a_gradient_from_outside_is_that_of_plain_jax(inside, out, jit):
-    """The style of JAX's documentation: shard_map returns the loss, and jax.grad is around it."""
+    """In the style of JAX's documentation, shard_map returns the loss, and jax.grad is applied outside."""
     shard_mapped = jax.shard_map(inside, mesh=MESH, in_specs=(P(), P("data")), out_specs=out)
     of_ranks = (lambda fun: jax.jit(fun)) if jit else (lambda fun: fun)
     found = of_ranks(lambda params, x: gradients(lambda p, x: shard_mapped(p, x).mean(), params, x))(PARAMS, X)
@@ -154,7 +154,7 @@ def test_a_gradient_from_outside_without_types():
 
 @CHECKS
 def test_a_masked_mean_as_the_docs_write_it(check_vma):
-    """Ranks have different numbers of tokens. The mean of their means is not the mean of all."""
+    """Ranks have different numbers of tokens, so the mean of their means differs from the mean of all tokens."""
     mask = jnp.float32(jnp.arange(X.shape[0]) % 7 < jnp.arange(X.shape[0]) // 5)
 
     def of_all(w):
@@ -188,7 +188,7 @@ def test_identity_forward_and_layer_by_layer():
         mean = np.mean([one[i] for one in local], 0)
         spread = max(np.ptp(one[i]) for one in local)
         assert np.abs(g - mean).max() <= 2 * spread / 15
-    # The last layer's exchange comes before the first layer's backward pass.
+    # The exchange of the last layer comes before the backward pass of the first layer.
     program = str(jax.make_jaxpr(run)(weights, X))
     assert program.count("jaxcgx_psum") == 3
     assert program.find("jaxcgx_psum") < program.rfind("dot_general")
@@ -197,7 +197,7 @@ def test_identity_forward_and_layer_by_layer():
 
 
 def test_leaves_without_gradients_pass():
-    """Integers, random keys."""
+    """Such leaves are integers and random keys."""
 
     def step(params, x):
         return jax.grad(lambda w: (cgx.sync_in_backward({**params, "w": w}, "data", CODEC)["w"] * x.sum()).sum())(
@@ -219,7 +219,7 @@ def test_varying_parameters_get_varying_gradients():
 
 @pytest.mark.parametrize("has_aux", [True, False])
 def test_a_loss_that_is_averaged_inside(has_aux):
-    """Its gradients would be divided by the ranks twice."""
+    """Gradients of such a loss would be divided by the number of ranks twice."""
 
     def averaged(w, x):
         value = lax.pmean((w * x).sum(), "data")
@@ -240,7 +240,7 @@ def test_a_loss_that_is_averaged_inside(has_aux):
 
 @CHECKS
 def test_a_loss_that_is_constant(check_vma):
-    """In the parameters: whether every rank has the same doesn't matter."""
+    """The loss doesn't depend on the parameters, so it doesn't matter whether all ranks have the same one."""
     constants = [
         lambda w, x: 3.0,
         lambda w, x: x.sum(),

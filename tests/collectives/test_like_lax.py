@@ -1,4 +1,4 @@
-"""The same shapes, dtypes and values as lax's collectives, wherever a named axis may be bound."""
+"""Tests that shapes, dtypes and values are those of lax's collectives, wherever a named axis can be bound."""
 
 import functools
 
@@ -22,7 +22,7 @@ DEVICES = jax.devices()[:4]
 
 @functools.lru_cache
 def expected(two=False):
-    """What lax makes of X on a mesh of one axis, or of PAIRS on one of two."""
+    """Returns lax's results for X on a mesh of one axis, or for PAIRS on a mesh of two axes."""
     names, sizes, x = (("a", "b"), (2, 4), PAIRS) if two else ("a", (4,), X)
     return on_ranks(twins(names, None)[1], mesh(*sizes), check_vma=False)(x)
 
@@ -76,7 +76,7 @@ def test_three_axes():
         assert_same(on_ranks(compressed, mesh(2, 2, 2))(x), on_ranks(plain, mesh(2, 2, 2))(x))
 
 
-# Under check_vma JAX has no collectives over what vmap maps.
+# Under check_vma JAX has no collectives over an axis of vmap.
 @pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
 def test_axes_of_vmap(codec):
     compressed = twins(("a", "b"), codec)[0]
@@ -119,7 +119,7 @@ def test_control_flow(wrap, check_vma):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_manual_over_one_axis_of_two(axis_type):
-    """Along 'b' nothing is sharded; the compiler may do there what it likes."""
+    """Nothing is sharded along 'b', so the compiler is free there."""
     both = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
     x = jax.device_put(X, NamedSharding(both, P("a")))
 
@@ -132,7 +132,7 @@ def test_manual_over_one_axis_of_two(axis_type):
 
 @pytest.mark.parametrize("schedule", ["auto", "two_shot", "one_shot", "ring"])
 def test_schedules_and_the_leader_form(schedule):
-    """All in one program: one axis, two together, a codec for each, by shards and by a leader."""
+    """One program has all of them: one axis, two axes together, a codec for each, shards and leaders."""
     codecs = [EXACT, {"a": EXACT, "b": EXACT}, {"a": EXACT, "b": cgx.Raw()}, {"a": cgx.Raw(), "b": EXACT}]
 
     def body(x):
@@ -175,7 +175,7 @@ def test_schedules_under_vmap():
 
 @pytest.mark.short
 def test_what_is_the_same_everywhere_may_leave_so():
-    """psum, pmean and all_gather(to="invarying") are typed as one value that all ranks share, and nothing else is."""
+    """psum, pmean and all_gather(to="invarying") have the type of a value that all ranks share. Nothing else has it."""
     leave = lambda f: jax.jit(jax.shard_map(lambda x: f(x[0]), mesh=mesh(4), in_specs=P("a"), out_specs=P()))(X)
     gather = functools.partial(cgx.compressed_all_gather, axis_name="a", codec=EXACT)
     np.testing.assert_array_equal(leave(lambda x: cgx.compressed_psum(x, "a", EXACT)), X.sum(0))
@@ -191,7 +191,7 @@ def test_what_is_the_same_everywhere_may_leave_so():
 
 
 def test_a_leaf_varies_over_what_it_did_whatever_else_is_in_its_message():
-    """'w' differs along 'b' and 'n' does not: the sum of 'n' over 'a' may leave as the same on all ranks."""
+    """'w' differs along 'b' and 'n' doesn't. So the sum of 'n' over 'a' may be returned as the same on all ranks."""
     codec, specs = cgx.MaxMin(4, rounding="stochastic"), {"n": P("a"), "w": P("a", "b")}
 
     @functools.partial(jax.shard_map, mesh=mesh(2, 4), in_specs=(specs,), out_specs={"n": P(), "w": P(None, "b")})
@@ -205,7 +205,7 @@ def test_a_leaf_varies_over_what_it_did_whatever_else_is_in_its_message():
 
 @pytest.mark.short
 def test_trees():
-    """Leaves of every dtype and size keep theirs; what can't be compressed is summed as lax does."""
+    """Leaves keep their dtypes and sizes. Leaves that can't be compressed are summed by lax."""
     tree = {
         "w": whole_numbers((4, 3, 100)),
         "b": [whole_numbers((4, 17), 1, jnp.bfloat16), whole_numbers((4, 3), 2, jnp.float16)],

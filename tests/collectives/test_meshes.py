@@ -1,4 +1,4 @@
-"""Meshes with other axes: compressed data parallelism along 'data', tensor or FSDP sharding along 'model'."""
+"""Tests meshes with other axes: compressed data parallelism along 'data', and tensor or FSDP sharding along 'model'."""
 
 import functools
 
@@ -28,7 +28,7 @@ def loss(params, x, out_sharding=None):
 
 
 def loss_on(axis_type):
-    """The loss. On Explicit meshes, a product over a sharded dimension must name the sharding of its result."""
+    """Returns the loss. On Explicit meshes, a product over a sharded dimension must name the sharding of its result."""
     return functools.partial(loss, out_sharding=P(None, None)) if axis_type == AxisType.Explicit else loss
 
 
@@ -56,8 +56,10 @@ def check(step, mesh, params, x):
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_model_axis_left_to_the_partitioner(axis_type):
-    """shard_map over 'data' only. The compression is wrapped in a shard_map over 'model', which hands it the local
-    shards."""
+    """shard_map is over 'data' only.
+
+    The compression runs in a shard_map over 'model', which passes it the local shards.
+    """
     mesh = mesh_of(axis_type)
 
     def program(pmean):
@@ -71,8 +73,8 @@ def test_model_axis_left_to_the_partitioner(axis_type):
     params, x = place(mesh, PARAMS, SPECS), place(mesh, X, P("data"))
     found = check(program(lambda g: cgx.compressed_pmean(g, "data", CODEC)), mesh, params, x)
     plain = sent(jax.jit(program(lambda g: jax.lax.pmean(g, "data"))).lower(params, x).compile().as_text())
-    # Gradients travel as bytes. float32 is gathered only where the uncompressed program gathers it, too: on an Explicit
-    # mesh, jax 0.10 gathers everything that enters or leaves such a shard_map.
+    # Gradients travel as bytes. float32 is gathered only where the uncompressed program gathers it, too. On an Explicit
+    # mesh, jax 0.10 gathers all arguments and results of such a shard_map.
     assert ("all-gather", "u8") in found
     assert {f for f in found if f[1] == "f32"} <= plain
     if axis_type == AxisType.Auto:
@@ -96,7 +98,7 @@ def test_all_axes_manual():
 
 
 def test_without_the_inner_shard_map_explicit_shards_are_refused():
-    """Nothing gathers a sharded gradient silently."""
+    """A sharded gradient is never gathered silently."""
     mesh = mesh_of(AxisType.Explicit)
 
     @functools.partial(jax.shard_map, mesh=mesh, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=P())
@@ -116,7 +118,7 @@ def test_without_the_inner_shard_map_explicit_shards_are_refused():
 
 
 def test_axes_of_vmap_and_of_a_checked_mesh():
-    """lax refuses both together too; unchecked they work."""
+    """lax also refuses both together. Without the check they work."""
     mesh = mesh_of(AxisType.Auto)
 
     def gradient(check_vma):

@@ -1,4 +1,4 @@
-"""Collectives that take a plan: a codec, an exchange and a reason for every leaf."""
+"""Tests collectives with a plan: every leaf has a codec, an exchange and a reason."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def tree(*ranks):
 
 
 def test_every_leaf_as_with_its_codec_alone():
-    """With own="encoded" what else travels doesn't matter: each leaf has the bits of a sum with one codec for all."""
+    """With own="encoded", other leaves don't matter: each leaf has the bits of a sum with one codec for all."""
     run = lambda codec, key=KEY: on_ranks(
         lambda t: cgx.compressed_psum(t, "a", codec, key=key, own="encoded", schedule="two_shot"), mesh(4)
     )(tree(4))
@@ -69,7 +69,7 @@ def test_what_the_plan_says_of_the_exchange():
 
 @pytest.mark.parametrize("leader", [False, True])
 def test_axes(leader):
-    """A rule may have a codec for each axis, and a plan a schedule for each, and leaders."""
+    """A rule may have a codec per axis, and a plan a schedule per axis and leaders."""
     codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
     plan = cgx.Plan(codecs, min_size=0, skip_1d=False, schedule={"a": "two_shot", "b": "ring"}, leader=leader)
     f = lambda t: (
@@ -92,7 +92,7 @@ def test_an_axis_of_one_rank_is_no_stage(sizes):
 
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 2)])
 def test_cgx_s_variables(sizes):
-    """Its defaults have leaders and a ring between nodes, on one node and with one rank on each, too."""
+    """CGX's defaults have leaders and a ring between nodes, also with one node or one rank per node."""
     plan = cgx.Plan.from_env(("a", "b"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "8"})
     x = normal((*sizes, 40, 40), 0)
     got = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), plan), mesh(*sizes))(x)
@@ -119,7 +119,7 @@ def test_codecs_by_axis_there_and_back():
 
 
 def test_leaders_are_of_hierarchies():
-    """A leaf with one codec for all ranks has none, beside others that have."""
+    """A leaf with one codec for all ranks has no leader, even if other leaves of the plan have leaders."""
     codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
     plan = cgx.Plan(codecs, rules=[("embed", cgx.MaxMin(8))], min_size=100, leader=True)
     t = {name: tree(2, 4)[name] for name in ("embed", "out")}
@@ -200,7 +200,7 @@ def test_other_collectives_take_plans_and_transpose_by_them():
 
 
 def test_keys():
-    """Needed where a leaf of this tree draws noise; useless only where no leaf of any tree would."""
+    """A key is required if a leaf of this tree draws noise. It is useless if no leaf of any tree would draw noise."""
     run = lambda t, plan, key: on_ranks(lambda t: cgx.compressed_psum(t, "a", plan, key=key), mesh(2))(t)
     quiet = {"embed": normal((2, 40, 30), 0)}
     noisy = quiet | {"noise": normal((2, 40, 30), 1)}
@@ -213,7 +213,7 @@ def test_keys():
     run(noisy, plan, KEY)
     stochastic_default = cgx.Plan(STOCHASTIC, rules=[("embed", cgx.MaxMin(8))])
     run(quiet, stochastic_default, None)
-    run(quiet, stochastic_default, KEY)  # without a warning, which would be an error here
+    run(quiet, stochastic_default, KEY)  # doesn't warn; a warning would be an error here
     with pytest.warns(UserWarning, match="draws no random numbers"):
         run(quiet, cgx.Plan(cgx.MaxMin(4)), KEY)
 
@@ -250,7 +250,7 @@ def test_errors(kwargs, words):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_raw_leaves_with_a_codec_for_each_axis_go_by_axis(check_vma):
-    """Over the outermost axis a rank sends its share alone. Flat, it would send 2 (W - 1) / W of the leaf there."""
+    """A rank sends only its share over the outermost axis. A flat sum would send 2 (W - 1) / W of the leaf there."""
     plan = cgx.Plan({"a": cgx.Raw(), "b": cgx.Raw()}, min_size=0, skip_1d=False)
     x = {"x": normal((2, 4, 10, 30)), "scalar": normal((2, 4)), "step": jnp.ones((2, 4, 3), jnp.int32)}
     run = lambda f: on_ranks(f, mesh(2, 4), check_vma=check_vma)
@@ -276,5 +276,5 @@ def test_presets_send_a_share_between_centers(preset):
 
     flat, by_axis = sent(None), sent(("a", "b"))
     ((axes, (total, _)),) = flat.totals.items()
-    # 4 of the 7 other ranks are in the other center.
+    # 4 of the 7 other ranks are in the other center
     assert axes == ("a", "b") and total * 4 / 7 == 4 * by_axis.totals["a",][0]

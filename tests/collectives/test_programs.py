@@ -1,4 +1,4 @@
-"""The compiled programs: bytes on the wire, one exchange a message, nothing else."""
+"""Tests the compiled programs: bytes on the wire, one exchange per message, and nothing else."""
 
 import re
 
@@ -49,13 +49,13 @@ def test_bytes_on_the_wire_of_hierarchies(leader):
     )
     for inner in (CODEC, cgx.Raw()):
         wires = sent(program(lambda x: f(x, inner), mesh(2, 4), normal((16, 2000))).as_text())
-        # the leader's bytes reach the others by a sum with zeros; in a node what is raw is summed as lax does
+        # The leader's bytes reach the other ranks by a sum with zeros. Inside a node, raw leaves are summed by lax.
         assert {dtype for _, dtype in wires} == ({"u8", "f32"} if leader and inner.raw else {"u8"})
 
 
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot"])
 def test_many_leaves_are_as_many_exchanges_as_messages(schedule):
-    tree = [jnp.zeros((4, 25, 20))] * 300  # 2,000 bytes each: 65 fit into an eighth of a MiB
+    tree = [jnp.zeros((4, 25, 20))] * 300  # 2,000 bytes each, so 65 of them fit into an eighth of a MiB
     step = lambda mb: program(
         lambda t: cgx.compressed_psum(t, "a", CODEC, schedule=schedule, fusion_mb=mb), mesh(4), tree
     )
@@ -99,7 +99,7 @@ def test_donated_leaves_are_overwritten():
 
 
 def bare(compiled):
-    """The program without the places that it comes from."""
+    """Returns the program without source locations."""
     text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
     text = text.replace("psum_invariant", "psum")  # JAX keeps the name under which a process first lowered a sum
     return [

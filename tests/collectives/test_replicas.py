@@ -1,4 +1,4 @@
-"""check_replicas finds any bit that differs, and says where."""
+"""Tests that check_replicas finds any different bit, and says where it is."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ TREE = {str(jnp.dtype(d)): jnp.asarray(np.arange(60).reshape(5, 12) % 2, d) for 
 
 
 def check(change, tree=TREE, check_vma=True, axes=AXES):
-    """check_replicas after `change(tree, rank)`."""
+    """Runs check_replicas on `change(tree, rank)`."""
 
     def step(tree):
         return cgx.check_replicas(change(tree, lax.axis_index(AXES)), axes)
@@ -64,8 +64,8 @@ def test_one_element_of_one_rank(name):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x, rank: jnp.where(rank == 1, -x, x),  # zeros of another sign
-        lambda x, rank: jnp.where(rank == 1, jnp.roll(x, 1), x),  # the same numbers elsewhere
+        lambda x, rank: jnp.where(rank == 1, -x, x),  # zeros of the other sign
+        lambda x, rank: jnp.where(rank == 1, jnp.roll(x, 1), x),  # the same numbers at other places
         lambda x, rank: x * jnp.where(rank == 1, jnp.float32(1 + 2**-20), 1),
         lambda x, rank: jnp.where(rank == 1, jnp.nan, x),
     ],
@@ -82,7 +82,7 @@ def test_same_nans_agree():
 
 
 def test_over_one_axis():
-    """Shards of a tensor-parallel leaf differ over 'b'; its replicas over 'a' agree."""
+    """Shards of a tensor-parallel leaf differ over 'b'. Its replicas over 'a' agree."""
 
     def step(x):
         return cgx.check_replicas(x, "a").agree[None]

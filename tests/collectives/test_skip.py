@@ -1,4 +1,4 @@
-"""Plans that skip leaves: zeros in place of sums, and nothing on the wire."""
+"""Tests plans that skip leaves: their sums are zeros, and nothing is sent."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_sums_are_zeros(collective, check_vma):
 
 
 def test_nothing_is_sent():
-    """And it doesn't matter what these leaves are, the same on every rank or not."""
+    """It doesn't matter whether these leaves are the same on every rank."""
     f = lambda t, same: cgx.compressed_pmean({"w": t["w"], "frozen": (t["frozen"], same)}, "a", PLAN)
     step = jax.shard_map(f, mesh=mesh(4), in_specs=(P("a"), P()), out_specs=P())
     found = cgx.explain(step, TREE, jnp.ones(3), show=False)

@@ -1,4 +1,4 @@
-"""Sums of sparse codecs: what is not sent stays in the residuals, with every schedule."""
+"""Tests sums of sparse codecs: elements that are not sent stay in the residuals, with every schedule."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ WAYS = {"two_shot": dict(schedule="two_shot"), "one_shot": dict(schedule="one_sh
 
 
 def tree(*ranks, seed=0):
-    """Different whole numbers but 0, so that sums are exact."""
+    """Returns different whole numbers without 0, so that sums are exact."""
     rng = np.random.RandomState(seed)
     return {
         name: jnp.asarray(rng.choice([-1, 1], (*ranks, *shape)) * rng.randint(1, 60000, (*ranks, *shape)), jnp.float32)
@@ -40,7 +40,7 @@ def psum(x, residuals, axes="a", codec=ALL, **options):
 
 
 def assert_conserved(x, before, results, after, axes=1):
-    """To the bit: all numbers are whole, and so are their sums."""
+    """Checks this bit for bit, because all numbers and their sums are whole."""
     assert x
     for name in x:
         have, over = (
@@ -78,13 +78,13 @@ def test_nothing_is_lost_of_a_hierarchy(options):
 
 
 def sent(x, after):
-    """Where x, nowhere 0, was sent: nothing is left there."""
+    """Returns where elements of x, which has no 0, were sent. Their residuals are 0."""
     return {name: np.asarray(after[name]) == 0 for name in x}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_all_that_is_sent_arrives(way):
-    """pull="all": the result is the sum of what ranks sent, of each the largest numbers."""
+    """With pull="all", the result is the sum of the elements that the ranks sent, the largest ones of each rank."""
     x, zero = tree(4), jax.tree.map(jnp.zeros_like, tree(4))
     results, after = on_ranks(lambda x, e: psum(x, e, **WAYS[way]), mesh(4))(x, zero)
     for name, where in sent(x, after).items():
@@ -100,7 +100,10 @@ def test_all_that_is_sent_arrives(way):
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_what_values_lose_stays_too(way, codec):
-    """The loss of quantized values stays in the residuals, too, except for float32 rounding: values are fractions."""
+    """The errors of quantized values also stay in the residuals.
+
+    Values are fractions, so float32 rounding is an exception.
+    """
     x, before = tree(4), tree(4, seed=1)
     results, after = on_ranks(lambda x, e: psum(x, e, codec=codec, **WAYS[way]), mesh(4))(x, before)
     for name in x:
@@ -110,7 +113,7 @@ def test_what_values_lose_stays_too(way, codec):
             np.asarray(after[name], np.float64).sum(0),
         )
         np.testing.assert_allclose(sums + kept, given.sum((0, 1)), rtol=0, atol=16 * 2.0**-24 * np.abs(given).max() * 8)
-        assert (sums != 0).any() and (kept != 0)[sums != 0].any()  # of what was sent something was lost, and kept
+        assert (sums != 0).any() and (kept != 0)[sums != 0].any()  # some sent elements have errors, which were kept
 
 
 def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
@@ -133,8 +136,10 @@ def test_a_mean_of_two_is_the_sum_halved():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
-    """Ok-Topk's bound: a rank sends fewer than 6 k words for k elements of a leaf (here 2 k values and their
-    indices)."""
+    """Ok-Topk's bound: a rank sends fewer than 6 k words for k elements of a leaf.
+
+    Here these are 2 k values and their indices.
+    """
     n, k = 100_000, 1000
     x = jax.ShapeDtypeStruct((ranks, n), jnp.float32)
     program = on_ranks(
@@ -157,7 +162,7 @@ def test_momentum_loses_what_is_sent(codec):
             assert set(np.unique(m)) <= {0, 1}
             if codec == "all":
                 np.testing.assert_array_equal(m == 0, kept == 0)
-            else:  # an owner keeps what others sent it, too; what it sent is in the sum
+            else:  # an owner also keeps what other ranks sent to it; what it sent itself is in the sum
                 assert ((m == 0) <= ((kept == 0) | (np.asarray(results[name]) != 0) | (way == "one_shot"))).all()
             assert 0 < (m == 0).sum() < m.size
 
@@ -179,7 +184,7 @@ def test_of_a_hierarchy_all_of_a_node_lose_what_the_node_sends(leader):
 
 
 def test_what_fills_up_a_share_is_not_sent():
-    """10 elements for 3 inner ranks: the last share has two, and two places that nothing fills but zeros."""
+    """10 elements are divided among 3 inner ranks. The last share has two elements and two places of padding zeros."""
     x = jnp.arange(1.0, 11.0).at[8:].set(jnp.array([50.0, 100.0])) * jnp.ones((2, 3, 1))
     result = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.TopK(0.4), "b": cgx.Raw()}), mesh(2, 3))(
         x
@@ -210,7 +215,10 @@ def test_of_ratio_0_nothing_is_sent():
 
 
 def test_a_ring_sends_the_top_of_its_sums():
-    """In whole numbers below 2^24 a sum of all elements is exact; of a ring of codecs that keep all of them, too."""
+    """If all elements are sent, sums of whole numbers below 2^24 are exact.
+
+    The same holds for a ring of codecs that keep all elements.
+    """
     x = tree(4)
     ring = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(1.0, pull="top"), schedule="ring"), mesh(4))(x)
     assert_trees(lambda y, x: np.testing.assert_array_equal(y[0], np.asarray(x).sum(0)), ring, x)

@@ -1,4 +1,4 @@
-"""value_and_grad and grad: the gradients of jit programs over sharded batches."""
+"""Tests value_and_grad and grad: the gradients of jit programs over sharded batches."""
 
 import functools
 import re
@@ -56,7 +56,7 @@ def close(found, expected):
     )
 
 
-# Where the mesh and the shardings are known from.
+# Sources of the mesh and of the shardings.
 def called(how, mesh, f, params, *batch):
     batch = place(mesh, batch)
     if how == "jit":
@@ -82,7 +82,7 @@ def test_like_jax_with_raw(kind, how, weighted):
 
 
 def own_fn(params, x, mask=None):
-    """A rank's loss whose mean over the ranks is the weighted mean of the whole batch."""
+    """A rank's loss. The mean over the ranks is the weighted mean of the whole batch."""
     if mask is None:
         return loss_fn(params, x)
     total, weight = weighted_fn(params, x, mask)
@@ -90,7 +90,7 @@ def own_fn(params, x, mask=None):
 
 
 def every_way(place, params, *batch):
-    """The gradients of every way to write a step in that place."""
+    """Returns the gradients of every way to write a step in that place."""
     weighted = len(batch) == 2
     fun = weighted_fn if weighted else loss_fn
     asked = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted)
@@ -104,7 +104,7 @@ def every_way(place, params, *batch):
         "local_value_and_grad": mean(cgx.local_value_and_grad(own_fn, "data")(params, *batch)[1]),
         "sync_in_backward": jax.grad(synchronised)(params, *batch),
     }
-    if place != "check_vma":  # there JAX has summed these already, and compressed_pmean says so
+    if place != "check_vma":  # under check_vma JAX has summed these already, and compressed_pmean raises an error
         found["jax.grad"] = mean(jax.grad(own_fn)(params, *batch))
     return found
 
@@ -141,7 +141,7 @@ def scaled(x, scale):
 scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0)))
 
 
-# Programs that check_vma refuses, or whose inner gradients it sums over the ranks: they start from constants.
+# Programs that check_vma refuses, or whose inner gradients JAX sums over the ranks, because they start from constants.
 def scanned(params, x):
     step = lambda h, x: (jnp.tanh(x[:, None] * params["b"][:30] + h), None)
     return lax.scan(step, jnp.zeros((len(x), 30)), x.T)[0].mean() + loss_fn(params, x)
@@ -180,7 +180,7 @@ def test_losses_that_start_from_constants(kind):
 
 @KINDS
 def test_losses_that_look_at_all_ranks(kind):
-    """A mean over ranks inside the loss, a sum, and a batch norm with statistics as auxiliary outputs."""
+    """Such losses have a mean over ranks, a sum, or a batch norm with statistics as auxiliary outputs."""
 
     def normalised(params, count, x, mean=lambda h: lax.pmean(h, "data")):
         h = x @ params["w"]
@@ -207,7 +207,7 @@ def test_losses_that_look_at_all_ranks(kind):
 
 
 def test_numbers_that_are_equal_are_not_the_same():
-    """What is no array is static: 1, 1.0 and True are three programs."""
+    """Arguments that are not arrays are static, so 1, 1.0 and True give three programs."""
     f = cgx.value_and_grad(lambda p, x, n: loss_fn(p, x) * len(type(n).__name__), "data", cgx.Raw())
     with jax.set_mesh(mesh_of(AxisType.Auto)):
         three, five, four = (f(PARAMS, X, n)[0] for n in (1, 1.0, True))
@@ -215,7 +215,7 @@ def test_numbers_that_are_equal_are_not_the_same():
 
 
 def test_a_loop_outside_of_jit():
-    """What a loss closes over is read at every call. Other arrays there, and a loss made anew, compile nothing."""
+    """Arrays that a loss closes over are read at every call. Other arrays or a new loss function compile nothing."""
     compiled = []
     listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
     teacher, scale, mesh = {"w": PARAMS["w"], "b": np.ones(40, np.float32)}, 1.0, mesh_of(AxisType.Auto)
@@ -243,7 +243,7 @@ def test_auxiliary_outputs_count_as_much_as_their_ranks():
         total, weight = weighted_fn(params, x, mask)
         return (total, weight), {"mse": total / weight, "each": errors_of(params, x).mean(-1)}
 
-    mask = MASK.at[:6].set(0)  # a rank without any
+    mask = MASK.at[:6].set(0)  # one rank has no examples
     f = cgx.value_and_grad(fun, "data", cgx.Raw(), weighted=True, has_aux=True, mesh=mesh_of(AxisType.Auto))
     (value, aux), grads = f(PARAMS, X, mask)
     expected = jax.value_and_grad(global_mean)(PARAMS, X, mask)
@@ -326,7 +326,7 @@ def test_argnums(kind, argnums):
 
 
 def test_leaves_without_gradients():
-    """An activation and a count, but not a number, of which JAX has one."""
+    """An activation and a count have no gradient, but a Python number has one in JAX."""
     params = {**PARAMS, "f": jnp.tanh, "scale": 2.0, "steps": jnp.arange(3)}
 
     def fun(params, x):
@@ -341,7 +341,7 @@ def test_leaves_without_gradients():
 
 
 def test_a_module_that_changes():
-    """NNX: what a module assigns to itself is in the module afterwards, such as statistics and counts."""
+    """NNX: a module keeps what it assigns to itself, such as statistics and counts."""
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
 
     class Model(nnx.Module):
@@ -372,7 +372,7 @@ def test_a_module_that_changes():
 
 
 def test_modules_that_a_pytree_does_not_have():
-    """NNX: a variable in two places, and what a module has anew or changes of itself that is no array."""
+    """NNX: a variable in two places, a new attribute, and a changed attribute that is not an array."""
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
 
     class Model(nnx.Module):
@@ -413,7 +413,7 @@ def test_modules_that_a_pytree_does_not_have():
 
 
 class Statistics:
-    """A module whose pytree doesn't say the names of its attributes."""
+    """A module whose pytree doesn't have the names of its attributes."""
 
     def __init__(self, w, mean):
         self.w, self.mean = w, mean
@@ -437,7 +437,7 @@ def test_a_change_that_would_be_lost_is_refused():
 
 @KINDS
 def test_other_axes_stay_sharded(kind):
-    """Shards over "model" are compressed where they are."""
+    """Shards over "model" are compressed on their devices."""
     if jax.__version_info__ < (0, 10):
         pytest.skip("JAX 0.9 can't lower axis_index in a shard_map within a shard_map")
     mesh = mesh_of(kind, ("data", 2), ("model", 2))
@@ -461,7 +461,7 @@ def test_other_axes_stay_sharded(kind):
         np.testing.assert_allclose(grads[k], g, atol=0.02 * np.abs(g).max())
     assert grads["w"].sharding.shard_shape((30, 40)) == (30, 20)
     assert residuals["w"].sharding.shard_shape((2, 30, 40)) == (1, 30, 20)
-    if kind == AxisType.Auto:  # of an Explicit mesh JAX gathers what enters and leaves any such shard_map
+    if kind == AxisType.Auto:  # on an Explicit mesh, JAX gathers all arguments and results of such a shard_map
         assert ("all-gather", "f32") not in sent(text)
     assert ("all-gather", "u8") in sent(text)
 
@@ -483,7 +483,7 @@ def test_explain_counts_what_is_saved():
         step = jax.jit(cgx.value_and_grad(loss_fn, "data", cgx.Plan(CODEC, min_size=100)))
         found = cgx.explain(step, PARAMS, place(mesh_of(AxisType.Auto), X), show=False)
     assert found.ratio > 2 and any(c.codec for c in found.collectives)
-    assert {leaf.path for leaf in found.raw} == {"['b']"}  # of the argument, as a plan's rules see it
+    assert {leaf.path for leaf in found.raw} == {"['b']"}  # the path in the argument, which a plan's rules see
 
 
 def fed(plan, ranks=RANKS):
@@ -593,7 +593,7 @@ def test_bad_calls(call, error, words):
 
 
 def test_what_a_loss_closes_over_does_not_fit_to_its_part():
-    """JAX says that shapes differ, and a note why."""
+    """JAX's error says that shapes differ, and a note adds the reason."""
     closing = lambda p, x: ((errors_of(p, x) - X[:, :1]) ** 2).mean()
     with pytest.raises(TypeError, match="incompatible shapes") as caught:
         cgx.value_and_grad(closing, "data", CODEC, mesh=mesh_of(AxisType.Auto))(PARAMS, X)
@@ -671,12 +671,12 @@ def test_bad_calls_inside_of_shard_map():
 
 
 def classes_fn(params, x, y, scale):
-    """A loss with an argument that is no example."""
+    """A loss with an argument that is not an example."""
     return (errors_of(params, x).mean(-1) * scale[y]).mean()
 
 
 def test_an_argument_that_is_no_example():
-    """Beside a batch whose sharding is known, and by keyword."""
+    """It is passed next to a batch with a known sharding, and by keyword."""
     mesh, y, scale = mesh_of(AxisType.Auto), jnp.arange(24) % 8, jnp.arange(1.0, 9.0)
     refused = says("value_and_grad", "batch_specs", expected="not split like others", got="none", remedy="P() keyword")
     expected = jax.value_and_grad(classes_fn)(PARAMS, X, y, scale)
@@ -713,7 +713,7 @@ def test_one_example_of_a_rank_is_not_broadcast():
 
 
 def test_labels_that_every_rank_has_whole_are_no_part_of_a_split_batch():
-    """Their indices would be those of other ranks' examples, which JAX clamps."""
+    """The labels would be indexed as those of other ranks' examples. JAX would clamp these indices."""
     mesh, y = mesh_of(AxisType.Auto), jnp.arange(len(X)) % 8
     fun = lambda params, x, y: jax.nn.log_softmax(x @ params["w"])[jnp.arange(len(y)), y].mean()
     with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", expected="one", remedy="shard")):

@@ -1,4 +1,4 @@
-"""Correlated rounding: unbiased on every rank, and errors that cancel in a sum as the theory says."""
+"""Tests correlated rounding: it is unbiased on every rank, and errors cancel in a sum as the theory predicts."""
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,17 @@ LIKE, UNLIKE = jnp.tile(normal(SIZE), (RANKS, 1)), normal((RANKS, SIZE))
 
 
 def lost(codec, x, op=cgx.compressed_psum, **options):
-    """The squared error of a sum, of each element on average."""
+    """Returns the mean squared error per element of a sum."""
     f = lambda x: op(x, "a", codec, key=jax.random.key(0), **options)
     got = jax.jit(jax.vmap(f, axis_name="a"))(x)
     sums = got[0] if op is cgx.compressed_psum else got.reshape(-1)
     return float(jnp.square(sums - x.sum(0)).mean())
 
 
-# In units of a level, a rank's error has the variance 1/6, and that of the sum of N like inputs, whose noise is spread
-# evenly, has it too: N times less than N independent errors. Without one of the ranks it is 1/3 (1 - 1/N). If the
-# inputs are independent, only what the noise itself adds to the variance cancels: of N errors 1/12 (1 + 1/N) is left.
+# In units of a level, the error of one rank has the variance 1/6. If N inputs are alike and their noise is evenly
+# spread, the error of their sum also has the variance 1/6, N times less than that of N independent errors. If one rank
+# sends no error, it is 1/3 (1 - 1/N). If the inputs are independent, only the variance that the noise itself adds
+# cancels, and 1/12 (1 + 1/N) of N errors is left.
 @pytest.mark.parametrize(
     ("x", "op", "options", "factor"),
     [
@@ -47,7 +48,7 @@ def test_the_variance_of_a_sum(x, op, options, factor):
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_ranks_share_noise_that_is_evenly_spread(ranks):
-    """In every element; which rank has which share changes from key to key."""
+    """This holds for every element. The share of a rank changes from key to key."""
 
     def drawn(key):
         f = lambda _: noise(first(key, CORRELATED, Axes(("a",))), 0, 0, 1000)
@@ -74,7 +75,7 @@ def test_every_rank_and_the_sum_are_unbiased(schedule):
 
     draws = np.asarray(jax.jit(jax.vmap(body, axis_name="a"))(x)[0], np.float64)
     exact = np.asarray(jnp.concatenate([x, x.sum(0, keepdims=True)]), np.float64)
-    # The mean of independent draws has their variance / steps, and a bias would come on top.
+    # The mean of `steps` independent draws has 1/steps of their variance. A bias would add to it.
     ratio = np.square(draws.mean(0) - exact).sum(1) / (draws.var(0).sum(1) / steps)
     assert (ratio > 0.75).all() and (ratio < 1.25).all()
 

@@ -1,4 +1,4 @@
-"""What schedule="auto" takes."""
+"""Tests the schedules that schedule="auto" chooses."""
 
 import jax
 import pytest
@@ -28,7 +28,7 @@ def test_more_share_the_sum_of_what_is_large(ranks):
 
 
 def test_a_plan_knows_the_network():
-    """The constants travel in the plan, and so are the same on all ranks."""
+    """The constants are part of the plan, so all ranks have the same."""
     codec, x = cgx.MaxMin(4), normal((4, 2**20))
     slow, fast = cgx.Network(latency=10.0), cgx.Network(latency=0.0)
     for network, expected in ((slow, {"all-gather"}), (fast, {"all-to-all", "all-gather"})):
@@ -47,7 +47,7 @@ def test_lists_go_to_all_until_their_sum_is_dense():
     n = 2**24
     found = [of_sparse(ranks, n, cgx.TopK(0.01)) for ranks in (2, 31, 32, 100)]
     assert found == ["one_shot", "one_shot", "two_shot", "two_shot"]
-    # Sums of fewer elements stay sparse. two_shot then sends fewer bytes, but not by a tenth.
+    # Sums of fewer elements stay sparse. Then two_shot sends fewer bytes, but by less than a tenth.
     assert {of_sparse(ranks, n, cgx.TopK(0.001)) for ranks in (2, 30, 100)} == {"one_shot"}
 
 

@@ -1,4 +1,4 @@
-"""PowerSGD over ranks: the published algorithm, nothing lost, two sums of factors on the wire, with other codecs."""
+"""Tests PowerSGD over ranks: it is the published algorithm, loses nothing, and sends two sums of factors."""
 
 import functools
 
@@ -21,7 +21,7 @@ LEAVES = {
     "v": (24, 40),
     "kernel": (2, 3, 4, 40),
     "b": (40,),
-}  # the first three are matrices of one shape: fewer programs to compile
+}  # the first three are matrices of one shape, so fewer programs are compiled
 
 
 def tree(*lead, seed=0):
@@ -29,7 +29,7 @@ def tree(*lead, seed=0):
 
 
 def run(f, *sizes):
-    """f(leaves, residuals, factors) of every rank: (what all have, residuals, factors)."""
+    """Runs f(leaves, residuals, factors) on every rank, and returns (the common results, residuals, factors)."""
     each = P(*NAMES[: len(sizes)])
 
     def body(x, residuals, factors):
@@ -57,7 +57,7 @@ def gram_schmidt(p):
 
 
 def published(gradients, q):
-    """Algorithms 1 and 2 of the paper, rank's gradients [steps, ranks, m, n]: [(mean, Q, sum of the ranks' errors)]."""
+    """Yields the (mean, Q, sum of the ranks' errors) of algorithms 1 and 2 of the paper, for [steps, ranks, m, n]."""
     errors, q = np.zeros(gradients.shape[1:]), np.asarray(q, np.float64)
     for given in np.asarray(gradients, np.float64):
         matrices = given + errors
@@ -68,7 +68,7 @@ def published(gradients, q):
 
 
 def test_the_published_algorithm():
-    """Over 6 steps; and after each all that was not sent is there."""
+    """After each of 6 steps, the residuals have everything that was not sent."""
     steps, ranks = 6, 4
     x = tree(ranks, steps)
     q = {
@@ -104,8 +104,10 @@ def test_the_published_algorithm():
 
 
 def test_residuals_stay_bounded_where_ranks_differ():
-    """Residuals stay as large as their mean, because they hold nothing that other ranks sent. The published ones keep
-    the differences between ranks, and would be 10 times as large after 300 steps."""
+    """Residuals stay about as large as their mean, because they hold nothing that other ranks sent.
+
+    The published residuals keep the differences between ranks. They would be 10 times as large after 300 steps.
+    """
     common, own = normal((16, 16)), normal((2, 16, 16), 1)
 
     def train(own, zero, q):
@@ -124,8 +126,11 @@ def test_residuals_stay_bounded_where_ranks_differ():
 
 
 def test_numbers_of_any_size():
-    """Matrices of rank 2 and less arrive whole, tiny and huge ones. Numbers too small to be sent stay in the residuals.
-    An overflow is lost on all ranks, in that leaf alone, whose residuals and factor stay."""
+    """Matrices of rank 2 and less arrive completely, also tiny and huge ones.
+
+    Numbers that are too small to be sent stay in the residuals. An overflow makes that leaf NaN on all ranks. Its
+    residuals and factor stay the same, and other leaves are unaffected.
+    """
     low = np.asarray(normal((2, 30, 2))) @ np.asarray(normal((2, 2, 30), 1))
     low[1] = low[0] * np.float32(0.5)
     x = {
@@ -163,12 +168,15 @@ def test_numbers_of_any_size():
     assert_conserved(pick(x), pick(before), pick(sums), pick(after), 1)
     again = step(x | {"low": np.asarray(normal((2, 30, 30)))}, before, factors)[
         2
-    ]  # after a step of zeros, one that isn't
+    ]  # a step of zeros is followed by another one
     assert np.linalg.matrix_rank(again["low"]) == 2
 
 
 def test_the_wire_is_two_sums_of_factors():
-    """Of all leaves of a message, and nothing of a leaf's size; the plan says so before there is a program."""
+    """There are two sums for all leaves of a message, and nothing as large as a leaf.
+
+    The plan says so before there is a program.
+    """
     x = {
         "w": jnp.ones((40, 60)),
         "v": jnp.ones((40, 60), jnp.bfloat16),
@@ -213,7 +221,7 @@ def test_what_travels_raw_and_why():
         "n": "int32 is not float32, bfloat16 or float16",
     }
     assert reasons == {f"['{name}']": why for name, why in expected.items()}
-    if jax.__version_info__ >= (0, 10):  # 0.9 names one of the sums that XLA joins
+    if jax.__version_info__ >= (0, 10):  # jax 0.9 names only one of the sums that XLA joins
         assert found.raw_bytes == pytest.approx(sum(leaf.nbytes for leaf in x.values()), abs=4)
     rows = cgx.Plan(CODEC, min_size=0, skip_1d=False).explain(x, 2).rows
     assert {row.leaf: row.why for row in rows} == expected | {"w": None}
@@ -227,11 +235,11 @@ def test_what_travels_raw_and_why():
         jax.eval_shape(on(lambda x: f({"b": x["b"]}, strict=True)), x)
     jax.eval_shape(
         on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", cgx.Plan(CODEC), strict=True)), x
-    )  # the guard's choice
+    )  # the guard of the plan decides
 
 
 def test_leaves_of_a_shape_are_one_product(monkeypatch):
-    """A thousand of them compile as one does; large ones are left where they are."""
+    """A thousand leaves of one shape compile like one. Large leaves are not joined."""
 
     def dots(n):
         x = {str(i): jnp.ones((30, 40)) for i in range(n)}
@@ -285,7 +293,10 @@ def test_replicas_agree_and_runs_repeat():
 
 
 def test_beside_other_codecs():
-    """Every leaf of a plan gets what it gets alone; those without factors, or of one rank, keep what was passed."""
+    """In a plan, every leaf gets the same result as alone.
+
+    Leaves without factors, or with one rank, return what was passed.
+    """
     plan = cgx.Plan(CODEC, [("v", cgx.MaxMin(4)), ("b", cgx.Raw())], min_size=0)
     x, before = tree(2), tree(2, seed=5)
     q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0], x), plan)
@@ -322,7 +333,7 @@ def test_16_bit_leaves():
 
 
 def test_without_factors_every_call_begins_alike():
-    """As with zeros; None in place of a leaf begins so, too, and gives none back."""
+    """It starts as with zeros. None in place of a leaf does the same, and returns no factors."""
     x = tree(2)
     q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0], x), CODEC)
 
@@ -339,7 +350,7 @@ def test_without_factors_every_call_begins_alike():
 
 
 def test_types():
-    """The sum and the factors are the same on every rank and may leave as such. Residuals differ and may not."""
+    """The sum and the factors are the same on every rank and may be returned as such. Residuals differ and may not."""
     f = lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((60, 40), (60, 40), (2, 40))]
     check = lambda out: jax.eval_shape(
@@ -351,7 +362,7 @@ def test_types():
 
 
 def test_transforms():
-    """vmap over the ranks, a batch with one factor and with several, derivatives (straight-through)."""
+    """Transforms are vmap over the ranks, a batch with one factor and with several, and derivatives."""
     x, q, weights = normal((2, 24, 40)), normal((2, 40), 1), jnp.outer(normal(24, 3), normal(40, 4))
     f = lambda x, q: cgx.compressed_psum(x, "a", CODEC, factors=q)
     loss = lambda x, q: (weights * f(x, q)[0]).sum()
@@ -378,7 +389,7 @@ def test_transforms():
     )
     close(
         jax.jit(untracked)(x, q), jnp.broadcast_to(2 * weights, x.shape)
-    )  # the transpose is the same sum, of cotangents
+    )  # the transpose is the same sum, applied to cotangents
     named = jax.jit(jax.vmap(f, axis_name="a", in_axes=(0, None), out_axes=None))(x, q)
     assert_trees(close, named, (sums, after))
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased sums, noise that is independent between ranks, elements, exchanges and steps."""
+"""Tests stochastic rounding: unbiased sums, and independent noise for ranks, elements, exchanges and steps."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ CODEC = cgx.MaxMin(2, 128, rounding="stochastic")
 
 
 def lost(rows):
-    """What each rank's numbers lose on their way, [ranks, numbers]: gathered, so that nothing is summed."""
+    """Returns the errors of each rank's numbers, [ranks, numbers]. The exchange is a gather, so nothing is summed."""
     f = lambda x: cgx.compressed_all_gather(x, "a", CODEC, key=jax.random.key(0))
     return np.asarray(on_ranks(f, mesh(4))(rows)[0] - rows)
 
 
 def test_ranks_draw_independent_noise():
-    """Of the same numbers, each rank loses something else."""
+    """For the same numbers, each rank has different errors."""
     found = np.corrcoef(lost(jnp.tile(normal(20_000), (4, 1))))
     assert np.abs(found - np.eye(4)).max() < 0.03
 
@@ -40,8 +40,7 @@ def test_sums_are_unbiased(schedule):
 
 
 def test_shards_of_a_hierarchy_draw_independent_noise():
-    """Inner ranks that hold the same numbers, and so the same shares, lose something else in the exchange of each
-    share."""
+    """Inner ranks with the same numbers have the same shares, but different errors in the exchange of each share."""
     x = jnp.broadcast_to(jnp.tile(normal(5000), 2), (2, 2, 10_000)) / 4
     f = lambda x: cgx.compressed_psum(
         x, ("a", "b"), {"a": CODEC, "b": cgx.Raw()}, key=jax.random.key(0), schedule="one_shot"
@@ -65,7 +64,7 @@ def test_keys_of_steps_and_typed_or_raw_keys():
 
 
 def test_a_key_may_differ_along_other_axes():
-    """Results then do, too."""
+    """Then the results differ, too."""
 
     def body(x):
         key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("b"))

@@ -1,4 +1,4 @@
-"""Sums along overlays: the numbers of plain sums, the same bits on every rank, and nothing lost."""
+"""Tests sums along overlays: they equal plain sums, have the same bits on every rank, and lose nothing."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def identical(tree):
 
 @pytest.mark.parametrize("ranks", OVERLAYS)
 def test_the_numbers_of_plain_sums(ranks):
-    """Raw() and a codec that is exact for them, sums and means; and in few bits alike on all ranks."""
+    """Raw() and an exact codec give exact sums and means. With few bits, all ranks agree."""
 
     def f(t):
         exact = [
@@ -61,7 +61,7 @@ def test_the_numbers_of_plain_sums(ranks):
 
 
 def test_owners_are_those_of_two_shot():
-    """With equal shares, bit for bit, feedback too."""
+    """With equal shares, all bits are the same, also with feedback."""
     x, r = leaves(4, normal), jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) / 8, leaves(4, normal))
 
     def f(x, r):
@@ -79,7 +79,7 @@ def test_owners_are_those_of_two_shot():
 
 @pytest.mark.parametrize("codec", [cgx.MaxMin(2, 64), cgx.TopK(0.1, pull="top")], ids=["MaxMin", "TopK"])
 def test_feedback_keeps_what_is_lost(codec):
-    """At every level: sum + residuals of all ranks = x + residuals of all ranks."""
+    """At every level, sum + residuals of all ranks = x + residuals of all ranks."""
     x, r = normal((4, 3000)), normal((4, 3000), 1) / 8
 
     def f(x, r):
@@ -93,7 +93,7 @@ def test_feedback_keeps_what_is_lost(codec):
 
 
 def test_noise_is_unbiased():
-    """Along several levels, each of which draws its own."""
+    """The sums have several levels, each with its own noise."""
     x, steps = normal((4, 300)), 300
 
     def body(x):
@@ -122,7 +122,7 @@ def test_in_a_hierarchy_with_a_leader_and_under_vmap():
 
 @pytest.mark.parametrize("weights", [4, 3, [1, 1, 1, 0.1], [5, 0, 0.03, 1]])
 def test_bytes_are_balanced(weights):
-    """Within 1% of the message, and of each large owner's share."""
+    """The bytes are within 1% of the message, and of each large owner's share."""
     overlay = Overlay.owners(4, weights)
     tree = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 70_000), (17,), (4000, 300), (1,), (999, 99))]
     layout = Layout.of(cgx.MaxMin(4), tree, chunks=len(overlay.trees))
@@ -186,7 +186,7 @@ def test_an_overlay_of_an_inner_axis():
 
 
 def test_an_overlay_of_the_outer_axis_carries_what_a_plan_leaves_raw():
-    plan = cgx.Plan({"a": EXACT, "b": cgx.Raw()})  # raw: leaves of one dimension
+    plan = cgx.Plan({"a": EXACT, "b": cgx.Raw()})  # leaves of one dimension travel raw
     schedule = {"a": Overlay.owners(2, [2, 1]), "b": "auto"}
     tree = {"w": whole_numbers((2, 2, 70, 13)), "b": whole_numbers((2, 2, 99), 1)}
     found = on_ranks(lambda t: cgx.compressed_psum(t, ("a", "b"), plan, schedule=schedule), mesh(2, 2))(tree)

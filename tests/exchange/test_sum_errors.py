@@ -1,4 +1,4 @@
-"""The errors of sums that errors.py predicts are those of sums."""
+"""Tests that the errors of sums are those that errors.py predicts."""
 
 import jax
 import numpy as np
@@ -47,7 +47,7 @@ def test_within_a_tenth(codec, distribution, schedule):
 
 
 def test_ranks_that_are_alike_make_the_same_errors():
-    """With nearest rounding they don't average out, with stochastic rounding they do, with correlated they cancel."""
+    """With nearest rounding errors don't average out. With stochastic rounding they do, with correlated they cancel."""
     same = np.tile(drawn("normal", 1, SIZE), (8, 1))
     nearest, stochastic, correlated = (Losses(same, codec) for codec in (cgx.MaxMin(4), STOCHASTIC, CORRELATED))
     assert nearest.error("one_shot", 8) == pytest.approx(nearest.error("one_shot", 2), rel=0.01)
