@@ -1,7 +1,8 @@
 """Writes v1.json, the golden vectors of docs/wire-format.md: `python tests/golden/make.py`.
 
-Run it only when the version of the wire changes (and then name the file after it): the vectors are what keeps the
-bytes of a version as they were. Bytes are stored in base64; an input is the bits of its elements, little-endian.
+Run it only when the version of the wire changes, and then name the file after the new version. The vectors make sure
+that the bytes of a version never change. Bytes are stored in base64. An input is stored as the bits of its elements,
+little-endian.
 """
 
 import base64
@@ -23,7 +24,7 @@ rng = np.random.default_rng(0)
 
 
 def special_buckets():
-    """24 numbers each, of which one kind of trouble is made."""
+    """Returns buckets of 24 numbers, each with one kind of difficulty."""
     wave = np.float32(np.sin(np.arange(1, 25) * 1.7))
     with_nan, with_inf, mixed_zeros, spikes = wave.copy(), wave.copy(), np.zeros(24, np.float32), wave.copy()
     with_nan[5], with_inf[7], with_inf[11], mixed_zeros[::3], spikes[3] = np.nan, np.inf, -np.inf, -0.0, 1e30
@@ -40,10 +41,10 @@ def special_buckets():
                 np.full(24, 3e38),  # constant
                 wave * np.float32(1e-43),
                 wave * np.float32(1e-38),
-                wave * np.float32(3e-25),  # 2^80
+                wave * np.float32(3e-25),  # scaled by 2^80
                 wave * np.float32(1e37),
                 wave * np.float32(3e38),
-                2e38 + wave * 1e38,  # 2^-40; a span that doesn't fit
+                2e38 + wave * 1e38,  # scaled by 2^-40; a span that doesn't fit
                 np.float32(1e6) + wave,
                 -np.abs(wave),
                 np.abs(wave) + 3,
@@ -89,11 +90,11 @@ SPECIAL = ["special", "special bfloat16", "special float16"]
 SPECIALS = [f"special {i}" for i in range(len(special_buckets()))] + SPECIAL[1:]
 FEEDBACK = ["short", "bfloat16"], ["short residual", "bfloat16 residual"]
 MICRO = [cgx.Micro(name) for name in ("nvfp4", "mxfp4", "mxfp8")]
-MANY = ("long", 60)  # "many" is "long" so many times
+MANY = ("long", 60)  # "many" is 60 times "long"
 
 
 def encode_cases():
-    """(codec, chunks, leaves, residuals, ids)"""
+    """Yields (codec, chunks, leaves, residuals, ids)."""
     both = ("nearest", "stochastic")
     for codec in [cgx.MaxMin(bits, 40, rounding) for bits in range(1, 9) for rounding in both]:
         yield codec, 1 + codec.bits % 2 * 2, MESSAGE, None, None
@@ -123,7 +124,7 @@ def encode_cases():
         *plain,
     ]:
         yield codec, 1, SPECIAL, None, None
-    for codec in byte_grad:  # a bucket for each leaf
+    for codec in byte_grad:  # each leaf is a bucket
         yield codec, 1, SPECIALS, None, None
     yield cgx.Sign(35000), 1, ["many"], None, None  # more than one group of blocks
     yield cgx.MaxMin(4, 40, "stochastic"), 3, MESSAGE, None, [7, 2**31 + 1, 0, 5, 3]
@@ -147,7 +148,7 @@ def encode_cases():
         cgx.TopK(0.1, cgx.Cast("float16"), sampled),
     ]:
         yield codec, 3, ["scalar", "float16", "empty", "long"], None, [5, 1, 2, 0]
-    yield cgx.TopK(0.002), 1, ["many"], None, None  # low bits of a byte and more
+    yield cgx.TopK(0.002), 1, ["many"], None, None  # the low bits of an index have more than a byte
     for codec in [cgx.TopK(0.1), cgx.TopK(0.2, select=fitted)]:
         yield codec, 1, SPECIAL, None, None
     yield cgx.TopK(0.1, cgx.AbsMax(8, 24)), 3, *FEEDBACK, None
@@ -164,7 +165,7 @@ def encode_cases():
     ]
     for codec in [cgx.Eden(4, 128), cgx.Eden(2), *rotated]:
         yield codec, 3, ["scalar", "float16", "empty", "long"], None, [5, 1, 2, 0]
-        yield codec, 1, SPECIALS, None, None  # a bucket for each leaf
+        yield codec, 1, SPECIALS, None, None  # each leaf is a bucket
         yield codec, 3, *FEEDBACK, None
     yield cgx.Eden(3), 2, ["many"], None, None
     for leaves in (MESSAGE, SPECIAL, ["scalar", "float16", "empty", "long"]):
@@ -173,7 +174,7 @@ def encode_cases():
 
 
 def reduce_cases():
-    """(codec, leaves of each of the ranks, chunks, chunk, own rank or None, divisor)"""
+    """Yields (codec, leaves of each rank, chunks, chunk, own rank or None, divisor)."""
     leaves = [[f"rank {r}", f"rank {r} bfloat16"] for r in range(3)]
     for codec in [
         cgx.MaxMin(4, 40),
@@ -214,7 +215,7 @@ def settings(codec):
         **{
             f.name: nested(getattr(codec, f.name))
             for f in dataclasses.fields(codec)
-            if f.name != "rotate" or codec.rotate  # younger than most vectors
+            if f.name != "rotate" or codec.rotate  # this field is newer than most vectors
         },
     }
 

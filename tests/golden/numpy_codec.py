@@ -1,8 +1,8 @@
-"""The wire format in plain NumPy: it follows docs/wire-format.md and shares no code with the package, so that each
-checks the other. Slow and simple.
+"""The wire format in plain NumPy, slow and simple.
 
-A codec is a dict of its settings, {"codec": "MaxMin", "bits": 4, ...}. A leaf is (dtype's name, its elements' bits):
-NumPy has no bfloat16. Numbers are float32.
+It follows docs/wire-format.md and shares no code with the package, so that each checks the other. A codec is a dict of
+its settings, {"codec": "MaxMin", "bits": 4, ...}. A leaf is (name of the dtype, bits of its elements), because NumPy
+has no bfloat16. Numbers are float32.
 """
 
 import math
@@ -11,16 +11,16 @@ import numpy as np
 
 META = {"MaxMin": 2, "ByteGrad": 2, "AbsMax": 1, "Float8": 1, "Sign": 1, "Micro": 0, "Eden": 2}
 BITS = {"float32": np.dtype("<u4"), "bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2")}
-# mantissa bits, exponent bias, largest code and number
+# mantissa bits, exponent bias, largest code, largest number
 FLOAT8 = {"e4m3": (3, 7, 0x7E, 448), "e5m2": (2, 15, 0x7B, 57344), "e2m1": (1, 1, 0x7, 6)}
-# elements, bits of one, elements of a block
+# format of elements, bits of an element, elements of a block
 MICRO = {"nvfp4": ("e2m1", 4, 16), "mxfp4": ("e2m1", 4, 32), "mxfp8": ("e4m3", 8, 32)}
 NAN = np.uint32(0x7FC00000).view(np.float32)
 f32 = np.float32
 
 
 def ieee(function):
-    """Overflows and NaNs are part of the format, not worth a warning."""
+    """Turns off NumPy's warnings. Overflows and NaNs are part of the format."""
     return np.errstate(all="ignore")(function)
 
 
@@ -89,7 +89,7 @@ def noise_of(key, leaf_id, e):
 
 
 def meta_of(codec):
-    """Numbers of metadata of a bucket."""
+    """Returns the number of metadata floats of a bucket."""
     return 1 if codec.get("format") == "nvfp4" else META.get(codec["codec"], 0)
 
 
@@ -100,7 +100,7 @@ def width(codec):
 
 
 def fields(b):
-    """(first bit, bits) of the fields of a code."""
+    """Returns the (first bit, bits) of each field of a code."""
     at = 0
     for k in (8, 4, 2, 1):
         if b & k:
@@ -109,7 +109,7 @@ def fields(b):
 
 
 def blocks(n):
-    """(first element, elements, lanes) of the blocks of a bucket."""
+    """Returns the (first element, elements, lanes) of each block of a bucket."""
     for first in range(0, n, 128):
         size = min(128, n - first)
         yield first, size, -(-size // 8)
@@ -180,13 +180,13 @@ def hadamard(x):
 
 
 def halves(size):
-    """The powers of two in the metadata, and in the values."""
+    """Returns the powers of two in the metadata and in the values."""
     k = int(math.log2(size))
     return k - k // 2, k // 2
 
 
 def rotate(x, seed):
-    """(the rotated bucket, what turns its metadata into that of the wire)"""
+    """Returns the rotated bucket, and a function that converts its metadata to that of the wire."""
     size, largest = padded(len(x)), np.abs(x).max()
     scale = power(-40) if largest >= power(100) else power(80) if 0 < largest < power(-60) else f32(1)
     exponent = int((largest * scale).view(np.uint32)) >> 23
@@ -298,7 +298,7 @@ def scale_of(largest):
 
 @ieee
 def encode_bucket(codec, x, noise):
-    """(metadata, codes)"""
+    """Returns (metadata, codes)."""
     if rotated(codec):
         return (encode_eden if codec["codec"] == "Eden" else encode_rotated)(codec, x, noise)
     kind, b = codec["codec"], width(codec)
@@ -351,7 +351,7 @@ def encode_bucket(codec, x, noise):
 
 def to_float8(name, y):
     d, bias, largest, _ = FLOAT8[name]
-    # Rounding to a multiple of the last place of |y|'s binade, or of the denormals'; a carry goes to the next binade.
+    # Round to a multiple of the last place of |y|'s binade, or of the denormals. A carry goes to the next binade.
     exponent = np.maximum(np.frexp(np.abs(y))[1] - 1, 1 - bias)
     whole = np.rint(np.ldexp(np.abs(y), d - exponent)).astype(np.int64)
     code = np.where(whole < 2**d, whole, whole + ((exponent + bias - 1) << d))
@@ -369,7 +369,7 @@ def of_float8(name, codes):
 
 @ieee
 def encode_micro(codec, x):
-    """(metadata, bytes)"""
+    """Returns (metadata, bytes)."""
     elements, bits, size = MICRO[codec["format"]]
     blocks = np.append(x, np.zeros(-len(x) % 128, f32)).reshape(-1, size)
     if codec["format"] == "nvfp4":
@@ -434,7 +434,7 @@ def code_bytes(codec, n, dtype):
 
 # Lossless
 
-EXPONENT = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}  # its bits, and those of the mantissa
+EXPONENT = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}  # {dtype: (exponent bits, mantissa bits)}
 
 
 def most_bytes(dtype, n):
@@ -456,7 +456,7 @@ def overflow_bytes(dtype, n):
 
 
 def digits_of(e, c):
-    """The digits of an exponent, level after level."""
+    """Returns the digits of an exponent, one for each level."""
     if e == 0 and c > 0:
         return [3, 3, 2]
     if e <= c:
@@ -465,7 +465,7 @@ def digits_of(e, c):
 
 
 def encode_block(dtype, bits):
-    """(head, planes, overflow)"""
+    """Returns (head, planes, overflow)."""
     e_bits, m_bits = EXPONENT[dtype]
     bits = bits.astype(np.int64)
     exponents = (bits >> m_bits) & (2**e_bits - 1)
@@ -494,7 +494,7 @@ def encode_block(dtype, bits):
 
 
 def decode_block(dtype, n, head, planes, overflow):
-    """The bits of the elements."""
+    """Returns the bits of the elements."""
     (e_bits, m_bits), packed = EXPONENT[dtype], 2 * -(-n // 8)
     c, digits = head[0], unpack(planes[:packed], n, 2)
     if len(overflow) == most_bytes(dtype, n):
@@ -562,7 +562,7 @@ def row_bytes(bits):
 
 
 def form_of(n, k):
-    """(split, low bits of an index, bits of the row)"""
+    """Returns (split, low bits of an index, bits of the row)."""
     b = (n // k).bit_length() - 1
     high = (n >> b) + k
     split = row_bytes(high) + b // 8 * k + -(-k // 8) * (b % 8) < row_bytes(n)
@@ -588,7 +588,7 @@ def list_indices(indices, n):
 
 
 def listed(data, n, k):
-    """(indices, their places in the list), and the bytes of the list."""
+    """Returns (indices, their places in the list, number of bytes of the list)."""
     if k in (0, n):
         return np.arange(k), np.arange(k), 0
     split, b, bits = form_of(n, k)
@@ -613,7 +613,7 @@ def listed(data, n, k):
 
 @ieee
 def threshold(how, m, k, random):
-    """m: the bits of the magnitudes."""
+    """Returns the threshold of a selection. `m` has the bits of the magnitudes."""
     n = len(m)
     c = min(n, max(math.ceil(how["share"] * n), -(-2 * n // k)))
     s = n // c
@@ -659,7 +659,7 @@ def encode_topk(codec, x, start, key, leaf_id):
     indices = np.concatenate([np.sort(indices), np.full(k - len(indices), n)]).astype(np.int64)
     values = np.concatenate(
         [np.zeros(start, f32), np.append(x, f32(0))[indices]]
-    )  # so that they draw the noise from `start` on
+    )  # the padding makes them draw the noise from `start` on
     pieces = [(0, start + at, sizes, raw) for _, at, sizes, raw in pieces_of(codec["values"], [("float32", k)], 1)[0]]
     return pad16(list_indices(indices, n)) + encode_chunk(
         codec["values"], pieces, ["float32"], [values], [values.view("<u4")], key, [leaf_id]
@@ -667,7 +667,7 @@ def encode_topk(codec, x, start, key, leaf_id):
 
 
 def topk_bytes(codec, n):
-    """The bytes of a piece: those of one with no values but 0, which draw nothing."""
+    """Returns the number of bytes of a piece. It encodes zeros, which draw no noise."""
     values = {**codec["values"], "rounding": "nearest"}
     return len(encode_topk({**codec, "select": "exact", "values": values}, np.zeros(n, f32), 0, None, 0))
 
@@ -682,8 +682,10 @@ def decode_topk(codec, data, n):
 
 
 def pieces_of(codec, leaves, chunks):
-    """Of each chunk [(leaf, first element, sizes of the buckets or stretches, raw elements)]. leaves: [(dtype,
-    size)]."""
+    """Returns the pieces of each chunk: [(leaf, first element, sizes of buckets or stretches, raw elements)].
+
+    `leaves` is [(dtype, size)].
+    """
     unit = bucket_size(codec) or 512
     weight_of = (lambda _, n, __: n) if codec["codec"] == "TopK" else code_bytes
     if codec["codec"] == "Lossless":
@@ -729,7 +731,7 @@ def pad16(data):
 
 
 def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
-    """numbers: each leaf in float32; bits: each leaf as its raw elements travel."""
+    """Encodes a chunk. `numbers` has each leaf in float32, `bits` each leaf as its raw elements travel."""
     metas, bodies = b"", b""
     if codec["codec"] == "Lossless":
         return encode_lossless(pieces, dtypes, bits)
@@ -759,7 +761,7 @@ def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
 
 
 def read_chunk(codec, pieces, dtypes, chunk):
-    """Stretches of a chunk: (leaf, first element, base or None, terms); decoded: base + terms."""
+    """Yields the stretches of a chunk: (leaf, first element, base or None, terms). They decode to base + terms."""
     if codec["codec"] == "Lossless":
         yield from read_lossless(pieces, dtypes, chunk)
         return
@@ -799,7 +801,7 @@ def read_chunk(codec, pieces, dtypes, chunk):
 
 @ieee
 def encode(codec, leaves, chunks=1, key=None, ids=None, residuals=None):
-    """The chunks' bytes; with residuals also the new ones."""
+    """Returns the bytes of the chunks, and with residuals also the new residuals."""
     dtypes, bits = [d for d, _ in leaves], [b for _, b in leaves]
     numbers = [widen(*leaf) for leaf in leaves]
     if residuals is not None:
@@ -818,7 +820,7 @@ def encode(codec, leaves, chunks=1, key=None, ids=None, residuals=None):
 
 @ieee
 def decode_float32(codec, leaves, payload):
-    """leaves: [(dtype, size)]"""
+    """Returns the leaves in float32. `leaves` is [(dtype, size)]."""
     out = [np.zeros(size, f32) for _, size in leaves]
     for pieces, chunk in zip(pieces_of(codec, leaves, len(payload)), payload):
         for leaf, at, base, terms in read_chunk(codec, pieces, [d for d, _ in leaves], chunk):
@@ -827,13 +829,16 @@ def decode_float32(codec, leaves, payload):
 
 
 def decode(codec, leaves, payload):
-    """The leaves' bits."""
+    """Returns the bits of the leaves."""
     return [narrow(d, x) for (d, _), x in zip(leaves, decode_float32(codec, leaves, payload))]
 
 
 @ieee
 def reduce(codec, leaves, payloads, chunks=1, chunk=0, own=None, rank=None, divisor=1.0, key=None, ids=None):
-    """(sums in float32, the sums encoded again) of one chunk's payloads; own: leaves that stand for those of `rank`."""
+    """Returns the sums of one chunk's payloads in float32, and the sums encoded again.
+
+    The leaves in `own` replace the payload of `rank`.
+    """
     dtypes, all_pieces = [d for d, _ in leaves], pieces_of(codec, leaves, chunks)
     pieces = all_pieces[chunk]
     sums = [np.zeros(size, f32) for _, size in leaves]

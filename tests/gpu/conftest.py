@@ -1,5 +1,7 @@
-"""`pytest --results FILE` keeps what each test says as soon as it says it. The next run goes on with the tests that are
-left."""
+"""With `pytest --results FILE`, the result of each test is kept as soon as the test ends.
+
+The next run continues with the tests that are left.
+"""
 
 import json
 import os
@@ -13,14 +15,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if path := config.getoption("results", None):  # there is none where tests/gpu is one of many folders
+    if path := config.getoption("results", None):  # the option doesn't exist if tests/gpu is one of several folders
         config.pluginmanager.register(Results(path, again=bool(config.option.keyword)))
 
 
 class Results:
-    """`tests` of a file of JSON: {} for a test that is left; `now`: the test that runs.
+    """Keeps the results in a JSON file.
 
-    again: whether tests that have a result run again, because the user has chosen them (-k)."""
+    In the file, `tests` has {} for a test that is left, and `now` is the test that runs. `again` says whether tests
+    that have a result run again, because the user has chosen them (-k).
+    """
 
     def __init__(self, path, again):
         self.path, self.again = path, again
@@ -34,7 +38,7 @@ class Results:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items, config):
-        """Before -k and -m choose: the tests that they leave out are left."""
+        """Runs before -k and -m choose. The tests that they leave out count as left."""
         ours = [item for item in items if item.get_closest_marker("gpu")]
         done = [] if self.again else [item for item in ours if self.tests.get(item.nodeid)]
         for item in ours:

@@ -1,6 +1,7 @@
-"""A small program that runs every operation of some codecs on the GPU and compares with the CPU.
+"""A small program that runs every operation of some codecs on the GPU and compares the results with the CPU's.
 
-python everything.py GROUP [repetitions]"""
+python everything.py GROUP [repetitions]
+"""
 
 import sys
 
@@ -40,7 +41,7 @@ GROUPS = {
     ],
 }
 SHAPES = [(20_000, "float32"), (1_001, "bfloat16"), (7, "float16"), (4_096, "float32")]
-MESSAGES = [SHAPES, [(0, "float32"), (0, "bfloat16")]]  # calls on nothing may be captured, too
+MESSAGES = [SHAPES, [(0, "float32"), (0, "bfloat16")]]  # empty calls may also be captured
 
 
 def leaves_of(shapes):
@@ -48,8 +49,10 @@ def leaves_of(shapes):
 
 
 def step(codec, like):
-    """Two rounds of everything in one program; the second is of what the first left. No arithmetic but the
-    operations'."""
+    """Runs everything twice in one program. The second round takes the results of the first.
+
+    The program has no arithmetic except the operations.
+    """
     layout = Layout.of(codec, like, chunks=2)
 
     def run(leaves, residuals, key):

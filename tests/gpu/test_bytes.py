@@ -1,5 +1,7 @@
-"""The GPU gives the bytes of the CPU: encode, decode, reduce, feedback, over the messages that the reference is
-compared over."""
+"""Tests that the GPU gives the bytes of the CPU for encode, decode, reduce and feedback.
+
+The messages are those with which the kernels are compared with the reference.
+"""
 
 import functools
 
@@ -23,12 +25,12 @@ EXAMPLES = hypothesis.settings().max_examples
 
 
 def both(f, *args):
-    """The results of f on the CPU and on the GPU."""
+    """Returns the results of f on the CPU and on the GPU."""
     return [jax.tree.map(np.asarray, f(*jax.device_put(args, jax.devices(platform)[0]))) for platform in ("cpu", "gpu")]
 
 
 def on_cpu(make):
-    """Numbers are made on the CPU: what a GPU makes of denormals is not in question here."""
+    """Makes the numbers on the CPU, because these tests don't depend on what a GPU does with denormals."""
 
     @functools.wraps(make)
     def made(*args, **kwargs):
@@ -42,10 +44,11 @@ values, normal = on_cpu(values), on_cpu(normal)
 
 
 def check_encode(layout, leaves, key, residuals=None):
-    """The payload, if CPU and GPU make the same of the leaves, and of the payload."""
+    """Returns the payload. CPU and GPU must agree on the payload of the leaves, and on the leaves of the payload."""
     operands = Encode(leaves, residuals, key)
     (payload, new), (got, got_new) = both(functools.partial(test_golden.encode_by_kernels, layout), operands)
-    sent = functools.partial(one_nan, layout) if residuals is not None else np.asarray  # what is not a sum is copied
+    # Residuals make sums; without them, raw numbers are copied.
+    sent = functools.partial(one_nan, layout) if residuals is not None else np.asarray
     assert_same_bytes(sent(got), sent(payload))
     for a, b in zip(got_new, new, strict=True):
         assert_same_values(a, b)
@@ -100,8 +103,8 @@ def test_reduce(layout, with_own, seed, exponent, special, rank):
 def test_any_layout(layout, key, seed, exponent, special):
     leaves = values(layout, seed, exponent, special)
     payload = check_encode(layout, leaves, np.array(key, np.uint32) if layout.codec.stochastic else None)
-    # Any bytes at all, metadata included. The wire leaves open how products that are not exact are rounded: as AVX2's
-    # kernels do.
+    # Any bytes are tested, also as metadata. The wire format doesn't define how inexact products are rounded. AVX2's
+    # kernels round them like the GPU.
     best = registration.MODULE.build_info()["kernels"]
     try:
         registration.MODULE.select_kernels("avx2")
@@ -165,10 +168,7 @@ def test_the_largest_elements(codec, size):
     results = both(run, np.stack([payload[1]] * 4), arrays, key)
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         assert_same_bytes(b, a)
-    for cleared in (
-        payload,
-        np.random.RandomState(0).randint(0, 256, payload.shape).astype(np.uint8),
-    ):  # any bytes, too
+    for cleared in (payload, np.random.RandomState(0).randint(0, 256, payload.shape).astype(np.uint8)):  # any bytes
         for a, b in zip(*both(functools.partial(ops.clear, layout), cleared, leaves), strict=True):
             assert_same_bytes(b, a)
 
@@ -205,7 +205,7 @@ def test_a_leaf_of_more_than_2_to_31_elements():
     layout = Layout(codec, ((n,),), (jnp.bfloat16,))
     end = Layout(codec, ((70_000,),), (jnp.bfloat16,))
     tail = normal(70_000, dtype=jnp.bfloat16)
-    # Of zeros before the last elements; slices by lax, as jnp's indices have 32 bits.
+    # Zeros, except for the last elements. Slices are made by lax, because jnp's indices have 32 bits.
     encode = lambda tail: ops.encode(layout, [jnp.concatenate([jnp.zeros(2**31, jnp.bfloat16), tail])])
     (leaf,) = ops.decode(layout, jax.jit(encode)(jax.device_put(tail, gpu)))
     expected = ops.decode(end, ops.encode(end, [jax.device_put(tail, jax.devices("cpu")[0])]))[0]
@@ -234,7 +234,10 @@ def test_every_half_decodes(to, leaf):
 @pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
 @pytest.mark.parametrize("to", ("float16", "bfloat16"))
 def test_floats_of_every_exponent_become_halves(to, rounding):
-    """Ties and their neighbours at every bit that may be the last, behind even and odd numbers, and random bits."""
+    """Numbers are ties and their neighbours at every bit that may be the last, and random bits.
+
+    Ties come after even and after odd numbers.
+    """
     ties = 1 << np.arange(23)
     low = np.unique(
         [(before + ties + near) & 0x7FFFFF for before in (0 * ties, 2 * ties, 2**23 - 2 * ties) for near in (-1, 0, 1)]

@@ -1,4 +1,4 @@
-"""The GPU handlers inside programs: CUDA graphs, shard_map, several processes, and under the sanitizers."""
+"""Tests the GPU handlers inside programs: CUDA graphs, shard_map, several processes, and sanitizers."""
 
 import contextlib
 import importlib.util
@@ -27,13 +27,14 @@ from jaxcgx.native.layout import Layout
 
 pytestmark = pytest.mark.gpu
 EVERYTHING = pathlib.Path(__file__).parent / "everything.py"
-each_group = pytest.mark.parametrize("group", ("fast", "other", "rotated", "floats", "topk"))  # of everything.py
+# The groups of everything.py.
+each_group = pytest.mark.parametrize("group", ("fast", "other", "rotated", "floats", "topk"))
 
 
 def start(*command, **env):
-    """A process that shares the GPU with this one, in a group of its own; its output goes to a file."""
+    """Starts a process that shares the GPU, in its own process group. Its output goes to a file."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
-    # A pipe would fill while another process is waited for.
+    # A pipe would fill up while another process is waited for.
     output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
     process = subprocess.Popen(
         [str(c) for c in command], env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -43,7 +44,7 @@ def start(*command, **env):
 
 
 def finish(*processes, timeout=150):
-    """Their output; None where it comes too late. They and all that they started are stopped."""
+    """Returns the output of the processes, or None if they take too long. They and all their children are stopped."""
     end, late, outputs = time.monotonic() + timeout, False, []
     try:
         for p in processes:
@@ -63,7 +64,7 @@ def finish(*processes, timeout=150):
 
 @each_group
 def test_cuda_graphs(tmp_path, group):
-    """Every operation may be captured, and the graph replayed, also when its buffers have moved."""
+    """Every operation can be captured, and the graph can be replayed, also after its buffers have moved."""
     flags = (
         f"--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
     )
@@ -127,7 +128,7 @@ print("rank", comm.rank, "of", comm.size, "agrees")
 
 
 def test_two_processes_on_one_gpu_over_mpi(tmp_path):
-    if not importlib.util.find_spec("mpi4jax"):  # importing it would start MPI in this process
+    if not importlib.util.find_spec("mpi4jax"):  # importing it here would start MPI in this process
         pytest.skip("mpi4jax is not installed")
     if not shutil.which("mpirun"):
         pytest.skip("there is no mpirun on the PATH")
@@ -178,7 +179,7 @@ def two_nccl_ranks(program):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
-    # NCCL's multi-rank mode wants both ranks' kernels on the GPU at once: few blocks.
+    # NCCL's multi-rank mode needs the kernels of both ranks on the GPU at once, so they have few blocks.
     env = dict(
         NCCL_MULTI_RANK_GPU_ENABLE="1",
         NCCL_MAX_CTAS="4",
@@ -207,12 +208,14 @@ def test_two_nccl_ranks_train_on_one_gpu():
 
 
 def sanitize(tool, group, *options):
-    """Runs everything under a tool of compute-sanitizer, which looks at our kernels alone: XLA's take most of the
-    time."""
+    """Runs everything under a tool of compute-sanitizer.
+
+    The tool checks only our kernels, because XLA's would take most of the time.
+    """
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if not sanitizer:
         pytest.skip("there is no compute-sanitizer")
-    # An allocation for each buffer: within a pool, writing past one into another would be no error.
+    # Each buffer has its own allocation. Inside a pool, writing past one buffer into another one would not be an error.
     process = start(
         sanitizer,
         f"--tool={tool}",
@@ -234,7 +237,7 @@ def sanitize(tool, group, *options):
 
 @each_group
 def test_memcheck(group):
-    sanitize("memcheck", group, "--report-api-errors=no")  # XLA probes the driver with calls that may fail
+    sanitize("memcheck", group, "--report-api-errors=no")  # XLA makes some driver calls that are expected to fail
 
 
 @each_group

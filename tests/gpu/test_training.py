@@ -1,4 +1,4 @@
-"""Whole training steps: on GPUs, and in the full tests with the same code on the CPU."""
+"""Tests whole training steps on GPUs. The full tests also run the same code on the CPU."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ on_each_platform = pytest.mark.parametrize(
 def training(monkeypatch):
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"needs {package}")
-    with jax.numpy_dtype_promotion("standard"):  # which optax relies on
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         yield load_script(pathlib.Path(__file__).parent / "training.py", monkeypatch)
 
 

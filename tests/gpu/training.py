@@ -1,7 +1,7 @@
-"""Whole training steps with a model of Flax NNX: whole on every device, sharded over them (FSDP), and as ranks that
-share a device.
+"""Trains a model of Flax NNX: replicated on every device, sharded over them (FSDP), and as ranks that share a device.
 
-`python training.py PROCESS ADDRESS` trains as one of two processes."""
+`python training.py PROCESS ADDRESS` trains as one of two processes.
+"""
 
 import functools
 import sys
@@ -18,7 +18,7 @@ import jaxcgx as cgx
 STEPS = 10
 PLAN = cgx.Plan(cgx.MaxMin(4, 128), [("second/kernel", cgx.TopK(0.3))], min_size=100)
 X = np.random.RandomState(0).standard_normal((48, 32)).astype(np.float32)
-OPTIMIZER = optax.sgd(0.3)  # which, unlike Adam, learns otherwise if gradients have another scale
+OPTIMIZER = optax.sgd(0.3)  # unlike Adam, SGD learns differently if gradients have another scale
 
 
 class Model(nnx.Module):
@@ -39,7 +39,7 @@ def loss_fn(params, x):
 
 
 def run(step, params, state, batch):
-    """The loss of each step, and the kernels in its program."""
+    """Returns the loss of each step, and the kernels in its program."""
     text = step.lower(params, state, batch).as_text()
     losses = []
     for _ in range(STEPS):
@@ -58,7 +58,7 @@ def train_step(devices, plan, sharded):
 
 
 def ranks_of_one_device(device, plan):
-    """Four ranks, which vmap makes: one device runs all kernels of the exchange."""
+    """Trains four ranks of vmap. One device runs all kernels of the exchange."""
 
     @jax.jit
     def step(params, state, batch):
@@ -75,7 +75,7 @@ def ranks_of_one_device(device, plan):
 
 
 def check(losses, several):
-    """Compressed steps learn as plain ones do, by the kernels if there are several ranks."""
+    """Compressed steps learn like plain ones. With several ranks, their programs have the kernels."""
     (plain, _), (found, kernels) = (losses(plan) for plan in (cgx.Raw(), PLAN))
     assert plain[-1] < 0.8 * plain[0]
     assert kernels == {"encode", "decode", "reduce"} or not several

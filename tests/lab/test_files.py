@@ -1,4 +1,4 @@
-"""The files of links and of changes."""
+"""Tests the files of links and of their changes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Hosts and links. tests/report/test_lab.py runs programs in them."""
+"""Tests hosts and links. tests/report/test_lab.py runs programs in them."""
 
 import json
 import os
@@ -82,7 +82,8 @@ def test_a_cable_between_two_hosts():
             return json.loads(subprocess.run(words, capture_output=True, check=True).stdout)[0]["gso_max_size"]
 
         lab.join(0, 1, "10mbit")
-        assert most("eth0") == 65_536 and most("to1") == 14_400  # bytes of a packet, which a bucket passes whole
+        # A packet of this many bytes passes the token bucket whole.
+        assert most("eth0") == 65_536 and most("to1") == 14_400
         assert "dev to1" in way(0, 1) and "dev to0" in way(1, 0) and "dev eth0" in way(0, 2)
         lab.part(0, 1)
         assert "dev eth0" in way(0, 1) and "dev eth0" in way(1, 0)

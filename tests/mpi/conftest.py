@@ -1,4 +1,7 @@
-"""`pytest tests/mpi` alone is one rank; `mpirun -n 4 pytest tests/mpi` is four, each a process that runs every test."""
+"""`pytest tests/mpi` alone is one rank.
+
+`mpirun -n 4 pytest tests/mpi` is four processes, each of which runs every test.
+"""
 
 import importlib.util
 

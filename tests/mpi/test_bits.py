@@ -1,4 +1,4 @@
-"""Over MPI the collectives give what they give over a mesh: the same bits for the same ranks, inputs and key."""
+"""Tests that the collectives over MPI give the same bits as over a mesh, for the same ranks, inputs and key."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SCHEDULES = ("two_shot", "one_shot", "ring")
 
 
 def tree(ranks):
-    """What the ranks of a communicator exchange: whole and broken buckets, all dtypes, and what travels raw."""
+    """Returns leaves for the ranks: whole and short buckets, all dtypes, and leaves that travel raw."""
     x = {
         "w": normal((ranks, 3 * ranks, 100)),
         "b": normal((ranks, 2 * ranks, 1), 1, jnp.bfloat16),
@@ -74,7 +74,7 @@ def test_feedback():
 
 
 def test_sparse_sums():
-    """Of ranks and of nodes, with momentum that loses what is sent."""
+    """The sums are over ranks and over nodes. The momentum of sent elements is cleared."""
     x, few = {"w": normal((N, 900))}, cgx.TopK(0.1)
     grid = GRIDS[0]
 
@@ -106,7 +106,7 @@ def test_sparse_sums():
 
 
 def test_derivatives():
-    """Transposes are compressed alike. What is left raw has those of lax."""
+    """Transposes are compressed in the same way. Transposes of raw leaves are those of lax."""
     codec, x = (
         cgx.MaxMin(4, 33, "stochastic"),
         {k: v for k, v in tree(N).items() if k != "n"} | {"raw": normal((N, N, 3))},
@@ -130,7 +130,8 @@ def test_derivatives():
         lambda x: cgx.mpi.compressed_alltoall(x, plan, key=KEY, split_axis=0, concat_axis=1, tiled=True),
     )
     for got, expected in zip(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x)):
-        np.testing.assert_allclose(got.pop("raw"), expected.pop("raw"), rtol=1e-6)  # XLA and MPI add in other orders
+        # XLA and MPI add in different orders.
+        np.testing.assert_allclose(got.pop("raw"), expected.pop("raw"), rtol=1e-6)
         same(got, expected)
 
 
@@ -138,7 +139,7 @@ GRIDS = [(2, 2)] if N == 4 else [(1, N), (N, 1)]
 
 
 def nodes(grid):
-    """A hierarchy of that many nodes with that many ranks."""
+    """Returns a hierarchy with that many nodes and ranks per node."""
     return cgx.mpi.hierarchy(COMM, COMM.Split(COMM.rank // grid[1], COMM.rank))
 
 
@@ -175,11 +176,11 @@ def test_hierarchies(grid, inner, monkeypatch):
         ]
 
     got = jax.jit(over_mpi)(mine(x))
-    assert same_everywhere(got)  # CGX's leaders end with other numbers than their peers
+    assert same_everywhere(got)  # leaders of CGX end with other numbers than their peers
     for a, b, (codec, leader, _) in zip(got, on_mesh(over_mesh, x, sizes=grid), cases):
         if (
             codec.raw and leader
-        ):  # XLA and MPI add raw numbers in other orders: the codec may then round to the next step
+        ):  # XLA and MPI add raw numbers in different orders, so the codec may round to the next step
             np.testing.assert_allclose(a["w"], b["w"], atol=0.5)
         else:
             same(a, b)
@@ -187,7 +188,10 @@ def test_hierarchies(grid, inner, monkeypatch):
 
 @pytest.mark.parametrize("inner", ["SHM", "MPI"])
 def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
-    """By levels, with one codec for all, raw: all goes through the memory of the node, or all over MPI."""
+    """It runs by levels, with one codec for all ranks, and raw.
+
+    Everything goes through shared memory, or everything over MPI.
+    """
     if N == 1:
         pytest.skip("needs 2 ranks or more: mpirun")
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
@@ -209,7 +213,7 @@ def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
 
 @pytest.mark.parametrize("inner", ["SHM", "MPI"])
 def test_the_levels_of_a_hierarchy(inner, monkeypatch):
-    """One at a time, as `comm`; and all ranks of one node together. Of every dtype."""
+    """Each level is used alone as `comm`, and so are all ranks of one node together. Leaves have every dtype."""
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
     found, codec, x = cgx.mpi.hierarchy(), cgx.MaxMin(3, 33), tree(N)
     for comm in (found, found.inner):
@@ -234,7 +238,7 @@ def test_the_levels_of_a_hierarchy(inner, monkeypatch):
         np.testing.assert_array_equal(cgx.mpi.broadcast(jnp.full(3, COMM.rank, jnp.int4), N - 1, comm), N - 1)
     same(
         cgx.mpi.compressed_allreduce(x["w"][COMM.rank], codec, found.cross), x["w"][COMM.rank]
-    )  # the only rank of its place
+    )  # the only rank at its place
 
 
 def test_a_hierarchy_is_made_once():
@@ -263,7 +267,7 @@ def test_a_hierarchy_scatters_and_gathers():
 
 
 def test_nodes_whose_ranks_are_spread():
-    """Ranks 0, 2 on one node and 1, 3 on the other: the hierarchy counts them node by node."""
+    """Ranks 0 and 2 are on one node, 1 and 3 on the other one. The hierarchy counts them node by node."""
     if N != 4:
         pytest.skip("needs 4 ranks")
     found = cgx.mpi.hierarchy(COMM, COMM.Split(COMM.rank % 2, COMM.rank))
@@ -274,7 +278,7 @@ def test_nodes_whose_ranks_are_spread():
 
 
 def test_communicators_within_the_world():
-    """Even and odd ranks, each among themselves, and all together in the same program."""
+    """Even and odd ranks exchange among themselves, and all ranks together, in the same program."""
     part = COMM.Split(COMM.rank % 2, COMM.rank)
     everybody, group = normal((N, 700)), normal((part.size, 700), 1 + COMM.rank % 2)
     codec = cgx.MaxMin(4)
@@ -294,7 +298,7 @@ def test_communicators_within_the_world():
 
 
 def test_other_reductions_stay_what_they_are():
-    """Compression is per call: neither mpi4jax's sums in the same program nor mpi4py's beside it change."""
+    """Compression is per call. It doesn't change mpi4jax's sums in the same program, or mpi4py's outside of it."""
     import mpi4jax
 
     x = normal((N, 1000))
@@ -308,7 +312,7 @@ def test_other_reductions_stay_what_they_are():
 
 
 def test_python_may_send_while_a_program_runs():
-    """JAX runs ahead of Python: what both send over one communicator doesn't meet."""
+    """JAX runs ahead of Python. Messages of both over one communicator don't interfere."""
     x, step = mine(normal((N, 300_000))), jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, cgx.MaxMin(8), op="mean"))
     jax.block_until_ready(step(x))
     for i in range(20):
@@ -319,7 +323,7 @@ def test_python_may_send_while_a_program_runs():
 
 @pytest.mark.parametrize("total", [2**18 - 1, 2**18, 2**18 + 1, 3 * 2**18])
 def test_messages_of_the_limit_and_around(total):
-    """CGX never reduces the last group of layers that together reach the limit, here 1 MiB."""
+    """CGX doesn't compress the last group of layers that together reach the limit, here 1 MiB."""
     sizes = [2**17, 2**16, total - 2**17 - 2**16]
     x = [normal((N, size), seed) for seed, size in enumerate(sizes)]
     got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, cgx.MaxMin(8), fusion_mb=1))(mine(x))
@@ -348,4 +352,4 @@ def test_broadcast():
     assert_same_trees(got, expected)
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(root)))
     np.testing.assert_array_equal(slope, N * (N + 1) / 2 * (COMM.rank == root))
-    np.testing.assert_array_equal(cgx.mpi.broadcast(x["w"][COMM.rank], root), x["w"][root])  # without jit
+    np.testing.assert_array_equal(cgx.mpi.broadcast(x["w"][COMM.rank], root), x["w"][root])  # also without jit

@@ -1,7 +1,7 @@
-"""CGX's own checks over MPI: constant arrays are summed exactly, others within the bound that docs/error-bounds.md
-derives.
+"""Runs CGX's own checks over MPI: sums of constants are exact, and others are within the bound of docs/error-bounds.md.
 
-Of sizes that leave ranks without a bucket or with a few elements, of every width and bucket, of every dtype."""
+Sizes include some that leave ranks without a bucket or with a few elements. Tests cover every width, bucket and dtype.
+"""
 
 import bounds
 import jax
@@ -22,7 +22,7 @@ CODECS = [cgx.MaxMin(bits, bucket) for bits in range(1, 9) for bucket in (64, 51
 
 
 def sums(x, schedules=("two_shot",), codecs=CODECS):
-    """{(codec, schedule): the sum of each leaf}."""
+    """Returns {(codec, schedule): the sum of each leaf}."""
     return {
         (codec, schedule): cgx.mpi.compressed_allreduce(x, codec, schedule=schedule)
         for codec in codecs
@@ -31,7 +31,7 @@ def sums(x, schedules=("two_shot",), codecs=CODECS):
 
 
 def skewed(size):
-    """Of another magnitude on every rank."""
+    """Returns numbers of different magnitudes on each rank."""
     return (
         np.random.RandomState(size).standard_normal((N, size)).astype(np.float32) ** 3
         * np.arange(1, N + 1, dtype=np.float32)[:, None]
@@ -57,7 +57,7 @@ def test_errors_are_within_the_derived_bound(schedule):
     f = jax.jit(lambda x: list(sums(x, [schedule], codecs).values()))
     got, again = f(mine(x)), f(mine(x))
     assert same_everywhere(got)
-    assert_trees(np.testing.assert_array_equal, got, again)  # whoever comes first
+    assert_trees(np.testing.assert_array_equal, got, again)  # the result doesn't depend on which rank comes first
     for codec, leaves in zip(codecs, got):
         check(codec, schedule, leaves, x)
 
@@ -70,8 +70,7 @@ def test_a_million(codec):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
 def test_short_floats(dtype):
-    """They travel as they are given and are added in float32; the result is rounded once for each time that it is
-    made."""
+    """Short floats travel unchanged and are added in float32. The result is rounded once each time it is made."""
     x = [skewed(size).astype(dtype) for size in SIZES]
     for codec in (cgx.MaxMin(4), cgx.MaxMin(8, 33)):
         got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))(mine(x))
@@ -80,25 +79,25 @@ def test_short_floats(dtype):
 
 
 def check(codec, schedule, got, x, eps=0):
-    """eps: of the result's dtype, where that is shorter than float32."""
+    """Checks a sum against the bound. `eps` is that of the result's dtype, if this is shorter than float32."""
     if COMM.rank:
-        return  # all have the same bits
+        return  # all ranks have the same bits
     for y, given, owner in zip(got, x, bounds.owners([leaf[0] for leaf in x], N, codec)):
         exact = np.asarray(given, np.float64)
         bound = bounds.SCHEDULES[schedule](exact, owner, codec) if N > 1 else 0 * bounds.spans(exact[0], codec)
         bound = bound * (1 + eps) + eps * bounds.largest(exact.sum(0), codec)
         error = bounds.check(y, exact, bound, codec)
-        assert N == 1 or given.shape[1] < 16384 or error.max() > 0.1 * bound.max()  # the bound says something
+        assert N == 1 or given.shape[1] < 16384 or error.max() > 0.1 * bound.max()  # the bound is not far too large
 
 
 def test_small_ranges_and_numbers_that_are_none():
-    """An absolute epsilon would make a bucket of small range one number, and a NaN its minimum."""
+    """With an absolute epsilon, a bucket of small range would become one number, and a NaN would become the minimum."""
     codec, size = cgx.MaxMin(4, 64), 64 * 8
     tiny, bad = skewed(size) * np.float32(1e-25), skewed(size)
     bad[0, 100], bad[N - 1, 300] = np.nan, np.inf
     got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))([mine(tiny), mine(bad)])
     assert len(np.unique(got[0])) > 60 and np.abs(got[0] - tiny.sum(0)).max() < 0.2 * np.abs(tiny.sum(0)).max()
-    if N > 1:  # alone it stays as it is
+    if N > 1:  # a single rank returns its numbers unchanged
         lost = np.isnan(np.asarray(got[1])).reshape(-1, 64)
         assert lost[[1, 4]].all()
         assert not lost[[0, 2, 3, 5, 6, 7]].any()

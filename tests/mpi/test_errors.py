@@ -1,4 +1,4 @@
-"""Bad input over MPI: the error on every rank, before any data moves."""
+"""Tests bad input over MPI: every rank gets the error, before any data moves."""
 
 import jax
 import jax.numpy as jnp
@@ -254,7 +254,7 @@ def test_ranks_that_differ(f, words):
 
 
 def everywhere(error, f):
-    """The error of f(), the same on every rank."""
+    """Returns the error of f(), which must be the same on every rank."""
     with pytest.raises(error) as raised:
         f()
     assert len(set(COMM.allgather(str(raised.value)))) == 1
@@ -279,8 +279,10 @@ def test_variables_of_one_rank(monkeypatch):
 
 @several
 def test_a_rank_that_can_share_no_memory(monkeypatch):
-    """An error of all if shared memory was asked for; without, MPI takes its place. As it does for computations
-    elsewhere."""
+    """If shared memory was requested, all ranks get an error. Otherwise MPI replaces it.
+
+    MPI also replaces it for computations on other devices.
+    """
     nodes = lambda: cgx.mpi.hierarchy(COMM.Dup())
     monkeypatch.delenv("CGX_INNER_COMMUNICATOR_TYPE", raising=False)
     assert isinstance(nodes().inner, Shm)
@@ -299,7 +301,7 @@ def test_a_rank_that_can_share_no_memory(monkeypatch):
 
 @several
 def test_after_a_checked_call_that_waited_in_vain(monkeypatch):
-    """Whoever waited raises at once; what it had sent makes no other rank believe that it takes part."""
+    """Ranks that waited raise at once. The other ranks don't take what these have sent for taking part."""
     comm = COMM.Dup()
     monkeypatch.setattr(cgx.mpi, "WAIT", 0.5)
     if R == 0:
@@ -318,11 +320,11 @@ def test_after_a_checked_call_that_waited_in_vain(monkeypatch):
 def test_ranks_that_come_to_their_communicators_in_other_orders(monkeypatch):
     comms = [COMM.Dup(), COMM.Dup()]
     monkeypatch.setattr(cgx.mpi, "MEET", 0.5)
-    for _ in range(2):  # the second time at once
+    for _ in range(2):  # the second time, the error comes at once
         with raises(RuntimeError, says("compressed_allreduce", "comm")):
             allreduce(normal(8), CODEC, comms[int(R == 1)])
     COMM.Barrier()
-    comms[int(R != 1)].Idup()[1].Wait()  # or MPI could not end
+    comms[int(R != 1)].Idup()[1].Wait()  # otherwise MPI could not end
 
 
 @several
@@ -336,11 +338,11 @@ def test_a_rank_that_does_not_come_to_the_hierarchy(monkeypatch):
             cgx.mpi.hierarchy(comm)
     COMM.Barrier()
     if R != 0:
-        comm.Ibarrier().Wait()  # or MPI could not end
+        comm.Ibarrier().Wait()  # otherwise MPI could not end
 
 
 def test_communicators_are_freed_with_the_users():
-    """MPI has a few thousand, and gives numbers that are free again to the next."""
+    """MPI has a few thousand communicators, and gives the numbers of freed ones to new ones."""
     numbers = set()
     for _ in range(10):
         comm = COMM.Dup()
@@ -348,12 +350,12 @@ def test_communicators_are_freed_with_the_users():
         numbers |= {each.py2f() for each in (nodes.comm, nodes.cross.comm, ranks.over("test", comm).comm)}
         comm.Free()
     assert len(numbers) < 15
-    again = COMM.Dup()  # a program that was compiled for a communicator of the same number serves this one
+    again = COMM.Dup()  # a program that was compiled for a communicator with the same number serves this one
     np.testing.assert_array_equal(allreduce(jnp.ones(8), CODEC, again), N)
 
 
 def test_ranks_that_agree():
-    """What has an address differs in nothing that matters."""
+    """Differences that don't matter, such as those of memory addresses, are no error."""
     plan = cgx.Plan(CODEC, [(lambda path, leaf: path == "w", cgx.MaxMin(8))], min_size=0, skip_1d=False)
     x = {"w": normal(100), "b": normal(7)}
     f = lambda x: allreduce(x, plan, key=jax.random.key(R), residuals=jax.tree.map(jnp.zeros_like, x), check=True)

@@ -1,4 +1,4 @@
-"""What explain says of programs over MPI."""
+"""Tests what explain reports for programs over MPI."""
 
 import jax.numpy as jnp
 import pytest
@@ -26,7 +26,7 @@ def test_bytes_are_counted():
         ("all-reduce", over, round(2 * (N - 1) / N * 12), "Raw()", ("['n']",)),
         ("all-to-all", over, (N - 1) * part, "MaxMin(bits=4)", ("['w']",)),
         ("all-gather", over, (N - 1) * part, "MaxMin(bits=4)", ("['w']",)),
-        ("all-gather", over, (N - 1) * 16, "Raw()", ("digest",)),  # by which ranks see whether they differ
+        ("all-gather", over, (N - 1) * 16, "Raw()", ("digest",)),  # with these, ranks check whether they differ
     }
     assert {c.function for c in found.collectives} == {"compressed_allreduce"}
     assert found.ratio > 3 and {c.over for c in found.collectives} == {"MPI"} and len(found.raw) == 1

@@ -1,5 +1,7 @@
-"""What mpirun starts, what ends it, and what an installation lacks. In processes of their own, each with a time
-limit."""
+"""Tests what mpirun starts, what ends it, and what an installation lacks.
+
+The tests run in separate processes, each with a time limit.
+"""
 
 import os
 import pathlib
@@ -18,13 +20,13 @@ pytestmark = pytest.mark.skipif(
     "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ, reason="starts mpirun itself"
 )
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "mpi_train.py"
-# Open MPI's wheel has its programs beside Python
+# Open MPI's wheel has its programs next to Python.
 PATH = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-LIMIT = 120  # seconds, after which a program counts as hung; it takes a tenth of it
+LIMIT = 120  # seconds, after which a program counts as hung; it needs a tenth of it
 
 
 def environment(**more):
-    """Without what this process's own MPI may have set."""
+    """Returns the environment without the variables that this process's own MPI may have set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM", "OMPI_MCA", "PMIX", "CGX_"))}
     return (
         kept
@@ -49,7 +51,7 @@ def python(code, **more):
 
 
 def mpirun(ranks, script, *arguments, run=("-m", "mpi4py"), **more):
-    """A script under `mpirun -n ... python -m mpi4py`. Code, if it is no path."""
+    """Runs a script under `mpirun -n ... python -m mpi4py`. The script is a path or code."""
     command = [shutil.which("mpirun", path=PATH), "-n", str(ranks), sys.executable, *run]
     command += [*(["-c", textwrap.dedent(script)] if isinstance(script, str) else [script]), *arguments]
     return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT)
@@ -78,7 +80,7 @@ def test_importing_jaxcgx_starts_no_mpi():
 
 
 def test_what_is_missing_or_does_not_fit(tmp_path):
-    """The last: each process of another MPI's mpirun would count as the only one."""
+    """The last case matters because each process of another MPI's mpirun would count as the only one."""
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
     done = python(f"""
         import os, sys, jaxcgx
@@ -207,7 +209,7 @@ def test_a_rank_that_ends_takes_the_others_along(end, words):
 
 
 def test_ranks_that_differ_are_an_error_of_every_rank():
-    """Also if only one of them traces: the others have that call in their cache."""
+    """This also holds if only one of them traces, because the other ranks have that call in their cache."""
     done = mpirun(
         2,
         START
@@ -256,7 +258,7 @@ def test_a_rank_with_fewer_batches(over, words):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_exception_without_mpi4py_as_main(before):
-    """Before the first call, too, for which the others wait."""
+    """The exception may come before the first call, for which the other ranks wait."""
     done = mpirun(
         2,
         START
@@ -291,7 +293,7 @@ def test_a_rank_that_never_comes():
 
 
 def test_variables_that_cannot_be():
-    """An error on every rank, before anything is sent."""
+    """Every rank gets an error before anything is sent."""
     cases = {
         ("CGX_INNER_COMMUNICATOR_TYPE", "TCP"): "expected one of MPI, SHM, NCCL, got 'TCP'",
         ("CGX_CROSS_COMMUNICATOR_TYPE", "SHM"): "expected one of MPI, NCCL, got 'SHM'",
@@ -339,18 +341,21 @@ def test_the_example(variables):
 
 
 def test_the_program_of_the_docs():
-    """It is whole, short, and learns."""
+    """The program is complete and short, and it learns."""
     page = (EXAMPLE.parents[1] / "docs" / "mpi.md").read_text()
     program = page.split("## Training\n")[1].split("```python\n")[1].split("```")[0]
     assert len(program.strip().splitlines()) <= 25
     done = mpirun(2, program)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(losses) == 3 and losses[-1] < 0.5  # 3.5 before the first step
+    assert len(losses) == 3 and losses[-1] < 0.5  # it is 3.5 before the first step
 
 
 def test_a_mesh_of_the_processes_of_mpirun():
-    """The other launch: mpirun starts them, jax.distributed connects them, XLA's collectives move the bytes."""
+    """There is another way to launch.
+
+    mpirun starts the processes, jax.distributed connects them, and XLA's collectives move the bytes.
+    """
     done = mpirun(
         2,
         """

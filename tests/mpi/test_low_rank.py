@@ -1,4 +1,4 @@
-"""PowerSGD over MPI: the results of a mesh, except for the order of sums. They are the same on every rank.
+"""Tests PowerSGD over MPI: the results are those of a mesh, except for the order of sums, and the same on every rank.
 
 With feedback, nothing is lost.
 """
@@ -19,7 +19,7 @@ N, CODEC = COMM.size, cgx.PowerSGD(2)
 
 
 def steps(mean):
-    """Two steps of the same gradients: (mean, residuals, factors) of each."""
+    """Returns the (mean, residuals, factors) of two steps with the same gradients."""
 
     def run(x):
         first = mean(x, jax.tree.map(jnp.zeros_like, x), cgx.init_factors(x, CODEC))
@@ -52,7 +52,7 @@ def test_as_over_a_mesh(nodes):
 
 
 def test_through_shared_memory():
-    """The ranks of this node, over which `inner` sums."""
+    """`inner` sums over the ranks of this node."""
     x = {"w": normal((N, 30, 40))}
     inner = cgx.mpi.hierarchy().inner
     over = lambda comm: jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, CODEC, comm))(mine(x))

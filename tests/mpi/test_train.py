@@ -1,4 +1,4 @@
-"""Training between the processes of mpirun: the parameters and the state of a mesh, bit for bit."""
+"""Tests training between the processes of mpirun: parameters and state are those of a mesh, bit for bit."""
 
 import functools
 import pathlib
@@ -25,7 +25,7 @@ from processes import COMM, same_everywhere
 N, R, STEPS = COMM.size, COMM.rank, 3
 MINE = np.asarray(X)[R * len(X) // N : (R + 1) * len(X) // N]
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
-GRID = (2, 2) if N == 4 else (N, 1)  # nodes, and ranks of a node
+GRID = (2, 2) if N == 4 else (N, 1)  # nodes, and ranks per node
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def nodes():
 
 
 def run(train, x, params=PARAMS, key=None):
-    """(parameters, state, the last step's metrics). Steps donate what they are given."""
+    """Returns (parameters, state, the last step's metrics). Steps donate their arguments."""
     params, state = train.init(params)
     for _ in range(STEPS):
         before = params, state
@@ -44,7 +44,7 @@ def run(train, x, params=PARAMS, key=None):
 
 
 def on_mesh(run_there, *sizes):
-    """What run_there(mesh, data_axis) gives this rank. The first rank computes it for all."""
+    """Returns this rank's part of run_there(mesh, data_axis). The first rank computes it for all."""
     found = None
     if R == 0:
         names, types = ("data", "inner")[: len(sizes)], (AxisType.Auto,) * len(sizes)
@@ -67,7 +67,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_on_a_mesh(case):
-    """Bit for bit, except for the means of loss and telemetry, which MPI and XLA add up in other orders."""
+    """All bits agree, except for the means of loss and telemetry, which MPI and XLA add up in different orders."""
     sizes = GRID if "nodes" in case else (N,)
     make = functools.partial(cgx.make_train_step, loss_fn, OPTIMIZER, **CASES[case])
     got = run(make(data_axis=nodes() if "nodes" in case else COMM), MINE)
@@ -80,7 +80,7 @@ def test_as_on_a_mesh(case):
 
 
 def test_as_by_hand():
-    """And from the first rank's parameters, whatever the others have."""
+    """Training starts from the first rank's parameters, whatever the other ranks pass."""
     optimizer = cgx.compressed(OPTIMIZER, COMM, CODEC)
 
     @jax.jit
@@ -132,7 +132,7 @@ def test_keys_and_auxiliary_outputs():
 
 
 def test_auxiliary_outputs_of_batches_of_different_sizes():
-    """Rows are the process's own, means those of all, and integers that depend on the batch are refused."""
+    """Rows are the process's own, and means are over all processes. Integers that depend on the batch are refused."""
     mine = X[R : 2 * R + 2]
 
     def loss(params, x, count=lambda x: 2):
@@ -152,12 +152,12 @@ def test_auxiliary_outputs_of_batches_of_different_sizes():
 
 
 def test_weighted_means():
-    """Of all ranks and micro-batches, which share an array."""
+    """Means are over all ranks and micro-batches, and share an array."""
 
     def sums(w, batch):
         return (((batch["x"] @ w) * batch["shared"]) ** 2 * batch["mask"]).sum(), batch["mask"].sum()
 
-    mask = jnp.linspace(0.0, 1.0, len(X)).at[len(X) // N * (N - 1) :].set(0.0)  # the last rank has none
+    mask = jnp.linspace(0.0, 1.0, len(X)).at[len(X) // N * (N - 1) :].set(0.0)  # the last rank has no examples
     of_rank = {"x": MINE, "mask": mask.reshape(N, -1)[R], "shared": 2 * jnp.ones(1)}
     w = jnp.ones(30)
     options = dict(data_axis=COMM, plan=cgx.Raw(), weighted=True, accumulate=2)
@@ -174,7 +174,7 @@ def test_weighted_means():
 
 @pytest.mark.parametrize("mode", ["mean", "per_rank"])
 def test_model_states(mode, tmp_path):
-    """As on a mesh, from the first rank's, also through a checkpoint."""
+    """Results are those of a mesh. They start from the first rank's state, also from a checkpoint."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
 
     def loss(params, state, x):
@@ -204,11 +204,11 @@ def test_model_states(mode, tmp_path):
     template = train.init(PARAMS, {"key": jax.random.key(0), "n": 0, "mean": 0.0})
     restored = cgx.restore_state(path, template, comm=COMM)
     assert_same_trees(words(restored), words((params, state, opt_state)))
-    COMM.Barrier()  # before the folder is gone
+    COMM.Barrier()  # before the folder is removed
 
 
 def test_checkpoints(tmp_path):
-    """Of as many ranks, bit for bit, and of one more: residuals keep their sum over the ranks."""
+    """With as many ranks, all bits return. With one more rank, residuals keep their sum over the ranks."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     train = cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC, momentum=0.5)
     params, state, _ = run(train, MINE)
@@ -230,11 +230,11 @@ def test_checkpoints(tmp_path):
     before, after = COMM.allreduce(np.asarray(state[0].residuals["w"])), COMM.allreduce(np.asarray(more.residuals["w"]))
     assert after.shape == (1, 30, 40)
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
-    COMM.Barrier()  # before the folder is gone
+    COMM.Barrier()  # before the folder is removed
 
 
 def of_all_ranks():
-    """A state with the rows of two ranks."""
+    """Returns a state with the rows of two ranks."""
     optimizer = cgx.compress_gradients(COMM, CODEC)
     state = jax.tree.map(lambda x: jnp.concatenate([x, x]) if x.ndim > 2 else x, optimizer.init(PARAMS))
     return optimizer.update(PARAMS, state)

@@ -1,4 +1,4 @@
-"""jit, vmap, grad, scan, cond, while and remat of the collectives over MPI, and of what they are made of."""
+"""Tests jit, vmap, grad, scan, cond, while and remat for the collectives over MPI and their parts."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def equal(a, b):
 
 @each(COLLECTIVES | PLAIN)
 def test_jit_and_vmap(f):
-    """A batch is one exchange, of what each of its members would exchange alone."""
+    """A batch is one exchange. It has what each of its members would exchange alone."""
     expected = f(X)  # without jit
     equal(jax.jit(f)(X), expected)
     batch = jnp.stack([X, 2 * X, X - 1], 2)
@@ -60,7 +60,7 @@ def test_jit_and_vmap(f):
 def test_ahead_of_time_and_without_jit(comm):
     f = lambda x: cgx.mpi.compressed_allreduce(x, CODEC, comm)
     expected, compiled = f(X), jax.jit(f).lower(X).compile()
-    for _ in range(3):  # the second call is another way through JAX
+    for _ in range(3):  # JAX handles the second call differently
         equal(compiled(X), expected)
     with jax.disable_jit():
         equal(f(X), expected)
@@ -69,7 +69,7 @@ def test_ahead_of_time_and_without_jit(comm):
 
 @each({name: COLLECTIVES[name] for name in ("allreduce", "alltoall")})
 def test_control_flow(f):
-    """A scan's steps, a branch that all ranks take, a while loop; and the gradient through a scan."""
+    """Control flow is a scan's steps, a branch that all ranks take, a while loop, and the gradient through a scan."""
 
     def step(total, scale):
         return total + jax.lax.cond(scale > 1, f, lambda x: f(2 * x), X * scale).sum(), None
@@ -86,8 +86,10 @@ def test_control_flow(f):
 
 @each(COLLECTIVES | PLAIN)
 def test_derivatives(f):
-    """Linear, straight-through: a tangent is what the collective makes of it; forward and reverse agree; remat sends
-    again."""
+    """The collective is linear (straight-through).
+
+    A tangent is the collective of the tangent, forward and reverse mode agree, and remat sends again.
+    """
     tangent = normal(X.shape, 5)
     value, moved = jax.jit(lambda x, t: jax.jvp(f, (x,), (t,)))(X, tangent)
     equal(value, f(X))

@@ -1,11 +1,13 @@
-"""A process of those that the tests here start. It joins the others, makes a mesh of all their devices, four together,
-and does what it is told:
+"""One of the processes that the tests in this folder start.
+
+It joins the other processes, makes a mesh of all four devices, and does its action:
 
     python ranks.py ACTION PORT RANK PROCESSES HEARTBEAT
 
-collectives: runs every collective, and prints the digests of what each of its devices got. batch: trains with a
-batch of its own, with one of all processes' parts, and with weights in shards. exchange: sums until a sum
-fails. die, stop, leave: sums, and in the middle of it kills itself, stops, or takes part no longer but stays alive.
+- collectives: runs every collective, and prints the digests of the results on each of its devices.
+- batch: trains with a local batch, with one made of all processes' parts, and with sharded weights.
+- exchange: sums until a sum fails.
+- die, stop, leave: sums, and then kills itself, stops, or no longer takes part but stays alive.
 """
 
 import ctypes
@@ -38,7 +40,7 @@ ROWS = {"w": ((DEVICES, 3001), jnp.float32), "half": ((DEVICES, 5, 77), jnp.bflo
 
 
 def key():
-    """Not a constant: it would start JAX before the processes have joined."""
+    """The key is not a constant, because that would start JAX before the processes have joined."""
     return jax.random.key(7)
 
 
@@ -55,7 +57,7 @@ def pmean(x):
     return cgx.compressed_pmean(inexact, AXES, cgx.Float8(), schedule="two_shot")
 
 
-# Every case: the shapes of a rank's leaves, and the collective.
+# Every case has the shapes of a rank's leaves, and the collective.
 CASES = {
     "psum two_shot": psum(schedule="two_shot"),
     "psum one_shot": psum(schedule="one_shot"),
@@ -86,7 +88,7 @@ CASES = {
 
 
 def random_leaf(name, shape, dtype):
-    """Every device's leaf, [devices, ...]: the same in every process."""
+    """Returns the leaf of every device, [devices, ...]. It is the same in every process."""
     numbers = np.random.default_rng(list(name.encode())).standard_normal((DEVICES, *shape), np.float32)
     return np.asarray(numbers * 100 if dtype == jnp.int32 else numbers, jnp.dtype(dtype))
 
@@ -97,12 +99,12 @@ def on_devices(mesh, array):
 
 
 def compiled(mesh, collective):
-    """The collective of leaves [devices, ...], one for each device, as a program."""
+    """Returns a program of the collective for leaves [devices, ...], one per device."""
 
     def run(leaves):
         return jax.tree.map(lambda x: x[None], collective(jax.tree.map(lambda x: x[0], leaves)))
 
-    # Without check_vma, so that what should be the same on every device may leave as one array for each.
+    # Without check_vma, results that should be the same on every device may be returned separately for each.
     spec = PartitionSpec(AXES)
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
@@ -116,7 +118,7 @@ def lowered(mesh, shapes, collective):
 
 
 def digests(mesh, shapes, collective):
-    """{leaf: {device: digest of its bytes}}, of this process's devices."""
+    """Returns {leaf: {device: digest of its bytes}} for this process's devices."""
     results = jax.block_until_ready(compiled(mesh, collective)(given(mesh, shapes)))
     return {
         name: {
@@ -141,7 +143,7 @@ def sum_until(mesh, action):
 
 
 def check_batches(mesh):
-    """A process's own NumPy batch is refused, before anything is compiled; an array of all processes' parts is not."""
+    """A process's own NumPy batch is refused before compilation. An array of all processes' parts is accepted."""
 
     def loss(params, model_state, batch):
         key, _ = jax.random.split(model_state["key"])
@@ -182,7 +184,7 @@ def check_shards(mesh):
 
 def main():
     action, port, rank, processes, heartbeat = sys.argv[1], *map(int, sys.argv[2:])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     if processes > 1:
         jax.distributed.initialize(

@@ -1,4 +1,4 @@
-"""Several processes over Gloo: the bits of one process, and an end when a rank fails."""
+"""Tests several processes over Gloo: they give the bits of one process, and they end when a rank fails."""
 
 import json
 import os
@@ -17,12 +17,12 @@ import pytest
 from errors import says
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
-LIMIT = 150  # seconds, after which processes count as hung; they take a tenth of it
-HEARTBEAT = 8  # seconds until a silent process counts as dead
+LIMIT = 150  # seconds, after which processes count as hung; they need a tenth of it
+HEARTBEAT = 8  # seconds, after which a silent process counts as dead
 
 
 def free_port():
-    """A port that nobody listens on, of those that no connection gets by itself."""
+    """Returns a port on which no process listens, and which the system doesn't give to connections by itself."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as s:
@@ -34,14 +34,16 @@ def free_port():
 
 
 class Processes:
-    """ranks.py in as many processes as there are actions. With leaves none behind, and shows what they printed on a
-    failure."""
+    """Runs ranks.py in one process per action.
+
+    At the end, no process is left. On a failure, their output is shown.
+    """
 
     def __init__(self, *actions, flags=""):
         self.port, self.actions, self.flags = free_port(), actions, flags
 
     def __enter__(self):
-        # they live as long as the processes
+        # the files live as long as the processes
         self.outputs = [tempfile.TemporaryFile("w+") for _ in self.actions]  # noqa: SIM115
         flags = f"{os.environ.get('XLA_FLAGS', '')} {self.flags}".strip()
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -63,7 +65,7 @@ class Processes:
 
     def __exit__(self, error, *_):
         for process in self.running:
-            process.send_signal(signal.SIGKILL)  # a SIGTERM is one more thing that JAX waits for
+            process.send_signal(signal.SIGKILL)  # JAX would also wait for a SIGTERM
             process.wait()
         for rank in range(len(self.actions)):
             if error:
@@ -74,7 +76,7 @@ class Processes:
             self.outputs[rank].close()
 
     def wait(self, rank):
-        """The exit status of a rank."""
+        """Returns the exit status of a rank."""
         return self.running[rank].wait(max(0, self.deadline - time.monotonic()))
 
     def text(self, rank):
@@ -89,8 +91,10 @@ class Processes:
 
 @pytest.fixture(scope="module")
 def digests():
-    """{case: {leaf: {device: digest}}} of one process with four devices, and of two with two each; and the cases that
-    use XLA's reduce-scatter in one process and in two."""
+    """Returns {case: {leaf: {device: digest}}} for one process with four devices and for two with two each.
+
+    It also returns the cases that use XLA's reduce-scatter in one process and in two.
+    """
     with Processes("collectives") as one:
         expected, alone = one.printed(0, "DIGESTS"), one.printed(0, "SCATTERS")
     with Processes("collectives", "collectives") as two:
@@ -110,7 +114,7 @@ def test_two_processes_give_the_bits_of_one(digests):
 
 
 def test_reduce_scatters_that_are_wrong_are_not_used(digests):
-    """lax.psum_scatter over Gloo before JAX 0.12, which the gradient of a gather is, too."""
+    """This is lax.psum_scatter over Gloo before JAX 0.12, which is also the gradient of a gather."""
     alone, apart = digests[2]
     assert alone == ["gradient of all_gather raw", "psum_scatter raw"]
     assert apart == ([] if jax.__version_info__ < (0, 12) else alone)
@@ -139,8 +143,9 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
                     remedy="jax.make_array_from_process_local_data",
                 ).check(text)
             text = processes.text(rank)
-            assert "PARAMETERS [-6. -6. -6.]" in text  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
-            key, _ = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))  # the first rank's
+            # Gradients are 2 * (1 + 1 + 2 + 2) / 4 = 3, with a learning rate of 2.
+            assert "PARAMETERS [-6. -6. -6.]" in text
+            key, _ = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))  # the key of the first rank
             assert f"STATE [1.5, 1.5, 1.5] 1 {jax.random.key_data(key).tolist()}" in text
             assert "GRADIENTS [1.5 1.5 1.5]" in text
             assert "SHARDS [[-1.5, -1.5], [-1.5, -1.5]]" in text
