@@ -1,6 +1,6 @@
-"""The CUDA half, as far as it can be seen without a GPU: what is lowered, and what the handlers say of themselves.
+"""Tests the CUDA half as far as is possible without a GPU: the lowered calls, and what handlers report to XLA.
 
-`make cuda` runs this with a build that has the CUDA half.
+`make cuda` runs these tests with a build that has the CUDA half.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def lower(f, *args, **options):
 
 
 def the_call(text):
-    """(target, attributes, operand types, result types) of the one custom call in a lowered program."""
+    """Returns (target, attributes, operand types, result types) of the only custom call in a lowered program."""
     (found,) = re.findall(r"stablehlo\.custom_call @(\w+)\((.*)\n?", text)
     target, rest = found
     operands, results = re.search(r": \((.*?)\) -> (.*)$", rest).groups()
@@ -61,7 +61,7 @@ def test_encode():
 def test_the_workspace_is_a_hidden_result():
     layout = Layout.of(LARGE, LEAVES)
     _, attributes, _, results = the_call(lower(encode(layout), LEAVES))
-    # a bucket of the first leaf and two of the second, of two parts each
+    # a bucket of the first leaf and two buckets of the second, with two parts each
     assert results == [f"1x{layout.chunk_bytes}xui8", f"{4 * 3 * (8 + 2 * 2)}xui8"]
     assert "result_layouts = [dense<[1, 0]> : tensor<2xindex>, dense<0> : tensor<1xindex>]" in attributes
     assert jax.eval_shape(encode(layout), LEAVES).shape == (1, layout.chunk_bytes)
@@ -89,7 +89,7 @@ def test_the_size_of_the_workspace(codec, floats):
 
 
 def test_the_workspace_of_the_largest_elements():
-    """They need one everywhere; of a sum it is that of a chunk, the payloads and the sum."""
+    """They always need a workspace. For a sum, it is for a chunk, the payloads and the sum."""
     layout = Layout.of(cgx.TopK(0.01), [normal(100_000)], chunks=4)
     payload = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
     size = functools.partial(registration.MODULE.workspace_bytes, layout.attributes | {"batch": 1})
@@ -176,8 +176,10 @@ def test_the_cpu_has_no_workspace():
 
 
 def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
-    """XLA asks a handler about itself through an extension of the call frame: XLA_FFI_Metadata in xla/ffi/api/c_api.h,
-    of the jaxlib that the build requirements pin."""
+    """XLA asks a handler for its traits through an extension of the call frame.
+
+    This is XLA_FFI_Metadata in xla/ffi/api/c_api.h, of the jaxlib that the build requirements pin.
+    """
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     word = ctypes.c_size_t
@@ -214,7 +216,7 @@ def test_what_the_build_says():
     assert all(re.fullmatch(r"(sm|compute)_\d+[af]?", a) for a in cuda["architectures"])
 
 
-# JAX knows no platform of GPUs where there is none, so it is told that "gpu" means CUDA.
+# Without a GPU, JAX knows no platform of GPUs, so it is told that "gpu" means CUDA.
 COMPILE = """
 import os, sys
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -252,7 +254,7 @@ assert compiled.as_text().count('custom_call_target="jaxcgx_') == 2
     reason="needs JAX's CUDA plugin",
 )
 def test_xla_compiles_the_calls_and_captures_them_into_a_graph(tmp_path):
-    """XLA's compiler for GPUs needs none."""
+    """XLA's compiler for GPUs doesn't need a GPU."""
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     result = subprocess.run(
         [sys.executable, "-P", "-c", COMPILE, tmp_path], env=env, capture_output=True, text=True, timeout=300

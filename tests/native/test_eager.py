@@ -1,4 +1,4 @@
-"""Primitives outside jit, which `jax.disable_jit` leaves compiled."""
+"""Tests primitives outside jit. They stay compiled under `jax.disable_jit`."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ X = normal((4, 300))
 
 
 def operations(x):
-    """Every native operation."""
+    """Runs every native operation."""
     layout, sparse = (Layout.of(codec, [x]) for codec in (CODEC, TOPK))
     key = jax.random.key_data(KEY)
     payload, residuals = ops.encode_fed(layout, [x], [x], key)

@@ -1,4 +1,4 @@
-"""Handlers check everything again: a caller that lies gets INVALID_ARGUMENT, never a crash."""
+"""Tests that handlers check everything again. Wrong calls give INVALID_ARGUMENT and never a crash."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def call(op, operands, results, aliases=None, **changes):
         attributes = dict(ranks=np.int64(2), own=False, encoded=True, divisor=np.float32(1)) | attributes
     out = [jax.ShapeDtypeStruct(*r) for r in results]
     of_arrays = jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)
-    # A program of its own each time: JAX takes attributes that differ only in type, int32(1) and int64(1), as equal.
+    # A new program each time, because JAX takes attributes that differ only in type, int32(1) and int64(1), as equal.
     return jax.block_until_ready(jax.jit(lambda *arrays: of_arrays(*arrays, **attributes))(*operands))
 
 
@@ -52,7 +52,7 @@ def test_a_right_call_passes():
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
-    """Their names and types; a handler looks fields up by name."""
+    """Names and types must agree, because a handler looks fields up by name."""
     assert list(LAYOUT.codec.native) == list(FIELDS)
     other = np.int64 if FIELDS[field] is np.int32 else np.int32
     without = {name: value for name, value in LAYOUT.codec.native.items() if name != field}
@@ -271,7 +271,7 @@ def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
     ],
 )
 def test_a_wrong_call_is_refused(op, operands, results, changes, words):
-    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:  # jax turns some into ValueError
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:  # jax turns some errors into ValueError
         call(op, operands, results, **changes)
     assert (
         "INVALID_ARGUMENT" in str(caught.value) and f"jaxcgx_{op}: " in str(caught.value) and words in str(caught.value)
@@ -287,6 +287,6 @@ def test_a_wrong_call_is_refused(op, operands, results, changes, words):
     ],
 )
 def test_an_attribute_that_is_missing_or_of_another_type_is_refused(changes, name):
-    jax.clear_caches()  # JAX compares attributes by value: np.float32(1) would find the program of np.int64(1)
+    jax.clear_caches()  # JAX compares attributes by value, so np.float32(1) would find the program of np.int64(1)
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=f"jaxcgx_encode: attribute '{name}': "):
         call("encode", LEAVES, [(PAYLOAD, "uint8")], **changes)

@@ -1,4 +1,4 @@
-"""Layouts: every element is in one piece, nothing overlaps, and chunks are balanced."""
+"""Tests layouts: every element is in one piece, nothing overlaps, and chunks are balanced."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def test_chunks_are_balanced_by_bytes(chunks):
     for codec in (cgx.MaxMin(4), cgx.ByteGrad(), cgx.Raw(), cgx.Cast()):
         layout = Layout(codec, tuple((n,) for n in sizes), (jnp.float32,) * len(sizes), chunks)
         whole = Layout(codec, layout.shapes, layout.dtypes, 1).chunk_bytes
-        # an even share, a unit more, and padding to 16 bytes of each of the small leaves
+        # The limit is an even share, one more unit, and padding to 16 bytes for each of the small leaves.
         assert layout.chunk_bytes <= whole / chunks + 4 * 520 + 16 * (len(sizes) + 2)
 
 

@@ -1,4 +1,4 @@
-"""How processes meet: who is let in, what travels, and how it ends if one does not come."""
+"""Tests how processes meet: who is accepted, what is sent, and the error if a process doesn't come."""
 
 import hashlib
 import hmac
@@ -16,7 +16,7 @@ from jaxcgx.native import meeting
 from jaxcgx.native.meeting import HELLO, MAGIC, PLAIN, PROOF, Links, Meeting, MeetingError, Other
 
 SECRET, ANOTHER = b"s" * 32, b"a" * 32
-LIMIT = 30  # seconds, after which something hangs; it takes a thousandth of it
+LIMIT = 30  # seconds, after which a test counts as hung; it needs a thousandth of it
 
 
 def process(number, processes=2, secret=SECRET, links=PLAIN):
@@ -40,7 +40,7 @@ def connected(*meetings):
 
 
 def take(sock, number):
-    """`number` bytes of a connection, or fewer if it ends."""
+    """Returns `number` bytes of a connection, or fewer if the connection ends."""
     sock.settimeout(LIMIT)
     found = b""
     while len(found) < number and (some := sock.recv(number - len(found))):
@@ -125,7 +125,7 @@ def test_the_secret_does_not_travel_to_whoever_listens():
             second.step(1)
             said = take(sock, HELLO.size + PROOF)
             assert len(said) == HELLO.size + PROOF and SECRET not in said
-            sock.sendall(said[-PROOF:])  # it knows no other proof
+            sock.sendall(said[-PROOF:])  # the impostor knows no other proof
             with pytest.raises(MeetingError, match="is not that process: it does not know the job's secret"):
                 second.step(1)
 
@@ -205,7 +205,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def start():
-    """Starts a process with a meeting of its own, and a number as its argument."""
+    """Starts a process with its own meeting, and with a number as its argument."""
     running = []
 
     def run(script, argument):

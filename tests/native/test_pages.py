@@ -1,4 +1,4 @@
-"""keep_pages: a step's arrays are on the pages of the step before."""
+"""Tests keep_pages: a step's arrays are on the pages of the previous step."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 import jaxcgx as cgx
 from jaxcgx.native import pages
 
-# The page faults of a step, the median of several. Its arrays have 40 MiB: glibc keeps what has less than 32 anyway.
+# The median of the page faults of several steps. Arrays have 40 MiB, because glibc always keeps arrays below 32 MiB.
 PROGRAM = """
 import resource, statistics, sys
 import jax, jax.numpy as jnp
@@ -37,7 +37,7 @@ def test_steps_use_pages_again():
 
 @pytest.mark.skipif(not pages.keeps_pages(), reason="malloc is not glibc's")
 def test_too_late(monkeypatch):
-    monkeypatch.setattr(pages, "_mallopt", lambda: lambda option, value: 1)  # of this process nothing changes
+    monkeypatch.setattr(pages, "_mallopt", lambda: lambda option, value: 1)  # nothing changes in this process
     jax.devices()
     with pytest.warns(UserWarning, match="jaxcgx.keep_pages: expected a call before JAX's first computation"):
         assert cgx.keep_pages()

@@ -1,4 +1,4 @@
-"""What jit leaves sharded by itself, on Auto and Explicit meshes, and that the bits are those of one device."""
+"""Tests what jit leaves sharded by itself, on Auto and Explicit meshes, and that the bits are those of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def sharded(axis_type, spec):
 
 
 def check(function, x, gathers):
-    """That `function` gives the bits it gives on one device, and whether its program gathers x."""
+    """Checks that `function` gives the bits of one device, and whether its program gathers x."""
     run = jax.jit(function)
     y = run(x)
     assert_same_bytes(np.asarray(y), np.asarray(run(X)))
@@ -38,10 +38,10 @@ def check(function, x, gathers):
         (P(("a", "b")), cgx.Cast(), True),
         (P(None, "b"), cgx.Float8(), True),
         (P("a"), cgx.MaxMin(4, 2048), True),
-        (P("a", "b"), cgx.MaxMin(4, 2048), False),  # a bucket would be cut,
+        (P("a", "b"), cgx.MaxMin(4, 2048), False),  # a bucket would be cut
         (P("a"), cgx.MaxMin(4, 1000), False),
-        (P("a"), cgx.ByteGrad(), False),  # here the only one;
-        (P("a"), STOCHASTIC, False),  # and here the noise of an element is that of its place in the whole leaf
+        (P("a"), cgx.ByteGrad(), False),  # the only bucket would be cut
+        (P("a"), STOCHASTIC, False),  # the noise of an element depends on its place in the whole leaf
     ],
     ids=str,
 )

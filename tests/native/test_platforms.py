@@ -1,6 +1,6 @@
-"""Platforms without kernels: the operations are lowered to jnp, which gives the bytes of the kernels.
+"""Tests platforms without kernels: operations are lowered to jnp, which gives the bytes of the kernels.
 
-The programs are lowered for a TPU and for AMD's GPUs, and what was lowered runs on the CPU.
+The programs are lowered for TPUs and for AMD's GPUs. The lowered operations run on the CPU.
 """
 
 import jax
@@ -48,7 +48,7 @@ def test_operations(platform):
 
 
 def test_a_training_step():
-    """The model's part rounds nothing: the sums are of whole numbers."""
+    """The model rounds nothing, because its sums have whole numbers."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     loss_fn = lambda params, batch: (params["w"] * batch).sum() / 64
     train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, plan=cgx.MaxMin(4, 64))

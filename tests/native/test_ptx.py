@@ -1,6 +1,6 @@
-"""What nvcc made of the CUDA kernels gives the bytes of the CPU kernels: tests/cpp/ptx runs its launchers and its PTX.
+"""Tests that nvcc's output for the CUDA kernels gives the bytes of the CPU kernels.
 
-`make cuda` and `make cuda-short` run this with their build.
+tests/cpp/ptx runs its launchers and its PTX. `make cuda` and `make cuda-short` run these tests with their build.
 """
 
 import collections
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-FEW = "16"  # tests a 16th of the codecs
+FEW = "16"  # a 16th of the codecs is tested
 STEP = ["1"] if BUILD.name == "cuda" else [FEW]
 
 
 def start(ptx, program, *arguments):
-    # By lines: a test that needs one failure only ends the program at its first.
+    # Lines are not buffered, so that a test that needs only one failure can end the program after the first one.
     command = ["stdbuf", "-oL", BUILD / "make/tests/cpp/ptx" / program, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAXCGX_PTX": str(ptx)})
 

@@ -1,4 +1,7 @@
-"""Kernel and reference agree byte for byte: encode, decode, reduce, feedback; for every kernel this processor runs."""
+"""Tests that kernel and reference agree byte for byte, for every kernel that this processor runs.
+
+The operations are encode, decode, reduce and feedback.
+"""
 
 import hypothesis
 import jax.numpy as jnp
@@ -29,8 +32,8 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Reduce
 
 
-# Compiling the reference for a layout takes most of the time: by default a fifth of them. test_golden.py has every
-# codec.
+# Compiling the reference for a layout takes most of the time, so by default a fifth of the layouts is tested.
+# test_golden.py has every codec.
 @pytest.mark.parametrize(
     "layout", LAYOUTS if FULL else LAYOUTS[::5], ids=lambda layout: f"{layout.codec}-{layout.chunks}"
 )
@@ -77,7 +80,8 @@ def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
         assert_same_bytes(got, run(operands)[0])
 
 
-# One layout for each kind of codec, and for each rounding of one. By default with a chunk or two: each is compiled.
+# One layout for each kind of codec, and for each rounding of MaxMin. By default they have one or two chunks, because
+# each chunk is compiled.
 KINDS = {
     (type(one.codec), isinstance(one.codec, cgx.MaxMin) and one.codec.stochastic): one
     for one in LAYOUTS
@@ -111,7 +115,7 @@ def test_reduce_with_feedback(layout, seed, exponent, special, lost):
             assert_same_values(a, b)
 
 
-# By default few of them: test_golden.py has sums of every kind of codec.
+# By default only a few codecs are tested. test_golden.py has sums of every kind of codec.
 @pytest.mark.parametrize(("codec", "with_own"), list(zip(CODECS[:: 2 if FULL else 6], (False, True) * 12)), ids=str)
 def test_reduce_to_leaves(codec, with_own):
     layout = Layout(codec, ((40, 5), (9,)), (jnp.dtype("float32"), jnp.dtype("float16")))
@@ -128,8 +132,8 @@ def test_reduce_to_leaves(codec, with_own):
             np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
 
 
-# Two, for a selection compiles slowly: each estimate, values with buckets, noise and a raw tail, and without; sums of
-# both kinds.
+# Only two codecs, because a selection compiles slowly. They cover each estimate, values with and without buckets, noise
+# and a raw tail, and sums of both kinds.
 @pytest.mark.parametrize("codec", SPARSE[1:], ids=["sampled", "fitted"])
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces)
@@ -163,7 +167,7 @@ def test_any_layout(layout, key, seed, exponent, special):
     payload = ops.encode(layout, leaves, key)
     assert payload.shape == (layout.chunks, layout.chunk_bytes)
     assert_same_bytes(payload, reference_encode.__wrapped__(layout)(leaves, key))
-    # any codes behind an encoder's metadata: the kernel and the reference read the same
+    # with any codes after an encoder's metadata, the kernel and the reference decode the same
     codes = np.random.RandomState(seed).randint(0, 256, payload.shape).astype(np.uint8)
     for c, pieces in enumerate(layout.pieces):
         end_of_metadata = min((p.codes for p in pieces), default=0)
@@ -215,7 +219,7 @@ def test_every_kernel_gives_the_same_bytes(kernels):
 
 @pytest.mark.parametrize("codec", **each_codec(GRIDS[:: 4 if FULL else 8]))
 def test_large_leaves_are_the_same_in_parallel(codec):
-    """Spans, tasks and buckets larger than a span, against one small piece at a time."""
+    """Spans, tasks, and buckets larger than a span give the same as one small piece at a time."""
     n = 300_001
     layout, leaves = Layout(codec, ((n,),), (jnp.dtype("float32"),)), [normal(n)]
     payload = ops.encode(layout, leaves, native_key(codec))

@@ -1,4 +1,4 @@
-"""Without its native module, with one of another version, and with JAXCGX_REFERENCE=1."""
+"""Tests the package without its native module, with one of another version, and with JAXCGX_REFERENCE=1."""
 
 import os
 import pathlib
@@ -74,13 +74,13 @@ def test_a_missing_module_is_one_error_with_the_remedy():
 
 
 def test_a_folder_that_hides_the_installation_is_named(tmp_path):
-    """A checkout, if Python starts in its root."""
+    """An example is a checkout, if Python starts in its root."""
     package = pathlib.Path(cgx.__file__).parent
     shutil.copytree(package, tmp_path / "jaxcgx", ignore=shutil.ignore_patterns("__pycache__", "_native*"))
     installed = tmp_path / "installed" / "jaxcgx" / "native"
     installed.mkdir(parents=True)
     (installed / "_native.so").touch()
-    # An editable install finds the package of the checkout first.
+    # An editable install would find the package of the checkout first.
     code = f"""
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
@@ -91,7 +91,7 @@ import jaxcgx
     last = result.stderr.strip().splitlines()[-1]
     assert result.returncode != 0
     assert f"{tmp_path}/jaxcgx hides the installation in {tmp_path}/installed/jaxcgx" in last and "python -P" in last
-    (tmp_path / "jaxcgx" / "native" / "_native.so").touch()  # an installation, too, but broken
+    (tmp_path / "jaxcgx" / "native" / "_native.so").touch()  # this is also an installation, but a broken one
     last = run(code, JAXCGX_REFERENCE="0").stderr.strip().splitlines()[-1]
     assert "native module can't be loaded" in last and "pip install" in last and "hides the installation" not in last
 

@@ -1,4 +1,4 @@
-"""Philox against its authors' vectors, and where its bits go."""
+"""Tests Philox against its authors' vectors, and the use of its bits."""
 
 import jax.numpy as jnp
 import numpy as np

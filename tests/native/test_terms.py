@@ -1,4 +1,4 @@
-"""The number that ranks compare."""
+"""Tests the number that ranks compare."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def test_other_values_count():
     assert len({int(digest(each)) for each in (1, 2, 1.0, "1", None, (1,), {"a": 1}, ((1,),), True)}) == 9
 
 
-# What it was when this was written: processes of any Python on any machine must get the same.
+# The value is fixed, because processes of any Python on any machine must get the same.
 def test_it_is_the_same_everywhere():
     assert digest("two_shot", cgx.MaxMin(4), 0.25, (1, None)) == 6852365331673576535
 

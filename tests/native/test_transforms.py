@@ -1,4 +1,4 @@
-"""The operations under every transformation that a training step may use."""
+"""Tests the operations under every transformation that a training step may use."""
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ def test_not_donated_residual_is_left_alone():
 
 @pytest.mark.parametrize("codec", **each_codec(SOME))
 def test_reduce_leaves_the_residuals_of_other_chunks(codec):
-    """Wherever XLA lets them lie: donated, copied, in a scan, twice the same."""
+    """They stay the same if buffers are donated or copied, in a scan, and if one array is passed twice."""
     leaves = [normal(500), normal((9, 70), 1)]
     layout, key = Layout.of(codec, leaves, chunks=3), native_key(codec)
     payloads = jnp.stack([ops.encode(layout, leaves, key)] * 2)
@@ -221,7 +221,7 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
 @pytest.mark.parametrize("codec", **each_codec([*SOME, cgx.MaxMin(3, 100, skip_incomplete=True), Truncate()]))
 @pytest.mark.parametrize("divisor", (1, 3))
 def test_nothing_is_lost_twice(codec, divisor):
-    """What the ranks gave and had to give is what they get, times the divisor, and what they still have to give."""
+    """The inputs plus the old residuals of all ranks equal the result times the divisor plus the new residuals."""
     shapes, key = ((300,), (17, 3)), native_key(codec)
     layout = Layout(codec, shapes, (jnp.float32,) * 2, chunks=3)
     given = [[normal(s, 10 * rank + i) for i, s in enumerate(shapes)] for rank in range(3)]
@@ -254,7 +254,7 @@ def test_many_leaves_are_one_call_without_copies(codec):
     text = jax.jit(step).lower(leaves).compile().as_text()
     assert "concatenate" not in text and "copy(" not in text
     for a, b in zip(step(leaves), leaves):
-        if not codec.stochastic and codec.bucket_size:  # else the leaf's place in the message matters
+        if not codec.stochastic and codec.bucket_size:  # otherwise the leaf's place in the message matters
             assert_same_bytes(a, cgx.roundtrip(b, codec))
 
 
@@ -271,7 +271,7 @@ def test_no_temporary_larger_than_the_wire():
     assert temporary(lambda p, x: ops.reduce_fed(layout, p, [x]), payloads, x) <= layout.chunk_bytes
 
 
-# shard_map: each device encodes its own shard, and the types know that the bytes differ
+# In shard_map, each device encodes its own shard, and the types say that the bytes differ.
 
 
 @pytest.mark.short
@@ -325,7 +325,7 @@ def test_invariant_inputs_stay_invariant():
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("codec", **each_codec(SOME))
 def test_an_exchange_in_shard_map(codec, check_vma):
-    """all_gather of payloads and a reduce with the own part raw: what a collective is made of."""
+    """all_gather of payloads and a reduce with the own part raw are the parts of a collective."""
     x = normal((4, 60))
     layout = Layout(codec, ((60,),), (jnp.float32,))
 
@@ -386,7 +386,7 @@ def test_pmap():
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_leaves_that_are_written_around_the_caches(dtype):
-    """From 8 MiB on; the same values as in parts below that."""
+    """From 8 MiB on, leaves are written around the caches. The values are the same as in smaller parts."""
     codec = cgx.MaxMin(8)
     x = normal((10, 512 * 1024), dtype=dtype)
     whole = cgx.roundtrip(x, codec)

@@ -1,4 +1,4 @@
-"""The order in which a backward pass ends its gradients, and exchanges in this order."""
+"""Tests the order in which a backward pass finishes its gradients, and exchanges in this order."""
 
 import re
 
@@ -23,7 +23,7 @@ def layer(w, x):
 
 
 def chain(call):
-    """A loss of three layers whose names don't say their order."""
+    """Returns a loss of three layers whose names don't show their order."""
 
     def loss(params, x):
         for name in ("b", "c", "a"):
@@ -86,7 +86,7 @@ def test_overlap_changes_no_bit(options):
 
 
 def sums(program):
-    """The leaves of the messages, in the program's order."""
+    """Returns the leaves of the messages, in the program's order."""
     found = []
     for eqn in getattr(program, "jaxpr", program).eqns:
         if eqn.primitive.name == "jaxcgx_psum":

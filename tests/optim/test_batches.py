@@ -1,4 +1,4 @@
-"""make_train_step: how a batch is split over ranks and micro-batches, against one program for the whole batch."""
+"""Tests how make_train_step splits a batch over ranks and micro-batches, against one program for the whole batch."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def close(found, expected):
 
 
 def step_of(loss=loss_fn, mesh=None, **options):
-    """A function of a batch: (loss, parameters) after a step of SGD."""
+    """Returns a function of a batch that gives (loss, parameters) after a step of SGD."""
     mesh = mesh_of(4) if mesh is None else mesh
     train = cgx.make_train_step(loss, optax.sgd(1.0), mesh, plan=cgx.Raw(), **options)
 
@@ -54,7 +54,7 @@ def plain(batch, loss=loss_fn):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_specs(accumulate):
-    """Also of arrays whose examples are along another dimension."""
+    """Specs also work for arrays whose examples are along another dimension."""
     close(step_of(batch_specs=SPECS, accumulate=accumulate)(BATCH), plain(BATCH))
     turned = {**BATCH, "x": BATCH["x"].T}
     loss = lambda w, batch: loss_fn(w, {**batch, "x": batch["x"].T})
@@ -63,7 +63,7 @@ def test_specs(accumulate):
 
 
 def test_types_say_it():
-    """On an Explicit mesh. Where they can't be meant so, it is an error."""
+    """On an Explicit mesh, the types give the specs. Types that make no sense are an error."""
     put = lambda specs: {name: jax.device_put(BATCH[name], NamedSharding(EXPLICIT, specs[name])) for name in BATCH}
     close(step_of(mesh=EXPLICIT, accumulate=2)(put(SPECS)), plain(BATCH))
     with raises(ValueError, ONE):
@@ -116,7 +116,7 @@ def test_bad_specs(specs, error, words):
         step_of(batch_specs=specs)(BATCH)
 
 
-MASK = jnp.linspace(0.1, 1.0, 16).at[jnp.array([0, 1, 5, *range(11, 16)])].set(0.0)  # the last rank has none
+MASK = jnp.linspace(0.1, 1.0, 16).at[jnp.array([0, 1, 5, *range(11, 16)])].set(0.0)  # the last rank has no weight
 
 
 def sums(w, batch):
@@ -125,7 +125,7 @@ def sums(w, batch):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_weighted_means(accumulate):
-    """Of all ranks and micro-batches, some of which have no weight."""
+    """Means are over all ranks and micro-batches, some of which have no weight."""
     batch = {"x": BATCH["x"], "mask": MASK}
     close(
         step_of(sums, weighted=True, accumulate=accumulate)(batch),
@@ -134,7 +134,7 @@ def test_weighted_means(accumulate):
 
 
 def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
-    """What is averaged counts as much as the weights of its examples, of which some ranks have none."""
+    """Averages of auxiliary outputs and of the state use the weights of the examples. Some ranks have no weight."""
     masked = lambda batch: (batch["x"].mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
 
     def loss(w, state, batch):
@@ -175,11 +175,14 @@ def test_bad_weights(loss, error, words):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_auxiliary_outputs_of_each_example(accumulate):
-    """Along any dimension. They are those of the whole batch, and what doesn't depend on it is as it was."""
+    """The examples may be along any dimension.
+
+    The outputs are those of the whole batch. Outputs that don't depend on the batch are unchanged.
+    """
 
     def loss(w, batch):
         @jax.jit
-        def count(n, row):  # integers go through loops and inner programs beside the batch
+        def count(n, row):  # integers go through loops and inner programs together with the batch
             return jax.lax.scan(lambda n, x: (n + 1, x * 2), n, row)
 
         n, twice = count(jnp.int32(0), batch["x"][0])
@@ -224,7 +227,7 @@ STATE = dict(model_state="mean")
     ],
 )
 def test_integers_that_depend_on_the_batch(found, options, words):
-    """They are an error where ranks have different ones."""
+    """They are an error if ranks have different ones."""
 
     def loss(w, *rest):
         return w.sum() * rest[-1].mean(), found(rest[-1].astype(jnp.int32))

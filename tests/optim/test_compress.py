@@ -1,4 +1,4 @@
-"""compress_gradients by itself: what it sends and what it keeps."""
+"""Tests what compress_gradients alone sends and keeps."""
 
 import functools
 import re
@@ -46,7 +46,7 @@ def test_options_of_the_collective(options):
 
 
 def test_beta_keeps_some_of_what_was_kept():
-    """LoCo's: e <- (1 - beta) e + beta lost."""
+    """The formula is LoCo's: e <- (1 - beta) e + beta lost."""
     (_, first), (_, second) = run(compress(CODEC, beta=0.25), 2)
     lost = pmean(CODEC)[1]
     for name, x in first.residuals.items():
@@ -64,7 +64,7 @@ def test_reset_forgets_every_so_many_steps():
 
 
 def test_a_reset_is_not_skipped():
-    """Its step may be one whose mean is not finite."""
+    """A reset also happens in a step whose mean is not finite."""
     bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
     transformation = compress(CODEC, reset_every=2, skip_nonfinite=True)
     ((_, before),) = run(transformation)
@@ -80,7 +80,7 @@ def test_plans_leave_leaves_raw():
 
 @pytest.mark.short
 def test_a_schedule_of_plans():
-    """Another setting from a step on, in one program."""
+    """The codec changes at some steps, in one program."""
     eight = cgx.Plan(cgx.MaxMin(8, 64), min_size=100)
     transformation = compress({0: cgx.Raw(), 2: CODEC, 4: eight})
     found, residuals = run(transformation, 6), None
@@ -112,10 +112,10 @@ def test_what_never_is_compressed_has_no_residual():
 
 
 def test_a_quadratic_with_error_feedback():
-    """1,000 steps on the sum of every rank's a/2 |x - c|^2, bit for bit as numpy has them.
+    """Compares 1,000 steps on the sum of every rank's a/2 |x - c|^2 with NumPy, bit for bit.
 
     u = g + e, e <- u - Q(u), x <- x - lr mean Q(u). All numbers except those of Q are multiplied by powers of two, so
-    that every rounding is that of an addition.
+    only additions round.
     """
     n, steps, rate = 40, 1000, 2.0**-4
     centers = np.asarray(normal((RANKS, n), 5))
@@ -156,7 +156,7 @@ def test_a_quadratic_with_error_feedback():
 
 @pytest.mark.parametrize("plan", [CODEC, cgx.Sign(16), {0: CODEC, 500: cgx.MaxMin(4, 16), 700: cgx.Raw()}], ids=str)
 def test_nothing_is_lost_for_good(plan):
-    """x - lr mean(e) goes the way of x without compression: over 1,000 steps, with both roundings of two_shot."""
+    """x - lr mean(e) follows x without compression over 1,000 steps, with both roundings of two_shot."""
     n, steps, rate = 40, 1000, 2.0**-4
     centers = normal((RANKS, n), 5)
     transformation = compress(plan, schedule="two_shot")
@@ -176,7 +176,7 @@ def test_nothing_is_lost_for_good(plan):
     x, exact, state = jax.jit(train)(centers, state)
     owed = rate * np.asarray(state.residuals, np.float64).mean(0)
     np.testing.assert_allclose(np.asarray(x) - owed, exact, atol=2e-5)
-    assert (owed != 0).any() != isinstance(plan, dict)  # Raw() at last sends all that was kept
+    assert (owed != 0).any() != isinstance(plan, dict)  # the last codec, Raw(), sends all residuals
 
 
 @pytest.mark.short
@@ -199,7 +199,7 @@ def test_residuals_are_overwritten_in_place():
 
 
 def hlo(step, *args):
-    """The compiled program without names and positions in the source."""
+    """Returns the compiled program without names and source positions."""
     text = jax.jit(step).lower(*args).compile().as_text()
     text = re.sub(r", metadata=\{[^{}]*\}", "", text)
     return re.sub(r"(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text).strip()
@@ -209,7 +209,7 @@ def hlo(step, *args):
     "plan", [cgx.Raw(), cgx.Plan(cgx.Raw()), cgx.Plan(CODEC, min_size=10**6)], ids=["Raw", "plan", "small"]
 )
 def test_raw_costs_nothing(plan):
-    """The compiled program is that of optax and lax.pmean."""
+    """The compiled program is the same as that of optax and lax.pmean."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     wrapped = cgx.compressed(optimizer, "data", plan, axis_size=RANKS)
     plain = optax.chain(optax.stateless(lambda grads, params: lax.pmean(grads, "data")), optimizer)
@@ -225,12 +225,12 @@ def test_gradients_travel_as_bytes():
     state = optimizer.init(PARAMS)
     program = on_mesh(local_step(optimizer), state).lower(PARAMS, state, X).compile().as_text()
     assert {dtype for _, dtype in sent(program)} == {"u8", "f32"}
-    assert program.count("all-reduce(") == 1  # the loss
+    assert program.count("all-reduce(") == 1  # of the loss
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_init_inside_of_shard_map(check_vma):
-    """It sees the ranks there, and its state is one of this rank."""
+    """`init` finds the ranks there, and returns the state of this rank."""
     transformation = cgx.compress_gradients("data", CODEC, momentum=0.9)
     specs = cgx.state_specs(cgx.compress_gradients("data", CODEC, momentum=0.9, axis_size=RANKS).init(PARAMS), "data")
     init = jax.shard_map(transformation.init, mesh=mesh_of(RANKS), in_specs=P(), out_specs=specs, check_vma=check_vma)
@@ -240,7 +240,7 @@ def test_init_inside_of_shard_map(check_vma):
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_init_under_a_mesh(axis_type, jit):
-    """Every device has its rank's rows alone."""
+    """Every device has only the rows of its rank."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:RANKS])
     with jax.set_mesh(mesh):
         state = jit(cgx.compress_gradients("data", CODEC, momentum=0.9).init)(PARAMS)
@@ -249,7 +249,7 @@ def test_init_under_a_mesh(axis_type, jit):
 
 
 def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
-    """One compilation, and everything is donated."""
+    """The step is compiled once, and everything is donated."""
     optimizer = cgx.compressed(optax.sgd(0.1, momentum=0.9), "data", CODEC)
     with jax.set_mesh(mesh_of(RANKS)):
         params = jax.device_put(jax.tree.map(jnp.copy, PARAMS), P())
@@ -298,7 +298,7 @@ def test_hierarchies():
 
 
 def test_bfloat16_gradients_have_float32_residuals():
-    """What the sums' rounding to bfloat16 loses is lost; what the codec loses isn't."""
+    """Rounding the sums to bfloat16 is lost. The error of the codec is not."""
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
     found = run(compress(CODEC, momentum=0.5), 3, grads)
     for mean, state in found:
@@ -307,7 +307,7 @@ def test_bfloat16_gradients_have_float32_residuals():
 
 
 def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
-    """An overflow on one rank is seen by all; with skip_nonfinite nothing that is kept changes."""
+    """All ranks see an overflow on one rank. With skip_nonfinite, the state doesn't change."""
     bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
     options = dict(momentum=0.5, skip_nonfinite=True)
     ((_, before),) = run(compress(CODEC, **options))
@@ -339,14 +339,14 @@ def test_training_with_error_feedback_reaches_what_training_without_compression_
 
 
 def test_feedback_matters():
-    """Small elements beside a large one in the bucket round to 0 in every step: without feedback they never move."""
+    """Small elements next to a large one in a bucket round to 0 in every step. Without feedback they never change."""
     ranks, rate, steps = 8, 0.02, 1000
     curvature = jnp.where(jnp.arange(64) == 0, 5.0, 0.2)
     centers = normal((ranks, 64), 6) + jnp.where(jnp.arange(64) == 0, 0.0, 1.0)
     centers = centers.at[:, 0].add(20.0 * jnp.resize(jnp.array([1.0, -1.0]), ranks))
 
     def train(plan, **options):
-        """The excess of the mean loss over the best."""
+        """Returns the difference between the mean loss and its minimum."""
         transformation = cgx.compress_gradients("data", plan, axis_size=ranks, **options)
 
         def local(center):

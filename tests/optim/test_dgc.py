@@ -1,4 +1,4 @@
-"""dgc and bsc: the published algorithms, what they conserve, what they refuse."""
+"""Tests dgc and bsc: the published algorithms, what they conserve, and what they refuse."""
 
 import functools
 import itertools
@@ -23,25 +23,26 @@ SHAPES = {"bias": (6,), "kernel": (3, 2, 2, 3), "scalar": (), "weights": (5, 7)}
 
 
 def numbers(seed, *front):
-    """Few different ones, with few bits: sums are exact, and magnitudes that are equal occur."""
+    """Returns numbers with few different values and few bits. Sums are exact, and some magnitudes are equal."""
     rng = np.random.RandomState(seed)
     return {name: (rng.randint(-64, 65, (*front, *shape)) / 64).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def published(grads, params, ratios, knobs, nesterov, momentum_masking, dense, dtype):
-    """Deep Gradient Compression as it is published: (parameters after each step, the closest choice).
+    """Runs Deep Gradient Compression as published, and returns (parameters after each step, the closest choice).
 
-    The parameters are {leaf: [steps, settings, size]}. The closest choice is the smallest relative distance between
-    the last element that was sent and the next one, where they are not equal. Among equal magnitudes the first are
-    taken. What the dtype rounds is kept.
+    The parameters are {leaf: [steps, settings, size]}. The closest choice is the smallest relative distance between the
+    last element that was sent and the next one, if they are not equal. Of equal magnitudes the first ones are sent. The
+    rounding error of the dtype is kept.
 
     Args:
       grads: the gradients of each leaf, [steps, ranks, ...].
-      params: the parameters at first.
+      params: the first parameters.
       ratios: the ratio of each step.
       knobs: numbers, [settings, 1].
-      nesterov, momentum_masking: as in dgc.
-      dense: whether a leaf travels raw, by its name.
+      nesterov: as in dgc.
+      momentum_masking: as in dgc.
+      dense: a function of a leaf's name that says whether the leaf travels raw.
       dtype: the dtype of values on the wire.
     """
     count, closest, path = len(knobs["momentum"]), math.inf, []
@@ -59,7 +60,7 @@ def published(grads, params, ratios, knobs, nesterov, momentum_masking, dense, d
         scale = lambda limit, norm: np.minimum(1, limit / np.maximum(norm, 1e-30)).astype(np.float32)
         g = {name: np.clip(x, -knobs["clip_value"], knobs["clip_value"]) for name, x in g.items()}
         g = {name: x * scale(knobs["clip_norm"], norm([x])) for name, x in g.items()}
-        shares = norm([x / RANKS for x in g.values()])  # the paper's gradients: their sum is the mean
+        shares = norm([x / RANKS for x in g.values()])  # gradients as in the paper: their sum is the mean
         return {name: x * scale(RANKS**-0.5 * knobs["clip_global_norm"], shares) for name, x in g.items()}
 
     for t, ratio in enumerate(ratios):
@@ -106,10 +107,10 @@ CROSSED = dict(**CLIPS, weight_decay=(0.0, 2.0**-7), momentum=(0.5, 0.875))
     ids=str,
 )
 def test_the_published_recursion(nesterov, momentum_masking, values):
-    """200 steps, all knobs crossed; to the bit where numbers are only added and multiplied by powers of two."""
+    """All settings are combined in 200 steps. Bits agree if numbers are only added and multiplied by powers of two."""
     grads, params = numbers(SEED, STEPS, RANKS), numbers(2)
     settings = {name: np.float32(x) for name, x in zip(CROSSED, np.array(list(itertools.product(*CROSSED.values()))).T)}
-    # Which leaves travel raw is crossed with all that a leaf is told: some do, and others don't.
+    # For every setting, some leaves travel raw and others don't.
     skip_1d, min_size = nesterov, 36 if values == HALF else 0
     static = dict(nesterov=nesterov, momentum_masking=momentum_masking)
 
@@ -145,23 +146,23 @@ def test_the_published_recursion(nesterov, momentum_masking, values):
     expected, closest = published(
         grads, params, ratios, knobs, dense=dense, dtype=np.float16 if values == HALF else np.float32, **static
     )
-    assert closest > 1e-6  # else rounding would decide what is sent: SEED is one of which it does not
+    assert closest > 1e-6  # otherwise rounding could decide which elements are sent; SEED is chosen so that it doesn't
     exact = (settings["momentum"] == 0.5) & np.isinf(settings["clip_norm"]) & np.isinf(settings["clip_global_norm"])
     for name in params:
         got, want = np.asarray(found[name]).reshape(expected[name].shape), expected[name]
-        if not dense(name):  # there weight decay and the mean have one momentum together
+        if not dense(name):  # for dense leaves, weight decay and the mean share one momentum
             assert_same_bytes(got[:, exact], want[:, exact])
-        # Where a value is close to the middle of two float16 numbers, its rounding to float32 decides: a difference of
-        # up to 8 * 2**-10, divided by the ranks, times the rate.
+        # If a value is near the midpoint of two float16 numbers, its rounding to float32 decides. The difference is up
+        # to 8 * 2**-10, divided by the number of ranks, times the rate.
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2.0**-13 if values == HALF else 1e-5)
 
 
 def test_warm_up():
-    """The original's table, the paper's, and a list."""
+    """The ratios are those of the original's table, of the paper, and of a list."""
     np.testing.assert_allclose(
         list(warm_up(0.001, 5, None, 1).values()), [0.316, 0.1, 0.0316, 0.01, 0.00316, 0.001], rtol=1e-2
     )
-    # The last epoch's ratio is the final one: no phase of its own follows.
+    # The last epoch's ratio is the final one, so it has no step of its own after it.
     assert warm_up(0.001, 5, 0.25, 1) == {0: 0.25, 1: 0.0625, 2: 0.015625, 3: 0.00390625, 4: 0.001}
     assert warm_up(0.001, 2, (1, 0.5), 7) == {0: 1, 7: 0.5, 14: 0.001} and warm_up(0.001, 0, None, None) == {0: 0.001}
 
@@ -185,7 +186,10 @@ SPARSIFIERS = {
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
 def test_conservation(name):
-    """Over all ranks sent + kept = given + kept before, at every step, to the bit: sums of these numbers are exact."""
+    """At every step and over all ranks, sent + kept = given + kept before.
+
+    All bits agree, because sums of these numbers are exact.
+    """
     axes, transformation = SPARSIFIERS[name]
     shape = (2, 2) if axes == AXES else (RANKS,)
     mesh = jax.make_mesh(
@@ -226,7 +230,7 @@ def test_conservation(name):
 
 @pytest.mark.parametrize("compress", [cgx.bsc, cgx.mpq])
 def test_a_warm_up_that_sends_everything_masks_nothing(compress):
-    """Large leaves keep their momentum, as small ones do, and those of dgc."""
+    """Large leaves keep their momentum, like small ones. dgc does the same."""
     grads = {"large": np.ones((RANKS, 300), np.float32), "small": np.ones((RANKS, 3), np.float32)}
 
     def steps(**given):
@@ -248,7 +252,10 @@ def test_a_warm_up_that_sends_everything_masks_nothing(compress):
 
 @pytest.mark.parametrize("mask", ["function", "tree", "prefix"])
 def test_a_mask_of_weight_decay(mask):
-    """What it leaves out goes on as without weight decay, the rest as with it, to the bit, sent raw or not."""
+    """Leaves outside of the mask have the same bits as without weight decay, and others as with it.
+
+    This holds for leaves that travel raw and for others.
+    """
     grads, params = numbers(3, 4, RANKS), {"all": numbers(2)}
     chosen = {name: i % 2 == 0 for i, name in enumerate(params["all"])}
     masks = dict(function=lambda params: jax.tree.map(lambda _: True, params) | {"all": chosen})
@@ -275,7 +282,7 @@ def test_a_mask_of_weight_decay(mask):
 
 
 def test_states():
-    """They are compress_gradients', and go to other ranks with what they owe."""
+    """States are those of compress_gradients. Their residuals can be divided among another number of ranks."""
     plan = dict(min_size=1000, select="exact")
     train_step = cgx.make_train_step(
         loss_fn, optax.sgd(0.1), mesh_of(RANKS), compress=cgx.dgc, ratio=0.02, weight_decay=1e-3, telemetry=True, **plan
@@ -298,7 +305,7 @@ def test_states():
 
 
 def test_an_overflow_does_not_stay():
-    """Of a leaf of NaNs some are sent, and then all are gone."""
+    """Some NaNs of a leaf are sent. After that, all of them are gone."""
     grads, transformation = jnp.ones((RANKS, 5, 7)), cgx.dgc("data", 0.1, select="exact", clip_global_norm=1.0)
     steps = lambda *grads: functools.reduce(
         lambda carry, g: transformation.update(g, carry[1]), grads, (None, transformation.init(grads[0]))
@@ -313,7 +320,7 @@ def test_an_overflow_does_not_stay():
 
 
 def test_sparse_local_steps():
-    """SparseLoCo's combination: ranks train alone for some steps, then send 1.6 % of the change in 2 bits."""
+    """In SparseLoCo's combination, ranks train alone for some steps, and then send 1.6 % of the change in 2 bits."""
 
     def train(codec, rounds=150, steps=10, **options):
         outer = cgx.compressed(optax.sgd(0.7), "data", codec, **options)

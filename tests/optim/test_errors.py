@@ -1,4 +1,4 @@
-"""compress_gradients: what it refuses."""
+"""Tests what compress_gradients refuses."""
 
 import jax
 import jax.numpy as jnp
@@ -330,14 +330,14 @@ def test_a_state_of_another_optimizer():
     ids=["adam", "as nnx.state has it", "parameters"],
 )
 def test_specs_of_trees_without_a_state(state):
-    """All of it would seem replicated."""
+    """Without the error, all of the tree would seem replicated."""
     words = says("state_specs", "opt_state", expected="state jaxcgx's", got="a ", remedy="init nnx.Optimizer")
     with raises(TypeError, words):
         cgx.state_specs(state, "data")
 
 
 def test_a_state_fits_any_plan_that_compresses_the_same_leaves():
-    """Residuals are gradients, whatever the codec. Noise and schedules go on where they are."""
+    """Residuals are gradients, whatever the codec. Noise and schedules continue from the same step."""
     ((_, state),) = run(compress({0: cgx.Raw(), 1: CODEC}, seed=5))
     ((_, state),) = run(compress(CODEC), 1, state=state)
     key = jax.random.fold_in(jax.random.key(5, impl="threefry2x32"), 2)

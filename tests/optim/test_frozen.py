@@ -1,4 +1,4 @@
-"""Plans that skip parameters: they are frozen, and no part of a step knows them."""
+"""Tests plans that skip parameters. They are frozen, and no part of a step touches them."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ PLAN = cgx.Plan(CODEC, [("w", cgx.Skip())], min_size=0, skip_1d=False)
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """optax relies on it."""
+    """optax relies on type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def test_the_transformation():
-    """Updates of zeros, also with momentum and weight decay, and no state."""
+    """Updates are zeros, also with momentum and weight decay, and there is no state."""
     everything = dict(momentum=0.9, momentum_masking=True, weight_decay=0.1, beta=0.5, telemetry=True)
     plan = cgx.Plan(cgx.TopK(0.5), [("w", cgx.Skip())], min_size=0, skip_1d=False)
     transformation = compress({0: plan, 5: plan}, **everything)
@@ -54,7 +54,7 @@ never_differentiated.defvjp(lambda x: (x, None), lambda _, ct: pytest.fail("a fr
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_step(kind):
-    """As if the parameters were constants of the loss, with an optimizer that would move them without gradients."""
+    """Parameters act like constants of the loss, also with an optimizer that would change them without gradients."""
     params = {**PARAMS, "w ids": jnp.arange(40)}
     plan = cgx.Plan(cgx.Raw(), [("w", cgx.Skip())])
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
@@ -83,7 +83,7 @@ def test_a_step(kind):
     assert_same_trees((found["w"], found["w ids"]), (PARAMS["w"], params["w ids"]))
     assert metrics.telemetry.uncompressed["w"] == 0
     sent = cgx.explain(train.step, found, state, X, show=False)
-    assert max(c.raw_bytes for c in sent.collectives) <= 2 * 4 * 40  # nothing of the size of w
+    assert max(c.raw_bytes for c in sent.collectives) <= 2 * 4 * 40  # nothing as large as w
     assert {leaf.path: leaf.bytes for leaf in sent.raw} == {"['w']": 0, "['w ids']": 0, "['b']": 160}
 
 
@@ -105,7 +105,7 @@ def test_an_axis_for_the_partitioner():
 
 
 def test_low_rank_adaptation():
-    """Everything is frozen except some leaves, of any size."""
+    """Everything is frozen except some leaves of any size."""
     params = {"w": normal((30, 8), 1), "lora": {"a": normal((30, 2), 2), "b": jnp.zeros((2, 8)), "scale": jnp.ones(())}}
     loss = lambda p, x: (((x @ p["w"] + x @ p["lora"]["a"] @ p["lora"]["b"]) * p["lora"]["scale"] - 1) ** 2).mean()
     plan = cgx.Plan(cgx.Skip(), [("lora", cgx.MaxMin(4))], min_size=16)

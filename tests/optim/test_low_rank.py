@@ -1,4 +1,4 @@
-"""PowerSGD under compress_gradients: its factors in the state, in schedules, specs and skipped steps."""
+"""Tests PowerSGD in compress_gradients: its factors in the state, in schedules, specs and skipped steps."""
 
 import functools
 
@@ -19,7 +19,7 @@ compress = functools.partial(cgx.compress_gradients, "data", axis_size=RANKS)
 
 
 def run(transformation, steps, state=None):
-    """[(mean, state)] of steps with these gradients, each rank's own in front."""
+    """Returns the [(mean, state)] of steps with these gradients, whose leading axis is the rank."""
     state = transformation.init(jax.tree.map(lambda g: g[0], GRADS)) if state is None else state
     specs, found = cgx.state_specs(state, "data"), []
     step = jax.jit(
@@ -37,7 +37,7 @@ def run(transformation, steps, state=None):
 
 
 def test_steps_are_calls_of_the_collective():
-    """Residuals and factors go from one to the next; what was lost is measured."""
+    """Residuals and factors go from one step to the next, and telemetry measures the errors."""
     codec = cgx.PowerSGD(2)
     found = run(compress(codec, telemetry=True), [GRADS, GRADS])
 
@@ -67,7 +67,7 @@ def test_steps_are_calls_of_the_collective():
 
 
 def test_the_state():
-    """Factors are replicated, kept for any number of ranks, there without feedback, and only where needed."""
+    """Factors are replicated, don't depend on the number of ranks, exist without feedback, and only where needed."""
     state = compress(cgx.PowerSGD(2)).init(PARAMS)
     assert state.factors["w"].shape == (2, 40) and state.factors["b"] is None
     specs = cgx.state_specs(state, "data")
@@ -77,11 +77,11 @@ def test_the_state():
     assert three.residuals["w"].shape == (3, 30, 40) and three.factors["w"] is state.factors["w"]
     assert compress(cgx.PowerSGD(2), feedback=False).init(PARAMS).factors["w"].shape == (2, 40)
     assert compress(cgx.MaxMin(4)).init(PARAMS).factors is None
-    assert compress(cgx.PowerSGD(20)).init(PARAMS).factors is None  # no smaller than the leaves
+    assert compress(cgx.PowerSGD(20)).init(PARAMS).factors is None  # not smaller than the leaves
 
 
 def test_schedules():
-    """Ranks may change; a setting keeps what it has no use for."""
+    """The rank of the matrices may change. A setting without factors keeps those of the previous one."""
     found = [
         state
         for _, state in run(
@@ -103,13 +103,13 @@ def test_steps_that_are_skipped():
 
 
 def test_training():
-    """Parameters under SGD differ from those without compression by what is not sent yet."""
+    """Parameters under SGD differ from those without compression by the elements that are not sent yet."""
     rate, steps = 0.5, 30
     params, state, losses = train(optax.chain(compress(cgx.PowerSGD(1), axis_size=4), optax.sgd(rate)), steps)
     expected = train(optax.chain(compress(cgx.Raw(), axis_size=4), optax.sgd(rate)), steps)[2]
     owed = np.asarray(compress_state(state).residuals["w"], np.float64).mean(0)
     assert np.abs(owed).max() > 1e-4 and expected[-1] < 1.01 * losses[-1] < 0.75 * losses[0]
-    # Gradients that parameters don't change.
+    # Gradients that don't depend on the parameters.
     linear = lambda params, x: (params["w"] * normal((30, 40), 9)).sum() * x.mean()
     params, state, _ = train(
         optax.chain(compress(cgx.PowerSGD(1), axis_size=4), optax.sgd(rate)), 5, loss_fn=linear, x=X
@@ -120,7 +120,7 @@ def test_training():
 
 
 def test_in_a_scan():
-    """One program for all steps, the state its carry: under check_vma types stay what they are."""
+    """One program has all steps, and the state is its carry. Under check_vma its types don't change."""
     transformation = compress(cgx.PowerSGD(2))
     state = transformation.init(PARAMS)
     specs = cgx.state_specs(state, "data")
@@ -138,7 +138,7 @@ def test_in_a_scan():
 
 
 def test_a_step_compiles_once():
-    """init places factors where a step puts them, with the sharding spelled alike."""
+    """init places factors where a step puts them, with the same sharding."""
     train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), plan=cgx.PowerSGD(2))
     params, state = train.init(PARAMS)
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_a_step_compiles_once():
 
 
 def test_three_sums_whatever_the_leaves():
-    """Gloo sums one array at a time: what the codec refuses travels together, too."""
+    """Gloo sums one array at a time, so leaves that the codec refuses also travel together."""
     grads = GRADS | {"c": GRADS["b"], "d": GRADS["w"]}
     transformation = compress(cgx.PowerSGD(2))
     state = transformation.init(jax.tree.map(lambda g: g[0], grads))

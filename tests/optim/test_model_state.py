@@ -1,4 +1,4 @@
-"""make_train_step with a model's state: statistics of batches, counters, streams of random keys."""
+"""Tests make_train_step with a model's state: batch statistics, counters and streams of random keys."""
 
 import functools
 
@@ -27,7 +27,7 @@ STATE = {
 
 
 def loss_fn(w, state, x):
-    """A loss of numbers without their running mean. The state keeps what the key draws, too."""
+    """A loss of the numbers minus their running mean. The state also keeps the numbers that the key draws."""
     key, draw = jax.random.split(state["key"])
     mean = 0.5 * state["mean"] + x.mean(0)
     half = state["half"] + jax.random.uniform(draw, (30,), jnp.bfloat16)
@@ -39,7 +39,7 @@ gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
 
 
 def by_hand(w, states, x, accumulate):
-    """One step of SGD on every rank's part with its state: the new parameters and states, without communication."""
+    """Returns new parameters and states after one step of SGD on each rank's part, without communication."""
     grads, after = [], []
     for state, part in zip(states, jnp.split(x, len(states))):
         for piece in jnp.split(part, accumulate):
@@ -95,7 +95,7 @@ def test_per_rank():
 
 
 def reshards(state):
-    """A state per rank goes to another number of ranks as an optimizer's does."""
+    """A state per rank is resharded like that of an optimizer."""
     assert set(jax.tree.leaves(cgx.state_specs(state, "data"))) == {P("data")}
     new = cgx.reshard_state(state, 6).rows
     np.testing.assert_allclose(new["mean"], np.tile(state.rows["mean"].mean(0), (6, 1)), rtol=1e-6)
@@ -106,7 +106,7 @@ def reshards(state):
 
 
 def test_with_auxiliary_outputs_and_a_key():
-    """And one program, donated arguments, and copies of the caller's."""
+    """The step compiles once, donates its arguments, and doesn't delete the caller's arrays."""
 
     def loss(w, state, x, key):
         traces.append(1)
@@ -126,7 +126,7 @@ def test_with_auxiliary_outputs_and_a_key():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_does_not_change(accumulate):
-    """Means over three ranks would be rounded, and communication costs time."""
+    """These values are not averaged, because means over three ranks are rounded, and communication costs time."""
 
     def loss(w, state, x):
         seen = jax.random.uniform(fold(state["key"], state["count"]))
@@ -180,7 +180,10 @@ def test_an_axis_for_the_partitioner():
 
 
 def test_flax_nnx():
-    """Batch norm whose statistics are those of all ranks trains as in a plain program, and dropout draws on each."""
+    """Batch norm with the statistics of all ranks trains as in a plain program.
+
+    Dropout draws differently on each rank.
+    """
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
 
     class Model(nnx.Module):
@@ -223,7 +226,7 @@ def test_flax_nnx():
         np.testing.assert_allclose(metrics.loss, losses[-1], rtol=1e-4)
         close(nnx.to_pure_dict(params), nnx.to_pure_dict(nnx.state(plain, nnx.Param)))
         close(rest["norm"]["mean"][...], plain.norm.mean[...])
-        # The second layer is frozen, and every rank has statistics and noise of its own.
+        # The second layer is frozen, and every rank has its own statistics and noise.
         plan = cgx.Plan(CODEC, [("second", cgx.Skip())], min_size=0)
         options = dict(plan=plan, model_state="per_rank", accumulate=3)
         params, rest, metrics = train(Model(0.5), 2, **options)

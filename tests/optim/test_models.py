@@ -1,4 +1,4 @@
-"""Models of other libraries: pytrees of their own."""
+"""Tests models of other libraries, which have their own pytrees."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import jaxcgx as cgx
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """optax relies on it."""
+    """optax relies on type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

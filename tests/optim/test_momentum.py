@@ -1,4 +1,4 @@
-"""compress_gradients: momentum, weight decay and what they keep."""
+"""Tests momentum and weight decay of compress_gradients, and their state."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,10 @@ def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nester
 
 
 def test_momentum_of_what_is_compressed_and_of_what_is_not():
-    """Nesterov's: all but the error of 8 bits is that of the mean. Weight decay is not compressed."""
+    """This is Nesterov's momentum. Except for the error of 8 bits, it is the momentum of the mean.
+
+    Weight decay is not compressed.
+    """
     plan, options = (
         cgx.Plan(cgx.MaxMin(8, 64), min_size=100),
         dict(axis_size=RANKS, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -64,7 +67,7 @@ def test_momentum_of_what_is_compressed_and_of_what_is_not():
 
 
 def test_an_overflow_does_not_stay_in_the_momentum():
-    """Where the mean is not finite, u stays as it was, whoever looks for overflows behind."""
+    """Where the mean is not finite, u stays the same, whether or not the next transformations look for overflows."""
     bad = {**GRADS, "b": GRADS["b"].at[2, 7].set(jnp.inf)}
     ((_, before),) = run(compress(CODEC, momentum=0.5))
     ((mean, after),) = run(compress(CODEC, momentum=0.5), 1, bad, before)
@@ -74,7 +77,7 @@ def test_an_overflow_does_not_stay_in_the_momentum():
 
 
 def test_momentum_has_the_dtype_of_its_parameters():
-    """Also where their gradients have another."""
+    """Gradients may have another dtype."""
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
     ((mean, state),) = run(compress(CODEC, momentum=0.5), 1, grads, compress(CODEC, momentum=0.5).init(PARAMS))
     assert_same_trees(state.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))

@@ -1,4 +1,4 @@
-"""compress_gradients among optax's transformations."""
+"""Tests compress_gradients together with optax's transformations."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ COMPRESS = cgx.compress_gradients("data", CODEC, axis_size=4)
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """optax relies on it."""
+    """optax relies on type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def close(got, expected, tolerance=0.05):
-    """That training came about as far."""
+    """Checks that two trainings have reached about the same loss."""
     assert expected[2][-1] < 0.8 * expected[2][0]
     np.testing.assert_allclose(got[2][-1], expected[2][-1], rtol=tolerance)
 
@@ -47,7 +47,7 @@ def test_in_front_of(behind):
 
 
 def test_behind_what_sees_local_gradients():
-    """Every rank clips its own."""
+    """Every rank clips its own gradients."""
     clip = optax.clip(1e-3)
     close(*(train(optax.chain(clip, first, optax.sgd(2.0)), 30) for first in (COMPRESS, RAW)))
 
@@ -63,7 +63,7 @@ def test_multi_steps_in_front_updates_every_other_step():
 
 
 def test_masked():
-    """Some leaves compressed; the others have to be reduced, too."""
+    """Some leaves are compressed. The others must be averaged, too."""
     mask = {"w": True, "b": False}
     optimizer = optax.chain(optax.masked(COMPRESS, mask), optax.masked(RAW, {"w": False, "b": True}), optax.sgd(0.5))
     got = train(optimizer, 30)
@@ -74,7 +74,7 @@ def test_masked():
         np.testing.assert_allclose(got[0][name], same[0][name], rtol=1e-5, atol=1e-6)
     assert got[1][0].inner_state.residuals == {"w": got[1][0].inner_state.residuals["w"], "b": optax.MaskedNode()}
     alone = optax.chain(optax.masked(COMPRESS, mask), optax.sgd(0.5))
-    with pytest.raises(ValueError, match="out_specs"):  # the rest still differs from rank to rank
+    with pytest.raises(ValueError, match="out_specs"):  # the other leaves still differ between ranks
         train(alone, 1)
 
 
@@ -99,7 +99,7 @@ def test_inject_hyperparams_into_the_knobs():
 
 
 def test_inject_hyperparams_without_feedback():
-    """And with every other number, static or not."""
+    """All other numbers can be injected, too, static or not."""
     make = optax.inject_hyperparams(cgx.compress_gradients, static_args=("axis_size", "fusion_mb"))
     options = dict(feedback=False, momentum=0.5, seed=3, fusion_mb=16, axis_size=4)
     stochastic = cgx.MaxMin(4, 64, rounding="stochastic")
@@ -121,7 +121,10 @@ def test_inject_hyperparams_around_compressed():
 
 
 def test_a_skipped_step_costs_nothing():
-    """One rank overflows once: apply_if_finite skips the step everywhere; with skip_nonfinite it leaves no trace."""
+    """One rank overflows once. apply_if_finite skips the step on all ranks.
+
+    With skip_nonfinite the step leaves no trace.
+    """
 
     def optimizer(skip):
         first = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=skip)
@@ -147,9 +150,9 @@ def test_a_skipped_step_costs_nothing():
 
 
 def test_dynamic_loss_scaling():
-    """float16 gradients of a scaled loss, unscaled before they are compressed.
+    """Gradients are float16 gradients of a scaled loss. They are unscaled before they are compressed.
 
-    When one rank overflows, all halve the scale, nobody steps, and residuals stay.
+    If one rank overflows, all ranks halve the scale, no rank makes the step, and residuals stay.
     """
     transformation = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=True)
     optimizer = optax.sgd(0.5)
@@ -192,7 +195,7 @@ def test_bfloat16_parameters():
 
 
 def test_pmap():
-    """As flax users write it: a state made outside and replicated, which every device then has for itself."""
+    """As flax users write it: the state is made outside and replicated, and each device then has its own."""
     rows = X.reshape(4, 6, 30)
     optimizer = cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=1)
     replicate = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 4), tree)  # flax.jax_utils.replicate

@@ -1,6 +1,6 @@
-"""Every optimizer of optax and of optax.contrib in make_train_step: its own numbers, or an error that says why not.
+"""Tests every optimizer of optax and of optax.contrib in make_train_step. It gives its own numbers, or a clear error.
 
-One parameter is frozen, which none of them knows.
+One parameter is frozen. No optimizer sees it.
 """
 
 import inspect
@@ -22,7 +22,7 @@ FROZEN = {"frozen": 1 + jnp.eye(3)}
 PLAN = cgx.Plan(cgx.Raw(), [("frozen", cgx.Skip())])
 X = normal((4, 3), 2)
 
-# How those are made that want more than a learning rate.
+# Arguments of those that need more than a learning rate.
 MADE = {
     "normalize": lambda f: f(),
     "reduce_on_plateau": lambda f: f(),
@@ -35,13 +35,13 @@ MADE = {
     "lbfgs without a search": lambda _: optax.lbfgs(0.1, linesearch=None),
 }
 CALLS_THE_LOSS = ("lbfgs", "sophia", "hutchinson_estimator_diag_hessian")
-# These want the gradient of every example. A rank has the mean over its batch.
+# These need the gradient of every example. A rank has the mean over its batch.
 PER_EXAMPLE = ("dpsgd", "differentially_private_aggregate")
 NO_OPTIMIZERS = ("schedule_free_eval_params",)
 
 
 def optimizers():
-    """{name: function} of those of optax that take a learning rate, and of all of contrib."""
+    """Returns {name: function} of the optimizers of optax that take a learning rate, and of all in contrib."""
     found = {}
     for module in (optax, contrib):
         for name, function in inspect.getmembers(module, inspect.isfunction):
@@ -62,7 +62,7 @@ def loss_fn(params, x):
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """optax relies on it."""
+    """optax relies on type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

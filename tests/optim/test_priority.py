@@ -1,4 +1,4 @@
-"""overlap="priority": the steps of plain training, one update later, and what `finish` does."""
+"""Tests overlap="priority": its steps are those of plain training, one update later. Also tests `finish`."""
 
 import warnings
 
@@ -23,7 +23,7 @@ PLAN = cgx.Plan(cgx.MaxMin(4, 16), min_size=0)
 
 
 def loss(params, x):
-    for name in ("b", "c", "a"):  # the names don't say the order
+    for name in ("b", "c", "a"):  # the order of the names is not the order of use
         x = jnp.tanh(x @ params[name])
     return jnp.mean(x**2)
 
@@ -43,7 +43,7 @@ def make(loss_fn=loss, optimizer=None, **options):
 
 
 def train(given=(), finish=True, **options):
-    """(the state at last, the parameters before each step's update, the metrics of each step)."""
+    """Returns (the last state, the parameters before each step's update, the metrics of each step)."""
     train = make(**options)
     state, seen, metrics = train.init(PARAMS, *given), [], []
     for batch in BATCHES:
@@ -76,7 +76,7 @@ CASES = {
 def test_the_bits_are_those_of_the_plain_step(case):
     options = {"fusion_mb": 1e-4, **CASES[case]}
     state = options.pop("state", ())
-    with jax.numpy_dtype_promotion("standard"):  # adam's
+    with jax.numpy_dtype_promotion("standard"):  # adam needs it
         check(state, options)
 
 
@@ -110,13 +110,14 @@ def test_after_finish_a_state_is_like_a_fresh_one():
     first = [*step.step(*fresh, BATCHES[0])][:2]
     left = step.finish(*step.step(*first, BATCHES[1])[:2])
     assert jax.tree.structure(left) == jax.tree.structure(step.init(PARAMS))
-    *_, metrics = step.step(*left, BATCHES[2])  # goes on
+    *_, metrics = step.step(*left, BATCHES[2])  # training continues
     np.testing.assert_array_equal(metrics.loss, train()[2][2].loss)
-    assert step.step._cache_size() == 2  # without pending gradients, and with
+    assert step.step._cache_size() == 2  # without pending gradients, and with them
 
 
 def test_finish_says_nothing_of_what_it_drops():
-    # Without residuals, nothing has the shape of pending gradients. JAX checks that on Explicit meshes.
+    # Without residuals, no leaf of the state has the shape of pending gradients. JAX checks shardings on Explicit
+    # meshes.
     explicit = mesh(4, axis_type=AxisType.Explicit)
     step = cgx.make_train_step(loss, optax.sgd(0.1), explicit, data_axis="a", overlap="priority", plan=cgx.Raw())
     state = step.step(*step.init(PARAMS), BATCHES[0])[:2]

@@ -1,4 +1,4 @@
-"""optax is an extra."""
+"""Tests the package without optax, which is an extra."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""restore_state: checkpoints on disk of another number of ranks."""
+"""Tests restore_state with checkpoints on disk that have another number of ranks."""
 
 import functools
 
@@ -36,13 +36,13 @@ def go_on(train, params, state, steps=2):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Parameters and state of four ranks, and their checkpoint."""
+    """Returns parameters and state of four ranks, and their checkpoint."""
     params, state, _ = go_on(make(4), *make(4).init(PARAMS))
     return params, state, save(tmp_path_factory.mktemp("four") / "here", (params, state))
 
 
 def assert_kept(found, saved, ranks):
-    """Residuals keep their sum over the ranks, momentum its mean, and all else its bits."""
+    """Checks that residuals keep their sum over the ranks, momentum its mean, and everything else its bits."""
 
     def check(of_all, new, old):
         assert new.shape == (ranks, *old.shape[1:]) and new.addressable_shards[0].data.shape[0] == 1
@@ -66,7 +66,7 @@ def test_fewer_ranks(four):
 
 
 def test_nothing_is_compressed(tmp_path):
-    """A state without arrays per rank goes to other ranks as it is."""
+    """A state without arrays per rank is unchanged for any number of ranks."""
     of = lambda ranks: cgx.make_train_step(loss_fn, optax.adam(0.1), mesh_of(ranks), plan=cgx.Raw()).init(PARAMS)
     assert_same_trees(cgx.restore_state(save(tmp_path / "raw", of(4)), of(2)), of(2))
 
@@ -89,7 +89,7 @@ def shape(x):
 
 
 def test_as_many_ranks(four):
-    """All bits. The template may be shapes with shardings."""
+    """All bits return. The template may have shapes with shardings."""
     params, state, path = four
     restored = cgx.restore_state(path, jax.tree.map(shape, make(4).init(PARAMS)))
     assert_same_trees(restored, (params, state))
@@ -98,7 +98,7 @@ def test_as_many_ranks(four):
 
 @pytest.mark.parametrize("form", ["param_specs", "optimizer_specs"])
 def test_sharded_parameters_or_state(form, tmp_path):
-    """ZeRO-3 and ZeRO-1: shards, and what the gather of updates has lost, keep their bits and get the new sharding."""
+    """With ZeRO-3 and ZeRO-1, shards and the errors of gathering updates keep their bits, and get the new sharding."""
 
     def make(ranks):
         gather = CODEC if form == "optimizer_specs" else cgx.Raw()
@@ -125,7 +125,7 @@ def test_sharded_parameters_or_state(form, tmp_path):
 
 
 def test_a_manager_and_a_hierarchy(four, tmp_path):
-    """Sixteen-bit momentum, and ranks of two axes."""
+    """Momentum has sixteen bits, and ranks have two axes."""
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     state = cgx.compress_gradients("data", CODEC, momentum=0.5, axis_size=3).init(half)
     state = jax.tree.map(lambda x: jnp.ones_like(x) if x.ndim > 1 else x, state)
@@ -145,7 +145,7 @@ def test_a_manager_and_a_hierarchy(four, tmp_path):
 
 
 def test_other_leaves_per_rank(tmp_path):
-    """Those that no state of ours has, such as the residuals of value_and_grad."""
+    """Leaves per rank outside of our states are an example: the residuals of value_and_grad."""
 
     def tree(ranks, fill):
         rows = np.float32(fill(ranks))
@@ -161,7 +161,7 @@ def test_other_leaves_per_rank(tmp_path):
 
 
 def test_a_model_with_state_per_rank(tmp_path):
-    """Floating point keeps its mean, counters the first rank's number, and random keys differ."""
+    """Floating-point numbers keep their mean, counters are those of the first rank, and random keys differ."""
 
     @functools.cache
     def make(ranks):
@@ -180,7 +180,7 @@ def test_a_model_with_state_per_rank(tmp_path):
 
 
 def bare(x):
-    """Without where it is."""
+    """Returns a state without its sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""make_train_step with parameters, or an optimizer's state alone, sharded over the ranks: ZeRO-3 (FSDP) and ZeRO-1."""
+"""Tests make_train_step with parameters (ZeRO-3, FSDP) or an optimizer's state (ZeRO-1) sharded over the ranks."""
 
 import functools
 import pathlib
@@ -36,7 +36,7 @@ NESTED = pytest.mark.skipif(
 
 @pytest.fixture
 def standard_promotion():
-    """Which optax's adam needs."""
+    """optax's adam relies on type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -82,7 +82,7 @@ OPTIMIZERS = {
 
 @functools.cache
 def by_jax():
-    """Five steps of plain JAX with each optimizer."""
+    """Returns the parameters after five steps of plain JAX with each optimizer."""
 
     @jax.jit
     def step(params, state):
@@ -99,7 +99,7 @@ def by_jax():
 
 
 def each_optimizer():
-    """Every optimizer for a layer of its own, in one program."""
+    """Returns an optimizer that uses every optimizer for one layer, so that one program has all."""
     return optax.multi_transform(OPTIMIZERS, {name: dict.fromkeys(LAYER, name) for name in OPTIMIZERS})
 
 
@@ -107,7 +107,7 @@ def each_optimizer():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_plain_jax(form, axis_type):
-    """Norms are those of whole arrays, leaves share messages, and only bytes are sent of them."""
+    """Norms are those of whole arrays, leaves share messages, and all leaves are sent as bytes."""
     params = dict.fromkeys(OPTIMIZERS, LAYER)
     mesh = mesh_with(axis_type)
     train = cgx.make_train_step(loss_of_all, each_optimizer(), mesh, plan=cgx.Raw(), **{form: specs_of(params, mesh)})
@@ -116,14 +116,15 @@ def test_plain_jax(form, axis_type):
     text = program(train, params)
     assert sent(text) == {("all-gather", "u8"), ("all-to-all", "u8"), ("all-reduce", "f32")}
     assert text.count(" all-to-all(") == 1
-    assert text.count(" all-gather(") in ((1, 2) if form == "param_specs" else (1,))  # XLA may join that of regather
+    # XLA may join it with the second gather.
+    assert text.count(" all-gather(") in ((1, 2) if form == "param_specs" else (1,))
     summed = re.findall(r"= \(?(.*?)\)? all-reduce\(", text)
     assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(summed))) == {"f32[]"}  # norms, the loss, and "one"
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_lost(form):
-    """With a constant gradient: what arrived, and what is kept of the gradients and of updates, is all of it."""
+    """With a constant gradient, the updates plus the residuals of gradients and updates give the exact result."""
     params = {"cut": normal((8, 30), 1), "whole": normal((3, 3), 2)}
     x = {"cut": normal((RANKS, 8, 30), 3), "whole": normal((RANKS, 3, 3), 4)}
     loss = lambda p, x: sum((p[name] * x[name]).sum() for name in p)
@@ -145,7 +146,7 @@ def test_nothing_is_lost(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_as_replicated(form):
-    """Micro-batches, auxiliary outputs and keys of the loss. A saved state continues with the same bits."""
+    """Steps have micro-batches, auxiliary outputs and keys. A saved state continues with the same bits."""
 
     def loss(params, x, key):
         kept = jax.random.bernoulli(key, 0.8, x.shape)
@@ -168,7 +169,7 @@ def test_as_replicated(form):
 
 
 def test_codecs_in_both_directions():
-    """Every rank computes with the weights that came over the wire; the noise of every step is another."""
+    """Every rank computes with the decoded weights. Each step has different noise."""
     found = []
     for form in FORMS:
         options = {form: specs_of(LAYER), "gather": NOISE, "plan": {0: NOISE, 2: CODEC}}
@@ -187,7 +188,7 @@ def test_codecs_in_both_directions():
 
 
 def test_weights_are_gathered_again():
-    """By default for the backward pass, as FSDP does. (XLA joins both gathers on CPUs.)"""
+    """By default weights are gathered again for the backward pass, as in FSDP. XLA joins both gathers on CPUs."""
     found = {}
     for regather in (True, False):
         options = dict(plan=CODEC, gather=CODEC, param_specs=specs_of(LAYER), regather=regather, accumulate=2)
@@ -206,7 +207,7 @@ TWO_AXES = {"up": P("data", "model"), "bias": P("model"), "down": P("model", "da
 @NESTED
 @pytest.mark.parametrize("form", FORMS)
 def test_other_axes(form):
-    """They are left to the partitioner, and each shard is compressed by itself."""
+    """Other axes are left to the partitioner, and each shard is compressed separately."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     beside = {name: P(*(None if part == "data" else part for part in spec)) for name, spec in TWO_AXES.items()}
     specs = dict(param_specs=TWO_AXES) if form == "param_specs" else dict(param_specs=beside, optimizer_specs=TWO_AXES)
@@ -361,7 +362,7 @@ def test_rules_of_the_gather_that_hold_for_no_leaf():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_frozen_parameters_and_a_model_state(form):
-    """What is frozen may be sharded, too: it is gathered for the loss, and nothing else is sent of it."""
+    """Frozen parameters may be sharded, too. They are gathered for the loss, and nothing else is sent for them."""
 
     def loss(params, state, x):
         return loss_fn(params, x - state["mean"]), {**state, "mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
@@ -373,7 +374,7 @@ def test_frozen_parameters_and_a_model_state(form):
         params, model_state, state = train.init(LAYER, {"mean": jnp.zeros(8), "key": jax.random.key(3)})
         for _ in range(3):
             params, model_state, state, _ = train.step(params, model_state, state, X)
-        assert model_state.pop("key") == jax.random.key(3)  # which the loss left as it was
+        assert model_state.pop("key") == jax.random.key(3)  # the loss left it unchanged
         found[name] = params, model_state
         np.testing.assert_array_equal(params["up"], LAYER["up"])
     if form == "optimizer_specs":

@@ -1,4 +1,4 @@
-"""Sums over the shards of leaves: every process makes the same program, whatever the order of its sets."""
+"""Tests sums over the shards of leaves. Every process makes the same program, whatever the order of its sets."""
 
 import re
 
@@ -15,7 +15,7 @@ from jaxcgx.optim.nonfinite import count_nonfinite
 from jaxcgx.optim.telemetry import measure
 from jaxcgx.transports.xla import Axes
 
-AXES = ("data", "e", "d", "c", "b")  # ranks, and shards in an order that isn't that of their names
+AXES = ("data", "e", "d", "c", "b")  # ranks, and shards in an order that is not alphabetical
 
 
 def clip(x):

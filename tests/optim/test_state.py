@@ -1,4 +1,4 @@
-"""State per rank: its specs, other numbers of ranks, checkpoints."""
+"""Tests the state per rank: its specs, other numbers of ranks, and checkpoints."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def compressed(ranks, **options):
 
 
 def train(ranks, params, state, steps, **options):
-    """(parameters, state, losses) after some more steps on as many ranks."""
+    """Returns (parameters, state, losses) after some more steps with as many ranks."""
     step, losses = on_mesh(local_step(compressed(ranks, **options)), state, ranks), []
     params, state = place(params, P(), ranks), place(state, cgx.state_specs(state, "data"), ranks)
     for _ in range(steps):
@@ -69,7 +69,7 @@ def test_what_must_stand_behind(wrap, name):
 
 
 def test_what_must_not_stand_before():
-    """Its state would differ from rank to rank, and no spec says so."""
+    """Its state would differ between ranks, and no spec would say so."""
     trace, clip = optax.trace(0.9), optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
     state = optax.chain(clip, trace, cgx.compress_gradients("data", CODEC, axis_size=4), optax.sgd(0.1)).init(PARAMS)
     words = says(
@@ -90,7 +90,7 @@ def test_what_must_not_stand_before():
     "plan", [CODEC, cgx.Plan(CODEC, [("w", cgx.MaxMin(4))], min_size=0, skip_1d=False)], ids=["codec", "plan"]
 )
 def test_optax_maps_over_the_state(plan):
-    """It takes what is per rank for parameters: specs are state_specs'."""
+    """optax's map treats the state per rank like parameters, and gives the specs of state_specs."""
     optimizer = cgx.compressed(optax.adam(1e-2), "data", plan, axis_size=4)
     state = optimizer.init(PARAMS)
     found = optax.tree_map_params(optimizer, lambda x: x + 1, state, transform_non_params=lambda x: x)
@@ -102,7 +102,7 @@ def test_optax_maps_over_the_state(plan):
 
 @pytest.mark.parametrize("kind", ["sharded", "numpy"])
 def test_resharding_keeps_the_total(kind):
-    """8 -> 6 -> 8, neither of which divides the other."""
+    """The numbers of ranks are 8 -> 6 -> 8. Neither number divides the other."""
     _, state, _ = train(8, PARAMS, compressed(8, momentum=0.5).init(PARAMS), 3, momentum=0.5)
     if kind == "numpy":
         state = jax.tree.map(np.asarray, state)

@@ -1,4 +1,4 @@
-"""compress_gradients: telemetry."""
+"""Tests the telemetry of compress_gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_telemetry(feedback):
 
 @pytest.mark.parametrize("own", ["raw", "encoded"])
 def test_telemetry_of_both_roundings(own):
-    """With own="raw" what is lost is the whole error of the mean; with "encoded" the second rounding is not in it."""
+    """With own="raw", `lost` is the whole error of the mean. With "encoded", it doesn't include the second rounding."""
     ((mean, state),) = run(compress(CODEC, telemetry=True, schedule="two_shot", own=own))
     lost = state.residuals["w"]
     np.testing.assert_allclose(state.telemetry.vnmse["w"], (lost**2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-5)

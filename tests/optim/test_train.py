@@ -1,4 +1,4 @@
-"""make_train_step: the same as by hand, on meshes of every kind."""
+"""Tests that make_train_step gives the same as a step by hand, on meshes of every kind."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ OPTIMIZER = optax.sgd(0.2, momentum=0.5)
 
 
 def run(train, steps=5, params=PARAMS, x=X, key=None):
-    """(parameters, state, metrics of each step)."""
+    """Returns (parameters, state, metrics of each step)."""
     params, state = train.init(params)
     found = []
     for _ in range(steps):
@@ -54,7 +54,7 @@ def test_the_mean_of_loss_and_aux_is_not_compressed():
 
 @pytest.mark.parametrize("plan", [cgx.Raw(), CODEC], ids=str)
 def test_accumulation(plan):
-    """The gradient of the whole batch, sent once."""
+    """The gradient is that of the whole batch, and is sent once."""
 
     def loss_and_aux(params, x):
         return loss_fn(params, x), {"mean": x.mean(), "two": 2}
@@ -77,13 +77,13 @@ def test_sixteen_bit_gradients_are_accumulated_in_float32():
 
     train = cgx.make_train_step(loss, optax.sgd(1.0), mesh_of(2), plan=cgx.Raw(), accumulate=256)
     params, _, _ = run(train, 1, jnp.zeros(3, jnp.bfloat16), jnp.full((512, 3), 1.0).at[::2].set(2.0**-6))
-    expected = jnp.bfloat16(-(256 + 256 * 2.0**-6) / 512)  # in bfloat16 the small ones vanish beside the sum
+    expected = jnp.bfloat16(-(256 + 256 * 2.0**-6) / 512)  # in bfloat16 the small numbers would vanish in the sum
     np.testing.assert_array_equal(params, jnp.full(3, expected))
 
 
 @pytest.mark.short
 def test_keys_for_the_loss():
-    """One for every rank and micro-batch."""
+    """Every rank and every micro-batch has its own key."""
 
     def loss(params, x, key):
         return params.sum(), jax.random.normal(key, (3,))
@@ -99,7 +99,7 @@ def test_keys_for_the_loss():
 
 
 def test_scalars_of_a_batch_are_replicated():
-    """A number and a random key are the same on every rank and for every micro-batch."""
+    """A number and a random key are the same on every rank and in every micro-batch."""
 
     def loss(params, batch):
         drawn = jax.random.normal(batch["key"], ())
@@ -119,7 +119,7 @@ def test_scalars_of_a_batch_are_replicated():
 
 
 def test_random_keys_among_auxiliary_outputs_are_not_averaged():
-    """They are those of the first rank's last micro-batch."""
+    """They are those of the last micro-batch of the first rank."""
 
     def loss(params, x, key):
         return (params * x).sum(), {"key": key, "n": 3}
@@ -138,7 +138,7 @@ def test_random_keys_among_auxiliary_outputs_are_not_averaged():
 def test_optimizers_that_take_no_value(chained):
     optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
     optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
-    with jax.numpy_dtype_promotion("standard"):  # which sam needs
+    with jax.numpy_dtype_promotion("standard"):  # sam needs it
         params, _, _ = run(cgx.make_train_step(loss_fn, optimizer, mesh_of(2), plan=cgx.Raw()), 2)
         plain, state = PARAMS, optimizer.init(PARAMS)
         for _ in range(2):
@@ -163,7 +163,7 @@ def test_a_sharding_constraint_over_the_axis_of_the_ranks(with_mesh):
 
 
 def test_loops_that_start_from_zeros_and_losses_averaged_over_the_ranks():
-    """JAX's check_vma refuses the first; without it, the second have the gradient of the mean."""
+    """JAX's check_vma refuses such loops. Without it, averaged losses have the gradient of the mean."""
 
     def loss(params, x):
         state = jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros(3), x)[0]
@@ -222,7 +222,7 @@ def test_a_hierarchy():
 
 @NESTED
 def test_an_axis_for_the_partitioner():
-    """Local shards are compressed; nothing is gathered that isn't without compression."""
+    """Local shards are compressed. Nothing is gathered that is not gathered without compression."""
     train, plain = (
         tensor_parallel(plan=cgx.MaxMin(4, 64), telemetry=True, momentum=0.5),
         tensor_parallel(plan=cgx.Raw()),
@@ -262,7 +262,7 @@ def test_shards_have_factors_of_their_own():
 
 @NESTED
 def test_all_shards_wait_for_a_nan():
-    """Though only one of them has it."""
+    """All shards wait, even if only one of them has the NaN."""
     train = tensor_parallel(plan=cgx.MaxMin(4, 64), skip_nonfinite=True)
     params, state, _ = run(train, 1, {**SHARDED, "bias": SHARDED["bias"].at[5].set(3e38)}, 0 * X)
     before = jax.tree.map(np.asarray, state[0].residuals)
@@ -272,7 +272,10 @@ def test_all_shards_wait_for_a_nan():
 
 @NESTED
 def test_norms_are_those_of_all_shards():
-    """Where DGC clips; and the momentum of what travels raw, and of weight decay, is sharded as parameters are."""
+    """The norm is used where DGC clips.
+
+    The momentum of raw leaves and of weight decay is sharded like the parameters.
+    """
     options = dict(
         compress=cgx.dgc, min_size=10**6, clip_norm=0.05, clip_global_norm=0.05, weight_decay=0.1, nesterov=True
     )
@@ -287,7 +290,7 @@ def test_norms_are_those_of_all_shards():
 
 
 def test_optimizers_that_want_the_loss():
-    """And parameters that are Python's numbers."""
+    """Parameters may be Python numbers."""
     optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
     with jax.numpy_dtype_promotion("standard"):
         params, state, (metrics,) = run(

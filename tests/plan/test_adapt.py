@@ -1,4 +1,4 @@
-"""Bits by what gradients lose: the choice keeps to its budget, is the best there is, and is the same everywhere."""
+"""Tests the choice of bits from the errors of gradients: it keeps its budget, is optimal, and the same everywhere."""
 
 import dataclasses
 import functools
@@ -56,11 +56,11 @@ def test_lgreco_of_gradients():
         assert errors(adapted, statistics) <= alpha * errors(plan, statistics)
         assert codecs(adapted)[0].bits > codecs(adapted)[3].bits
     assert plan.adapt(statistics).explain(GRADS, 2).bytes < plan.explain(GRADS, 2).bytes
-    # Guards are as they were.
+    # Guards are unchanged.
     assert [row.why for row in plan.adapt(statistics).explain(GRADS, 2).rows if row.leaf.endswith("bias")] == [
         "it has 128 elements, fewer than the plan's min_size=1024"
     ] * 4
-    # Statistics of two steps weigh both.
+    # Statistics of two steps count equally.
     more = statistics + cgx.gradient_statistics(gradients([1e-4, 1e-4, 1e-4, 100]))
     assert codecs(plan.adapt(more))[3].bits > codecs(plan.adapt(more))[1].bits
 
@@ -89,7 +89,10 @@ def test_a_budget_of_bytes(alpha):
 
 
 def test_candidates_of_any_kind():
-    """What each of them loses is measured in jit, not known from its bits: the choice is the best of all choices."""
+    """Their errors are measured under jit, because they don't follow from the bits.
+
+    The choice is the best of all choices.
+    """
     rng = np.random.default_rng(0)
     draws = dict(normal=rng.standard_normal, heavy=functools.partial(rng.standard_t, 2), even=rng.random)
     tree = {name: jnp.asarray(draw(size=(2, 64, 128)), jnp.float32) for name, draw in draws.items()}
@@ -160,7 +163,7 @@ def test_an_adapted_plan_is_for_parts_of_the_tree_too():
 
 
 def test_the_guide_measures():
-    """docs/plans.md's loop."""
+    """This is the loop of docs/plans.md."""
     (code,) = [
         block for block in re.findall("```python\n(.*?)```", PLANS.read_text(), re.DOTALL) if "def measure" in block
     ]

@@ -1,4 +1,4 @@
-"""The choice of bits on plain numbers: it keeps to its budget, is the best there is, and is the same everywhere."""
+"""Tests the choice of bits with plain numbers: it keeps its budget, and is optimal and the same everywhere."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ def exact(rows, choice):
 
 
 def drawn(seed):
-    """The arguments of lgreco, for so few choices that all can be tried."""
+    """Returns arguments of lgreco with so few choices that a test can try all."""
     rng = random.Random(seed)
     leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
     wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
@@ -66,8 +66,7 @@ def test_the_least_error_of_so_many_bytes(seed):
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 4.0])
 def test_lgreco_with_many_leaves(alpha):
-    """More bytes than there are steps: the budget holds all the same, and the bytes are near a lower bound
-    (Lagrange's)."""
+    """There are more bytes than steps. The budget is kept, and the bytes are near a lower bound (Lagrange's)."""
     rng = random.Random(7)
     sizes = [rng.randint(1000, 3_000_000) for _ in range(300)]
     wire = [[codec.wire_bytes((n,), "float32") for codec in BITS] for n in sizes]
@@ -84,7 +83,7 @@ def test_lgreco_with_many_leaves(alpha):
     assert bound - 1 <= total(wire, found) <= bound + 2 * len(sizes) * step
     if alpha == 1:
         assert total(wire, found) < total(wire, reference)
-    # With room for the steps, the least error of these bytes is no larger.
+    # With a margin for the steps, the least error for these bytes is not larger.
     most = total(wire, found) + len(sizes) * step
     turned = bits.lgreco(wire, errors, 2, most / total(wire, reference), budget="bytes")
     assert total(wire, turned) <= most
@@ -98,7 +97,7 @@ def test_lgreco_at_the_edges():
     assert bits.lgreco([[10, 20]], [[1.0, 0.5]], 1, 1e300) == [0]
     assert bits.lgreco([[10, 20]], [[1e-45, 1e-46]], 0, 0.5) == [1]
     assert bits.lgreco([[10, 20]], [[3e38, 2e38]], 1, 0.9) is None
-    # What is tiny beside the largest counts, too: it is rounded up.
+    # Errors that are tiny compared with the largest one count, too, because they are rounded up.
     tiny = [[10, 20, 30], [10, 20, 30]], [[1.0, 0.0, 0.0], [1e-30, 1e-30, 0.0]], 1
     assert bits.lgreco(*tiny, 1.0) == [1, 0] and bits.lgreco(*tiny, 0.5) == [1, 2]
 
@@ -117,8 +116,10 @@ def test_kmeans():
 
 
 def test_kmeans_of_points_that_are_equal():
-    """As many clusters as there are different points, up to three, and the numbers without a gap: the highest norm has
-    the last."""
+    """There are as many clusters as different points, up to three.
+
+    The numbers of the clusters have no gap, and the highest norm has the last number.
+    """
     assert bits.kmeans([(4, 3), (2, 1), (2, 0), (4, 3)], 3) == [2, 1, 0, 2]
     for seed in range(200):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A plan as TOML and back."""
+"""Tests the conversion of a plan to TOML and back."""
 
 import tomllib
 

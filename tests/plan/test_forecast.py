@@ -1,5 +1,4 @@
-"""Plan.explain: every leaf's codec, message and bytes, and why it stays raw; the bytes are those that a program
-sends."""
+"""Tests Plan.explain: every leaf's codec, message, bytes and reason to stay raw. The bytes are those of the program."""
 
 import math
 
@@ -77,7 +76,7 @@ def mesh(*axes):
 
 
 def sent(tree, axes, plan):
-    """{axes: bytes} of a compiled compressed_psum."""
+    """Returns {axes: bytes} of a compiled compressed_psum."""
     names = tuple(name for name, _ in axes)
     f = jax.shard_map(
         lambda x: cgx.compressed_psum(x, names, plan), mesh=mesh(*axes), in_specs=P(), out_specs=P(), check_vma=False
@@ -119,7 +118,7 @@ def test_hierarchies_by_shards(inner):
     ids=["compressed", "raw within", "raw between", "three"],
 )
 def test_hierarchies_by_leaders(sizes, codecs):
-    """What leaders receive they hand on, in its bytes."""
+    """Leaders pass on the encoded bytes that they receive."""
     tree, plan = TREE["layer"], cgx.Plan(codecs, leader=True, schedule="two_shot")
     found = plan.explain(tree, sizes)
     ranks = lambda axes: math.prod(sizes[name] for name in axes)
@@ -129,7 +128,7 @@ def test_hierarchies_by_leaders(sizes, codecs):
 
 
 def test_leaders_are_of_hierarchies():
-    """A leaf with one codec for all ranks, or of one axis, has none."""
+    """A leaf with one codec for all ranks, or with one axis, has no leader."""
     tree, sizes = {"v": jnp.zeros((64, 64), jnp.bfloat16), "w": jnp.zeros((64, 64))}, {"a": 2, "b": 4}
     rules, by_axis = [("v", EIGHT)], {"a": FOUR, "b": RAW}
     led, flat = (cgx.Plan(by_axis, rules, leader=leader).explain(tree, sizes) for leader in (True, False))

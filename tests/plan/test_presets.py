@@ -1,4 +1,4 @@
-"""What other systems do, as plans; and CGX's environment variables."""
+"""Tests plans that do what other systems do, and CGX's environment variables."""
 
 import jax
 import jax.numpy as jnp
@@ -355,7 +355,7 @@ def test_a_ratio_that_makes_sums_wrong():
 
 
 def test_arguments_come_before_variables():
-    """As CGXState does. The ring, the leader and the fusion stay those of the variables."""
+    """CGXState does the same. The ring, the leader and the fusion are still those of the variables."""
     given = env(COMPRESSION_BUCKET_SIZE="64", COMPRESSION_MINIMAL_SIZE="99", FUSION_BUFFER_SIZE_MB="8")
     found = cgx.Plan.from_env(TUPLE, given, bits=2, bucket_size=128, min_size=1024, skip_1d=True)
     codec = cgx.MaxMin(2, 128)

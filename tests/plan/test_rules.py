@@ -1,4 +1,4 @@
-"""Which leaf gets which codec: rules, guards, what is an error."""
+"""Tests which leaf gets which codec: rules, guards and errors."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ TREE = {
 
 
 def assign(plan, tree=TREE):
-    """{path: (codec, why it is raw)}."""
+    """Returns {path: (codec, reason to stay raw)}."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
     return dict(
@@ -94,7 +94,7 @@ def test_guards_are_stronger_than_rules():
     assert {name for name, (codec, _) in found.items() if codec == cgx.Raw()} == {
         name for name, (codec, _) in before.items() if codec == cgx.Raw()
     }
-    # The reason names a rule that asked for something else.
+    # The reason names a rule that requested something else.
     added = {name: why.removeprefix(before[name][1]) for name, (_, why) in found.items() if why}
     assert added == {
         "block/0/bias": ", though Rule(codec=MaxMin(bits=2, bucket_size=128), where=<function "
@@ -126,7 +126,7 @@ def test_optional_rules_may_hold_for_no_leaf():
 
 
 def test_rules_are_not_compared(monkeypatch):
-    """1,400 leaves and 200 rules: a dataclass compares field by field."""
+    """There are 1,400 leaves and 200 rules. A dataclass would compare field by field."""
     plan = cgx.Plan(FOUR, [(f"^layer/{i}/", cgx.MaxMin(1 + i % 8)) for i in range(20)])
     monkeypatch.setattr(cgx.Rule, "__eq__", None)
     assert codecs(plan, {"layer": [{"w": TREE["embed"]}] * 20})["layer/9/w"] == cgx.MaxMin(2)
@@ -157,7 +157,7 @@ def test_codecs_by_axis():
     assert found["embed"] == wide and isinstance(found["embed"], dict)
     assert found["block/0/kernel"] == TWO and found["block/1/kernel"] == {"node": FOUR, "local": cgx.Raw()}
     wide["node"] = FOUR
-    assert codecs(plan)["embed"]["node"] == EIGHT  # the plan has its own
+    assert codecs(plan)["embed"]["node"] == EIGHT  # the plan has its own copy
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Skip() in a plan: which leaves it is for, and what tables say of them."""
+"""Tests Skip() in a plan: which leaves it applies to, and what tables report."""
 
 import jax.numpy as jnp
 import numpy as np

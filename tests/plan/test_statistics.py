@@ -1,4 +1,4 @@
-"""gradient_statistics: what each codec loses of each leaf, the same on every rank, in and out of jit."""
+"""Tests gradient_statistics: the error of each codec for each leaf, the same on every rank, in jit and outside."""
 
 import functools
 
@@ -94,7 +94,7 @@ def test_noise():
     found = cgx.gradient_statistics(x, codecs=NOISY, key=key)
     assert (
         found.errors[0, 0] != found.errors[1, 0] and found.errors[0, 1] == found.errors[1, 1]
-    )  # noise is another in each leaf
+    )  # each leaf has different noise
     assert (found.errors == cgx.gradient_statistics(x, codecs=NOISY, key=key).errors).all()
     assert found.errors[0, 0] != cgx.gradient_statistics(x, codecs=NOISY, key=jax.random.key(4)).errors[0, 0]
     one, two = (
