@@ -1,4 +1,4 @@
-"""Runs of recipes/train.py in this process."""
+"""Fixtures that run recipes/train.py in this process."""
 
 import importlib
 import pathlib
@@ -13,7 +13,7 @@ SMALL = {"train.batch_size": 8, "train.steps": 20, "train.test_examples": 8}
 
 @pytest.fixture
 def train(monkeypatch):
-    """The module train.py, whose folder has the other modules."""
+    """The module train.py. It imports the other modules of its folder."""
     for library in ("flax", "matplotlib", "ml_collections", "orbax", "tensorboardX", "tqdm"):
         pytest.importorskip(library, reason="needs the extra `recipes`")
     with jax.numpy_dtype_promotion("standard"):
@@ -28,7 +28,10 @@ def data(train):
 
 @pytest.fixture
 def run(train, tmp_path, monkeypatch):
-    """Trains: run("digits/mlp", {"compression": "dgc"}, devices=2) returns the results. Plots take a second each."""
+    """A function that trains. run("digits/mlp", {"compression": "dgc"}, devices=2) returns the results.
+
+    Plots take a second each.
+    """
     monkeypatch.setattr(train.plot, "draw", lambda *args: None)
 
     def of(name, changes, *, devices=2, small=SMALL, runs=tmp_path):

@@ -1,4 +1,4 @@
-"""The large models, each as it is except for the size of the images: `make test-recipes`."""
+"""Tests the large models, unchanged except for the size of the images: `make test-recipes`."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Runs between processes, which go on with another number of them, started in another way: `make test-recipes`."""
+"""Tests runs in several processes that continue with another number of processes and another launcher.
+
+`make test-recipes` runs these tests.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""python ray_probe.py FOLDER ARGUMENTS: recipes/ray_train.py, whose workers write down what they restore and save.
+"""python ray_probe.py FOLDER ARGUMENTS: runs recipes/ray_train.py, whose workers log what they restore and save.
 
 One worker kills itself after step 50.
 """
@@ -58,7 +58,7 @@ class Probe(ray_train.Worker):
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.world.ranks == 3:
-                time.sleep(1)  # in which the world may grow
+                time.sleep(1)  # the number of workers may grow meanwhile
 
         checkpoints.Checkpoints.restore, checkpoints.Checkpoints.save = probed_restore, probed_save
         return super().train(arguments, folder, world)

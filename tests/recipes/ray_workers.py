@@ -1,4 +1,4 @@
-"""recipes/ray_train.py on this machine: `make test-ray`."""
+"""Tests recipes/ray_train.py on this machine: `make test-ray`."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ def lines(path):
 
 
 def test_a_worker_dies(tmp_path):
-    """Of 4 workers one is killed: 3 go on from the last checkpoint, and then 4 again."""
+    """One of 4 workers is killed. 3 workers continue from the last checkpoint, and later 4 again."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     changes = {"compression": "cgx4", "model.hidden": (32,), "train.save_every": 25, "train.log_every": 25}
     changes |= {"train.num_epochs": 15, "train.test_every": 100, "compression.feedback": True}
@@ -48,13 +48,13 @@ def test_a_worker_dies(tmp_path):
     metrics = lines(tmp_path / "digits-mlp-cgx4/metrics.jsonl")
     losses = {line["step"]: line["loss"] for line in metrics if "loss" in line}
     assert list(losses) == [*range(25, 315, 25), 315]
-    for event in restored[1:]:  # the loss goes on: it doesn't begin again
+    for event in restored[1:]:  # the loss continues and doesn't start again
         assert losses[event["step"] + 25] < 0.7 * losses[25]
     assert metrics[-1]["test_accuracy"] > 0.9
 
 
 def test_errors_are_one_line(tmp_path):
-    """Errors of workers that another world would have, too."""
+    """They are errors of workers that any number of workers would have."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     config = f"--config={RECIPES}/configs/fashion_mnist/mlp.py"
     line = [sys.executable, RECIPES / "ray_train.py", "--workers=1", config, f"--config.data.folder={tmp_path}"]

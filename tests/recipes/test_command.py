@@ -1,4 +1,4 @@
-"""The command itself, in a process of its own."""
+"""Tests the command itself, in a separate process."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ RECIPES = ROOT / "recipes"
 
 
 def test_a_first_run(train, tmp_path):
-    """It ends with accuracy, bytes, a plot and the next command."""
+    """The run ends with accuracy, bytes, a plot and the next command."""
     config = f"--config={RECIPES}/configs/digits/mlp.py"
     arguments = config, "--compression=dgc-wm0", "--config.train.steps=20", f"--runs={tmp_path}"
     line = [sys.executable, RECIPES / "train.py", *arguments]
@@ -31,13 +31,13 @@ def test_a_first_run(train, tmp_path):
     left = f"{config} --config.train.steps=20 --runs={tmp_path}"
     prompt, *command = shlex.split(following)
     assert prompt == "next:" and following.endswith(f"train.py {left} --compression=none")
-    # It runs as it was printed: with a wrong value it comes as far as the config.
+    # The command runs as printed. With a wrong value, it reaches the config and stops there.
     ended = subprocess.run([*command, "--config.train.stepz=1"], capture_output=True, text=True, timeout=300)
     assert ended.stderr.startswith("train.py: config.train.stepz: there is no such key")
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.launch, "start", lambda *args: None)  # errors come before the world is used
+    monkeypatch.setattr(train.launch, "start", lambda *args: None)  # errors come before the processes are used
     config = f"--config={RECIPES}/configs/digits/mlp.py"
     cifar = f"--config={RECIPES}/configs/cifar/resnet20.py", f"--config.data.folder={tmp_path}"
     for arguments, starts in (
@@ -51,14 +51,14 @@ def test_errors_are_one_line(train, tmp_path, monkeypatch):
 
 
 def test_devices_of_several_processes(train):
-    """Their number of ranks is that of processes or devices."""
+    """Their number of ranks is the number of processes or of devices."""
     for how in ("mpi", "distributed"):
         with pytest.raises(train.Wrong, match=f"--devices: expected --launch=local, got {how}"):
             train.launch.start(how, 2)
 
 
 def test_files_for_clusters(train):
-    """Their commands are some that train.py and the shell know; their extras exist."""
+    """train.py and the shell accept their commands, and their extras exist."""
     import yaml
 
     jobset = yaml.safe_load((RECIPES / "launching/jobset.yaml").read_text())

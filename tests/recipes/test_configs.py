@@ -1,4 +1,4 @@
-"""Every config trains for 20 steps on synthetic data. What a config says and nothing reads is an error."""
+"""Tests that every config trains for 20 steps on synthetic data, and that an unused setting is an error."""
 
 import pathlib
 import re
@@ -8,10 +8,10 @@ import pytest
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
 TINY = {"cifar/resnet20": {"model.depth": 8, "compression": "cgx4"}, "digits/mlp": {}}
-# heavy_configs.py has the others, as they are or nearly so.
+# heavy_configs.py has the others, almost unchanged.
 HEAVY = {"cifar/resnet20", "cifar/resnet56", "imagenet/resnet50", "imagenet/vgg16"}
 HEAVY |= {"digits/resnet20", "fashion_mnist/mlp", "fashion_mnist/resnet20"}
-RESUMED = {"text/gpt"}  # in test_resume.py
+RESUMED = {"text/gpt"}  # these are in test_resume.py
 WORDS = sorted(path.stem for path in (CONFIGS / "compression").glob("*.py"))
 
 
@@ -76,7 +76,7 @@ def test_wrong_configs(changes, says, run, train, tmp_path):
 
 
 def test_wrong_files(train, tmp_path):
-    """A section that doesn't exist, and no config at all."""
+    """The cases are a section that doesn't exist, and a file without a config."""
     path = tmp_path / "extra.py"
     path.write_text(
         "import configs\n\ndef get_config():\n    config = configs.get_config()\n    config.extra = 1\n"
@@ -113,7 +113,7 @@ def test_no_process_waits_for_one_that_refuses_a_folder(train, run, tmp_path):
 
 
 def test_layers(train):
-    """A config, its compression, and what the command line changes."""
+    """The layers are a config, its compression, and changes on the command line."""
     command = train.config.parse(
         [f"--config={CONFIGS}/cifar/resnet20.py", "--config.compression=dgc-fp16", "--config.train.num_epochs", "500"]
         + ["--config.schedule.drops=(0.25,)", "--config.data=cifar100", "--suffix=x"]

@@ -1,4 +1,4 @@
-"""Data sets of files, and what a process reads of them."""
+"""Tests data sets in files, and what a process reads of them."""
 
 import gzip
 import hashlib
@@ -14,7 +14,7 @@ def batch(split, random=None):
 
 
 def cifar(folder, kind):
-    """An archive like CIFAR's, of 4 images a file: image i has the class i, and a red corner."""
+    """Makes an archive like CIFAR's, with 4 images per file. Image i has class i and a red corner."""
     record = lambda i: bytes([*[9] * (kind.labels - 1), i, 255]) + bytes(32 * 32 * 3 - 1)
     path = folder / kind.archive
     with tarfile.open(path, "w:gz") as archive:
@@ -48,7 +48,7 @@ def test_cifar(train, data, tmp_path, monkeypatch, name, archive, md5, files):
     np.testing.assert_array_equal(labels, range(4))
     assert images.shape == (4, 32, 32, 3) and (images[:, 0, 0, 0] > 1).all() and (images[:, 0, 0, 1:] == 0).all()
     moved = batch(found.train, np.float32([[0.99, 0.5, 0.9, 0, 0], [0.5, 0.5, 0.1, 0, 0]] * 2))[0]
-    assert (moved > 1).sum() == 2  # moved out of the image, or mirrored
+    assert (moved > 1).sum() == 2  # the corner was moved out of the image, or mirrored
     assert moved[1, 0, 31, 0] > 1 and moved[3, 0, 31, 0] > 1
 
 
@@ -81,7 +81,7 @@ def test_fashion_mnist(train, data, tmp_path, monkeypatch):
     with pytest.raises(train.Wrong, match=r"train-images-idx3-ubyte\.gz is damaged"):
         load()
     files = data.fashion_mnist.FILES
-    for name in files:  # image i has the class i, and the pixel i in its corner
+    for name in files:  # image i has class i, and pixel i in its corner
         part = bytes(16) + b"".join(bytes([i]) + bytes(783) for i in range(6)) if "images" in name else None
         content = part or bytes(8) + bytes(range(6))
         (tmp_path / name).write_bytes(gzip.compress(content))
@@ -113,9 +113,9 @@ def test_byte_pairs(train, data, tmp_path):
     bpe = data.text.bpe
     text = np.frombuffer(b"aaab" * 4 + b"cdcd" + b"aaaaa", np.uint8)
     pairs = bpe.learn(text, 258)
-    assert pairs == [(97, 97), (256, 97)]  # aa, and then aaa
+    assert pairs == [(97, 97), (256, 97)]  # "aa", and then "aaa"
     assert bpe.encode(text, pairs).tolist() == [257, 98] * 4 + [99, 100] * 2 + [256, 257]
-    assert bpe.learn(np.arange(9, dtype=np.uint8), 300) == []  # no pair comes twice
+    assert bpe.learn(np.arange(9, dtype=np.uint8), 300) == []  # no pair occurs twice
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
     load = lambda tokens: data.load(
         name="text", synthetic=False, files=str(tmp_path / "*.txt"), context=8, tokens=tokens
@@ -143,13 +143,13 @@ def test_shares(data):
         np.testing.assert_array_equal(inputs, [*inputs0, *inputs1])
         np.testing.assert_array_equal(labels, [*labels0, *labels1])
     first = np.concatenate([inputs for inputs, _ in whole[:168]])
-    assert len(np.unique(first.reshape(len(first), -1), axis=0)) == len(first)  # an epoch has an example once
+    assert len(np.unique(first.reshape(len(first), -1), axis=0)) == len(first)  # an epoch has each example once
     weights = np.concatenate([weights for *_, weights in tested(split, 8, slice(2, 6), most=21)])
-    np.testing.assert_array_equal(weights, [1] * 11 + [0])  # 2..5, 10..13, 18..20 of 21
+    np.testing.assert_array_equal(weights, [1] * 11 + [0])  # examples 2..5, 10..13, 18..20 of 21
 
 
 def test_every_example_is_tested_once(run, train, data, monkeypatch):
-    """Also where a batch has more examples than its equal parts."""
+    """This also holds if a batch has more examples than its equal parts."""
     counted, total = [], train.launch.World.total
     monkeypatch.setattr(train.launch.World, "total", lambda *args: counted.append(total(*args)) or counted[-1])
     changes = {"data": "digits", "train.batch_size": 64, "train.steps": 1, "train.test_examples": 0}

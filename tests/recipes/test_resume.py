@@ -1,4 +1,7 @@
-"""A run that goes on has the bits of one that was never interrupted. A bad checkpoint harms no good one."""
+"""Tests that a resumed run has the bits of one that was never interrupted.
+
+Also tests that a bad checkpoint harms no good one.
+"""
 
 import itertools
 import json
@@ -14,7 +17,7 @@ import pytest
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `recipes`")
 
-# Dropout has random streams, DGC has residuals, momentum and a warm-up.
+# Dropout has random streams. DGC has residuals, momentum and a warm-up.
 GPT = {
     "model.layers": 1,
     "model.width": 32,
@@ -27,12 +30,13 @@ GPT = {
 
 
 def checkpoint(folder, step):
-    with ocp.PyTreeCheckpointer() as checkpointer, warnings.catch_warnings(action="ignore"):  # it has no template
+    # Orbax warns that there is no template.
+    with ocp.PyTreeCheckpointer() as checkpointer, warnings.catch_warnings(action="ignore"):
         return checkpointer.restore(next(folder.glob("*/checkpoints")) / str(step))
 
 
 def words(x):
-    """An array, of random keys too."""
+    """Returns the words of an array, also of random keys."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
@@ -45,7 +49,8 @@ def test_same_bits(run, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run("text/gpt", GPT | {"train.steps": 20}, runs=whole)
     run("text/gpt", GPT | {"train.steps": 7}, runs=parts)
-    # It was killed after step 7, while it wrote: the checkpoint of step 5 is the last, and metrics have a half line.
+    # The run was killed after step 7, while it wrote. The checkpoint of step 5 is the last one, and metrics have half a
+    # line.
     folder = next(parts.glob("*"))
     (folder / "checkpoints/7").rename(folder / "checkpoints/7.orbax-checkpoint-tmp")
     with (folder / "metrics.jsonl").open("a") as file:
@@ -60,7 +65,7 @@ def test_same_bits(run, tmp_path):
         np.testing.assert_array_equal(words(ours), words(theirs))
 
 
-# On a full disk, or after an array that it can't read, Orbax doesn't wait for the others.
+# On a full disk, or after an array that Orbax can't read, it doesn't wait for the others.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     small = {"model.hidden": "(16,)", "compression": "dgc-wm0", "train.save_every": 2}
@@ -70,7 +75,7 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     saved = lambda: sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
     assert saved() == [2, 4]
 
-    # Half a checkpoint: the one before is restored, here on 3 ranks with the sum of the residuals of 2.
+    # With half a checkpoint, the previous one is restored, here on 3 ranks with the sum of the residuals of 2.
     shutil.rmtree(folder / "checkpoints/4/d")
     before = checkpoint(tmp_path, 2)
     template = []
@@ -89,7 +94,7 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    # A disk that others fill while Orbax writes.
+    # Other programs fill the disk while Orbax writes.
     def filled(self, path, *args, **kwargs):
         path.with_name(f"{path.name}.orbax-checkpoint-tmp").mkdir()
         raise OSError(28, "No space left on device")
@@ -109,10 +114,10 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
         assert saved() == [4, 6]
     assert go(8, devices=3)["step"] == 8 and saved() == [6, 8]
 
-    # Another config can't go on; nothing is left to go on from.
+    # Another config can't continue, or there is nothing to continue from.
     with pytest.raises(train.Wrong, match=r"config\.train\.seed: the run in .* has 0, got 1; start another run"):
         go(8, **{"train.seed": 1})
-    # Without metadata no array is read, which could still be going on in another test.
+    # Without metadata no array is read, so no read could still be running in another test.
     for step in saved():
         (folder / f"checkpoints/{step}/_METADATA").unlink()
     with pytest.raises(train.Wrong, match=r"no checkpoint can be read \(.+\); to begin anew, remove"):
@@ -136,7 +141,7 @@ def test_a_full_disk_leaves_the_files_of_a_run(run, tmp_path, monkeypatch):
 
 
 def test_speed_is_that_of_steps(run, train, tmp_path, monkeypatch):
-    """Without compiling, tests and checkpoints. Here the clock ticks once between two looks at it."""
+    """The speed excludes compiling, tests and checkpoints. Here the clock ticks once between two readings."""
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
     often = {"train.log_every": 3, "train.save_every": 1, "train.test_every": 0.01}
     run("digits/mlp", often | {"train.steps": 7, "train.batch_size": 8}, devices=3)

@@ -1,4 +1,4 @@
-"""advise and python -m jaxcgx plan: times, bytes and errors of every way to exchange gradients."""
+"""Tests advise and python -m jaxcgx plan: times, bytes and errors of every way to exchange gradients."""
 
 import json
 import math
@@ -36,7 +36,7 @@ CODECS = [
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Kernels of a known speed, so that no test measures."""
+    """Kernels of a known speed, so that no test measures them."""
     monkeypatch.setattr(machine, "kernels", lambda codec, measure=False: machine.Kernels(10e9, 10e9, 20e9))
 
 
@@ -54,7 +54,7 @@ def test_bytes_are_those_of_programs(codec):
     x = {name: jnp.ones((4, *leaf.shape)) for name, leaf in SHAPES.items()}
     for row in found.rows[1:]:
         if codec.sparse and row.schedule == "ring" and codec.sums_grow:
-            continue  # there is no such sum
+            continue  # this sum doesn't exist
         schedule = "auto" if codec.low_rank else row.schedule
         options = dict(schedule=schedule, key=jax.random.key(0) if codec.stochastic else None)
         run = on_ranks(lambda x, o=options: cgx.compressed_psum(x, "a", cgx.Plan(codec), **o), mesh(4))
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_programs(codec):
 
 
 def test_bytes_between_nodes():
-    tree = {"kernel": SHAPES["kernel"]}  # XLA sums leaves that travel raw over all ranks at once
+    tree = {"kernel": SHAPES["kernel"]}  # XLA sums raw leaves over all ranks at once
     (_, row, *_) = advice(tree, nodes=2).rows
     codec = {"a": FOUR, "b": cgx.Raw()}
     run = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), cgx.Plan(codec), schedule=row.schedule), mesh(2, 2))
@@ -106,7 +106,7 @@ def test_the_plan_is_the_one_that_was_predicted(tmp_path):
 
 
 def test_a_small_last_message_changes_no_choice():
-    """ "auto" takes one schedule for all messages."""
+    """ "auto" chooses one schedule for all messages."""
     found = advice({str(n): jax.ShapeDtypeStruct((n, n), jnp.float32) for n in (2048, 40)}, fusion_mb=1)
     assert [row.schedule for row in found.rows[1:] if row.auto] == ["two_shot"] and found.plan
 
@@ -130,9 +130,9 @@ def test_times_are_monotone():
 def test_only_the_transfer_that_is_not_hidden_counts():
     message = costs.Time(kernels=0.01, wire=0.2)
     assert steps.step_seconds(0.3, [(1, message)], overlap=False) == pytest.approx(0.51)
-    # Nothing is hidden of a single message, which the end of the backward pass makes.
+    # A single message is ready only at the end of the backward pass, so nothing of it is hidden.
     assert steps.step_seconds(0.3, [(1, message)], overlap=True) == pytest.approx(0.51)
-    # The first half is ready at 0.2 and on its way until 0.31; the second half, ready at 0.32, until 0.42.
+    # The first half is ready at 0.2 and travels until 0.31. The second half is ready at 0.32 and travels until 0.42.
     halves = [(0.5, costs.Time(0.01, 0.1))] * 2
     assert steps.step_seconds(0.3, halves, overlap=True) == pytest.approx(0.42)
 
@@ -153,9 +153,10 @@ def test_gradients_decide_about_errors():
 
 
 def test_auto_is_at_most_a_tenth_slower_than_the_best():
-    """On the networks that were measured, of the schedules over the same transport, psum included.
+    """This holds on the measured networks, among the schedules of the same transport, including psum.
 
-    Smaller messages of 4 processes on 2 processors are noise. "auto" never takes a ring, which rounds at every hop."""
+    Smaller messages of 4 processes on 2 processors are noise. "auto" never chooses a ring, which rounds at every hop.
+    """
     rows = json.loads((RESULTS / "collectives.json").read_text())["rows"]
     rows = [row for row in rows if row["size_bytes"] >= 2**20]
     assert len(rows) >= 10
@@ -252,6 +253,6 @@ def test_kernels_are_measured_once(monkeypatch, tmp_path):
 
 
 def test_importing_starts_no_backend():
-    """Programs set jax_num_cpu_devices behind their imports."""
+    """Programs set jax_num_cpu_devices after their imports."""
     code = "import jaxcgx; from jax._src import xla_bridge; raise SystemExit(bool(xla_bridge._backends))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

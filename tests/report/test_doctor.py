@@ -1,4 +1,4 @@
-"""What `python -m jaxcgx doctor` says, of installations that are whole and of those that are not."""
+"""Tests what `python -m jaxcgx doctor` prints for complete installations and for broken ones."""
 
 import dataclasses
 import importlib.metadata
@@ -30,13 +30,13 @@ UNKNOWN = device("another GPU")
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
-    """Open MPI's wheel has its programs beside Python."""
+    """Open MPI's wheel has its programs next to Python."""
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
 
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Makes up the native module, the GPUs that JAX sees, and that there is no MPI."""
+    """Replaces the native module, the GPUs that JAX sees, and MPI."""
 
     def set_up(cuda=None, gpus=(), reference=False, **build_info):
         module = types.SimpleNamespace(build_info=lambda: NATIVE | dict(cuda=cuda) | build_info)
@@ -49,7 +49,7 @@ def pretend(monkeypatch):
 
 
 def run(code="", *arguments, **env):
-    """python -m jaxcgx in a process of its own; `code` runs before everything else."""
+    """Runs python -m jaxcgx in a separate process. `code` runs before everything else."""
     env = {k: v for k, v in os.environ.items() if k != "JAXCGX_REFERENCE"} | env
     start = (
         f"import sys\n{code}\nimport runpy\nsys.argv, sys.orig_argv = ['-m'], ['python', '-m', 'jaxcgx', "
@@ -123,7 +123,7 @@ def test_a_gpu_that_the_build_has_no_code_for(pretend, capsys, cuda, gpu, words)
 
 
 def test_devices_without_kernels(pretend, monkeypatch):
-    """TPUs and AMD's GPUs, which JAX calls GPUs, too. They need no CUDA half."""
+    """These are TPUs and AMD's GPUs, which JAX also calls GPUs. They don't need the CUDA half."""
     amd = device("AMD Instinct MI300X", version="rocm 60300")
     pretend(None, [amd])
     assert "without kernels" not in str(doctor.examine())

@@ -1,4 +1,4 @@
-"""explain lists what a compiled program sends: exact bytes, codecs, axes, and why a leaf stayed raw."""
+"""Tests that explain lists what a compiled program sends: exact bytes, codecs, axes, and why a leaf is raw."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from jaxcgx.native.layout import Layout
 CODEC, FINE = cgx.MaxMin(4, 64), cgx.MaxMin(8, 64)
 SPELLED, SPELLED_FINE = "MaxMin(bits=4, bucket_size=64)", "MaxMin(bits=8, bucket_size=64)"
 TREE = {"a": jnp.zeros((300, 7)), "b": jnp.zeros(40, jnp.bfloat16)}
-SIZE = 4 * 2100 + 2 * 40  # bytes of it
+SIZE = 4 * 2100 + 2 * 40  # its bytes
 
 
 def mesh(*axes):
@@ -57,7 +57,7 @@ def test_what_runs_without_kernels(codec, jnp):
 
 
 def test_what_auto_saves():
-    """Few elements over many ranks are faster by one_shot, which sends more bytes than lax.psum."""
+    """For few elements and many ranks one_shot is faster, although it sends more bytes than lax.psum."""
     x, half = jnp.zeros(3000), cgx.Plan(cgx.Cast("float16"), min_size=0, skip_1d=False)
     plain = quiet(on(lambda x: lax.psum(x, "data"), FLAT), x)
     fast, least = (
@@ -122,7 +122,7 @@ def test_hierarchy_names_the_codec_of_each_axis(inner):
         (("local",), inner_bytes, spelled),
     ]
     assert [g[0] for g in got[1:3]] == ["all-to-all", "all-gather"] and got[3][0] == "all-gather"
-    # As float32: 3 of 4 shards of 4096 bytes each way inside, and a psum of one over two nodes.
+    # In float32: 3 of 4 shards of 4096 bytes in each direction inside, and a psum of one shard over two nodes.
     assert found.totals == {("local",): (2 * inner_bytes, 2 * 3 * 4096), ("node",): (2 * part, 4096)}
     assert str(found).splitlines()[-1].split() == [
         "in",
@@ -150,7 +150,7 @@ def test_leaders(schedule):
     )
     row = chunk(CODEC, [x], 1 if schedule == "one_shot" else 2)
     assert {(c.operation, c.codec, c.schedule) for c in between} == {("collective-permute", SPELLED, schedule)}
-    # A rank also "sends" to itself: XLA has that as a collective, but no byte goes anywhere.
+    # In XLA's collective, a rank also "sends" to itself, but no bytes travel.
     assert sorted((c.axes, c.bytes) for c in set(between)) == [((), 0), (("node",), row)]
     assert sum(c.bytes for c in between) == row * (1 if schedule == "one_shot" else 2)
     assert (last.operation, last.axes, last.dtype, last.bytes) == (
@@ -222,7 +222,7 @@ def test_raw_leaves_say_why():
         "w": jnp.zeros(100),
     }
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), x)
-    # In the order of the leaves, with their own sizes, whatever XLA made of them.
+    # Rows are in the order of the leaves, with their own sizes, however XLA has changed them.
     assert [(leaf.function, leaf.path, leaf.dtype, leaf.bytes, leaf.reason) for leaf in found.raw] == [
         ("compressed_psum", "['e']", "float32", 0, "it has no elements"),
         ("compressed_psum", "['k/1']['\"odd\" (name)']", "int32", 24, "int32 is not float32, bfloat16 or float16"),
@@ -254,7 +254,7 @@ def test_the_raw_codec_is_a_reason(function):
 
 
 def test_raw_leaves_inside_everything():
-    """pjit, scan, while, cond, remat, custom_vjp, each with a leaf of its own."""
+    """The functions are pjit, scan, while, cond, remat and custom_vjp, each with its own leaf."""
 
     def leaf(n):
         return lambda x: cgx.compressed_psum({n: x}, "data", CODEC)[n]
@@ -329,7 +329,7 @@ def test_plain_collectives_are_listed_too():
 def test_three_axes_and_an_axis_of_one():
     cube = mesh(("a", 2), ("one", 1), ("b", 2), ("c", 2))
     subsets = [("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c"), ("a", "b", "c")]
-    # Not all alike: XLA would make one of them.
+    # These differ, because XLA would merge equal ones.
     found = quiet(on(lambda x: [lax.psum(x[: 8 + i], names) for i, names in enumerate(subsets)], cube), jnp.zeros(64))
     assert {c.axes for c in found.collectives} == set(subsets)
     ring = [(r, (r + 1) % 4) for r in range(4)]
@@ -345,8 +345,10 @@ def test_groups_that_are_no_axis():
 
 
 def test_what_the_partitioner_inserts_is_not_ours():
-    """A gradient sharded over an axis that the call knows nothing of is gathered first, in float32: no silent
-    fallback."""
+    """If a gradient is sharded over an axis outside of the call, it is first gathered in float32.
+
+    This is listed, so it is no silent fallback.
+    """
     both = mesh(("data", 2), ("model", 4))
     x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
     f = jax.shard_map(
@@ -428,7 +430,7 @@ def test_many_raw_leaves():
 
 
 def test_names_that_mean_something_else_elsewhere():
-    """Paths with whatever a name may not have; and long ones."""
+    """Paths have characters that names can't have, and some are long."""
     tree = {'a/b(c:d) "e" \n\\': jnp.zeros(70), "ü" * 100: jnp.zeros(3, jnp.int32), "x" * 300: jnp.zeros(3, jnp.int32)}
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), tree)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
@@ -464,7 +466,8 @@ def test_table(capsys):
     found = cgx.explain(f, {"n": jnp.zeros(3, jnp.int32), "w": jnp.zeros((64, 64))})
     assert capsys.readouterr().out == f"{found}\n"
     lines = str(found).splitlines()
-    assert len({line.index(word) for line in lines[2:6] for word in ("data",) if word in line}) == 1  # columns
+    # Columns are aligned.
+    assert len({line.index(word) for line in lines[2:6] for word in ("data",) if word in line}) == 1
     assert [line.split()[:4] for line in lines[2:6]].count(
         ["all-to-all", "data", "uint8", f"{7 * chunk(CODEC, [jnp.zeros(4096)], 8):,}"]
     ) == 1
@@ -500,7 +503,7 @@ def test_bad_input(fn, words):
 
 @pytest.mark.parametrize("way", ["lowered", "compiled", "nnx", "nnx lowered", "equinox", "equinox compiled"])
 def test_functions_and_programs_of_any_kind(way):
-    """What jax.jit's function sends, found from what its library has of it."""
+    """explain gets the sent bytes of jax.jit's functions, and of what libraries make of them."""
 
     def f(t):
         return cgx.compressed_pmean(t, ("a", "b"), {"a": cgx.MaxMin(4), "b": cgx.Raw()})

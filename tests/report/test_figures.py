@@ -1,4 +1,4 @@
-"""python -m jaxcgx report: tables, plots and a page."""
+"""Tests python -m jaxcgx report: tables, plots and a page."""
 
 import html.parser
 import sys
@@ -60,13 +60,13 @@ def test_report(file, tmp_path, capsys):
     assert "Made by `make <it>` on" in printed and "6 [4.5, 7.5]" in printed and "1000 rows" in printed
     assert {path.name for path in out.iterdir()} == {"report.html", "sums-1.png", "sums-2.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.glob("*.png"))
-    # The page has everything inside.
+    # The page needs no other files.
     page = Page()
     page.feed((out / "report.html").read_text())
     assert not page.open and len(page.sources) == 2
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert {"size (bytes)", "psum (ms)", "6 [4.5, 7.5]", "a <b>", "20,000"} <= set(page.cells)
-    assert "999" not in page.cells  # a long table is left to the plots
+    assert "999" not in page.cells  # the plots replace a long table
 
 
 def test_without_matplotlib(file, tmp_path, monkeypatch):

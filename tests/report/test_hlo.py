@@ -1,4 +1,4 @@
-"""The forms in which XLA writes collectives."""
+"""Tests the forms in which XLA prints collectives."""
 
 import pytest
 
@@ -126,7 +126,7 @@ ENTRY %main (x: f32[3000], y: u8[4,800]) -> f32[3000] {
 
 
 def test_exchanges_that_are_custom_calls():
-    """Each as the collective of XLA that sends as many bytes. A kernel is none."""
+    """Each counts as the collective of XLA that sends as many bytes. Kernels are not exchanges."""
     found = [(c.operation, c.operands, len(c.groups[0]), c.over) for c in hlo.collectives(CALLS)]
     assert found == [
         ("all-reduce", (("u8", 1600),), 2, "Tcp"),

@@ -1,4 +1,4 @@
-"""python -m jaxcgx lab: what the kernel counted while a command ran in every host."""
+"""Tests python -m jaxcgx lab: the traffic that the kernel counted while a command ran in every host."""
 
 import itertools
 import json
@@ -12,8 +12,8 @@ from jaxcgx.lab.counters import Traffic
 from jaxcgx.lab.files import Change
 from jaxcgx.report import lab
 
-SENT = 500_000  # bytes: more than the first rates carry before the break
-# Host 1 sends to host 0, after a byte that went to and fro.
+SENT = 500_000  # bytes: more than the first rates can carry before the link breaks
+# Host 1 sends to host 0, after the round trip of one byte.
 PROGRAM = f"""
 import socket, sys, time
 rank, hosts, address = sys.argv[1:]
@@ -39,11 +39,11 @@ else:
 
 
 def carried(data, host, key, first):
-    """The bytes on a link between a change and the next one, and the seconds between them."""
+    """Returns the bytes on a link between a change and the next one, and the seconds between them."""
     begin, end = (change["at_seconds"] for change in data["changes"][first : first + 2])
     rows = [row for row in data["samples"] if row["host"] == host]
     spans = [(a["seconds"], b["seconds"], b[key] / 8e-6) for a, b in itertools.pairwise(rows)]
-    # The first sample after a change is taken as soon as it has been made.
+    # The first sample after a change is taken right after the change.
     return sum((b - a) * speed for a, b, speed in spans if begin < a and b <= end), end - begin
 
 
@@ -67,11 +67,11 @@ def test_a_rate_that_changes_and_a_link_that_breaks(tmp_path, capfd, monkeypatch
     first, second = data["rows"]
     for row, name in (first, "down"), (second, "up"):
         counted = Traffic(row[name]["bytes"], row[name]["packets"], row[name]["dropped"])
-        # Some are sent again after the break. The few packets that aren't TCP have shorter headers.
+        # Some packets are sent again after the break. The few packets that aren't TCP have shorter headers.
         assert 0.999 * SENT <= counted.payload <= 1.3 * SENT
         assert f"{counted.bytes:,}" in printed
     slow, seconds = carried(data, 1, "up_mbit", 0)
-    assert slow <= 2e6 / 8 * seconds + 20_000  # more than fits the bucket
+    assert slow <= 2e6 / 8 * seconds + 20_000  # the bucket passes some bytes at once
     assert carried(data, 0, "down_mbit", 1)[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""The format of results."""
+"""Tests the format of results."""
 
 import pathlib
 import re
@@ -47,12 +47,12 @@ def test_what_is_no_file_of_results(tmp_path, text, got):
 
 
 def links(page):
-    """The files of results that a page links to."""
+    """Returns the result files that a page links to."""
     return [ROOT / "benchmarks/results" / name for name in re.findall(r"benchmarks/results/([\w-]+\.md)", page)]
 
 
 def test_every_result_names_a_command_that_makes_it():
-    """Pages quote figures beside a link to their table; the table and its data name the command."""
+    """Pages quote figures next to a link to their table. The table and its data name the command."""
     makefile = (ROOT / "Makefile").read_text()
     quoted = {path for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) for path in links(page.read_text())}
     found = sorted((ROOT / "benchmarks/results").glob("*.json"))

@@ -1,4 +1,4 @@
-"""python -m jaxcgx tune: from saved gradients to a saved plan."""
+"""Tests python -m jaxcgx tune: from saved gradients to a saved plan."""
 
 import functools
 import io
@@ -34,7 +34,7 @@ measure = jax.jit(
 
 @pytest.fixture
 def saved(tmp_path):
-    """Writes arrays and returns the paths of their file and of one for a plan."""
+    """Writes arrays, and returns the path of their file and a path for a plan."""
 
     def save(found):
         np.savez(tmp_path / "grads.npz", **found)
@@ -54,7 +54,7 @@ def test_the_choice_is_that_of_adapt(saved, capsys, method):
     printed = capsys.readouterr().out
     lines = [re.split(" {2,}", line) for line in printed.splitlines()]
     assert printed.endswith(f"saved to {out}\n")
-    # The tables say what the plan does.
+    # The tables agree with the plan.
     tree = {name: jnp.asarray(x) for name, x in steps[0].items()}
     for row in plan.explain(tree, 2).rows:
         (cells,) = [cells for cells in lines if cells[0] == row.leaf]
@@ -113,7 +113,7 @@ def test_stochastic_candidates(saved, tmp_path):
 
 
 def test_the_guide(tmp_path, monkeypatch, capsys):
-    """docs/plans.md saves gradients, and what it prints is what comes out."""
+    """docs/plans.md saves gradients. The output that it prints is the real one."""
     blocks = re.findall("```(\\w*)\n(.*?)```", PLANS.read_text(), re.DOTALL)
     (save,) = [text for language, text in blocks if "np.savez" in text]
     (printed,) = [text for language, text in blocks if text.startswith("$ python -m jaxcgx tune")]
@@ -127,7 +127,7 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
     }
     exec(save, dict(jax=jax, np=np, grads=grads))
     command, _, expected = printed.partition("\n")
-    __main__.main(command.split()[4:])  # behind "$ python -m jaxcgx"
+    __main__.main(command.split()[4:])  # the words after "$ python -m jaxcgx"
     assert capsys.readouterr().out == expected
 
 
@@ -210,7 +210,7 @@ def test_bad_input(saved, found, options, words):
 def test_plans_that_are_wrong(saved, tmp_path, monkeypatch, plan, words):
     gradients, out = saved(arrays())
     plan.save(tmp_path / "base.toml")
-    monkeypatch.setattr(tune, "statistics", None)  # that is found before anything is measured
+    monkeypatch.setattr(tune, "statistics", None)  # the error comes before anything is measured
     with raises(SystemExit, words) as caught:
         __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml")])
     assert str(caught.value).count("tune: ") == 1

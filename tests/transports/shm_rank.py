@@ -1,10 +1,9 @@
-"""A rank of those that test_shm.py starts:
+"""A rank that test_shm.py starts:
 
     python shm_rank.py ACTION RANK SIZE
 
-What a rank has for the others it prints, and reads what all have. The last line is what came of the action, as JSON;
-then it waits to
-be killed.
+To exchange Python values, a rank prints its value and reads the values of all. The last line that it prints is the
+result of the action, as JSON. Then it waits to be killed.
 """
 
 import atexit
@@ -41,7 +40,7 @@ def allreduce(schedule, net, *leaves):
 
 
 class Comm:
-    """As much of a communicator as a transport needs."""
+    """The part of a communicator that a transport needs."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
@@ -52,7 +51,7 @@ class Comm:
 
 
 class Early(Comm):
-    """The last rank dies before it attaches, and what the others say to that is an exception."""
+    """A communicator in which the last rank dies before it attaches. The others then raise its answer."""
 
     calls = 0
 
@@ -72,7 +71,7 @@ def random(shape, dtype, *seed):
 
 
 def of_ranks(net, shape, dtype, seed=0):
-    """What every rank has, known to all."""
+    """Returns the arrays of all ranks, which every rank knows."""
     return np.stack([random(shape, dtype, seed, rank) for rank in range(net.size)])
 
 
@@ -136,7 +135,7 @@ def check_control_flow(net):
         same(net.shift(mine), before)
     ahead = jax.jit(net.shift).lower(mine).compile()
     same(ahead(mine), before)
-    same(ahead(mine), before)  # the second call is another way through JAX
+    same(ahead(mine), before)  # JAX handles the second call differently
     home = jax.jit(lambda x: lax.scan(lambda x, _: (net.shift(x), None), x, length=net.size)[0])
     same(home(mine), mine)
     same(jax.jit(lambda x: lax.fori_loop(0, 100 * net.size + 1, lambda i, x: net.shift(x), x))(mine), before)
@@ -151,17 +150,17 @@ def check_control_flow(net):
     branch = jax.jit(lambda go, x: lax.cond(go, net.shift, lambda x: x, x))
     same(branch(True, mine), before)
     same(branch(False, mine), mine)
-    # Nothing but the order of the program keeps these apart.
+    # Only the order of the program keeps these apart.
     many = jax.jit(lambda x: [net.shift(x + i) if i % 2 else net.all_gather(x + i) for i in range(40)])(mine)
     for i, got in enumerate(many):
         same(got, before + i if i % 2 else every + np.float32(i))
-    for _ in range(20):  # nor these: each program is a call of its own, and nobody waits
+    for _ in range(20):  # each program is a separate call, and no rank waits
         last = branch(True, mine)
     same(last, before)
 
 
 def check_vmap(net):
-    every = of_ranks(net, (3, net.size, 4, 2), jnp.float32)  # two axes around a row for each rank
+    every = of_ranks(net, (3, net.size, 4, 2), jnp.float32)  # two axes around the axis with a row for each rank
     x = jnp.asarray(every[net.rank])
     same(jax.jit(jax.vmap(jax.vmap(net.all_to_all, 1, 1)))(x), np.moveaxis(every[:, :, net.rank], 0, 1))
     for f in (net.all_gather, net.shift, functools.partial(net.broadcast, root=0), net.plain_psum):
@@ -169,7 +168,7 @@ def check_vmap(net):
 
 
 def check_derivatives(net):
-    x = jnp.asarray(of_ranks(net, (net.size, 4), jnp.float32)[net.rank]).round()  # whole numbers: sums are exact
+    x = jnp.asarray(of_ranks(net, (net.size, 4), jnp.float32)[net.rank]).round()  # whole numbers, so sums are exact
     for f in (
         net.all_to_all,
         net.all_gather,
@@ -181,7 +180,7 @@ def check_derivatives(net):
         ct = jnp.asarray(of_ranks(net, y.shape, jnp.float32, 1)[net.rank]).round()
         same(
             net.plain_psum(jnp.vdot(y, ct)), net.plain_psum(jnp.vdot(x, pull(ct)[0]))
-        )  # of the ranks together: <A x, c> = <x, A' c>
+        )  # over all ranks, <A x, c> = <x, A' c>
         same(jax.jvp(f, (x,), (2 * x,))[1], 2 * y)
 
     @jax.custom_vjp
@@ -191,7 +190,7 @@ def check_derivatives(net):
     summed_back.defvjp(lambda w: (w, None), lambda _, ct: (net.plain_psum(ct),))
     same(jax.jit(jax.grad(lambda w: (summed_back(w) * 3.0).sum()))(x), np.full(x.shape, 3 * net.size, np.float32))
 
-    # Around the ring, multiplied by every rank's w on the way.
+    # Goes around the ring, and is multiplied by every rank's w on the way.
     def around(w):
         return lax.scan(jax.checkpoint(lambda c, _: (net.shift(c * w), None)), jnp.float32(1), length=net.size)[0]
 
@@ -224,7 +223,7 @@ def check_errors(net):
 
 
 def check_no_traces():
-    """Nothing that a kill could leave behind."""
+    """Checks that a kill would leave nothing behind."""
     descriptors = [path.readlink() for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert not [name for name in descriptors if "memfd:jaxcgx" in str(name)]
     assert not [name for name in os.listdir("/dev/shm") if "jaxcgx" in name]
@@ -233,7 +232,7 @@ def check_no_traces():
 
 
 def digests(net):
-    """What the schedules give on these ranks."""
+    """Returns the digests of the results of the schedules on these ranks."""
     leaves = [jnp.asarray(of_ranks(net, *leaf)[net.rank]) for leaf in LEAVES.values()]
     sums = {schedule: jax.jit(functools.partial(allreduce, schedule, net))(*leaves) for schedule in SCHEDULES}
     return {
@@ -256,7 +255,7 @@ def everything(net):
 
 
 def until_an_error(net, n=100_000):
-    """The error of the first exchange that fails."""
+    """Returns the error of the first exchange that fails."""
     exchange = jax.jit(net.all_to_all)
     try:
         while True:
@@ -266,7 +265,7 @@ def until_an_error(net, n=100_000):
 
 
 def die(net):
-    """The last rank kills itself in the middle."""
+    """The last rank kills itself during an exchange."""
     if net.rank == net.size - 1:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return until_an_error(net)
@@ -278,14 +277,14 @@ def differ(net):
 
 
 def stay_away(net):
-    """The last rank lives, but does not come."""
+    """The last rank is alive, but does not take part."""
     if net.rank == net.size - 1:
         signal.pause()
     return until_an_error(net)
 
 
 def fail(net):
-    """The last rank ends with an exception, but something keeps its process."""
+    """The last rank ends with an exception, but its process stays."""
     if net.rank == net.size - 1:
         raise ValueError("an error of one rank")
     return until_an_error(net)
@@ -301,18 +300,18 @@ def mistake(net):
 
 
 def leave(net):
-    """The last rank closes its transport, and lives."""
+    """The last rank closes its transport and stays alive."""
     if net.rank == net.size - 1:
         net.close()
-        net.close()  # of no effect
+        net.close()  # closing twice has no effect
     return until_an_error(net)
 
 
 def main():
     action, rank, size = sys.argv[1], *map(int, sys.argv[2:])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     if action == "fail":
-        atexit.register(signal.pause)  # as JAX and MPI may wait for the others
+        atexit.register(signal.pause)  # JAX and MPI may also wait for the other processes at the end
     if action == "die_early":
         try:
             Shm.over(Early(rank, size), timeout=60)
@@ -321,7 +320,7 @@ def main():
         signal.pause()
     net = Shm.over(Comm(rank, size), timeout=2 if action == "stay_away" else 60)
     print(json.dumps(globals()[action](net)), flush=True)
-    signal.pause()  # alive, as long as others may look
+    signal.pause()  # stays alive as long as other ranks may read
 
 
 if __name__ == "__main__":

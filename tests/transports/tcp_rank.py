@@ -1,15 +1,14 @@
-"""A process of those that test_tcp.py starts. It joins the others, makes a mesh of all their devices, and does what it
-is told:
+"""A process that test_tcp.py starts. It joins the others, makes a mesh of all their devices, and does its action:
 
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
-everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what
-they can't do, what rank 1 alone is told by `explain`, and what happened to means that cross programs. die, stay_away,
-raise, differ: in the middle of sums of the others, who print their error, the last one kills itself while a child of it
-lives, doesn't come, ends with an exception, or forms the mean. cross: the last one kills itself while a mean of the
-others crosses programs. connections: two processes with several connections, paced, print what a
-lossless sum sent, the digests of "several pieces" over these and over the plain axis, and the error of means that are
-never ended.
+- everything: four processes run every collective over Tcp. They print digests of the results, the errors of
+  unsupported calls, what `explain` reports (only rank 1), and the events of means that cross programs.
+- die, stay_away, raise, differ: the others sum and print their error. Meanwhile the last process kills itself while a
+  child of it lives, doesn't take part, ends with an exception, or forms the mean instead of the sum.
+- cross: the last process kills itself while a mean of the others crosses programs.
+- connections: two processes with several paced connections. They print the sent bytes of a lossless sum, the digests of
+  "several pieces" over these connections and over the plain axis, and the error of means that are never ended.
 """
 
 import ctypes
@@ -44,7 +43,7 @@ SHAPES = {
     "count": ((5,), "int32"),
 }
 ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
-LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # of several pieces
+LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # leaves of several pieces
 NOISY = cgx.MaxMin(3, 128, "correlated")
 HIERARCHY = {"node": cgx.MaxMin(4), "local": cgx.Cast("bfloat16")}
 RAW = {"node": cgx.Raw(), "local": cgx.Raw()}
@@ -67,7 +66,7 @@ def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **options):
 
 
 def raw(codec=cgx.Raw()):
-    """The mean of whole numbers, which doesn't depend on the order of a sum."""
+    """Returns the mean of whole numbers, which doesn't depend on the order of a sum."""
     return lambda axes, x: cgx.compressed_pmean(jax.tree.map(jnp.round, x), axes, codec)
 
 
@@ -103,7 +102,7 @@ def backward(axes, x):
     return jax.grad(loss)(x)
 
 
-# Of each: the shapes of a rank's leaves, the axes of a mesh, what runs over one or the other kind of axis.
+# Every case has the shapes of a rank's leaves, the axes of a mesh, and a function of the plain or marked axes.
 CASES = {
     "two_shot": (SHAPES, "data", reduction(schedule="two_shot")),
     "one_shot": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="one_shot", fed=True)),
@@ -150,7 +149,7 @@ CASES = {
 }
 
 
-# Means that cross programs: the shapes of a rank's leaves, the axes, the codec, whether there is feedback, the options.
+# Means that cross programs: the shapes of a rank's leaves, the axes, the codec, whether there is feedback, and options.
 PLAN = cgx.Plan(cgx.MaxMin(4), min_size=1000, skip_1d=False)
 CROSSING = {
     "two_shot": (SHAPES, "data", cgx.MaxMin(4), True, dict(schedule="two_shot")),
@@ -164,14 +163,17 @@ CROSSING = {
 
 
 def crossing(tcp):
-    """{case: digests} of means, each begun in one program and ended in another. They are those of one program."""
+    """Returns {case: digests} of means that one program begins and another one ends.
+
+    They equal those of one program.
+    """
     found = {}
     for names in ("data",), BOTH:
         mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
         marked = axes if not tcp else TCP if len(names) == 1 else BETWEEN
         cases = {name: case for name, case in CROSSING.items() if case[1] == axes}
         inputs = {
-            # whole numbers, whose sums don't depend on the order
+            # whole numbers, so sums don't depend on the order
             name: {leaf: array(mesh, *what, [9, i], whole=True) for i, (leaf, what) in enumerate(case[0].items())}
             for name, case in cases.items()
         }
@@ -194,17 +196,20 @@ def crossing(tcp):
             donate_argnums=0,
         )
         begun = begin(inputs)
-        expected = jax.block_until_ready(plain(inputs))  # runs while all of these are open
+        expected = jax.block_until_ready(plain(inputs))  # runs while all of these means are in flight
         results = jax.block_until_ready(end(begun))
         for name in cases:
             assert digests(results[name]) == digests(expected[name]), name
-            if name != "low rank":  # the sums of factors are lax's, in an order of its own
+            if name != "low rank":  # lax sums the factors in its own order
                 found[f"crossing {name}"] = digests(results[name])
     return found
 
 
 def order_of_events():
-    """What happened when: rank 0 begins a mean, and the others only when a later program of rank 0 has run."""
+    """Returns the events.
+
+    Rank 0 begins a mean, and the others begin it only after a later program of rank 0 has run.
+    """
     store, mesh, spec = _compat.rendezvous()[0], the_mesh("data"), PartitionSpec("data")
     x = array(mesh, (200_000,), "float32", 4)
 
@@ -233,7 +238,7 @@ def order_of_events():
 
 
 def in_one_step(mesh, x, expected):
-    """One program begins a mean in the first of three steps and ends it in the last."""
+    """One program begins a mean in the first of three steps and ends it in the last one."""
 
     def step(x, ticket, begins, ends):
         begin = lambda ticket: cgx.begin_pmean(x[0], TCP, cgx.MaxMin(4))
@@ -267,7 +272,7 @@ def in_one_step(mesh, x, expected):
 
 
 def end_without(last):
-    """The error of a mean whose other rank is killed before it begins, and what still works."""
+    """Returns the error of a mean whose other rank is killed before it begins, and checks what still works."""
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=60, connections=3)
     x = array(mesh, (200_000,), "float32", 0)
     options = dict(schedule="two_shot")
@@ -308,14 +313,14 @@ def over_connections():
 
 
 def bytes_sent(mesh, axis):
-    """What TCP carries of a lossless sum, for each byte of the array."""
+    """Returns the bytes that TCP carries for a lossless sum, per byte of the array."""
     x = array(mesh, (2**20,), "bfloat16", 0)
     program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, cgx.Lossless(), schedule="two_shot")))
-    compiled = program.lower(x).compile()  # connects
+    compiled = program.lower(x).compile()  # connects the processes
     count = lambda: sum(each.bytes for each in connections.sent())
     before = count()
     jax.block_until_ready(compiled(x))
-    time.sleep(0.2)  # the last bytes are acknowledged
+    time.sleep(0.2)  # until the last bytes are acknowledged
     return (count() - before) / (x.nbytes / mesh.size)
 
 
@@ -336,7 +341,7 @@ def the_mesh(*names):
 
 
 def array(mesh, shape, dtype, seed, whole=False):
-    """Every rank's own, [ranks, ...]."""
+    """Returns the numbers of every rank, [ranks, ...]."""
     numbers = np.random.default_rng(seed).standard_normal((mesh.size, *shape)) * 100
     whole = np.asarray(jnp.asarray(np.round(numbers) if whole else numbers, jnp.dtype(dtype)))
     return jax.make_array_from_callback(
@@ -353,7 +358,7 @@ def on_ranks(mesh, function):
 
 
 def digests(tree):
-    """{rank: digest of what it has}, of this process's ranks."""
+    """Returns {rank: digest of its array} for this process's ranks."""
     found = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -364,7 +369,7 @@ def digests(tree):
 
 
 def everything(tcp):
-    """{case: digests}, over Tcp or over the plain axes. All cases of a mesh are one program."""
+    """Returns {case: digests}, over Tcp or over the plain axes. All cases of a mesh are one program."""
     results = {}
     for names in ("data",), BOTH:
         mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
@@ -382,7 +387,7 @@ def everything(tcp):
         for target in "jaxcgx_tcp_exchange", "jaxcgx_tcp_allreduce":
             assert (target in program.as_text()) == tcp
         jax.block_until_ready(program(inputs))
-        found = jax.block_until_ready(program(inputs))  # the second call is another way through JAX
+        found = jax.block_until_ready(program(inputs))  # JAX handles the second call differently
         results |= {name: digests(each) for name, each in found.items()}
     for name, options in TRAINED.items():
         results[name] = train(TCP if tcp else "data", late=tcp and name in LATE, **options)
@@ -394,7 +399,7 @@ def everything(tcp):
 
 
 def assert_meanwhile(program):
-    """A sum begins before the backward pass of a program has ended, and none is waited for before."""
+    """Checks that a sum begins before the backward pass of a program has ended, and that none is waited for before."""
     operations = program.split("\nENTRY ")[1].splitlines()
     at = lambda pattern: [i for i, line in enumerate(operations) if re.search(pattern, line)]
     begins, ends = at('target="jaxcgx_tcp_allreduce"'), at('target="jaxcgx_tcp_allreduce_end"')
@@ -406,13 +411,13 @@ MATRICES = {"v": np.ones((300, 40), np.float32), "w": np.ones((8, 300), np.float
 
 
 def of_matrices(axis, **options):
-    """A training step of two matrices."""
+    """Returns a training step of two matrices."""
     loss_fn = lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2)
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), the_mesh("data"), data_axis=axis, **options)
 
 
 def batch_of_ranks():
-    """The batch of each step, an example for each rank."""
+    """Returns the batch of each step, with an example for each rank."""
     batch, sharding = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), PartitionSpec("data")
     return jax.make_array_from_callback(batch.shape, NamedSharding(the_mesh("data"), sharding), lambda at: batch[at])
 
@@ -425,13 +430,13 @@ def train(axis, late=False, **options):
     if late:
         assert_meanwhile(train.step.lower(params, state, batch).compile().as_text())
     state = jax.block_until_ready(train.finish(params, state))
-    # contributions: means that are lax's, whose last bits are the transport's own
+    # contributions are means by lax; their last bits depend on the transport
     is_late = lambda x: isinstance(x, cgx.wan.DifferentialState)
     return digests(jax.tree.map(lambda x: x._replace(contributions=None) if is_late(x) else x, state, is_leaf=is_late))
 
 
 def changing(**options):
-    """Training whose overlay changes while gradients are on their way."""
+    """Trains with an overlay that changes while gradients are in flight."""
     topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks()
     overlays = iter([Overlay.owners(4, 2), Overlay.ring(range(4))])
     topology.update = lambda: setattr(topology, "overlay", next(overlays))
@@ -444,7 +449,7 @@ def changing(**options):
 
 
 def low_rank():
-    """Over Tcp and over the plain axes of the same processes: the sums of factors are lax's."""
+    """Compares Tcp with the plain axes of the same processes. The factors are summed by lax."""
     found = []
     for axes, marked in ("data", TCP), (BOTH, BETWEEN):
         codec = cgx.PowerSGD(2) if axes == "data" else {"node": cgx.PowerSGD(2), "local": cgx.Raw()}
@@ -456,7 +461,7 @@ def low_rank():
 
 
 def messages_of_errors(processes):
-    """What a Tcp is told that it can't do, before anything is sent."""
+    """Returns the errors that a Tcp raises for unsupported calls, before anything is sent."""
     mesh = the_mesh("data")
     x = array(mesh, (8,), "float32", 0)
     psum = lambda x: cgx.compressed_psum(x, TCP, cgx.MaxMin(4))
@@ -474,7 +479,10 @@ def messages_of_errors(processes):
 
 
 def explained():
-    """What `explain` says of a sum over one axis, and of one that is raw over two axes, the outer one by Tcp."""
+    """Returns what `explain` reports for two sums.
+
+    One is over one axis. The other one is raw and over two axes, the outer one with Tcp.
+    """
     found = []
     for names, axes, codec in (("data",), TCP, cgx.MaxMin(4)), (BOTH, BETWEEN, RAW):
         mesh = the_mesh(*names)
@@ -484,7 +492,9 @@ def explained():
 
 
 def adapted():
-    """What a topology decides on each rank: its overlays, what it knows of links, and a sum along the last one."""
+    """Returns what a topology decides on each rank: its overlays, what it knows of links, and a sum along the last
+    overlay.
+    """
     mesh = the_mesh("data")
     topology = Topology(mesh, TCP, greed=0.5, probe_bytes=2**17)
     overlays = []
@@ -529,7 +539,7 @@ def sum_until(action, last):
 
 def main():
     action, port, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "everything":
@@ -549,7 +559,7 @@ def main():
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)
-    if action != "everything":  # as if nothing were: the others are not to be waited for
+    if action != "everything":  # end like a healthy process, without waiting for the others
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Processes that share memory: they get what ranks of a mesh get, and one that fails is an error of the others."""
+"""Tests processes that share memory: they get the results of a mesh, and a failing one is an error of the others."""
 
 import functools
 import hashlib
@@ -25,11 +25,11 @@ from jaxcgx.transports.shm import Shm
 from jaxcgx.transports.xla import Axes
 
 RANK = pathlib.Path(__file__).with_name("shm_rank.py")
-LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
+LIMIT = 300  # seconds, after which processes count as hung; they need a tenth of it
 
 
 class Processes:
-    """shm_rank.py in as many processes as asked for. With leaves none behind."""
+    """Runs shm_rank.py in some processes. At the end, no process is left."""
 
     def __init__(self, action, size):
         self.action, self.size = action, size
@@ -60,7 +60,7 @@ class Processes:
             process.communicate()
 
     def result(self, rank):
-        """What came of the action on a rank. Rank 0 is asked first, while all gather what each has."""
+        """Returns the result of the action on a rank. Rank 0 must be asked first, while all ranks gather values."""
         for line in self.running[rank].stdout:
             if line.startswith("mine "):
                 every = [line, *(process.stdout.readline() for process in self.running[1:])]
@@ -75,7 +75,7 @@ class Processes:
 
 
 def on_a_mesh(size, monkeypatch):
-    """The digests of shm_rank.py, of ranks on a mesh."""
+    """Returns the digests of shm_rank.py for ranks on a mesh."""
     script = load_script(RANK, monkeypatch)
     every = [jnp.asarray(script.of_ranks(Shm(0, size, 0, None), *leaf)) for leaf in script.LEAVES.values()]
 
@@ -99,7 +99,7 @@ def test_everything_on_three_ranks(monkeypatch):
         assert processes.results() == on_a_mesh(3, monkeypatch)
 
 
-# tests/cpp/test_segment.cc has 1 to 4 ranks.
+# tests/cpp/test_segment.cc tests 1 to 4 ranks.
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.short), *([4] * FULL)])
 def test_exchanges(size):
     with Processes("exchanges", size) as processes:
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_before_it_attaches_is_an_error_of_the_others():
 def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
     with Processes("fail", 2) as processes:
         assert "which has left" in processes.result(0)
-        assert processes.running[1].poll() is None  # something keeps it
+        assert processes.running[1].poll() is None  # its process is still there
 
 
 def test_the_same_bytes_of_other_numbers_are_an_error_of_every_rank():

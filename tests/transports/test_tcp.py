@@ -1,5 +1,4 @@
-"""Processes that exchange over connections of jaxcgx's own: the bits of the plain axes, and an end when a rank
-fails."""
+"""Tests processes that exchange over jaxcgx's own connections: the bits of plain axes, and an end when a rank fails."""
 
 import contextlib
 import json
@@ -29,13 +28,13 @@ from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.wan import Overlay, Tree
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
-LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
+LIMIT = 300  # seconds, after which processes count as hung; they need a tenth of it
 
 
 def results(action, processes):
-    """What comes of an action on each rank; None for one that ended without a result."""
-    port = random.randrange(20_000, 32_000)  # of those that no connection gets by itself
-    # XLA crashes where it is to keep a program of several processes.
+    """Returns the result of an action on each rank, or None for a rank that ended without a result."""
+    port = random.randrange(20_000, 32_000)  # below the ports that the system gives to connections
+    # XLA crashes if it has to keep a program of several processes.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     running = [
         subprocess.Popen(
@@ -55,14 +54,14 @@ def results(action, processes):
         for process in running:
             lines = [line for line in process.stdout if line.startswith("RESULT ")]
             found.append(json.loads(lines[0].removeprefix("RESULT ")) if lines else None)
-            if action == "stay_away":  # the last one never ends
+            if action == "stay_away":  # the last process never ends
                 running[-1].send_signal(signal.SIGKILL)
         return found
     finally:
         limit.cancel()
         for process in running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its children
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
             process.communicate()
 
 
@@ -99,7 +98,7 @@ def test_meshes_that_it_can_not_serve(everything):
 
 
 def test_all_ranks_get_the_same_overlays(everything):
-    """Rank 0 decides. What links pass is measured by probes, and by what else was sent."""
+    """Rank 0 decides. Rates of links are measured by probes, and by other transfers."""
     (overlays, version, probes, known, finite, explained), *others = [each["adapted"] for each in everything]
     assert len(overlays) == 4 and probes >= 1 and known > 0.5 and finite
     assert all(other == [overlays, version, probes, None, True, None] for other in others)
@@ -111,7 +110,7 @@ def test_all_ranks_get_the_same_overlays(everything):
 
 
 def test_an_overlay_may_change_while_gradients_are_on_their_way(everything):
-    """The bits are those of plain steps, whose overlay changes as often."""
+    """All bits are those of plain steps whose overlay changes as often."""
     for plain, priority in (each["changing"] for each in everything):
         assert plain == priority
 
@@ -127,7 +126,10 @@ def test_explain_counts_it(everything):
 
 
 def test_means_that_cross_programs(everything):
-    """A later program runs while an exchange that another one began can't be over: the others have not begun it."""
+    """A later program runs while an exchange that an earlier one began is still in flight.
+
+    The exchange can't be over, because the other ranks have not begun it.
+    """
     for same, zeros, in_one_step, ended_twice in (each["events"] for each in everything):
         assert same and zeros and in_one_step
         assert "INVALID_ARGUMENT" in ended_twice and "end a ticket once" in ended_twice
@@ -151,7 +153,7 @@ def test_several_connections_and_a_pace():
 
 
 def test_a_rank_that_is_killed_is_an_error_of_the_others():
-    """Also if it has a child, which has copies of its sockets."""
+    """This also holds if it has a child with copies of its sockets."""
     error, nothing = results("die", 2)
     assert re.search(
         r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), "
@@ -163,7 +165,7 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others():
 
 
 def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
-    """JAX keeps its process until the others end, for 300 s."""
+    """JAX keeps its process until the others end, for at most 300 s."""
     error, nothing = results("raise", 2)
     assert re.search(
         r"UNAVAILABLE: .* rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has ended or left", error
@@ -185,7 +187,7 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
 
 
 class Store:
-    """As much of jax.distributed's store as processes need to meet."""
+    """The part of jax.distributed's store that processes need to meet."""
 
     def __init__(self):
         self.values = {}
@@ -213,7 +215,7 @@ def test_the_wait_for_the_others_can_be_interrupted(monkeypatch):
     monkeypatch.setattr(connections._compat, "rendezvous", lambda: (Store(), 0, 2, "127.0.0.1:1"))
     monkeypatch.setattr(connections, "_why", None)
     interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore the signal
     interrupt.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -244,8 +246,8 @@ def test_the_coordinator_ends_while_a_process_waits(monkeypatch):
     [
         ("127.0.0.1", ["127.0.0.1"], ["127.0.0.1"]),
         ("localhost", ["127.0.0.1"], ["127.0.0.1"]),
-        ("host0", ["127.0.1.1"], []),  # as Debian's /etc/hosts says on host0 itself
-        ("203.0.113.1", ["203.0.113.1"], []),  # of a translation: no host has it
+        ("host0", ["127.0.1.1"], []),  # as in Debian's /etc/hosts on host0 itself
+        ("203.0.113.1", ["203.0.113.1"], []),  # an address behind address translation, which no host has itself
     ],
 )
 def test_where_the_first_process_listens(coordinator, found, listens_at, monkeypatch):

@@ -1,4 +1,4 @@
-"""Rows arrive where they should: on meshes, and over axes of vmap, of which lax only knows one at a time."""
+"""Tests where rows arrive: on meshes, and over axes of vmap, of which lax supports only one at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from ranks import mesh, on_ranks
 from jaxcgx.transports.xla import Axes
 
 SIZES = (2, 3)
-X = jnp.arange(6 * 6 * 4, dtype=jnp.uint8).reshape(*SIZES, 6, 4)  # on each rank a row of four bytes for each rank
+X = jnp.arange(6 * 6 * 4, dtype=jnp.uint8).reshape(*SIZES, 6, 4)  # each rank has a row of four bytes for each rank
 
 
 def on(where, f):
@@ -42,7 +42,5 @@ def test_leaders(where):
     rank, exchanged, gathered, shifted = on(where, f)
     np.testing.assert_array_equal(rank, [[0, 0, 0], [1, 1, 1]])
     np.testing.assert_array_equal(exchanged[:, 0], X[:, 0, :2].swapaxes(0, 1))
-    np.testing.assert_array_equal(
-        gathered, np.broadcast_to(X[:, 0, 0], (2, 3, 2, 4))
-    )  # everybody gets what the leaders have
+    np.testing.assert_array_equal(gathered, np.broadcast_to(X[:, 0, 0], (2, 3, 2, 4)))  # all ranks get the leaders' row
     np.testing.assert_array_equal(shifted[:, 0], np.roll(X[:, 0, 0], 1, 0))

@@ -1,4 +1,4 @@
-"""A process of the center that test_decoupled.py starts: python decoupled_rank.py PORT RANK ADDRESS..."""
+"""A process of a center that test_decoupled.py starts: python decoupled_rank.py PORT RANK ADDRESS..."""
 
 import ctypes
 import hashlib
@@ -21,7 +21,7 @@ def digest(params):
 
 
 def train(params, member):
-    """Steps until the last round. Returns the digest of the outer parameters."""
+    """Trains until the last round, and returns the digest of the outer parameters."""
     while not member.last or member.last.number < ROUNDS:
         params = member.step(jax.tree.map(lambda x: 0.75 * x, params))
     return digest(member.params)
@@ -35,12 +35,12 @@ def join(addresses, place, params, **options):
 
 def main():
     port, rank, *addresses = sys.argv[1:]
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", RANKS, int(rank))
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
     whole = lambda x: jax.make_array_from_callback(x.shape, NamedSharding(mesh, P()), lambda at: x[at])
-    # It joins with zeros, and gets the parameters of the other center.
+    # It joins with zeros and gets the parameters of the other center.
     params, member = join(addresses, 1, {name: whole(np.zeros_like(x)) for name, x in PARAMS.items()})
     with member:
         print("RESULT", train(params, member), digest(params) == digest(PARAMS), flush=True)

@@ -1,8 +1,8 @@
-"""A center of those that test_crossing.py starts:
+"""A center that test_crossing.py starts:
 
     python diloco_rank.py PORT RANK CENTERS FOLDER
 
-The last one comes to the step in which an exchange begins only after the first one has done the step behind it.
+An exchange begins in some step. The last center reaches this step only after the first center has done the next step.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ LIMIT = 100  # seconds
 
 
 def train(axis, centers, before=lambda t: None, after=lambda t: None):
-    """{device: digest of what it has in the end}. before, after: called with the number of each step."""
+    """Returns {device: digest of its last arrays}. `before` and `after` are called with the number of each step."""
     mesh = jax.make_mesh((centers,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centers])
     inner = optax.sgd(0.5, momentum=0.9)
     plan = cgx.Plan(cgx.MaxMin(4, 64, "stochastic"), min_size=100)
@@ -56,7 +56,7 @@ def train(axis, centers, before=lambda t: None, after=lambda t: None):
 
 def main():
     port, rank, centers = map(int, sys.argv[1:4])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", centers, rank)
     passed = pathlib.Path(sys.argv[4], "passed")

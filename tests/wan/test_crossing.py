@@ -1,4 +1,4 @@
-"""Exchanges between centers over Tcp go on while the next steps' programs run, with the bits of plain axes."""
+"""Tests that exchanges between centers over Tcp continue during the next steps, with the bits of plain axes."""
 
 import json
 import os
@@ -14,8 +14,11 @@ LIMIT = 300  # seconds, after which processes count as hung
 
 
 def test_an_exchange_crosses_steps(tmp_path, monkeypatch):
-    """The second center comes to an exchange after the first one has gone on: otherwise both would wait for ever."""
-    # XLA crashes where it is to keep a program of several processes.
+    """The second center takes part only after the first one has continued.
+
+    If an exchange blocked, both would wait forever.
+    """
+    # XLA crashes if it has to keep a program of several processes.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     command = [sys.executable, RANK, str(random.randrange(20_000, 32_000))]
     running = [

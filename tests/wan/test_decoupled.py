@@ -1,4 +1,4 @@
-"""Decoupled: against a transcription in NumPy, to the bit; who decides, who is waited for; deaths, joins, bad input."""
+"""Tests Decoupled against NumPy, bit for bit: who decides, who is waited for, deaths, joins, and bad input."""
 
 import concurrent.futures
 import dataclasses
@@ -22,7 +22,7 @@ import jaxcgx as cgx
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import Packing
 
-# Numbers of few bits: sums and products of them are exact.
+# Numbers with few bits, so that their sums and products are exact.
 PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0, "b": jnp.round(4 * normal((4,), 2)) / 4 + 0}
 TARGETS = np.round(4 * np.asarray(normal((3, 4), 3))) / 4  # one for each center
 RANK = pathlib.Path(__file__).with_name("decoupled_rank.py")
@@ -31,7 +31,7 @@ LIMIT = 60  # seconds, after which a center counts as hung
 A, B = Version(3, 9, 1), Version(4, 12, 2)
 
 
-# Agreement, without a network
+# Agreement without a network
 
 
 def assembly(place=0, quorum=2, version=A, others=(1, 2)):
@@ -54,7 +54,7 @@ def test_the_chair_decides_when_all_have_sent():
     decision = found.decide(now=1)
     assert [place for place, _ in decision.members] == [0, 1, 2]
     assert list(found.outcome()) == [0, 1, 2]
-    assert found.decide(now=2) is None  # once
+    assert found.decide(now=2) is None  # a round is decided only once
 
 
 def test_a_round_waits_for_its_quorum_and_then_as_long_as_the_grace():
@@ -79,13 +79,13 @@ def test_nobody_waits_for_a_center_that_has_gone_or_is_far_behind():
 def test_the_chair_is_the_center_with_the_most_contributions():
     found = assembly(place=1, others=(0, 2))
     assert found.chair == 0
-    found.others[0] = Version(5, 5, 7)  # alone, it has had more rounds, but fewer contributions
+    found.others[0] = Version(5, 5, 7)  # alone, it has done more rounds, but has fewer contributions
     assert found.chair == 1
     found.others[2] = B
     assert found.chair == 2
     for place in range(3):
         found.contribute(place, sent(place))
-    assert found.decide(now=0) is None  # that is another one's to do
+    assert found.decide(now=0) is None  # another center must decide this
 
 
 def test_a_decision_counts_where_all_contributions_are_there():
@@ -106,7 +106,7 @@ def test_a_center_that_cannot_follow_fetches():
     assert not found.must_fetch(now=0) and not found.must_fetch(now=5) and found.must_fetch(now=5.1)
     found.advance(B)
     assert not found.must_fetch(now=20)
-    found.others[0] = B._replace(digest=3)  # as many contributions, but other ones
+    found.others[0] = B._replace(digest=3)  # as many contributions, but different ones
     assert not found.must_fetch(now=20) and found.must_fetch(now=26)
 
 
@@ -127,7 +127,7 @@ OUTER = [{name: np.float32(normal(shape, 10 + i)) for name, shape in SHAPES.item
 
 @functools.lru_cache
 def averaged(average, spoil=False):
-    """The average of OUTER[0] and OUTER[2] with weights 3 and 1; 1 doesn't take part."""
+    """Returns the average of OUTER[0] and OUTER[2] with weights 3 and 1. Center 1 doesn't take part."""
     packing = Packing.of("test", cgx.Plan(cgx.Raw()), {n: jnp.zeros(s) for n, s in SHAPES.items()}, average)
     rows = [packing.pack({name: jnp.asarray(x) for name, x in each.items()}, None)[0] for each in OUTER]
     if spoil:
@@ -162,7 +162,7 @@ def test_an_outer_gradient_that_is_not_finite_does_not_count():
         np.testing.assert_array_equal(found, averaged("mean")[name])
 
 
-# Centers, as threads
+# Centers as threads
 
 
 def ports(count):
@@ -179,18 +179,18 @@ def decoupled(count, **options):
 
 
 def at_once(*functions):
-    """The results of functions that run at the same time."""
+    """Returns the results of functions that run at the same time."""
     with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
         return [each.result(LIMIT) for each in [pool.submit(f) for f in functions]]
 
 
 def join(centers, params=PARAMS):
-    """[(params, member)] of centers that begin together."""
+    """Returns the [(params, member)] of centers that begin together."""
     return at_once(*(functools.partial(center.join, params) for center in centers))
 
 
 def learn(params, place):
-    """A step of a center's inner optimizer."""
+    """Returns the parameters after a step of a center's inner optimizer."""
     return {"w": params["w"] - (params["w"] - TARGETS[place]) / 4, "b": params["b"] * 0.75}
 
 
@@ -201,7 +201,7 @@ def steps(params, member, place, count=2, tokens=1):
 
 
 def together(joined, places=(0, 1, 2), count=2, tokens=(1, 1, 1)):
-    """[(params, member)] after steps of all centers at the same time."""
+    """Returns the [(params, member)] after steps of all centers at the same time."""
     each = [
         functools.partial(steps, params, member, place, count, tokens[place])
         for (params, member), place in zip(joined, places)
@@ -221,7 +221,7 @@ def assert_agree(joined):
 
 
 def test_like_numpy():
-    """Three centers, the outer SGD with Nesterov's momentum, weights by tokens."""
+    """There are three centers, and the outer SGD has Nesterov's momentum and weights by tokens."""
     outer, tokens, rounds = optax.sgd(0.5, momentum=0.5, nesterov=True), (1, 2, 1), 2
     joined = join(decoupled(3, outer=outer))
     for _ in range(rounds):
@@ -250,11 +250,14 @@ def test_like_numpy():
 
 
 def test_a_center_comes_late_dies_and_comes_back():
-    """Its outer gradient that nobody waited for is not lost; the others go on; a new one has what they have."""
+    """The outer gradient of a center that was not waited for is not lost.
+
+    The other centers continue. A new center gets their parameters.
+    """
     given = decoupled(3, quorum=1, grace=1.0, plan=cgx.MaxMin(4, 8), average="radial")
 
     def rounds(joined, *members):
-        """Steps until the last round of all is the same, and has these centers."""
+        """Steps until all centers are in the same last round, which has these centers."""
         number = max(member.last.number if member.last else 0 for _, member in joined)
 
         def done(now):
@@ -290,7 +293,7 @@ def test_a_center_comes_late_dies_and_comes_back():
 
 
 def until(act, done):
-    """What `act` returned when that was enough."""
+    """Calls `act` until `done` accepts its result, and returns this result."""
     deadline = time.monotonic() + LIMIT
     while not done(found := act()):
         assert time.monotonic() < deadline
@@ -305,32 +308,32 @@ def test_a_quorum_is_needed():
     expected = PARAMS
     for _ in range(6):
         expected = learn(expected, 0)
-    assert_same_trees(params, expected)  # it trains on its own
+    assert_same_trees(params, expected)  # it trains alone
     assert_same_trees(member.params, PARAMS)
     member.leave()
 
 
 def alone(**options):
-    """The first of two centers, of which the other one never comes."""
+    """Returns the first of two centers. The other one never comes."""
     given, _ = decoupled(2, quorum=1, grace=0.01, overlap=1, **options)
     return given
 
 
 def decided(member, params, count):
-    """The parameters after steps, when the round that they have sent for is decided."""
-    with member._changed:  # not before they end
+    """Returns the parameters after some steps, when the round for which they were sent is decided."""
+    with member._changed:  # the round can't be decided before the steps end
         params, _ = steps(params, member, 0, count)
     until(lambda: None, lambda _: member._assembly.outcome())
     return params
 
 
 def test_an_overlap():
-    """A round ends while the center goes on, and what it learns meanwhile is kept."""
+    """A round ends while the center continues, and what it learns meanwhile is kept."""
     params, member = alone().join(PARAMS)
     own = learn(learn(PARAMS, 0), 0)
     params = decided(member, params, 2)
     params = member.step(learn(params, 0))
-    assert_same_trees(member.params, own)  # SGD of rate 1, one center
+    assert_same_trees(member.params, own)  # SGD with rate 1, and one center
     assert member.last == (1, (0,))
     assert_same_trees(params, learn(own, 0))
     member.leave()
@@ -355,7 +358,7 @@ def test_a_training_goes_on_from_its_state():
 
 
 def test_a_step_waits_for_one_round(monkeypatch):
-    """Rounds that end without this center, one after the other, don't hold up its step: it sends again in the next."""
+    """Several rounds may end without this center. They don't delay its step, and it sends again in the next round."""
     ((params, member),) = join(decoupled(2, grace=0.01)[:1])
     rounds = []
 
@@ -392,7 +395,7 @@ def test_a_step_waits_for_one_round(monkeypatch):
                 remedy="give all centers the same model",
             ),
         ),
-        (  # each round would undo what it has learnt: its outer parameters would never be those of the others
+        (  # each round would undo what it has learnt, because its outer parameters would never be those of the others
             dict(outer=optax.sgd(0.5)),
             PARAMS,
             says(
@@ -409,10 +412,11 @@ def test_a_step_waits_for_one_round(monkeypatch):
 def test_a_center_with_other_terms_is_told(other, params, says_so):
     first, second = decoupled(2, quorum=1, grace=0.1)
     own, member = first.join(PARAMS)
-    with pytest.warns(UserWarning, match="turned away") as warned:  # in a thread of the first center, maybe later
+    # The warning comes from a thread of the first center, maybe later.
+    with pytest.warns(UserWarning, match="turned away") as warned:
         with raises(ValueError, says_so):
             dataclasses.replace(second, grace=LIMIT, **other).join(params)
-        until(lambda: member.step(own), lambda _: member.last and len(warned))  # it goes on
+        until(lambda: member.step(own), lambda _: member.last and len(warned))  # it continues
         member.leave()
 
 
@@ -470,11 +474,11 @@ def test_parameters_of_a_step():
     member.leave()
 
 
-# A center of several processes
+# A center with several processes
 
 
 def test_a_center_of_two_processes(monkeypatch):
-    """It has one place, gets what the other center has, and both of its processes stay the same."""
+    """It counts as one center and gets the parameters of the other one. Its processes always agree."""
     rank = load_script(RANK, monkeypatch)
     addresses = ports(3)
     command = [sys.executable, RANK, addresses.pop().partition(":")[2]]

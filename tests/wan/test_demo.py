@@ -1,4 +1,4 @@
-"""demo: decoupled momentum, against a transcription in NumPy."""
+"""Tests demo (decoupled momentum) against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ from jaxcgx.wan.demo import Blocks
 
 
 def test_the_cosine_transform_of_blocks():
-    """It is that of each block, and its inverse restores what it got, of any shape."""
+    """The transform is that of each block. Its inverse restores the input, of any shape."""
     x = normal((30, 40))
     blocks = Blocks(x.shape, 16)
     assert blocks.block == (15, 10)
     found = blocks.coefficients(x)
-    expected = jax.scipy.fft.dctn(x[15:, 10:20], norm="ortho")  # the second row of blocks, the second in it
+    expected = jax.scipy.fft.dctn(x[15:, 10:20], norm="ortho")  # the second row of blocks, and the second block in it
     np.testing.assert_allclose(found[5].reshape(15, 10), expected, atol=1e-5)
     for shape in (), (7,), (2, 3, 40), (1, 131):
         x, blocks = normal(shape), Blocks(shape, 64)
@@ -28,7 +28,7 @@ def test_the_cosine_transform_of_blocks():
 
 
 def numpy_step(gradients, momenta, k):
-    """The step of a matrix of one block: (what all ranks step along, momenta)."""
+    """Returns the step for a matrix of one block: (the common update of all ranks, momenta)."""
     cosines = Blocks(gradients[0].shape, 64)
     sent, kept = [], []
     for g, m in zip(gradients, momenta):
@@ -42,7 +42,7 @@ def numpy_step(gradients, momenta, k):
 
 
 def test_as_its_paper_has_it():
-    """The mean over the senders of a coefficient, not over all ranks; what is sent leaves the momentum."""
+    """A coefficient is the mean over the ranks that send it, not over all ranks. Sent parts leave the momentum."""
     optimizer = cgx.wan.demo("data", decay=0.9, k=20)
     gradients = normal((2, 30, 40), 3)
     state = jax.jit(
@@ -65,7 +65,7 @@ def test_as_its_paper_has_it():
 
 
 def test_training():
-    """In a fraction of the bytes, with the state of any other transformation."""
+    """It trains with a fraction of the bytes, and its state is like that of any other transformation."""
     step = cgx.make_train_step(
         loss_fn, optax.sign_sgd(0.01), mesh_of(4), compress=cgx.wan.demo, k=16, values=cgx.MaxMin(8), donate=False
     )

@@ -1,4 +1,4 @@
-"""Differential transmission: what travels when, what is conserved, what is refused."""
+"""Tests differential transmission: what travels when, what is conserved, and what is refused."""
 
 import functools
 
@@ -20,7 +20,7 @@ SHAPES = {
     "bias": (5,),
     "short": (3, 4),
     "wide": (9, 11),
-}  # one block, two, and thirteen of which the last has 3 elements
+}  # one block, two blocks, and thirteen blocks of which the last has 3 elements
 SHARES = {"short": 1, "wide": 6}  # round(0.5 * blocks)
 GRADS = {name: np.asarray(whole_numbers((STEPS, RANKS, *s), i)) for i, (name, s) in enumerate(SHAPES.items())}
 MEANS = {name: g.mean(1) for name, g in GRADS.items()}
@@ -28,7 +28,7 @@ MEANS = {name: g.mean(1) for name, g in GRADS.items()}
 
 @functools.lru_cache
 def run(how, plan=cgx.Raw(), losses=None, names=tuple(SHAPES), **options):
-    """(the updates of every step and rank, the last state), both with a leading axis of the ranks."""
+    """Returns (the updates of every step and rank, the last state), both with a leading axis of the ranks."""
     given = {name: GRADS[name] for name in names}
 
     def of_rank(grads):
@@ -47,7 +47,7 @@ def run(how, plan=cgx.Raw(), losses=None, names=tuple(SHAPES), **options):
 
 
 def updates_of(*args, **options):
-    """The updates of every step, which must be those of every rank."""
+    """Returns the updates of every step, which must be the same on every rank."""
     updates, state = run(*args, **options)
     for x in jax.tree.leaves(updates):
         np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
@@ -55,13 +55,16 @@ def updates_of(*args, **options):
 
 
 def blocks(x):
-    """[blocks, BLOCK] of a leaf."""
+    """Returns a leaf as [blocks, BLOCK]."""
     flat = x.reshape(-1)
     return np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
 
 
 def transcribed(name, rest, alpha=0.3):
-    """Differential transmission in NumPy: the update of every step, in blocks, and what is left over of every rank."""
+    """Differential transmission in NumPy.
+
+    Returns the update of every step, in blocks, and the residuals of every rank.
+    """
     grads = np.stack([[blocks(g) for g in step] for step in GRADS[name]])
     real = np.minimum(BLOCK, MEANS[name][0].size - BLOCK * np.arange(grads.shape[2])).astype(np.float32)
     held, late, contributions, found = (
@@ -87,13 +90,13 @@ def transcribed(name, rest, alpha=0.3):
 
 @pytest.mark.parametrize("rest", ["defer", "drop"])
 def test_the_steps_are_those_of_numpy(rest):
-    """To the bit, as sums of whole numbers are. What is pending, or held back, is the rest: nothing is lost."""
+    """All bits agree, because sums of whole numbers are exact. The rest is pending or held back, so nothing is lost."""
     updates, state = updates_of(Differential(k=0.5, block_bytes=4 * BLOCK, rest=rest))
     np.testing.assert_array_equal(updates["bias"], MEANS["bias"])  # it has one block
     for name in SHARES:
         expected, left = transcribed(name, rest)
         np.testing.assert_array_equal([blocks(x) for x in updates[name]], expected)
-        np.testing.assert_array_equal(updates[name][0], MEANS[name][0])  # the first exchange is whole
+        np.testing.assert_array_equal(updates[name][0], MEANS[name][0])  # the first exchange has all blocks
         np.testing.assert_array_equal(expected.sum(0) + left.mean(0), sum(map(blocks, MEANS[name])))
         held = (state.pending if rest == "defer" else state.residuals)[name]
         np.testing.assert_array_equal(held.sum(), left.sum())
@@ -104,7 +107,7 @@ def test_the_steps_are_those_of_numpy(rest):
     "rest, plan", [("defer", cgx.MaxMin(3, 8)), ("quantize", cgx.Raw())], ids=["defer", "quantize"]
 )
 def test_codecs_have_feedback(rest, plan):
-    """What a codec loses, of important blocks and of the rest, is in the residuals."""
+    """The errors of a codec, for important blocks and for others, are in the residuals."""
     updates, state = updates_of(Differential(k=0.5, block_bytes=4 * BLOCK, rest=rest), plan)
     for name in SHAPES:
         left = updates[name].sum(0) - MEANS[name].sum(0)
@@ -119,22 +122,22 @@ def test_codecs_have_feedback(rest, plan):
 
 
 def sent_blocks(updates, name):
-    """Which blocks of each step have a number that is not 0."""
+    """Returns which blocks of each step have a number that is not 0."""
     return [set(np.flatnonzero(np.abs(blocks(x)).sum(-1))) for x in updates[name]]
 
 
 def test_random_blocks():
-    """The control sends as many blocks, others in every step."""
+    """The control sends as many blocks, and different ones in every step."""
     how = Differential(k=0.5, block_bytes=4 * BLOCK, rest="drop", ranked=False)
     updates, state = updates_of(how, feedback=False)
-    assert jax.tree.leaves(state.residuals) == []  # what is dropped is lost
+    assert jax.tree.leaves(state.residuals) == []  # dropped blocks are lost
     chosen = sent_blocks(updates, "wide")
     assert [len(each) for each in chosen] == [13] + [6] * (STEPS - 1) and len(set(map(frozenset, chosen))) > 3
 
 
 @pytest.fixture
 def few(monkeypatch):
-    """Fewer sizes of the important part, which compile sooner: 0.2, 0.43, 0.67, 0.9."""
+    """Sets fewer sizes of the important part, 0.2, 0.43, 0.67 and 0.9, which are compiled sooner."""
     monkeypatch.setattr(differential, "LEVELS", 4)
 
 
@@ -142,7 +145,7 @@ def test_an_adaptive_share_follows_the_loss(few):
     how = Differential(k=0.9, block_bytes=4 * BLOCK, rest="drop", adaptive=0.2)
     losses = 4.0, 4.0, 2.0, 0.1, float("nan"), 8.0
     updates, _ = updates_of(how, losses=losses, names=("wide",), feedback=False)
-    # 0.9, 0.45 -> 0.67 above it, 0.2; without a number, and above the first loss, k
+    # 0.9; 0.45, rounded up to 0.67; 0.2; without a loss, or above the first loss, it is k
     assert list(map(len, sent_blocks(updates, "wide"))) == [13, 12, 9, 3, 12, 12]
 
 
@@ -162,7 +165,7 @@ def loss_fn(params, x):
 
 
 def test_training_over_two_centers():
-    """In make_train_step, with a codec between centers: replicas agree, and every exchange is in the table."""
+    """In make_train_step, with a codec between centers, replicas agree and every exchange is in the table."""
     axes = ("dc", "local")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     how = Differential(k=0.25, block_bytes=256)
@@ -179,12 +182,12 @@ def test_training_over_two_centers():
     check = lambda tree: cgx.check_replicas(tree, axes)
     jax.jit(jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(state[0]).check()
     sent = state[1][0]
-    pending = cgx.reshard_state(sent, 2).pending["w"]  # what waits counts as it did: by its mean over the ranks
+    pending = cgx.reshard_state(sent, 2).pending["w"]  # pending sums count with their mean over the ranks
     assert pending.shape[0] == 2 and sent.pending["w"].any()
     np.testing.assert_allclose(pending.mean(0), np.asarray(sent.pending["w"]).mean(0), atol=1e-6)
     between = [c for c in table.collectives if c.axes == ("dc",) and c.codec]
     always, first = ([c.raw_bytes for c in between if c.branch == branch] for branch in (False, True))
-    # w has 32 blocks of 256 bytes, 8 of them important. Each rank sends its half of a center's sums.
+    # w has 32 blocks of 256 bytes, 8 of which are important. Each rank sends its half of a center's sums.
     assert sorted(always) == [8 * 256 // 2, 24 * 256 // 2] and first == [24 * 256 // 2]
     late, now = sorted((c.bytes for c in between if not c.branch), reverse=True)
     assert late == 3 * now

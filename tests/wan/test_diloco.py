@@ -1,4 +1,4 @@
-"""diloco: against transcriptions in NumPy, to the bit; every part of it; and what it must never do."""
+"""Tests diloco against NumPy, bit for bit, with every part of it, and what it must never do."""
 
 import functools
 
@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jaxcgx as cgx
 from jaxcgx.wan.fragments import cut
 
-# Numbers of few bits: sums and products of them are exact, in whatever order a compiler takes them.
-# Not -0, as sums may make +0 of it.
+# Numbers with few bits, so that their sums and products are exact in any order. None is -0, because sums may turn it
+# into +0.
 PARAMS = {
     "w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0,
     "b": jnp.round(4 * normal((4,), 2)) / 4 + 0,
@@ -29,7 +29,7 @@ diloco = functools.partial(cgx.wan.diloco, INNER)
 
 
 def quadratic(params, x):
-    """A loss whose gradients are exact."""
+    """A loss with exact gradients."""
     target = x.mean(0)
     return ((params["w"] - target[:, None]) ** 2).sum() / 2 + (params["b"] ** 2).sum() + params["s"] ** 2
 
@@ -47,7 +47,7 @@ def trainer(diloco, mesh=None, loss=quadratic, **options):
 
 
 def run(train, steps=8, start=None, batch=lambda t: X[t % len(X)]):
-    """[(outer parameters, metrics) after each step], and the state in the end."""
+    """Returns [(outer parameters, metrics) after each step], and the last state."""
     params, state = train.init(PARAMS) if start is None else start
     found = []
     for t in range(steps):
@@ -74,11 +74,11 @@ class Transcription:
         self.t += 1
 
     def moved(self, rows):
-        """The mean of outer gradients of {parameter: rows}."""
+        """Returns the mean of outer gradients of {parameter: rows}."""
         return {name: sum(self.outer[name][at] - own[name][at] for own in self.own) / 2 for name, at in rows.items()}
 
     def step(self, mean, rows, rate, momentum, alpha=0.0):
-        """Nesterov's outer step of {parameter: rows}."""
+        """Does Nesterov's outer step for {parameter: rows}."""
         for name, at in rows.items():
             self.velocity[name][at] = momentum * self.velocity[name][at] + mean[name]
             self.outer[name][at] -= rate * (mean[name] + momentum * self.velocity[name][at])
@@ -94,7 +94,7 @@ WHOLE = {"w": ..., "b": ..., "s": ...}
     "mesh", [mesh_of(), mesh_of(types=AxisType.Explicit), mesh_of(local=2)], ids=("auto", "explicit", "two levels")
 )
 def test_to_the_bit(mesh):
-    """Also where two ranks share a center's batch. Outer parameters change in every third step alone."""
+    """This also holds if two ranks share a center's batch. Outer parameters change only in every third step."""
     got, _ = run(trainer(diloco(NESTEROV, every=3), mesh), 7)
     expected = Transcription()
     for t, (params, metrics) in enumerate(got, 1):
@@ -111,7 +111,10 @@ def test_to_the_bit(mesh):
 
 
 def test_streaming_to_the_bit():
-    """Two fragments, each exchanged in its own step, mixed into a center's parameters a step later. w is cut."""
+    """Each of two fragments is exchanged in its own step, and mixed into a center's parameters a step later.
+
+    w is cut.
+    """
     got, (_, state) = run(trainer(diloco(NESTEROV, every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True)), 9)
     fragments = [{"w": slice(0, 3), "b": ...}, {"w": slice(3, 6), "s": ...}]
     expected, arriving, last, rho = Transcription(), {}, {}, {}
@@ -140,7 +143,10 @@ def test_streaming_to_the_bit():
 
 
 def test_eager_updates_to_the_bit():
-    """With SGD outside: every center goes on from what all have up to the last round, and its own part of this one."""
+    """A center continues with the common parameters of the last round and its own part of this round.
+
+    The outer optimizer is SGD.
+    """
     got, _ = run(trainer(diloco(optax.sgd(0.5), every=2, eager=True)), 7)
     expected, mean = Transcription(), None
     start = jax.tree.map(np.copy, expected.own)
@@ -168,7 +174,7 @@ def test_every_step_with_sgd_of_rate_1_is_averaging():
 
 @pytest.mark.parametrize("number", [1, 3, 7])
 def test_every_element_is_in_one_fragment(number):
-    """Also of leaves that are larger than a fragment, or tiny, or empty."""
+    """This includes leaves that are larger than a fragment, tiny or empty."""
     tree = {
         "huge": jnp.zeros((10, 1000)),
         "tall": jnp.zeros((1, 3000)),
@@ -188,7 +194,7 @@ def test_every_element_is_in_one_fragment(number):
 
 
 def wide(params, x):
-    """A loss of parameters that are worth compressing."""
+    """A loss with parameters that are large enough to compress."""
     return ((jnp.tanh(x @ params["up"]) @ params["down"] + params["b"].astype(jnp.float32) - x) ** 2).mean()
 
 
@@ -198,7 +204,7 @@ DATA = normal((16, 30), 4)
 
 @functools.cache
 def compressed(centers, local):
-    """Four bits between centers and eight inside of one, with feedback."""
+    """Returns a step with four bits between centers and eight bits inside them, with feedback."""
     given = cgx.wan.diloco(
         optax.sgd(0.5, momentum=0.9),
         optax.sgd(0.7),
@@ -212,7 +218,7 @@ def compressed(centers, local):
 
 @functools.cache
 def trained():
-    """(parameters, state, metrics) of two centers of two ranks, after 6 steps."""
+    """Returns (parameters, state, metrics) of two centers of two ranks, after 6 steps."""
     train = compressed(2, 2)
     params, state = train.init(WIDE)
     for _ in range(6):
@@ -228,7 +234,7 @@ def test_centers_of_several_ranks():
     assert (rows.params["down"][0] != rows.params["down"][1]).any() and params["b"].dtype == jnp.bfloat16
     fed = state.exchanges[0].sent.residuals
     assert fed["down"].sharding.spec == P("dc") and fed["b"] is None and np.abs(fed["down"]).max() > 0
-    # What one device has as the same as others, it has: outer parameters and states on all, a center's on its ranks.
+    # Replicas agree: outer parameters and outer states on all devices, a center's parameters on its ranks.
     same = lambda axes: lambda tree: jnp.stack([cgx.check_replicas(tree, name).agree for name in axes])
     outer = params, [each._replace(sent=each.sent._replace(residuals=None)) for each in state.exchanges]
     of_center = [each.sent.residuals for each in state.exchanges], rows._replace(sent=None)
@@ -243,7 +249,7 @@ def test_centers_of_several_ranks():
 
 
 def test_nothing_is_sent_between_exchanges():
-    """Every collective is below the branches of a condition, and between them the gradients are bytes."""
+    """Every collective is inside a branch of a condition. Between centers the gradients are bytes."""
     train = compressed(2, 1)
     program = train.step.lower(*train.init(WIDE), DATA).compile().as_text()
     entry = program[program.index("\nENTRY") :]
@@ -251,7 +257,10 @@ def test_nothing_is_sent_between_exchanges():
 
 
 def test_another_number_of_centers(tmp_path):
-    """Outer parameters have their bits, residuals their sum, and what a center has is the mean of all centers'."""
+    """Outer parameters keep their bits and residuals their sum.
+
+    A center's parameters become the mean of all centers.
+    """
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     params, state, _ = trained()
     with ocp.StandardCheckpointer() as checkpointer:
@@ -276,7 +285,10 @@ def test_another_number_of_centers(tmp_path):
 
 
 def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
-    """A center's NaN: outer parameters, momentum and residuals stay, all centers go back to the outer parameters."""
+    """One center has a NaN.
+
+    Outer parameters, momentum and residuals stay, and all centers return to the outer parameters.
+    """
     plan = cgx.MaxMin(2, 8)
     train = trainer(diloco(NESTEROV, every=2, plan=plan), donate=False)
     batch = lambda t: np.where((np.arange(8) < 4)[:, None], np.nan, X[t]) if t == 1 else X[t]
@@ -289,7 +301,7 @@ def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
 
 
 def test_keys_frozen_parameters_and_micro_batches():
-    """Every center has keys of its own. What both plans skip stays as it is, of any dtype."""
+    """Every center has its own keys. Leaves of any dtype that both plans skip stay the same."""
 
     def loss(params, x, key):
         return (params["w"] * jax.random.normal(key, (3,))).sum() * params["frozen"][0].astype(jnp.float32)
@@ -309,7 +321,7 @@ def test_keys_frozen_parameters_and_micro_batches():
 
 
 def test_models_with_state():
-    """Every center has its own: a mean over its ranks, and random keys that differ."""
+    """Every center has its own state: a mean over its ranks, and random keys that differ."""
 
     def loss(params, state, x):
         key, drawn = jax.random.split(state["key"])
@@ -328,7 +340,7 @@ def test_models_with_state():
 
 
 def test_forms():
-    """Their arguments are those of the papers. SparseLoCo's residual decays, Pier's momentum rises and falls."""
+    """Their arguments are those of the papers. SparseLoCo's residual decays, and Pier's momentum rises and falls."""
     sparse, mu = cgx.wan.sparseloco(INNER, every=1, ratio=0.25), cgx.wan.muloco(INNER)
     assert cgx.wan.sparseloco(INNER).plan.default == cgx.TopK(0.01, values=cgx.MaxMin(2))
     assert mu.plan.default == cgx.MaxMin(2)
@@ -340,7 +352,7 @@ def test_forms():
     own = Transcription()
     own.train()
     mean = own.moved(WHOLE)
-    # What was sent and what is kept are the outer gradients.
+    # The sent part and the residuals add up to the outer gradients.
     for name in ("w", "b"):
         kept = np.asarray(residuals[name]).mean(0) / 0.95
         np.testing.assert_allclose(outer_step[name] + kept, mean[name], rtol=1e-5, atol=1e-6)
@@ -362,7 +374,7 @@ def test_forms_that_would_learn_nothing():
 
 
 def test_matched_nesterov_moves_as_far_as_sgd():
-    """Along outer gradients that are always the same (rho 1), and along those that never agree (rho 0)."""
+    """This holds for outer gradients that are always the same (rho 1), and for ones that never agree (rho 0)."""
     for rho in (0.0, 0.99999):
         outer = cgx.wan.matched_nesterov(0.5, 0.5, rho=rho)
         state = outer.init(jnp.zeros(12))
@@ -413,7 +425,7 @@ def test_few_bits_without_feedback_are_a_warning():
     for plan in cgx.MaxMin(2), cgx.TopK(0.01), cgx.PowerSGD(2):
         with pytest.warns(UserWarning, match="diloco: argument 'feedback': .* loses too much"):
             diloco(plan=plan, feedback=False)
-    diloco(plan=cgx.MaxMin(4), feedback=False)  # pytest makes an error of a warning
+    diloco(plan=cgx.MaxMin(4), feedback=False)  # a warning would be an error
 
 
 @pytest.mark.parametrize(

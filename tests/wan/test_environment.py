@@ -1,4 +1,4 @@
-"""GeoMX's variables: what each becomes."""
+"""Tests what becomes of each of GeoMX's variables."""
 
 import pytest
 from errors import raises, says

@@ -1,4 +1,4 @@
-"""hfa: against a transcription in NumPy, to the bit, and what it refuses."""
+"""Tests hfa against NumPy, bit for bit, and what it refuses."""
 
 import functools
 
@@ -15,11 +15,11 @@ import jaxcgx as cgx
 K1, K2, STEPS, RATE = 2, 2, 9, 0.25
 INNER = optax.sgd(RATE)
 PARAMS = {"w": jnp.asarray(whole_numbers((6, 4), 1)), "s": jnp.float32(0.5)}
-X = np.asarray(whole_numbers((STEPS, 8, 6), 3))  # batches of 8 examples, 2 of a rank
+X = np.asarray(whole_numbers((STEPS, 8, 6), 3))  # batches of 8 examples, 2 per rank
 
 
 def quadratic(params, x):
-    """A loss whose gradients are exact."""
+    """A loss with exact gradients."""
     return ((params["w"] - x.mean(0)[:, None]) ** 2).sum() / 2 + params["s"] ** 2 / 2
 
 
@@ -37,7 +37,7 @@ def trainer(mesh, **options):
 
 
 def transcribed():
-    """The parameters after each step."""
+    """Returns the parameters after each step."""
     start = {name: np.array(x) for name, x in PARAMS.items()}
     milestone, ranks, found = start, [[dict(start) for _ in range(2)] for _ in range(2)], []
     mean = lambda trees: {name: np.float32(sum(tree[name] for tree in trees) / len(trees)) for name in PARAMS}
@@ -73,7 +73,7 @@ def test_bad_input():
         (dict(axis_name="wan"), mesh_of(2, 2), says("hfa", "axis_name", expected="axis 'dc'", got="'wan'")),
         ({}, mesh_of(1, 2), says("hfa", "axis_name", expected="several centers", got="one", remedy="hfa")),
     ]
-    for fragments in (2, 3):  # a center's ranks would exchange what they have not averaged
+    for fragments in (2, 3):  # a center's ranks would exchange parameters that they have not averaged
         words = says("hfa", "fragments", expected="a divisor of k2=5", got=str(fragments), remedy=f"fragments=1 k2={6}")
         wrong.append((dict(k1=2, k2=5, fragments=fragments), mesh_of(2, 2), words))
     for name in ("every", "outer"):

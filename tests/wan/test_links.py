@@ -1,4 +1,7 @@
-"""Estimates of links: decaying, corrected for shared lines, forgotten when a link changes; and when to explore."""
+"""Tests estimates of links: they decay, are corrected for shared lines, and are forgotten when a link changes.
+
+Also tests when links are explored.
+"""
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ def test_estimates_decay():
 
 
 def test_transfers_that_share_a_line_are_counted_together():
-    """Three at once from rank 0, and three at once to rank 3, a third of the line's rate each."""
+    """Rank 0 sends three transfers at once, and rank 3 receives three at once. Each has a third of the line's rate."""
     links = Links(4, 0.5)
     measured(links, (0, 1), (0, 2), (0, 3), rate=1e6)
     np.testing.assert_allclose(links.rates[0, 1:], 3e6)
@@ -54,12 +57,12 @@ def test_a_changed_link_makes_the_others_unknown():
     assert links.greedy(0.9) == 0.9
     before = links.rates[1, 2]
     measured(links, (0, 1), rate=1e5)
-    assert links.rates[0, 1] == pytest.approx(1e5)  # at once, as what was before is over
+    assert links.rates[0, 1] == pytest.approx(1e5)  # at once, because the old estimate no longer holds
     assert links.greedy(0.9) == 1 / 6 and links.rates[1, 2] == before
 
 
 def test_the_greedy_rate_is_exact():
-    """What an integer division would make 0 or 1."""
+    """An integer division would give 0 or 1."""
     links = Links(4, 0.5)
     assert links.greedy(0.9) == 0.0
     measured(links, (0, 1), (1, 0), (2, 3))
@@ -69,7 +72,7 @@ def test_the_greedy_rate_is_exact():
 
 
 def test_pairs_to_probe():
-    """Each rank in one, unknown ones first; all links of four ranks are known after three probes."""
+    """Each rank is in one pair, and unknown links come first. After three probes all links of four ranks are known."""
     random = np.random.default_rng(0)
     for _ in range(20):
         links = Links(4, 0.5)
@@ -79,4 +82,4 @@ def test_pairs_to_probe():
             measured(links, *pairs, *[pair[::-1] for pair in pairs])
         assert links.known.all()
     firsts = {tuple(sorted(links.pairs(random))) for _ in range(50)}
-    assert len(firsts) == 3  # known ones at random
+    assert len(firsts) == 3  # known links are chosen at random

@@ -1,4 +1,4 @@
-"""mixed_sync: DCASGD's rule in NumPy, to the bit, and what it refuses."""
+"""Tests mixed_sync against DCASGD's rule in NumPy, bit for bit, and what it refuses."""
 
 import functools
 
@@ -18,13 +18,13 @@ X = np.asarray(whole_numbers((STEPS, 8, 6), 3)) / 4
 
 
 def loss_fn(params, x):
-    """A loss whose gradients are exact."""
+    """A loss with exact gradients."""
     return ((params["w"] - x.mean(0)) ** 2).sum() / 2
 
 
 @functools.lru_cache
 def trained(staleness, **options):
-    """The parameters after each step, and the last state."""
+    """Returns the parameters after each step, and the last state."""
     options = dict(compress=cgx.wan.mixed_sync, staleness=staleness, **options)
     train = cgx.make_train_step(loss_fn, optax.sgd(RATE), mesh(4), data_axis="a", **options)
     state, found = list(train.init(PARAMS)), []
@@ -48,7 +48,7 @@ def test_the_rule_of_dcasgd(staleness):
 
 
 def test_nothing_is_lost():
-    """What waits, and what a codec holds back, is what has not arrived."""
+    """Everything that has not arrived is pending, or in the residuals of the codec."""
     got, state = trained(1, compensation=0.0, plan=cgx.MaxMin(3))
     gradients = np.stack([w - x.reshape(4, 2, 6).mean(1) for w, x in zip([PARAMS["w"], *got], X)])
     left = np.asarray(state.late.gradients[0]["w"]) + np.asarray(state.exchange.residuals["w"])
@@ -58,7 +58,7 @@ def test_nothing_is_lost():
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_what_waits_keeps_its_mean_on_other_ranks(ranks):
-    """The next step applies the mean of what waits, however many ranks there are then."""
+    """The next step applies the mean of the pending gradients, for any number of ranks."""
     _, state = trained(1, compensation=0.0)
     waiting = np.asarray(state.late.gradients[0]["w"])
     moved = np.asarray(cgx.reshard_state(state, ranks).late.gradients[0]["w"])

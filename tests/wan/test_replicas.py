@@ -1,4 +1,4 @@
-"""Every technique keeps the replicas the same, in few bits, at every step."""
+"""Tests that every technique keeps the replicas the same at every step, with few bits."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import jaxcgx as cgx
 from jaxcgx.wan import Overlay
 
 AXES = "dc", "local"
-CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # ranks draw noise of their own
+CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
 BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
 INNER = optax.sgd(0.1, momentum=0.9)
 SPARSE = dict(threshold=0.1, size_bound=100)

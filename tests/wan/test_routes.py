@@ -1,4 +1,4 @@
-"""The best overlay for links of given rates, against every tree and every ring."""
+"""Tests the best overlay for links of given rates, against every tree and every ring."""
 
 import itertools
 
@@ -59,7 +59,7 @@ def test_a_slow_line_carries_the_message_once():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_trees_are_near_the_best_packing(seed):
-    """Of all 16 trees of 4 ranks in any proportion."""
+    """The best packing uses all 16 trees of 4 ranks in any proportion."""
     optimize = pytest.importorskip("scipy.optimize")
     rates = drawn(4, seed)
     links, line = routes.both(rates), routes.lines(rates)
@@ -69,7 +69,7 @@ def test_trees_are_near_the_best_packing(seed):
     loads = np.array(
         [[(p in t) / links[p] for p in pairs] + [sum(i in p for p in t) / line[i] for i in range(4)] for t in every]
     ).T
-    # The least time such that the shares are one message and no load is above it.
+    # The least time for which the shares add up to one message and no load exceeds it.
     found = optimize.linprog(
         [*[0] * 16, 1], A_ub=np.c_[loads, -np.ones(10)], b_ub=np.zeros(10), A_eq=[[*[1] * 16, 0]], b_eq=[1]
     )
@@ -96,7 +96,7 @@ def test_the_slowest_link_of_the_ring_is_the_fastest_that_it_can_be(n, seed):
 
 
 def test_a_ring_of_many_ranks(monkeypatch):
-    """One that swaps improve: it goes around what can be gone around."""
+    """The ring is improved by swaps. It avoids the slow link."""
     monkeypatch.setattr(routes, "EXACT", 3)
     links = slow_link(9, 3, 4)
     order = routes.best_order(links)
@@ -106,7 +106,7 @@ def test_a_ring_of_many_ranks(monkeypatch):
 def test_owners_keep_all_lines_busy_as_long():
     rates = np.minimum.outer(*[np.array([1.0, 0.8, 0.6, 0.5])] * 2)
     found = routes.owners(rates)
-    # (1 + 2 w) / rate is alike
+    # (1 + 2 w) / rate is the same for all owners
     shares = np.array(found.shares) / sum(found.shares)
     times = (1 + 2 * shares) / routes.lines(rates)[[tree.root for tree in found.trees]]
     np.testing.assert_allclose(times, times[0], rtol=0.01)
@@ -115,4 +115,5 @@ def test_owners_keep_all_lines_busy_as_long():
 def test_seconds_counts_links_and_lines():
     star = Overlay((Tree((-1, 0, 0)),))
     rates = np.array([[1, 4, 2], [4, 1, 1], [2, 1, 1.0]])
-    assert routes.seconds(star, rates) == pytest.approx(0.5)  # line 0, of 4, carries two; link 0-2, of 2, one
+    # Line 0 has rate 4 and carries two messages; link 0-2 has rate 2 and carries one.
+    assert routes.seconds(star, rates) == pytest.approx(0.5)

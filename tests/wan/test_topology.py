@@ -1,5 +1,7 @@
-"""A topology finds the best overlay for its links, and again when the slow one moves. tests/transports/test_tcp.py has
-one between processes."""
+"""Tests that a topology finds the best overlay for its links, and finds it again when the slow link changes.
+
+tests/transports/test_tcp.py tests one between processes.
+"""
 
 import types
 
@@ -12,11 +14,11 @@ from ranks import mesh
 import jaxcgx as cgx
 from jaxcgx.wan import Overlay, Topology, routes
 
-RATE, SIZE = 1e7, 4e6  # bytes a second, bytes of a message
+RATE, SIZE = 1e7, 4e6  # bytes per second, bytes of a message
 
 
 def with_slow(what):
-    """The rates of four ranks' links where a link (i, j), or a rank's line, has a tenth of the others' rate."""
+    """Returns the rates of four ranks' links. A link (i, j), or the line of a rank, has a tenth of the others' rate."""
     rates = np.full((4, 4), RATE)
     if isinstance(what, tuple):
         rates[what] = rates[what[::-1]] = RATE / 10
@@ -26,14 +28,14 @@ def with_slow(what):
 
 
 class Simulated(Topology):
-    """A topology of four ranks that sends nothing: what it would measure follows from rates that the test sets."""
+    """A topology of four ranks that sends nothing. Its measurements follow from rates that the test sets."""
 
     def __init__(self, seed=0, **options):
         super().__init__(mesh(4), cgx.Tcp("a"), **options)
         self._random = np.random.default_rng(seed)
 
     def step(self):
-        """An exchange, and an update."""
+        """Does an exchange and an update."""
         self._sent = np.zeros((4, 4))
         for (i, j), load in self.overlay.loads().items():
             self._sent[i, j] = self._sent[j, i] = load * SIZE
@@ -57,7 +59,7 @@ class Simulated(Topology):
 @pytest.mark.parametrize("shape", ["trees", "owners"])
 @pytest.mark.parametrize(("first", "second"), [(1, 2), ((0, 1), (2, 3)), ((0, 1), (1, 2))], ids=str)
 def test_it_follows_a_slow_link(shape, first, second):
-    """Within 1.2 of the best after at most ten probes, for any seed, and much faster than the fixed ring."""
+    """After at most ten probes it is within 1.2 of the best for any seed, and much faster than the fixed ring."""
     build = routes.SHAPES[shape]
     for seed in range(8):
         topology = Simulated(shape=shape, seed=seed)
@@ -101,7 +103,7 @@ def test_it_probes_as_often_as_asked():
 
 
 def test_steps():
-    """A program for each overlay, kept; an update every so many steps."""
+    """Each overlay has its own program, which is kept. Updates come every `every` steps."""
     topology, made = Simulated(shape="owners"), []
 
     def make(overlay):
