@@ -1,5 +1,5 @@
-// CHECK(condition, context): counts, and prints where and in what context a condition failed. The context is a
-// std::string that is made only then.
+// CHECK(condition, context): counts the checks, and prints where and in which context a condition failed. The context
+// is a std::string that is made only then.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The CUDA kernels, run on the CPU by cuda_emulator/, against the CPU kernels.
+// Runs the CUDA kernels on the CPU by cuda_emulator/, and compares them with the CPU kernels.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace jaxcgx::test {
 
 constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 
-// Copies that begin `elements` elements behind a multiple of 64 bytes and end with their memory.
+// Copies that begin `elements` elements after a multiple of 64 bytes and end with their memory.
 class Shifted {
  public:
   Shifted(const std::vector<Memory>& from, const std::vector<int64_t>& sizes, int64_t elements) {
@@ -48,7 +48,7 @@ struct Case {
   std::vector<Leaf> shapes;
   int64_t chunks = 1, batch = 1, ranks = 2;
   bool feedback = false;
-  int64_t shift = 0;  // elements that leaves begin behind an aligned address
+  int64_t shift = 0;  // elements from an aligned address to the begin of a leaf
 };
 
 inline void compare(const Case& k, Random& r) {

@@ -1,4 +1,4 @@
-// Exchanges whose results every rank can check by itself.
+// Exchanges whose results each rank can check alone.
 #pragma once
 
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace jaxcgx::test {
 
-// Runs an exchange. Returns its error, or "wrong bytes", or "". Only in an all_to_all do the bytes depend on who gets
-// them.
+// Runs an exchange. Returns its error, or "wrong bytes", or "". Only in an all_to_all do the bytes depend on the
+// receiver.
 inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, int64_t argument, int64_t bytes,
                        int64_t number = 0) {
   const int64_t ranks = ring.ranks();

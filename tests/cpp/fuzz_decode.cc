@@ -1,4 +1,4 @@
-// Any bytes of the right length decode to something, without an access outside the buffers.
+// Any bytes of the right length decode, without an access outside of the buffers.
 //   fuzz_decode [rounds] [seed]
 #include "check.h"
 #include "message.h"
@@ -17,7 +17,7 @@ Codec any_codec(Random& r) {
 }
 
 void fill(uint8_t* p, uint8_t* end, Random& r) {
-  // Often bytes of extremes: NaNs, infinities, denormals, the largest numbers.
+  // Bytes are often extremes: NaNs, infinities, denormals, the largest numbers.
   const bool extreme = r.below(2) == 0;
   for (; p < end; ++p)
     *p = extreme && r.below(2) == 0 ? r.pick({uint8_t{0}, uint8_t{0x7f}, uint8_t{0x80}, uint8_t{0xff}, uint8_t{1}})
@@ -82,12 +82,12 @@ void round(Random& r, bool guarded) {
   }
   if (fused.size() == 2) same(fused[0], fused[1], "arbitrary " + describe(l));
 
-  // Metadata as encoders make it, arbitrary codes: all instruction sets agree.
+  // Metadata as encoders make it, and arbitrary codes: all instruction sets agree.
   const auto keep_metadata = [&](uint8_t* to, const uint8_t* from, int64_t c) {
     const auto n = static_cast<size_t>(l.meta_end[static_cast<size_t>(c)]);
     std::memcpy(to, from, n);
     // The unit of a constant bucket has 24 bits and may be the largest number, because only level 1 is used. Here all
-    // levels are: so the unit gets 16 bits, as elsewhere, and is less than 2.
+    // levels are used, so the unit gets 16 bits, as in other buckets, and is less than 2.
     if (l.codec.kind == Kind::kAbsMax) {
       for (size_t i = 0; i < n; i += 4) to[i] = 0, to[i + 3] &= 0xbf;
     }
@@ -116,7 +116,8 @@ int main(int argc, char** argv) {
   using namespace jaxcgx::test;
   const int64_t rounds = argc > 1 ? std::atoll(argv[1]) : 800;
   Random r{argc > 2 ? std::strtoull(argv[2], nullptr, 0) : 1};
-  // Heap and guard pages in turn: the heap also detects accesses before a buffer, guard pages those of masked vectors.
+  // Heap and guard pages take turns. The heap also detects accesses before a buffer, guard pages those of masked
+  // vectors.
   for (int64_t i = 0; i < rounds; ++i) round(r, i % 2 == 1);
   return finish();
 }

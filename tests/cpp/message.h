@@ -1,4 +1,4 @@
-// What the tests share: exactly sized memory, pools, numbers, and the native operations on whole messages.
+// The common parts of the tests: memory of exact size, pools, numbers, and the native operations on whole messages.
 #pragma once
 
 #include <sys/mman.h>
@@ -22,7 +22,7 @@
 
 namespace jaxcgx::test {
 
-// `make test` leaves out what differs little from the rest.
+// `make test` leaves out cases that differ little from others.
 inline bool everything() { return std::getenv("JAXCGX_TEST_FULL") != nullptr; }
 
 inline const char* const kIsas[] = {"portable", "avx2", "avx512"};
@@ -129,8 +129,8 @@ struct Random {  // splitmix64
   }
 };
 
-// Stretches of numbers of one magnitude, from denormals to 2^126: constants, zeros of both signs, offsets far larger
-// than the range, and rarely an infinity or a NaN.
+// Makes stretches of numbers of one magnitude, from denormals to 2^126: constants, zeros of both signs, offsets far
+// larger than the range, and rarely an infinity or a NaN.
 inline std::vector<float> numbers(int64_t n, Random& r) {
   std::vector<float> x(static_cast<size_t>(n));
   for (int64_t i = 0; i < n;) {
@@ -280,7 +280,7 @@ inline std::vector<Memory> copies(const std::vector<Memory>& memory) {
   return all;
 }
 
-// Equal bytes, except that any NaN equals any other: the processor chooses.
+// Whether bytes are equal. All NaNs count as equal, because the processor chooses their bits.
 inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
   if (a == b) return true;
   if (dtype != DType::kF32 || a.size() != b.size()) return false;
@@ -291,7 +291,7 @@ inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
   return true;
 }
 
-// The same of encoded sums of the chunks that `where` has.
+// The same for encoded sums of the chunks in `where`.
 inline bool same_sums(const Layout& l, const std::vector<int32_t>& where, const Memory& a, const Memory& b) {
   if (is_raw(l.codec.kind) || is_sparse(l.codec.kind) || l.codec.skip_incomplete)
     return same_numbers(DType::kF32, a, b);

@@ -1,4 +1,4 @@
-// The bytes of exchanges whose results every rank can check by itself.
+// The bytes of exchanges whose results each rank can check alone.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace jaxcgx::test {
 
-// What rank `from` sends to rank `to` in the exchange of a number, from place `at` on. Sanitizers would see each of
-// these bytes made, which would take most of a test's time. They see the memory made before, and read afterwards.
+// Makes what rank `from` sends to rank `to` in exchange number `number`, from offset `at` on. Sanitizers don't check
+// this function, because that would take most of a test's time. They check the allocation before and the reads after.
 [[gnu::no_sanitize("address"), gnu::no_sanitize("thread"), gnu::no_sanitize("undefined")]] inline void sent(
     int64_t number, int64_t from, int64_t to, int64_t at, uint8_t* bytes, int64_t count) {
   for (int64_t i = 0; i < count; ++i, ++at)

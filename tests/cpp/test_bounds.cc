@@ -1,4 +1,4 @@
-// The promises of the wire: error bounds, exact constants, NaNs, unbiased noise.
+// The guarantees of the wire format: error bounds, exact constants, NaNs, unbiased noise.
 #include <algorithm>
 #include <limits>
 
@@ -80,7 +80,7 @@ void bounds() {
           if (offset * scale > 1e38f) continue;
           std::vector<float> x(static_cast<size_t>(2 * bucket + 5));
           for (float& v : x) v = r.below(20) == 0 ? 0.0f : offset * scale + r.uniform() * scale;
-          // The last bucket has no zero: there a large offset matters.
+          // The last bucket has no zero, so a large offset matters there.
           for (size_t i = static_cast<size_t>(2 * bucket); i < x.size(); ++i)
             x[i] = offset * scale + r.uniform() * scale;
           error_bounds(codec, x);
@@ -93,7 +93,7 @@ void bounds() {
 void constants() {
   for (const int64_t bucket : {1, 7, 512, 40000}) {
     for (const Codec& codec : codecs(bucket)) {
-      if (traits_of(codec.kind).scales || is_rotated(codec)) continue;  // they can't
+      if (traits_of(codec.kind).scales || is_rotated(codec)) continue;  // they can't be exact
       if (codec.compatible) continue;                                   // Bagua's epsilon gives a constant a range
       for (const float c : {0.0f, -0.0f, 1.0f, -0.1f, 1.0f / 3.0f, 0x1p-149f, -0x1.8p-140f, 1e38f,
                             -std::numeric_limits<float>::max()}) {
@@ -108,7 +108,7 @@ void constants() {
 void not_finite() {
   for (const int64_t bucket : {1, 7, 100, 512, 5000, 40000}) {
     for (const Codec& codec : codecs(bucket)) {
-      if (meta_floats(codec) == 0) continue;  // only the block
+      if (meta_floats(codec) == 0) continue;  // the only bucket is a block
       for (const float bad : {kNaN, float_of(0xff800001u), kInf, -kInf}) {
         for (const int64_t at : {bucket, bucket + bucket / 2, 2 * bucket - 1}) {  // in the second of three buckets
           std::vector<float> x(static_cast<size_t>(3 * bucket), 1.0f);
@@ -119,7 +119,7 @@ void not_finite() {
           for (int64_t i = 0; i < 3 * bucket; ++i)
             right &= std::isnan(t.out[static_cast<size_t>(i)]) == (i / bucket == 1);
           CHECK(right, describe(t.m.layout) + " " + std::to_string(bad) + " at " + std::to_string(at));
-          if (bucket == 40000) break;  // time
+          if (bucket == 40000) break;  // to save time
         }
       }
     }
@@ -146,7 +146,7 @@ void unbiased() {
   }
 }
 
-// Noise belongs to the element: other cuts of the message, or more leaves, don't change the decoded numbers.
+// Noise belongs to the element. The decoded numbers don't depend on the cuts of the message or on other leaves.
 void noise_is_the_elements() {
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;

@@ -1,11 +1,11 @@
-// The CUDA kernels, run on the CPU by cuda_emulator/, give the bytes of the CPU kernels, write all of them and nothing
-// else.
+// The CUDA kernels, run on the CPU by cuda_emulator/, give the bytes of the CPU kernels. They write all of these bytes
+// and nothing else.
 #include "cuda_message.h"
 
 namespace jaxcgx::test {
 namespace {
 
-// Every one of so many codecs is tested: an argument of the program, as all take long where PTX is run.
+// One in `step` codecs is tested. It is an argument of the program, because all codecs take long if PTX is run.
 int64_t step = 1;
 
 // `make test` takes every second codec of a bucket size, the others of the next one.
@@ -17,7 +17,7 @@ void every_codec() {
     Case k{codec, {}};
     const int64_t bucket = std::max<int64_t>(codec.bucket_size, 1);
     for (int64_t i = r.below(3); i >= 0; --i) {
-      // Whole buckets, with a short one, less than one.
+      // Whole buckets, whole buckets and a short one, and less than one bucket.
       const int64_t size = r.below(3) == 0   ? r.below(2 * bucket)
                            : r.below(3) == 0 ? bucket * (1 + r.below(4))
                                              : r.below(largest);
@@ -53,7 +53,7 @@ void large_buckets() {
   for (const int64_t bucket : {8192, 9000, 33000}) {
     for (const Codec& codec : codecs(bucket)) {
       const bool rare = codec.kind == Kind::kSign || codec.kind == Kind::kByteGrad || codec.kind == Kind::kFloat8;
-      if (!rare && ++turn % 16 != 0) continue;  // time
+      if (!rare && ++turn % 16 != 0) continue;  // to save time
       compare({codec,
                {{bucket + 1 + r.below(bucket / 4), r.pick(kDTypes)}, {17, DType::kF32}},
                1 + r.below(2),
@@ -78,7 +78,7 @@ void large_buckets() {
   }
 }
 
-// More pieces than fit a table, of many rows and chunks.
+// More pieces than a table holds, with many rows and chunks.
 void many_leaves() {
   Random r{3};
   for (const Codec& codec :
@@ -90,7 +90,7 @@ void many_leaves() {
   }
 }
 
-// Calls on nothing launch a kernel, too: a graph must not be empty.
+// Empty calls also launch a kernel, because a graph must not be empty.
 void nothing() {
   const void* const in[2] = {};
   void* const out[2] = {};
@@ -123,7 +123,7 @@ void nowhere() {
   std::vector<Codec> all = codecs_without_buckets();
   for (const int64_t bucket : {64, 100, 9000}) {
     const std::vector<Codec> some = codecs(bucket);
-    // Emulating blocks that wait for each other takes long.
+    // Emulating blocks that wait for each other is slow.
     for (size_t i = 0; i < some.size(); i += bucket == 9000 ? 9 : 3) all.push_back(some[i]);
   }
   size_t turn = 0;

@@ -1,4 +1,4 @@
-// What is said when CUDA fails.
+// The error messages if CUDA fails.
 #include "check.h"
 #include "handlers/cuda_error.h"
 

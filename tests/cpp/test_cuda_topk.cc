@@ -33,7 +33,7 @@ void every_selection() {
   }
 }
 
-// More segments than a block has, lists of several stretches, and values of a bucket that blocks share.
+// More segments than a block has, lists of several stretches, and values of a bucket that several blocks share.
 void large() {
   Random r{2};
   compare({topk(0.02, Select::kExact, {Kind::kMaxMin, 4, 512, false, false, false}),
@@ -73,7 +73,7 @@ void misleading() {
     Codec c = topk(0.02, select, kRaw);
     c.sparse.share = 0.04, c.sparse.lower = 0.9, c.sparse.refinements = 20;
     run(c,
-        [&](int64_t i) { return i % 25 == 3 ? r.uniform() : 1e-3f * r.uniform(); });  // a period that a stride may have
+        [&](int64_t i) { return i % 25 == 3 ? r.uniform() : 1e-3f * r.uniform(); });  // a stride may have this period
     run(c, [&](int64_t i) { return i < 80 ? 3.0f * r.uniform() : 1e-5f * r.uniform(); });
     run(c, [&](int64_t i) { return i % 3 == 0 ? -0.5f : 0.5f; });
     run(c, [&](int64_t i) { return i % 200 == 0 ? 1e-44f * static_cast<float>(i / 200) : 0.0f; });

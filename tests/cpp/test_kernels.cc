@@ -5,8 +5,8 @@
 namespace jaxcgx::test {
 namespace {
 
-// One message through encode, decode and reduce: first the best instruction set on one thread, then each on several
-// threads that flush denormals, into memory with other garbage. An unwritten byte differs.
+// Runs one message through encode, decode and reduce: first the best instruction set on one thread, then each one on
+// several threads that flush denormals, into memory with different garbage. So a byte that is not written differs.
 void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks, int64_t batch, bool feedback,
              Random& r) {
   Message m(codec, shapes, chunks, batch, r);
@@ -49,7 +49,7 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
   };
 
   for (const char* isa : kIsas)
-    cpu::select_kernels(isa);  // the last that this processor has: instrumented portable code is slow
+    cpu::select_kernels(isa);  // the last one that this processor has, because instrumented portable code is slow
   const Results expected = run(one_thread(), 0xAB);
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;
@@ -103,8 +103,8 @@ void small_sizes() {
   }
 }
 
-// Each size alone, with every number of chunks: more chunks than buckets, and buckets that just miss a chunk. `make
-// test` takes every second of them, others for the next size and codec.
+// Each size alone, with every number of chunks: more chunks than buckets, and buckets that just don't fit a chunk.
+// `make test` takes every second of them, others for the next size and codec.
 void single_leaves() {
   Random r{2};
   size_t turn = 0;
@@ -132,7 +132,7 @@ void large_sizes() {
   size_t turn = 0;
   const auto large = [&](const Codec& codec) {
     const DType dtype = kDTypes[turn % 3];
-    const int64_t larger = codec.bucket_size == 7 ? 9 : 100003;  // time
+    const int64_t larger = codec.bucket_size == 7 ? 9 : 100003;  // to save time
     compare(codec, {{33000, dtype}, {17, DType::kF32}, {larger, kDTypes[(turn / 3) % 3]}}, kChunks[turn % 4], 1,
             turn % 5 == 0, r);
     ++turn;
@@ -140,7 +140,7 @@ void large_sizes() {
   size_t skipped = 0;
   for (const int64_t bucket : {7, 512, 40000}) {
     for (const Codec& codec : codecs(bucket)) {
-      if (codec.skip_incomplete == (codec.bits % 2 == 0)) continue;  // half of them: time
+      if (codec.skip_incomplete == (codec.bits % 2 == 0)) continue;  // half of them, to save time
       if (everything() || ++skipped % 3 == 0) large(codec);
     }
   }
@@ -148,13 +148,13 @@ void large_sizes() {
   for (const Codec& codec : sparse_codecs()) large(codec);
 }
 
-// Decoding 8 MiB and more writes around the caches where memory is aligned for it: the second message is not.
+// Decoding 8 MiB and more writes around the caches if the memory is aligned for it. The second message is not aligned.
 void streamed() {
   Random r{4};
   compare({Kind::kMaxMin, 4, 512, false, false, false}, {{(int64_t{1} << 20) + 129, DType::kF32}}, 1, 2, false, r);
 }
 
-// No leaves, no elements, no messages: memory of no bytes may have no address.
+// No leaves, no elements, no messages. Empty memory may have no address.
 void nothing() {
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;

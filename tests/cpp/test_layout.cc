@@ -1,4 +1,4 @@
-// The layout of messages, and lists of indices, also of sizes that no test can allocate.
+// The layout of messages, and lists of indices, also for sizes that no test can allocate.
 #include <algorithm>
 
 #include "check.h"
@@ -28,7 +28,7 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       from += p.coded + p.raw;
       right &= from == leaf.size || from % unit == 0;
       right &= p.raw == (codec.skip_incomplete && from == leaf.size ? leaf.size % unit : 0);
-      // Metadata piece after piece, then codes and tails on 16 bytes, nothing on top of another.
+      // Metadata of one piece after another, then codes and tails aligned to 16 bytes, without overlaps.
       const int64_t buckets = !has_buckets(codec.kind) ? 0 : codec.bucket_size == 0 ? 1 : (p.coded + unit - 1) / unit;
       right &= p.meta == meta;
       meta += buckets * 4 * meta_floats(codec);
@@ -108,7 +108,7 @@ void layouts() {
   }
 }
 
-// Wherever a sample begins, it is inside its piece, and its threshold is one of its elements.
+// Wherever a sample begins, it stays inside its piece, and its threshold is one of its elements.
 void samples() {
   for (const int64_t n : {int64_t{1}, int64_t{2}, int64_t{300}, int64_t{1} << 20, kMostIndices - 1, kMostIndices}) {
     for (const double share : {0x1p-15, 0.01, 1.0}) {
@@ -120,7 +120,7 @@ void samples() {
         CHECK(of.count >= 1 && of.stride >= 1 && of.rank(n, k) >= 1 && of.rank(n, k) <= of.count, context);
         for (const int32_t random : {0, 0xffff})
           CHECK(of.first(random) >= 0 && of.first(random) + (of.count - 1) * of.stride < n, context);
-        CHECK(0xffff * of.stride <= INT32_MAX || share < 0x1p-15, context);  // JAX's integers are of 32 bits
+        CHECK(0xffff * of.stride <= INT32_MAX || share < 0x1p-15, context);  // JAX's integers have 32 bits
       }
     }
   }
@@ -146,7 +146,7 @@ void index_lists() {
       if (!l.split) continue;
       CHECK(l.packed_at() + packed_bytes(k, l.packed_bits()) == l.bytes, context);
       for (const int64_t j : {int64_t{0}, k / 2, k - 1}) {
-        for (const int64_t index : {j, n - k + j, n}) {  // the lowest, the highest that it can be; none
+        for (const int64_t index : {j, n - k + j, n}) {  // the lowest and the highest possible index, and none
           const int64_t one = l.one_of(j, index), high = (one - j) << l.low;
           int64_t low = int64_t{l.packed_of(index)} << (l.low - l.packed_bits());
           for (int i = 0; i < l.low / 8; ++i) low |= (index >> 8 * i & 255) << 8 * i;

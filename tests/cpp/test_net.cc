@@ -1,4 +1,4 @@
-// Exchanges over TCP, each process here a Net in a thread: the results, and the errors if one fails or lies.
+// Exchanges over TCP. Each process is a Net in a thread. Tests check the results, and the errors if one fails or lies.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -36,13 +36,13 @@ class Waiter {
       changed_.notify_all();
     };
   }
-  // The error, or nothing.
+  // Returns the error, or nothing.
   std::string wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_for(lock, 60s, [&] { return result_.has_value(); });
     return result_.value_or("hangs");
   }
-  // How many had ended by then.
+  // Returns how many had ended by then.
   int64_t turn() {
     std::lock_guard<std::mutex> lock(mutex_);
     return turn_;
@@ -72,7 +72,7 @@ std::pair<tcp::Socket, tcp::Socket> connection() {
 }
 
 int64_t lanes = 1;  // connections for data between two processes
-double pace = 0;    // bytes a second
+double pace = 0;    // bytes per second
 
 std::shared_ptr<Net> made(int64_t process, std::vector<tcp::Connection> connections,
                           std::chrono::milliseconds silence = 30s) {
@@ -102,7 +102,7 @@ std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chrono::mill
   return nets;
 }
 
-// body(net, rank) in a thread for each of the processes, all connected.
+// Runs body(net, rank) in a thread for each process, with all of them connected.
 void together(int64_t processes, const std::function<void(Net&, int64_t)>& body,
               std::chrono::milliseconds silence = 30s) {
   auto nets = connected(processes, silence);
@@ -116,7 +116,7 @@ void together(int64_t processes, const std::function<void(Net&, int64_t)>& body,
   for (auto& thread : threads) thread.join();
 }
 
-// From every rank to every other, in slots that are sent in another order than they are received in.
+// Sends from every rank to every other one, in slots that are sent in another order than they are received.
 struct AllToAll {
   Waiter waiter;
   std::vector<std::vector<uint8_t>> in, out;
@@ -207,9 +207,9 @@ void test_trims() {
   });
 }
 
-// Exchanges that overtake arrive in the reverse order, before most of the first one.
+// Later exchanges overtake: they arrive in the reverse order, before most of the first one.
 void test_overtaking() {
-  pace = 8e6;  // a second, in which the others begin however busy the machine is
+  pace = 8e6;  // takes a second, in which the others begin even on a busy machine
   together(2, [](Net& net, int64_t rank) {
     AllToAll a(net, first(2), rank, 4'000'000, 2, 1), b(net, first(2), rank, 600'000, 1, 2, 30s, true),
         c(net, first(2), rank, 600'000, 1, 3, 30s, true);
@@ -220,7 +220,7 @@ void test_overtaking() {
 }
 
 void test_one_way() {
-  together(3, [](Net& net, int64_t rank) {  // 0 -> 1 alone, several times, while 1 is late
+  together(3, [](Net& net, int64_t rank) {  // 0 sends to 1 several times while 1 is late; 2 does nothing
     std::vector<uint8_t> data(100000, 7), got(100000);
     if (rank == 1) std::this_thread::sleep_for(50ms);
     for (int i = 0; i < 5; ++i) {
@@ -254,7 +254,7 @@ void wait_for(const std::atomic<bool>& flag) {
   while (!flag) std::this_thread::sleep_for(1ms);
 }
 
-// A process that leaves is like one that ended, and its own exchanges end, too.
+// A process that leaves counts as ended, and its own exchanges end, too.
 void test_one_ends() {
   std::atomic<bool> left{false};
   together(2, [&](Net& net, int64_t rank) {
@@ -267,13 +267,13 @@ void test_one_ends() {
       return;
     }
     wait_for(left);
-    AllToAll(net, first(2), rank, 1000, 1, 1).result();  // what it needs may have come
+    AllToAll(net, first(2), rank, 1000, 1, 1).result();  // its data may have arrived
     const std::string error = AllToAll(net, first(2), rank, 1000, 1, 2).result();
     CHECK(has(error, "which has ended or left"), error);
   });
 }
 
-constexpr int64_t kMuch = 16'000'000;  // more than the sockets hold
+constexpr int64_t kMuch = 16'000'000;  // more than the sockets can hold
 
 void test_one_is_late() {
   for (const int64_t bytes : {int64_t{1000}, kMuch}) {
@@ -287,7 +287,7 @@ void test_one_is_late() {
   }
 }
 
-// A process fills the sockets to one that is late. Neither counts as silent: both send heartbeats.
+// A process fills the sockets to one that is late. Neither counts as silent, because both send heartbeats.
 void test_one_is_late_for_much() {
   together(
       2,
@@ -298,8 +298,8 @@ void test_one_is_late_for_much() {
       300ms);
 }
 
-// A process that is connected with sockets, which the caller has, in place of another process: those for data, then the
-// one for heartbeats.
+// A process is connected to sockets that the caller has, instead of another process: those for data, then the one for
+// heartbeats.
 std::pair<std::shared_ptr<Net>, std::vector<tcp::Socket>> with_strangers(const char* host,
                                                                          std::chrono::milliseconds silence = 30s) {
   std::vector<tcp::Connection> two(2);
@@ -316,7 +316,7 @@ std::pair<std::shared_ptr<Net>, std::vector<tcp::Socket>> with_strangers(const c
   return {made(0, std::move(two), silence), std::move(others)};
 }
 
-// One connection of several ends, as if its link had died. The process lives: there are heartbeats.
+// One of several connections ends, as if its link had failed. The process is alive and sends heartbeats.
 void test_one_connection_ends() {
   for (const bool before : {false, true}) {
     auto [net, others] = with_strangers("10.0.0.3", 300ms);
@@ -335,22 +335,23 @@ void test_one_connection_ends() {
   }
 }
 
-// Never faster than the pace, however many connections. A pause gives no credit.
+// Sending is never faster than the pace, for any number of connections. A pause gives no credit.
 void test_pace() {
   pace = 20e6;
   together(2, [](Net& net, int64_t rank) {
     for (int i = 0; i < 2; ++i) {
       const auto begin = std::chrono::steady_clock::now();
       CHECK(AllToAll(net, first(2), rank, 500'000, 3, i).result() == "", "paced");
-      CHECK(std::chrono::steady_clock::now() - begin >= 70ms, "faster than the pace");  // both ways at once: 75 ms
+      // 75 ms in each direction at once.
+      CHECK(std::chrono::steady_clock::now() - begin >= 70ms, "faster than the pace");
       std::this_thread::sleep_for(50ms);
     }
   });
   pace = 0;
 }
 
-// A host that vanished: its connections stay open, and nothing comes. Whether bytes still wait to be sent there makes
-// no difference.
+// A host vanishes: its connections stay open, and nothing arrives. It doesn't matter whether bytes still wait to be
+// sent to it.
 void test_one_vanishes() {
   for (const int64_t bytes : {int64_t{1000}, kMuch}) {
     auto [net, others] = with_strangers("10.0.0.3", 300ms);
@@ -359,7 +360,7 @@ void test_one_vanishes() {
   }
 }
 
-// The child of a fork has copies of all sockets, which would keep the connections of a process that ends open.
+// The child of a fork has copies of all sockets, which would keep the connections of an ended process open.
 void test_fork() {
   auto nets = connected(2);
   int hold[2];
@@ -385,13 +386,13 @@ void test_one_gives_up() {
     if (rank == 0) {
       CHECK(has(AllToAll(net, {0, 2}, 0, 1000, 1, 1, 100ms).result(), "which has not come within 100 ms"), "late");
       gave_up = true;
-      wait_for(learned);  // a connection that is closed with unread bytes may lose what was sent on it
+      wait_for(learned);  // a connection that is closed with unread bytes may lose bytes that were sent on it
     } else {
       wait_for(gave_up);
       CHECK(AllToAll(net, {1, 2}, rank - 1, 1000, 1, 2).result() == "", "without it");
     }
     if (rank == 2) {
-      AllToAll(net, {0, 2}, 1, 1000, 1, 1).result();  // what it needs may have come
+      AllToAll(net, {0, 2}, 1, 1000, 1, 1).result();  // its data may have arrived
       const std::string error = AllToAll(net, {0, 2}, 1, 1000, 1, 1).result();
       CHECK(has(error, "rank 1 waits for rank 0 (process 0 at 127.0.0.1), which gave up, because of process 2"), error);
       learned = true;
@@ -426,7 +427,7 @@ void test_they_differ_in_what_the_bytes_are() {
 
 constexpr int64_t kSlices = 300'000;  // bytes of several slices
 
-// Whatever a peer sends ends in an error soon, and writes nothing outside the buffers.
+// Anything that a peer sends soon ends in an error, and writes nothing outside of the buffers.
 void fuzz() {
   std::mt19937_64 random(1);
   for (int64_t round = 0; round < 30; ++round) {
@@ -492,7 +493,7 @@ void test_threads() {
   std::lock_guard<std::mutex> lock(mutex);  // the last task has released it, so it may be destroyed
 }
 
-// What is given back is taken again, and all that is kept is no more than was in use at once.
+// Buffers that are given back are used again, and no more are kept than were in use at once.
 void test_workspaces() {
   const auto all = std::make_shared<tcp::Workspaces>();
   auto a = all->take(1000), b = all->take(3000);
@@ -517,7 +518,7 @@ void test_workspaces() {
 int main() {
   alarm(240);
 #ifdef __SANITIZE_THREAD__
-  lanes = 4;  // time: several connections race more than one does, which AddressSanitizer's test has
+  lanes = 4;  // with several connections, which race more than one; AddressSanitizer's test has one
 #else
   lanes = 1;
 #endif

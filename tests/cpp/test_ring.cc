@@ -1,4 +1,4 @@
-// Ranks that are threads of one process, so that ThreadSanitizer sees all of them.
+// Ranks are threads of one process, so that ThreadSanitizer sees all of them.
 #include <unistd.h>
 
 #include <cstdlib>

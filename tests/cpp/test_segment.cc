@@ -1,4 +1,4 @@
-// Ranks that are processes: what they exchange, and what they learn of one that fails.
+// Ranks are processes. Tests check what they exchange, and the errors if one fails.
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -34,13 +34,13 @@ class Processes {
     if (process == 0) {
       alarm(60);
       std::strncpy(message, body().c_str(), kMost - 1);
-      raise(SIGSTOP);  // alive, as long as others may look
+      raise(SIGSTOP);  // stays alive as long as other ranks may read
       _exit(0);
     }
     started_.push_back({process, message});
   }
 
-  // The ranks of a segment that this process makes. `dies`: one that is killed before it attaches.
+  // The ranks of a segment that this process makes. `dies`: the rank that is killed before it attaches.
   void start(int64_t ranks, const Body& body, std::chrono::milliseconds timeout = std::chrono::seconds(30),
              int64_t dies = -1) {
     const std::string name = name_of(ranks);
@@ -98,7 +98,7 @@ int64_t open_descriptors() {
   return count;
 }
 
-// What attaching says in this process.
+// Returns the error of attaching in this process.
 std::string refusal(const std::string& name, int64_t rank, int64_t ranks) {
   auto attached =
       shm::Segment::attach(name, rank, std::vector<int64_t>(ranks, getpid()), std::chrono::milliseconds(50));
@@ -114,7 +114,7 @@ void exchanges() {
 }
 
 void deaths() {
-  // In the middle of an exchange, and between two.
+  // The kill comes during an exchange, or between two.
   for (const bool in_the_middle : {true, false}) {
     Processes processes;
     processes.start(3, [=](auto& segment, int64_t rank) {
@@ -148,7 +148,7 @@ void deaths_before_they_attach() {
     CHECK(has(messages[rank], "rank 1 (process ") && has(messages[rank], ") has ended"), messages[rank]);
 }
 
-// The process lives, and a thread of it is in the middle of an exchange.
+// The process is alive, and one of its threads is inside an exchange.
 void departures_at_exit() {
   Processes processes;
   processes.start(2, [](auto& segment, int64_t rank) {
@@ -217,7 +217,7 @@ void disagreements() {
   });
   for (const std::string& message : same.messages())
     CHECK(has(message, "of other arrays, or of another codec, schedule or divisor"), message);
-  // Ranks that would take nothing from each other.
+  // In a broadcast from rank 0, ranks 1 and 2 receive nothing from each other.
   Processes processes;
   processes.start(3, [](auto& segment, int64_t rank) {
     return test::run(segment->ring(), rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10);
@@ -226,7 +226,7 @@ void disagreements() {
   for (const std::string& message : messages) CHECK(has(message, "10 bytes") || has(message, "gave up"), message);
 }
 
-// Random bytes in all of the memory: the exchanges of the others end, with an error or with wrong bytes.
+// Random bytes fill all of the memory. The exchanges of the others end, with an error or with wrong bytes.
 void garbage() {
   for (int seed = 0; seed < 20; ++seed) {
     const auto bytes = static_cast<size_t>(shm::Ring::bytes(2));
@@ -290,7 +290,7 @@ void names() {
         "");
   CHECK(fcntl(file, F_GETFD) >= 0, "");
   close(file);
-  // Nobody can make the memory smaller or larger.
+  // No process can make the memory smaller or larger.
   const int memory = Processes::descriptor_of(name);
   CHECK(ftruncate(memory, 1) != 0 && ftruncate(memory, 1 << 30) != 0, "");
   CHECK(has(refusal(name, 0, 2), "rank 1 has not come within 50 ms"), refusal(name, 0, 2));

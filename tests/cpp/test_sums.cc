@@ -26,7 +26,8 @@ void feedback() {
       const Memory again = encode(m, one_thread(), 0xAB, &m.residuals);  // in place
       CHECK(payload == again && apart[0] == m.residuals[0], describe(m.layout));
 
-      // As the receiver decodes it, before rounding to the leaf's dtype. A raw tail has that dtype on the wire.
+      // The leaf as the receiver decodes it, before rounding to the leaf's dtype. A raw tail has that dtype on the
+      // wire.
       const bool travels_raw = is_raw(codec.kind) || is_lossless(codec.kind) || codec.skip_incomplete;
       const Layout wide(codec, {{2345, travels_raw ? dtype : DType::kF32}}, 2);
       const Memory narrow = std::move(decode(wide, 1, payload, one_thread())[0]);
@@ -37,11 +38,11 @@ void feedback() {
       for (size_t i = 0; i < x.size(); ++i) {
         const float lost = apart[0].floats()[i], whole = x[i] + old[i];
         if (!std::isfinite(whole - decoded[i])) {
-          // `decoded` of bfloat16 and float16 leaves was rounded, and may have overflowed although the encoder's had
+          // `decoded` of bfloat16 and float16 leaves was rounded. It may have overflowed even if the encoder's sum had
           // not.
           right &= bits_of(lost) == bits_of(old[i]) || (travels_raw && dtype != DType::kF32);
         } else {
-          // x + residual is rounded once, and the loss once more. `decoded` in the leaf's dtype is rounded to 2^-8 or
+          // x + residual is rounded once, and its error once more. `decoded` in the leaf's dtype is rounded to 2^-8 or
           // 2^-11 of itself, or among float16's denormals to 2^-25.
           const double narrowing = travels_raw && dtype != DType::kF32 ? 0x1p-8 * std::fabs(decoded[i]) + 0x1p-24 : 0.0;
           const double sum = static_cast<double>(x[i]) + old[i],
@@ -54,7 +55,7 @@ void feedback() {
   }
 }
 
-// reduce against the sum of each rank's decoded numbers in double precision.
+// Compares reduce with the sum of each rank's decoded numbers in double precision.
 void sums() {
   Random r{23};
   auto all = codecs(100);
@@ -82,7 +83,7 @@ void sums() {
         const Sum sum{m[static_cast<size_t>(std::max(own, 0))], ranks, gathered, where, divisor};
         const std::vector<float> got = floats(sum.leaves(one_thread())[0]);
         bool right = true;
-        // At most 2 * ranks + 1 roundings of sums of bases and ranges, each of which is under 4 * ranks.
+        // At most 2 * ranks + 1 roundings of sums of bases and ranges, each of which is below 4 * ranks.
         const auto count = static_cast<double>(ranks), bound = 4.0 * count * (2.0 * count + 1.0) * 0x1p-24;
         for (size_t i = 0; i < 777; ++i)
           right &= std::fabs(got[i] - expected[i] / divisor) <= bound / divisor + 0x1p-24 * std::fabs(got[i]);
@@ -98,8 +99,8 @@ void sums() {
   }
 }
 
-// With feedback, the residual is added to a sum before it is encoded, and becomes exactly the loss. Residuals of other
-// chunks don't change.
+// With feedback, the residual is added to a sum before it is encoded, and the new residual is exactly the error.
+// Residuals of other chunks don't change.
 void sums_with_feedback() {
   Random r{31};
   auto all = codecs(100);

@@ -1,5 +1,5 @@
-// The bytes of the wire against independent statements of them: published vectors, small formats in double precision,
-// and the prose of the headers in codec/.
+// The bytes of the wire against independent definitions: published vectors, small formats in double precision, and the
+// comments of the headers in codec/.
 #include <algorithm>
 #include <limits>
 
@@ -73,7 +73,7 @@ void halves(const Format& f) {
   const cpu::Kernels& k = cpu::kernels();
   const std::string context = std::string(k.name) + (kFormat == DType::kBF16 ? " bfloat16" : " float16");
   const int infinity = ((1 << f.exponent) - 1) << f.mantissa;
-  const auto round_trip = [&](float x) {  // by the vector unit and by the scalar code, which must agree
+  const auto round_trip = [&](float x) {  // with vectors and with scalars, which must agree
     uint16_t code;
     k.store(kFormat, &x, 1, &code);
     CHECK((code == Cast<kFormat>::template to_bits<Scalar, false>(x, 0)), context);
@@ -91,7 +91,8 @@ void halves(const Format& f) {
       CHECK(std::isinf(x) && std::signbit(x) == (code > magnitude) && round_trip(x) == code, context);
     } else {
       CHECK(x == f.value(code) && std::signbit(x) == (code > magnitude) && round_trip(x) == code, context);
-      // Between this number and the next (past the largest: where the next would be), ties go to even.
+      // Numbers between this one and the next one. Ties go to even. After the largest number, the next one is where it
+      // would be.
       const double here = f.value(magnitude);
       const double next = magnitude + 1 == infinity ? 2 * here - f.value(magnitude - 1) : f.value(magnitude + 1);
       const auto middle = static_cast<float>((here + next) / 2);
@@ -105,7 +106,7 @@ void halves(const Format& f) {
   for (const float x : {std::numeric_limits<float>::max(), 0x1p-149f, 0.0f, -0.0f}) round_trip(x);
 }
 
-// The share of the 2^16 noises that round up is the fraction. An exact number never moves.
+// The fraction is the share of the 2^16 noise values that round up. An exact number never changes.
 template <DType kFormat>
 void stochastic_halves(const Format& f) {
   for (const int code : {0, 5, 0x3ff, 0x400, 0x3c00, 0x3f80, 0x7bfe}) {
@@ -132,7 +133,7 @@ void float8() {
   Grid g{};
   g.inv = g.unit = g.scale = 1.0f;
   g.finite = true;
-  const auto code_of = [&](float x) {  // one element is one byte; the second word's three are padding
+  const auto code_of = [&](float x) {  // one element is one byte; the second word has three more elements as padding
     uint8_t packed[8];
     k.encoder(codec)(&x, 1, g, nullptr, packed);
     CHECK((packed[0] == Float8<kExponent>::template quantize<Scalar, 8>(x, g)), context);
@@ -149,7 +150,7 @@ void float8() {
     CHECK(x == f.value(code) && (Float8<kExponent>::template value<Scalar, 8>(code)) == x, context);
     if (magnitude > kLargest) continue;  // never written
     CHECK(code_of(x) == code || magnitude == 0, context);
-    if (magnitude == kLargest) continue;  // the scale of a bucket leaves nothing above
+    if (magnitude == kLargest) continue;  // the scale of a bucket is such that no number is larger
     const auto middle = static_cast<float>((f.value(magnitude) + f.value(magnitude + 1)) / 2);
     const auto with_sign = [&](int c) { return c | (code & 0x80); };
     const auto signed_code = [&](float v) { return code_of(code & 0x80 ? -v : v); };
@@ -159,7 +160,7 @@ void float8() {
   }
 }
 
-// ---- codec/pack.h and the grids: the bytes, an element at a time
+// ---- codec/pack.h and the grids: the bytes, one element after another
 
 // The code of element e of a bucket of n, read bit by bit as pack.h describes it.
 int code_at(const uint8_t* codes, int64_t n, int bits, int64_t e) {
@@ -199,7 +200,7 @@ void scalar_wire(const Codec& codec, Random& r) {
         s.hi = std::isnan(v) ? kInf : std::max(s.hi, v);
       }
       float sum = 0.0f;
-      for (int64_t b = 0; b < size; b += 128) {  // a bucket here is less than a group of 256 blocks
+      for (int64_t b = 0; b < size; b += 128) {  // here, a bucket is smaller than a group of 256 blocks
         const int64_t lanes = (std::min<int64_t>(128, size - b) + 7) / 8;
         float lane[16] = {};
         for (int64_t e = b; e < std::min(b + 128, size); ++e) {
@@ -258,7 +259,7 @@ int main() {
   const Format bfloat16{8, 7, 127}, float16{5, 10, 15};
   stochastic_halves<DType::kBF16>(bfloat16);
   stochastic_halves<DType::kF16>(float16);
-  // Instruction sets that agree (test_kernels) need these only once, and portable code is slow when instrumented.
+  // If instruction sets agree (test_kernels), these tests are needed only once. Instrumented portable code is slow.
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;
     noise_kernel();

@@ -40,7 +40,7 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream;
 };
 
-// Aligned as on a GPU, so that UndefinedBehaviorSanitizer finds accesses that are not.
+// Aligned as on a GPU, so that UndefinedBehaviorSanitizer finds misaligned accesses.
 struct alignas(8) float2 {
   float x, y;
 };
@@ -56,14 +56,14 @@ struct alignas(16) uint4 {
 
 namespace cuda_emulator {
 
-// Where a stack goes on, for __builtin_setjmp and __builtin_longjmp: swapcontext makes a system call each time, and
-// AddressSanitizer would clear the stack's shadow.
+// The place where a stack continues, for __builtin_setjmp and __builtin_longjmp. swapcontext makes a system call each
+// time, and AddressSanitizer would clear the stack's shadow.
 using Place = void* [5];
 
 struct Thread {
   dim3 index;
   Place place;
-  bool started = false;  // once for all blocks: to make a context takes system calls
+  bool started = false;  // once for all blocks, because making a context takes system calls
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool done = false;
   unsigned shuffles = 0;
@@ -71,7 +71,7 @@ struct Thread {
 };
 
 struct Warp {
-  uint64_t value[2][32];  // of this shuffle, and of the one before, which some threads may not have read yet
+  uint64_t value[2][32];  // of this shuffle and of the previous one, which some threads may not have read yet
   unsigned mask = 0, arrived = 0;
   std::vector<Thread*> waiting;
 };
@@ -91,8 +91,8 @@ struct Block {
     std::fprintf(stderr, "cuda_emulator: block (%u, %u): %s\n", index.x, index.y, what);
     std::abort();
   }
-  // The compiler must not see that a jump leaves the function: it would drop what comes back to __builtin_setjmp. And
-  // AddressSanitizer knows of no stack but its thread's.
+  // The compiler must not see that a jump leaves the function. Otherwise it would drop the code to which
+  // __builtin_setjmp returns. AddressSanitizer knows only the stack of its thread.
   [[gnu::noipa, gnu::no_sanitize_address]] static void jump(Place& to) { __builtin_longjmp(to, 1); }
   [[gnu::noipa, gnu::no_sanitize_address]] void wait() {
     if (__builtin_setjmp(current->place) == 0) jump(scheduler);

@@ -1,5 +1,5 @@
-// Runs every kernel on a large aligned leaf: the runtime then prints how many instructions its threads ran, and
-// scripts/cuda_resources.py divides them by the elements.
+// Runs every kernel on a large aligned leaf. The runtime then prints how many instructions its threads ran, and
+// scripts/cuda_resources.py divides them by the number of elements.
 #include "cuda_message.h"
 
 namespace jaxcgx::test {
@@ -7,7 +7,8 @@ namespace {
 
 constexpr int64_t kElements = 4096, kRanks = 4;
 
-// Counts encode with feedback and without, decode and reduce; if `plain`, only encode without feedback, and decode.
+// Counts encode with feedback and without, decode and reduce. If `plain`, counts only encode without feedback, and
+// decode.
 void count(const Codec& codec, bool plain = false) {
   Random r{1};
   Message m(codec, {{kElements, DType::kF32}}, 1, 1, r);
@@ -52,7 +53,7 @@ int main() {
       if (!codec.skip_incomplete && !is_rotated(codec)) count(codec);  // the others have the same kernels
     }
   }
-  // A reduce runs the same kernels, for each payload. They have one variant, whose work depends on the bucket.
+  // A reduce runs the same kernels for each payload. They have one variant, whose work depends on the bucket.
   count({{jaxcgx::Kind::kEden, 4, 4096, true, false, false}}, true);
   for (const auto& codec : codecs_without_buckets()) count(codec);
   for (const auto& codec : sparse_codecs()) count(codec);

@@ -1,5 +1,5 @@
-// The instructions of PTX that the kernels use, as C++. Nothing is fused or flushed to zero that doesn't say so, as the
-// table has no instruction without a rounding, nor one with .ftz or .approx.
+// The instructions of PTX that the kernels use, as C++. An instruction is fused or flushes to zero only if its name
+// says so. The table has no instruction without a rounding mode, and none with .ftz or .approx.
 #include "instructions.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 using Table = std::map<std::string, Operation>;
 
-// The one NaN that a GPU's arithmetic makes.
+// The only NaN that a GPU's arithmetic makes.
 constexpr uint32_t kNaN = 0x7fffffff;
 float arithmetic(float x) { return x == x ? x : std::bit_cast<float>(kNaN); }
 double arithmetic(double x) { return x == x ? x : std::bit_cast<double>(0x7fffffffffffffff); }
@@ -121,7 +121,7 @@ void add_bits(Table& table) {
   table["or.pred"] = sets<bool, bool, bool>([](bool a, bool b) { return a || b; });
   table["xor.pred"] = sets<bool, bool, bool>([](bool a, bool b) { return a != b; });
   table["not.pred"] = sets<bool, bool>([](bool a) { return !a; });
-  // Bit i of the table is the result where the bits of a, b and c are the number i.
+  // Bit i of the table is the result if the bits of a, b and c form the number i.
   table["lop3.b32"] =
       sets<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b, uint32_t c, uint32_t truth) {
         uint32_t result = 0;
@@ -139,7 +139,7 @@ void add_bits(Table& table) {
       sets<uint32_t, uint32_t>([](uint32_t a) { return a == 0 ? 0xffffffffu : uint32_t(std::countl_zero(a)); });
 }
 
-// Of a number and a NaN, the number. -0 is less than 0.
+// Of a number and a NaN, the result is the number. -0 is less than 0.
 float smaller(float a, float b) {
   if (a != a || b != b) return arithmetic(a != a ? b : a);
   return a < b || (a == b && std::signbit(a)) ? a : b;
@@ -170,7 +170,7 @@ void add_floats(Table& table) {
   table["abs.f32"] = sets<uint32_t, uint32_t>([](uint32_t a) { return a & 0x7fffffff; });
 }
 
-// Halves, from their definition: the codecs have code of their own for this, which is tested.
+// Halves follow their definition. The codecs have their own code for this, which these programs test.
 float from_half(uint16_t half) {
   const int exponent = half >> 10 & 31, fraction = half & 1023;
   float x = std::ldexp(static_cast<float>(exponent == 0 ? fraction : 1024 + fraction), std::max(exponent, 1) - 25);
@@ -192,7 +192,7 @@ uint16_t to_brain(float x) {
   return x != x ? 0x7fff : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// To an integer, which saturates; a NaN becomes 0.
+// Conversions to an integer saturate. A NaN becomes 0.
 template <class T, class F>
 T saturated(F whole) {
   const F end = std::ldexp(F(1), std::numeric_limits<T>::digits);
@@ -255,7 +255,7 @@ void add_choices(Table& table) {
     move(zero, suffix<decltype(zero)>('b'));
   });
   compare(0.0f, ".f32"), compare(0.0, ".f64");
-  // With u, a NaN makes a comparison true.
+  // With the suffix u, a comparison with a NaN is true.
   using F = float;
   table["setp.equ.f32"] = sets<bool, F, F>([](F a, F b) { return !(a < b || a > b); });
   table["setp.neu.f32"] = sets<bool, F, F>([](F a, F b) { return !(a == b); });
@@ -265,10 +265,10 @@ void add_choices(Table& table) {
   table["setp.geu.f32"] = sets<bool, F, F>([](F a, F b) { return !(a < b); });
   table["setp.num.f32"] = sets<bool, F, F>([](F a, F b) { return a == a && b == b; });
   table["setp.nan.f32"] = sets<bool, F, F>([](F a, F b) { return a != a || b != b; });
-  move(uint32_t(), ".f32"), move(uint64_t(), ".f64");  // as bits: NaNs stay as they are
+  move(uint32_t(), ".f32"), move(uint64_t(), ".f64");  // moves bits, so NaNs don't change
   table["mov.pred"] = sets<bool, bool>([](bool a) { return a; });
 
-  // {low, high} and whole; translate.cc tells the two apart.
+  // {low, high} and a whole register. translate.cc distinguishes the two.
   table["mov.b32 join"] =
       sets<uint32_t, uint16_t, uint16_t>([](uint32_t low, uint32_t high) { return high << 16 | low; });
   table["mov.b64 join"] =
@@ -288,7 +288,7 @@ void add_choices(Table& table) {
 
 enum Space { kGlobal, kShared };  // parameters and local memory have addresses like global memory's
 
-// Where an instruction's operand `k` points, for `bytes` bytes that must be aligned as a whole.
+// Returns the address in an instruction's operand `k` for `bytes` bytes, which must be aligned as a whole.
 template <Space space>
 char* address(const Thread& t, const Instruction& i, size_t k, size_t bytes) {
   const uint64_t at = t.get<uint64_t>(i.operands[k]) + static_cast<uint64_t>(i.offset);
@@ -344,7 +344,7 @@ void add_atomics(Table& table, const std::string& name) {
 }
 
 // A shuffle of whole warps: f(mask, value, lane or distance). PTX's operands are the result, whether it comes from a
-// lane in range, value, lane or distance, clamp, mask.
+// lane in range, value, lane or distance, clamp, and mask.
 template <uint32_t clamp, class F>
 Operation shuffles(F) {
   return [](Thread& t, const Instruction& i) {

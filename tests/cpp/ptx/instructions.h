@@ -4,7 +4,7 @@
 
 namespace jaxcgx::ptx {
 
-// What does an instruction, by its name with all its suffixes; null if it isn't known.
+// Returns the function for an instruction, by its name with all suffixes, or null if the instruction isn't known.
 Operation operation_of(const std::string& name);
 
 }  // namespace jaxcgx::ptx

@@ -1,4 +1,4 @@
-// A kernel of PTX, translated: for each instruction a C++ function and where its operands are.
+// A translated PTX kernel: for each instruction a C++ function and the places of its operands.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Thread;
 struct Instruction;
 using Operation = void (*)(Thread&, const Instruction&);
 
-// A register or a constant. Each has 64 bits, of which an instruction takes the low ones.
+// A register or a constant. Each has 64 bits, of which an instruction uses the low ones.
 enum Bank : uint32_t { kRegisters, kConstants };
 struct Operand {
   uint32_t bank : 1, index : 31;
@@ -32,7 +32,7 @@ struct Instruction {
   bool expected;
 };
 
-// Registers that a kernel finds filled.
+// Registers that have values when a kernel begins.
 enum Given : uint32_t { kSink, kThread, kThreads, kBlockX, kBlockY, kBlocksX, kBlocksY, kLocal, kFirstParameter };
 
 struct Kernel {
@@ -42,7 +42,7 @@ struct Kernel {
   std::vector<uint64_t> constants;
   uint32_t parameters = 0, registers = 0;
   uint32_t shared_bytes = 0, local_bytes = 0;
-  uint64_t launches = 0, instructions = 0;  // that ran; those of all threads
+  uint64_t launches = 0, instructions = 0;  // kernels that ran, and the instructions of all their threads
 };
 
 struct Thread {

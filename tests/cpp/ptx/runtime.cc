@@ -1,7 +1,7 @@
-// The part of CUDA's runtime that nvcc's object files call. A launch runs the PTX of the kernel on the emulator's
-// fibers, so that launchers and kernels are what nvcc made of them, with their tables of parameters.
+// The part of CUDA's runtime that nvcc's object files call. A launch runs the kernel's PTX on the emulator's fibers. So
+// launchers and kernels are nvcc's output, with their tables of parameters.
 //
-// JAXCGX_PTX names the folder with the PTX. At the end the program lists the kernels and what ran of them.
+// JAXCGX_PTX names the folder with the PTX. At the end the program lists the kernels that ran, with their counts.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -15,13 +15,13 @@
 namespace jaxcgx::ptx {
 namespace {
 
-// The name of the kernel that a function of the host stands for.
+// Returns the name of the kernel for a function of the host.
 std::map<const void*, std::string>& names() {
   static std::map<const void*, std::string> all;
   return all;
 }
 
-// All kernels of the folder's PTX.
+// Returns all kernels in the folder's PTX.
 class Kernels {
  public:
   explicit Kernels(const char* folder) {
@@ -60,9 +60,9 @@ class Kernels {
   std::map<std::string, Kernel> all_;
 };
 
-constexpr char kGarbage = 0x7f;  // what shared memory begins with: NaNs, and large numbers
+constexpr char kGarbage = 0x7f;  // shared memory begins with this byte: NaNs, and large numbers
 
-// What a block and its threads have, of the largest kernel so far.
+// The memory of a block and its threads, for the largest kernel so far.
 struct Memory {
   std::vector<char> shared;
   std::vector<std::vector<uint64_t>> registers;
@@ -116,7 +116,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
   return jaxcgx::ptx::launch(*config, function, arguments);
 }
 
-// Of kernel<<<...>>>(), which the launchers don't use.
+// For kernel<<<...>>>(), which the launchers don't use.
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { std::abort(); }
 cudaError_t __cudaGetKernel(void**, const void*) { std::abort(); }
 cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, void*) { std::abort(); }

@@ -23,7 +23,7 @@ Text trim(Text s) {
   const size_t first = s.find_first_not_of(kSpace);
   return first == Text::npos ? Text() : s.substr(first, s.find_last_not_of(kSpace) + 1 - first);
 }
-// Takes what comes before one of these characters off the text, and the character.
+// Removes the text before one of these characters, and the character, and returns the text.
 Text take(Text& text, const char* ends) {
   const size_t end = text.find_first_of(ends);
   const Text taken = text.substr(0, end);
@@ -52,7 +52,7 @@ uint64_t constant(Text s) {
   return coded ? number(s.substr(2), 16) : number(s);
 }
 
-// Shared memory's variables: where each begins.
+// The offsets of shared memory's variables.
 struct Shared {
   std::map<Text, uint32_t> at;
   uint32_t bytes = 0;
@@ -62,7 +62,7 @@ struct Shared {
     const std::vector<Text> words = split(declaration, " \t[]");
     if (words.size() < 5 || words[1] != ".align") fail("unknown variable", declaration);
     const auto align = static_cast<uint32_t>(number(words[2])),
-               size = static_cast<uint32_t>(number(words[3].substr(2)) / 8),  // of .b8: 1
+               size = static_cast<uint32_t>(number(words[3].substr(2)) / 8),  // 1 for .b8
         count = words.size() > 5 ? static_cast<uint32_t>(number(words[5])) : 1;
     at[words[4]] = (bytes + align - 1) / align * align;
     bytes = at[words[4]] + size * count;

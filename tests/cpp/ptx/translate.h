@@ -4,7 +4,7 @@
 
 namespace jaxcgx::ptx {
 
-// The kernels of a PTX file, whose text must outlive them. An instruction that isn't known ends the program.
+// Returns the kernels of a PTX file, whose text must outlive them. An unknown instruction ends the program.
 std::vector<Kernel> translate(std::string_view text);
 
 }  // namespace jaxcgx::ptx
