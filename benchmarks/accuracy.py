@@ -142,16 +142,16 @@ NOTES = """\
 - lost: against float32 with the same seed, the mean over seeds: points of accuracy, or % of the loss. spread: the
   standard deviation over seeds. Goals are those of 4 bits (0.3 points, 0.5 %) and of 2 bits (1 point, 1.5 %) with
   feedback.
-- bytes/step: what a rank sends in all collectives of the compiled step, as jaxcgx.explain finds them. fewer: times
-  fewer than float32.
-- Tasks, rows and seeds that are missing have not been run: they take hours. `make bench-accuracy` runs them.
-- DGC, BSC and MPQ have momentum of their own, and the optimizer behind has none (Adam: b1=0). DGC's ratio decreases to
-  0.1 % in the first 40 % of the steps. BSC and MPQ take weights of more than 10,000 elements.
+- bytes/step: what a rank sends in all collectives of the compiled step, as jaxcgx.explain finds them. fewer: the bytes
+  of float32 over these bytes.
+- Tasks, rows and seeds that are missing have not been run, because they take hours. `make bench-accuracy` runs them.
+- DGC, BSC and MPQ have their own momentum, and the optimizer after them has none (Adam: b1=0). DGC's ratio decreases to
+  0.1 % in the first 40 % of the steps. BSC and MPQ compress weights of more than 10,000 elements.
 - Fashion-MNIST: a network with hidden layers of 256 and 128. transformer: byte-level, on the documentation that Python
-  ships. ResNet-20 has group norms, and sees Fashion-MNIST with dark pixels around, as 32 x 32 images: CIFAR-10 is not
-  where this is measured. What it shows of these images is not what it would show of CIFAR-10. The first weights of
-  these two have 1,000 and 1,200 steps of float32 behind them: how fast a network learns in its first steps is a matter
-  of chance, which would hide what compression costs.
+  ships. ResNet-20 has group norms. It sees Fashion-MNIST as 32 x 32 images with dark pixels at the edges, because
+  CIFAR-10 was not available. Results on CIFAR-10 may differ. The transformer and ResNet-20 start from weights that were
+  trained for 1,000 and 1,200 steps with float32. How fast a network learns in its first steps is a matter of chance,
+  which would hide the cost of compression.
 """
 # (paper, method, what, float32, compressed)
 PUBLISHED = [
@@ -166,7 +166,7 @@ PUBLISHED = [
     ("", "", "LSTM, WikiText-2, perplexity", "91", "91"),
     ("DynamiQ, arXiv 2602.08923", "about 5 bits", "language models", "bfloat16", "99.9 % of it"),
 ]
-UNPUBLISHED = "Of ByteGrad, Eden, Sign, BSC, MPQ, and NVFP4 between ranks we know no figure of this kind."
+UNPUBLISHED = "No such figure is known for ByteGrad, Eden, Sign, BSC, MPQ, and NVFP4 between ranks."
 
 
 def optimizer_of(task, run):

@@ -35,9 +35,9 @@ CODECS = [
     cgx.Eden(2),
 ]
 NOTES = f"""\
-- gradient: |mean that ranks get - true mean|² / |true mean|². update: the same of Adam's updates, from all means until
-  then. Means over the last {COUNTED} of {STEPS} steps.
-- length: of the update, against that from the true means.
+- gradient: |mean that ranks get - true mean|² / |true mean|². update: the same for Adam's updates, which depend on all
+  means so far. The figures are means over the last {COUNTED} of {STEPS} steps.
+- length: the length of the update over that of the update from the true means.
 - An embedding has a row for each byte. Rows of frequent bytes have large gradients, others
   small ones or none. The head has columns for bytes.
 """

@@ -80,9 +80,10 @@ NOTES = f"""\
 - speed-up: the time of psum over the time. ideal: raw bytes over wire bytes. share: the speed-up over the ideal. Goals:
   with 64 MiB, "auto" {SPEEDUP:g} times as fast as psum on loopback, and a share of {SHARE:.2f} between hosts with Tcp.
 - algorithm: bytes of the float32 array over the time. bus: the algorithm bandwidth times 2 (n - 1) / n for n ranks.
-  Both as nccl-tests define them, of the plain array, however few bytes travel. Quartiles are those of the repetitions.
-- All hosts share the processors of one machine. Their kernels take turns where real hosts would work at once.
-- predicted: the time of "auto" by the cost model (costs.py) with its constants for 1 Gbit/s, which "auto" chooses by.
+  nccl-tests defines both. They count the bytes of the plain array, not those that travel. Quartiles are those of the
+  repetitions.
+- All hosts share the processors of one machine. So their kernels take turns, unlike those of real hosts.
+- predicted: the time of "auto" by the cost model (costs.py), with the constants for 1 Gbit/s that "auto" uses.
   prediction.py predicts with the constants of these networks.
 """
 

@@ -38,12 +38,12 @@ NOTES = f"""\
   inside, SGD of rate 1 outside, {EVERY} steps a round, {BITS} bits with feedback, quorum {QUORUM}, grace {GRACE:g} s. A
   step takes at least {PACE:g} s. Both runs end after the same number of rounds. At a quarter of them the last center is
   killed (kill -9). The process that takes its place has compiled its programs before, and has no other state.
-- longest wait: of any step of the three other centers for a round. Goal: at most the grace (and {LATE:g} s, in which
-  the system wakes a process).
-- rounds of three: that ended without the last center. away: seconds from the event to the first round that has it
-  again, of which it was away {AWAY:g} itself.
-- loss: of the outer parameters on held-out text in the end. Goal: at most {WORSE:.0%} more than undisturbed, the mean
-  over seeds. agree: whether all four have the same outer parameters in the end, to the bit.
+- longest wait: the longest time that a step of the three other centers waited for a round. Goal: at most the grace (and
+  {LATE:g} s, in which the system wakes a process).
+- rounds of three: rounds that ended without the last center. away: seconds from the event to the first round that has
+  it again. For {AWAY:g} s of these, its process didn't run.
+- loss: the final loss of the outer parameters on held-out text. Goal: at most {WORSE:.0%} more than undisturbed, the
+  mean over seeds. agree: whether all four centers end with the same outer parameters, bit for bit.
 """
 
 

@@ -78,15 +78,17 @@ CHARTS = [
 NOTES = f"""\
 - A byte-level transformer of 3.3 million parameters learns the documentation that Python ships. Adam with a cosine
   rate inside. loss: of the outer parameters on held-out text, after the last exchange. All runs of a seed begin with
-  the same weights, and see the same batches. More: than the dense run of the same seed, the mean over seeds.
-- bytes: what a center sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: times
-  fewer than float32, every step.
-- Goals: at most {WORSE:.0%} more than the dense run at so many times fewer bytes; without feedback at 2 bits, not so.
+  the same weights, and see the same batches. More: how much more than the dense run of the same seed, the mean over
+  seeds.
+- bytes: what a center sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: the bytes
+  of float32 in every step over these bytes.
+- Goals: at most {WORSE:.0%} more than the dense run, with the named factor fewer bytes. At 2 bits without feedback, the
+  loss must be higher than that.
 - [diloco.png](diloco.png): two periods of streaming on the first of two hosts at {SLOW} Mbit/s. An exchange is drawn
-  from its begin to where its result is applied.
-- Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step. Turns of
-  {SPAN} steps. Goal: at least {BUSY} for streaming. seconds: to the loss {data.MODELS["transformer"].target}, which is
-  measured every {SPAN} steps, as in training_speed.py.
+  from its beginning until its result is applied.
+- Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step. Turns have
+  {SPAN} steps. Goal: at least {BUSY} for streaming. seconds: the time to the loss
+  {data.MODELS["transformer"].target}, which is measured every {SPAN} steps, as in training_speed.py.
 """
 
 

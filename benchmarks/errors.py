@@ -281,21 +281,22 @@ def parse():
 NOTES = f"""\
 The tables of codecs:
 
-- Errors are vNMSE: |result - exact|^2 / |exact|^2, without feedback. one: of one encoding. mean of N: of
-  compressed_pmean over N ranks, with two_shot, which encodes twice. Bits have the metadata in them.
+- Errors are vNMSE: |result - exact|^2 / |exact|^2, without feedback. one: the error of one encoding. mean of N: the
+  error of compressed_pmean over N ranks, with two_shot, which encodes twice. Bits include the metadata.
 - normal, laplace, student (3 degrees of freedom): independent numbers. transformer, ResNet-20: gradients of the models
-  of training_speed.py after {STEPS} steps, a batch a rank, of the leaves that plans compress; of the transformer those
-  of one block. [errors.png](errors.png) draws all of this.
-- bits by leaf, as Eden(n): each leaf has Eden of 1 to 6 bits or MaxMin of 7 or 8, which L-GreCo chooses
-  (`Plan.adapt(budget="bytes")`) so that all together lose the least, with no more bytes than Eden(n) everywhere.
+  of training_speed.py after {STEPS} steps, with a batch per rank, for the leaves that plans compress (of the
+  transformer only those of one block). [errors.png](errors.png) draws all of this.
+- bits by leaf, as Eden(n): each leaf has Eden of 1 to 6 bits or MaxMin of 7 or 8. L-GreCo chooses them
+  (`Plan.adapt(budget="bytes")`) for the least total error, with no more bytes than Eden(n) for all leaves.
 - Errors of a mean of gradients are relative to the mean, which is smaller than the ranks' gradients.
 
 The predictions:
 
 - Errors are those of one compressed_pmean, over {SEEDS} sums, or {TAKEN} of gradients.
 - normal, laplace, student (3 degrees of freedom): {SIZE:,} independent numbers of each rank, of variance 1, 2 and 3.
-- {GRADIENTS}: those of the largest layer of a network that learns scikit-learn's digits, after {STEPS} steps.
-- off: the prediction over the measurement, minus 1. It is made from other random numbers, or from the same gradients.
+- {GRADIENTS}: gradients of the largest layer of a network that learns scikit-learn's digits, after {STEPS} steps.
+- off: the prediction over the measurement, minus 1. Predictions are made from other random numbers, or from the same
+  gradients.
 - Errors near 1 and above mean that the result has little to do with the mean. Such sums need feedback.
 """
 

@@ -56,16 +56,16 @@ LOW_RANK = cgx.PowerSGD(16)
 CHARTS = [dict(table="control", title="Share of the set rate", x="link", y=["share_of_repetitions"], by="ways")]
 
 NOTES = f"""\
-- Control: host 1 sends to host 0 over one TCP connection of plain sockets, "both ways" each to the other at once. The
-  kernel's token bucket counts the bytes on the link, with their headers. The first {WARM_UP} s are left out. share:
-  the median of {REPEATS} windows of {WINDOW} s over the set rate. Goal: {SHARE}.
+- Control: host 1 sends to host 0 over one TCP connection of plain sockets. With "both ways", each also sends to the
+  other at the same time. The kernel's token bucket counts the bytes on the link, with their headers. The first
+  {WARM_UP} s don't count. share: the median of {REPEATS} windows of {WINDOW} s over the set rate. Goal: {SHARE}.
   Other programs on the machine slow down the fast links.
-- round trip: of one byte, before the transfer begins. The delay is of what each host sends, by the relay.
-- Bytes: explain is what `cgx.explain` says that a rank sends in a call. kernel is what the kernel counted on the link
-  of the host that sent most, the mean of {CALLS} calls. framing is the part of it that is headers: {ETHERNET} bytes of
-  Ethernet, {IP} of IP and {TCP} of TCP with timestamps for each packet, acknowledgements too. payload is the rest.
-  Goal: payload and explain differ by at most {DIFFERENCE:.0%}. An exchange has 0.05 to 4 kB of the transport's own
-  words, too, which explain leaves out. In very small messages they are more than that.
+- round trip: that of one byte, before the transfer begins. The relay delays everything that each host sends.
+- Bytes: explain has the bytes that a rank sends in a call, according to `cgx.explain`. kernel has the bytes that the
+  kernel counted on the link of the host that sent most, the mean of {CALLS} calls. framing has the headers among them:
+  {ETHERNET} bytes of Ethernet, {IP} of IP and {TCP} of TCP with timestamps for each packet, including acknowledgements.
+  payload is the rest. Goal: payload and explain differ by at most {DIFFERENCE:.0%}. An exchange also has 0.05 to 4 kB
+  of the transport's own messages, which explain leaves out. With very small messages this is more than the goal.
 """
 
 

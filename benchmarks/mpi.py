@@ -30,14 +30,14 @@ CHARTS = [
 NOTES = f"""\
 - ms: the time of one call on the slowest rank, from a barrier to its end. Programs take turns. The ratio to mpi4jax is
   formed in every turn, and the table has the medians. Arguments are donated, as a training step's state is.
-- "x" has the median, and behind it the quarter and the three quarters of the turns' ratios.
+- "x" has the median of the turns' ratios, followed by their quartiles.
 - The layers are those of a transformer, 12 leaves each: four matrices of width x width, two of width x 4 width, and six
   vectors. mpi4jax sums leaf by leaf in one program. MPI and memory have messages of up to 64 or 16 MiB.
-- Calls: each is a call of its own, as a training step is. Loops: {LOOP} sums in one program, whose outputs are on pages
-  that are in use already; the time is that of one sum.
-- two_shot, one_shot: over MPI. "MPI x" is how many times as fast as mpi4jax.allreduce the faster of the two is.
-- memory: through the memory that the ranks share, the inner level of a hierarchy, with schedule="auto". "memory x" is
-  how many times as fast as mpi4jax.allreduce it is.
+- Calls: each sum is a separate call, as a training step is. Loops: {LOOP} sums in one program, whose outputs are on
+  pages that are already in use. The time is that of one sum.
+- two_shot, one_shot: over MPI. "MPI x" is the speed of the faster one, relative to mpi4jax.allreduce.
+- memory: through shared memory, the inner level of a hierarchy, with schedule="auto". "memory x" is its speed, relative
+  to mpi4jax.allreduce.
 - Goals with 64 MiB on two ranks: {OVER_MPI:g} times as fast over MPI and {IN_MEMORY:g} times through memory. all_to_all
   of bytes through memory: {ROWS:g} times as fast as mpi4jax.alltoall.
 """

@@ -44,11 +44,12 @@ CHART = dict(table="rows", title="A step", x="batch", y=["ms compute", "ms at th
 
 NOTES = f"""\
 - {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts, each on one processor.
-- compute: the same step without any exchange. exchange: what a step takes longer with its exchange at the end, in one
-  message. exposed: what the overlapped step takes longer than compute, over the overlapped step. hidden: the part of
-  the exchange that it doesn't show. Each turn runs all programs; ratios are formed in a turn, the table has medians.
-- Kernels and the network stack run on the processor that computes, so they can't be hidden: only the wire can, behind
-  the backward pass, which is two thirds of compute.
+- compute: the same step without any exchange. exchange: how much longer a step takes with its exchange at the end, in
+  one message. exposed: how much longer the overlapped step takes than compute, over the overlapped step. hidden: the
+  part of the exchange that is hidden. Each turn runs all programs. Ratios are formed within a turn, and the table has
+  their medians.
+- Kernels and the network stack run on the processor that computes, so they can't be hidden. Only the time on the wire
+  can, behind the backward pass, which is two thirds of compute.
 - Goal: exposed at most {EXPOSED} where the exchange takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
 """
 

@@ -43,9 +43,9 @@ NOTES = f"""\
 - PyTorch: one parameter under DistributedDataParallel over Gloo. Its backward pass is one elementwise product.
   The time of that pass alone is subtracted: "ahead" is (PyTorch - its backward pass) / jaxcgx. Goal: above 1.
 - rank none: no hook, and lax.pmean.
-- error: the error of the sum of all that {STEPS} steps sent, relative to the sum of the true means, |sent - meant| /
-  |meant|. Both use the same gradients and the same first Q. The gradients are {SIZE} x {SIZE}, with falling singular
-  values and noise of their own for every host and step. Goal: no more than 1% above PyTorch's.
+- error: the error of the sum of the results of {STEPS} steps, relative to the sum of the true means, |result - exact| /
+  |exact|. Both use the same gradients and the same first Q. The gradients are {SIZE} x {SIZE}, with falling singular
+  values and separate noise for every host and step. Goal: at most 1% above PyTorch's error.
 """
 
 

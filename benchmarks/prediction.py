@@ -37,12 +37,12 @@ NETWORKS = [
     for name, mbit in (("100 Mbit/s", 100), ("300 Mbit/s", 300), ("1 Gbit/s", 1000))
 ]
 NOTES = f"""\
-- ms, predicted: of one exchange in a loop, MaxMin 4; off: the prediction over the measurement, minus 1.
-- Constants of the model come from results/collectives.json: the first table shows how well it fits, the others what it
-  predicts. Every network's latency comes from its 64 KiB rows, which are therefore left out.
-- All hosts share 2 processors: kernels take as many times as long as there are hosts, and a step of Gloo with 4
-  processes on 2 processors takes 1.2 ms, with 2 processes 0.3 ms.
-- "auto" knows no network unless its plan does, and assumes 1 Gbit/s. Its cases have the 64 KiB rows, too.
+- ms, predicted: the time of one exchange in a loop, with MaxMin 4. off: the prediction over the measurement, minus 1.
+- Constants of the model come from results/collectives.json. So the first table shows how well the model fits, and the
+  others how well it predicts. Every network's latency comes from its 64 KiB rows, which are therefore left out.
+- All hosts share 2 processors, so with N hosts kernels take N times as long. A step of Gloo takes 1.2 ms with 4
+  processes on 2 processors, and 0.3 ms with 2 processes.
+- If the plan has no network, "auto" assumes 1 Gbit/s. Its cases include the 64 KiB rows.
 - goals: within {100 * GOAL:.0f} %; "auto" at most {100 * SLOWER:.0f} % slower than the best fixed choice.
 """
 

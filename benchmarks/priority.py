@@ -56,14 +56,13 @@ NOTES = f"""\
 - compute: the same step without any exchange. communicate: the exchange of such gradients without any computation.
   plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and "priority". DGT: with
   compress=Differential(k=0.5). mixed sync: with compress=mixed_sync. {RUN} steps in a row are timed together, after one
-  that isn't. Each turn runs all programs; ratios are formed in a turn, the table has medians.
-- more: what a step with "priority" takes longer than the longer of compute and communicate. The gradient of the first
-  layer is the last that is known and the first that is needed, so communicate / {LAYERS} can't be hidden where
-  compute is the longer one.
-- Goal: more is at most {MORE} where communicate takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
-- less: what a step with DGT takes less than the plain one, goal {LESS}. It hides half of the exchange, and what it
-  hides takes at most as long as the rest of the step. So it can hide a quarter of the plain step where both are
-  alike, and a third where communicate takes twice as long as compute, but no more.
+  that isn't timed. Each turn runs all programs. Ratios are formed within a turn, and the table has their medians.
+- more: how much longer a step with "priority" takes than the longer of compute and communicate. The gradient of the
+  first layer is ready last and needed first. So if compute is the longer one, communicate / {LAYERS} can't be hidden.
+- Goal: more is at most {MORE} if communicate takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
+- less: how much less time a step with DGT takes than the plain step, goal {LESS}. DGT hides half of the exchange, but
+  not more than the time of the rest of the step. So it can hide at most a quarter of the plain step if both are equal,
+  and a third if communicate takes twice as long as compute.
 """
 
 

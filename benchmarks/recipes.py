@@ -59,15 +59,15 @@ TASKS = {
 }
 NOTES = f"""\
 - Each row is `python recipes/train.py --config=recipes/configs/CONFIG.py --compression=WORD` with the changes that its
-  table names, on {RANKS} virtual devices of one process. It is one seed, and differences of a point are within the
-  spread of seeds ([training.md](training.md) has several).
-- Text is trained from random weights, and a thousand steps are few: what gradients lose then shows as slower learning.
-  [accuracy.md](accuracy.md) compares codecs after a thousand steps of float32.
-- lost: points of accuracy against `none`; of text, what perplexity (of a byte) grows by, in %.
+  table names, on {RANKS} virtual devices of one process. There is one seed, and differences of a point are within the
+  spread of seeds ([training.md](training.md) has several seeds).
+- Text is trained from random weights, for only a thousand steps. In so short a training, compression errors show as
+  slower learning. [accuracy.md](accuracy.md) compares codecs after a thousand steps of float32.
+- lost: points of accuracy against `none`; for text, the increase of the perplexity (per byte) in %.
 - bytes: what a rank sends in a step after any warm-up, as jaxcgx.explain finds it in the compiled step, and how many
-  times fewer than uncompressed. They have the loss and the statistics of batch norm, too, which travel as they are.
-- hours: of the steps alone, without compiling, tests and checkpoints. Other programs ran on the same cores: hours show
-  the size of a run, and don't compare methods.
+  times fewer than uncompressed. They include the loss and the statistics of batch norm, which travel uncompressed.
+- hours: the time of the steps, without compiling, tests and checkpoints. Other programs ran on the same cores. So hours
+  show the size of a run, and don't compare methods.
 - published: from float32 to compressed, in the papers of DGC and CGX, as accuracy in % or perplexity. They differ from
   these rows in the data, in the networks (all have more parameters), the epochs (about 90 to 164 on images) and the
   ranks (4 to 64 GPUs). DGC sends 277 times fewer bytes with ResNet-50 and 462 times with the LSTM, whose matrices are

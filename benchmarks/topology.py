@@ -43,15 +43,16 @@ CHARTS = [
 ]
 
 NOTES = f"""\
-- Four hosts at {RATE // 10**6} Mbit/s. line: all that one host sends and receives has a tenth of that. pair: what two
-  hosts send each other has a tenth; these two are neighbours in the fixed ring.
+- Four hosts at {RATE // 10**6} Mbit/s. line: one host has a tenth of that rate, in both directions. pair: the link
+  between two hosts has a tenth of it. These two are neighbours in the fixed ring.
 - One exchange: {ELEMENTS:,} float32 in {CODEC} over Tcp, {CODEC.wire_bytes((ELEMENTS,), "float32") / 1e6:.2f} MB.
-  ring: ranks 0, 1, 2, 3. owners and trees: what `routes` finds for the rates that were set. topology: what a `Topology`
-  has found by itself after the updates and probes that the row names. Goal: {GAIN} times as fast as the ring.
-- The least that the slow host's line can carry is the message once in each direction. The ring carries 1.5 times as
-  much, so where a line is slow no schedule gains more than 1.5 by its bytes. The ring also waits at every step.
-- Then the slow link moves, and the steps go on: an exchange and an update each. Goal: within {NEAR} of the best overlay
-  for the new links, measured at the end, after at most {PROBES} probes.
+  ring: ranks 0, 1, 2, 3. owners and trees: the overlays that `routes` finds for the rates that were set. topology: the
+  overlay of a `Topology`, which measured the links itself, after the updates and probes that the row names. Goal:
+  {GAIN} times as fast as the ring.
+- The slow host's line must carry the message at least once in each direction. The ring carries 1.5 times as much. So if
+  a line is slow, a schedule gains at most a factor of 1.5 by its bytes. The ring also waits at every step.
+- Then another link becomes slow instead, and the steps continue, each with an exchange and an update. Goal: within
+  {NEAR} of the best overlay for the new links, measured at the end, after at most {PROBES} probes.
 - Replicas: whether all hosts had the same bits after every exchange.
 """
 

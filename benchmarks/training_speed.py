@@ -45,9 +45,9 @@ CHARTS = [
 ]
 
 NOTES = f"""\
-- Every host is a network namespace with processors of its own where there are enough, and both frameworks use the same
-  ones. All methods take turns, some steps in a row, and the processes of a framework wait while the other one runs.
-  Where exchanges cross steps, a turn has {SPAN} steps, and at its end waits for what is under way (priority) or has a
+- Every host is a network namespace, with its own processors if there are enough. Both frameworks use the same
+  processors. All methods take turns, some steps in a row, and the processes of a framework wait while the other one
+  runs. If exchanges cross steps, a turn has {SPAN} steps, and ends when no exchange is in flight (priority) or after a
   whole round (DiLoCo).
 - step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
@@ -55,11 +55,12 @@ NOTES = f"""\
 - steps: until the loss on held-out data reaches the target, on a straight line between two losses. The loss is measured
   every {EVERY} steps, and the mean of the last {SMOOTH} counts. It doesn't depend on the link, so every method is
   trained once for each number of hosts. seconds: steps x the median time of a step. "-": not reached.
-- There is one seed, so the steps of close methods differ by chance. The transformer starts from weights that have
-  {data.MODELS["transformer"].begun} steps of one process behind them: when a loss leaves its first plateau, the
-  frequencies of bytes, is a matter of chance (60 to 110 steps of float32 with three orders of the same batches).
-- to float32, to bfloat16: how many times as soon as "psum, float32" and as "by hand, bfloat16" the method reaches the
-  loss. Below 1 it is later.
+- There is one seed, so the steps of close methods differ by chance. The transformer starts from weights after
+  {data.MODELS["transformer"].begun} steps of one process. Before that, the loss is on a plateau, where the model knows
+  only the frequencies of bytes. When it leaves this plateau is a matter of chance (60 to 110 steps of float32 with
+  three orders of the same batches).
+- to float32, to bfloat16: how many times as soon the method reaches the loss as "psum, float32" and "by hand,
+  bfloat16". Below 1 it is later.
 - All methods have the same first weights and batches, and their first losses agree to {AGREE:g}. Adam trains the
   transformer, SGD with momentum ResNet-20. DGC has its own momentum, so Adam after it has none (b1=0), and it has no
   warm-up, as runs are short. ResNet-20 has group norms: statistics of batches would differ between hosts.

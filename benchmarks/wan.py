@@ -48,19 +48,21 @@ CHARTS = [
     dict(table="times", title="Loss by time", x="seconds", y=["loss"], by="technique", panel="network", log=True),
 ]
 NOTES = f"""\
-- A center is a host with a link of its own; its ranks are processes there. All of them share the processors of one
-  machine. The model is a transformer of 3.3 million parameters on the text of Python's documentation, 4 windows a rank
-  and step; Adam, without momentum where the technique has its own.
-- step ms: the slowest rank's, the median of the turns. Techniques take turns of {TURN} steps. HFA, DiLoCo and P3 take
-  turns of {PERIOD}: ms and bytes are means over all steps, and P3's `finish`. less: than {BASE}, in the same turn.
+- A center is a host with its own link, and its ranks are processes in this host. All of them share the processors of
+  one machine. The model is a transformer of 3.3 million parameters on the text of Python's documentation, with 4
+  windows per rank and step. The optimizer is Adam, without momentum if the technique has its own.
+- step ms: the time of the slowest rank, the median of the turns. Techniques take turns of {TURN} steps. HFA, DiLoCo and
+  P3 take turns of {PERIOD}: ms and bytes are means over all steps, including P3's `finish`. less: how much less than
+  {BASE} in the same turn.
 - MB up, MB down: what the kernel counted on the link of the host that sent or received most, with headers, in a step.
-- loss: on held-out text, after the same steps, and in the time in which {BASE} makes {EQUAL} steps on that network. It
-  doesn't depend on the link. One seed: close losses differ by chance. ">": all steps were done before that time.
-- DGT sends half of the blocks at once. "random" chooses them by chance: as many bytes. "lost by the sender": what isn't
-  sent is dropped without feedback. HFA averages in a center every {PERIOD // 4} steps and between centers every
+- loss: on held-out text, after the same number of steps, and after the time in which {BASE} makes {EQUAL} steps on that
+  network. It doesn't depend on the link. There is one seed, so close losses differ by chance. ">": all steps were done
+  before that time.
+- DGT sends half of the blocks at once. "random" chooses as many blocks at random. "lost by the sender": the other
+  blocks are dropped without feedback. HFA averages in a center every {PERIOD // 4} steps and between centers every
   {PERIOD}, DiLoCo every {PERIOD}.
-- TSEngine is cgx.wan.Topology, MultiGPS a schedule with two owners. Here links are alike: bench-topology has links that
-  aren't.
+- TSEngine is cgx.wan.Topology, MultiGPS a schedule with two owners. Here all links have the same rate. bench-topology
+  has links with different rates.
 """
 
 
