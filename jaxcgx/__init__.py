@@ -57,6 +57,7 @@ from jaxcgx.optim import (
 )
 from jaxcgx.plan import Plan, Rule, gradient_statistics
 from jaxcgx.report.advise import advise
+from jaxcgx.report.cluster import Cluster
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.network import Network
@@ -65,6 +66,7 @@ __all__ = [
     "AbsMax",
     "ByteGrad",
     "Cast",
+    "Cluster",
     "Codec",
     "Eden",
     "Float8",

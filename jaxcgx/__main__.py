@@ -1,6 +1,7 @@
 """The command line: python -m jaxcgx COMMAND."""
 
 import argparse
+import dataclasses
 import pathlib
 import shlex
 import sys
@@ -32,21 +33,29 @@ def tune(options: argparse.Namespace) -> None:
 def plan(options: argparse.Namespace) -> None:
     """Runs python -m jaxcgx plan."""
     from jaxcgx.report import advise, shapes
+    from jaxcgx.report.cluster import Cluster
 
-    given = vars(options)
-    kept = ("link", "world", "nodes", "inner_link", "up", "latency", "over", "compute_ms", "overlap", "fusion_mb")
     try:
         tree = shapes.read(options.model)
         codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
         gradients = shapes.read_gradients(options.gradients) if options.gradients else None
-        more = dict(max_error=options.max_error, gradients=gradients, measure=options.measure)
-        found = advise.advise(tree, codecs=codecs, **{name: given[name] for name in kept}, **more)
+        cluster = Cluster(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster)})
+        found = advise.advise(
+            tree,
+            cluster,
+            compute_ms=options.compute_ms,
+            overlap_mb=options.overlap_mb,
+            codecs=codecs,
+            max_error=options.max_error,
+            gradients=gradients,
+        )
         print(found)
         if options.out and found.plan:
             found.plan.save(options.out)
             print(f"\nsaved to {options.out}")
     except (OSError, TypeError, ValueError) as error:
-        sys.exit(f"python -m jaxcgx plan: {str(error).removeprefix('plan: ').removeprefix('advise: ')}")
+        said = str(error).removeprefix("plan: ").removeprefix("advise: ").removeprefix("Cluster: ")
+        sys.exit(f"python -m jaxcgx plan: {said}")
 
 
 def lab(options: argparse.Namespace) -> int:
@@ -150,12 +159,14 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     added.add_argument("--latency", help="of a step between hosts, 50us")
     added.add_argument("--over", help="gloo, tcp or duplex (NCCL, MPI); by default gloo and tcp on CPUs, else duplex")
     added.add_argument("--compute-ms", type=float, default=0.0, help="milliseconds of a forward and backward pass (0)")
-    added.add_argument("--overlap", action="store_true", help="messages are sent during the backward pass")
-    added.add_argument("--fusion-mb", type=float, default=64, help="the largest message in MiB (64)")
+    added.add_argument(
+        "--overlap-mb",
+        type=float,
+        help="MiB of the messages that are sent during the backward pass (by default none is)",
+    )
     added.add_argument("--codecs", nargs="+", help="candidates, as in 'MaxMin(4)' 'TopK(0.01)'")
     added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
     added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
-    added.add_argument("--measure", action="store_true", help="measure this machine's kernels again")
     added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
     added = command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
     added.add_argument("--hosts", type=int, default=2, help="how many (2)")

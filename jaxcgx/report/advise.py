@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
+from jaxcgx.checks import check_number, check_positive, wrong
 from jaxcgx.codecs import Cast, Codec, Eden, Lossless, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.spelling import spell
@@ -22,11 +22,12 @@ from jaxcgx.exchange.costs import Load, Time
 from jaxcgx.exchange.errors import Losses, drawn
 from jaxcgx.plan import Plan, messages, why_raw
 from jaxcgx.report import machine
+from jaxcgx.report.cluster import Cluster
 from jaxcgx.report.shapes import count
 from jaxcgx.report.steps import BACKWARD, step_seconds
 from jaxcgx.text import spell_sizes, table
-from jaxcgx.transports.network import PAYLOAD, WAYS, Network
-from jaxcgx.units import parse_rate, parse_time, spell_rate
+from jaxcgx.transports.network import PAYLOAD, Network
+from jaxcgx.units import spell_rate
 
 FEW_BITS = Micro("nvfp4"), MaxMin(4), MaxMin(2), Eden(4), Eden(2), Sign()
 CODECS = (Cast("bfloat16"), MaxMin(8), *FEW_BITS, TopK(0.01), PowerSGD(4), Lossless())
@@ -106,21 +107,13 @@ class Advice:
 
 def advise(
     tree: Any,
+    cluster: Cluster,
     *,
-    link: str,
-    world: int,
-    nodes: int | None = None,
-    inner_link: str = "100gbit",
-    up: str | None = None,
-    latency: str | None = None,
-    over: str | None = None,
     compute_ms: float = 0.0,
-    overlap: bool = False,
-    fusion_mb: float = 64,
+    overlap_mb: float | None = None,
     codecs: Sequence[Codec] = CODECS,
     max_error: float = 0.1,
     gradients: Any = None,
-    measure: bool = False,
 ) -> Advice:
     """Predicts the time and the error of each codec and schedule, and recommends a plan or no compression.
 
@@ -129,67 +122,42 @@ def advise(
 
     Args:
       tree: the gradients, as a pytree of arrays or jax.ShapeDtypeStruct.
-      link: the bit rate of a host's link, such as "10gbit". If `up` is given, `link` is only the rate down.
-      world: the number of ranks.
-      nodes: the number of hosts. None: every rank has its own host.
-      inner_link: the bit rate of each rank's link to the other ranks of its host.
-      up: the bit rate up, if it differs from the rate down.
-      latency: the latency of a step between hosts, such as "50us". None: the transport's latency in network.py.
-      over: "gloo", "tcp" or "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, otherwise "duplex".
+      cluster: the ranks and their links.
       compute_ms: the milliseconds of a forward and backward pass.
-      overlap: whether messages are sent during the backward pass (`sync_in_backward`).
-      fusion_mb: the largest size of a message in MiB.
+      overlap_mb: the largest size in MiB of messages that are sent during the backward pass. None: messages of up to 64
+        MiB are sent after it.
       codecs: the candidates.
       max_error: the largest vNMSE of a recommended plan. With error feedback, training tolerates larger errors.
       gradients: a list of trees like `tree`, the gradients of at least two ranks, on which errors are measured. None:
         normally distributed numbers. Errors on other distributions are larger.
-      measure: whether the kernels are measured again.
     """
-    world = check_integer(_OP, "world", world, 2)
-    nodes = world if nodes is None else check_integer(_OP, "nodes", nodes, 1, world)
-    if world % nodes or nodes == 1:
-        raise wrong(_OP, "nodes", f"a divisor of world={world}, at least 2", nodes)
-    if over is not None:
-        check_choice(_OP, "over", over, WAYS)
     compute = check_number(_OP, "compute_ms", compute_ms, lambda x: x >= 0, "a number of at least 0") / 1e3
+    if overlap_mb is not None:
+        check_positive(_OP, "overlap_mb", overlap_mb)
     for codec in codecs:
         check_codec(_OP, codec, "codecs")
     case = Case(
         tree=tree,
-        nodes=nodes,
-        each=world // nodes,
+        nodes=cluster.hosts,
+        each=cluster.each,
         compute=compute,
-        overlap=check_flag(_OP, "overlap", overlap),
-        fusion_mb=check_positive(_OP, "fusion_mb", fusion_mb),
-        inner=Network(up=_rate("inner_link", inner_link) * PAYLOAD, mover="duplex"),
+        overlap=overlap_mb is not None,
+        fusion_mb=Plan.fusion_mb if overlap_mb is None else overlap_mb,
+        inner=cluster.inside(),
     )
-    on_cpu = jax.default_backend() == "cpu"
-    movers = [over] if over else ["gloo", "tcp"] if on_cpu else ["duplex"]
-    down = _rate("link", link)
-    network = Network(
-        up=PAYLOAD * (down if up is None else _rate("up", up)) / case.each,
-        down=PAYLOAD * down / case.each,
-        latency=None if latency is None else parse_time(f"{_OP}: argument 'latency'", latency),
-        mover=movers[0],
-        sharing=case.each if on_cpu else 1,
-    )
-    rows = [case.plain(network)]
+    rows = [case.plain(cluster.between(cluster.movers[0]))]
     networks: dict[Choice, Network] = {}
     for codec in codecs:
-        losses = Losses(_sample(gradients, codec.low_rank), codec, cut=nodes)
-        speed = dataclasses.asdict(machine.kernels(codec, measure))
-        for mover in movers:
-            each = dataclasses.replace(network, mover=mover, **speed)
+        losses = Losses(_sample(gradients, codec.low_rank), codec, cut=case.nodes)
+        speed = dataclasses.asdict(machine.kernels(codec))
+        for mover in cluster.movers:
+            network = dataclasses.replace(cluster.between(mover), **speed)
             for schedule in ("psum",) if codec.low_rank else costs.SCHEDULES:
-                error = losses.error(schedule, nodes, each=case.each)
-                rows.append(case.choice(codec, schedule, network=each, error=error))
-                networks[rows[-1]] = each
-    constants = _constants(network, latency, case=case, assumed=gradients is None)
+                error = losses.error(schedule, case.nodes, each=case.each)
+                rows.append(case.choice(codec, schedule, network=network, error=error))
+                networks[rows[-1]] = network
+    constants = _constants(cluster, case, assumed=gradients is None)
     return _advice(case, rows, networks, max_error=max_error, constants=constants)
-
-
-def _rate(argument: str, text: str) -> int:
-    return parse_rate(f"{_OP}: argument {argument!r}", text, most=10**14)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,10 +333,11 @@ def _break_even(case: Case, best: Choice, network: Network) -> float:
     return 10**low
 
 
-def _constants(network: Network, latency: str | None, case: Case, assumed: bool) -> tuple[tuple[str, str, str], ...]:
+def _constants(cluster: Cluster, case: Case, assumed: bool) -> tuple[tuple[str, str, str], ...]:
+    network = cluster.between(cluster.movers[0])
     return (
         ("link", f"{network.up * case.each / PAYLOAD / 1e6:,.0f} Mbit/s up, {PAYLOAD * 8} of it payload", "given"),
-        ("latency of a step", f"{network.step * 1e6:.0f} us", "given" if latency else "assumed"),
+        ("latency of a step", f"{network.step * 1e6:.0f} us", "given" if cluster.latency else "assumed"),
         ("half-duplex of Gloo", "1.06 to 1.83 times", "measured between 2 and 4 hosts"),
         ("kernels", "encode, decode and sum of each codec", "measured on this machine"),
         ("computation", f"{case.compute * 1e3:g} ms", "given"),

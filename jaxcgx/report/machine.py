@@ -33,16 +33,11 @@ class Kernels:
     reduce: float  # the float32 bytes of all summed messages count
 
 
-def kernels(codec: Codec, measure: bool = False) -> Kernels:
-    """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them.
-
-    Args:
-      codec: the codec.
-      measure: whether to measure again.
-    """
+def kernels(codec: Codec) -> Kernels:
+    """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them."""
     path, place, name = _path(), _place(), spell(codec)
     known = _load(path)
-    if measure or name not in known.get(place, {}):
+    if name not in known.get(place, {}):
         found = _measure(codec)
         known.setdefault(place, {})[name] = dataclasses.asdict(found)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,84 @@
+"""Cluster: the ranks and links that `advise` predicts for."""
+
+import dataclasses
+
+import jax
+
+from jaxcgx.checks import check_choice, check_field, check_integer, wrong
+from jaxcgx.transports.network import PAYLOAD, WAYS, Network
+from jaxcgx.units import parse_rate, parse_time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The ranks that train together, and the links between them. `advise` predicts for it.
+
+    Args:
+      world: the number of ranks.
+      link: the bit rate of a host's link, such as "10gbit". If `up` is given, `link` is only the rate down.
+      up: the bit rate up, if it differs from the rate down.
+      nodes: the number of hosts. None: every rank has its own host.
+      inner_link: the bit rate of each rank's link to the other ranks of its host.
+      latency: the latency of a step between hosts, such as "50us". None: the transport's latency in network.py.
+      over: "gloo", "tcp" or "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, otherwise "duplex".
+    """
+
+    world: int
+    link: str
+    up: str | None = None
+    nodes: int | None = None
+    inner_link: str = "100gbit"
+    latency: str | None = None
+    over: str | None = None
+
+    def __post_init__(self) -> None:
+        check_field(self, "world", check_integer, 2)
+        if self.nodes is not None:
+            check_field(self, "nodes", check_integer, 1, self.world)
+            if self.world % self.nodes or self.nodes == 1:
+                raise wrong("Cluster", "nodes", f"a divisor of world={self.world}, at least 2", self.nodes)
+        if self.over is not None:
+            check_field(self, "over", check_choice, WAYS)
+        for name in ("link", "inner_link", "up"):
+            if name != "up" or self.up is not None:
+                self._payload(name)
+        self._seconds()
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return self.world if self.nodes is None else self.nodes
+
+    @property
+    def each(self) -> int:
+        """The number of ranks of a host."""
+        return self.world // self.hosts
+
+    @property
+    def movers(self) -> list[str]:
+        """Who may move the bytes between hosts."""
+        if self.over is not None:
+            return [self.over]
+        return ["gloo", "tcp"] if jax.default_backend() == "cpu" else ["duplex"]
+
+    def between(self, mover: str) -> Network:
+        """Returns the network of a rank and its peers on other hosts. The ranks of a host share its link."""
+        return Network(
+            up=self._payload("link" if self.up is None else "up") / self.each,
+            down=self._payload("link") / self.each,
+            latency=self._seconds(),
+            mover=mover,
+            sharing=self.each if jax.default_backend() == "cpu" else 1,
+        )
+
+    def inside(self) -> Network:
+        """Returns the network of a rank and the other ranks of its host."""
+        return Network(up=self._payload("inner_link"), mover="duplex")
+
+    def _payload(self, name: str) -> float:
+        """Returns the bytes of payload per second of a link, whose rate is the field `name`."""
+        return PAYLOAD * parse_rate(f"Cluster: argument {name!r}", getattr(self, name), most=10**14)
+
+    def _seconds(self) -> float | None:
+        """Returns the latency in seconds, or None."""
+        return None if self.latency is None else parse_time("Cluster: argument 'latency'", self.latency)
