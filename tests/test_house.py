@@ -63,6 +63,11 @@ KINDS = {
     ("cuda/arithmetic.cuh", "AbsMax::grid"): "one kernel has MaxMin's and AbsMax's grids, and chooses as it runs",
     ("cuda/arithmetic.cuh", "AbsMax::top"): "AbsMax's codes in this kernel are larger by its top code",
 }
+# (module, class): why this module asks whether a codec has this class. Other code asks the contract of codecs.
+CLASSES = {
+    ("jaxcgx.plan.adapt", "MaxMin"): "CGX's k-means chooses the bits and the bucket sizes of a MaxMin",
+    ("jaxcgx.plan.leaves", "LowRank"): "only these have factor_shape, which the type checker must know",
+}
 KIND_FILES = {f"xla_ffi/codec/{name}.h" for name in ("base", "dispatch", "traits")}
 UNREAD = re.compile(  # in C++: comments, strings, characters and preprocessor lines
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
@@ -240,6 +245,54 @@ def test_calls_name_their_arguments():
                     wrong.append(f"{module}:{node.lineno} {name} has {len(node.args)} arguments without a name")
     assert {"Grid", "_run"} <= known
     assert not wrong, "\n".join(wrong)
+
+
+def codec_classes():
+    """The names of all codecs: the classes of codecs/ that inherit from Codec."""
+    classes = [node for name, tree in modules().items() if name.startswith("jaxcgx.codecs.") for node in tree.body]
+    bases = {node.name: set(map(ast.unparse, node.bases)) for node in classes if isinstance(node, ast.ClassDef)}
+    found = {"Codec"}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found - {"Codec"}
+
+
+def members(*names):
+    """The fields, methods and properties that classes of the package declare."""
+    nodes = [node for name in names for node in definitions()[name] if isinstance(node, ast.ClassDef)]
+    found = {each.name for node in nodes for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found | {each.target.id for node in nodes for each in node.body if isinstance(each, ast.AnnAssign)}
+
+
+def outside_codecs():
+    """(module, node) of all code that may not know one codec from another."""
+    for module, tree in modules().items():
+        if not module.startswith("jaxcgx.codecs"):
+            yield from ((module, node) for node in ast.walk(tree))
+
+
+def test_code_asks_the_contract_what_a_codec_can_do():
+    """An argument `codec` may also be a plan or a dict by axis."""
+    known = members("Codec", "LowRank", "Plan", "Assignment") | {"values"}
+    assert {"sparse", "of_sum", "sums_grow", "factor_shape", "network", "default"} <= known and "bits" not in known
+    asked = [
+        (module, node)
+        for module, node in outside_codecs()
+        if isinstance(node, ast.Attribute)
+        and (ast.unparse(node.value) == "codec" or getattr(node.value, "attr", None) in ("codec", "backward"))
+    ]
+    assert len(asked) > 100
+    assert not [f"{module}:{node.lineno} {ast.unparse(node)}" for module, node in asked if node.attr not in known]
+
+
+def test_code_does_not_ask_for_the_class_of_a_codec():
+    classes, found = codec_classes(), set()
+    assert {"MaxMin", "Skip", "PowerSGD", "LowRank", "Lossless"} <= classes
+    for module, node in outside_codecs():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            named = [getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.args[1])]
+            found |= {(module, name) for name in named if name in classes}
+    assert found == set(CLASSES)
 
 
 def docstrings():

@@ -142,6 +142,11 @@ class Codec:
         """Whether a sum has another codec, with room for the elements of all ranks."""
         return self.of_sum(2) != self
 
+    @property
+    def trims_sums(self) -> bool:
+        """Whether a sum keeps only as many elements as a message, so that summing loses some of them."""
+        return self.sparse and not self.sums_grow
+
     def bucket_of(self, n: int) -> int:
         """Returns the elements of a bucket if a chunk has n elements of a leaf, or 0 without buckets."""
         return n if self.whole else self.bucket_size or 0

@@ -47,6 +47,12 @@ class Load(NamedTuple):
     sparse: bool = False  # whether the time to decode depends on the compressed bytes, not on the float32 bytes
     whole: bool = False  # whether a leaf in a chunk is one bucket, which can't be cut into pieces
 
+    @classmethod
+    def of(cls, codec: Codec, leaves: Sequence[Any], raw: float, ranks: int, mover: str | None) -> "Load":
+        """Makes the load of leaves of `raw` bytes in float32 that a codec compresses."""
+        sent, back = (wire(each, leaves, mover) for each in (codec, codec.of_sum(ranks)))
+        return cls(ranks, raw, sent, back, sparse=codec.sparse, whole=codec.whole)
+
     @property
     def both(self) -> float:
         """The compressed bytes of the message and of the sum."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.message import Sum
 from jaxcgx.exchange.overlay import Overlay, Tree
 
 _GROUPS = 8  # the most groups of ranks for a measurement; the sum of each group is encoded
@@ -154,23 +155,22 @@ class Losses:
           each: in a hierarchy, the number of ranks in each inner sum. Inner sums are assumed to lose nothing.
         """
         codec, total = self.codec, ranks * each
+        encodes_own = Sum(own).with_codec(codec).own == "encoded"
         if schedule == "tree" and not codec.low_rank:
             schedule = Overlay.tree(ranks)
         if codec.low_rank:
             state = self.encoded(State(), total)
         elif isinstance(schedule, Overlay):
-            states = [
-                self._below(tree, tree.root, each, own == "encoded" or codec.sums_grow) for tree in schedule.trees
-            ]
+            states = [self._below(tree, tree.root, each, encodes_own) for tree in schedule.trees]
             found = [state if codec.sums_grow else self.encoded(state, total) for state, _ in states]
             errors = [(1 - state.gain) ** 2 + state.noise / self.power(total) for state in found]
             return float(np.average(errors, weights=schedule.shares))
         elif schedule == "ring":
             state = self._ring(ranks, each)
         else:
-            everybody = schedule == "one_shot" or own == "encoded" or codec.sums_grow
+            everybody = schedule == "one_shot" or encodes_own
             state = self._first(ranks, ranks if everybody else ranks - 1, each, among=ranks)
-            if (schedule == "two_shot" or codec.sparse) and not codec.sums_grow:
+            if codec.trims_sums or (schedule == "two_shot" and not codec.sums_grow):
                 state = self.encoded(state, total)
         return float((1 - state.gain) ** 2 + state.noise / self.power(total))
 

@@ -172,7 +172,7 @@ def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
         else:
             payload, lost = ops.encode_fed(layout, message.leaves, residuals=message.residuals, key=key)
         received = net.all_gather(payload[0])
-        if codec.sparse and not codec.sums_grow:
+        if codec.trims_sums:
             sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
             sums = [x / how.divisor for x in sums]
         else:
@@ -197,8 +197,6 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
     """Sums in two halves: each owner sums its part, encodes the sum, and sends it to all ranks."""
     net, parts, lost, sent = stage.net, Chunks(stage.codec, message, stage.net.size), None, None
     back = parts.layout.of_sum(net.size)
-    if stage.codec.sums_grow:
-        how = how._replace(own="encoded")
     with scope(ExchangeScope.of(stage.schedule, parts.layout)):
         if message.residuals is None:
             row = FIRST_HALF[str(stage.schedule)](net, parts, message.key, how)
@@ -254,13 +252,16 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """Returns the divided sum of the leaves over all ranks of a stage. Every rank gets it."""
     if is_piecewise(stage):
         with piecewise_scope(stage, message):
-            summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
-    elif isinstance(stage.schedule, Overlay):
-        summed = trees.allreduce(stage.compared(message, how), stage.schedule, message, how)
-    elif stage.schedule == "one_shot":
-        summed = _one_shot(stage.compared(message, how), message, how)
+            leaves, residuals = stage.net.end_sum(begin(stage, message, how))
+            summed = Summed(leaves, residuals)
     else:
-        return _two_halves(stage.compared(message, how), message, how)
+        stage, how = stage.compared(message, how), how.with_codec(stage.codec)
+        if isinstance(stage.schedule, Overlay):
+            summed = trees.allreduce(stage, stage.schedule, message, how)
+        elif stage.schedule == "one_shot":
+            summed = _one_shot(stage, message, how)
+        else:
+            return _two_halves(stage, message, how)
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 

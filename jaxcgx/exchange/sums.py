@@ -51,15 +51,8 @@ def choose(
             known = network or Network()
             known = dataclasses.replace(known, mover=known.mover or net.mover)
             parts = [jax.ShapeDtypeStruct((x.size // share,), x.dtype) for x in leaves]
-            sent, back = (costs.wire(each, parts, known.mover) for each in (codec, codec.of_sum(net.size)))
-            load = costs.Load(
-                ranks=net.size,
-                raw=sum(4 * x.size for x in leaves) // share,
-                wire=sent,
-                back=back,
-                sparse=codec.sparse,
-                whole=codec.whole,
-            )
+            raw = sum(4 * x.size for x in leaves) // share
+            load = costs.Load.of(codec, parts, raw, ranks=net.size, mover=known.mover)
             schedule = costs.choose(load, known, prefer=prefer)
         outer = outer._replace(schedule=schedule)
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))

@@ -65,8 +65,7 @@ class _Climb:
     """A sum on its way up the trees."""
 
     def __init__(self, stage: Stage, overlay: Overlay, message: Message, how: Sum) -> None:
-        self.net, self.overlay, self.message = stage.net, overlay, message
-        self.how = how._replace(own="encoded") if stage.codec.sums_grow else how
+        self.net, self.overlay, self.message, self.how = stage.net, overlay, message, how
         self.layout = message.layout(stage.codec, len(overlay.trees), overlay.shares)
         self.sum_layout = self.layout.of_sum(overlay.ranks)
         key, self.lost = first(message.key, stage.codec, self.net), None

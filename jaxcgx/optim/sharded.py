@@ -89,13 +89,9 @@ class Sharded:
             if codec.low_rank or codec.sparse or codec.skips:
                 remedy = "take another one, such as jaxcgx.Cast() or jaxcgx.MaxMin(8)"
                 raise wrong(OP, "gather", "codecs that send every element of a shard", spell(codec), remedy)
-        if not self.placement.state and not self._exact:
+        if not self.placement.state and not self.gather.raw:
             remedy = "pass param_specs=jaxcgx.shard_specs(params, mesh), or the same as optimizer_specs"
             raise wrong(OP, "gather", "parameters or an optimizer's state to gather", "none", remedy)
-
-    @property
-    def _exact(self) -> bool:
-        return all(codec.raw for codec in self.gather.codecs)
 
     def transformation(
         self, compress: Callable[..., Any], options: dict[str, Any], order: tuple[int, ...] | None = None
@@ -215,7 +211,7 @@ class Sharded:
     @property
     def lost_specs(self) -> tuple[Any, ...]:
         """The PartitionSpecs of the result of `init_lost`."""
-        kept = self.feedback and not self._exact and self._updates
+        kept = self.feedback and not self.gather.raw and self._updates
         return (self._updates.pick(self.placement.state_specs),) if kept else ()
 
     def send_updates(self, updates: Any, lost: tuple[Any, ...], key: Any) -> tuple[Any, tuple[Any, ...]]:

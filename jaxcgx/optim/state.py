@@ -58,8 +58,7 @@ def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
     factors = [max(filter(None, by_plan), default=None) for by_plan in shapes]
     # A state must fit all plans that compress the same leaves. So it has a key even if no codec draws noise, and a
     # count even if there is only one phase. optax may also pass a tree without leaves.
-    raw = all(codec.raw for plan in settings.plans for codec in plan.codecs)
-    compresses = settings.keyed or (any(encoded) if leaves.values else not raw)
+    compresses = settings.keyed or (any(encoded) if leaves.values else not all(plan.raw for plan in settings.plans))
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -39,6 +39,11 @@ class Assignment:
         return [codec for given in (self.default, *(rule.codec for rule in self.rules)) for codec in values(given)]
 
     @property
+    def raw(self) -> bool:
+        """Whether no leaf is compressed."""
+        return all(codec.raw for codec in self.codecs)
+
+    @property
     def stochastic(self) -> bool:
         """Whether any codec that a leaf may get draws noise. Exchanges then need a key."""
         return any(codec.stochastic for codec in self.codecs)

@@ -241,9 +241,7 @@ class Case:
 
     def _load(self, codec: Codec, ids: Sequence[int], mover: str | None) -> Load:
         leaves = self._shares(codec, ids)
-        wire, back = (costs.wire(each, leaves, mover) for each in (codec, codec.of_sum(self.nodes)))
-        raw = 4 * sum(x.size for x in leaves)
-        return Load(self.nodes, raw, wire, back, sparse=codec.sparse, whole=codec.whole)
+        return Load.of(codec, leaves, raw=4 * sum(x.size for x in leaves), ranks=self.nodes, mover=mover)
 
     def _auto(self, codec: Codec, network: Network) -> str:
         """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/sums.py)."""
