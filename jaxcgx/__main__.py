@@ -39,7 +39,9 @@ def plan(options: argparse.Namespace) -> None:
         tree = shapes.read(options.model)
         codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
         gradients = shapes.read_gradients(options.gradients) if options.gradients else None
-        cluster = Cluster(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster)})
+        cluster = Cluster(
+            **{field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster) if field.init}
+        )
         found = advise.advise(
             tree,
             cluster,
@@ -56,6 +58,24 @@ def plan(options: argparse.Namespace) -> None:
     except (OSError, TypeError, ValueError) as error:
         said = str(error).removeprefix("plan: ").removeprefix("advise: ").removeprefix("Cluster: ")
         sys.exit(f"python -m jaxcgx plan: {said}")
+
+
+def link(options: argparse.Namespace) -> None:
+    """Runs python -m jaxcgx link."""
+    import socket
+
+    from jaxcgx.report import cache, link
+
+    try:
+        if options.host:
+            peer, found = options.host, link.measure(options.host, options.port)
+        else:
+            with socket.create_server(("", options.port)) as server:
+                print(f"now run on another host: python -m jaxcgx link {socket.gethostname()}", flush=True)
+                peer, found = link.serve(server)
+        print(f"{peer}: {found}", f"saved to {cache.path('links')}", sep="\n")
+    except (OSError, ValueError) as error:
+        sys.exit(f"python -m jaxcgx link: {str(error).removeprefix('link: ')}")
 
 
 def lab(options: argparse.Namespace) -> int:
@@ -151,7 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         help="resnet50, gpt2, llama-1b, a number of parameters (25M), or a file: .npz of arrays, .json or .toml of "
         "shapes by name",
     )
-    added.add_argument("--link", required=True, help="the rate of a host's link, 10gbit; with --up, the rate down")
+    added.add_argument(
+        "--link",
+        help="the rate of a host's link, 10gbit; with --up, the rate down; by default the slowest one that `python -m "
+        "jaxcgx link` measured here",
+    )
     added.add_argument("--world", type=int, required=True, help="the number of ranks")
     added.add_argument("--nodes", type=int, help="the number of hosts (by default one for each rank)")
     added.add_argument("--inner-link", default="100gbit", help="the rate between ranks of a host (100gbit)")
@@ -168,6 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
     added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
     added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
+    added = command("link", link, "measure the link to another host, which plan then uses")
+    added.add_argument("host", nargs="?", help="where python -m jaxcgx link waits; without it, wait for another host")
+    added.add_argument("--port", type=int, default=5799, help="where to wait (5799)")
     added = command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
     added.add_argument("--hosts", type=int, default=2, help="how many (2)")
     added.add_argument("--rate", help="of every link, in both directions (1gbit)")

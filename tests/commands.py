@@ -29,7 +29,7 @@ NOT_RUN = {
     r"bench-(lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
     r"cuda1[23]|gpu": GPU,
     r"make cuda": COMPILER,
-    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|ray_train": CLUSTER,
+    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|ray_train|jaxcgx link": CLUSTER,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
     r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)|num_epochs=500": LONG,
     r"\.\.\.|FILE|SECONDS|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]": FILLED_IN,

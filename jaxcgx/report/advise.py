@@ -333,9 +333,11 @@ def _break_even(case: Case, best: Choice, network: Network) -> float:
 
 def _constants(cluster: Cluster, case: Case, assumed: bool) -> tuple[tuple[str, str, str], ...]:
     network = cluster.between(cluster.movers[0])
+    rate = f"{network.up * case.each / PAYLOAD / 1e6:,.0f} Mbit/s up, {PAYLOAD * 8} of it payload"
+    latency = "given" if cluster.latency else "assumed, and the measured delay" if cluster.measured else "assumed"
     return (
-        ("link", f"{network.up * case.each / PAYLOAD / 1e6:,.0f} Mbit/s up, {PAYLOAD * 8} of it payload", "given"),
-        ("latency of a step", f"{network.step * 1e6:.0f} us", "given" if cluster.latency else "assumed"),
+        ("link", rate, "measured from this host" if cluster.measured else "given"),
+        ("latency of a step", f"{network.step * 1e6:.0f} us", latency),
         ("half-duplex of Gloo", "1.06 to 1.83 times", "measured between 2 and 4 hosts"),
         ("kernels", "encode, decode and sum of each codec", "measured on this machine"),
         ("computation", f"{case.compute * 1e3:g} ms", "given"),

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 from jaxcgx.checks import check_choice, check_field, check_integer, wrong
+from jaxcgx.report.link import Measured, slowest
 from jaxcgx.transports.network import PAYLOAD, WAYS, Network
 from jaxcgx.units import parse_rate, parse_time
 
@@ -15,21 +16,25 @@ class Cluster:
 
     Args:
       world: the number of ranks.
-      link: the bit rate of a host's link, such as "10gbit". If `up` is given, `link` is only the rate down.
+      link: the bit rate of a host's link, such as "10gbit". If `up` is given, `link` is only the rate down. None: the
+        slowest link of this host that `python -m jaxcgx link` has measured.
       up: the bit rate up, if it differs from the rate down.
       nodes: the number of hosts. None: every rank has its own host.
       inner_link: the bit rate of each rank's link to the other ranks of its host.
-      latency: the latency of a step between hosts, such as "50us". None: the transport's latency in network.py.
+      latency: the latency of a step between hosts, such as "50us". None: the transport's latency in network.py, and the
+        delay of a measured link.
       over: "gloo", "tcp" or "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, otherwise "duplex".
     """
 
     world: int
-    link: str
+    link: str | None = None
     up: str | None = None
     nodes: int | None = None
     inner_link: str = "100gbit"
     latency: str | None = None
     over: str | None = None
+    measured: Measured | None = dataclasses.field(init=False)
+    """The measured link, if `link` is None."""
 
     def __post_init__(self) -> None:
         check_field(self, "world", check_integer, 2)
@@ -39,8 +44,15 @@ class Cluster:
                 raise wrong("Cluster", "nodes", f"a divisor of world={self.world}, at least 2", self.nodes)
         if self.over is not None:
             check_field(self, "over", check_choice, WAYS)
+        object.__setattr__(self, "measured", slowest() if self.link is None else None)
+        if self.link is None and (self.up is not None or self.measured is None):
+            expected = (
+                "the rate down beside up" if self.up is not None else 'a rate such as "10gbit", or a measured link'
+            )
+            remedy = "to measure it, run `python -m jaxcgx link` on another host, and `python -m jaxcgx link HOST` here"
+            raise wrong("Cluster", "link", expected, None, remedy)
         for name in ("link", "inner_link", "up"):
-            if name != "up" or self.up is not None:
+            if name == "inner_link" or getattr(self, name) is not None:
                 self._payload(name)
         self._seconds()
 
@@ -63,10 +75,18 @@ class Cluster:
 
     def between(self, mover: str) -> Network:
         """Returns the network of a rank and its peers on other hosts. The ranks of a host share its link."""
+        latency = self._seconds()
+        if self.measured is None:
+            down = self._payload("link")
+            up = down if self.up is None else self._payload("up")
+        else:
+            up, down = self.measured.up, self.measured.down
+            if latency is None:
+                latency = WAYS[mover].latency + self.measured.delay
         return Network(
-            up=self._payload("link" if self.up is None else "up") / self.each,
-            down=self._payload("link") / self.each,
-            latency=self._seconds(),
+            up=up / self.each,
+            down=down / self.each,
+            latency=latency,
             mover=mover,
             sharing=self.each if jax.default_backend() == "cpu" else 1,
         )

@@ -1,9 +1,7 @@
 """The speed of this machine's kernels for each codec. It is measured once and kept in a file."""
 
 import dataclasses
-import json
 import os
-import pathlib
 import platform
 import statistics
 import time
@@ -19,6 +17,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import layout_of
+from jaxcgx.report import cache
 
 SIZE = 2**22  # elements; they have 16 MiB, more than most caches
 _MESSAGES, _ITERATIONS, _TURNS = 4, 4, 5
@@ -35,29 +34,13 @@ class Kernels:
 
 def kernels(codec: Codec) -> Kernels:
     """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them."""
-    path, place, name = _path(), _place(), spell(codec)
-    known = _load(path)
-    if name not in known.get(place, {}):
+    place, name = _place(), spell(codec)
+    known = cache.load("kernels", place)
+    if name not in known:
         found = _measure(codec)
-        known.setdefault(place, {})[name] = dataclasses.asdict(found)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")  # another process may be reading the file
-        fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        cache.save("kernels", place, name, dataclasses.asdict(found))
         return found
-    return Kernels(**known[place][name])
-
-
-def _path() -> pathlib.Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(folder) / "jaxcgx" / "kernels.json"
-
-
-def _load(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a missing or damaged file is replaced after a measurement
-        return {}
+    return Kernels(**known[name])
 
 
 def _place() -> str:

@@ -1,10 +1,14 @@
 """Cluster: the networks that it describes, and what it refuses."""
 
+import dataclasses
+import platform
+
 import pytest
 from errors import raises, says
 
 import jaxcgx as cgx
-from jaxcgx.transports.network import PAYLOAD
+from jaxcgx.report import cache, link
+from jaxcgx.transports.network import PAYLOAD, WAYS
 
 
 def test_ranks_of_a_host_share_its_link():
@@ -21,6 +25,25 @@ def test_every_rank_has_its_own_host_by_default():
     assert (cluster.hosts, cluster.each) == (4, 1)
     assert cluster.between("gloo") == cgx.Network(up=PAYLOAD * 1e9, down=PAYLOAD * 1e9, mover="gloo")
     assert cluster.movers == ["gloo", "tcp"] and cgx.Cluster(world=4, link="1gbit", over="tcp").movers == ["tcp"]
+
+
+def test_without_a_rate_the_slowest_measured_link_counts(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = says("Cluster", "link", expected="a rate such as or a measured link", got="None", remedy="jaxcgx link")
+    with raises(ValueError, expected):
+        cgx.Cluster(world=4)
+    with raises(ValueError, says("Cluster", "link", expected="the rate down beside up", got="None")):
+        cgx.Cluster(world=4, up="10mbit")
+    for peer, found in (("b", link.Measured(up=2e6, down=9e6, delay=0.01)), ("c", link.Measured(3e6, 8e6, 0.02))):
+        cache.save("links", platform.node(), peer, dataclasses.asdict(found))
+    cluster = cgx.Cluster(world=4, nodes=2)
+    cache.save(
+        "links", platform.node(), "d", dataclasses.asdict(link.Measured(1.0, 1.0, 1.0))
+    )  # later: changes nothing
+    network = cluster.between("tcp")
+    assert (network.up, network.down) == (1e6, 4e6) and network.latency == WAYS["tcp"].latency + 0.02
+    assert dataclasses.replace(cluster, latency="0s").between("tcp").latency == 0
+    assert cgx.Cluster(world=4, link="1gbit").measured is None
 
 
 @pytest.mark.parametrize(

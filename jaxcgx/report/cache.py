@@ -1,0 +1,34 @@
+"""Measurements of this machine that are made once and kept: JSON files in ~/.cache/jaxcgx ($XDG_CACHE_HOME)."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+
+def path(name: str) -> pathlib.Path:
+    """Returns the path of a file of measurements."""
+    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(folder) / "jaxcgx" / f"{name}.json"
+
+
+def load(name: str, place: str) -> dict[str, dict[str, float]]:
+    """Returns {key: measurement} of a place in a file. A missing or damaged file has none."""
+    return _read(name).get(place, {})
+
+
+def save(name: str, place: str, key: str, found: dict[str, float]) -> None:
+    """Adds a measurement to a file, or replaces the one with this key."""
+    known = _read(name)
+    known.setdefault(place, {})[key] = found
+    path(name).parent.mkdir(parents=True, exist_ok=True)
+    fresh = path(name).with_suffix(f".{os.getpid()}")  # another process may be reading the file
+    fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path(name))
+
+
+def _read(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    try:
+        return json.loads(path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
