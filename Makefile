@@ -109,7 +109,7 @@ test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, i
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
-test-full: begin cpptest pytest test-recipes mpi mpich cuda matrix slowest ## the same with everything that takes long
+test-full: begin cpptest pytest test-recipes mpi mpich cuda matrix slowest ## build, install into .venv and run every test in its full form
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
@@ -149,7 +149,7 @@ mpi mpi-short: $(INSTALLED)
 			--junitxml="$(TIMES)/mpi-$$n.\$$OMPI_COMM_WORLD_RANK.xml" || exit 1; \
 	done
 
-mpich: $(INSTALLED) ## the Python tests on 2 ranks of MPICH, in an environment of its own
+mpich: $(INSTALLED) ## the Python tests on 2 ranks of MPICH, in a separate environment
 	@$(MPI_BUILD) $(CHEAP_FLAGS) .venv/bin/python scripts/mpich.py
 
 # Three at a time on two cores, as some of them wait.
@@ -161,13 +161,13 @@ cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	cmake --build build/cpp -- --quiet && \
 	ctest --test-dir build/cpp --output-on-failure --parallel 3 --output-junit $(TIMES)/cpp.xml
 
-cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what can be checked without a GPU
+cuda: $(INSTALLED) ## compile the CUDA half for every architecture, and run the tests that need no GPU
 	@.venv/bin/python scripts/cuda.py
 
 cuda-short: $(INSTALLED) ## the same for one architecture
 	@.venv/bin/python scripts/cuda.py --short
 
-cuda-resources: $(INSTALLED) ## write what the CUDA kernels cost, scripts/cuda-resources.json
+cuda-resources: $(INSTALLED) ## write the resources that the CUDA kernels use, scripts/cuda-resources.json
 	@.venv/bin/python scripts/cuda.py --short --write
 
 matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between
@@ -176,16 +176,16 @@ matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest 
 matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 	@.venv/bin/python scripts/matrix.py --short --flags='$(CHEAP)'
 
-wheels: $(INSTALLED) ## make and test what a release uploads: dist/; CUDA=yes: with the CUDA half
+wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
 	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
 
-bench-accuracy: $(INSTALLED) ## train with every codec, with feedback and without; goes on where it was cut off
+bench-accuracy: $(INSTALLED) ## train with every codec, with feedback and without; continues after an interruption
 	@.venv/bin/python benchmarks/accuracy.py
 
-bench-adam: $(INSTALLED) ## what Adam makes of compressed gradients, leaf by leaf
+bench-adam: $(INSTALLED) ## measure Adam's updates from compressed gradients, leaf by leaf
 	@.venv/bin/python benchmarks/adam.py
 
 bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/results
@@ -194,25 +194,25 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
 
-bench-decoupled: $(INSTALLED) ## train in four decoupled centers, of which one is killed and comes back
+bench-decoupled: $(INSTALLED) ## train in four decoupled centers, one of which is killed and comes back
 	@.venv/bin/python benchmarks/decoupled.py
 
-bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; goes on where it was cut off
+bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; continues after an interruption
 	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))
 
-bench-errors: $(INSTALLED) ## what every codec loses, beside published figures and predictions
+bench-errors: $(INSTALLED) ## measure the error of every codec, next to published figures and predictions
 	@.venv/bin/python benchmarks/errors.py
 
 bench-prediction: $(INSTALLED) ## compare the predicted times of exchanges with results; MEASURE=yes: with new ones, too
 	@.venv/bin/python benchmarks/prediction.py $(if $(MEASURE),--measure)
 
-bench-simulation: $(INSTALLED) ## draw where each technique wins, by the planner's model; writes docs/plots
+bench-simulation: $(INSTALLED) ## draw where each technique is fastest, by the planner's model; writes docs/plots
 	@.venv/bin/python benchmarks/simulation.py
 
 bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against the PyTorch of the Python TORCH
 	@.venv/bin/python benchmarks/powersgd.py $(if $(TORCH),--torch $(TORCH))
 
-bench-recipes: $(INSTALLED) ## train recipes on real data with several compressions; goes on where it was cut off
+bench-recipes: $(INSTALLED) ## train recipes on real data with several compressions; continues after an interruption
 	@.venv/bin/python benchmarks/recipes.py
 
 bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
@@ -230,16 +230,16 @@ TORCH_REQUIREMENT ?= torch
 	@.torch/bin/python $(PIP) numpy $(TORCH_REQUIREMENT)
 	@touch $@
 
-bench-topology: $(INSTALLED) ## as root, measure what overlays gain where one of four links is slow
+bench-topology: $(INSTALLED) ## as root, measure what overlays gain if one of four links is slow
 	@.venv/bin/python benchmarks/topology.py
 
 bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
 	@.venv/bin/python benchmarks/overlap.py
 
-bench-priority: $(INSTALLED) ## as root, measure how near steps come to the longer of computation and communication (P3)
+bench-priority: $(INSTALLED) ## as root, compare steps with the longer of computation and communication (P3)
 	@.venv/bin/python benchmarks/priority.py
 
-bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root, lost links too)
+bench-failures: $(INSTALLED) ## measure how soon the others get an error if a rank fails (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py
 
 bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's bytes against the kernel's counters
@@ -251,7 +251,7 @@ bench-long-links: $(INSTALLED) ## as root, measure exchanges over Tcp on long li
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py
 
-bench-wan: $(INSTALLED) ## as root, every wide-area technique between data centers; goes on where it was cut off
+bench-wan: $(INSTALLED) ## as root, every wide-area technique between data centers; continues after an interruption
 	@.venv/bin/python benchmarks/wan.py
 
 clean: ## remove the environments and everything built

@@ -21,7 +21,7 @@ import jaxcgx as cgx
 from jaxcgx.codecs.spelling import spell
 
 RANKS, BATCH = 4, 2  # windows per rank
-STEPS, COUNTED = 60, 20  # only the last 20 are averaged
+STEPS, COUNTED = 60, 20  # only the last ones are averaged
 RATE = 1e-3
 LEAVES = {"embed": "embedding", "position": "positions", "1_qkv_w": "attention", "1_up_w": "hidden", "head": "head"}
 CODECS = [

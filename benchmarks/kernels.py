@@ -359,7 +359,7 @@ def run_leaves(name, operation, repeats):
 
 
 def run_temporaries(name, operation, size):
-    """Returns the bytes that XLA allocates besides arguments and results, if the operation is a program of its own."""
+    """Returns the bytes that XLA allocates besides arguments and results, if the operation is a separate program."""
     x = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     layout = Layout.of(CODECS["MaxMin 4"], [x])
     payload = jax.ShapeDtypeStruct((1, layout.chunk_bytes), jnp.uint8)

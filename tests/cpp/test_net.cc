@@ -175,7 +175,7 @@ void test_exchanges() {
   }
 }
 
-// The first exchange fills the sockets, so that the bytes of the second wait behind it. The second has other ranks, in
+// The first exchange fills the sockets, so that the bytes of the second wait. The second has other ranks, in
 // another order.
 void test_several_in_flight_and_groups() {
   together(4, [](Net& net, int64_t process) {

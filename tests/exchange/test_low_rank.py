@@ -333,7 +333,7 @@ def test_16_bit_leaves():
 
 
 def test_without_factors_every_call_begins_alike():
-    """It starts as with zeros. None in place of a leaf does the same, and returns no factors."""
+    """It starts as with zeros. None instead of a leaf does the same, and returns no factors."""
     x = tree(2)
     q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0], x), CODEC)
 

@@ -162,7 +162,7 @@ def test_warm_up():
     np.testing.assert_allclose(
         list(warm_up(0.001, 5, None, 1).values()), [0.316, 0.1, 0.0316, 0.01, 0.00316, 0.001], rtol=1e-2
     )
-    # The last epoch's ratio is the final one, so it has no step of its own after it.
+    # The last epoch's ratio is the final one, so no further step follows it.
     assert warm_up(0.001, 5, 0.25, 1) == {0: 0.25, 1: 0.0625, 2: 0.015625, 3: 0.00390625, 4: 0.001}
     assert warm_up(0.001, 2, (1, 0.5), 7) == {0: 1, 7: 0.5, 14: 0.001} and warm_up(0.001, 0, None, None) == {0: 0.001}
 

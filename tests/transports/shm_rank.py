@@ -51,7 +51,7 @@ class Comm:
 
 
 class Early(Comm):
-    """A communicator in which the last rank dies before it attaches. The others then raise its answer."""
+    """A communicator in which the last rank dies before it attaches. The others then raise what they would send."""
 
     calls = 0
 
