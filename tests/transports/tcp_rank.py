@@ -492,8 +492,9 @@ def explained():
 
 
 def adapted():
-    """Returns what a topology decides on each rank: its overlays, what it knows of links, and a sum along the last
-    overlay.
+    """Returns what a topology decides on each rank.
+
+    These are its overlays, what it knows of links, and a sum along the last overlay.
     """
     mesh = the_mesh("data")
     topology = Topology(mesh, TCP, greed=0.5, probe_bytes=2**17)
