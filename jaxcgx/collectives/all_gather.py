@@ -7,7 +7,7 @@ import jax
 from jaxcgx.checks import check_choice
 from jaxcgx.collectives.arguments import Dimension, Options, check_dimension, per_leaf
 from jaxcgx.collectives.calls import Call, Route
-from jaxcgx.exchange import rows
+from jaxcgx.exchange import row_primitives
 from jaxcgx.exchange.message import Message
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -74,11 +74,11 @@ def gather(
     def compressed(message: Message, route: Route) -> list[Any]:
         gathered = message
         sizes = tuple(stage.net.size for stage in route.stages)
-        join = rows.Join(tuple(dims[i] for i in message.ids), tiled, sizes)
+        join = row_primitives.Join(tuple(dims[i] for i in message.ids), tiled, sizes)
         for j, stage in enumerate(route.stages):
             part = route.with_key(gathered.replace(key=message.key), j, route.stages[j + 1 :])
             last = stage is route.stages[-1]
-            gathered = part.replace(leaves=rows.all_gather(part, stage, to, join=join if last else None))
+            gathered = part.replace(leaves=row_primitives.all_gather(part, stage, to, join=join if last else None))
         return gathered.leaves
 
     return call.run(plain, compressed)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxcgx.checks import check_choice
 from jaxcgx.collectives.arguments import Dimensions, Options, check_dimension, check_divisible
 from jaxcgx.collectives.calls import Call, Route, by_stage
-from jaxcgx.exchange import rows
+from jaxcgx.exchange import row_primitives
 from jaxcgx.exchange.message import Message
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -80,7 +80,7 @@ def exchange(op: str, x: Any, net: Transport, codec: Any, options: Options, dime
         parts = by_stage(split, route.stages)
         for j, stage in reversed(list(enumerate(route.stages))):
             part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))
-            parts = rows.all_to_all(part, stage)
+            parts = row_primitives.all_to_all(part, stage)
             parts = [jnp.moveaxis(x, 0, j) for x in parts]
         whole = [x.reshape(call.size, *x.shape[len(route.stages) :]) for x in parts]
         return [join_rows(x, concat_axes[i], tiled) for x, i in zip(whole, message.ids)]

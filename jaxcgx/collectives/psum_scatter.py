@@ -18,7 +18,7 @@ from jaxcgx.collectives.arguments import (
 )
 from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
-from jaxcgx.exchange import rows
+from jaxcgx.exchange import row_primitives
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -139,7 +139,7 @@ class Scatter:
         for j, stage in reversed(list(enumerate(stages))):
             part = parts.replace(key=message.key, leaves=[jnp.moveaxis(x, j, 0) for x in parts.leaves])
             how = Sum(self.options.own, float(call.size) if self.mean and j == 0 else 1.0)
-            parts = rows.psum_scatter(route.with_key(part, j, route.others(j)), stage, how)
+            parts = row_primitives.psum_scatter(route.with_key(part, j, route.others(j)), stage, how)
         if parts.residuals is None:
             return parts
         return parts.replace(residuals=[join_rows(x, d, self.tiled) for x, d in zip(parts.residuals, dims)])

@@ -1,4 +1,4 @@
-"""The primitives of rows: all_gather and psum_scatter, transposes of each other, and all_to_all, its own transpose.
+"""The primitives of exchanges of rows: all_gather, its transpose psum_scatter, and all_to_all, its own transpose.
 
 Leaves are [ranks, ...]: row r is for rank r, or came from rank r.
 """
