@@ -45,6 +45,22 @@ def test_shapes_dtypes_and_bytes(codec):
         assert_same_bytes(y, expected)
 
 
+@pytest.mark.parametrize(
+    "codec, makes_codes, sums_grow, trims_sums",
+    [
+        (cgx.MaxMin(4), True, False, False),
+        (cgx.TopK(0.1), True, True, False),
+        (cgx.TopK(0.1, pull="top"), True, False, True),
+        (cgx.PowerSGD(4), False, False, False),
+        (cgx.Raw(), False, False, False),
+        (cgx.Skip(), False, False, False),
+    ],
+    ids=str,
+)
+def test_what_follows_from_traits(codec, makes_codes, sums_grow, trims_sums):
+    assert (codec.makes_codes, codec.sums_grow, codec.trims_sums) == (makes_codes, sums_grow, trims_sums)
+
+
 def test_wire_bytes():
     """Bytes are metadata, then codes, each padded to 16 bytes."""
     n = 1_000_000
