@@ -15,7 +15,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native.eager import define_impl
-from jaxcgx.native.rows import add
+from jaxcgx.native.rows import add, exchanged_shape, mapped_axes
 from jaxcgx.native.terms import digest
 
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
@@ -63,13 +63,12 @@ def _refuse(ctx: Any, x: Any, **params: Any) -> Any:
 
 
 def _abstract(x: Any, *, operation: str, argument: int, net: Any) -> Any:
-    shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
-    return _compat.result_aval([x], shape, x.dtype), net.effects
+    return _compat.result_aval([x], exchanged_shape(operation, x, net.size), x.dtype), net.effects
 
 
 # vmap makes one exchange of longer rows.
 def _batch(operands: Any, dims: Any, *, operation: str, **params: Any) -> Any:
-    before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))
+    before, after = mapped_axes(operation)
     return exchange_p.bind(jnp.moveaxis(operands[0], dims[0], before), operation=operation, **params), after
 
 

@@ -18,6 +18,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
+from jaxcgx.native.rows import exchanged_shape, mapped_axes
 from jaxcgx.native.terms import digest
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
@@ -103,14 +104,12 @@ def refuse(ctx: Any, *operands: Any, **params: Any) -> NoReturn:
 
 
 def _abstract(x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> tuple[Any, frozenset[Any]]:
-    shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
-    return _compat.result_aval([x], shape, x.dtype), net.effects
+    return _compat.result_aval([x], exchanged_shape(operation, x, net.size), x.dtype), net.effects
 
 
 # vmap makes one exchange of longer rows.
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: Any) -> tuple[jax.Array, int]:
-    (x, who), (dim, _) = operands, dims
-    before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))
+    (x, who), (dim, _), (before, after) = operands, dims, mapped_axes(operation)
     return tcp_exchange_p.bind(jnp.moveaxis(x, dim, before), who, operation=operation, **params), after
 
 

@@ -41,8 +41,11 @@ tcp_begin_p: Any = _compat.Primitive("jaxcgx_tcp_begin")
 tcp_end_p: Any = _compat.Primitive("jaxcgx_tcp_end")
 
 
+# The operands and the results of both primitives, in the order in which the handlers have them.
+
+
 class Operands(NamedTuple):
-    """The operands, in the order in which the handler takes them."""
+    """The operands of the first primitive."""
 
     leaves: list[Any]
     residuals: list[Any] | None
@@ -52,14 +55,42 @@ class Operands(NamedTuple):
     hop_key: Any = None
 
 
+class Started(NamedTuple):
+    """The results of the first primitive."""
+
+    residuals: list[Any] | None
+    ticket: Any
+
+
+class Ending(NamedTuple):
+    """The operands of the second primitive."""
+
+    ticket: Any
+    residuals: list[Any] | None
+
+
+class Results(NamedTuple):
+    """The results of the second primitive."""
+
+    sums: list[Any]
+    residuals: list[Any] | None
+
+
 class How(NamedTuple):
-    """The handler's settings: the schedule, and which encodings have feedback."""
+    """The settings of the first primitive: the schedule, and which encodings have feedback."""
 
     two_shot: bool  # whether the sum goes along trees; otherwise it is one_shot
     parents: tuple[tuple[int, ...], ...]  # for each tree, the parent of each rank
     own: bool  # whether a rank adds its own part without encoding it
     sum_feedback: bool  # whether a residual of a rank's own part becomes the loss of encoding the sum
     divisor: float
+
+
+class HowToEnd(NamedTuple):
+    """The settings of the second primitive."""
+
+    two_shot: bool  # as in `How`
+    later: bool  # whether the program may be later than the program that began the sum
 
 
 @functools.partial(
@@ -78,11 +109,6 @@ class Begun:
     layout: Layout
     two_shot: bool  # whether the sum goes along trees
     net: Any
-
-
-class Results(NamedTuple):
-    sums: list[Any]
-    residuals: list[Any] | None
 
 
 def begin(
@@ -118,10 +144,9 @@ def begin(
         sum_feedback=raw and feedback,
         divisor=float(divisor),
     )
-    *residuals, ticket = tcp_begin_p.bind(
-        *_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net
-    )
-    return Begun(ticket, residuals if feedback else None, layout, two_shot=how.two_shot, net=net)
+    found = tcp_begin_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
+    started = _started(operands.residuals).unflatten(found)
+    return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net)
 
 
 def end(begun: Begun, later: bool) -> Results:
@@ -132,23 +157,38 @@ def end(begun: Begun, later: bool) -> Results:
       later: whether the program may be later than the program that began the sum. Then no later exchange begins before
         this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
     """
-    operands = _compat.match_varying(begun.ticket, *(begun.residuals or ()))
+    flat, tree = jax.tree_util.tree_flatten(Ending(begun.ticket, begun.residuals))
+    how = HowToEnd(begun.two_shot, later)
     found = tcp_end_p.bind(
-        *operands, layout=begun.layout, batch=(), two_shot=begun.two_shot, net=begun.net, later=later
+        *_compat.match_varying(*flat), tree=tree, layout=begun.layout, batch=(), how=how, net=begun.net
     )
-    n = len(begun.layout.shapes)
-    return Results(found[:n], None if begun.residuals is None else found[n:])
+    return _ended(begun.layout, begun.residuals).unflatten(found)
 
 
-# A sum is two calls, so that other operations or later programs run between them. Residuals are updated in place.
+def _started(residuals: list[Any] | None) -> Any:
+    """Returns the structure of `Started`, from the residuals among the operands."""
+    return jax.tree_util.tree_structure(Started(residuals, ticket=0))
+
+
+def _ended(layout: Layout, residuals: list[Any] | None) -> Any:
+    """Returns the structure of `Results`, from the residuals among the operands."""
+    return jax.tree_util.tree_structure(Results([0] * len(layout.shapes), residuals))
+
+
+def _in_place(residuals: list[int] | None, results: Any) -> dict[int, int]:
+    """Returns {place among the operands: place among the results} of the residuals, which are updated in place."""
+    return dict(zip(residuals or (), places(results).residuals or ()))
+
+
+# A sum is two calls, so that other operations or later programs run between them.
 def _lower_begin(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
     at = places(tree)
     given, messages = list(operands), math.prod(batch)
     given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], net=net)
-    aliases = {place: i for i, place in enumerate(at.residuals or ())}
-    return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)(
+    in_place = _in_place(at.residuals, _started(at.residuals))
+    return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=in_place)(
         ctx,
         *given,
         **layout.attributes,
@@ -168,23 +208,22 @@ def _lower_begin(
 
 
 def _lower_end(
-    ctx: Any, *operands: Any, layout: Layout, batch: tuple[int, ...], two_shot: bool, net: Any, later: bool
+    ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: HowToEnd, net: Any
 ) -> Sequence[Any]:
-    options: dict[str, Any] = dict(
-        operand_output_aliases={1 + i: len(layout.shapes) + i for i in range(len(operands) - 1)}
-    )
-    if later:
+    at = places(tree)
+    options: dict[str, Any] = dict(operand_output_aliases=_in_place(at.residuals, _ended(layout, at.residuals)))
+    if how.later:
         call = _compat.lower_ordered("jaxcgx_tcp_allreduce_end", net.order, **options)
     else:
         call = jax.ffi.ffi_lowering("jaxcgx_tcp_allreduce_end", has_side_effect=True, **options)
     return call(
         ctx,
-        *operands,  # the ticket, and residuals
+        *operands,
         **layout.attributes,
         batch=np.int64(math.prod(batch)),
-        two_shot=two_shot,
-        feedback=len(operands) > 1,
-        ordered=later,
+        two_shot=how.two_shot,
+        feedback=at.residuals is not None,
+        ordered=how.later,
     )
 
 
@@ -206,20 +245,29 @@ def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> 
 def _abstract_begin(
     *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> tuple[list[Any], frozenset[Any]]:
-    residuals = [(s, jnp.float32) for s in layout.shapes] if tree.unflatten(avals).residuals is not None else []
-    return _results(avals, batch, [*residuals, ((2,), jnp.uint32)]), net.effects
+    residuals = _residuals(layout, tree.unflatten(avals))
+    return _results(avals, batch, Started(residuals, ticket=jax.ShapeDtypeStruct((2,), jnp.uint32))), net.effects
 
 
 def _abstract_end(
-    *avals: Any, layout: Layout, batch: tuple[int, ...], two_shot: bool, net: Any, later: bool
+    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: HowToEnd, net: Any
 ) -> tuple[list[Any], frozenset[Any]]:
-    sums = [(s, d if two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
-    residuals = [(s, jnp.float32) for s in layout.shapes] if len(avals) > 1 else []
-    return _results(avals, batch, sums + residuals), net.effects if later else net.effects - {net.order}
+    residuals = _residuals(layout, tree.unflatten(avals))
+    dtypes = layout.dtypes if how.two_shot else [jnp.float32] * len(layout.dtypes)
+    results = Results(list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes)), residuals)
+    return _results(avals, batch, results), net.effects if how.later else net.effects - {net.order}
 
 
-def _results(avals: Sequence[Any], batch: tuple[int, ...], wanted: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
-    return [_compat.result_aval(avals, (*batch, *shape), dtype, rows=len(batch)) for shape, dtype in wanted]
+def _residuals(layout: Layout, operands: Operands | Ending) -> list[Any] | None:
+    """Returns the types of the new residuals, or None without feedback."""
+    return None if operands.residuals is None else [jax.ShapeDtypeStruct(s, jnp.float32) for s in layout.shapes]
+
+
+def _results(avals: Sequence[Any], batch: tuple[int, ...], results: Started | Results) -> list[Any]:
+    return [
+        _compat.result_aval(avals, (*batch, *x.shape), x.dtype, rows=len(batch))
+        for x in jax.tree_util.tree_leaves(results)
+    ]
 
 
 # vmap makes one call for all messages, as in ops.py.

@@ -38,7 +38,7 @@ class Halves:
         for eqn in program.eqns:
             waits = any(x in late for x in _variables(eqn.invars))
             if eqn.primitive is tcp_end_p and not waits:
-                ends.append(eqn.replace(params=eqn.params | {"later": True}))
+                ends.append(eqn.replace(params=eqn.params | {"how": eqn.params["how"]._replace(later=True)}))
             elif waits or (eqn.effects and id(eqn) not in leads):
                 rest.append(eqn)
             else:
@@ -70,7 +70,8 @@ class Halves:
         """
         given = [x.reshape(var.aval.shape) for x, var in zip(values, self.before.outvars)]
         if first := [x.reshape(-1)[0] for x in jax.tree_util.tree_leaves(behind) if x.size]:
-            tickets = {eqn.invars[0] for eqn in self.behind.eqns if eqn.primitive is tcp_end_p}
+            ends = [eqn for eqn in self.behind.eqns if eqn.primitive is tcp_end_p]
+            tickets = {eqn.params["tree"].unflatten(eqn.invars).ticket for eqn in ends}
             # This is always 0, because nothing is above infinity. XLA doesn't know that, so it computes `behind` first.
             zero = sum((jnp.real(x).astype(jnp.float32) > jnp.inf).astype(jnp.uint32) for x in first)
             given = [x + zero if var in tickets else x for x, var in zip(given, self.before.outvars)]
