@@ -23,8 +23,9 @@ from jaxcgx.transports.axes import axis_names, crosses
 class Between:
     """A compressed mean of outer gradients over the centers, with error feedback, for a part of the parameters.
 
-    All ranks of a center have the same outer gradients and residuals. The exchange takes those of the first rank, and
-    zeros from the other ranks. Inside a center, the ranks share the work and exchange uncompressed arrays.
+    All ranks of a center have the same outer gradients. The exchange takes those of the first rank, and zeros from the
+    other ranks. The same holds for residuals, unless each rank keeps its own ones. Inside a center, the ranks share the
+    work and exchange uncompressed arrays.
     """
 
     axis: Any  # the axis of the centers, then the axes of a center's ranks; some may be marked, as by Tcp
@@ -32,6 +33,9 @@ class Between:
     feedback: bool
     seed: int
     options: dict[str, Any]  # further options of begin_pmean
+    # Whether each rank keeps its own residuals, because the state has a row for each rank. The sum of all rows is then
+    # that of the centers, on any number of ranks per center.
+    own_residuals: bool = False
 
     @property
     def crosses(self) -> bool:
@@ -65,7 +69,8 @@ class Between:
         residuals = jax.tree_util.tree_map(lambda r: r[0], sent.residuals)
         if self._inner:
             first = lax.axis_index(self._inner) == 0
-            moved, residuals = jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), (moved, residuals))
+            of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
+            moved, residuals = of_first(moved), residuals if self.own_residuals else of_first(residuals)
         state = {"residuals": residuals, "factors": sent.factors}
         state = {name: tree for name, tree in state.items() if jax.tree_util.tree_leaves(tree)}
         found = begin_pmean(moved, self.axis, self._parts, key=key, **state, **self.options)
@@ -84,5 +89,6 @@ class Between:
         if self._inner:
             ranks = lax.axis_size(self._inner)
             mean = jax.tree_util.tree_map(lambda x: x * ranks, mean)
-            residuals = jax.tree_util.tree_map(lambda r: lax.psum(r, self._inner), residuals)
+            if not self.own_residuals:
+                residuals = jax.tree_util.tree_map(lambda r: lax.psum(r, self._inner), residuals)
         return mean, sent._replace(residuals=jax.tree_util.tree_map(lambda r: r[None], residuals))

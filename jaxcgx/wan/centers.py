@@ -91,8 +91,13 @@ def _no_exchange(axis_name: AxisName, **options: Any) -> Any:
         expected = "none, as a center has one rank, which exchanges nothing"
         remedy = f"give it to jaxcgx.wan.diloco, which exchanges outer gradients (or leave {given[0]} out)"
         raise wrong(OP, given[0], expected, repr(options[given[0]]), remedy)
-    nothing = CompressState(*[None] * 5)
-    return import_optax(OP).GradientTransformation(lambda _: nothing, lambda grads, state, params=None: (grads, state))
+
+    def init(params: Any) -> CompressState:
+        # The structure is that of centers with several ranks that exchange raw gradients, for checkpoints.
+        nothing = jax.tree_util.tree_map(lambda _: None, params)
+        return CompressState(count=None, key=None, residuals=nothing, momentum=None, telemetry=None)
+
+    return import_optax(OP).GradientTransformation(init, lambda grads, state, params=None: (grads, state))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

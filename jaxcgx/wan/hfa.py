@@ -16,6 +16,7 @@ from jaxcgx.optim.training import Training
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.typing import AxisName
+from jaxcgx.wan.between import Between
 from jaxcgx.wan.centers import Centers, check_several
 from jaxcgx.wan.diloco import Diloco, diloco
 from jaxcgx.wan.rounds import Both, Exchange
@@ -87,6 +88,10 @@ class Hfa(Diloco):
             check_several(OP, f"centers along {name!r}", placement.mesh.shape[name])
         found = super().over(placement, optimizer, data_axis)
         return Workers(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
+
+    def between(self, axis: Any) -> Between:
+        """Returns the exchange between the centers of a mesh over these axes."""
+        return dataclasses.replace(super().between(axis), own_residuals=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

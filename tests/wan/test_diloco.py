@@ -284,6 +284,19 @@ def test_another_number_of_centers(tmp_path):
     assert int(restored.count) == 7 and np.isfinite(metrics.loss).all()
 
 
+def test_centers_of_one_rank_continue_those_of_several(tmp_path):
+    """And the other way round, if nothing is compressed inside a center."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    make = lambda local: trainer(diloco(every=2, plan=cgx.Plan(cgx.MaxMin(4, 8), min_size=0)), mesh_of(local=local))
+    for old, new in (2, 1), (1, 2):
+        _, state = run(make(old), 3)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / f"{old}", state)
+        restored = cgx.restore_state(tmp_path / f"{old}", make(new).init(PARAMS))
+        assert_same_trees(restored, state)
+        run(make(new), 1, restored)
+
+
 def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
     """One center has a NaN.
 
