@@ -43,10 +43,12 @@ def reshard_state(opt_state: Any, new_size: int) -> Any:
 
 
 def spread(size: int, keep: str, rows: Any) -> Any:
-    """Returns `size` equal rows with the same sum (`keep` "sum") or mean over ranks as `rows`.
+    """Returns `size` equal rows with the same sum (`keep` "sum") or mean over ranks as `rows`, or zeros ("zeros").
 
     `reshard_state` explains the rows of integers, flags and random keys.
     """
+    if keep == "zeros":
+        return (np if addable(rows) else jnp).zeros((size, *rows.shape[1:]), rows.dtype)
     if rows.shape[0] == size:
         return rows
     if not addable(rows):

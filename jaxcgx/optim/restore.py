@@ -25,7 +25,8 @@ class Leaf(NamedTuple):
 
     path: Any  # the JAX path
     value: Any
-    keep: str | None  # "sum" or "mean": what its rows keep over the ranks; None: it has no rows
+    # "sum" or "mean": what its rows keep over the ranks; "zeros": nothing, its rows are zeros; None: it has no rows
+    keep: str | None
 
     @property
     def name(self) -> str:
@@ -49,7 +50,8 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
 
     Arrays per rank of jaxcgx's states may have a different number of ranks in the checkpoint than in the template. They
     are converted as by `jaxcgx.reshard_state`: residuals keep their sum over ranks, momentum keeps its mean. With the
-    same number of ranks, all bits are the same as in the checkpoint.
+    same number of ranks, all bits are the same as in the checkpoint. Exchanges of `diloco` over `Tcp` that were in
+    progress have not begun in the restored state.
 
     Args:
       path: the absolute path of the checkpoint. A CheckpointManager saves it in folder/step/default.
@@ -74,9 +76,14 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
             return structure.flatten_up_to(checkpointer.restore(path, args=args))
 
         moved = [
-            i for i, leaf in enumerate(leaves) if leaf.keep and (net is not None or leaf.shape != saved[leaf.name])
+            i
+            for i, leaf in enumerate(leaves)
+            if leaf.keep in ("sum", "mean") and (net is not None or leaf.shape != saved[leaf.name])
         ]
-        found = read({i: leaf.value for i, leaf in enumerate(leaves) if i not in moved})
+        lost = [i for i, leaf in enumerate(leaves) if leaf.keep == "zeros"]
+        found = read({i: leaf.value for i, leaf in enumerate(leaves) if i not in moved and i not in lost})
+        for i in lost:
+            found[i] = _place(np.zeros(leaves[i].shape, _words(leaves[i].value).dtype), leaves[i].value)
         for i in moved:  # one leaf at a time, because the rows of all ranks are in the memory of the host
             leaf = leaves[i]
             rows = read({i: np.broadcast_to(np.zeros((), _words(leaf.value).dtype), saved[leaf.name])})[i]

@@ -9,9 +9,10 @@ from jax import lax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.collectives.crossing import begin_pmean, end_pmean
+from jaxcgx.collectives.psum import compressed_pmean
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.halves import Halves
 from jaxcgx.optim.leaves import loose
 from jaxcgx.optim.state import CompressState
 from jaxcgx.plan import Plan
@@ -32,7 +33,7 @@ class Between:
     plan: Plan
     feedback: bool
     seed: int
-    options: dict[str, Any]  # further options of begin_pmean
+    options: dict[str, Any]  # further options of compressed_pmean
     # Whether each rank keeps its own residuals, because the state has a row for each rank. The sum of all rows is then
     # that of the centers, on any number of ranks per center.
     own_residuals: bool = False
@@ -40,7 +41,7 @@ class Between:
     @property
     def crosses(self) -> bool:
         """Whether an exchange goes on while the programs of later steps run."""
-        return crosses(self.axis) and not self._inner
+        return crosses(self.axis)
 
     @property
     def centers(self) -> int:
@@ -63,8 +64,8 @@ class Between:
         made: Any = compress_gradients(self.axis, self._parts, feedback=self.feedback, seed=self.seed)
         return made.init(params)
 
-    def begin(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """Begins an exchange of the outer gradients `moved`. Returns (ticket, state)."""
+    def mean(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
+        """Exchanges the outer gradients `moved`. Returns (mean, state)."""
         key = fold(sent.key, sent.count) if self.plan.stochastic else None
         residuals = jax.tree_util.tree_map(lambda r: r[0], sent.residuals)
         if self._inner:
@@ -73,22 +74,31 @@ class Between:
             moved, residuals = of_first(moved), residuals if self.own_residuals else of_first(residuals)
         state = {"residuals": residuals, "factors": sent.factors}
         state = {name: tree for name, tree in state.items() if jax.tree_util.tree_leaves(tree)}
-        found = begin_pmean(moved, self.axis, self._parts, key=key, **state, **self.options)
-        ticket, *new = found if state else (found,)
+        found = compressed_pmean(moved, self.axis, self._parts, key=key, **state, **self.options)
+        mean, *new = found if state else (found,)
         renewed = dict(zip(state, new))
-        if "residuals" in renewed:
-            renewed["residuals"] = jax.tree_util.tree_map(lambda r: r[None], renewed["residuals"])
-        count = None if sent.count is None else sent.count + 1
-        return ticket, sent._replace(count=count, **renewed)
-
-    def end(self, ticket: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """Ends an exchange. Returns (mean, state)."""
-        residuals = jax.tree_util.tree_map(lambda r: r[0], sent.residuals)
-        fed = bool(jax.tree_util.tree_leaves(residuals))
-        mean, residuals = end_pmean(ticket, residuals) if fed else (end_pmean(ticket), residuals)
         if self._inner:
             ranks = lax.axis_size(self._inner)
             mean = jax.tree_util.tree_map(lambda x: x * ranks, mean)
-            if not self.own_residuals:
-                residuals = jax.tree_util.tree_map(lambda r: lax.psum(r, self._inner), residuals)
-        return mean, sent._replace(residuals=jax.tree_util.tree_map(lambda r: r[None], residuals))
+        if "residuals" in renewed:
+            of_center = lambda r: lax.psum(r, self._inner) if self._inner and not self.own_residuals else r
+            renewed["residuals"] = jax.tree_util.tree_map(lambda r: of_center(r)[None], renewed["residuals"])
+        count = None if sent.count is None else sent.count + 1
+        return mean, sent._replace(count=count, **renewed)
+
+    def begin(self, moved: Any, sent: CompressState) -> list[Any]:
+        """Begins an exchange that a later step ends. Returns what `end` needs, as rows of this rank."""
+        return self._halves(moved, sent).first(sent, moved)
+
+    def end(self, rows: list[Any], like: Any, sent: CompressState) -> tuple[Any, CompressState]:
+        """Ends an exchange. Returns (mean, state).
+
+        Args:
+          rows: what `begin` returned.
+          like: arrays like the outer gradients.
+          sent: the state that `begin` got.
+        """
+        return self._halves(like, sent).second(sent, rows)
+
+    def _halves(self, moved: Any, sent: CompressState) -> Halves:
+        return Halves.of(lambda sent, moved: self.mean(moved, sent), sent, moved)

@@ -163,7 +163,7 @@ class Centers:
     def _specs(self) -> DilocoState:
         rows = P(self.name)
         sent = CompressState(P(), P(), residuals=rows, momentum=rows, telemetry=P(), trace=P(), factors=P())
-        waiting = rows if self._rounds.crosses else P()
+        waiting = P(self.placement.names) if self._rounds.crosses else P()
         return DilocoState(
             count=P(),
             centers=PerRank(Center(params=rows, start=rows, inner=rows, sent=P(self.name, self.inner))),

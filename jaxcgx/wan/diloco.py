@@ -74,7 +74,7 @@ def diloco(
       fragments: the number of fragments of the parameters, P. One fragment is exchanged every `every` / P steps. All
         fragments have about the same number of bytes. Large parameters are cut along their first dimension.
       overlap: the number of steps, less than `every` / P, after which the result of an exchange is applied. Over `Tcp`,
-        with centers of one rank, the exchange goes on while these steps run.
+        the exchange goes on while these steps run.
       alpha: the weight of a center's own parameters when a result is applied, from 0 to below 1: own = alpha * own +
         (1 - alpha) * outer.
       eager: whether the result of an exchange is applied when the fragment's next exchange begins, `every` steps later.
@@ -125,7 +125,7 @@ class Diloco:
     telemetry: bool
     feedback: bool
     seed: int
-    options: dict[str, Any]  # further options of begin_pmean
+    options: dict[str, Any]  # further options of compressed_pmean
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", check_outer(OP, self.outer))

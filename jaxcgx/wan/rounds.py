@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxcgx.optim.model_state import PerRank
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
 from jaxcgx.wan.between import Between
@@ -16,13 +16,30 @@ from jaxcgx.wan.outer import OuterTelemetry, init_outer, measure
 OP = "diloco"
 
 
+class Waiting(NamedTuple):
+    """An exchange that began in an earlier step. Only the process that began it can end it."""
+
+    begun: Any  # bool[ranks]: whether an exchange has begun
+    rows: Any  # what ends it: a tree of arrays [ranks, ...]
+
+    @property
+    def per_rank(self) -> dict[str, str]:
+        """{field with a row per rank: what becomes of it in other processes or on other ranks}."""
+        return {"begun": "zeros", "rows": "zeros"}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The fields that are trees like the parameters, without a row per rank."""
+        return ()
+
+
 class Exchange(NamedTuple):
     """The state of a fragment. It is the same in every center, except residuals in `sent` and a ticket in `waiting`."""
 
     sent: CompressState  # the state of the exchange of outer gradients
     outer: Any  # the state of the outer optimizer
-    # The mean of outer gradients that is still to be applied, or a PerRank of the ticket of its exchange. None if every
-    # exchange ends in the step in which it begins.
+    # The mean of outer gradients that is still to be applied, or the Waiting of its exchange. None if every exchange
+    # ends in the step in which it begins.
     waiting: Any
     before: Any  # the mean of outer gradients of the round before; None without telemetry
     telemetry: Any  # the OuterTelemetry of the last round; None without telemetry
@@ -57,8 +74,8 @@ class Rounds:
         zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         sent, waiting = self.between.init(params), None
         if self.crosses:
-            ticket, _ = jax.eval_shape(self.between.begin, zeros(), sent)
-            waiting = PerRank(jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), ticket))
+            rows = jax.eval_shape(self.between.begin, zeros(), sent)
+            waiting = Waiting(jnp.zeros(1, bool), jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), rows))
         elif self.later:
             waiting = zeros()
         return Exchange(
@@ -71,24 +88,27 @@ class Rounds:
 
     def begin(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
         """Begins the exchange of outer gradients. It also ends the exchange if this can't go on in later steps."""
-        ticket, sent = self.between.begin(_moved(fragment, both), exchange.sent)
+        moved = _moved(fragment, both)
         if self.crosses:
-            return both, exchange._replace(sent=sent, waiting=PerRank(ticket))
-        mean, sent = self._received(ticket, sent)
-        return both, exchange._replace(sent=choose(finite(mean), sent, exchange.sent), waiting=mean)
+            begun = Waiting(jnp.ones(1, bool), self.between.begin(moved, exchange.sent))
+            return both, exchange._replace(waiting=begun)
+        mean, sent = self.between.mean(moved, exchange.sent)
+        return both, self._received(mean, sent, exchange=exchange)._replace(waiting=mean)
 
     def end(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
         """Moves the outer parameters by the mean, and the center's own parameters to the outer parameters.
 
-        If the mean isn't finite, the outer parameters stay as they are, and the center goes back to them.
+        If the mean isn't finite, the outer parameters stay as they are, and the center goes back to them. If no
+        exchange has begun, nothing changes.
         """
-        mean, exchange = self._arrived(exchange)
-        good = finite(mean)
+        mean, begun, exchange = self._arrived(fragment, both, exchange)
+        good = begun & finite(mean)
         after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=good)
         own = after
         if self.alpha:
             mix = lambda x, y: (self.alpha * wide(x) + (1 - self.alpha) * wide(y)).astype(x.dtype)
             own = choose(good, jax.tree_util.tree_map(mix, fragment.take(both.own), after), after)
+        own = choose(begun, own, fragment.take(both.own))
         return both._replace(outer=fragment.put(both.outer, after), own=fragment.put(both.own, own)), done
 
     def at_once(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
@@ -108,27 +128,39 @@ class Rounds:
           first: whether this is the fragment's first round. It has no earlier mean to apply.
         """
         moved = _moved(fragment, both)
-        mean, exchange = self._arrived(exchange)
-        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=finite(mean) & ~first)
+        mean, begun, exchange = self._arrived(fragment, both, exchange)
+        good = begun & finite(mean) & ~first
+        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=good)
         part = jax.tree_util.tree_map(lambda d, x: (d / self.between.centers).astype(x.dtype), moved, after)
         ahead = import_optax(OP).apply_updates(after, self.outer.update(part, done.outer, after)[0])
         start = choose(finite(moved), ahead, after)
         _, begun = self.begin(fragment, both, done)
         return Both(fragment.put(both.outer, after), *(fragment.put(x, start) for x in both[1:])), begun
 
-    def _received(self, ticket: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """Ends an exchange. Returns (mean, state), with residuals times `decay`."""
-        mean, sent = self.between.end(ticket, sent)
+    def _received(self, mean: Any, sent: CompressState, *, exchange: Exchange) -> Exchange:
+        """Returns the state after an exchange, with residuals times `decay`, or unchanged if the mean isn't finite."""
         if self.decay != 1:
             sent = sent._replace(residuals=jax.tree_util.tree_map(lambda r: self.decay * r, sent.residuals))
-        return mean, sent
+        return exchange._replace(sent=choose(finite(mean), sent, exchange.sent))
 
-    def _arrived(self, exchange: Exchange) -> tuple[Any, Exchange]:
-        """Returns (mean, state) of the exchange that began in an earlier step. The state then has no open exchange."""
+    def _arrived(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Any, Any, Exchange]:
+        """Ends the exchange that began in an earlier step.
+
+        Returns (mean, whether an exchange has begun, state). In a restored state, none has begun.
+        """
+        waiting = exchange.waiting
         if not self.crosses:
-            return exchange.waiting, exchange
-        mean, sent = self._received(exchange.waiting.rows, exchange.sent)
-        return mean, exchange._replace(sent=sent, waiting=jax.tree_util.tree_map(jnp.zeros_like, exchange.waiting))
+            return waiting, True, exchange
+        zeros = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), fragment.take(both.outer))
+
+        def receive() -> tuple[Any, Exchange]:
+            mean, sent = self.between.end(waiting.rows, zeros, exchange.sent)
+            done = self._received(mean, sent, exchange=exchange)
+            return mean, done._replace(waiting=jax.tree_util.tree_map(jnp.zeros_like, waiting))
+
+        begun = waiting.begun[0]
+        mean, exchange = lax.cond(begun, receive, lambda: (zeros, exchange))
+        return mean, begun, exchange
 
     def _move(self, before: Any, exchange: Exchange, mean: Any, good: jax.Array) -> tuple[Any, Exchange]:
         """Returns (outer parameters, state) after an outer step with the mean, or both unchanged unless `good`."""
