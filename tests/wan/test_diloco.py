@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 from jaxcgx.wan.fragments import cut
+from jaxcgx.wan.rounds import Waiting
 
 # Numbers with few bits, so that their sums and products are exact in any order. None is -0, because sums may turn it
 # into +0.
@@ -295,6 +296,13 @@ def test_centers_of_one_rank_continue_those_of_several(tmp_path):
         restored = cgx.restore_state(tmp_path / f"{old}", make(new).init(PARAMS))
         assert_same_trees(restored, state)
         run(make(new), 1, restored)
+
+
+def test_an_exchange_in_progress_has_not_begun_on_other_ranks():
+    keys = jax.random.split(jax.random.key(0))
+    moved = cgx.reshard_state(Waiting(np.ones(2, bool), [np.ones((2, 5), np.float32), keys]), 3)
+    assert moved.begun.tolist() == [False] * 3 and moved.rows[0].shape == (3, 5) and not moved.rows[0].any()
+    assert moved.rows[1].shape == (3,) and not jax.random.key_data(moved.rows[1]).any()
 
 
 def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
