@@ -125,7 +125,9 @@ class Transmission:
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
         contributions = step.contributions()
         if late is not None:
-            arrived = step.arrive(late(now.means))
+            # It ends before the exchange of the important blocks, whose bytes are behind it on the same links. So its
+            # blocks are decoded while those bytes travel.
+            arrived = step.arrive(late(step.gradients))
             now = Sent(_add(now.means, arrived.means), _add(now.residuals, arrived.residuals))
         after = DifferentialState(
             count=import_optax(settings.function).safe_increment(state.count),

@@ -399,8 +399,20 @@ def everything(tcp):
 
 
 def assert_meanwhile(program):
-    """Checks that a sum begins before the backward pass of a program has ended, and that none is waited for before."""
+    """Checks that a sum begins before the backward pass of a program has ended, and that none is waited for before.
+
+    No wait is after another one, so the first sum to arrive is decoded while the others travel.
+    """
     operations = program.split("\nENTRY ")[1].splitlines()
+    found = [re.match(r"\s*(?:ROOT )?%(\S+) = (.*)", line) for line in operations]
+    uses = {each[1]: set(re.findall(r"%([\w.-]+)", each[2])) for each in found if each}
+    waiting = {each[1] for each in found if each and 'target="jaxcgx_tcp_allreduce_end"' in each[2]}
+    for wait in waiting:
+        behind, new = set(), uses[wait]
+        while new:
+            behind |= new
+            new = set().union(*(uses.get(name, set()) for name in new)) - behind
+        assert not behind & waiting, (wait, behind & waiting)
     at = lambda pattern: [i for i, line in enumerate(operations) if re.search(pattern, line)]
     begins, ends = at('target="jaxcgx_tcp_allreduce"'), at('target="jaxcgx_tcp_allreduce_end"')
     backward = at(r"transpose\(jvp")
