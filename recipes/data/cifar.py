@@ -1,9 +1,10 @@
-"""CIFAR-10 and CIFAR-100, from the archives of their binary versions."""
+"""CIFAR-10 and CIFAR-100, from their binary versions: archives, or the folders that these contain."""
 
 import dataclasses
 import hashlib
 import pathlib
 import tarfile
+import zlib
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ class Cifar10:
     """CIFAR-10.
 
     Args:
-      folder: the folder of the archive.
+      folder: the folder of the archive, or of the folder that the archive contains, or that folder itself.
       augment: whether training images are randomly shifted and mirrored.
     """
 
@@ -28,33 +29,54 @@ class Cifar10:
     augment: bool
 
     archive: ClassVar[str] = "cifar-10-binary.tar.gz"
-    md5: ClassVar[str] = "c32a1d4ab5d03f1284b67883e8d87530"
-    train: ClassVar[tuple[str, ...]] = tuple(f"cifar-10-batches-bin/data_batch_{i}.bin" for i in range(1, 6))
-    test: ClassVar[tuple[str, ...]] = ("cifar-10-batches-bin/test_batch.bin",)
+    inside: ClassVar[str] = "cifar-10-batches-bin"
+    train: ClassVar[dict[str, str]] = {  # the files and their SHA-1 sums
+        "data_batch_1.bin": "aadd24acce27caa71bf4b10992e9e7b2d74c2540",
+        "data_batch_2.bin": "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795",
+        "data_batch_3.bin": "1dd00a74ab1d17a6e7d73e185b69dbf31242f295",
+        "data_batch_4.bin": "aab85764eb3584312d3c7f65fd2fd016e36a258e",
+        "data_batch_5.bin": "26e2849e66a845b7f1e4614ae70f4889ae604628",
+    }
+    test: ClassVar[dict[str, str]] = {"test_batch.bin": "67eb016db431130d61cd03c7ad570b013799c88c"}
     labels: ClassVar[int] = 1  # label bytes before the pixels of a record; the last one is the class
     classes: ClassVar[int] = 10
     shape: ClassVar[tuple[int, ...]] = 32, 32, 3
 
     def load(self) -> tuple[Split, Split]:
-        path = pathlib.Path(self.folder, self.archive)
-        if not path.is_file():
-            raise Wrong(
-                f"config.data.folder: there is no {path}; get {self.archive} from {SOURCE}, name its folder by "
-                "--config.data.folder=..., or try --config.data=synthetic"
-            )
-        content = path.read_bytes()
-        if (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != self.md5:
-            raise Wrong(f"config.data.folder: {path} is damaged: expected the MD5 sum {self.md5}, got {found}")
-        with tarfile.open(path) as archive:
-            return splits(self._read(archive, self.train), self._read(archive, self.test), self.augment)
+        contents = self._contents()
+        for name, sha1 in (self.train | self.test).items():
+            if (found := hashlib.sha1(contents[name], usedforsecurity=False).hexdigest()) != sha1:
+                raise Wrong(
+                    f"config.data.folder: {name} in {self.folder} is damaged: expected the SHA-1 {sha1}, got {found}"
+                )
+        part = lambda names: self._records(b"".join(contents[name] for name in names))
+        return splits(part(self.train), part(self.test), self.augment)
 
     def stand_in(self) -> tuple[Split, Split]:
         return synthetic(self.shape, self.classes, (50_000, 10_000))
 
-    def _read(self, archive: tarfile.TarFile, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        files = [archive.extractfile(name) for name in names]
-        records = np.frombuffer(b"".join(file.read() for file in files if file), np.uint8)
-        records = records.reshape(-1, self.labels + 32 * 32 * 3)
+    def _contents(self) -> dict[str, bytes]:
+        """Returns the content of each file."""
+        folder = pathlib.Path(self.folder)
+        archive, names = folder / self.archive, [*self.train, *self.test]
+        try:
+            for place in (folder / self.inside, folder):
+                if (place / names[0]).is_file():
+                    return {name: (place / name).read_bytes() for name in names}
+            if archive.is_file():
+                with tarfile.open(archive) as tar:
+                    files = {name: tar.extractfile(f"{self.inside}/{name}") for name in names}
+                    return {name: file.read() for name, file in files.items() if file}
+        except (EOFError, KeyError, OSError, tarfile.TarError, zlib.error) as error:
+            raise Wrong(f"config.data.folder: the files in {folder} can't be read: {error}") from None
+        raise Wrong(
+            f"config.data.folder: there is no {archive}; get {self.archive} from {SOURCE}, name its folder, or the "
+            "folder that it contains, by --config.data.folder=..., or try --config.data=synthetic"
+        )
+
+    def _records(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (images, labels)."""
+        records = np.frombuffer(content, np.uint8).reshape(-1, self.labels + 32 * 32 * 3)
         images = records[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return np.ascontiguousarray(images), records[:, self.labels - 1]
 
@@ -63,8 +85,8 @@ class Cifar100(Cifar10):
     """CIFAR-100, with its 100 fine classes."""
 
     archive = "cifar-100-binary.tar.gz"
-    md5 = "03b5dce01913d631647c71ecec9e9cb8"
-    train = ("cifar-100-binary/train.bin",)
-    test = ("cifar-100-binary/test.bin",)
+    inside = "cifar-100-binary"
+    train: ClassVar[dict[str, str]] = {"train.bin": "e207cd2e05b73b1393c74c7f5e7bea451d63e08e"}
+    test: ClassVar[dict[str, str]] = {"test.bin": "8fb6623e830365ff53cf14adec797474f5478006"}
     labels = 2
     classes = 100

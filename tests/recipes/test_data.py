@@ -14,34 +14,35 @@ def batch(split, random=None):
 
 
 def cifar(folder, kind):
-    """Makes an archive like CIFAR's, with 4 images per file. Image i has class i and a red corner."""
+    """Makes an archive like CIFAR's, and returns the content of each file. Image i of 4 has class i and a red corner."""
     record = lambda i: bytes([*[9] * (kind.labels - 1), i, 255]) + bytes(32 * 32 * 3 - 1)
-    path = folder / kind.archive
-    with tarfile.open(path, "w:gz") as archive:
-        for name in kind.train + kind.test:
-            content = b"".join(map(record, range(4)))
-            entry = tarfile.TarInfo(name)
+    content = b"".join(map(record, range(4)))
+    with tarfile.open(folder / kind.archive, "w:gz") as archive:
+        for name in kind.train | kind.test:
+            entry = tarfile.TarInfo(f"{kind.inside}/{name}")
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    return path
+    return content
 
 
 @pytest.mark.parametrize(
-    "name, archive, md5, files",
+    "name, archive, sha1, files",
     [
-        ("cifar10", r"cifar-10-binary\.tar\.gz", "c32a1d4a", 5),
-        ("cifar100", r"cifar-100-binary\.tar\.gz", "03b5dce0", 1),
+        ("cifar10", r"cifar-10-binary\.tar\.gz", "aadd24ac", 5),
+        ("cifar100", r"cifar-100-binary\.tar\.gz", "e207cd2e", 1),
     ],
 )
-def test_cifar(train, data, tmp_path, monkeypatch, name, archive, md5, files):
-    load = lambda: data.load(name=name, synthetic=False, folder=str(tmp_path), augment=True)
+def test_cifar(train, data, tmp_path, monkeypatch, name, archive, sha1, files):
+    load = lambda folder=tmp_path: data.load(name=name, synthetic=False, folder=str(folder), augment=True)
     with pytest.raises(train.Wrong, match=rf"config\.data\.folder: there is no .*{archive}; get .* from http"):
         load()
     kind = getattr(data.cifar, name.capitalize())
-    path = cifar(tmp_path, kind)
-    with pytest.raises(train.Wrong, match=rf"is damaged: expected the MD5 sum {md5}"):
+    content = cifar(tmp_path, kind)
+    with pytest.raises(train.Wrong, match=rf"\.bin in .* is damaged: expected the SHA-1 {sha1}"):
         load()
-    monkeypatch.setattr(kind, "md5", hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest())
+    for part in "train", "test":
+        sums = dict.fromkeys(getattr(kind, part), hashlib.sha1(content, usedforsecurity=False).hexdigest())
+        monkeypatch.setattr(kind, part, sums)
     found = load()
     assert (found.name, len(found.train), len(found.test)) == (name, 4 * files, 4)
     images, labels = batch(found.test)
@@ -50,6 +51,28 @@ def test_cifar(train, data, tmp_path, monkeypatch, name, archive, md5, files):
     moved = batch(found.train, np.float32([[0.99, 0.5, 0.9, 0, 0], [0.5, 0.5, 0.1, 0, 0]] * 2))[0]
     assert (moved > 1).sum() == 2  # the corner was moved out of the image, or mirrored
     assert moved[1, 0, 31, 0] > 1 and moved[3, 0, 31, 0] > 1
+
+    # Half of an archive, and no archive but its folder: its place is named, or itself.
+    path = tmp_path / kind.archive
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(train.Wrong, match=r"config\.data\.folder: the files in .* can't be read: "):
+        load()
+    path.write_bytes(whole)
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path, filter="data")
+    path.unlink()
+    for folder in tmp_path, tmp_path / kind.inside:
+        again = load(folder)
+        np.testing.assert_array_equal(again.train.images, found.train.images)
+        np.testing.assert_array_equal(again.test.labels, found.test.labels)
+    *_, last = kind.test
+    (tmp_path / kind.inside / last).write_bytes(content[:-1])
+    with pytest.raises(train.Wrong, match=rf"{last} in .* is damaged"):
+        load()
+    (tmp_path / kind.inside / last).unlink()
+    with pytest.raises(train.Wrong, match=rf"can't be read: .*No such file or directory: .*{last}"):
+        load()
 
 
 def test_imagenet(train, data, tmp_path):
