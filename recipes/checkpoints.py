@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -56,8 +57,9 @@ class Checkpoints:
 
         All processes must call this method. If there are checkpoints and none can be read, it raises `Wrong`.
         """
-        steps, why = self.steps(), ""
-        for step in reversed(steps):
+        step, why = sys.maxsize, ""
+        # A process may not yet see the files that another one does, so they agree on each step that they try.
+        while step := max(self.world.gather(max((each for each in self.steps() if each < step), default=0))):
             found, why = None, "another process can't read it"
             try:
                 found = cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
@@ -66,7 +68,7 @@ class Checkpoints:
             if self.world.all(found is not None):
                 return step, found
             self.say(f"the checkpoint of step {step} can't be read ({why}): trying the one before")
-        if steps:
+        if why:
             raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")
         return 0, template
 

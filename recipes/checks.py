@@ -9,6 +9,10 @@ class Wrong(Exception):
     """An error that train.py shows as one line, without a traceback."""
 
 
+class Interrupted(Exception):
+    """A signal ended the training after a step, and that step has a checkpoint."""
+
+
 def choose(choices: Mapping[str, Any], name: Any, place: str) -> Any:
     """Returns choices[name]. An unknown name is an error that names all choices."""
     if name not in choices:

@@ -1,7 +1,8 @@
 """The ranks of a run: devices of this process, devices of the processes of jax.distributed, or processes of mpirun."""
 
 import os
-from typing import Any, NamedTuple
+import signal
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -55,11 +56,55 @@ class World(NamedTuple):
         """Returns the sum over all ranks of `sums`, which a program computed from the result of `put`."""
         return np.asarray(sums) if self.comm is None else self.comm.allreduce(np.asarray(sums))
 
+    def gather(self, value: int) -> list[int]:
+        """Returns the `value` of each process. All processes must call this method."""
+        if self.comm is not None:
+            return self.comm.allgather(value)
+        return multihost_utils.process_allgather(np.int32(value)).tolist()
+
     def all(self, holds: bool) -> bool:
         """Returns whether `holds` is true in every process. All processes must call this method."""
-        if self.comm is not None:
-            return all(self.comm.allgather(holds))
-        return bool(np.all(multihost_utils.process_allgather(np.array(holds))))
+        return all(self.gather(holds))
+
+
+class Signals:
+    """In a `with` block, signals that would end a process are noted, and all processes learn of them.
+
+    A second signal ends a process at once. The signals are those of Ctrl-C (SIGINT), of Slurm and Kubernetes (SIGTERM),
+    and one that mpirun passes on (SIGUSR1): on the others, mpirun kills its processes within a second.
+    """
+
+    NUMBERS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
+    def __init__(self, world: World) -> None:
+        self._world, self._came, self._before = world, False, {}
+        # In each process of jax.distributed, JAX notes a SIGTERM, and only that, and tells the other processes.
+        self._by_jax = jax.process_count() > 1
+
+    def __enter__(self) -> Self:
+        for number in self.NUMBERS:
+            if not (self._by_jax and number == signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number in self._before:
+            signal.signal(number, self._before[number])
+
+    def end(self, step: int) -> bool:
+        """Returns whether the training ends after `step`, because a process had a signal.
+
+        All processes get the same answer. They must call this method after every step.
+        """
+        if self._by_jax:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return any(self._world.gather(self._came))
+
+    def _note(self, *args: Any) -> None:
+        self.__exit__()
+        self._came = True
+        if self._by_jax:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def start(how: str, devices: int | None = None) -> World:

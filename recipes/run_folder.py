@@ -9,8 +9,12 @@ import config
 from checks import Wrong
 from launch import World
 from ml_collections import ConfigDict
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar
 from tqdm import tqdm
+
+PROTO: Any = event_pb2  # type checkers don't see its classes, which are made at run time
 
 # The keys of a config that may change when a run is continued.
 FREE = {"data.folder", "train.log_every", "train.save_every", "train.steps", "train.test_examples"}
@@ -48,7 +52,10 @@ class RunFolder:
         if self.writes:
             lines = [line for line in self.read() if line["step"] <= step]
             _replace(self.metrics, "".join(f"{json.dumps(line)}\n" for line in lines))
-            self._events = SummaryWriter(str(self.path), purge_step=step + 1)
+            # A SummaryWriter would write in a thread. When the thread fails, as on a full disk, this one waits forever.
+            self._events = EventsWriter(str(self.path / "events"))
+            begins = PROTO.SessionLog(status=PROTO.SessionLog.START)  # TensorBoard forgets the steps from this one on
+            self._events.write_event(PROTO.Event(wall_time=time.time(), step=step + 1, session_log=begins))
 
     def write(self, step: int, **values: float) -> None:
         """Adds a line to metrics.jsonl, and the values to TensorBoard's events."""
@@ -56,7 +63,8 @@ class RunFolder:
             with self.metrics.open("a") as file:
                 file.write(f"{json.dumps(dict(step=step, **values))}\n")
             for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+                self._events.write_event(PROTO.Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._events.flush()
 
     def read(self) -> list[dict[str, float]]:
         """Returns the lines of metrics.jsonl, without an incomplete last line."""

@@ -8,7 +8,9 @@
 Each run has a folder in runs/. To continue an interrupted run, give the same command again (docs/recipes.md).
 """
 
+import contextlib
 import functools
+import signal
 import sys
 import time
 from typing import Any
@@ -20,7 +22,7 @@ import launch
 import numpy as np
 import plot
 from checkpoints import Checkpoints
-from checks import Wrong, call
+from checks import Interrupted, Wrong, call
 from data.split import tested, trained
 from job import Job, prepare
 from run_folder import RunFolder
@@ -35,6 +37,8 @@ def main(arguments: list[str]) -> None:
         train(command, launch.start(command.launch, command.devices))
     except (Wrong, OSError) as error:
         sys.exit(f"train.py: {error}")
+    except Interrupted:  # the log says so
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; the same command goes on from the last checkpoint, or begins anew without one")
 
@@ -63,31 +67,38 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     waits = jax.default_backend() == "cpu"
     compiled: Any = None
     done, seconds, begun = start, 0.0, time.perf_counter()
-    for number, batch in enumerate(bar, start + 1):
-        placed = world.put(batch)
-        if compiled is None:
-            compiled = step.step.lower(*state, placed).compile()
-            run.write(start, **job.sent(compiled, (*state, placed)))
+    with contextlib.closing(run), launch.Signals(world) as signals:
+        for number, batch in enumerate(bar, start + 1):
+            placed = world.put(batch)
+            if compiled is None:
+                compiled = step.step.lower(*state, placed).compile()
+                run.write(start, **job.sent(compiled, (*state, placed)))
+                begun = time.perf_counter()
+            *state, metrics = compiled(*state, placed)
+            last = number == stop
+            logs = number % settings.log_every == 0 or last
+            if waits or logs:
+                jax.block_until_ready((state, metrics))
+            seconds += time.perf_counter() - begun
+            if logs:
+                loss = float(np.mean([shard.data for shard in metrics.loss.addressable_shards], dtype=np.float64))
+                rate, speed = float(job.schedule(number - 1)), (number - done) * job.examples / seconds
+                run.write(number, loss=loss, epoch=number / job.steps_per_epoch, rate=rate, examples_per_second=speed)
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                done, seconds = number, 0.0
+                if not np.isfinite(loss):
+                    raise Wrong(f"step {number}: the loss is {loss}; try a lower config.schedule.rate")
+            if number % max(int(settings.test_every * job.steps_per_epoch), 1) == 0 or last:
+                run.write(number, **test(state))
+            ends = signals.end(number) and not last
+            if number % settings.save_every == 0 or last or ends:
+                checkpoints.save(number, tuple(state))
+            if ends:
+                bar.close()
+                run.say(f"interrupted: step {number} of {stop} is saved, and the same command goes on from there")
+                world.all(True)  # mpirun kills the others when one ends
+                raise Interrupted(f"step {number} of {stop}")
             begun = time.perf_counter()
-        *state, metrics = compiled(*state, placed)
-        last = number == stop
-        logs = number % settings.log_every == 0 or last
-        if waits or logs:
-            jax.block_until_ready((state, metrics))
-        seconds += time.perf_counter() - begun
-        if logs:
-            loss = float(np.mean([shard.data for shard in metrics.loss.addressable_shards], dtype=np.float64))
-            rate, speed = float(job.schedule(number - 1)), (number - done) * job.examples / seconds
-            run.write(number, loss=loss, epoch=number / job.steps_per_epoch, rate=rate, examples_per_second=speed)
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            done, seconds = number, 0.0
-            if not np.isfinite(loss):
-                raise Wrong(f"step {number}: the loss is {loss}; try a lower config.schedule.rate")
-        if number % max(int(settings.test_every * job.steps_per_epoch), 1) == 0 or last:
-            run.write(number, **test(state))
-        if number % settings.save_every == 0 or last:
-            checkpoints.save(number, tuple(state))
-        begun = time.perf_counter()
     return _finish(command, dataset.name, world, run, warmed=bool(job.exchange.settled))
 
 
@@ -126,7 +137,6 @@ def _finish(command: config.Command, data: str, world: launch.World, run: RunFol
 
     `warmed` says that the bytes are those of steps after a warm-up.
     """
-    run.close()
     if not world.speaks:
         return {}
     lines = run.read()
@@ -149,4 +159,6 @@ def _finish(command: config.Command, data: str, world: launch.World, run: RunFol
 
 
 if __name__ == "__main__":
+    for number in launch.Signals.NUMBERS:
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
     main(sys.argv[1:])

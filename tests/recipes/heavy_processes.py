@@ -6,10 +6,13 @@
 import json
 import os
 import pathlib
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,38 +20,81 @@ RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
 LIMIT = 300  # seconds
 
 
-def start(before, steps, runs, **more):
-    config = [f"--config={RECIPES}/configs/digits/mlp.py", "--compression=dgc-wm0", f"--runs={runs}", "--devices=3"]
-    line = [*before, RECIPES / "train.py", *config, f"--config.train.steps={steps}"]
+def start(before, steps, runs, *changes, **more):
+    config = [f"--config={RECIPES}/configs/digits/mlp.py", "--compression=dgc-wm0", f"--runs={runs}"]
+    line = [*before, RECIPES / "train.py", *config, f"--config.train.steps={steps}", *changes]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([str(word) for word in line], env=os.environ | more, **pipes)
 
 
-def end(*processes):
-    for process in processes:
-        _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 0, errors
+def local(steps, runs, *changes):
+    return [start([sys.executable], steps, runs, "--devices=3", *changes)]
 
 
-def test_mpirun_distributed_and_local(train, tmp_path):
-    pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+def mpirun(steps, runs, *changes):
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    mpirun = [shutil.which("mpirun", path=path), "-n", "2", sys.executable, "-m", "mpi4py"]
+    line = [shutil.which("mpirun", path=path), "-n", "2", sys.executable, "-m", "mpi4py"]
     root = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    end(start(mpirun, 20, tmp_path, **root))
+    return [start(line, steps, runs, *changes, **root)]
+
+
+def distributed(steps, runs, *changes):
     with socket.socket() as port:
         port.bind(("localhost", 0))
         address = f"localhost:{port.getsockname()[1]}"
     world = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
-    end(*(start([sys.executable], 40, tmp_path, **world, JAX_PROCESS_ID=str(i)) for i in range(2)))
-    end(start([sys.executable], 60, tmp_path))
+    return [start([sys.executable], steps, runs, *changes, **world, JAX_PROCESS_ID=str(i)) for i in range(2)]
+
+
+def end(processes, status=0):
+    for process in processes:
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == status, errors
+
+
+def losses(runs):
+    lines = map(json.loads, next(runs.glob("*/metrics.jsonl")).read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_mpirun_distributed_and_local(train, tmp_path):
+    pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+    end(mpirun(20, tmp_path))
+    end(distributed(40, tmp_path))
+    end(local(60, tmp_path))
     log = (tmp_path / "digits-mlp-dgc-wm0/log.txt").read_text()
     assert "2 ranks, 20 steps" in log and "2 ranks, goes on from step 20 of 40" in log
     assert "3 ranks, goes on from step 40 of 60" in log
-    lines = map(json.loads, (tmp_path / "digits-mlp-dgc-wm0/metrics.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 3 and losses[-1] < losses[0]
+    found = list(losses(tmp_path).values())
+    assert len(found) == 3 and found[-1] < found[0]
+
+
+@pytest.mark.parametrize(
+    "begin, number",
+    [(local, signal.SIGINT), (mpirun, signal.SIGUSR1), (distributed, signal.SIGINT), (distributed, signal.SIGTERM)],
+)
+def test_a_signal_ends_all_processes_after_the_same_step(train, tmp_path, begin, number):
+    """The run that goes on has the losses, to the bit, of one that was not interrupted."""
+    if begin is mpirun:
+        pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+    changes = "--config.train.log_every=1", "--config.train.num_epochs=600"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    processes = begin(12_000, parts, *changes)
+    until = time.monotonic() + LIMIT
+    while not (list(parts.glob("*/metrics.jsonl")) and losses(parts)):
+        assert time.monotonic() < until and processes[-1].poll() is None
+        time.sleep(0.1)
+    processes[-1].send_signal(number)  # in a world of jax.distributed only one of two
+    end(processes, status=1)
+    last = next(parts.glob("*/log.txt")).read_text().splitlines()[-1]
+    step = int(re.search(r"interrupted: step (\d+) of 12000 is saved", last)[1])
+    assert list(losses(parts)) == [*range(1, step + 1)]
+    assert [path.name for path in parts.glob("*/checkpoints/*")] == [str(step)]
+    end(begin(step + 5, parts, *changes))
+    end(begin(step + 5, whole, *changes))
+    assert f"goes on from step {step} of {step + 5}" in next(parts.glob("*/log.txt")).read_text()
+    assert losses(parts) == losses(whole)

@@ -3,11 +3,14 @@
 Also tests that a bad checkpoint harms no good one.
 """
 
+import importlib
 import itertools
 import json
+import os
 import pathlib
 import resource
 import shutil
+import signal
 import types
 import warnings
 
@@ -45,18 +48,36 @@ def lines(folder):
     return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in found if "bytes" not in line]
 
 
-def test_same_bits(run, tmp_path):
+def test_same_bits(run, train, tmp_path, monkeypatch):
+    """A run that is interrupted by Ctrl-C, killed while it writes, and interrupted by SIGTERM."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run("text/gpt", GPT | {"train.steps": 20}, runs=whole)
-    run("text/gpt", GPT | {"train.steps": 7}, runs=parts)
-    # The run was killed after step 7, while it wrote. The checkpoint of step 5 is the last one, and metrics have half a
-    # line.
-    folder = next(parts.glob("*"))
-    (folder / "checkpoints/7").rename(folder / "checkpoints/7.orbax-checkpoint-tmp")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')
-    run("text/gpt", GPT | {"train.steps": 20}, runs=parts)
-    assert "goes on from step 5 of 20" in (folder / "log.txt").read_text()
+    long = GPT | {"train.steps": 20}
+    run("text/gpt", long, runs=whole)
+    signals, write = {7: signal.SIGINT, 12: signal.SIGTERM}, train.RunFolder.write
+
+    def interrupt(self, step, **values):
+        write(self, step, **values)
+        if "loss" in values and step in signals:
+            os.kill(os.getpid(), signals.pop(step))
+
+    before = [signal.getsignal(number) for number in train.launch.Signals.NUMBERS]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.RunFolder, "write", interrupt)
+        with pytest.raises(train.Interrupted):
+            run("text/gpt", long, runs=parts)
+        folder = next(parts.glob("*"))
+        log = lambda: (folder / "log.txt").read_text()
+        assert log().endswith("interrupted: step 7 of 20 is saved, and the same command goes on from there\n")
+        # Killed while it wrote step 7: the checkpoint of step 5 is the last, and metrics have a half line.
+        (folder / "checkpoints/7").rename(folder / "checkpoints/7.orbax-checkpoint-tmp")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 8, "lo')
+        with pytest.raises(train.Interrupted):
+            run("text/gpt", long, runs=parts)
+        assert "goes on from step 5 of 20" in log() and "interrupted: step 12 of 20" in log()
+    assert before == [signal.getsignal(number) for number in train.launch.Signals.NUMBERS]
+    run("text/gpt", long, runs=parts)
+    assert "goes on from step 12 of 20" in log()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["15", "20"]
     assert lines(parts) == lines(whole)
     for ours, theirs in zip(
@@ -138,6 +159,40 @@ def test_a_full_disk_leaves_the_files_of_a_run(run, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         run("digits/mlp", {"train.steps": 4})
     assert before == {name: (folder / name).read_text() for name in before}
+
+
+def test_a_full_disk_ends_a_run(run, monkeypatch):
+    """Also if it is full for TensorBoard's events alone."""
+    writer = importlib.import_module("tensorboardX.event_file_writer").EventsWriter
+    write = writer.write_event
+
+    def full(self, event):
+        if event.HasField("summary"):
+            raise OSError(28, "No space left on device")
+        write(self, event)
+
+    monkeypatch.setattr(writer, "write_event", full)
+    with pytest.raises(OSError, match="No space left"):
+        run("digits/mlp", {"train.steps": 20, "train.log_every": 1})
+
+
+def test_processes_agree_on_a_checkpoint(train, tmp_path, monkeypatch):
+    """One that doesn't see the newest checkpoint yet tries it, too, and then both take the one before."""
+    tried = []
+
+    def restore(path, template, comm):
+        tried.append(path.name)
+        return template
+
+    monkeypatch.setattr(train.launch.cgx, "restore_state", restore)
+    (tmp_path / "4").mkdir()
+    others = iter([[6], [False], [4], [True]])
+    comm = types.SimpleNamespace(allgather=lambda mine: [mine, *next(others)])
+    world, said = train.launch.World(2, 0, 1, None, comm), []
+    assert train.Checkpoints(tmp_path, world, said.append).restore("state") == (4, "state")
+    assert tried == ["6", "4"] and said == [
+        "the checkpoint of step 6 can't be read (another process can't read it): trying the one before"
+    ]
 
 
 def test_speed_is_that_of_steps(run, train, tmp_path, monkeypatch):
