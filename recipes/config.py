@@ -70,6 +70,10 @@ def parse(arguments: list[str]) -> Command:
     known, rest = parser.parse_known_args(arguments)
     changes = _changes(rest)
     if known.compression is not None:
+        if "compression" in changes:
+            raise Wrong(
+                f"--compression={known.compression}: --config.compression={changes['compression']} is given, too"
+            )
         changes["compression"] = known.compression
     config: Any = make_config(known.config, changes)
     path = pathlib.Path(known.config)

@@ -6,7 +6,6 @@ LARGE = {
     "cifar/resnet20": {},
     "cifar/resnet56": {},
     "digits/resnet20": {},
-    "fashion_mnist/mlp": {},
     "fashion_mnist/resnet20": {},
     "imagenet/resnet50": {"data.size": 32, "compression": "cgx4"},
     "imagenet/vgg16": {"data.size": 32, "model.hidden": 64, "compression": "dgc"},

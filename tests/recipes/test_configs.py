@@ -1,16 +1,24 @@
 """Tests that every config trains for 20 steps on synthetic data, and that an unused setting is an error."""
 
+import importlib
 import pathlib
 import re
+import struct
 import types
 
 import pytest
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
-TINY = {"cifar/resnet20": {"model.depth": 8, "compression": "cgx4"}, "digits/mlp": {}}
-# heavy_configs.py has the others, almost unchanged.
-HEAVY = {"cifar/resnet20", "cifar/resnet56", "imagenet/resnet50", "imagenet/vgg16"}
-HEAVY |= {"digits/resnet20", "fashion_mnist/mlp", "fashion_mnist/resnet20"}
+# heavy_configs.py has the whole depth of these networks, and ImageNet's, which take half a minute each.
+TINY = {
+    "cifar/resnet20": {"model.depth": 8, "compression": "cgx4"},
+    "cifar/resnet56": {"model.depth": 8},
+    "digits/mlp": {},
+    "digits/resnet20": {"model.depth": 8},
+    "fashion_mnist/mlp": {},
+    "fashion_mnist/resnet20": {"model.depth": 8},
+}
+HEAVY = {"imagenet/resnet50", "imagenet/vgg16"}
 RESUMED = {"text/gpt"}  # these are in test_resume.py
 WORDS = sorted(path.stem for path in (CONFIGS / "compression").glob("*.py"))
 
@@ -20,12 +28,25 @@ def test_all_configs_are_here():
     assert {name for name in found if not name.startswith("compression/")} == TINY.keys() | HEAVY | RESUMED
 
 
+def events(path):
+    """TensorBoard's events in a file: each has its size, a checksum, its bytes and another checksum."""
+    event = importlib.import_module("tensorboardX.proto.event_pb2").Event
+    content = path.read_bytes()
+    while content:
+        (size,) = struct.unpack_from("<Q", content)
+        yield event.FromString(content[12 : 12 + size])
+        content = content[16 + size :]
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_configs(name, run, tmp_path):
     results = run(name, TINY[name])
     assert results["step"] == 20 and results["test_loss"] > 0
     assert "synthetic" in next(tmp_path.glob("*/log.txt")).read_text()
-    assert list(tmp_path.glob("*/events.out.tfevents.*"))
+    (path,) = tmp_path.glob("*/events.out.tfevents.*")
+    shown = {(event.step, each.tag): each.simple_value for event in events(path) for each in event.summary.value}
+    assert {(0, "bytes"), (20, "loss")} <= shown.keys()
+    assert shown[20, "test_loss"] == pytest.approx(results["test_loss"])
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -98,6 +119,8 @@ def test_wrong_files(train, tmp_path):
     with pytest.raises(train.Wrong, match=r"--config: .*wrong\.py, line 5: .*trian") as error:
         train.config.parse([f"--config={tmp_path}/wrong.py"])
     assert "\n" not in str(error.value)
+    with pytest.raises(train.Wrong, match=r"--compression=dgc: --config\.compression=cgx4 is given, too"):
+        train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--compression=dgc", "--config.compression=cgx4"])
     with pytest.raises(train.Wrong, match=r"--stepz: train\.py has no such argument"):
         train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--stepz=3"])
 
