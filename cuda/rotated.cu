@@ -192,8 +192,7 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
 #pragma unroll
   for (int k = 0; k < kColumn; ++k) {
     if (k >= b.blocks) continue;
-    float v = back.value(x[k]);
-    if (k == 0 && threadIdx.x == 0) v += back.base;
+    const float v = k == 0 && threadIdx.x == 0 ? back.first(x[k]) : back.value(x[k]);
     x[k] = float_of(bits_of(v) ^ sign_of(s, k)) + 0.0f;
   }
 }

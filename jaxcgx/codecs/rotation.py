@@ -77,9 +77,13 @@ def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Ar
     Values are whole multiples of 2^-9 below 4, or whole numbers below 256. So their sums are exact.
     """
     down, up = _halvings(value.shape[1])
-    x = ieee.multiply(unit, _hadamard(value) * 2.0**-up)
+    sums = _hadamard(value) * 2.0**-up
+    x = ieee.multiply(unit, sums)
     if base is not None:  # the transform of a constant is 0 except in the first element
-        x = x.at[:, :1].set(ieee.add(x[:, :1], ieee.multiply(base, 2.0**down)))
+        first = ieee.add(x[:, :1], ieee.multiply(base, 2.0**down))
+        # Both terms may be many times the element, with opposite signs. Large ones are scaled down, or they overflow.
+        reduced = ieee.multiply(unit * 2.0**-40, sums[:, :1]) + base * 2.0 ** (down - 40)
+        x = x.at[:, :1].set(jnp.where(jnp.abs(base) >= 2.0**100, reduced * 2.0**40, first))
     return ieee.positive_zero(_flip(x, seed)[:, :n])
 
 

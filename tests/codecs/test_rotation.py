@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bytes, normal, roundtrip, vnmse
+from helpers import RANDOM_KEY, assert_same_bytes, normal, reference_decode, roundtrip, vnmse
 
 import jaxcgx as cgx
 from jaxcgx.codecs.rotation import padded, rotate, rotate_back, sum_in_order
 from jaxcgx.exchange.errors import drawn
+from jaxcgx.native.layout import Layout
 
 
 @jax.jit
@@ -63,6 +64,20 @@ def test_heavy_tails_lose_no_more_than_normal_numbers(codec):
     errors = [vnmse(x, roundtrip(x, dataclasses.replace(codec, rotate=True))) for x in xs]
     assert plain[1] > 4 * plain[0]
     assert max(errors) < 1.05 * plain[0]
+
+
+@pytest.mark.parametrize("exponent", [99, 100, 119, 122, 126])
+@pytest.mark.parametrize("codec", [cgx.MaxMin(4, 4096, rotate=True), cgx.AbsMax(4, 4096, rotate=True), cgx.Eden(4)])
+def test_large_numbers_are_finite(codec, exponent):
+    """The two terms of a bucket's first element may be 2^6 times as large as the bucket."""
+    x = np.float32(np.asarray(normal(4096)).clip(-3.9, 3.9) / 4 * 2.0**exponent)
+    payload = cgx.encode(x, codec, RANDOM_KEY)
+    y = np.asarray(cgx.decode(payload, codec, x.shape, x.dtype))
+    assert np.isfinite(y).all()
+    assert vnmse(x, y) < 0.03
+    assert abs(y[0] - x[0]) < 2.0**exponent / 4
+    layout = Layout.of(codec, [x])
+    assert_same_bytes(reference_decode(layout)(payload[None])[0], y)
 
 
 def test_rounding_to_nearest_needs_no_key():

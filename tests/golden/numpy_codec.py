@@ -201,8 +201,10 @@ def rotate(x, seed):
 def rotate_back(value, seed, unit, base, n):
     down, up = halves(len(value))
     small = power(80) if abs(unit) < power(-60) else f32(1)
-    x = unit * small * (hadamard(value) * power(-up)) / small
-    x[0] += base * power(down)
+    room = power(-40) if abs(base) >= power(100) else f32(1)
+    sums = hadamard(value) * power(-up)
+    x = unit * small * sums / small
+    x[0] = (unit * small * room * sums[0] / small + base * room * power(down)) / room
     return (x * signs(seed, len(x)))[:n] + f32(0)
 
 

@@ -44,10 +44,13 @@ struct Rotation {
 };
 
 // The metadata for the inverse rotation. The transform of the decoded codes gives a sum for each element. value(sum) is
-// the element before its random sign is applied. `base` is added only to element 0.
+// an element before its random sign is applied, except of element 0, which is first(sum): the base is added to it.
 struct RotatedMeta {
-  float unit, down;    // a tiny unit is scaled up by kUp; `down` scales the product back
-  float factor, base;  // factor: multiplies each sum; base: added to element 0
+  float unit, down;  // a tiny unit is scaled up by kUp; `down` scales the product back
+  float factor;      // multiplies each sum
+  // Both terms of element 0 may be many times its size, with opposite signs. A large base and the product are scaled
+  // down by `room` before they are added, so that neither overflows.
+  float base, room;
   uint32_t seed;
 
   CGX_HD RotatedMeta(float sent_unit, float sent_base, uint32_t seed, int log_size) : seed(seed) {
@@ -55,9 +58,11 @@ struct RotatedMeta {
     unit = tiny ? sent_unit * kUp : sent_unit;
     down = tiny ? kDown : 1.0f;
     factor = power_of_two(-(log_size / 2));
-    base = sent_base * power_of_two(log_size - log_size / 2);
+    room = abs(sent_base) >= 0x1p100f ? 0x1p-40f : 1.0f;
+    base = sent_base * room * power_of_two(log_size - log_size / 2);
   }
   CGX_HD float value(float sum) const { return unit * (sum * factor) * down; }
+  CGX_HD float first(float sum) const { return (unit * room * (sum * factor) * down + base) * (1.0f / room); }
 };
 
 // Returns a * b without its last eight bits. The masking keeps the compiler from fusing the product with an addition.

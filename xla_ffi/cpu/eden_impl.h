@@ -95,7 +95,7 @@ void rotate_back(float* values, int64_t n, const RotatedMeta& meta, float* out, 
   if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
   const RotatedMeta m = meta;
   hadamard(values, padded(n), values);
-  values[0] = m.value(values[0]) + m.base;
+  values[0] = m.first(values[0]);
   each_sign(n, m.seed, [&](int64_t i, I sign) {
     F v = splat_f(m.unit) * (load(values + i) * splat_f(m.factor)) * splat_f(m.down);
     if (i == 0) v = select(less(iota(), splat_i(1)), load(values), v);
