@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
+from helpers import normal
 from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
@@ -181,6 +182,37 @@ def test_the_guide_measures():
     exec(code, found)
     assert found["statistics"].paths == ("layer",) and (found["statistics"].norms > 0).all()
     assert [rule.path for rule in found["plan"].rules] == ["^(layer)$"]
+
+
+def test_training_goes_on_with_an_adapted_plan():
+    """The state stays: what the first plan lost is added to gradients that the adapted plan sends."""
+    rate, leaves = 0.1, {"large": 30.0, "small": 0.1}
+    params = {name: normal((64, 64), i) for i, name in enumerate(leaves)}
+    batch = normal((8, 64), 5)
+    on = mesh(4)
+
+    def loss_fn(params, batch):
+        return sum((jnp.tanh(batch @ params[name]) * scale).mean() for name, scale in leaves.items())
+
+    def measure(params, batch):
+        return cgx.gradient_statistics(cgx.local_value_and_grad(loss_fn, "a")(params, batch)[1], "a")
+
+    def make(plan):
+        return cgx.make_train_step(loss_fn, optax.sgd(rate), on, data_axis="a", plan=plan, donate=False)
+
+    base = cgx.Plan(cgx.MaxMin(3))
+    params, state = make(base).init(params)
+    params, state, _ = make(base).step(params, state, batch)
+    run = jax.shard_map(measure, mesh=on, in_specs=(P(), P("a")), out_specs=P())
+    plan = base.adapt(jax.jit(run)(params, batch))
+    assert plan.explain(params, 4).rows[0].codec != plan.explain(params, 4).rows[1].codec
+    lost = state[0].residuals
+    new, state, _ = make(plan).step(params, state, batch)
+    exact = jax.grad(loss_fn)(params, batch)
+    for name in leaves:
+        sent = (params[name] - new[name]) / rate + state[0].residuals[name].mean(0)
+        np.testing.assert_allclose(sent, exact[name] + lost[name].mean(0), rtol=0, atol=1e-5)
+        assert np.abs(lost[name]).max() > 1e-4
 
 
 def test_codecs_by_axis_where_they_compress():
