@@ -54,6 +54,18 @@ struct Words {
     if constexpr (kBits & 1) d = d + shl(shr(code, kBits - 1), row);
   }
 
+  // Inverts the highest bit of all codes.
+  CGX_HD void invert_highest() {
+    if constexpr (kBits & 1)
+      d = d ^ V::splat(0xff);
+    else if constexpr (kBits & 2)
+      c = c ^ V::splat(0xaaaa);
+    else if constexpr (kBits == 4)
+      a = a ^ V::splat(static_cast<int32_t>(0x88888888));
+    else
+      static_assert(kBits == 0, "not needed for 8 bits");
+  }
+
   // Returns the code of a row.
   CGX_HD typename V::I get(int row) const {
     if constexpr (kBits == 8) {

@@ -121,6 +121,14 @@ void stats(const float* x, int64_t n, Stats* s) {
   s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
 }
 
+float largest_magnitude(const float* x, int64_t n) {
+  F most[2] = {splat_f(0.0f), splat_f(0.0f)};
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) most[0] = largest(most[0], load(x + i)), most[1] = largest(most[1], load(x + i + 16));
+  for (; i < n; i += 16) most[0] = largest(most[0], load(x + i, n - i < 16 ? static_cast<int>(n - i) : 16));
+  return highest(largest(most[0], most[1]));
+}
+
 // Returns whether the magnitude of x has bits >= `least`.
 CGX_HD M at_least(F x, uint32_t least) {
   return less(splat_i(static_cast<int32_t>(least - 1u)), bits(x) & splat_i(0x7fffffff));

@@ -45,7 +45,11 @@ void noise(const uint32_t key[kKeyWords], uint32_t leaf, int64_t first, int64_t 
     philox<PhiloxNumber>(word, key[0], key[1]);
     const I drawn[4] = {lanes_in_order(word[0]), lanes_in_order(word[1]), lanes_in_order(word[2]),
                         lanes_in_order(word[3])};
-    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(drawn, row, key[2]));
+    // noise_of (codec/rng.h), whose upper halves are not stored
+    for (int row = 0; row < kRows; ++row) {
+      const I half = row & 1 ? shr(drawn[row / 2], 16) : drawn[row / 2];
+      store_halves(out + row * kLanes, half + splat_i(static_cast<int32_t>(key[2])));
+    }
   }
 }
 
@@ -77,16 +81,28 @@ CGX_HD Words<Vector, kBits> get_block(const uint8_t* p, int lanes, Count... coun
   return w;
 }
 
-template <int kBits>
-void pack_codes(const int32_t* codes, int64_t n, uint8_t* out) {
-  for (; n > 0; n -= kBlock, codes += kBlock, out += kLanes * kBits) {
-    const int lanes = lanes_of(n);
+// Packs n codes: of(i) returns those of the vector from element i on, and of(i, count) fewer, with 0 past the count.
+template <int kBits, class Of>
+CGX_HD void pack_each(int64_t n, uint8_t* out, Of of) {
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock, out += kLanes * kBits) {
     Words<Vector, kBits> words;
     words.clear();
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) words.put(row, load_words(codes + row * lanes, in_row(n, lanes, row)));
-    put_block<kBits>(out, words, lanes, lanes);
+    for (int row = 0; row < kRows; ++row) words.put(row, of(i + row * kLanes));
+    put_block<kBits>(out, words, kLanes);
   }
+  if (i == n) return;
+  const int lanes = lanes_of(n - i);
+  Words<Vector, kBits> words;
+  words.clear();
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) words.put(row, of(i + row * lanes, in_row(n - i, lanes, row)));
+  put_block<kBits>(out, words, lanes, lanes);
+}
+template <int kBits>
+void pack_codes(const int32_t* codes, int64_t n, uint8_t* out) {
+  pack_each<kBits>(n, out, [=](int64_t i, auto... k) { return load_words(codes + i, k...); });
 }
 template <int kBits>
 void unpack_codes(const uint8_t* in, int64_t n, int32_t* codes) {

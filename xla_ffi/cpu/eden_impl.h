@@ -1,57 +1,33 @@
 // Kernels for rotated buckets and for Eden. A part of kernels_impl.h.
 #pragma once
 
+#include <type_traits>
+
 #include "codec/eden.h"
 #include "cpu/blocks_impl.h"
 
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// Calls f(i, signs) for each vector of n elements, with the random sign bits of elements i to i + 15
-// (codec/rotation.h).
-template <class Fn>
-CGX_HD void each_sign(int64_t n, uint32_t seed, Fn f) {
-  for (int64_t i = 0; i < n;) {
-    PhiloxWord word[4] = {philox_word(splat_i(static_cast<int32_t>(i / kSignRows)) + iota()), philox_word(splat_i(0)),
-                          philox_word(splat_i(0)), philox_word(splat_i(0))};
-    philox<PhiloxNumber>(word, seed, 0);
-    for (int w = 0; w < 4 && i < n; ++w) {
-      I left = lanes_in_order(word[w]);
-      for (int row = 0; row < 32 && i < n; ++row, i += kLanes, left = shl(left, 1)) f(i, left & splat_i(INT32_MIN));
+// The random signs of a bucket (codec/rotation.h). A word has those of 32 rows.
+struct Signs {
+  I word[kMostRotated / kLanes / 32];
+
+  CGX_HD Signs(int64_t n, uint32_t seed) {
+    for (int draw = 0; draw * kSignRows * kLanes < n; ++draw) {
+      PhiloxWord drawn[4] = {philox_word(splat_i(draw * kLanes) + iota()), philox_word(splat_i(0)),
+                             philox_word(splat_i(0)), philox_word(splat_i(0))};
+      philox<PhiloxNumber>(drawn, seed, 0);
+      for (int w = 0; w < 4; ++w) word[4 * draw + w] = lanes_in_order(drawn[w]);
     }
   }
-}
-
-// Prefetches a quarter of `vectors` vectors. The bucket itself is in the cache, so memory is idle, and every pass over
-// the bucket prefetches a quarter of the next one.
-CGX_HD void prefetch_quarter(const float*& ahead, int vectors) {
-  for (int k = 0; k < vectors; k += 4, ahead += kLanes) __builtin_prefetch(ahead);
-}
-
-// Does kSteps steps of the transform in registers. The last step adds elements that are `apart` elements apart.
-template <int kSteps>
-void butterflies(float* x, int64_t n, int64_t apart, const float*& ahead) {
-  constexpr int kMany = 1 << kSteps;
-  for (int64_t first = 0; first < n; first += kMany * apart) {
-    for (int64_t i = first; i < first + apart; i += kLanes) {
-      prefetch_quarter(ahead, kMany);
-      F v[kMany];
-#pragma GCC unroll 16
-      for (int k = 0; k < kMany; ++k) v[k] = load(x + i + k * apart);
-#pragma GCC unroll 4
-      for (int half = kMany / 2; half > 0; half /= 2) {
-#pragma GCC unroll 16
-        for (int k = 0; k < kMany; ++k) {
-          if (k & half) continue;
-          const F a = v[k], b = v[k + half];
-          v[k] = a + b, v[k + half] = a - b;
-        }
-      }
-#pragma GCC unroll 16
-      for (int k = 0; k < kMany; ++k) store(x + i + k * apart, v[k]);
-    }
+  // Returns x with the signs of a row.
+  CGX_HD F flip(F x, unsigned row) const {
+    const I sign = shl(word[row / 32], splat_i(static_cast<int32_t>(row % 32)));
+    return as_float(bits(x) ^ (sign & splat_i(INT32_MIN)));
   }
-}
+};
+
 // Does one step of the transform within a vector.
 template <int kApart>
 CGX_HD F butterfly(F x) {
@@ -59,56 +35,135 @@ CGX_HD F butterfly(F x) {
   const F sign = as_float(bits(splat_f(1.0f)) | (shl(iota(), kShift) & splat_i(INT32_MIN)));
   return multiply_add(x, sign, swap_lanes<kApart>(x));
 }
-void hadamard(float* x, int64_t n, const float* ahead) {
+
+// The transform of kVectors vectors, in two passes over them, and in more where registers are few. The first pass takes
+// vectors together that are far apart, the last one takes neighbours.
+template <int kVectors>
+struct Transform {
 #if defined(__AVX512F__)
-  constexpr int kSteps = 4;  // 16 vectors, of 32 registers
+  static constexpr int kTogether = 16;  // of 32 registers
 #else
-  constexpr int kSteps = 2;
+  static constexpr int kTogether = 4;
 #endif
-  int64_t apart = n;
-  for (; apart >> kSteps >= kLanes;) butterflies<kSteps>(x, n, apart >>= kSteps, ahead);
-  for (; apart > kLanes;) butterflies<1>(x, n, apart >>= 1, ahead);
-  for (int64_t i = 0; i < n; i += 4 * kLanes) {
-    prefetch_quarter(ahead, 4);
-    for (int64_t j = i; j < i + 4 * kLanes; j += kLanes)
-      store(x + j, butterfly<1>(butterfly<2>(butterfly<4>(butterfly<8>(load(x + j))))));
+  static constexpr int kLast = kVectors < kTogether ? kVectors : kTogether;
+  static constexpr int kFirst = kVectors / kLast < kTogether ? kVectors / kLast : kTogether;
+
+  // Does the steps of a pass: adds and subtracts vectors that are less than kGroup apart, and at least kGroup / kMany.
+  // of(row) returns a vector. put(row, x) takes the one that replaces it.
+  template <int kGroup, int kMany, class Of, class Put>
+  CGX_HD static void pass(Of of, Put put) {
+    constexpr int kApart = kGroup / kMany;
+    for (int group = 0; group < kVectors; group += kGroup) {
+      for (int row = group; row < group + kApart; ++row) {
+        F v[kMany];
+#pragma GCC unroll 16
+        for (int k = 0; k < kMany; ++k) v[k] = of(row + k * kApart);
+#pragma GCC unroll 4
+        for (int half = kMany / 2; half > 0; half /= 2) {
+#pragma GCC unroll 16
+          for (int k = 0; k < kMany; ++k) {
+            if (k & half) continue;
+            const F a = v[k], b = v[k + half];
+            v[k] = a + b, v[k + half] = a - b;
+          }
+        }
+#pragma GCC unroll 16
+        for (int k = 0; k < kMany; ++k) put(row + k * kApart, v[k]);
+      }
+    }
   }
+  template <class Of, class Put>
+  CGX_HD static void first(Of of, Put put) {
+    pass<kVectors, kFirst>(of, put);
+  }
+  template <int kGroup = kVectors / kFirst>
+  CGX_HD static void between(float* x) {
+    if constexpr (kGroup > kLast) {
+      constexpr int kMany = kGroup / kLast < kTogether ? kGroup / kLast : kTogether;
+      pass<kGroup, kMany>([=](int row) { return load(x + row * kLanes); },
+                          [=](int row, F v) { store(x + row * kLanes, v); });
+      between<kGroup / kMany>(x);
+    }
+  }
+  CGX_HD static void last(float* x) {  // and the steps within vectors
+    pass<kLast, kLast>(
+        [=](int row) { return load(x + row * kLanes); },
+        [=](int row, F v) { store(x + row * kLanes, butterfly<1>(butterfly<2>(butterfly<4>(butterfly<8>(v))))); });
+  }
+};
+// Calls f(the vectors of a rotated bucket, as a constant).
+template <int kVectors = kBlock / kLanes, class Fn>
+CGX_HD void with_vectors(int64_t size, Fn f) {
+  if constexpr (kVectors * kLanes < kMostRotated) {
+    if (size > kVectors * kLanes) return with_vectors<2 * kVectors>(size, f);
+  }
+  f(std::integral_constant<int, kVectors>());
 }
 
+template <int kVectors>
+void rotate_vectors(const float* x, float factor, uint32_t seed, float* out) {
+  using T = Transform<kVectors>;
+  const Signs signs(kVectors * kLanes, seed);
+  T::first(
+      [&](int row) {
+        // The next bucket: this one is in the cache, so memory is idle.
+        __builtin_prefetch(x + (kVectors + row) * kLanes, 0, 2);
+        const F scaled = load(x + row * kLanes) * splat_f(factor);
+        const M drop = less(bits(scaled) & splat_i(INT32_MAX), bits(splat_f(kDropped)));
+        return signs.flip(select(drop, splat_f(0.0f), scaled), static_cast<unsigned>(row));
+      },
+      [&](int row, F v) { store(out + row * kLanes, v); });
+  T::between(out);
+  T::last(out);
+}
 void rotate(const float* x, int64_t n, const Rotation& rotation, uint32_t seed, float* out) {
   const Rotation r = rotation;
-  const I least = bits(splat_f(kDropped));
-  const F factor = splat_f(r.scale == 1.0f ? r.power : r.scale);
-  const float* ahead = x + n;
-  each_sign(padded(n), seed, [&](int64_t i, I sign) {
-    if (i % (4 * kLanes) == 0) prefetch_quarter(ahead, 4);
-    const int64_t there = n - i;
-    const F v = there >= kLanes ? load(x + i) : there > 0 ? load(x + i, static_cast<int>(there)) : splat_f(0.0f);
-    F scaled = v * factor;
-    if (r.scale != 1.0f) scaled = scaled * splat_f(r.power);
-    const F kept = select(less(bits(scaled) & splat_i(INT32_MAX), least), splat_f(0.0f), scaled);
-    store(out + i, as_float(bits(kept) ^ sign));
-  });
-  hadamard(out, padded(n), ahead);
+  const int64_t size = padded(n);
+  if (n < size || r.scale != 1.0f) {
+    scale(x, n, r.scale, out);
+    memset(out + n, 0, static_cast<size_t>(size - n) * sizeof(float));
+    x = out;
+  }
+  with_vectors(size, [&](auto vectors) { rotate_vectors<decltype(vectors)::value>(x, r.power, seed, out); });
+}
+
+template <int kVectors>
+void rotate_vectors_back(float* values, const RotatedMeta& m, float* out, Write write) {
+  using T = Transform<kVectors>;
+  const Signs signs(kVectors * kLanes, m.seed);
+  const F unit = splat_f(m.unit * m.factor), down = splat_f(m.down);  // m.value(), as the factor is a power of two
+  T::last(values);
+  T::between(values);
+  T::first([&](int row) { return load(values + row * kLanes); },
+           [&](int row, F sum) {
+             F v = unit * sum * down;
+             if (row == 0) {
+               float lanes[kLanes];
+               store(lanes, sum);
+               v = select(less(iota(), splat_i(1)), splat_f(m.first(lanes[0])), v);
+             }
+             float* const to = out + row * kLanes;
+             const F so_far = write == Write::kOnto ? load(to) : splat_f(0.0f);
+             v = so_far + signs.flip(v, static_cast<unsigned>(row));
+             if (write == Write::kAround)
+               stream(to, v);
+             else
+               store(to, v);
+           });
 }
 void rotate_back(float* values, int64_t n, const RotatedMeta& meta, float* out, Write write) {
-  if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
   const RotatedMeta m = meta;
-  hadamard(values, padded(n), values);
-  values[0] = m.first(values[0]);
-  each_sign(n, m.seed, [&](int64_t i, I sign) {
-    F v = splat_f(m.unit) * (load(values + i) * splat_f(m.factor)) * splat_f(m.down);
-    if (i == 0) v = select(less(iota(), splat_i(1)), load(values), v);
-    v = as_float(bits(v) ^ sign);
-    const int k = n - i >= kLanes ? kLanes : static_cast<int>(n - i);
-    const F so_far = write != Write::kOnto ? splat_f(0.0f) : k == kLanes ? load(out + i) : load(out + i, k);
-    if (k < kLanes)
-      store(out + i, so_far + v, k);
-    else if (write == Write::kAround)
-      stream(out + i, so_far + v);
-    else
-      store(out + i, so_far + v);
+  if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
+  const int64_t size = padded(n);
+  const bool whole = n == size;  // else the bucket is longer than `out`
+  with_vectors(size, [&](auto vectors) {
+    rotate_vectors_back<decltype(vectors)::value>(values, m, whole ? out : values, whole ? write : Write::kOver);
   });
+  if (whole) return;
+  if (write == Write::kOnto)
+    add(out, values, n, out);
+  else
+    memcpy(out, values, static_cast<size_t>(n) * sizeof(float));
 }
 
 // Returns the sum of the vectors of all blocks and of their lanes, in the order of codec/eden.h. Overwrites `of_block`.
@@ -174,16 +229,18 @@ float normal_codes_of(const float* x, int64_t size, uint8_t* codes) {
 #pragma GCC unroll 5
       for (int b = kBits - 2; b >= 0; --b) {
         const F bound = b == kBits - 2 ? splat_f(bounds[b][0]) : Table<kHalf>(bounds[b])[index];
-        index = index + select(less(bits(bound), bits(squared)), splat_i(1 << b), splat_i(0));
+        index = add_where(less(bits(bound), bits(squared)), index, splat_i(1 << b));
       }
       const F term = as_float(bits(v * level[index]) & splat_i(0x7fffff00));  // short_product of |v|
       total = row == 0 ? term : total + term;
-      words.put(row, index ^ (splat_i(kHalf) - shr(bits(v), 31)));  // half + index, or half - 1 - index
+      words.put(row, index ^ (sign_of(bits(v)) & splat_i(2 * kHalf - 1)));
     }
+    // A code is half + index, or half - 1 - index, which has all bits inverted. So far, half has not been added.
+    words.invert_highest();
     put_block<kBits>(codes, words, kLanes);
     of_block[b] = total;
   }
-  return square > 0.0f ? square / sum_of_lanes(of_block, blocks) : 0.0f;
+  return square == 0.0f ? 0.0f : square / sum_of_lanes(of_block, blocks);
 }
 template <int kBits>
 void normal_values_of(const uint8_t* codes, int64_t size, float* values) {

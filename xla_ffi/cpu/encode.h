@@ -173,14 +173,12 @@ class Encoder {
     const bool table = traits_of(codec_.kind).table;
     const float* x = fetch_(s, at, n, buffer);
     uint8_t* codes = t_.chunk(s) + codes_at(t_.layout, *s.piece, index, 0);
-    Stats stats = empty();
-    k_.stats(x, n, &stats);
+    const float largest = k_.largest(x, n);
     Grid g{};
-    g.finite = is_finite(stats.lo) && is_finite(stats.hi);
-    if (g.finite) {
+    if (is_finite(largest)) {  // the rotation spreads a NaN, so that the unit becomes NaN
       const uint16_t* drawn = codec_.stochastic ? noise_of(s, at, table ? 2 : n, noise) : nullptr;
       const uint32_t seed = table ? seed_of(drawn[0], drawn[n > 1]) : 0;
-      const Rotation rotation(largest_of(stats));
+      const Rotation rotation(largest);
       k_.rotate(x, n, rotation, seed, y);
       if (table) {
         g.unit = k_.normal_codes(y, size, codec_.bits, codes);
@@ -189,10 +187,10 @@ class Encoder {
         if (codec_.stochastic) {  // the padding repeats the bucket's noise; drawn == noise, as a bucket begins a block
           for (int64_t i = n; i < size; ++i) noise[i] = noise[i - n];
         }
-        stats = empty();
+        Stats stats = empty();
         k_.stats(y, size, &stats);
         g = grid_of(stats, 0.0f, size, codec_);
-        encode_(y, size, g, drawn, codes);
+        if (g.finite) encode_(y, size, g, drawn, codes);
         g.base = rotation.as_sent(g.base, log_of(size));
       }
       g.unit = rotation.as_sent(g.unit, log_of(size));

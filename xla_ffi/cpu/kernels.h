@@ -43,6 +43,8 @@ struct Kernels {
   void (*divide)(const float* x, int64_t n, float divisor, float* out, Write write);
   // Extends the range in `stats` by n values. The caller starts with Stats{inf, -inf}.
   void (*stats)(const float* x, int64_t n, Stats* stats);
+  // Returns the largest magnitude of n values. A NaN may count as any number.
+  float (*largest)(const float* x, int64_t n);
   // Returns so_far plus the sum of n magnitudes, in the order of codec/sign.h. n is a multiple of kBlock, except in the
   // last call of a sum.
   float (*sum)(const float* x, int64_t n, float so_far);
@@ -66,10 +68,10 @@ struct Kernels {
   // writes the level of each code. `size` is padded(n).
   float (*normal_codes)(const float* rotated, int64_t size, int bits, uint8_t* codes);
   void (*normal_values)(const uint8_t* codes, int64_t size, int bits, float* values);
-  // `pack_block` writes a block of a Lossless piece, of n elements (at most 512), to its planes and to the overflow. It
-  // returns the number of bytes that it writes to the overflow. `center` is the first byte of the block's head.
-  // `unpack_block` is the inverse; `bytes` is that returned number.
-  int64_t (*pack_block)(DType dtype, const void* x, int64_t n, uint8_t* center, uint8_t* planes, uint8_t* overflow);
+  // `pack_blocks` writes the heads and planes of blocks of a Lossless piece, and the overflow of each block from a
+  // multiple of lossless_most_bytes on. `unpack_block` is the inverse for one block, of n elements (at most 512).
+  // `center` is the first byte of its head, `bytes` the bytes of its overflow.
+  void (*pack_blocks)(DType dtype, const void* x, int64_t n, uint8_t* heads, uint8_t* planes, uint8_t* overflow);
   void (*unpack_block)(DType dtype, int64_t n, uint8_t center, const uint8_t* planes, const uint8_t* overflow,
                        int64_t bytes, void* x);
   EncodeFn (*encoder)(const Codec& codec);

@@ -33,14 +33,9 @@ inline uint8_t* planes_at(const Layout& l, const Piece& p, uint8_t* chunk, int64
 inline void pack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const void* x,
                           uint8_t* chunk) {
   const DType dtype = dtype_of(l, p);
-  for (int64_t at = begin; at < begin + count; at += kLosslessBlock) {
-    const int64_t n = std::min(kLosslessBlock, begin + count - at), block = at / kLosslessBlock;
-    uint8_t* const head = chunk + p.codes + 2 * block;
-    uint8_t* const overflow = chunk + p.overflow + block * lossless_most_bytes(dtype, kLosslessBlock);
-    const int64_t bytes =
-        kernels().pack_block(dtype, at_element(x, dtype, at - begin), n, head, planes_at(l, p, chunk, at), overflow);
-    head[1] = static_cast<uint8_t>(bytes / 2);
-  }
+  const int64_t block = begin / kLosslessBlock;
+  kernels().pack_blocks(dtype, x, count, chunk + p.codes + 2 * block, planes_at(l, p, chunk, begin),
+                        chunk + p.overflow + block * lossless_most_bytes(dtype, kLosslessBlock));
 }
 
 // Unpacks `count` elements of a piece from `begin` on. `overflow` is the offset of the first block's overflow in the

@@ -67,7 +67,10 @@ CGX_HD I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 CGX_HD I operator|(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
 CGX_HD I operator^(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
 CGX_HD I shl(I a, int n) { return {_mm512_slli_epi32(a.v, static_cast<unsigned>(n))}; }
+CGX_HD I shl(I a, I n) { return {_mm512_sllv_epi32(a.v, n.v)}; }
 CGX_HD I shr(I a, int n) { return {_mm512_srli_epi32(a.v, static_cast<unsigned>(n))}; }
+CGX_HD I sign_of(I a) { return {_mm512_srai_epi32(a.v, 31)}; }          // -1 for negative numbers, else 0
+CGX_HD F largest(F a, F b) { return {_mm512_range_ps(a.v, b.v, 11)}; }  // the larger magnitude
 CGX_HD I min(I a, I b) { return {_mm512_min_epi32(a.v, b.v)}; }
 CGX_HD I max(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
 CGX_HD M less(I a, I b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
@@ -79,6 +82,7 @@ CGX_HD M none() { return {0}; }
 CGX_HD uint32_t lanes(M m) { return m.v; }  // one bit per lane
 CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
+CGX_HD I add_where(M m, I a, I b) { return {_mm512_mask_add_epi32(a.v, m.v, a.v, b.v)}; }  // m ? a + b : a
 // Returns x with its lanes swapped: lane j gets lane j ^ kApart.
 template <int kApart>
 CGX_HD F swap_lanes(F x) {
@@ -226,7 +230,9 @@ CGX_HD I operator&(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si
 CGX_HD I operator|(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 CGX_HD I operator^(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 CGX_HD I shl(I x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
+CGX_HD I shl(I x, I n) { return {_mm256_sllv_epi32(x.a, n.a), _mm256_sllv_epi32(x.b, n.b)}; }
 CGX_HD I shr(I x, int n) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
+CGX_HD I sign_of(I x) { return {_mm256_srai_epi32(x.a, 31), _mm256_srai_epi32(x.b, 31)}; }
 CGX_HD I min(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
 CGX_HD I max(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 CGX_HD M less(I x, I y) { return {_mm256_cmpgt_epi32(y.a, x.a), _mm256_cmpgt_epi32(y.b, x.b)}; }
@@ -355,7 +361,9 @@ CGX_HD I operator&(I a, I b) { CGX_EACH(I, a.v[i] & b.v[i]); }
 CGX_HD I operator|(I a, I b) { CGX_EACH(I, a.v[i] | b.v[i]); }
 CGX_HD I operator^(I a, I b) { CGX_EACH(I, a.v[i] ^ b.v[i]); }
 CGX_HD I shl(I a, int n) { CGX_EACH(I, (I4)((U4)a.v[i] << n)); }
+CGX_HD I shl(I a, I n) { CGX_EACH(I, (I4)((U4)a.v[i] << (U4)(n.v[i] & 31)) & (I4)((U4)n.v[i] < 32u)); }
 CGX_HD I shr(I a, int n) { CGX_EACH(I, (I4)((U4)a.v[i] >> n)); }
+CGX_HD I sign_of(I a) { CGX_EACH(I, a.v[i] < 0); }
 CGX_HD M less(I a, I b) { CGX_EACH(M, a.v[i] < b.v[i]); }
 CGX_HD M less(F a, F b) { CGX_EACH(M, a.v[i] < b.v[i]); }
 CGX_HD M unordered(F a, F b) { CGX_EACH(M, (a.v[i] != a.v[i]) | (b.v[i] != b.v[i])); }
@@ -422,6 +430,11 @@ CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{
 #endif
 
 #if !(defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
+CGX_HD I add_where(M m, I a, I b) { return a + select(m, b, splat_i(0)); }
+CGX_HD F largest(F a, F b) {
+  const I magnitude = splat_i(INT32_MAX);
+  return as_float(max(bits(a) & magnitude, bits(b) & magnitude));
+}
 // Without mask registers, loads and stores of fewer than 16 lanes go through a buffer.
 template <int kSize>
 CGX_HD void copy_in(uint8_t (&buffer)[16 * kSize], const void* p, int n) {
