@@ -66,6 +66,15 @@ def test_every_collective(codec):
     assert same_everywhere(got[:2]) and same_everywhere(got[3])  # replicas
 
 
+def test_sums_of_codecs():
+    """Of codecs that differ in what they send: seeds, scales of blocks, nothing but lists of digits."""
+    codecs = [cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless(), cgx.MaxMin(4, 128, rotate=True)]
+    each = [(codec, dict(key=key(codec), schedule=s)) for codec in codecs for s in SCHEDULES]
+    x = {"w": normal((N, 700)), "h": normal((N, 33), 2, jnp.float16)}
+    got = jax.jit(lambda x: [cgx.mpi.compressed_allreduce(x, codec, **how) for codec, how in each])(mine(x))
+    same(got, on_mesh(lambda x: [cgx.compressed_psum(x, "a", codec, **how) for codec, how in each], x))
+
+
 def test_feedback():
     codec, x = cgx.MaxMin(2, 64), {"w": normal((N, 900))}
     f = lambda sums: lambda x: sums(x, jax.tree.map(lambda leaf: leaf / 8, x))

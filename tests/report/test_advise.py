@@ -24,11 +24,15 @@ FOUR = cgx.MaxMin(4)
 SHAPES = {"kernel": jax.ShapeDtypeStruct((96, 130), jnp.float32), "bias": jax.ShapeDtypeStruct((130,), jnp.float32)}
 CODECS = [
     FOUR,
+    cgx.MaxMin(4, rotate=True),
+    cgx.MaxMin(4, rounding="correlated"),
     cgx.Micro(),
+    cgx.Micro("mxfp8"),
     cgx.ByteGrad(),
     cgx.Cast(),
     cgx.Sign(33),
     cgx.Eden(3, 128),
+    cgx.Lossless(),
     cgx.TopK(0.05),
     cgx.TopK(0.05, pull="top"),
     cgx.PowerSGD(2),
@@ -52,7 +56,7 @@ def test_a_codec_that_sends_nothing():
     assert [row.bytes for row in advice(codecs=[cgx.TopK(0.0)]).rows if row.codec != cgx.Raw()]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_bytes_are_those_of_programs(codec):
     found = advice(codecs=[codec])
     x = {name: jnp.ones((4, *leaf.shape)) for name, leaf in SHAPES.items()}

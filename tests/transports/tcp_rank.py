@@ -122,6 +122,9 @@ CASES = {
     "raw by axis": ({"w": LARGE["w"]}, BOTH, raw(RAW)),  # axis by axis, XLA rounds bfloat16 twice
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
     "scales of blocks": (LARGE, "data", reduction(cgx.Micro("mxfp4"), schedule="two_shot", fed=True)),
+    "rotated": (LARGE, "data", reduction(cgx.Eden(3), keyed=True, schedule="two_shot", fed=True)),
+    "rotated ring": (SHAPES, "data", reduction(cgx.MaxMin(4, 128, rotate=True), schedule="ring")),
+    "rotated along trees": (SHAPES, "data", reduction(cgx.Eden(4, 128), keyed=True, schedule=UNEVEN, fed=True)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
     "sparse lists": (SHAPES, "data", reduction(cgx.TopK(0.02, cgx.MaxMin(4)), schedule="one_shot", fed=True)),

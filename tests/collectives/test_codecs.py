@@ -1,0 +1,42 @@
+"""Codecs of little error per bit, on every schedule and with residuals."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import each_codec
+from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
+from jaxcgx.exchange.errors import Losses, drawn
+
+RANKS, SIZE = 3, 5000
+CODECS = [
+    cgx.Eden(4, 1024),
+    *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
+    cgx.Lossless(),
+    cgx.MaxMin(4, 512, rotate=True),
+    cgx.AbsMax(4, 512, rotate=True),
+    cgx.MaxMin(4, 512, "correlated", rotate=True),
+]
+FED = "two_shot", "one_shot", "tree"  # a ring takes no residuals
+
+
+@pytest.mark.parametrize("codec", **each_codec(CODECS))
+def test_every_schedule(codec):
+    """Replicas agree, errors are those that the planner predicts, and residuals have what is lost."""
+    x, alike = (drawn("laplace", RANKS, SIZE, seed=seed) for seed in (1, 2))
+    options = dict(key=jax.random.key(11) if codec.stochastic else None)
+
+    def run(x):
+        means = {s: cgx.compressed_pmean(x, "a", codec, schedule=s, **options) for s in (*FED, "ring")}
+        return means, {s: cgx.compressed_pmean(x, "a", codec, schedule=s, residuals=x / 8, **options) for s in FED}
+
+    means, fed = jax.tree.map(np.asarray, on_ranks(run, mesh(RANKS), check_vma=False)(x))
+    exact, losses = x.mean(0, dtype=np.float64), Losses(alike, codec, cut=RANKS)
+    for schedule, mean in means.items():
+        assert (mean == mean[0]).all(), schedule
+        error = np.square(mean[0] - exact).sum() / np.square(exact).sum()
+        assert error == pytest.approx(losses.error(schedule, RANKS), rel=0.25, abs=1e-12), schedule
+    for schedule, (mean, lost) in fed.items():
+        got = mean[0].astype(np.float64) + lost.mean(0, dtype=np.float64)
+        np.testing.assert_allclose(got, 1.125 * exact, rtol=0, atol=1e-5, err_msg=schedule)
