@@ -106,7 +106,7 @@ NB_MODULE(_native, m) {
         d.batch = nb::cast<int64_t>(nb::int_(message["batch"]));
         const auto made = jaxcgx::make_message("workspace_bytes", d);
         if (made.has_error()) throw nb::value_error(made.error().message().c_str());
-        return jaxcgx::cuda::workspace_bytes(made->layout, made->batch, payloads, encodes);
+        return jaxcgx::cuda::workspace_bytes(*made->layout, made->batch, payloads, encodes);
       },
       "Bytes of the hidden result, on platform CUDA, of an operation that decodes `payloads` of each message, and that "
       "`encodes`. `message` has the attributes of the call.",

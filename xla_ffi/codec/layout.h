@@ -93,23 +93,30 @@ struct Layout {
       total += u.bytes;
       units.push_back(u);
     }
-    // Returns the number of units of leaf i in the chunks before c.
-    const auto cut = [&](size_t i, int64_t c) -> int64_t {
-      const Units& u = units[i];
+    // Returns the message's bytes in the chunks before c.
+    const auto bytes_before = [&](int64_t c) {
       const auto part = static_cast<size_t>(c / cuts);
       const int64_t share = before[part] * cuts + c % cuts * (before[part + 1] - before[part]);
       // ceil(share * total / whole_shares), split so that it does not overflow for any message that fits in memory
-      const int64_t target = share * (total / whole_shares) + div_up(share * (total % whole_shares), whole_shares);
-      if (target <= u.before) return 0;
-      const int64_t wanted = div_up(target - u.before, u.weight);
+      return share * (total / whole_shares) + div_up(share * (total % whole_shares), whole_shares);
+    };
+    // Returns the number of units of a leaf in the message's first bytes.
+    const auto cut = [](const Units& u, int64_t bytes) -> int64_t {
+      if (bytes <= u.before) return 0;
+      const int64_t wanted = div_up(bytes - u.before, u.weight);
       return wanted <= u.full ? wanted : u.count;
     };
     first.push_back(0);
-    for (int64_t c = 0; c < chunks; ++c) {
+    size_t left = 0;  // the first leaf that is not in the chunks before c
+    int64_t begins = 0, ends = 0;
+    for (int64_t c = 0; c < chunks; ++c, begins = ends) {
       const size_t begin = pieces.size();
+      const bool last = c + 1 == chunks;
+      if (!last) ends = bytes_before(c + 1);
       int64_t at = 0;
-      for (size_t i = 0; i < leaves.size(); ++i) {
-        const int64_t from = cut(i, c), to = c + 1 == chunks ? units[i].count : cut(i, c + 1);
+      for (size_t i = left; i < leaves.size() && (last || units[i].before < ends); ++i) {
+        const int64_t from = cut(units[i], begins), to = last ? units[i].count : cut(units[i], ends);
+        if (i == left && to == units[i].count) ++left;
         if (from >= to) continue;
         const Leaf& leaf = leaves[i];
         Piece p;

@@ -68,7 +68,7 @@ class Buffers {
   // Takes a buffer for each leaf. The buffers have the dtype `dtype`, by default each leaf's.
   template <class T>
   ffi::Error take_leaves(const std::string& name, std::optional<DType> dtype, std::vector<T*>* out) {
-    const std::vector<Leaf>& leaves = message_.layout.leaves;
+    const std::vector<Leaf>& leaves = message_.layout->leaves;
     out->resize(leaves.size());
     for (size_t i = 0; i < leaves.size(); ++i) {
       const ffi::DataType type = type_of(dtype.value_or(leaves[i].dtype));

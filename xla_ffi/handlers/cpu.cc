@@ -11,7 +11,7 @@ struct Cpu {
   static int64_t workspace_bytes(const Layout&, int64_t, int64_t, bool) { return 0; }
 
   static ffi::Error check_where(const int32_t* where, const Message& m, int64_t ranks, bool own) {
-    const int64_t chunks = m.layout.chunks();
+    const int64_t chunks = m.layout->chunks();
     for (int64_t row = 0; row < m.batch; ++row) {
       const int32_t chunk = where[2 * row], rank = where[2 * row + 1];
       if (chunk < 0 || chunk >= chunks)

@@ -1,7 +1,13 @@
 // Decodes and checks the attributes of a call. Handlers never trust their caller.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+#include <list>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/fields.h"
@@ -68,7 +74,7 @@ inline std::string fault_of(const Codec& c) {
 
 // A checked message. `ids` points to the caller's memory.
 struct Message {
-  Layout layout;
+  std::shared_ptr<const Layout> layout;
   Sizes ids;
   int64_t batch;
 };
@@ -80,7 +86,43 @@ struct Description {
   int64_t chunks, batch;
 };
 
-// Checks the attributes of a message and computes its layout.
+// Returns the layout of a message with these attributes, which are checked. The latest layouts are kept, because a
+// program calls its operations on the same messages again and again. FFI's instantiate state can't keep them: jaxlib
+// (0.10 and 0.12) refuses a handler with a state if it is registered before the backend exists.
+inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector<Leaf> leaves) {
+  using Key = std::vector<int64_t>;
+  constexpr size_t kMostKept = 64;
+  static std::mutex mutex;
+  static std::list<std::pair<Key, std::shared_ptr<const Layout>>> kept;  // the latest first
+
+  Key key{d.chunks, static_cast<int64_t>(d.shares.size()), static_cast<int64_t>(leaves.size())};
+  key.reserve(64 + d.shares.size() + 2 * leaves.size());
+  Codec codec = d.codec;
+  each_field(codec, [&](const std::string&, auto& field) {
+    int64_t bits = 0;
+    if constexpr (std::is_floating_point_v<std::remove_reference_t<decltype(field)>>)
+      std::memcpy(&bits, &field, sizeof(field));
+    else
+      bits = static_cast<int64_t>(field);
+    key.push_back(bits);
+  });
+  key.insert(key.end(), d.shares.begin(), d.shares.end());
+  for (const Leaf& leaf : leaves) key.push_back(leaf.size), key.push_back(static_cast<int64_t>(leaf.dtype));
+
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = std::find_if(kept.begin(), kept.end(), [&](const auto& entry) { return entry.first == key; });
+  if (found == kept.end()) {
+    if (kept.size() == kMostKept) kept.pop_back();
+    std::vector<int64_t> shares(d.shares.begin(), d.shares.end());
+    kept.emplace_front(std::move(key),
+                       std::make_shared<const Layout>(d.codec, std::move(leaves), d.chunks, std::move(shares)));
+    found = kept.begin();
+  }
+  kept.splice(kept.begin(), kept, found);
+  return found->second;
+}
+
+// Checks the attributes of a message and finds its layout.
 inline ffi::ErrorOr<Message> make_message(const std::string& op, const Description& d) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
   if (const std::string fault = fault_of(d.codec); !fault.empty()) return bad(fault);
@@ -107,9 +149,9 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
     total += d.sizes[i];
     if (total > kMost) return bad("the leaves have more than 2^40 elements");
   }
-  Layout layout(d.codec, std::move(leaves), d.chunks, {d.shares.begin(), d.shares.end()});
+  auto layout = layout_of(d, std::move(leaves));
   if (is_sparse(d.codec.kind)) {
-    for (const Piece& p : layout.pieces) {
+    for (const Piece& p : layout->pieces) {
       if (p.coded > kMostIndices) return bad("a piece has more than 2^31 - 1 elements: " + std::to_string(p.coded));
     }
   }

@@ -24,7 +24,7 @@ template <class T>
 ffi::Error expect_in_place(const std::string& op, const char* result, const char* operand, const Message& m,
                            const std::vector<T*>& operands, const std::vector<T*>& results) {
   for (size_t i = 0; i < operands.size(); ++i) {
-    if (m.batch * m.layout.leaves[i].size > 0 && operands[i] != results[i])
+    if (m.batch * m.layout->leaves[i].size > 0 && operands[i] != results[i])
       return invalid(op, std::string(result) + " " + std::to_string(i) + " is not in place of the " + operand);
   }
   return ffi::Error::Success();
@@ -39,7 +39,7 @@ ffi::Error encode(typename Platform::Context context, ffi::RemainingArgs args, f
   const bool feedback = attributes.get<bool>("feedback");
   const auto message = attributes.message();
   if (message.has_error()) return message.error();
-  const Layout& l = message->layout;
+  const Layout& l = *message->layout;
   const size_t n = l.leaves.size();
 
   Buffers operands(op, *message, args);
@@ -75,7 +75,7 @@ ffi::Error decode(typename Platform::Context context, ffi::RemainingArgs args, f
   const std::string op = "decode";
   const auto message = Attributes(op, dictionary).message();
   if (message.has_error()) return message.error();
-  const Layout& l = message->layout;
+  const Layout& l = *message->layout;
 
   Buffers operands(op, *message, args);
   Decode d{l, message->batch};
@@ -106,14 +106,15 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   const auto divisor = attributes.get<float>("divisor");
   const auto message = attributes.message();
   if (message.has_error()) return message.error();
-  const Layout& l = message->layout;
+  const Layout& l = *message->layout;
   if (ranks < 1 || ranks > kMostRanks) return invalid(op, "ranks out of range: " + std::to_string(ranks));
   if (!encoded && l.chunks() != 1)
     return invalid(op, "a sum that is not encoded is of one chunk, got " + std::to_string(l.chunks()));
   if (feedback && (own || !encoded))
     return invalid(op, "feedback is for a sum that is encoded, and not with own leaves");
   if (!(divisor >= kLeastDivisor)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
-  const Layout sum = of_sum(l, ranks);
+  const std::optional<Layout> of_lists = is_sparse(l.codec.kind) ? std::optional(of_sum(l, ranks)) : std::nullopt;
+  const Layout& sum = of_lists ? *of_lists : l;
   const size_t n = l.leaves.size();
   const bool keyed = encoded && sum.codec.stochastic;
 
@@ -160,7 +161,7 @@ ffi::Error clear(typename Platform::Context context, ffi::RemainingArgs args, ff
   const std::string op = "clear";
   const auto message = Attributes(op, dictionary).message();
   if (message.has_error()) return message.error();
-  const Layout& l = message->layout;
+  const Layout& l = *message->layout;
   if (!is_sparse(l.codec.kind)) return invalid(op, "this codec sends every element");
 
   Buffers operands(op, *message, args);

@@ -173,7 +173,7 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   const auto divisor = attributes.get<float>("divisor");
   const auto message = attributes.message();
   if (message.has_error()) return message.error();
-  const Layout& l = message->layout;
+  const Layout& l = *message->layout;
   if (is_sparse(l.codec.kind)) return invalid(op, "this codec's lists are exchanged, not summed");
   if (ranks < 1 || ranks > tcp::kMostProcesses) return invalid(op, std::to_string(ranks) + " ranks");
   if (two_shot) {
@@ -237,7 +237,7 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
 template <class T>
 void set_to_zero(const Message& message, const std::vector<T*>& leaves, size_t bytes_of_element = 0) {
   for (size_t i = 0; i < leaves.size(); ++i) {
-    const Leaf& leaf = message.layout.leaves[i];
+    const Leaf& leaf = message.layout->leaves[i];
     const size_t each = bytes_of_element > 0 ? bytes_of_element : static_cast<size_t>(size_of(leaf.dtype));
     std::memset(leaves[i], 0, static_cast<size_t>(message.batch * leaf.size) * each);
   }
@@ -252,7 +252,7 @@ ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
   if (message.has_error()) return failed(message.error());
   Buffers operands(op, *message, args);
   Buffers results(op, *message, rets);
-  const size_t leaves = message->layout.leaves.size(), fed = feedback ? leaves : 0;
+  const size_t leaves = message->layout->leaves.size(), fed = feedback ? leaves : 0;
   CGX_FAIL_IF_ERROR(expect_buffers(op, args.size(), 1 + fed + ordered, rets.size(), leaves + fed + ordered));
   const uint32_t* words = nullptr;
   CGX_FAIL_IF_ERROR(operands.take_batch("ticket", ffi::DataType::U32, 2, &words));
@@ -278,7 +278,7 @@ ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
                           "that began the sum"));
   const tcp::Allreduce& a = tcp::asked(*running);
   const auto same = [](const Leaf& a, const Leaf& b) { return a.size == b.size && a.dtype == b.dtype; };
-  const std::vector<Leaf>&begun = a.layout.leaves, &ended = message->layout.leaves;
+  const std::vector<Leaf>&begun = a.layout.leaves, &ended = message->layout->leaves;
   if (message->batch != a.batch || two_shot != a.two_shot || feedback != a.feedback ||
       !std::equal(begun.begin(), begun.end(), ended.begin(), ended.end(), same))
     return failed(invalid(op, "another message than the sum began with"));
