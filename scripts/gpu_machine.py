@@ -8,6 +8,7 @@ import pathlib
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 
@@ -18,6 +19,7 @@ import cuda
 OLDEST_NVCC, OLDEST_GPU = "12.1", "7.5"
 MEMORY = 16  # GiB, for several inputs of 1 GiB and their results at the same time
 
+PROBE_SECONDS = 120
 # Runs in a separate process, which frees the GPU when it ends.
 PROBE = """
 import ctypes, json, os, sys
@@ -166,9 +168,14 @@ def headers():
 
 def look():
     """Checks all assumptions, and returns the Machine."""
-    result = matrix.run(sys.executable, "-P", "-c", PROBE, capture_output=True)
-    probed = json.loads(result.stdout.splitlines()[-1]) if result.returncode == 0 else None
-    why = (result.stderr.strip() or "no message").splitlines()[-1]
+    probed = None
+    try:
+        result = matrix.run(sys.executable, "-P", "-c", PROBE, capture_output=True, timeout=PROBE_SECONDS)
+        why = (result.stderr.strip() or "no message").splitlines()[-1]
+        if result.returncode == 0:
+            probed = json.loads(result.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        why = f"no answer in {PROBE_SECONDS} s"
     nvcc = cuda.nvcc()
     assumptions = [
         plugin(),

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -46,7 +47,6 @@ def run(*arguments):
 @pytest.mark.parametrize(
     ("script", "arguments", "status", "words"),
     [
-        ("scripts/gpu_check", [], 1, "gpu_check: "),
         ("scripts/gpu_check", ["everything"], 2, "PART: expected some of build, kernel, "),
         ("benchmarks/gpu_kernels.py", [], 1, "gpu_kernels.py: no GPU: "),
         ("benchmarks/gpu_kernels.py", ["--size", "0"], 2, "--repeats and --size: expected at least 1"),
@@ -55,9 +55,16 @@ def run(*arguments):
 def test_what_is_refused(script, arguments, status, words):
     result = run(ROOT / script, *arguments)
     assert result.returncode == status and words in result.stderr and "Traceback" not in result.stderr
-    if (script, arguments) == ("scripts/gpu_check", []):  # every wrong assumption is named, not only the first one
-        for name in ("GPU: none; no GPU: ", "nvcc: ", "to build: ", "compute-sanitizer: ", "compute mode: "):
-            assert name in result.stdout
+
+
+def test_a_machine_without_a_gpu_gets_a_report(tmp_path):
+    """Every assumption is named, not only the first that is wrong."""
+    result = run(ROOT / "scripts/gpu_check", "--out", tmp_path)
+    assert result.returncode == 1 and result.stderr.startswith("gpu_check: no GPU, so nothing was run (")
+    report = (tmp_path / "gpu-none.md").read_text()
+    assert ": no GPU, python " in report and "| kernel | left |" in report
+    for name in ("GPU", "nvcc", "to build", "compute-sanitizer", "compute mode"):
+        assert re.search(f"^(ok|WRONG) +{name}: ", result.stdout, re.MULTILINE) and f"| {name} | " in report, name
 
 
 def test_what_is_wrong_with_a_machine(gpu_machine, monkeypatch):
@@ -99,10 +106,12 @@ def test_every_test_and_row_is_in_one_part(gpu_check, gpu_kernels):
     for name in [*gpu_kernels.rows(), *gpu_kernels.rivals()]:
         assert sum(bool(part.rows and re.search(part.rows, name)) for part in gpu_check.PARTS.values()) == 1, name
     assert all(part.timeout < part.limit < 600 for part in gpu_check.PARTS.values() if part.tests)
+    for part in gpu_check.PARTS.values():
+        assert not [path for path in gpu_check.sources(part) if not (ROOT / path).exists()]
 
 
 TESTS = """
-import pathlib, pytest, subprocess, time
+import os, pathlib, pytest, signal, subprocess, time
 pytestmark = pytest.mark.gpu
 
 def test_first():
@@ -122,6 +131,11 @@ def test_skips():
 def test_slow(n):
     if n == 1 and pathlib.Path(__file__).with_name("slow").exists():
         pathlib.Path(__file__).with_name("over").touch()
+        time.sleep(600)
+
+def test_stops_gpu_check():
+    if pathlib.Path(__file__).with_name("stop").exists():
+        os.kill(int(os.environ["GPU_CHECK"].split(".")[0]), signal.SIGTERM)
         time.sleep(600)
 """
 
@@ -159,9 +173,12 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
             good=Part(60, ("test_small.py::test_first",)),
             bad=Part(60, ("test_small.py::test_hangs", "test_small.py::test_fails", "test_small.py::test_skips"), 3),
             skipped=Part(60, ("test_small.py::test_skips",)),
+            some=Part(60, ("test_small.py::test_first", "test_small.py::test_skips")),
+            stops=Part(60, ("test_small.py::test_first", "test_small.py::test_stops_gpu_check")),
             slow=Part(60, ("test_small.py::test_slow",)),
             mpi=Part(60, ("test_small.py::test_first",)),
         ),
+        USED={"test_small.py": ()},
         about=lambda machine: dict(
             date="2026-01-02",
             commit="abc1234",
@@ -184,7 +201,9 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
         found = (tmp_path / "out/gpu-nvidia-h200").glob("*.json")
         return end.value.code, {path.stem: json.loads(path.read_text()) for path in found}
 
-    return run
+    handler = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, handler)
 
 
 def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
@@ -192,7 +211,14 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     status, found = parts()
     assert status == 1
     assert {name: data["state"] for name, data in found.items()} == dict(
-        build="passed", good="passed", bad="failed", skipped="not run", slow="unfinished", mpi="not run"
+        build="passed",
+        good="passed",
+        bad="failed",
+        skipped="not run",
+        some="in part",
+        stops="passed",
+        slow="unfinished",
+        mpi="not run",
     )
     bad = found["bad"]["tests"]
     assert bad["test_small.py::test_hangs"] == dict(outcome="failed", why="it did not end")
@@ -222,15 +248,38 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     status, found = parts()
     assert found["slow"]["state"] == "passed" and status == 1  # mpi didn't run
     assert before == {name: (tmp_path / f"out/gpu-nvidia-h200/{name}.json").read_text() for name in before}
-    # A named part runs again, and -k is passed to pytest.
-    assert parts("good")[0] == 0
+    # A finished part runs again if its file is deleted. -k goes to pytest.
+    results = tmp_path / "out/gpu-nvidia-h200"
+    (results / "good.json").unlink()
+    (tmp_path / "build/bad.log").unlink()
+    assert parts("good", "bad")[0] == 1 and (results / "good.json").exists()
+    assert not (tmp_path / "build/bad.log").exists()
     chosen = parts("bad", "-k", "fails")[1]["bad"]["tests"]
     assert [test["outcome"] for test in chosen.values()] == [test["outcome"] for test in bad.values()]
     assert "1 failed, 2 deselected" in (tmp_path / "build/bad.log").read_text()
     # If the build fails, only the report is still made.
     gpu_check.BUILD = "import sys; sys.exit('no compiler')"
-    status, found = parts("build", "good")
+    for part in ("build", "good"):
+        (results / f"{part}.json").unlink()
+    status, found = parts("good")
     assert status == 1 and found["build"]["why"] == "no compiler" and found["good"]["why"] == "there is no build"
+
+
+def test_a_run_that_is_stopped_leaves_a_report(parts, gpu_check, tmp_path):
+    (tmp_path / "stop").touch()
+    status, found = parts("stops")
+    assert status == "gpu_check: stopped" and found["stops"]["state"] == "running"
+    assert not list(gpu_check.marked(f"GPU_CHECK={os.getpid()}."))
+    report = tmp_path / "out/gpu-nvidia-h200.md"
+    assert "| stops | running | 1 |  |  | 1 |" in report.read_text()
+    # The next run ends what is left of one that was killed.
+    (tmp_path / "stop").unlink()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = subprocess.Popen(["sleep", "600"], env=os.environ | dict(GPU_CHECK=f"{ended.pid}.1"))
+    status, found = parts("stops")
+    assert status == 0 and found["stops"]["state"] == "passed" and left.wait(60) == -signal.SIGKILL
+    assert "| stops | passed | 2 |  |  |  |" in report.read_text()
 
 
 def test_the_environment_has_every_package_of_this_python(gpu_check, monkeypatch, tmp_path):
