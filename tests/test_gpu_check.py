@@ -106,6 +106,8 @@ def test_every_test_and_row_is_in_one_part(gpu_check, gpu_kernels):
     for name in [*gpu_kernels.rows(), *gpu_kernels.rivals()]:
         assert sum(bool(part.rows and re.search(part.rows, name)) for part in gpu_check.PARTS.values()) == 1, name
     assert all(part.timeout < part.limit < 600 for part in gpu_check.PARTS.values() if part.tests)
+    first_hour = list(gpu_check.PARTS)[: list(gpu_check.PARTS).index("16m") + 1]
+    assert sum(gpu_check.PARTS[name].limit for name in first_hour) <= 3600
     for part in gpu_check.PARTS.values():
         assert not [path for path in gpu_check.sources(part) if not (ROOT / path).exists()]
 
