@@ -89,7 +89,10 @@ CGX_D void sum_unbucketed(const Message& m, const Entry& e, const Place& p, cons
   }
 }
 
-__global__ void __launch_bounds__(kThreads) encode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
+// kSum: encodes the sum of payloads. kFeedback: with residuals. The plain variant needs the fewest registers.
+template <bool kSum, bool kFeedback>
+__global__ void __launch_bounds__(kThreads, kSum ? 1 : 8 / (1 + kFeedback))
+    encode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -106,25 +109,24 @@ __global__ void __launch_bounds__(kThreads) encode_unbucketed_kernel(const __gri
   const DType wire = wire_of(m, e, extra);
   if (threadIdx.x == 0 && (p.tile + 1) * kTile >= extra.last)
     pad(chunk, static_cast<int64_t>(e.codes) + extra.last * size_of(wire));
-  if (extra.work == kRaw && m.payloads == nullptr && residual.old == nullptr)
-    return copy_tile(e.leaf, to, wire, p.tile, extra.last);
+  if (!kSum && !kFeedback && extra.work == kRaw) return copy_tile(e.leaf, to, wire, p.tile, extra.last);
 
   const Elements elements(extra, p.tile);
   if (elements.q.block * kBlock >= extra.last) return;
   float x[kRows][4];
-  if (m.payloads != nullptr) {
+  if constexpr (kSum) {
     sum_unbucketed(m, e, p, elements, wire, x);
   } else {
     elements.load(e.leaf, static_cast<DType>(e.dtype),
                   [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
   }
-  if (residual.old != nullptr) {
+  if constexpr (kFeedback) {
     elements.load(residual.old, DType::kF32,
                   [&](int r, const float4& y) { x[r][0] += y.x, x[r][1] += y.y, x[r][2] += y.z, x[r][3] += y.w; });
   }
   float undivided[kRows][4];
-  copy_quad(x, undivided);
-  divide(m, x);
+  if constexpr (kFeedback) copy_quad(x, undivided);
+  if constexpr (kSum) divide(m, x);
   // From here on, x gets the decoded numbers, and `undivided` the encoding error.
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -144,23 +146,26 @@ __global__ void __launch_bounds__(kThreads) encode_unbucketed_kernel(const __gri
         half = narrow(wire, x[r][j]);
       }
       if (wire != DType::kF32) x[r][j] = widen(wire, half);
-      undivided[r][j] -= m.divisor * x[r][j];
+      if constexpr (kFeedback) undivided[r][j] -= m.divisor * x[r][j];
     }
   }
   elements.store(to, wire, x);
-  if (residual.old == nullptr) return;
+  if constexpr (kFeedback) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float& lost = undivided[r][j];
-      if (!is_finite(lost) && elements.at(r, j) < extra.last) lost = residual.old[elements.at(r, j)];
+      for (int j = 0; j < 4; ++j) {
+        float& lost = undivided[r][j];
+        if (!is_finite(lost) && elements.at(r, j) < extra.last) lost = residual.old[elements.at(r, j)];
+      }
     }
+    elements.store(residual.lost, DType::kF32, undivided);
   }
-  elements.store(residual.lost, DType::kF32, undivided);
 }
 
-__global__ void __launch_bounds__(kThreads) decode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
+template <bool kSum>
+__global__ void __launch_bounds__(kThreads, kSum ? 1 : 8)
+    decode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -168,16 +173,19 @@ __global__ void __launch_bounds__(kThreads) decode_unbucketed_kernel(const __gri
   const Extra& extra = t.extras[p.index];
   const DType wire = wire_of(m, e, extra);
   void* leaf = const_cast<void*>(e.leaf);
-  if (extra.work == kRaw && !m.sums) return copy_tile(payloads_of(m, p) + e.codes, leaf, wire, p.tile, extra.last);
+  if (!kSum && extra.work == kRaw) return copy_tile(payloads_of(m, p) + e.codes, leaf, wire, p.tile, extra.last);
   const Elements elements(extra, p.tile);
   if (elements.q.block * kBlock >= extra.last) return;
   float x[kRows][4];
-  sum_unbucketed(m, e, p, elements, wire, x);
-  divide(m, x);
-  if (m.sums)
+  if constexpr (kSum) {
+    sum_unbucketed(m, e, p, elements, wire, x);
+    divide(m, x);
     elements.store(t.residuals[p.index].lost, DType::kF32, x);
-  else
+  } else {
+    elements.load(payloads_of(m, p) + e.codes, wire,
+                  [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
     elements.store(leaf, static_cast<DType>(e.dtype), x);
+  }
 }
 
 Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), const char* name, bool clears_gaps) {
@@ -222,10 +230,17 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
 }  // namespace
 
 Status encode_unbucketed(const Call& call) {
-  return launch_unbucketed(call, encode_unbucketed_kernel, "encode kernel of unbucketed elements", call.clears_gaps);
+  const bool sums = call.message.payloads != nullptr, feedback = call.leaves.residuals != nullptr;
+  return launch_unbucketed(call,
+                           sums
+                               ? feedback ? encode_unbucketed_kernel<true, true> : encode_unbucketed_kernel<true, false>
+                           : feedback ? encode_unbucketed_kernel<false, true>
+                                      : encode_unbucketed_kernel<false, false>,
+                           "encode kernel of unbucketed elements", call.clears_gaps);
 }
 Status decode_unbucketed(const Call& call) {
-  return launch_unbucketed(call, decode_unbucketed_kernel, "decode kernel of unbucketed elements", false);
+  return launch_unbucketed(call, call.message.sums ? decode_unbucketed_kernel<true> : decode_unbucketed_kernel<false>,
+                           "decode kernel of unbucketed elements", false);
 }
 
 }  // namespace jaxcgx::cuda

@@ -6,8 +6,8 @@ LOG is the output of a build with nvcc's -Xptxas=-v, for at least these architec
 tests/cpp/ptx/count.cc. Without COUNTS, nothing is compared.
 
 The script always fails if a fast kernel spills registers, has a stack frame in local memory, or is missing in LOG. The
-kernels of cuda/any_bucket.cu, cuda/rotated.cu and cuda/unbucketed.cu may spill, because they handle the cases that the
-fast kernels don't handle. TopK kernels that process little of the data may spill, too.
+kernels of cuda/any_bucket.cu and cuda/rotated.cu may spill, because they handle the cases that the fast kernels don't
+handle. TopK kernels that process little of the data may spill, too.
 """
 
 import argparse
@@ -26,25 +26,22 @@ ENTRY = re.compile(
     r"Used (?P<registers>\d+) registers(?:[^\n]* (?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
-FAST = re.compile(r"(?:encode|decode|reduce|find|pick|scatter|unpack|pack)_kernel")
+# How the names of the fast kernels end.
+FAST = "decode", "encode", "reduce", "unbucketed", "find", "pick", "scatter", "pack", "unpack"
 
 
 def check(architectures, entries):
     """Prints the registers of the fast kernels. Ends the program if one of them uses local memory or is missing."""
     by_arch, bad = collections.defaultdict(list), []
     for e in entries:
-        if not (fast := FAST.search(e["kernel"])):
+        if not (fast := re.search(rf"(?:{'|'.join(FAST)})_kernel", e["kernel"])):
             continue
         by_arch[e["arch"], fast[0]].append(int(e["registers"]))
         if int(e["stack"]) or int(e["stores"]) or int(e["loads"]):
             bad.append(
                 "{kernel} for {arch}: {stack} bytes of stack, {stores} stored, {loads} loaded in spills".format(**e)
             )
-    wanted = [
-        (a, f"{k}_kernel")
-        for a in architectures.split(",")
-        for k in ("decode", "encode", "reduce", "find", "pick", "scatter", "pack", "unpack")
-    ]
+    wanted = [(a, f"{kernel}_kernel") for a in architectures.split(",") for kernel in FAST]
     if missing := [f"{kernel} for {arch}" for arch, kernel in wanted if (arch, kernel) not in by_arch]:
         sys.exit(f"cuda_resources: no report on {', '.join(missing)}: compile with -Xptxas=-v")
     for (arch, kernel), registers in sorted(

@@ -134,8 +134,8 @@ def entry(arch, kernel, stores=0):
 )
 def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
     cuda = load_script(ROOT / "scripts/cuda.py", monkeypatch)
-    parts = "encode", "decode", "reduce", "encode_any_bucket", "find", "pick", "scatter", "pack", "unpack"
-    names = [f"{name}_kernel" for name in parts]
+    resources = load_script(ROOT / "scripts/cuda_resources.py", monkeypatch)
+    names = [f"{name}_kernel" for name in (*resources.FAST, "encode_any_bucket")]
     kernels = [(a, k) for a in ("sm_80", "sm_90") for k in names]
     log = tmp_path / "log.txt"
     log.write_text(
@@ -157,7 +157,7 @@ def test_what_the_kernels_cost_is_compared(tmp_path, monkeypatch, capsys):
     kernel, log, counts = "_ZN6jaxcgx4cuda13encode_kernelEi", tmp_path / "log.txt", tmp_path / "counts.txt"
 
     def measure(registers, instructions, compiler="13.0.88", *options):
-        names = ("decode", "reduce", "find", "pick", "scatter", "pack", "unpack")
+        names = [name for name in resources.FAST if name != "encode"]
         log.write_text(
             f"-- CUDA half: toolkit {compiler}, architectures 90\n"
             + "".join(entry("sm_90", f"{name}_kernel") for name in names)
