@@ -14,7 +14,7 @@ def batch(split, random=None):
 
 
 def cifar(folder, kind):
-    """Makes an archive like CIFAR's, and returns the content of each file. Image i of 4 has class i and a red corner."""
+    """Makes an archive like CIFAR's. Returns the content of each file: image i of 4 has class i and a red corner."""
     record = lambda i: bytes([*[9] * (kind.labels - 1), i, 255]) + bytes(32 * 32 * 3 - 1)
     content = b"".join(map(record, range(4)))
     with tarfile.open(folder / kind.archive, "w:gz") as archive:
