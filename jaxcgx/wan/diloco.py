@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import callers_level, check_flag, check_integer, check_number, wrong
@@ -14,7 +15,7 @@ from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.phases import check_phases
 from jaxcgx.optim.placement import Placement
 from jaxcgx.plan import Plan
-from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.transports.axes import axis_names, check_axis_names, crosses
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.between import Between
 from jaxcgx.wan.centers import Centers, check_several
@@ -192,7 +193,21 @@ class Diloco:
         given = tuple(data_axis) if isinstance(data_axis, tuple | list) else (data_axis,)
         mark = given[0] if self.axis_name == name else self.axis_name
         axis = (mark, *given[1:]) if len(given) > 1 else mark
+        self._warn_of_waits(axis)
         return Centers(diloco=self, placement=placement, axis=axis)
+
+    def _warn_of_waits(self, axis: Any) -> None:
+        """Warns if exchanges are to go on in later steps but can't. A single process only simulates centers."""
+        name = next((name for name in ("overlap", "eager") if getattr(self, name)), None)
+        whole = [codec for codec in self.plan.codecs if codec.sparse or codec.low_rank]
+        if crosses(axis):
+            why = f"a step waits for the whole exchange of {spell(whole[0])}; take another codec" if whole else ""
+        else:
+            over = axis_names(axis)[0]
+            why = f"over {over!r} the step in which an exchange begins waits for it; pass jaxcgx.Tcp({over!r})"
+            why = why if jax.process_count() > 1 and jax.default_backend() == "cpu" else ""
+        if name and why:
+            warnings.warn(f"{OP}: argument '{name}': {why}", stacklevel=callers_level())
 
     def between(self, axis: Any) -> Between:
         """Returns the exchange between the centers of a mesh over these axes."""

@@ -449,6 +449,19 @@ def test_few_bits_without_feedback_are_a_warning():
     diloco(plan=cgx.MaxMin(4), feedback=False)  # a warning would be an error
 
 
+def test_an_overlap_that_can_not_cross_steps_is_a_warning(monkeypatch):
+    """Of several processes on CPUs. A single process only simulates centers."""
+    make = lambda **options: trainer(diloco(every=4, **options))
+    tcp, topk = cgx.Tcp("dc"), cgx.TopK(0.1)
+    make(axis_name=tcp, overlap=1), make(axis_name=tcp, plan=topk), make(overlap=1, plan=topk)  # no warnings
+    with pytest.warns(UserWarning, match=r"diloco: argument 'overlap': .* whole exchange of TopK\(ratio=0.1\)"):
+        make(axis_name=tcp, overlap=1, plan=topk)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    make()
+    with pytest.warns(UserWarning, match=r"diloco: argument 'eager': over 'dc' .* pass jaxcgx.Tcp\('dc'\)"):
+        make(eager=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
