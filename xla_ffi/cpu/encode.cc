@@ -53,8 +53,7 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
     });
   }
   if (!lossless) return;
-  parallel_for(pool, a.batch * chunks,
-               [&](int64_t i) { close_up(l, first + i % chunks, a.payload + i * l.chunk_bytes); });
+  close_up(l, a.batch * chunks, [&](int64_t i) { return first + i % chunks; }, a.payload, pool);
 }
 
 }  // namespace jaxcgx::cpu

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "codec/grid.h"
+#include "codec/lossless.h"
 #include "codec/rng.h"
 #include "codec/rotation.h"
 
@@ -30,6 +31,8 @@ enum class Write { kOver, kOnto, kAround };
 using DecodeFn = void (*)(const Terms& terms, int64_t n, float base, float* out, Write write);
 using EncodeFn = void (*)(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes);
 using CastFn = void (*)(const float* x, int64_t n, const uint16_t* noise, void* out);
+
+constexpr int64_t kLosslessGroup = 4 * kLosslessBlock;  // the elements whose overflow is written without gaps
 
 struct Kernels {
   const char* name;
@@ -68,9 +71,9 @@ struct Kernels {
   // writes the level of each code. `size` is padded(n).
   float (*normal_codes)(const float* rotated, int64_t size, int bits, uint8_t* codes);
   void (*normal_values)(const uint8_t* codes, int64_t size, int bits, float* values);
-  // `pack_blocks` writes the heads and planes of blocks of a Lossless piece, and the overflow of each block from a
-  // multiple of lossless_most_bytes on. `unpack_block` is the inverse for one block, of n elements (at most 512).
-  // `center` is the first byte of its head, `bytes` the bytes of its overflow.
+  // `pack_blocks` writes the heads and planes of blocks of a Lossless piece, and their overflow: that of a group of
+  // blocks has no gaps, and room for the most bytes. `unpack_block` is the inverse for one block, of n elements (at
+  // most 512). `center` is the first byte of its head, `bytes` the bytes of its overflow.
   void (*pack_blocks)(DType dtype, const void* x, int64_t n, uint8_t* heads, uint8_t* planes, uint8_t* overflow);
   void (*unpack_block)(DType dtype, int64_t n, uint8_t center, const uint8_t* planes, const uint8_t* overflow,
                        int64_t bytes, void* x);

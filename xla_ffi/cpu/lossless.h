@@ -28,8 +28,8 @@ inline uint8_t* planes_at(const Layout& l, const Piece& p, uint8_t* chunk, int64
          at / kLosslessBlock * lossless_plane_bytes(dtype_of(l, p), kLosslessBlock);
 }
 
-// Packs `count` elements of a piece from `begin` on, the first element of a block. Each block gets room for its most
-// bytes in the overflow, so that threads can pack blocks in any order. close_up removes the gaps.
+// Packs `count` elements of a piece from `begin` on, the first element of a group. Each group gets room for its most
+// bytes in the overflow, so that threads can pack groups in any order. close_up removes the gaps.
 inline void pack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const void* x,
                           uint8_t* chunk) {
   const DType dtype = dtype_of(l, p);
@@ -52,22 +52,40 @@ inline void unpack_elements(const Layout& l, const Piece& p, int64_t begin, int6
   }
 }
 
-// Removes the gaps between blocks from the overflow of a packed chunk. Sets the padding of the heads and the bytes
-// after the overflow to 0.
-inline void close_up(const Layout& l, int64_t c, uint8_t* chunk) {
+// Removes the gaps between groups from the overflow of a packed chunk, and sets the padding of the heads to 0. Returns
+// the end of the overflow.
+inline int64_t move_together(const Layout& l, int64_t c, uint8_t* chunk) {
   int64_t end = l.overflow[static_cast<size_t>(c)];
   for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
     const Piece& p = l.pieces[static_cast<size_t>(k)];
     std::memset(chunk + p.codes + 2 * div_up(p.coded, kLosslessBlock), 0,
                 static_cast<size_t>(lossless_head_bytes(p.coded) - 2 * div_up(p.coded, kLosslessBlock)));
     const int64_t most = lossless_most_bytes(dtype_of(l, p), kLosslessBlock);
-    for (int64_t at = 0; at < p.coded; at += kLosslessBlock) {
-      const int64_t bytes = overflow_of(l, p, chunk, at, std::min(at + kLosslessBlock, p.coded));
+    for (int64_t at = 0; at < p.coded; at += kLosslessGroup) {
+      const int64_t bytes = overflow_of(l, p, chunk, at, std::min(at + kLosslessGroup, p.coded));
       std::memmove(chunk + end, chunk + p.overflow + at / kLosslessBlock * most, static_cast<size_t>(bytes));
       end += bytes;
     }
   }
-  if (l.chunk_bytes > end) std::memset(chunk + end, 0, static_cast<size_t>(l.chunk_bytes - end));
+  return end;
+}
+
+// Finishes `count` packed chunks: removes the gaps, and sets the bytes after the overflow to 0. chunk_of(i) returns the
+// number of the i-th chunk in its message.
+template <class ChunkOf>
+void close_up(const Layout& l, int64_t count, ChunkOf chunk_of, uint8_t* payload, const Pool& pool) {
+  std::vector<int64_t> ends(static_cast<size_t>(count));
+  parallel_for(pool, count, [&](int64_t i) {
+    ends[static_cast<size_t>(i)] = move_together(l, chunk_of(i), payload + i * l.chunk_bytes);
+  });
+  constexpr int64_t kPart = 1 << 18;  // bytes
+  const int64_t parts = div_up(l.chunk_bytes, kPart);
+  parallel_for(pool, count * parts, [&](int64_t task) {
+    const int64_t i = task / parts, part = task % parts;
+    const int64_t begin = std::max(ends[static_cast<size_t>(i)], part * kPart);
+    const int64_t end = std::min((part + 1) * kPart, l.chunk_bytes);
+    if (begin < end) std::memset(payload + i * l.chunk_bytes + begin, 0, static_cast<size_t>(end - begin));
+  });
 }
 
 // Returns, for each span, the offset of its first block's overflow in the chunk. chunk_of(span) returns the span's

@@ -123,7 +123,7 @@ template <DType kType>
 void pack_blocks_of(const void* x, int64_t n, uint8_t* heads, uint8_t* planes, uint8_t* overflow) {
   // pack_overflow reads what pack_planes has just written, and a processor waits for that. So the planes of several
   // blocks come first.
-  constexpr int64_t kTogether = 4;
+  constexpr int64_t kTogether = kLosslessGroup / kLosslessBlock;
   alignas(64) int32_t further[kTogether][kLosslessBlock + kLanes];  // whole vectors are stored
   const int64_t block_bytes = kLosslessBlock * size_of(kType);
   const int64_t plane_bytes = lossless_plane_bytes(kType, kLosslessBlock);
@@ -136,11 +136,13 @@ void pack_blocks_of(const void* x, int64_t n, uint8_t* heads, uint8_t* planes, u
     const auto size = [=](int64_t b) { return b < left / kLosslessBlock ? kLosslessBlock : left % kLosslessBlock; };
     for (int64_t b = 0; b < blocks; ++b)
       count[b] = pack_planes<kType>(in + b * block_bytes, size(b), &center[b], planes + b * plane_bytes, further[b]);
-    for (int64_t b = 0; b < blocks; ++b, in += block_bytes, heads += 2, planes += plane_bytes, overflow += most_bytes) {
-      heads[0] = static_cast<uint8_t>(center[b]);
-      heads[1] = static_cast<uint8_t>(
-          pack_overflow<kType>(in, size(b), center[b], further[b], count[b], planes, overflow) / 2);
+    uint8_t* out = overflow;
+    for (int64_t b = 0; b < blocks; ++b, in += block_bytes, heads += 2, planes += plane_bytes) {
+      const int64_t bytes = pack_overflow<kType>(in, size(b), center[b], further[b], count[b], planes, out);
+      heads[0] = static_cast<uint8_t>(center[b]), heads[1] = static_cast<uint8_t>(bytes / 2);
+      out += bytes;
     }
+    overflow += kTogether * most_bytes;
   }
 }
 

@@ -37,8 +37,7 @@ class Reducer {
     Encoder(Target{l_, a_.payload, l_.chunk_bytes, true, a_.leaf_ids, a_.keys}, sum_in, keep, a_.residuals != nullptr)
         .run(spans_, pool);
     if (overflow_.empty()) return;
-    parallel_for(pool, a_.batch,
-                 [&](int64_t row) { close_up(l_, a_.where[2 * row], a_.payload + row * l_.chunk_bytes); });
+    close_up(l_, a_.batch, [&](int64_t row) { return a_.where[2 * row]; }, a_.payload, pool);
   }
 
   void to_leaves(const Pool& pool) const {

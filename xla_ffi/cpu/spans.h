@@ -14,6 +14,7 @@ constexpr int64_t kSpan = Sign::kSumGroup;       // the most elements of a span
 constexpr int64_t kTile = 2048;                  // elements that fit in the L1 cache while they are processed
 constexpr int64_t kMostTogether = kMostRotated;  // the most elements fetched at a time: a rotated bucket
 constexpr int64_t kTask = 32768;                 // the fewest elements of a task, except of the last one
+static_assert(kTile % kLosslessGroup == 0 && kSpan % kLosslessGroup == 0, "a group is packed in one call");
 
 // Returns how to write float32 leaves. Large leaves would not stay in the caches, so they are written with non-temporal
 // stores.
