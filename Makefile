@@ -135,10 +135,10 @@ pytest: $(INSTALLED) ## the Python tests
 	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml $(ON_RANKS:%=--ignore %) $(USUAL:%=--ignore %)
 
 mpi: RANKS = 1 2 3 4
-mpi: ON_TWO = transforms
-mpi: ## the Python tests over MPI on 1 to 4 ranks (transformations on 2)
+mpi: ON_TWO = transforms pages
+mpi: ## the Python tests over MPI on 1 to 4 ranks (transformations and programs of the docs on 2)
 mpi-short: RANKS = 2 3
-mpi-short: ON_TWO = transforms train low_rank explain bounds
+mpi-short: ON_TWO = transforms train low_rank explain bounds pages
 mpi-short: ## the same on 2 and 3 ranks, and training and bounds on 2
 mpi mpi-short: $(INSTALLED)
 	@export $(CHEAP_FLAGS); for n in $(RANKS); do \

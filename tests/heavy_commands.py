@@ -8,13 +8,13 @@ out.
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 
 import commands
 import numpy as np
+import pages
 import pytest
 from commands import ROOT
 
@@ -70,8 +70,7 @@ def copy(tmp_path_factory):
 
 def write_readers_files(folder):
     """Writes the files that the reader of the pages has: train.py is the program in docs/mpi.md."""
-    program = re.search(r"`train\.py`:\n\n```python\n(.*?)```", (ROOT / "docs/mpi.md").read_text(), re.DOTALL)
-    (folder / "train.py").write_text(program[1])
+    (folder / "train.py").write_text(pages.programs("docs/mpi")[0])
     (folder / "shapes.json").write_text(json.dumps({"block/0/kernel": [768, 3072]}))
     np.savez(folder / "grads.npz", **{"block/0/kernel": np.ones((64, 128), np.float32)})
 

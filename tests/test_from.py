@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pages
 import pytest
 from helpers import assert_trees, normal
 
@@ -16,7 +17,7 @@ PAGES = sorted((pathlib.Path(__file__).parent.parent / "docs").glob("from-*.md")
 PROGRAMS = [
     pytest.param(code, id=f"{page.stem}-{i}")
     for page in PAGES
-    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+    for i, code in enumerate(pages.programs(f"docs/{page.stem}"))
 ]
 RANKS, STEPS = 4, 60
 X = normal((64, 8), 1)

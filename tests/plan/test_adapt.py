@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,6 @@ from ranks import mesh
 
 import jaxcgx as cgx
 
-PLANS = pathlib.Path(__file__).parents[2] / "docs/plans.md"
 FOUR, BITS = cgx.MaxMin(4), tuple(cgx.MaxMin(bits) for bits in range(2, 9))
 
 
@@ -161,27 +158,6 @@ def test_an_adapted_plan_is_for_parts_of_the_tree_too():
     assert jax.tree.map(jnp.shape, jax.eval_shape(exchange, GRADS)) == jax.tree.map(jnp.shape, GRADS)
     masked = optax.masked(cgx.compress_gradients("a", plan, axis_size=2), {name: name == "layer/2" for name in GRADS})
     assert [x.shape for x in jax.tree.leaves(masked.init(GRADS).inner_state.residuals)] == [(2, 64, 128)]
-
-
-def test_the_guide_measures():
-    """This is the loop of docs/plans.md."""
-    (code,) = [
-        block for block in re.findall("```python\n(.*?)```", PLANS.read_text(), re.DOTALL) if "def measure" in block
-    ]
-    loss_fn = lambda params, batch: jnp.square(batch @ params["layer"]).sum()
-    found = dict(
-        cgx=cgx,
-        functools=functools,
-        jax=jax,
-        P=P,
-        loss_fn=loss_fn,
-        params={"layer": jnp.ones((64, 64))},
-        mesh=jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
-        batches=jnp.asarray(np.random.RandomState(0).standard_normal((3, 4, 64)), jnp.float32),
-    )
-    exec(code, found)
-    assert found["statistics"].paths == ("layer",) and (found["statistics"].norms > 0).all()
-    assert [rule.path for rule in found["plan"].rules] == ["^(layer)$"]
 
 
 def test_training_goes_on_with_an_adapted_plan():

@@ -1,0 +1,92 @@
+"""The Python programs of README and docs, and the names that their pages leave to the reader.
+
+As a program it runs those of a page in one of several processes: `python tests/pages.py PAGE PORT RANK PROCESSES`.
+"""
+
+import functools
+import os
+import pathlib
+import re
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+
+ROOT = pathlib.Path(__file__).parent.parent
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+
+
+def programs(page):
+    """The programs of a page, such as "docs/training", in their order."""
+    return [textwrap.dedent(match[2]) for match in BLOCK.finditer((ROOT / f"{page}.md").read_text())]
+
+
+def make_mesh(sizes=(4,), names=("data",)):
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: np.prod(sizes)])
+
+
+def predict(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["v"]
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return ((predict(params, x) - y) ** 2).mean()
+
+
+def given(mesh=None):
+    """What pages take as given: imports, a model, its data and a mesh. All new, as programs donate their arguments."""
+    x, w, v = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((16, 8), (8, 256), (256, 4))))
+    batch = x, jnp.sin(x[:, :4])
+    return dict(
+        P=P,
+        AxisType=AxisType,
+        NamedSharding=NamedSharding,
+        cgx=cgx,
+        functools=functools,
+        jax=jax,
+        jnp=jnp,
+        lax=lax,
+        np=np,
+        optax=optax,
+        os=os,
+        sys=sys,
+        batch=batch,
+        batches=[batch, batch],
+        codec=cgx.MaxMin(4),
+        key=jax.random.key(9),
+        loss_fn=loss_fn,
+        mesh=mesh,
+        optimizer=optax.sgd(0.1),
+        params=dict(w=w, v=0.1 * v),
+        plan=cgx.Plan(cgx.MaxMin(4)),
+        schedule=optax.constant_schedule(0.1),
+    )
+
+
+def run_in_process(page, port, rank, processes):
+    """Runs the page on a mesh of two data centers, or of ranks, over connections between processes."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(rank))
+    mesh = make_mesh((2, 1), ("dc", "local")) if page == "docs/wan" else make_mesh((2,))
+    names = given(mesh)
+    split = lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P(mesh.axis_names)), np.asarray(x))
+    names["batch"] = jax.tree.map(split, names["batch"])
+    names["batches"] = [names["batch"]] * 2
+    start = names["params"]
+    for program in programs(page):
+        exec(program, names | dict(params=start))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    run_in_process(*sys.argv[1:])

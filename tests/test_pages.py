@@ -1,0 +1,355 @@
+"""The Python programs of README and docs run: page by page, in their order, each with what those before it left.
+
+Those of convert.md and of the pages for users of other systems have tests of their own (test_convert.py, test_from.py),
+and so do those between the processes of mpirun (tests/mpi/test_pages.py).
+"""
+
+import inspect
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pages
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from jaxcgx.lab import why_not
+from jaxcgx.report import machine
+
+TUTORIALS = "docs/first-step", "docs/two-centers"
+BETWEEN_PROCESSES = "docs/overlap", "docs/wan"
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """That of users, not the tests' strict one."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def walk(page, names, changes=None):
+    """Runs the programs of a page in `names`. changes: {which program: names that are others from there on}."""
+    for i, program in enumerate(pages.programs(page)):
+        names |= (changes or {}).get(i, {})
+        exec(program, names)
+    return names
+
+
+def on_ranks(program, names, begin=lambda params: {}):
+    """Runs a program in a shard_map, on each rank's part of the batch. begin: what else it has there."""
+
+    def local(params, batch):
+        found = names | dict(params=params, batch=batch) | begin(params)
+        exec(program, found)
+        return found["grads"]
+
+    mapped = jax.shard_map(local, mesh=names["mesh"], in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)(names["params"], names["batch"])
+
+
+def names_of(*sizes, axes=("data",)):
+    return pages.given(pages.make_mesh(sizes or (4,), axes))
+
+
+def step_of(names, **options):
+    """A training step and its state, as pages have one from before."""
+    train = cgx.make_train_step(names["loss_fn"], names["optimizer"], names["mesh"], plan=cgx.MaxMin(4), **options)
+    params, state = train.init(names["params"])
+    return dict(train=train, params=params, state=state)
+
+
+def test_every_page_with_programs_has_a_test():
+    text = "".join((pages.ROOT / "tests" / name).read_text() for name in ("test_pages.py", "mpi/test_pages.py"))
+    docs = [f"docs/{path.stem}" for path in (pages.ROOT / "docs").glob("*.md")]
+    for page in ["README", "CONTRIBUTING", "benchmarks/README", *docs]:
+        if pages.programs(page) and page != "docs/convert" and not page.startswith("docs/from-"):
+            assert f'"{page}"' in text, page
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_tutorials(page):
+    program = "\n".join(pages.programs(page))
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=600)
+
+
+@pytest.mark.parametrize("page", BETWEEN_PROCESSES)
+def test_pages_of_several_processes(page):
+    port = str(random.randrange(20_000, 32_000))  # of those that no connection gets by itself
+    # XLA crashes where it is to keep a program of several processes.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, pages.__file__, page, port]
+    ranks = [subprocess.Popen([*command, str(rank), "2"], env=environment) for rank in range(2)]
+    assert [rank.wait(600) for rank in ranks] == [0, 0]
+
+
+def test_readme():
+    jit, shard_map, chain, whole, _ = pages.programs("README")  # the last one is of mpirun
+    names = names_of()
+    with jax.set_mesh(names["mesh"]):
+        exec(jit, names)
+    compressed, grads = names["grads"], on_ranks(shard_map, names)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), compressed, grads)
+    exec(chain, names)
+    exec(whole, names)
+    assert names["metrics"].loss < names["loss"]
+
+
+def test_checkpoints(tmp_path):
+    orbax = pytest.importorskip("orbax", reason="needs the extra `test`")
+    pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    names, more = names_of(4), names_of(6)
+    names |= step_of(names) | dict(orbax=orbax, path=tmp_path / "saved")
+    before = names["state"]
+    names = walk("docs/checkpoints", names, {1: step_of(more), 2: dict(state=before, mesh=more["mesh"])})
+    residuals = [state[0].residuals for state in (before, names["state"])]
+    assert [jax.tree.leaves(x)[0].shape[0] for x in residuals] == [4, 6]
+
+
+def test_codecs():
+    names = walk("docs/codecs", {})
+    np.testing.assert_array_equal(names["y"], names["z"])
+
+
+def test_diloco():
+    names = names_of(4, axes=("dc",))
+    first, centers, streaming, decoupled, demo = pages.programs("docs/diloco")
+    for program in first, centers, streaming:
+        exec(program, names := names | dict(params=pages.given()["params"]))
+    assert names["train"].init(names["params"])
+
+    port = random.randrange(20_000, 32_000)
+    alone = decoupled.replace("a.example:7000", f"127.0.0.1:{port}").replace("place=0,", "place=0, grace=0.1,")
+    step = lambda params, state, batch: (jax.tree.map(lambda x: 0.9 * x, params), state, 0.0)
+    exec(alone, found := names | dict(step=step, opt_state=(), batches=jnp.ones((2, 4))))
+    found["member"].leave()
+
+    exec(demo, found := names_of())
+    assert found["train"].init(found["params"])
+
+
+def test_explain(capsys):
+    """And it prints what the page shows."""
+    program, check = pages.programs("docs/explain")
+    params = {name: jnp.ones((1024, 1024)) for name in ("up", "down")}
+    names = names_of(2, 4, axes=("node", "local"))
+    names |= dict(
+        params=params, batch=jnp.ones((8, 1024)), loss=lambda p, x: jnp.square(x @ p["up"] @ p["down"]).mean()
+    )
+    exec(program, names)
+    shown = (pages.ROOT / "docs/explain.md").read_text().split("```\n```\n")[1].split("\n```")[0]
+    rows = lambda text: [line.split() for line in text.splitlines()]
+    # XLA chooses the order of collectives, and JAX's versions name their origins otherwise.
+    printed = {tuple(row[:5]) for row in rows(capsys.readouterr().out)}
+    assert {tuple(row[:5]) for row in rows(shown)} <= printed
+
+    step = step_of(names | dict(params=pages.given()["params"], loss_fn=pages.loss_fn), data_axis=("node", "local"))
+    batch = pages.given()["batch"]
+    exec(check, dict(found=cgx.explain(step["train"].step, step["params"], step["state"], batch, show=False)))
+
+
+@pytest.fixture
+def initialize(monkeypatch):
+    """The arguments that jax.distributed.initialize got; it starts nothing."""
+    got, signature = [], inspect.signature(jax.distributed.initialize)
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **kwargs: got.append(signature.bind(*args, **kwargs))
+    )
+    return got
+
+
+def test_failures(initialize, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", None)
+    names = walk("docs/failures", names_of())
+    assert sys.excepthook is names["end"] and len(initialize) == 1
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="JAX has mutual TLS from 0.11.2 on")
+def test_security(initialize):
+    walk("docs/security", names_of())
+    assert len(initialize) == 1
+
+
+def test_fsdp(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    whole, restored, by_hand, again = pages.programs("docs/fsdp")
+    names = names_of()
+    exec(whole, names)
+    saved = names["train"].init(names["params"])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", saved)
+        exec(restored, found := names | dict(checkpointer=checkpointer, path=tmp_path / "saved"))
+    jax.tree.map(np.testing.assert_array_equal, (found["params"], found["state"]), saved)
+
+    def local(shards, batch):
+        found = names | dict(shards=shards, batch=batch)
+        exec(by_hand, found)
+        once = found["local_loss"]
+        exec(again, found)
+        return found["grads"], jax.grad(found["local_loss"])(shards, batch), jax.grad(once)(shards, batch)
+
+    mapped = jax.shard_map(
+        local, mesh=names["mesh"], in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=False
+    )
+    mean, gathered_again, gathered_once = jax.jit(mapped)(names["params"], names["batch"])
+    assert jax.tree.map(jnp.shape, mean) == jax.tree.map(jnp.shape, names["params"])
+    jax.tree.map(np.testing.assert_array_equal, gathered_again, gathered_once)
+
+
+def test_hierarchies():
+    names = walk("docs/hierarchies", names_of())
+    params, state = names["train"].init(names["params"])
+    found = cgx.explain(names["train"].step, params, state, names["batch"], show=False)
+    compressed = [collective.axes for collective in found.collectives if collective.codec.startswith("MaxMin")]
+    assert set(compressed) == {("node",)}
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_lab(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
+    (tmp_path / "train.py").write_text("")
+    assert len(walk("docs/lab", {})["ranks"]) == 2
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
+)
+def test_meshes():
+    names = names_of(2, 4, axes=("data", "model"))
+    x = jax.random.normal(names["key"], (16, 32))
+    params = {"up": jax.random.normal(names["key"], (32, 64)), "down": jnp.ones((64, 32))}
+    names |= dict(loss_fn=lambda params, x: (jnp.tanh(x @ params["up"]) @ params["down"]).var())
+    walk("docs/meshes", names)
+    grads = jax.jit(names["step"])(params, x)
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
+
+
+def test_planner(monkeypatch):
+    monkeypatch.setattr(machine, "kernels", lambda codec, measure=False: machine.Kernels(10e9, 10e9, 20e9))
+    names = walk("docs/planner", names_of())
+    assert names["found"].rows and names["plan"].network.latency == 1e-3
+
+
+def test_plans(tmp_path, monkeypatch, capsys):
+    """What the page prints of a plan is what comes out."""
+    monkeypatch.chdir(tmp_path)
+    rules, explained, measured, saved = pages.programs("docs/plans")
+    names = names_of()
+    shapes = {"embed": (64, 64), "conv": (3, 3, 8, 64), "head": {"kernel": (64, 32)}}
+    grads = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    on_ranks(rules, names, lambda params: dict(grads=grads))
+
+    plan = cgx.Plan({"node": cgx.MaxMin(4), "local": cgx.Raw()})
+    init = lambda key: {"block": {"s": jnp.float32(0), "w": jnp.zeros((512, 512))}}
+    line, _, shown = explained.partition("\n")
+    exec(line.removeprefix(">>> "), names | dict(plan=plan, init=init))
+    assert capsys.readouterr().out == shown
+
+    exec(measured, names)
+    assert (names["statistics"].norms > 0).all()
+    assert [rule.path for rule in names["plan"].rules] == ["^(v)$", "^(w)$"]
+    exec(saved, names | dict(grads=grads))
+    assert set(np.load("grads.npz")) == {"embed", "conv", "head/kernel"}
+
+
+def test_sparse():
+    dgc, bsc = pages.programs("docs/sparse")
+    names = names_of()
+    exec(dgc, names)
+    assert jax.eval_shape(names["train"].init, names["params"])
+    exec(bsc, names)
+    with jax.set_mesh(names_of(2, 2, axes=("dc", "local"))["mesh"]):
+        assert names["optimizer"].init(names["params"])
+
+
+def test_training_with_optax():
+    flax = pytest.importorskip("flax", reason="needs the extra `test`")
+    from flax.training.train_state import TrainState
+
+    chain, by_hand, pmap, masked = pages.programs("docs/training")[:4]
+    names, devices = names_of(), len(jax.devices())
+    start, batch = jax.tree.map(jnp.copy, names["params"]), names["batch"]  # the step donates its arguments
+    exec(chain, names)
+    exec(by_hand, names)
+    *_, loss = names["step"](names["params"], names["state"], batch)
+    np.testing.assert_allclose(loss, pages.loss_fn(start, batch), rtol=1e-5)
+
+    names |= dict(flax=flax, TrainState=TrainState, model=flax.linen.Dense(1), params=start)
+    exec(pmap, names)
+    _, losses = names["step"](names["state"], jax.tree.map(lambda x: x.reshape(devices, -1, x.shape[-1]), batch))
+    np.testing.assert_allclose(losses, loss, rtol=1e-5)
+
+    exec(f"optimizer = {masked}", names | dict(labels={"w": "few bits", "v": "raw"}))
+
+
+def test_training_losses():
+    weighted, whole, stateful, frozen, warm_up = pages.programs("docs/training")[4:9]
+    names = names_of()
+    start, batch = names["params"], names["batch"]
+    losses = lambda params, batch: jnp.square(pages.predict(params, batch[0]) - batch[1]).mean(-1)
+    names |= dict(token_losses=lambda params, batch: (losses(params, batch), jnp.float32(batch[0][:, 0] > 0)))
+    exec(weighted, names)
+    params, state = names["train"].init(start)
+    mask = batch[0][:, 0] > 0
+    found = names["train"].step(params, state, batch)[2].loss
+    np.testing.assert_allclose(found, losses(start, batch)[mask].mean(), rtol=1e-5)
+
+    noisy = lambda params, batch, key: (pages.loss_fn(params, batch), jax.random.normal(key))
+    exec(whole, names | dict(loss_fn=noisy))
+
+    class model:
+        apply = staticmethod(lambda params, state, batch: (pages.loss_fn(params, batch), state + batch[0].mean()))
+
+    exec(stateful, found := names | dict(params=start, state=jnp.float32(0), model=model))
+    np.testing.assert_allclose(found["state"], 2 * batch[0].mean(), rtol=1e-4)
+
+    exec(frozen, names)
+    exec(warm_up, names)
+
+
+def test_training_steps_that_are_skipped():
+    chain, scaling, keeping = pages.programs("docs/training")[9:12]
+    names = names_of()
+    exec(chain, names)
+    names |= dict(
+        transformation=cgx.compress_gradients("data", names["plan"], skip_nonfinite=True), inner=optax.sgd(0.1)
+    )
+
+    def begin(params):
+        compress, inner = names["transformation"].init(params), names["inner"].init(params)
+        return dict(compress=compress, inner_state=inner, scale=jnp.float32(8))
+
+    scaled = on_ranks(scaling, names, begin)
+    expected = jax.tree.map(lambda g: 8 * g, jax.grad(pages.loss_fn)(names["params"], names["batch"]))
+    assert jax.tree.map(jnp.shape, scaled) == jax.tree.map(jnp.shape, expected)
+    subprocess.run([sys.executable, "-P", "-W", "error", "-c", keeping], check=True, timeout=600)
+
+
+def test_training_models():
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+    split, optimizer = pages.programs("docs/training")[12:]
+    names = names_of()
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(8, 256, rngs=rngs), nnx.BatchNorm(256, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    compute_loss = lambda model, batch: model(batch[0]).var()
+    names |= dict(nnx=nnx, model=Model(nnx.Rngs(0)), compute_loss=compute_loss)
+    exec(split, names)
+    train = cgx.make_train_step(names["loss_fn"], optax.sgd(0.1), names["mesh"], plan=names["plan"], model_state="mean")
+    assert jax.eval_shape(train.init, names["params"], names["rest"])
+
+    names |= dict(model=nnx.Linear(8, 256, rngs=nnx.Rngs(0)), loss_fn=compute_loss)
+    exec(optimizer, names)
+    assert names["step"](names["model"], names["optimizer"], names["batch"]).shape == ()
