@@ -5,9 +5,6 @@ Its sources are those of the repository, as pages link to results. The README is
 
 import ast
 import pathlib
-import re
-import subprocess
-import sys
 
 import jaxcgx
 from jaxcgx.report import figures, results
@@ -23,7 +20,10 @@ PAGES = {
     "Inside": "api collectives error-bounds architecture wire-format references ../CONTRIBUTING",
 }
 
+# Pages that are notebooks on the site. In the repository they are plain Markdown, which more programs can show. The
+# programs of all other pages run in tests only (tests/test_pages.py).
 TUTORIALS = "docs/first-step", "docs/two-centers"
+NOTEBOOK = "---\nfile_format: mystnb\nkernelspec: {name: python3, display_name: Python}\n---\n"
 
 project, author, copyright = "jaxcgx", "the authors of jaxcgx", "the authors of jaxcgx"
 release = version = jaxcgx.__version__
@@ -43,7 +43,7 @@ autodoc_default_options = {"members": True, "undoc-members": False}
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # add_outputs runs the programs of tutorials, and tests those of other pages
+nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "force", True, 600  # seconds for each cell
 
 
 def add_contents(app, page, source):
@@ -53,16 +53,10 @@ def add_contents(app, page, source):
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
 
 
-def add_outputs(app, page, source):
-    """Runs the programs of a tutorial, in one process of their own, and puts behind each what it printed."""
+def make_notebooks(app, page, source):
+    """Makes a notebook of a tutorial: its programs are the cells, and myst-nb runs them."""
     if page in TUTORIALS:
-        block = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
-        program = 'print("\\0")\n'.join(block.findall(source[0]))
-        done = subprocess.run([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True, check=True)
-        outputs = iter(done.stdout.split("\0\n"))
-        source[0] = block.sub(
-            lambda match: match[0] + (f"\n```text\n{out}```\n" if (out := next(outputs)) else ""), source[0]
-        )
+        source[0] = NOTEBOOK + source[0].replace("\n```python\n", "\n```{code-cell} python\n")
 
 
 def add_examples(app, page, source):
@@ -110,7 +104,7 @@ def write_index(app, error):
 
 
 def setup(app):
-    for added in (add_contents, add_outputs, add_examples, add_plots):
+    for added in (add_contents, make_notebooks, add_examples, add_plots):
         app.connect("source-read", added)
     app.connect("autodoc-process-docstring", mark_code, priority=100)  # before napoleon
     app.connect("build-finished", write_index)
