@@ -8,10 +8,12 @@ from types import ModuleType
 
 import jax
 
+from jaxcgx import native
+
 # JAXCGX_REFERENCE=1 runs plain jnp everywhere, with or without a native module.
 REFERENCE = os.environ.get("JAXCGX_REFERENCE", "0") not in ("", "0")
 
-_REMEDY = (
+REMEDY = (
     "reinstall it with `pip install --force-reinstall --no-deps jaxcgx` (from a checkout: `pip install .`), "
     "or set JAXCGX_REFERENCE=1 to run plain jnp instead of kernels"
 )
@@ -19,6 +21,10 @@ CUDA_REMEDY = (
     "build it where there is a CUDA compiler (nvcc): `pip install . -Ccmake.define.JAXCGX_CUDA=ON` in a checkout, "
     "or set JAXCGX_REFERENCE=1 to run plain jnp there instead of kernels"
 )
+
+# A checkout in whose folder Python starts hides the installed package, which has the native module. It is found there,
+# as in an editable install.
+native.__path__.extend(str(pathlib.Path(entry) / "jaxcgx/native") for entry in sys.path)
 
 
 def find() -> ModuleType:
@@ -31,17 +37,6 @@ def find() -> ModuleType:
     if built != installed:
         raise ImportError(f"jaxcgx: its native module is of version {built}, the package of version {installed}")
     return _native
-
-
-def remedy() -> str:
-    """Returns the remedy if there is no native module of this version."""
-    here = pathlib.Path(__file__).resolve().parents[1]
-    folders = [pathlib.Path(entry).resolve() / "jaxcgx" for entry in sys.path]
-    built = lambda folder: any(folder.glob("native/_native*"))
-    for other in folders[folders.index(here) :] if here in folders and not built(here) else []:
-        if built(other):
-            return f"{here} hides the installation in {other}: start Python in another folder, or as `python -P`"
-    return _REMEDY
 
 
 def _is_command_line() -> bool:
@@ -57,15 +52,15 @@ def load() -> ModuleType | None:
     if REFERENCE:
         return None
     try:
-        native = find()
+        found = find()
     except ImportError as error:
         if _is_command_line():
             return None
-        raise ImportError(f"{error}; {remedy()}") from error.__cause__
-    for platform, handlers in native.handlers().items():
+        raise ImportError(f"{error}; {REMEDY}") from error.__cause__
+    for platform, handlers in found.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    return native
+    return found
 
 
 MODULE = load()

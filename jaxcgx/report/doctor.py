@@ -219,7 +219,7 @@ def examine() -> Report:
         native = registration.find().build_info()
     except ImportError as error:
         if not registration.REFERENCE:
-            problems.append(Problem(str(error), registration.remedy()))
+            problems.append(Problem(str(error), registration.REMEDY))
     cuda = native and native.get("cuda")
     gpus = _gpus(cuda["architectures"] if cuda else [])
     for gpu in gpus if native and not registration.REFERENCE else []:
