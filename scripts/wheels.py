@@ -83,7 +83,7 @@ def main():
         os.environ["PATH"] = hidden
         shutil.rmtree(matrix.WORK / f"{version}-newest", ignore_errors=True)
         inside = matrix.environment(version, python, "newest", made)
-        rows.append(matrix.test(version, "newest", inside, [(["-m", "short", "tests"], "")]))
+        rows.append(matrix.test(version, "newest", inside, [(["-m", "short", "tests"], "")], alone=True))
         os.environ["PATH"] = path
     matrix.show(rows, {version: "not found: no wheel" for version in matrix.PYTHONS if version not in found})
     print("", *sorted(f"{file.stat().st_size / 1e6:6.1f} MB  {file}" for file in DIST.iterdir()), sep="\n")
