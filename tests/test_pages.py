@@ -240,7 +240,7 @@ def test_planner(monkeypatch):
 def test_plans(tmp_path, monkeypatch, capsys):
     """What the page prints of a plan is what comes out."""
     monkeypatch.chdir(tmp_path)
-    rules, explained, measured, saved = pages.programs("docs/plans")
+    rules, explained, measured, adapted, saved = pages.programs("docs/plans")
     names = names_of()
     shapes = {"embed": (64, 64), "conv": (3, 3, 8, 64), "head": {"kernel": (64, 32)}}
     grads = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -255,6 +255,10 @@ def test_plans(tmp_path, monkeypatch, capsys):
     exec(measured, names)
     assert (names["statistics"].norms > 0).all()
     assert [rule.path for rule in names["plan"].rules] == ["^(v)$", "^(w)$"]
+    train = cgx.make_train_step(names["loss_fn"], names["optimizer"], names["mesh"], plan=cgx.MaxMin(4))
+    names |= dict(zip(("params", "state"), train.init(names["params"])))
+    exec(adapted, names)
+    assert jnp.isfinite(names["metrics"].loss)
     exec(saved, names | dict(grads=grads))
     assert set(np.load("grads.npz")) == {"embed", "conv", "head/kernel"}
 
