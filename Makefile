@@ -9,7 +9,7 @@ GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
 JAXCGX_CUDA := $(if $(GPU),AUTO,OFF)
 
 # The package is installed anew when this checksum changes, not when a file's time does. The install is editable:
-# Python files are used where they lie, so only their names count, but the native module lies in .venv.
+# Python files are used in place, so only their names count, but the native module lies in .venv.
 SOURCES := $(shell { find jaxcgx -name '*.py' | LC_ALL=C sort; \
 	find xla_ffi cuda -type f | LC_ALL=C sort | xargs cksum CMakeLists.txt pyproject.toml; echo $(JAXCGX_CUDA); } \
 	| cksum | cut -d' ' -f1)
@@ -288,7 +288,7 @@ NATIVE = { [ -x $(BUILD_ENV)/bin/pip ] || "$(PYTHON)" -m venv $(BUILD_ENV); } &&
 	$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
 		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)'})"
 
-# The stamps go first: a failed install is neither the new one nor the old one.
+# The stamps are removed first: a failed install is neither the new one nor the old one.
 # The native module is built while jaxcgx's dependencies are installed, and what the examples need. Shells hide Ctrl-C
 # from what runs in the background, hence the trap.
 $(BUILT): | interpreter

@@ -15,9 +15,9 @@ from jaxcgx.typing import DType, DTypeLike
 class Codec:
     """Turns vectors into bytes and back. Subclass it as a frozen dataclass, because codecs are static under jit.
 
-    A codec sees buckets of float32. It doesn't need to know about messages, ranks or dtypes. Code outside a codec's
-    file never asks for its type. That code reads the traits below and calls the methods. Every trait is a class
-    attribute, a field or a property.
+    A codec sees buckets of float32. It doesn't need to know about messages, ranks or dtypes. Code outside codecs/
+    doesn't ask for its type (tests/test_house.py has two exceptions). That code reads the traits below and calls the
+    methods. Every trait is a class attribute, a field or a property.
 
     A codec must define `code_bytes`, `encode_buckets` and `decode_buckets`. Everything else has a default. A bucket
     with a NaN or an infinity should decode to NaN. A constant bucket should decode exactly.
@@ -144,7 +144,7 @@ class Codec:
 
     @property
     def trims_sums(self) -> bool:
-        """Whether a sum keeps only as many elements as a message, so that summing loses some of them."""
+        """Whether a sum keeps only as many elements as one message. Then summing drops some of them."""
         return self.sparse and not self.sums_grow
 
     def bucket_of(self, n: int) -> int:
@@ -158,9 +158,9 @@ class Codec:
         return n % self.bucket_size if self.skip_incomplete and self.bucket_size else 0
 
     def may_cut(self, n: int) -> bool:
-        """Returns whether the parts of a leaf that is cut every n elements round to the same numbers as the whole leaf.
+        """Returns whether cutting a leaf every n elements leaves its rounded numbers unchanged.
 
-        They don't if a bucket is cut, or if noise depends on the position of an element in the leaf.
+        It doesn't if a bucket is cut, or if noise depends on the position of an element in the leaf.
         """
         return not (self.stochastic or self.whole or n % (self.bucket_size or 1))
 

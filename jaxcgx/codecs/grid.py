@@ -38,7 +38,8 @@ class Grid:
 def unit_of(range_: jax.Array, steps: ArrayLike, scale: jax.Array) -> jax.Array:
     """Returns the range / steps, rounded up to 16 significant bits, so that unit * code is exact."""
     unit = ieee.as_float((ieee.bits(ieee.divide(range_, steps)) + 0xFF) & ~0xFF)
-    # Without its scale 2^80, a unit below 2^-53 is denormal. It must be a multiple of 2^-149: with the scale, of 2^-69.
+    # Without its scale 2^80, a unit below 2^-53 is denormal. Then it must be a multiple of 2^-149, which is 2^-69 after
+    # scaling.
     whole = jnp.ceil(unit * 2.0**69) * 2.0**-69
     return jnp.where((scale > 1) & (unit < 2.0**-53), whole, unit)
 

@@ -8,7 +8,7 @@ from jaxcgx.codecs.base import Codec
 
 
 class LowRank(Codec):
-    """A codec that makes no bytes. Subclass it as a frozen dataclass that also defines `why_raw` and `wire_bytes`.
+    """A codec that makes no bytes. Subclass it as a frozen dataclass, and also define `why_raw` and `wire_bytes`.
 
     A matrix M of [m, n] has the factors P and Q. The number of their columns is the codec's rank. Factors are stored
     with the long dimension last: P is [rank, m], Q is [rank, n]. The methods take k matrices of one shape at once.

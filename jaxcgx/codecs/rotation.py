@@ -53,7 +53,7 @@ class Rotated:
     finite: jax.Array
 
     def as_sent(self, meta: jax.Array) -> jax.Array:
-        """Returns metadata of `x` as it is sent: divided by the factors of `x`, and by 2^a of `_halvings`."""
+        """Returns metadata of `x` for the wire, divided by the factors of `x`, and by 2^a of `_halvings`."""
         down, _ = _halvings(self.x.shape[1])
         return unscaled(meta * 2.0**-down * ieee.as_float(self.exponent << 23), self.scale)
 

@@ -248,7 +248,7 @@ def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
 def _is_variable(x: Any) -> bool:
     """Returns whether x is a variable of NNX.
 
-    The type is asked, not x: instances of nnx.Rngs have an attribute of any name.
+    It looks at the type, because instances of nnx.Rngs have an attribute of any name.
     """
     return hasattr(type(x), "set_value")
 

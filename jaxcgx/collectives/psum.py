@@ -160,7 +160,7 @@ class Reduction:
     """A checked sum or mean over the ranks of a transport. Its methods sum a raw leaf or a message."""
 
     call: Call
-    said: str  # for errors: " of the plan" if the plan chose the schedule, else ""
+    said: str  # words of errors: " of the plan" if the plan chose the schedule, else ""
     outermost: str | Overlay  # the schedule that was asked for over the outermost axis, which may have only one rank
     how: Sum
     mean: bool

@@ -114,7 +114,7 @@ class Losses:
             groups = min(_GROUPS, len(self.sample) // ranks)
             for i in range(groups):
                 x = self.sample[ranks * i : ranks * (i + 1)].sum(0)
-                if noise:  # noise as from rounding: none where all gradients are 0
+                if noise:  # like rounding noise: 0 where all gradients are 0
                     more = np.where(x == 0, 0, np.random.default_rng(i).uniform(-1, 1, x.shape))
                     scale = np.sqrt(noise * np.square(x).sum() / max(np.square(more).sum(), 1e-300))
                     x = x + np.asarray(scale * more, np.float32)

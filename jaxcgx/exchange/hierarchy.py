@@ -85,7 +85,7 @@ def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
     shards = _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
     summed = _exchange(stages[0], shards, how)
     shards = message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
-    for i, stage in inner:  # by now, ranks along the stages further out have the same numbers
+    for i, stage in inner:  # by now, ranks along the outer stages have the same numbers
         shards = shards.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
         shards = shards.replace(leaves=schedules.all_gather(stage, shards))
     residuals, momentum = summed.residuals, message.momentum
@@ -153,7 +153,7 @@ def sum_inside(stages: Stages, message: Message, own: str) -> list[Any]:
     message = message.replace(residuals=None, momentum=None, factors=None)
     key = message.key
     for i, stage in reversed(list(enumerate(stages))[1:]):
-        # By now, ranks along the stages further in have the same sum. They must get the same bits, so they use one key.
+        # By now, ranks along the inner stages have the same sum. They must get the same bits, so they use one key.
         message = message.replace(key=fold_stage(key, i, stages[:i]))
         message = message.replace(leaves=_exchange(stage, message, Sum(own)).leaves)
     return message.leaves

@@ -84,8 +84,8 @@ def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, t
 # Row r of every rank's result is rank r's leaf, so the leaf's cotangent is the sum of the cotangents of these rows:
 # psum_scatter. If the type of the result says that all ranks share one value ("invarying"), all ranks have the same
 # cotangent, and rank r takes row r of it. An axis of vmap has no such type: each of its ranks has its own cotangent,
-# with mostly zero rows, and psum_scatter adds them. Ranks along a mesh axis beside it share a cotangent, which
-# psum_scatter would count several times. The factor corrects that.
+# with mostly zero rows, and psum_scatter adds them. If ranks share a cotangent along another mesh axis,
+# psum_scatter counts it several times. The factor corrects this.
 def _all_gather_transpose(
     message: Message, cts: list[Any], *, stage: Stage, to: str, join: Join | None, batch: tuple[Any, ...], **params: Any
 ) -> list[Any]:

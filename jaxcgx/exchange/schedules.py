@@ -181,9 +181,10 @@ def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
-    """Returns (the elements of sums that the owners would send, `lost` plus the losses of that encoding at the owners).
+    """Drops the elements of sums that the owners would not send. Returns (sums, lost).
 
-    All ranks have the sums, so they compute this without an exchange.
+    `lost` has what the owners lose by it, added to the argument `lost`. All ranks have the sums, so they compute this
+    without an exchange.
     """
     parts = Chunks(stage.codec, sums, stage.net.size)
     zeros = [jnp.zeros_like(x) for x in sums.leaves]

@@ -3,7 +3,8 @@
 A rank adds its own part to the received parts, and encodes the sum for its parent. With feedback, the rank that encodes
 keeps the loss, as the owners of two_shot do, so nothing is lost.
 
-The result has the same bits as in xla_ffi/tcp/allreduce.h, where pieces don't wait for the other pieces of a level.
+The result has the same bits as in xla_ffi/tcp/allreduce.h. There, a piece goes on before the rest of its level is
+ready.
 """
 
 import jax

@@ -88,7 +88,7 @@ def _use_cubic(namespace: str) -> bool:
 
 
 def _has_netem(namespace: str) -> bool:
-    """Returns whether the kernel can delay packets. It tries so on the loopback device of a namespace."""
+    """Returns whether the kernel can delay packets. It tries this on the loopback device of a namespace."""
     words = f"tc -n {namespace} qdisc %s dev lo root netem delay 1ms"
     if subprocess.run((words % "add").split(), capture_output=True).returncode:
         return False

@@ -1,4 +1,4 @@
-"""The end of a rank: it tells the ranks that still make calls that it makes no more.
+"""The end of a rank. It tells the other ranks that it will make no more calls.
 
 Otherwise the other ranks would wait for it forever: MPI's waits have no deadline, and MPI_Finalize returns only after
 all ranks have called it.

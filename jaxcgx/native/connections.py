@@ -55,7 +55,7 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
 
 
 def _connect(timeout: float, links: Links) -> None:
-    """Connects the processes. Each writes into the store where it listens. A common secret keeps strangers out."""
+    """Connects the processes. Each writes its listening address into the store. A common secret keeps strangers out."""
     store, process, processes, coordinator = _compat.rendezvous()
     assert coordinator, "jax.distributed has a store, but no coordinator"
     address = coordinator.rpartition(":")[0].strip("[]")

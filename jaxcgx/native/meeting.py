@@ -70,7 +70,7 @@ class Other(NamedTuple):
 
 
 class _Connection:
-    """A connection during its handshake: the talk, and the bytes that have arrived for it."""
+    """A connection during its handshake, and the bytes that have arrived for it."""
 
     def __init__(self, sock: socket.socket, talk: Talk) -> None:
         self.socket, self.talk, self.got = sock, talk, b""

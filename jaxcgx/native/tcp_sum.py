@@ -228,7 +228,7 @@ def _lower_end(
 
 
 def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    """Returns the operand bytes of a collective of XLA that sends as many bytes as the rank that sends most."""
+    """Returns the operand bytes of an XLA collective that sends as much as the busiest rank."""
     if not parents:
         return sum(layout.ends)
     pieces = layout.chunks // len(parents)
