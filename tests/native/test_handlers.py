@@ -149,7 +149,7 @@ def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
             [jnp.zeros(PAYLOAD, jnp.uint8), WHERE],
             [((100,), "float32"), ((7,), "float32")],
             dict(encoded=False),
-            "of one chunk, got 2",
+            "expected one chunk for a sum that is not encoded, got 2",
         ),
         (
             "reduce",
@@ -232,9 +232,9 @@ def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
             LEAVES,
             [(LISTS.shape, "uint8")],
             topk(select=1, share=1, lower=1),
-            "stochastic where nothing is random",
+            "stochastic must be true exactly if",
         ),
-        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=7), "values of kind 7"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=7), "a sparse codec of their own"),
         ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=1, values_bits=4), "values: bucket_size is 0"),
         ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(bucket_size=3), "without buckets has a bucket_size"),
         (

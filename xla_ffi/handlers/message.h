@@ -64,10 +64,10 @@ inline std::string fault_of(const Codec& c) {
     if (s.refinements < 0 || s.refinements > kMostRefinements)
       return "refinements out of range: " + std::to_string(s.refinements);
   }
-  if (is_sparse(s.values.kind)) return "values of kind 7, which drops elements";
-  if (is_rotated(s.values)) return "values that are rotated";
+  if (is_sparse(s.values.kind)) return "the values of a sparse codec have a sparse codec of their own";
+  if (is_rotated(s.values)) return "the values of a sparse codec are rotated";
   if (c.stochastic != (s.values.stochastic || s.select != Select::kExact))
-    return "stochastic where nothing is random, or not where something is";
+    return "stochastic must be true exactly if the selection or the values are random";
   const std::string values = fault_of(values_of(c));
   return values.empty() ? values : "values: " + values;
 }

@@ -109,7 +109,7 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   const Layout& l = *message->layout;
   if (ranks < 1 || ranks > kMostRanks) return invalid(op, "ranks out of range: " + std::to_string(ranks));
   if (!encoded && l.chunks() != 1)
-    return invalid(op, "a sum that is not encoded is of one chunk, got " + std::to_string(l.chunks()));
+    return invalid(op, "expected one chunk for a sum that is not encoded, got " + std::to_string(l.chunks()));
   if (feedback && (own || !encoded))
     return invalid(op, "feedback is for a sum that is encoded, and not with own leaves");
   if (!(divisor >= kLeastDivisor)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");

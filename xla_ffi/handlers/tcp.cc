@@ -79,7 +79,7 @@ ffi::ErrorOr<tcp::Group> make_group(const std::string& op, const int32_t* who, i
   }
   if (std::set<int64_t>(group.processes.begin(), group.processes.end()).size() != group.processes.size() ||
       group.processes[static_cast<size_t>(group.rank)] != net->process()) {
-    return bad("the ranks are not processes of their own");
+    return bad("each rank must be a separate process");
   }
   return group;
 }
@@ -150,7 +150,7 @@ std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
       while (at != -1 && steps <= ranks) at = parent(at), ++steps;
       if (at != -1) return "parents in a circle";
     }
-    if (roots != 1) return "a tree of " + std::to_string(roots) + " roots";
+    if (roots != 1) return "expected one root, got " + std::to_string(roots);
   }
   return "";
 }
@@ -180,8 +180,8 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
     if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty()) return invalid(op, fault);
   }
   if (message->batch > kMostChunks) return invalid(op, "batch out of range: " + std::to_string(message->batch));
-  if ((own && (feedback || !two_shot)) || (sum_feedback && !(feedback && two_shot)))
-    return invalid(op, "own and feedback don't go together");
+  if (own && (feedback || !two_shot)) return invalid(op, "own is for two_shot without feedback");
+  if (sum_feedback && !(feedback && two_shot)) return invalid(op, "sum_feedback is for two_shot with feedback");
   if (!(divisor >= kLeastDivisor)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
 
   tcp::Allreduce a{l, ranks, message->batch, two_shot};
