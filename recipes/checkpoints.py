@@ -55,18 +55,25 @@ class Checkpoints:
     def restore(self, template: Any) -> tuple[int, Any]:
         """Returns (step, tree) of the last readable checkpoint. Without checkpoints, returns (0, template).
 
-        All processes must call this method. If there are checkpoints and none can be read, it raises `Wrong`.
+        All processes must call this method. If there are checkpoints and none can be read, it raises `Wrong`. With
+        jax.distributed, it raises if the last one that all processes see can't be read: Orbax has barriers of its own,
+        so a process that fails in them can't agree with the others on another one.
         """
         step, why = sys.maxsize, ""
         # A process may not yet see the files that another one does, so they agree on each step that they try.
         while step := max(self.world.gather(max((each for each in self.steps() if each < step), default=0))):
-            found, why = None, "another process can't read it"
-            try:
-                found = cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
-            except Exception as error:  # Orbax and TensorStore raise many types
-                why = _line(error)
-            if self.world.all(found is not None):
-                return step, found
+            found, why, path = None, "another process can't read it", self.folder / str(step)
+            if self.world.all(path.is_dir()):
+                try:
+                    found = cgx.restore_state(path, template, comm=self.world.comm)
+                except Exception as error:  # Orbax and TensorStore raise many types
+                    why = _line(error)
+                    if self.world.comm is None and jax.process_count() > 1:
+                        raise Wrong(
+                            f"{path} can't be read ({why}); to continue from the one before, remove it"
+                        ) from error
+                if self.world.all(found is not None):
+                    return step, found
             self.say(f"the checkpoint of step {step} can't be read ({why}): trying the one before")
         if why:
             raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")

@@ -70,14 +70,15 @@ class World(NamedTuple):
 class Signals:
     """In a `with` block, signals that would end a process are noted, and all processes learn of them.
 
-    A second signal ends a process at once. The signals are those of Ctrl-C (SIGINT), of Slurm and Kubernetes (SIGTERM),
-    and one that mpirun passes on (SIGUSR1): on the others, mpirun kills its processes within a second.
+    A second signal ends a process at once, except SIGTERM with jax.distributed, which JAX keeps to itself. The signals
+    are those of Ctrl-C (SIGINT), of Slurm and Kubernetes (SIGTERM), and one that mpirun passes on (SIGUSR1): on the
+    others, mpirun kills its processes within a second.
     """
 
     NUMBERS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
     def __init__(self, world: World) -> None:
-        self._world, self._came, self._before = world, False, {}
+        self._world, self._came, self._before, self._calls = world, False, {}, 0
         # In each process of jax.distributed, JAX notes a SIGTERM, and only that, and tells the other processes.
         self._by_jax = jax.process_count() > 1
 
@@ -91,13 +92,15 @@ class Signals:
         for number in self._before:
             signal.signal(number, self._before[number])
 
-    def end(self, step: int) -> bool:
-        """Returns whether the training ends after `step`, because a process had a signal.
+    def end(self) -> bool:
+        """Returns whether the training ends after this step, because a process had a signal.
 
         All processes get the same answer. They must call this method after every step.
         """
         if self._by_jax:
-            return multihost_utils.reached_preemption_sync_point(step)
+            # Calls are counted, not steps: if the signal came before the first call, JAX expects the number 1.
+            self._calls += 1
+            return multihost_utils.reached_preemption_sync_point(self._calls)
         return any(self._world.gather(self._came))
 
     def _note(self, *args: Any) -> None:

@@ -90,7 +90,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
                     raise Wrong(f"step {number}: the loss is {loss}; try a lower config.schedule.rate")
             if number % max(int(settings.test_every * job.steps_per_epoch), 1) == 0 or last:
                 run.write(number, **test(state))
-            ends = signals.end(number) and not last
+            ends = signals.end() and not last
             if number % settings.save_every == 0 or last or ends:
                 checkpoints.save(number, tuple(state))
             if ends:

@@ -92,8 +92,19 @@ def test_a_signal_ends_all_processes_after_the_same_step(train, tmp_path, begin,
     end(processes, status=1)
     last = next(parts.glob("*/log.txt")).read_text().splitlines()[-1]
     step = int(re.search(r"interrupted: step (\d+) of 12000 is saved", last)[1])
+    saved = [step]
+    if number == signal.SIGTERM:  # also if it comes before the first step of a run that continues
+        processes, log = begin(12_000, parts, *changes), next(parts.glob("*/log.txt"))
+        while f"goes on from step {step} of" not in log.read_text():
+            assert time.monotonic() < until and processes[-1].poll() is None
+            time.sleep(0.02)
+        processes[-1].send_signal(number)
+        end(processes, status=1)
+        step = int(re.findall(r"interrupted: step (\d+) of 12000 is saved", log.read_text())[-1])
+        assert step > saved[0]
+        saved.append(step)
     assert list(losses(parts)) == [*range(1, step + 1)]
-    assert [path.name for path in parts.glob("*/checkpoints/*")] == [str(step)]
+    assert sorted(int(path.name) for path in parts.glob("*/checkpoints/*")) == saved
     end(begin(step + 5, parts, *changes))
     end(begin(step + 5, whole, *changes))
     assert f"goes on from step {step} of {step + 5}" in next(parts.glob("*/log.txt")).read_text()
