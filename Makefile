@@ -109,7 +109,7 @@ test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, i
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
-test-full: begin cpptest pytest test-recipes mpi mpich cuda matrix slowest ## run every test in its full form, also those that take long
+test-full: begin cpptest pytest test-recipes test-ray mpi mpich cuda matrix slowest ## run every test in its full form, also those that take long
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py

@@ -33,6 +33,7 @@ class Task(NamedTuple):
 
 WARM = {"compression.warmup_epochs": 1}
 ALL = ["none", "cgx4", "eden4", "bytegrad", "fp16", "powersgd", "dgc", "dgc-wm0", "dgc-fp16", "bsc", "mpq", "diloco"]
+WORDS = {word: WARM if word in ("dgc", "dgc-fp16") else {} for word in ALL}  # for a few epochs
 TASKS = {
     "ResNet-20 on digits": Task(
         "digits/resnet20",
@@ -46,16 +47,14 @@ TASKS = {
     "transformer on Python's documentation": Task(
         "text/gpt",
         {"model.layers": 2, "model.width": 128, "train.num_epochs": 6},
-        {word: WARM if word in ("dgc", "dgc-fp16") else {} for word in ALL},
+        WORDS,
         {
             "dgc": "DGC, Penn Treebank, LSTM: 72.30 to 72.24",
             "cgx4": "CGX, GPT-2: 14.1 to 13.9; Transformer-XL: 22.81 to 22.9",
         },
         text=True,
     ),
-    "ResNet-20 on Fashion-MNIST": Task(
-        "fashion_mnist/resnet20", {"train.num_epochs": 2}, {"none": {}, "cgx4": {}, "dgc": WARM}, {}
-    ),
+    "ResNet-20 on Fashion-MNIST": Task("fashion_mnist/resnet20", {"train.num_epochs": 2}, WORDS, {}),
 }
 NOTES = f"""\
 - Each row is `python recipes/train.py --config=recipes/configs/CONFIG.py --compression=WORD` with the changes that its
@@ -74,7 +73,7 @@ NOTES = f"""\
   ranks (4 to 64 GPUs). DGC sends 277 times fewer bytes with ResNet-50 and 462 times with the LSTM, whose matrices are
   larger; CGX's 4 bits are 8 times fewer.
 - CIFAR-10 is not among the data, because it must be downloaded first (`--config=recipes/configs/cifar/resnet20.py`).
-  Images of digits have 8 x 8 pixels, those of Fashion-MNIST 28 x 28. Fashion-MNIST has been run with two compressions.
+  Images of digits have 8 x 8 pixels, those of Fashion-MNIST 28 x 28.
 - dgc: 5 of the 12 epochs on digits, and 1 of 2 or 6 epochs elsewhere, are its warm-up, in which more elements are sent.
   Two epochs are short for it: on Fashion-MNIST it loses most."""
 

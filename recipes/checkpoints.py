@@ -25,18 +25,19 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, world: World, say: Callable[[str], None]) -> None:
         self.folder, self.world, self.say = folder.resolve(), world, say
+        self._unreadable: set[int] = set()  # steps
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a checkpoint, in increasing order."""
-        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
+        """Returns the steps that have a checkpoint, in increasing order, without those that couldn't be read."""
+        return sorted({int(path.name) for path in self.folder.glob("*") if path.name.isdigit()} - self._unreadable)
 
     def save(self, step: int, tree: Any) -> None:
         """Saves a pytree of arrays, and then removes old checkpoints. All processes must call this method."""
         if self.world.comm is not None:
             tree = cgx.gather_state(tree, self.world.comm)
-        why = self._no_space(tree) if self.world.speaks else ""
-        if not self.world.all(not why):  # all processes raise: otherwise, the others would wait for this one
-            raise self._cant_save(step, why or "another process says why")
+        with self.world.together():
+            if self.world.speaks and (why := self._no_space(tree)):
+                raise self._cant_save(step, why)
         if self.world.comm is None or self.world.speaks:
             try:
                 with ocp.StandardCheckpointer() as checkpointer:
@@ -48,6 +49,7 @@ class Checkpoints:
                     self._remove_halves()
         if self.world.comm is not None:
             self.world.comm.Barrier()
+        self._unreadable.discard(step)
         if self.world.speaks:
             for old in self.steps()[:-KEEP]:
                 shutil.rmtree(self.folder / str(old))
@@ -74,6 +76,7 @@ class Checkpoints:
                         ) from error
                 if self.world.all(found is not None):
                     return step, found
+            self._unreadable.add(step)
             self.say(f"the checkpoint of step {step} can't be read ({why}): trying the one before")
         if why:
             raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")

@@ -1,7 +1,9 @@
 """The ranks of a run: devices of this process, devices of the processes of jax.distributed, or processes of mpirun."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Generator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -65,6 +67,22 @@ class World(NamedTuple):
     def all(self, holds: bool) -> bool:
         """Returns whether `holds` is true in every process. All processes must call this method."""
         return all(self.gather(holds))
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """In this block, an error of one process becomes an error of all, which otherwise would wait for it.
+
+        The errors are `Wrong` and OSError. All processes must enter the block.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except (Wrong, OSError) as found:
+            error = found
+        if not self.all(error is None):
+            if jax.distributed.is_initialized():
+                jax.distributed.shutdown()  # so that train.py ends as usual
+            raise error or Wrong("another process says why it can't go on")
 
 
 class Signals:

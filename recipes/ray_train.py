@@ -4,9 +4,9 @@
     python recipes/ray_train.py --workers=4 --config=recipes/configs/digits/mlp.py --compression=dgc
 
 When a worker dies, all workers end, and new workers, one fewer than before, continue from the last checkpoint. There
-are fewer still if a host with several workers died. After they have saved a checkpoint, the number of workers grows
-again if Ray has room, up to --workers. RAY_ADDRESS names a cluster. Without it, Ray starts on this machine. All hosts
-need this folder at the same path, and must see --runs.
+are fewer still if a host with several workers died. SIGTERM to a worker has the same effect, after a checkpoint. After
+the next checkpoint, the number of workers grows again if Ray has room, up to --workers. RAY_ADDRESS names a cluster.
+Without it, Ray starts on this machine. All hosts need this folder at the same path, and must see --runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 import config
 import ray
-from checks import Wrong
+from checks import Interrupted, Wrong
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -123,10 +123,13 @@ def main(arguments: list[str]) -> None:
             else:
                 return
         except RayError as error:
-            if isinstance(error, RayTaskError) and not team.lost():  # the same error would come again
+            ended = isinstance(error, RayTaskError)
+            told = ended and isinstance(error.cause, Interrupted)  # a signal, whose worker will be killed
+            if ended and not told and not team.lost():  # the same error would come again
                 raise Wrong(str(error.cause)) from error
             ranks = min(ranks - 1, whole())  # a host may have died with several workers
-            print(f"a worker died ({type(error).__name__}): {ranks} go on from step {last()}", flush=True)
+            what = "was interrupted" if told else f"died ({type(error).__name__})"
+            print(f"a worker {what}: {ranks} go on from step {last()}", flush=True)
         finally:
             team.end()
     raise Wrong("no worker is left")

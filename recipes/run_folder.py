@@ -28,17 +28,11 @@ class RunFolder:
         self.path, self.writes = path, world.speaks
         self.metrics = path / "metrics.jsonl"
         self._events: Any = None
-        error: Exception = Wrong(f"{path}: another process can't begin there; its error says why")
-        ready = True
-        if self.writes:
-            try:
+        with world.together():
+            if self.writes:
                 path.mkdir(parents=True, exist_ok=True)
                 self._check_config(settings)
                 _replace(path / "config.json", config.spell(settings))
-            except (Wrong, OSError) as found:
-                error, ready = found, False
-        if not world.all(ready):  # all processes raise: otherwise, the others would wait for this one
-            raise error
 
     def say(self, text: str) -> None:
         """Prints a line, and adds it to log.txt."""

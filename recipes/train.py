@@ -10,6 +10,7 @@ Each run has a folder in runs/. To continue an interrupted run, give the same co
 
 import contextlib
 import functools
+import os
 import signal
 import sys
 import time
@@ -36,6 +37,9 @@ def main(arguments: list[str]) -> None:
         command = config.parse(arguments)
         train(command, launch.start(command.launch, command.devices))
     except (Wrong, OSError) as error:
+        if jax.distributed.is_initialized():  # at its exit, JAX would wait for the others, which wait for this process
+            print(f"train.py: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
         sys.exit(f"train.py: {error}")
     except Interrupted:  # the log says so
         sys.exit(1)
@@ -48,7 +52,8 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
 
     Processes that don't write the run's files return {}.
     """
-    job = prepare(command.config, world)
+    with world.together():  # a host may lack the data
+        job = prepare(command.config, world)
     settings, dataset, stop = job.settings, job.dataset, job.stop
     step = call(job.make_step, "config.compression", **job.exchange.options)
     run = RunFolder(command.runs / command.name, command.config, world)

@@ -61,12 +61,13 @@ class Cifar10:
         archive, names = folder / self.archive, [*self.train, *self.test]
         try:
             for place in (folder / self.inside, folder):
-                if (place / names[0]).is_file():
+                there = [(place / name).is_file() for name in names]
+                if all(there) or (any(there) and not archive.is_file()):
                     return {name: (place / name).read_bytes() for name in names}
             if archive.is_file():
                 with tarfile.open(archive) as tar:
                     files = {name: tar.extractfile(f"{self.inside}/{name}") for name in names}
-                    return {name: file.read() for name, file in files.items() if file}
+                    return {name: file.read() if file else b"" for name, file in files.items()}
         except (EOFError, KeyError, OSError, tarfile.TarError, zlib.error) as error:
             raise Wrong(f"config.data.folder: the files in {folder} can't be read: {error}") from None
         raise Wrong(

@@ -42,12 +42,14 @@ def mpirun(steps, runs, *changes):
     return [start(line, steps, runs, *changes, **root)]
 
 
-def distributed(steps, runs, *changes):
+def distributed(steps, runs, *changes, each=((), ())):
+    """each: more changes for each process."""
     with socket.socket() as port:
         port.bind(("localhost", 0))
         address = f"localhost:{port.getsockname()[1]}"
     world = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
-    return [start([sys.executable], steps, runs, *changes, **world, JAX_PROCESS_ID=str(i)) for i in range(2)]
+    start_one = lambda i: start([sys.executable], steps, runs, *changes, *each[i], **world, JAX_PROCESS_ID=str(i))
+    return [start_one(i) for i in range(2)]
 
 
 def end(processes, status=0):
@@ -71,6 +73,22 @@ def test_mpirun_distributed_and_local(train, tmp_path):
     assert "3 ranks, goes on from step 40 of 60" in log
     found = list(losses(tmp_path).values())
     assert len(found) == 3 and found[-1] < found[0]
+
+
+def test_an_error_of_one_process_ends_all(train, tmp_path):
+    """No process waits minutes for the one that has failed, which says why in one line."""
+    lines = lambda process: process.communicate(timeout=60)[1].splitlines()
+    first, second = distributed(
+        20, tmp_path, f"--config={RECIPES}/configs/text/gpt.py", each=[(), (f"--config.data.files={tmp_path}/none",)]
+    )
+    assert lines(second)[-1].startswith("train.py: config.data.files: ") and second.returncode == 1
+    assert lines(first)[-1] == "train.py: another process says why it can't go on" and first.returncode == 1
+    folder = tmp_path / "digits-mlp-dgc-wm0"
+    folder.mkdir()
+    (folder / "log.txt").symlink_to("/dev/full")  # the disk of the process that writes is full
+    first, second = distributed(20, tmp_path)
+    assert lines(first)[-1] == "train.py: [Errno 28] No space left on device" and first.returncode == 1
+    assert lines(second) and second.returncode
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""python ray_probe.py FOLDER ARGUMENTS: runs recipes/ray_train.py, whose workers log what they restore and save.
+"""python ray_probe.py FOLDER SIGNAL ARGUMENTS: runs recipes/ray_train.py, whose workers log what they restore and save.
 
-One worker kills itself after step 50.
+One worker sends itself the signal after step 50.
 """
 
 import json
@@ -56,14 +56,13 @@ class Probe(ray_train.Worker):
             killed = FOLDER / "killed"
             if step == 50 and self.world.first == 2 and not killed.exists():
                 killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.world.ranks == 3:
-                time.sleep(1)  # the number of workers may grow meanwhile
+                os.kill(os.getpid(), SIGNAL)
+            time.sleep(1)  # meanwhile, the number of workers may grow, or JAX tells the other workers of SIGTERM
 
         checkpoints.Checkpoints.restore, checkpoints.Checkpoints.save = probed_restore, probed_save
         return super().train(arguments, folder, world)
 
 
-FOLDER = pathlib.Path(sys.argv[1])
+FOLDER, SIGNAL = pathlib.Path(sys.argv[1]), signal.Signals[sys.argv[2]]
 ray_train.Worker = Probe
-ray_train.main(sys.argv[2:])
+ray_train.main(sys.argv[3:])

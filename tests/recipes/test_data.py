@@ -58,9 +58,19 @@ def test_cifar(train, data, tmp_path, monkeypatch, name, archive, sha1, files):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(train.Wrong, match=r"config\.data\.folder: the files in .* can't be read: "):
         load()
+    with tarfile.open(path, "w:gz") as archive:  # an archive with a link in the place of each file
+        for file in kind.train | kind.test:
+            entry = tarfile.TarInfo(f"{kind.inside}/{file}")
+            entry.type, entry.linkname = tarfile.SYMTYPE, "nowhere"
+            archive.addfile(entry)
+    with pytest.raises(train.Wrong, match=r"(can't be read|is damaged)"):
+        load()
     path.write_bytes(whole)
     with tarfile.open(path) as archive:
         archive.extractall(tmp_path, filter="data")
+    (tmp_path / kind.inside / next(iter(kind.test))).rename(tmp_path / "last")
+    assert len(load().test) == 4  # from the archive, because the folder isn't whole
+    (tmp_path / "last").rename(tmp_path / kind.inside / next(iter(kind.test)))
     path.unlink()
     for folder in tmp_path, tmp_path / kind.inside:
         again = load(folder)

@@ -96,9 +96,16 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     saved = lambda: sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
     assert saved() == [2, 4]
 
-    # With half a checkpoint, the previous one is restored, here on 3 ranks with the sum of the residuals of 2.
+    # With half a checkpoint, the previous one is restored, here on 3 ranks with the sum of the residuals of 2. It stays
+    # until there are two others that are whole.
     shutil.rmtree(folder / "checkpoints/4/d")
     before = checkpoint(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Checkpoints, "_no_space", lambda *args: "no space")
+        with pytest.raises(train.Wrong, match=r"of step 5: no space; the last good one is that of step 2$"):
+            go(5, **{"train.save_every": 5})
+    assert go(5, **{"train.save_every": 5})["step"] == 5 and saved() == [2, 4, 5]
+    shutil.rmtree(folder / "checkpoints/5")
     template = []
     restore = train.Checkpoints.restore
     monkeypatch.setattr(train.Checkpoints, "restore", lambda *a: template.append(restore(*a)) or template[-1])
