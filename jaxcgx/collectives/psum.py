@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.collectives.arguments import Options, check_hops, check_own, check_schedules, check_stages, check_summable
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
@@ -129,6 +130,14 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
     kept = Kept(reduction.call, state)
     results = run(reduction, kept, reduction.compressed)
     return (results, *kept.trees()) if kept.arrays else results
+
+
+def plain_reduce(op: str, x: Any, net: Transport, *, mean: bool) -> Any:
+    """Returns the uncompressed sum or mean of numbers that a step reports, such as its loss, over the ranks."""
+    if net.begin_sum:  # over Tcp, numbers travel like gradients, because errors of lax's collectives name no rank
+        return reduce(op, x, net=net, codec=Raw(), options=Options(), state=State(), mean=mean)
+    total, tracked = net.plain_pmean if mean else net.plain_psum, _compat.tracked_axes(net.names)
+    return jax.tree_util.tree_map(lambda leaf: total(_compat.vary(jnp.asarray(leaf), tracked)), x)
 
 
 def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route], Message]) -> Any:

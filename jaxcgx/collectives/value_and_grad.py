@@ -20,7 +20,7 @@ from jaxcgx.collectives import eager
 from jaxcgx.collectives.arguments import Options
 from jaxcgx.collectives.batches import Split, assign, changes, check_aliases, insert, is_none, part
 from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
-from jaxcgx.collectives.psum import reduce
+from jaxcgx.collectives.psum import plain_reduce, reduce
 from jaxcgx.collectives.splitting import Ranks
 from jaxcgx.collectives.state import State
 from jaxcgx.native.layout import DTYPES
@@ -276,7 +276,7 @@ class ValueAndGrad:
         """
         loss = lambda *params: self.call_loss(arguments(*params))
         with without_constraints(OP, "loss_fn", axis_names(self.axis_name)):
-            return (_of_sums if self.weighted else _of_mean)(loss, params, axis_names(self.axis_name))
+            return (_of_sums if self.weighted else _of_mean)(loss, params, self.axis_name)
 
     def _places(self, count: int) -> tuple[int, ...]:
         """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
@@ -362,7 +362,9 @@ def _run(
             )
         grads, kept = mean(grads, residuals, codec_key)
         counted = lambda x: jnp.where(share == 0, 0, x * share)  # a mean over no tokens may be NaN
-        mean_of = lambda x: _pmean(counted(x), names).astype(jnp.result_type(x))
+        mean_of = lambda x: plain_reduce(OP, counted(x), check_axes(OP, call.axis_name), mean=True).astype(
+            jnp.result_type(x)
+        )
         extra = zip(jax.tree_util.tree_leaves(found), specs_of_extras)
         shown = [mean_of(x) if spec == P() else jnp.asarray(x) for x, spec in extra]
         return _Done(value, shown, grads, kept)
@@ -395,8 +397,9 @@ def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tup
     return call.as_list(mean), call.as_list(jax.tree_util.tree_map(lambda x: x[None], kept))
 
 
-def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+def _of_mean(loss: Callable[..., Any], params: Any, axis_name: AxisName) -> tuple[Any, Any, Any, Any]:
     """Returns the results of `on_this_rank` for a loss that is a mean. Every rank has the share 1."""
+    names = axis_names(axis_name)
 
     def checked(*params: Any) -> tuple[Any, Any]:
         value, aux = loss(*params)
@@ -404,17 +407,18 @@ def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> t
 
     every = tuple(range(len(params)))
     (value, aux), grads = jax.value_and_grad(checked, argnums=every, has_aux=True)(*vary(params, names))
-    return _pmean(value, names), aux, list(grads), 1
+    return plain_reduce(OP, value, check_axes(OP, axis_name), mean=True), aux, list(grads), 1
 
 
 # Rank r returns (s_r, w_r). The value is S / W, where S is the sum of all s_r and W is the sum of all w_r. The
 # differential of the value is the sum over r of ds_r / W - S / W^2 dw_r. A rank's gradients are its term times the
 # number of ranks, because the mean over ranks follows.
-def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+def _of_sums(loss: Callable[..., Any], params: Any, axis_name: AxisName) -> tuple[Any, Any, Any, Any]:
     """Returns the results of `on_this_rank` for a loss that returns (sum, weight).
 
     The share of a rank is its weight divided by the mean of all weights.
     """
+    names = axis_names(axis_name)
     tracked = _compat.tracked_axes(names)
 
     def sums(*params: Any) -> tuple[Any, Any]:
@@ -427,15 +431,11 @@ def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> t
         return (total, weight), aux
 
     (total, weight), back, aux = jax.vjp(sums, *vary(params, names), has_aux=True)
-    all_sums, all_weights = lax.psum((total, weight), names)
+    all_sums, all_weights = plain_reduce(OP, (total, weight), check_axes(OP, axis_name), mean=False)
     value, ranks = all_sums / all_weights, lax.axis_size(names)
     cts = ranks / all_weights, -ranks * value / all_weights
     grads = list(back(tuple(_compat.vary(ct, tracked) for ct in cts)))
     return value, aux, grads, ranks * weight / all_weights
-
-
-def _pmean(x: Any, names: tuple[Any, ...]) -> jax.Array:
-    return lax.pmean(_compat.vary(jnp.asarray(x), _compat.tracked_axes(names)), names)
 
 
 def _bound(names: tuple[Any, ...]) -> bool:

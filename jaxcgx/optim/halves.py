@@ -5,6 +5,7 @@ that can't begin in one program and end in another. The first half has all other
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,26 +69,60 @@ class Halves:
 
         `behind` is a tree of arrays that XLA computes before it waits for the sums. Without it, XLA may wait at once.
         """
-        given = [x.reshape(var.aval.shape) for x, var in zip(values, self.before.outvars)]
-        if first := [x.reshape(-1)[0] for x in jax.tree_util.tree_leaves(behind) if x.size]:
+        # As rows, all values may differ from rank to rank. JAX tracks that some are the same.
+        alike = lambda x, like: tuple(_compat.varying_axes(x) - _compat.varying_axes(like))
+        rows = [(x.reshape(var.aval.shape), var.aval) for x, var in zip(values, self.before.outvars)]
+        given = [sums.same(x, alike(x, like)) for x, like in rows]
+        if zeros := [_zero(x) for x in jax.tree_util.tree_leaves(behind) if x.size]:
             ends = [eqn for eqn in self.behind.eqns if eqn.primitive is tcp_end_p]
             tickets = {eqn.params["tree"].unflatten(eqn.invars).ticket for eqn in ends}
-            # This is always 0, because nothing is above infinity. XLA doesn't know that, so it computes `behind` first.
-            zero = sum((jnp.real(x).astype(jnp.float32) > jnp.inf).astype(jnp.uint32) for x in first)
+            zero = sum(zeros)
             given = [x + zero if var in tickets else x for x, var in zip(given, self.before.outvars)]
         found = _compat.eval_jaxpr(self.behind, [], *self.constants, *jax.tree_util.tree_leaves(shared), *given)
         return jax.tree_util.tree_structure(self.results).unflatten(found)
 
 
-def begin(function: Callable[..., Any], *args: Any) -> Callable[[Any], Any]:
-    """Begins the sums of function(*args).
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["halves"])
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A function's sums that have begun. A pytree of rows [1, ...]."""
 
-    Returns a function (behind) that ends the sums and returns the results of function(*args). XLA computes the arrays
-    in the tree `behind` before it waits for the sums.
-    """
+    values: list[Any]  # the values between the halves
+    halves: Halves
+
+    def end(self, behind: Any) -> Any:
+        """Returns the results of the function. XLA computes the arrays in the tree `behind` before it waits."""
+        return self.halves.second((), self.values, behind)
+
+    def before(self, x: jax.Array) -> jax.Array:
+        """Returns x. XLA begins the sums before it computes anything from the result."""
+        return jnp.where(sum(_zero(y) for y in self.values if y.size) > 0, jnp.zeros_like(x), x)
+
+
+def begin(function: Callable[..., Any], *args: Any) -> Begun:
+    """Begins the sums of function(*args)."""
     halves = Halves.of(lambda _, *args: function(*args), (), *args)
-    values = halves.first((), *args)
-    return lambda behind: halves.second((), values, behind)
+    return Begun(halves.first((), *args), halves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Early:
+    """The function `update` of a transformation that has something to exchange before it gets gradients.
+
+    `make_train_step` calls `begin` before the loss function, if the exchange can then go on, and passes the result to
+    `update` as the extra argument `begun`. Without it, `update` itself begins the exchange.
+    """
+
+    begin: Callable[[Any, Any], Begun | None]  # of (state, params); None: there is nothing to exchange
+    update: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.update(*args, **kwargs)
+
+
+def _zero(x: jax.Array) -> jax.Array:
+    """Returns 0, because nothing is above infinity. XLA doesn't know that, so it computes x first."""
+    return (jnp.real(x.reshape(-1)[0]).astype(jnp.float32) > jnp.inf).astype(jnp.uint32)
 
 
 def _leading(eqns: Any) -> set[int]:

@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from jaxcgx.optim.halves import Halves
 from jaxcgx.optim.pending import InFlight, Pending
-from jaxcgx.optim.training import Found, Training
+from jaxcgx.optim.training import VALUE, Found, Training
 from jaxcgx.transports.axes import crosses
 
 
@@ -57,7 +56,7 @@ class PriorityTraining(Training):
             return *inner, Pending(found.gradients, found.loss)
         sent, *rest = inner
         function = self.exchanging(params, order)
-        placement, given = self.placement, (params, found.gradients, sent, found.loss)
+        placement, given = self.placement, (params, found.gradients, sent, dict(value=found.loss))
         leaves, tree = jax.tree_util.tree_flatten(given)
         known = order, tree, *map(jax.typeof, leaves)
 
@@ -68,7 +67,7 @@ class PriorityTraining(Training):
 
         values = placement.over_ranks(
             begin,
-            in_specs=(placement.params_of_rank, placement.rows, placement.specs_of_rows(sent), P()),
+            in_specs=(placement.params_of_rank, placement.rows, placement.specs_of_rows(sent), VALUE),
             out_specs=placement.rows,
             check_vma=False,
         )(*given)
@@ -79,7 +78,7 @@ class PriorityTraining(Training):
         if pending is None:
             return params, inner
         if isinstance(pending, Pending):
-            return self.apply(params, inner, pending.gradients, loss=pending.loss, order=order)
+            return self.apply(params, inner, pending.gradients, extra=dict(value=pending.loss), order=order)
         placement, (_, *rest) = self.placement, inner
         _, sent = pending.halves.results
         end = placement.over_ranks(

@@ -12,7 +12,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.collectives import local_value_and_grad
 from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.psum import reduce
+from jaxcgx.collectives.psum import plain_reduce, reduce
 from jaxcgx.collectives.state import State
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.base import Transport
@@ -122,9 +122,7 @@ class MeshRanks:
         )
 
     def pmean(self, x: Any) -> Any:
-        net = self.net()
-        tracked = _compat.tracked_axes(net.names)
-        return jax.tree_util.tree_map(lambda leaf: net.plain_pmean(_compat.vary(leaf, tracked)), x)
+        return plain_reduce("compressed_pmean", x, self.net(), mean=True)
 
     def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
         return local_value_and_grad(objective, self.axis_name, has_aux=True)

@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.codecs.base import Codec
+from jaxcgx.collectives.psum import plain_reduce
 from jaxcgx.optim.leaves import Leaves
 from jaxcgx.transports.base import Transport
 
@@ -74,7 +75,8 @@ def measure(
         rows = jnp.stack(_compat.match_varying(*each))
         # The axes of the mesh over which leaves are sharded, in the same order in every process.
         shards = tuple(sorted(_compat.varying_axes(rows) - set(net.names), key=str))
-        rows = net.plain_psum(lax.psum(rows, shards) if shards else rows)
+        rows = lax.psum(rows, shards) if shards else rows
+        rows = plain_reduce("compressed_psum", rows, net, mean=False)
         sums = {i: Sums(*row) for i, row in zip(encoded, rows)}
     nothing = jnp.zeros((), jnp.float32)
     share = lambda part, whole: part / jnp.maximum(whole, TINY)

@@ -15,6 +15,7 @@ from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.backward import order_of
 from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
+from jaxcgx.optim.halves import Early
 from jaxcgx.optim.model_state import ModelState, agree, put
 from jaxcgx.optim.nesting import has_rows
 from jaxcgx.optim.outputs import find_outputs
@@ -25,6 +26,9 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.sharded import Sharded
 from jaxcgx.optim.telemetry import Telemetry
 from jaxcgx.plan.leaves import spell_path
+from jaxcgx.transports.axes import crosses
+
+VALUE = dict(value=P())  # the specs of the extra arguments of a transformation
 
 
 class Metrics(NamedTuple):
@@ -96,14 +100,41 @@ class Training:
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         """Returns (parameters, model state, optimizer state, Metrics) after a step of all ranks."""
         check_arrived(opt_state)
+        extra, batch = self._begin(params, opt_state[0], batch)
         find, order = self.prepare(params, model_state, sent=opt_state[0], batch=batch, key=key)
         found = find(params, opt_state[0])
-        params, opt_state = self.apply(params, opt_state, found.gradients, loss=found.loss, order=order)
+        extra |= dict(value=found.loss)
+        params, opt_state = self.apply(params, opt_state, found.gradients, extra=extra, order=order)
         return params, found.model_state, opt_state, found.metrics(opt_state[0])
 
     def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:
         """Returns (parameters, model state, optimizer state) unchanged, because no gradients are pending."""
         return params, model_state, opt_state
+
+    def _begin(self, params: Any, sent: Any, batch: Any) -> tuple[dict[str, Any], Any]:
+        """Begins what the transformation can exchange before it gets gradients.
+
+        Returns (an extra argument of its `update`, the batch). XLA computes nothing from the batch before.
+        """
+        placement, update = self.placement, self.transformation.update
+        if not isinstance(update, Early) or not crosses(placement.data_axis) or placement.others:
+            return {}, batch
+        batch, specs = placement.place_batch(batch, self.accumulate)
+        leaves, tree = jax.tree_util.tree_flatten(batch)
+        specs = [spec if addable(x) else P() for x, spec in zip(leaves, jax.tree_util.tree_leaves(specs))]
+        tied = [i for i, spec in enumerate(specs) if spec != P()]
+
+        def of_rank(params: Any, sent: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
+            begun = update.begin(sent, params)
+            return begun, parts if begun is None else [begun.before(x) for x in parts]
+
+        kept, rows = placement.specs_of_rows(sent), [specs[i] for i in tied]
+        begun, parts = placement.over_ranks(
+            of_rank, in_specs=(placement.params_of_rank, kept, rows), out_specs=(placement.rows, rows)
+        )(params, sent, [leaves[i] for i in tied])
+        for i, part_of_batch in zip(tied, parts):
+            leaves[i] = part_of_batch
+        return dict(begun=begun), tree.unflatten(leaves)
 
     def prepare(
         self, params: Any, model_state: Any, sent: Any, batch: Any, key: Any
@@ -146,7 +177,7 @@ class Training:
         return found, order
 
     def apply(
-        self, params: Any, opt_state: Any, grads: Any, loss: Any, order: tuple[int, ...] | None
+        self, params: Any, opt_state: Any, grads: Any, extra: dict[str, Any], order: tuple[int, ...] | None
     ) -> tuple[Any, Any]:
         """Returns (parameters, optimizer state) after an update with the mean of all ranks' gradients.
 
@@ -154,24 +185,24 @@ class Training:
           params: the parameters.
           opt_state: the optimizer's state.
           grads: the gradients, as in `Found`.
-          loss: the loss of these gradients.
+          extra: the extra arguments of the transformation: `value`, the loss of these gradients, and `begun`.
           order: the order in which leaves are sent. None: the order of the tree.
         """
         placement, (sent, *rest) = self.placement, opt_state
         kept = placement.specs_of_rows(sent)
         exchange = placement.over_ranks(
             self.exchanging(params, order),
-            in_specs=(placement.params_of_rank, placement.rows, kept, P()),
+            in_specs=(placement.params_of_rank, placement.rows, kept, dict.fromkeys(extra, placement.rows) | VALUE),
             out_specs=(placement.gradients_of_rank(self.skipped(params)), kept),
         )
         noise = self.sharded.key(sent)
-        means, sent = exchange(params, grads, sent, loss)
-        return self.update(params, (sent, *rest), means, loss=loss, noise=noise)
+        means, sent = exchange(params, grads, sent, extra)
+        return self.update(params, (sent, *rest), means, loss=extra["value"], noise=noise)
 
     def exchanging(self, params: Any, order: tuple[int, ...] | None) -> Callable[..., Any]:
-        """Returns a rank's function (parameters, rows of gradients, sent, loss) -> (means, new sent).
+        """Returns a rank's function (parameters, rows of gradients, sent, extra) -> (means, new sent).
 
-        `sent` is the state of the exchange of gradients.
+        `sent` is the state of the exchange of gradients. `extra` are the extra arguments of the transformation.
         """
         transformation = self.transformation if order is None or self.ordered is None else self.ordered(order)
         return functools.partial(self._exchange, self.skipped(params), transformation)
@@ -264,7 +295,7 @@ class Training:
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 
     def _exchange(
-        self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any, loss: Any
+        self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any, extra: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Returns (the mean of all ranks' gradients, the new state of the exchange)."""
         update = import_optax(OP).with_extra_args_support(transformation).update
@@ -272,7 +303,7 @@ class Training:
         _, frozen = part(self.sharded.like_whole(params), skipped)
         own = join(jax.tree_util.tree_map(lambda x: x[0], grads), frozen)
         given = None if self.placement.state else params  # slices of means can't have weight decay
-        mean, sent = self.placement.update_shards(functools.partial(update, value=loss), own, state=sent, params=given)
+        mean, sent = self.placement.update_shards(functools.partial(update, **extra), own, state=sent, params=given)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:

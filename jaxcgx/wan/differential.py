@@ -8,6 +8,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.optim.compress import check_settings
+from jaxcgx.optim.halves import Early
 from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.require import import_optax
 from jaxcgx.plan import Plan
@@ -121,4 +122,4 @@ class Differential:
         def init(params: Any) -> DifferentialState:
             return init_state(settings, params, transmission.describe)
 
-        return import_optax(OP).GradientTransformationExtraArgs(init, transmission.update)
+        return import_optax(OP).GradientTransformationExtraArgs(init, Early(transmission.begin, transmission.update))

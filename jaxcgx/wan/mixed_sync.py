@@ -10,7 +10,7 @@ from jaxcgx.checks import check_integer, check_number, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.optim.compress import check_settings, compress_with
-from jaxcgx.optim.halves import begin
+from jaxcgx.optim.halves import Begun, Early, begin
 from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.optim.require import import_optax
@@ -60,7 +60,7 @@ def mixed_sync(
     staleness: int = 1,
     compensation: float = 0.04,
     **options: Any,
-) -> "optax.GradientTransformation":
+) -> "optax.GradientTransformationExtraArgs":
     """Makes an optax.GradientTransformation whose means are `staleness` steps late and compensated for the delay.
 
         train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, compress=cgx.wan.mixed_sync, plan=cgx.MaxMin(4))
@@ -91,15 +91,19 @@ def mixed_sync(
     def init(params: Any) -> MixedSyncState:
         return MixedSyncState(init_state(settings, params, describe), inner.init(params), jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: MixedSyncState, params: Any = None) -> tuple[Any, MixedSyncState]:
+    def begin_due(state: MixedSyncState, params: Any) -> Begun:
+        due = jax.tree_util.tree_map(lambda x: x[0], state.late.gradients[0])
+        return begin(inner.update, due, state.exchange, params)
+
+    def update(
+        updates: Any, state: MixedSyncState, params: Any = None, *, begun: Begun | None = None, **_: Any
+    ) -> tuple[Any, MixedSyncState]:
         if params is None:
             raise wrong(OP, "params", "the parameters", None, "call update(gradients, state, params)", kind=TypeError)
         check_centers(OP, settings.ranks.net())
         updates = check_arrays(OP, "updates", updates)
-        late, exchange, count = state
-        due = jax.tree_util.tree_map(lambda x: x[0], late.gradients[0])
-        arrived = begin(inner.update, due, exchange, params)
-        mean, exchange = arrived(updates)
+        late, _, count = state
+        mean, exchange = (begun or begin_due(state, params)).end(updates)
         waited = count >= steps  # before that, updates are 0, even if momentum or weight decay are not
 
         def compensate(g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
@@ -114,4 +118,4 @@ def mixed_sync(
         count = import_optax(OP).safe_increment(count)
         return jax.tree_util.tree_map(compensate, mean, params, then), MixedSyncState(late, exchange, count)
 
-    return import_optax(OP).GradientTransformation(init, update)
+    return import_optax(OP).GradientTransformationExtraArgs(init, Early(begin_due, update))

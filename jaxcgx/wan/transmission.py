@@ -17,7 +17,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.message import carry
 from jaxcgx.optim.exchange import Kept, exchange
-from jaxcgx.optim.halves import begin
+from jaxcgx.optim.halves import Begun, begin
 from jaxcgx.optim.leaves import Leaves, check_arrays, encoders, flatten
 from jaxcgx.optim.phases import switch
 from jaxcgx.optim.require import import_optax
@@ -108,8 +108,29 @@ class Transmission:
             level=array(jnp.int32) if adaptive else None,
         )
 
+    def begin(self, state: DifferentialState, tree: Any) -> Begun | None:
+        """Begins the exchange of the blocks that the last step deferred, if it deferred some.
+
+        `tree` is like the gradients. Its values aren't used.
+        """
+        if self.how.rest != "defer":
+            return None
+
+        def late(state: DifferentialState) -> Sent:
+            step = Step(self, flatten(tree), state)
+            return step.with_share(state.level, step.late)
+
+        return begin(late, state)
+
     def update(
-        self, updates: Any, state: DifferentialState, params: Any = None, *, value: Any = None, **_: Any
+        self,
+        updates: Any,
+        state: DifferentialState,
+        params: Any = None,
+        *,
+        value: Any = None,
+        begun: Begun | None = None,
+        **_: Any,
     ) -> tuple[Any, DifferentialState]:
         """Returns (mean, state) of the gradients `updates`. An adaptive share needs the loss as `value`."""
         settings, deferred = self.settings, self.how.rest == "defer"
@@ -120,14 +141,14 @@ class Transmission:
         step = Step(self, leaves, state)
         first_loss, level = step.level(value)
         # This exchange needs nothing that the step computes, so it runs at the same time.
-        late = begin(lambda: step.with_share(state.level, step.late)) if deferred else None
+        late = self.begin(state, updates) if begun is None else begun
         order = step.order()
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
         contributions = step.contributions()
         if late is not None:
             # It ends before the exchange of the important blocks, whose bytes are behind it on the same links. So its
             # blocks are decoded while those bytes travel.
-            arrived = step.arrive(late(step.gradients))
+            arrived = step.arrive(late.end(step.gradients))
             now = Sent(_add(now.means, arrived.means), _add(now.residuals, arrived.residuals))
         after = DifferentialState(
             count=import_optax(settings.function).safe_increment(state.count),

@@ -397,7 +397,9 @@ def everything(tcp):
     batch = array(the_mesh("data"), (8,), "float32", 3)
     loss_fn = lambda w, x: jnp.mean((x @ w - 1) ** 2)
     asked = jax.jit(cgx.value_and_grad(loss_fn, TCP if tcp else "data", cgx.MaxMin(4), mesh=the_mesh("data")))
-    results["value_and_grad"] = digests(asked(np.ones((8, 300), np.float32), batch))
+    given = np.ones((8, 300), np.float32), batch
+    assert ("all_reduce" in asked.lower(*given).as_text()) != tcp
+    results["value_and_grad"] = digests(asked(*given))
     return results | crossing(tcp)
 
 
@@ -442,6 +444,9 @@ def train(axis, late=False, **options):
     params, state = train.init(MATRICES)
     for _ in range(2):
         params, state, _ = jax.block_until_ready(train.step(params, state, batch))
+    if axis == TCP:  # neither gradients nor losses travel by Gloo, whose errors name no rank, but PowerSGD's factors do
+        by_gloo = "all_reduce" in train.step.lower(params, state, batch).as_text()
+        assert by_gloo == isinstance(options.get("plan"), cgx.PowerSGD)
     if late:
         assert_meanwhile(train.step.lower(params, state, batch).compile().as_text())
     state = jax.block_until_ready(train.finish(params, state))
