@@ -1,9 +1,10 @@
 """Measures the claims of docs/failures.md: when one rank fails, how soon the other one gets an error, and which error.
 
-    python benchmarks/failures.py [--over Tcp tree memory MPI Gloo] [--rows killed late ...] [--out DIR]
+    python benchmarks/failures.py [--over Tcp tree step memory MPI Gloo] [--rows killed late ...] [--out DIR]
 
 Two processes send each other 64 MiB again and again, until something happens to the last one. With "tree" there are
-three processes, which sum along a tree, and the first one has no connection to the last. Rows run one after another.
+three processes, which sum along a tree, and the first one has no connection to the last. With "step" they train. Rows
+run one after another.
 Rows that cut a link need root, because each process then runs in a host of jaxcgx.lab.
 """
 
@@ -25,8 +26,8 @@ from report import RESULTS, Report
 
 from jaxcgx.lab import Lab
 
-OVER = "Tcp", "tree", "memory", "MPI", "Gloo"
-ON_MESH = "Tcp", "tree", "Gloo"
+OVER = "Tcp", "tree", "step", "memory", "MPI", "Gloo"
+ON_MESH = "Tcp", "tree", "step", "Gloo"
 ROWS = {
     "killed": "is killed (kill -9)",
     "forked": "has a child (fork), and is killed",
@@ -46,8 +47,9 @@ NOTES = """\
 - Seconds from the event to the error of the other rank, or to its end if JAX or mpirun ends it. "none" is the right
   answer for a rank that is late.
 - tree: of three ranks over Tcp, with the schedule `Overlay([Tree.of([(0, 1), (1, 2)])])`, where the first rank sends
-  only to the second one. Gloo: a plain axis. memory: `jaxcgx.transports.shm`, of processes without jax.distributed.
-  MPI: `jaxcgx.mpi` under `mpirun python -m mpi4py`. All timeouts are the defaults.
+  only to the second one. step: a step of `make_train_step` over Tcp. Gloo: a plain axis. memory:
+  `jaxcgx.transports.shm`, of processes without jax.distributed. MPI: `jaxcgx.mpi` under `mpirun python -m mpi4py`. All
+  timeouts are the defaults.
 """
 
 
@@ -84,6 +86,8 @@ def on_mesh(over):
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     spec = jax.P("data")
+    if over == "step":
+        return training(mesh, spec)
     array = np.ones(ELEMENTS * mesh.size, np.float32)
     x = jax.make_array_from_callback(array.shape, jax.NamedSharding(mesh, spec), lambda at: array[at])
     axis, codec = "data" if over == "Gloo" else cgx.Tcp("data"), cgx.Cast("bfloat16")
@@ -95,6 +99,27 @@ def on_mesh(over):
         return cgx.compressed_all_gather(x, axis, codec)
 
     return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x
+
+
+def training(mesh, spec):
+    """Returns a program of one training step, and its batch."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxcgx as cgx
+
+    loss_fn = lambda weights, x: jnp.mean((x @ weights) ** 2)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=cgx.Tcp("data"), plan=cgx.MaxMin(4))
+    state = list(train.init(np.zeros((4096, 4096), np.float32)))
+    batch = np.ones((4 * mesh.size, 4096), np.float32)
+
+    def step(x):
+        *state[:], metrics = train.step(*state, x)
+        return metrics
+
+    return step, jax.make_array_from_callback(batch.shape, jax.NamedSharding(mesh, spec), lambda at: batch[at])
 
 
 def exchange_over(over, folder, rank, address):

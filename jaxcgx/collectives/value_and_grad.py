@@ -362,9 +362,8 @@ def _run(
             )
         grads, kept = mean(grads, residuals, codec_key)
         counted = lambda x: jnp.where(share == 0, 0, x * share)  # a mean over no tokens may be NaN
-        mean_of = lambda x: plain_reduce(OP, counted(x), check_axes(OP, call.axis_name), mean=True).astype(
-            jnp.result_type(x)
-        )
+        net = check_axes(OP, call.axis_name)
+        mean_of = lambda x: plain_reduce(OP, counted(x), net, mean=True).astype(jnp.result_type(x))
         extra = zip(jax.tree_util.tree_leaves(found), specs_of_extras)
         shown = [mean_of(x) if spec == P() else jnp.asarray(x) for x, spec in extra]
         return _Done(value, shown, grads, kept)
