@@ -114,7 +114,7 @@ test-full: begin cpptest pytest test-recipes test-ray mpi mpich cuda matrix slow
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
-test-ray: $(INSTALLED) ## the test of recipes/ray_train.py; installs Ray
+test-ray: $(INSTALLED) ## the tests of recipes/ray_train.py; installs Ray
 	@$(call EXTRA,ray)
 	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/ray_workers.py
 

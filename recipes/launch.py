@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 
+LINE = 1000  # bytes of an error that other processes repeat, at most
 MPIRUN = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"  # set by the mpirun of Open MPI and of MPICH
 
 
@@ -58,11 +59,11 @@ class World(NamedTuple):
         """Returns the sum over all ranks of `sums`, which a program computed from the result of `put`."""
         return np.asarray(sums) if self.comm is None else self.comm.allreduce(np.asarray(sums))
 
-    def gather(self, value: int) -> list[int]:
-        """Returns the `value` of each process. All processes must call this method."""
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the `value` of each process, an integer or a list of them. All processes must call this method."""
         if self.comm is not None:
             return self.comm.allgather(value)
-        return multihost_utils.process_allgather(np.int32(value)).tolist()
+        return multihost_utils.process_allgather(np.array(value, np.int32)).tolist()
 
     def all(self, holds: bool) -> bool:
         """Returns whether `holds` is true in every process. All processes must call this method."""
@@ -70,19 +71,22 @@ class World(NamedTuple):
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
-        """In this block, an error of one process becomes an error of all, which otherwise would wait for it.
+        """Raises in all processes if one raises in this block, because the others would wait for it.
 
-        The errors are `Wrong` and OSError. All processes must enter the block.
+        This is for `Wrong` and OSError. All processes must enter the block. All say the same, because a launcher may
+        end the others when one ends.
         """
         error: Exception | None = None
         try:
             yield
         except (Wrong, OSError) as found:
             error = found
-        if not self.all(error is None):
+        mine = (str(error) if error else "").encode()[:LINE]
+        said = [bytes(row).rstrip(b"\0") for row in self.gather([*mine, *bytes(LINE - len(mine))])]
+        if any(said):
             if jax.distributed.is_initialized():
-                jax.distributed.shutdown()  # so that train.py ends as usual
-            raise error or Wrong("another process says why it can't go on")
+                jax.distributed.shutdown()  # so that no process waits for another at its exit
+            raise error or Wrong(next(filter(None, said)).decode(errors="replace"))
 
 
 class Signals:

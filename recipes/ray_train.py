@@ -4,9 +4,10 @@
     python recipes/ray_train.py --workers=4 --config=recipes/configs/digits/mlp.py --compression=dgc
 
 When a worker dies, all workers end, and new workers, one fewer than before, continue from the last checkpoint. There
-are fewer still if a host with several workers died. SIGTERM to a worker has the same effect, after a checkpoint. After
-the next checkpoint, the number of workers grows again if Ray has room, up to --workers. RAY_ADDRESS names a cluster.
-Without it, Ray starts on this machine. All hosts need this folder at the same path, and must see --runs.
+are fewer still if a host with several workers died. If a worker gets SIGTERM, all save a checkpoint first, and then the
+same happens. After the next checkpoint, the number of workers grows again if Ray has room, up to --workers. RAY_ADDRESS
+names a cluster. Without it, Ray starts on this machine. All hosts need this folder at the same path, and must see
+--runs.
 """
 
 import argparse
@@ -124,7 +125,7 @@ def main(arguments: list[str]) -> None:
                 return
         except RayError as error:
             ended = isinstance(error, RayTaskError)
-            told = ended and isinstance(error.cause, Interrupted)  # a signal, whose worker will be killed
+            told = ended and isinstance(error.cause, Interrupted)  # a worker got SIGTERM; its host will kill it
             if ended and not told and not team.lost():  # the same error would come again
                 raise Wrong(str(error.cause)) from error
             ranks = min(ranks - 1, whole())  # a host may have died with several workers
@@ -132,7 +133,7 @@ def main(arguments: list[str]) -> None:
             print(f"a worker {what}: {ranks} go on from step {last()}", flush=True)
         finally:
             team.end()
-    raise Wrong("no worker is left")
+    raise Wrong(f"no worker is left; the same command goes on from step {last()}")
 
 
 if __name__ == "__main__":

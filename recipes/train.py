@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 import config
 import jax
@@ -36,15 +37,26 @@ def main(arguments: list[str]) -> None:
     try:
         command = config.parse(arguments)
         train(command, launch.start(command.launch, command.devices))
-    except (Wrong, OSError) as error:
-        if jax.distributed.is_initialized():  # at its exit, JAX would wait for the others, which wait for this process
-            print(f"train.py: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-        sys.exit(f"train.py: {error}")
     except Interrupted:  # the log says so
         sys.exit(1)
+    except (Wrong, OSError) as error:
+        end(f"train.py: {error}")
     except KeyboardInterrupt:
-        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint, or begins anew without one")
+        end("train.py: interrupted; the same command goes on from the last checkpoint, or begins anew without one")
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        end(traceback.format_exc())
+
+
+def end(text: str) -> NoReturn:
+    """Ends this process with an error."""
+    if jax.distributed.is_initialized():  # at its exit, JAX would wait for the others, which may wait for this process
+        print(text, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(text)
 
 
 def train(command: config.Command, world: launch.World) -> dict[str, Any]:

@@ -133,8 +133,10 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
 
 
 def plain_reduce(op: str, x: Any, net: Transport, *, mean: bool) -> Any:
-    """Returns the uncompressed sum or mean of numbers that a step reports, such as its loss, over the ranks."""
-    if net.begin_sum:  # over Tcp, numbers travel like gradients, because errors of lax's collectives name no rank
+    """Returns the uncompressed sum or mean over the ranks of a step's own numbers, such as its loss."""
+    mesh = jax.sharding.get_abstract_mesh()
+    whole = all(name in mesh.manual_axes for name, size in mesh.shape.items() if size > 1)
+    if net.begin_sum and whole:  # over Tcp, numbers travel like gradients: errors of lax's collectives name no rank
         return reduce(op, x, net=net, codec=Raw(), options=Options(), state=State(), mean=mean)
     total, tracked = net.plain_pmean if mean else net.plain_psum, _compat.tracked_axes(net.names)
     return jax.tree_util.tree_map(lambda leaf: total(_compat.vary(jnp.asarray(leaf), tracked)), x)

@@ -69,7 +69,7 @@ class Halves:
 
         `behind` is a tree of arrays that XLA computes before it waits for the sums. Without it, XLA may wait at once.
         """
-        # As rows, all values may differ from rank to rank. JAX tracks that some are the same.
+        # JAX takes rows as different on every rank. Values that are the same on all ranks are marked so again.
         alike = lambda x, like: tuple(_compat.varying_axes(x) - _compat.varying_axes(like))
         rows = [(x.reshape(var.aval.shape), var.aval) for x, var in zip(values, self.before.outvars)]
         given = [sums.same(x, alike(x, like)) for x, like in rows]
@@ -109,8 +109,8 @@ def begin(function: Callable[..., Any], *args: Any) -> Begun:
 class Early:
     """The function `update` of a transformation that has something to exchange before it gets gradients.
 
-    `make_train_step` calls `begin` before the loss function, if the exchange can then go on, and passes the result to
-    `update` as the extra argument `begun`. Without it, `update` itself begins the exchange.
+    Over transports whose exchanges go on during the computation, `make_train_step` calls `begin` before the loss
+    function, and passes the result to `update` as the extra argument `begun`. Otherwise, `update` begins the exchange.
     """
 
     begin: Callable[[Any, Any], Begun | None]  # of (state, params); None: there is nothing to exchange
@@ -121,7 +121,7 @@ class Early:
 
 
 def _zero(x: jax.Array) -> jax.Array:
-    """Returns 0, because nothing is above infinity. XLA doesn't know that, so it computes x first."""
+    """Returns 0. Nothing is above infinity, but XLA doesn't know this, so it computes x first."""
     return (jnp.real(x.reshape(-1)[0]).astype(jnp.float32) > jnp.inf).astype(jnp.uint32)
 
 

@@ -28,7 +28,7 @@ from jaxcgx.optim.telemetry import Telemetry
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.transports.axes import crosses
 
-VALUE = dict(value=P())  # the specs of the extra arguments of a transformation
+VALUE = dict(value=P())  # the spec of the extra argument `value` of a transformation
 
 
 class Metrics(NamedTuple):
@@ -114,7 +114,7 @@ class Training:
     def _begin(self, params: Any, sent: Any, batch: Any) -> tuple[dict[str, Any], Any]:
         """Begins what the transformation can exchange before it gets gradients.
 
-        Returns (an extra argument of its `update`, the batch). XLA computes nothing from the batch before.
+        Returns (an extra argument of its `update`, the batch). XLA begins before it computes anything from the batch.
         """
         placement, update = self.placement, self.transformation.update
         if not isinstance(update, Early) or not crosses(placement.data_axis) or placement.others:
@@ -122,7 +122,7 @@ class Training:
         batch, specs = placement.place_batch(batch, self.accumulate)
         leaves, tree = jax.tree_util.tree_flatten(batch)
         specs = [spec if addable(x) else P() for x, spec in zip(leaves, jax.tree_util.tree_leaves(specs))]
-        tied = [i for i, spec in enumerate(specs) if spec != P()]
+        tied = [i for i, spec in enumerate(specs) if any(spec)]
 
         def of_rank(params: Any, sent: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
             begun = update.begin(sent, params)

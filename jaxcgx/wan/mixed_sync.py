@@ -92,6 +92,7 @@ def mixed_sync(
         return MixedSyncState(init_state(settings, params, describe), inner.init(params), jnp.zeros((), jnp.int32))
 
     def begin_due(state: MixedSyncState, params: Any) -> Begun:
+        check_centers(OP, settings.ranks.net())
         due = jax.tree_util.tree_map(lambda x: x[0], state.late.gradients[0])
         return begin(inner.update, due, state.exchange, params)
 
@@ -100,7 +101,6 @@ def mixed_sync(
     ) -> tuple[Any, MixedSyncState]:
         if params is None:
             raise wrong(OP, "params", "the parameters", None, "call update(gradients, state, params)", kind=TypeError)
-        check_centers(OP, settings.ranks.net())
         updates = check_arrays(OP, "updates", updates)
         late, _, count = state
         mean, exchange = (begun or begin_due(state, params)).end(updates)

@@ -113,6 +113,8 @@ class Transmission:
 
         `tree` is like the gradients. Its values aren't used.
         """
+        check_centers(self.settings.function, self.settings.ranks.net())
+        check_state(self.settings, state, self.describe(self.settings, tree, 1))
         if self.how.rest != "defer":
             return None
 
@@ -134,14 +136,12 @@ class Transmission:
     ) -> tuple[Any, DifferentialState]:
         """Returns (mean, state) of the gradients `updates`. An adaptive share needs the loss as `value`."""
         settings, deferred = self.settings, self.how.rest == "defer"
-        check_centers(settings.function, settings.ranks.net())
         updates = check_arrays(settings.function, "updates", updates)
-        check_state(settings, state, self.describe(settings, updates, 1))
+        # This exchange needs nothing that the step computes, so it runs at the same time.
+        late = self.begin(state, updates) if begun is None else begun
         leaves = flatten(updates)
         step = Step(self, leaves, state)
         first_loss, level = step.level(value)
-        # This exchange needs nothing that the step computes, so it runs at the same time.
-        late = self.begin(state, updates) if begun is None else begun
         order = step.order()
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
         contributions = step.contributions()

@@ -81,8 +81,8 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
     first, second = distributed(
         20, tmp_path, f"--config={RECIPES}/configs/text/gpt.py", each=[(), (f"--config.data.files={tmp_path}/none",)]
     )
-    assert lines(second)[-1].startswith("train.py: config.data.files: ") and second.returncode == 1
-    assert lines(first)[-1] == "train.py: another process says why it can't go on" and first.returncode == 1
+    for process in first, second:
+        assert lines(process)[-1].startswith("train.py: config.data.files: ") and process.returncode == 1
     folder = tmp_path / "digits-mlp-dgc-wm0"
     folder.mkdir()
     (folder / "log.txt").symlink_to("/dev/full")  # the disk of the process that writes is full

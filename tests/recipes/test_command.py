@@ -37,7 +37,7 @@ def test_a_first_run(train, tmp_path):
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.launch, "start", lambda *args: None)  # errors come before the processes are used
+    monkeypatch.setattr(train.launch, "start", lambda *args: train.launch.World(1, 0, 1, None, None))
     config = f"--config={RECIPES}/configs/digits/mlp.py"
     cifar = f"--config={RECIPES}/configs/cifar/resnet20.py", f"--config.data.folder={tmp_path}"
     for arguments, starts in (

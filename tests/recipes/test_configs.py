@@ -129,10 +129,12 @@ def test_no_process_waits_for_one_that_refuses_a_folder(train, run, tmp_path):
     run("digits/mlp", {})
     folder = next(tmp_path.iterdir())
     settings = train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--config.data=synthetic"]).config
-    for speaks, says in ((True, r"config\.train\.batch_size: the run in .* has 8"), (False, "its error says why")):
-        world = types.SimpleNamespace(speaks=speaks, all=lambda holds: False)
-        with pytest.raises(train.Wrong, match=says):
-            train.RunFolder(folder, settings, world)
+    sent = []
+    for rank in (0, 1):  # the first one writes and refuses, and the other one hears why
+        comm = types.SimpleNamespace(allgather=lambda mine: sent.append(mine) or sent)
+        with pytest.raises(train.Wrong, match=r"config\.train\.batch_size: the run in .* has 8"):
+            train.RunFolder(folder, settings, train.launch.World(2, rank, 1, None, comm))
+    assert any(sent[0]) and not any(sent[1])
 
 
 def test_layers(train):
