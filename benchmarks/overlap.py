@@ -128,7 +128,9 @@ def events(program):
     first = min(e["ts"] for e in found)
     # Both calls of a sum have the name of the same JAX operation.
     target = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', program.text()))
-    of = lambda name: sorted((e for e in found if target.get(e["name"]) == name), key=lambda e: e["ts"])
+    of_layers = set(re.findall(r"%(\S+) = .*custom-call.*layer\d", program.text()))  # unlike that of the loss
+    is_of = lambda e, name: target.get(e["name"]) == name and e["name"] in of_layers
+    of = lambda name: sorted((e for e in found if is_of(e, name)), key=lambda e: e["ts"])
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in target]
     # Sums end in the order in which they begin.
     for begin, end in zip(of("jaxcgx_tcp_allreduce"), of("jaxcgx_tcp_allreduce_end")):

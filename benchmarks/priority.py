@@ -30,7 +30,7 @@ from jaxcgx.lab import signals_raise, why_not
 
 LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
 RATE = "50mbit"
-BATCHES = [1024, 2048, 3072]
+BATCHES = [704, 1024, 2048, 3072]
 CODEC = cgx.MaxMin(4)
 MORE = 0.15  # goal: how much longer a step may take than the longer of computation and communication
 ALIKE = 0.6, 1.67  # the ratio of communication to computation for which the goal counts
@@ -125,7 +125,9 @@ def events(program):
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in calls]
-    of = lambda target: sorted((e["ts"], e["name"]) for e in found if calls.get(e["name"]) == target)
+    # The exchange of the loss belongs to no layer.
+    is_of = lambda e, target: calls.get(e["name"]) == target and e["name"] in layer
+    of = lambda target: sorted((e["ts"], e["name"]) for e in found if is_of(e, target))
     waits = of("jaxcgx_tcp_allreduce_end")
     # Waits follow each other. A sum ends when the wait for the next one begins. The last one ends when the next event
     # begins.
