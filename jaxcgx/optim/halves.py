@@ -96,7 +96,7 @@ class Begun:
 
     def before(self, x: jax.Array) -> jax.Array:
         """Returns x. XLA begins the sums before it computes anything from the result."""
-        return jnp.where(sum(_zero(y) for y in self.values if y.size) > 0, jnp.zeros_like(x), x)
+        return after(self.values, x)
 
 
 def begin(function: Callable[..., Any], *args: Any) -> Begun:
@@ -118,6 +118,12 @@ class Early:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.update(*args, **kwargs)
+
+
+def after(tree: Any, x: jax.Array) -> jax.Array:
+    """Returns x. XLA computes the arrays in the tree before it computes anything from the result."""
+    zeros = [_zero(y) for y in jax.tree_util.tree_leaves(tree) if y.size]
+    return jnp.where(sum(zeros) > 0, jnp.zeros_like(x), x) if zeros else x
 
 
 def _zero(x: jax.Array) -> jax.Array:

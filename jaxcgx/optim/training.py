@@ -15,7 +15,7 @@ from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.backward import order_of
 from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
-from jaxcgx.optim.halves import Early
+from jaxcgx.optim.halves import Early, after
 from jaxcgx.optim.model_state import ModelState, agree, put
 from jaxcgx.optim.nesting import has_rows
 from jaxcgx.optim.outputs import find_outputs
@@ -283,7 +283,11 @@ class Training:
         kept = lambda x, y: y.rows is not None or (addable(x) and not y.averaged and self.placement.mesh is not None)
         sent = [None if kept(x, y) else x for x, y in zip(leaves, parts.outputs)]
         inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        loss, weight, sent = agree((found.loss, found.weight, sent), self.ranks, averaged=inexact)
+        loss = found.loss
+        if isinstance(self.transformation.update, Early) and self.ordered is None:
+            # It travels behind an exchange that has begun before, and XLA may let the gradients wait for it.
+            loss = after(found.gradients, loss)
+        loss, weight, sent = agree((loss, found.weight, sent), self.ranks, averaged=inexact)
         grads = found.gradients
         if weight is not None:  # the other numbers are means of sums, and this is the mean of the weights
             divide = lambda x, dtype: (x.astype(dtype) / weight.astype(dtype)).astype(x.dtype)
