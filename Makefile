@@ -79,7 +79,7 @@ help: ## list the targets
 demo: $(BUILT) ## build and install into .venv, then train over a slow link, with and without compression
 	@.venv/bin/python examples/digits.py --steps 40
 
-recipe: $(BUILT) ## build and install into .venv, then train on digits with DGC, in a minute
+recipe: $(BUILT) ## build and install into .venv, then train on digits with DGC
 	@$(call EXTRA,recipes)
 	@.venv/bin/python recipes/train.py --config=recipes/configs/digits/mlp.py --compression=dgc
 
