@@ -170,8 +170,8 @@ def main():
         table(report, name, task)
     if not report.data["first"]:
         report.add("first", dict(seconds=first_command()))
-    report.show("", NOTES)
-    report.show(f"- The command of `make recipe`, with all that it does, took {report.data['first'][0]['seconds']:.0f} s.")
+    seconds = report.data["first"][0]["seconds"]
+    report.show("", NOTES, f"- The command of `make recipe`, with all that it does, took {seconds:.0f} s.")
     report.write(args.out, "recipes")
 
 
