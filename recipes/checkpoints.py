@@ -38,17 +38,12 @@ class Checkpoints:
         with self.world.together():
             if self.world.speaks and (why := self._no_space(tree)):
                 raise self._cant_save(step, why)
-        if self.world.comm is None or self.world.speaks:
-            try:
-                with ocp.StandardCheckpointer() as checkpointer:
-                    checkpointer.save(self.folder / str(step), tree, force=True)
-            except Exception as error:  # Orbax and the libraries under it raise many types
-                raise self._cant_save(step, _line(error)) from error
-            finally:
+        if self.world.comm is None:  # Orbax has barriers of its own
+            self._write(step, tree)
+        else:
+            with self.world.together():
                 if self.world.speaks:
-                    self._remove_halves()
-        if self.world.comm is not None:
-            self.world.comm.Barrier()
+                    self._write(step, tree)
         self._unreadable.discard(step)
         if self.world.speaks:
             for old in self.steps()[:-KEEP]:
@@ -81,6 +76,16 @@ class Checkpoints:
         if why:
             raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")
         return 0, template
+
+    def _write(self, step: int, tree: Any) -> None:
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(self.folder / str(step), tree, force=True)
+        except Exception as error:  # Orbax and the libraries under it raise many types
+            raise self._cant_save(step, _line(error)) from error
+        finally:
+            if self.world.speaks:
+                self._remove_halves()
 
     def _no_space(self, tree: Any) -> str:
         """Returns why the disk has no space for the tree, or "".

@@ -17,12 +17,14 @@ import time
 import pytest
 
 RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
+TRAIN = (RECIPES / "train.py",)
+PROBE = pathlib.Path(__file__).with_name("full_probe.py")
 LIMIT = 300  # seconds
 
 
-def start(before, steps, runs, *changes, **more):
+def start(before, steps, runs, *changes, script=TRAIN, **more):
     config = [f"--config={RECIPES}/configs/digits/mlp.py", "--compression=dgc-wm0", f"--runs={runs}"]
-    line = [*before, RECIPES / "train.py", *config, f"--config.train.steps={steps}", *changes]
+    line = [*before, *script, *config, f"--config.train.steps={steps}", *changes]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([str(word) for word in line], env=os.environ | more, **pipes)
 
@@ -31,7 +33,7 @@ def local(steps, runs, *changes):
     return [start([sys.executable], steps, runs, "--devices=3", *changes)]
 
 
-def mpirun(steps, runs, *changes):
+def mpirun(steps, runs, *changes, script=TRAIN):
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     line = [shutil.which("mpirun", path=path), "-n", "2", sys.executable, "-m", "mpi4py"]
     root = {
@@ -39,15 +41,15 @@ def mpirun(steps, runs, *changes):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    return [start(line, steps, runs, *changes, **root)]
+    return [start(line, steps, runs, *changes, script=script, **root)]
 
 
-def distributed(steps, runs, *changes, each=((), ())):
+def distributed(steps, runs, *changes, each=((), ()), script=TRAIN):
     """each: more changes for each process."""
     with socket.socket() as port:
         port.bind(("localhost", 0))
         address = f"localhost:{port.getsockname()[1]}"
-    world = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
+    world = dict(script=script, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
     start_one = lambda i: start([sys.executable], steps, runs, *changes, *each[i], **world, JAX_PROCESS_ID=str(i))
     return [start_one(i) for i in range(2)]
 
@@ -89,6 +91,38 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
     first, second = distributed(20, tmp_path)
     assert lines(first)[-1] == "train.py: [Errno 28] No space left on device" and first.returncode == 1
     assert lines(second) and second.returncode
+
+
+@pytest.mark.parametrize("begin", [mpirun, distributed])
+def test_bad_checkpoints(train, tmp_path, begin):
+    """A full disk and a checkpoint that can't be read end all processes. One line says why, and a good one stays."""
+    if begin is mpirun:
+        pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+    folder = tmp_path / "digits-mlp-dgc-wm0/checkpoints"
+    saved = lambda: sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+    def error(processes):
+        ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+        assert all(status for _, status in ended), ended
+        (line,) = {line for said, _ in ended for line in said.splitlines() if line.startswith("train.py: ")}
+        return line
+
+    often = "--config.train.save_every=10"
+    end(begin(20, tmp_path, often))
+    for place, more in ("Checkpoints", r" \(it has up to [\d,]+ bytes\)"), ("StandardCheckpointer", ""):
+        line = error(begin(25, tmp_path, often, script=(PROBE, place)))
+        why = f"can't save the checkpoint of step 25: File too large{more}; the last good one is that of step 20"
+        assert re.fullmatch(f"train\\.py: {folder}: {why}", line)
+        assert saved() == [10, 20]
+    for part in (folder / "20").iterdir():
+        if part.is_dir():  # those of the arrays
+            shutil.rmtree(part)
+    if begin is distributed:
+        why = r"can't be read \(.+\); to continue from the one before, remove it"
+        assert re.fullmatch(rf"train\.py: {folder}/20 {why}", error(begin(25, tmp_path, often)))
+        shutil.rmtree(folder / "20")
+    end(begin(25, tmp_path, often))
+    assert "goes on from step 10 of 25" in (folder.parent / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
