@@ -6,8 +6,8 @@
 When a worker dies, all workers end, and new workers, one fewer than before, continue from the last checkpoint. There
 are fewer still if a host with several workers died. If a worker gets SIGTERM, all save a checkpoint first, and then the
 same happens. After the next checkpoint, the number of workers grows again if Ray has room, up to --workers. RAY_ADDRESS
-names a cluster. Without it, Ray starts on this machine. All hosts need this folder at the same path, and must see
---runs.
+names a cluster. Without it, Ray starts on this machine, apart from any cluster that already runs there. All hosts need
+this folder at the same path, and must see --runs.
 """
 
 import argparse
@@ -104,9 +104,10 @@ def main(arguments: list[str]) -> None:
     command = config.parse(rest)
     folder = command.runs / command.name / "checkpoints"
     last = lambda: max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=0)
-    here = {} if "RAY_ADDRESS" in os.environ else dict(num_cpus=wanted.workers, include_dashboard=False)
+    # Without "local", Ray would look for a cluster that somebody has started on this machine.
+    here = dict(address="local", num_cpus=wanted.workers, include_dashboard=False)
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, **here)
+    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, **({} if os.environ.get("RAY_ADDRESS") else here))
     resource = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
     whole = lambda: int(ray.cluster_resources().get(resource, 0))
     room = lambda ranks: min(wanted.workers, ranks + int(ray.available_resources().get(resource, 0)))

@@ -67,7 +67,7 @@ def test_errors_are_one_line(tmp_path):
     """They are errors of workers that any number of workers would have."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     config = f"--config={RECIPES}/configs/fashion_mnist/mlp.py"
-    line = [sys.executable, RECIPES / "ray_train.py", "--workers=1", config, f"--config.data.folder={tmp_path}"]
+    line = [sys.executable, RECIPES / "ray_train.py", "--workers=2", config, f"--config.data.folder={tmp_path}"]
     done = subprocess.run([*line, f"--runs={tmp_path}"], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"ray_train.py: config.data.folder: there is no {tmp_path}")

@@ -1,14 +1,18 @@
 """Tests the command itself, in a separate process."""
 
 import json
+import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
+from helpers import load_script
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -77,3 +81,43 @@ def test_files_for_clusters(train):
     for names in re.findall(r"\.whl\)\[(.*?)\]", (ROOT / "Dockerfile").read_text()):
         assert set(names.split(",")) <= extras.keys()
     json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+
+
+def test_hosts(tmp_path):
+    """mpirun takes the example of a hostfile, here of one host, and starts as many processes as it has slots."""
+    pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+    first = [line for line in (RECIPES / "launching/hosts").read_text().splitlines() if "node2" not in line]
+    (tmp_path / "hosts").write_text("\n".join(first).replace("node1", "localhost"))
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    line = [shutil.which("mpirun", path=path), "--hostfile", tmp_path / "hosts", "--bind-to", "none", "-n"]
+    run = lambda ranks: subprocess.run(
+        [*line, ranks, "sh", "-c", "echo $OMPI_COMM_WORLD_RANK"],
+        env=os.environ | root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert sorted(run("4").stdout.split()) == list("0123")
+    assert "not enough slots" in run("5").stderr
+
+
+def test_where_ray_starts(train, monkeypatch):
+    """Only RAY_ADDRESS names a cluster that already runs. Here a stand-in for Ray notes what it is told."""
+    told = []
+
+    def init(**options):
+        told.append(options)
+        raise KeyboardInterrupt
+
+    errors = {name: type(name, (Exception,), {}) for name in ("RayActorError", "RayError", "RayTaskError")}
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "ray.exceptions", types.SimpleNamespace(**errors))
+    script = load_script(RECIPES / "ray_train.py", monkeypatch)
+    for address in "", "host:6379":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(KeyboardInterrupt):
+            script.main(["--workers=3", f"--config={RECIPES}/configs/digits/mlp.py"])
+    here, there = told
+    assert (here["address"], here["num_cpus"]) == ("local", 3)
+    assert not {"address", "num_cpus"} & there.keys()  # Ray reads the variable, and a cluster has its own CPUs
