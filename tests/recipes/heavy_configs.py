@@ -15,3 +15,10 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_configs(name, run):
     assert run(name, LARGE[name])["step"] == 20
+
+
+def test_gpt_as_written(run, tmp_path):
+    """The transformer of the config trains on text, which comes with Python."""
+    results = run("text/gpt", {"data": "text", "train.steps": 2, "train.test_examples": 8}, small={})
+    assert results["step"] == 2 and results["test_loss"] < 5.6 and results["raw_bytes"] > 12e6
+    assert next(tmp_path.glob("*/plot.txt")).read_text().startswith("text, gpt, none, 2 ranks")

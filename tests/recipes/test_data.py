@@ -149,18 +149,21 @@ def test_byte_pairs(train, data, tmp_path):
     assert pairs == [(97, 97), (256, 97)]  # "aa", and then "aaa"
     assert bpe.encode(text, pairs).tolist() == [257, 98] * 4 + [99, 100] * 2 + [256, 257]
     assert bpe.learn(np.arange(9, dtype=np.uint8), 300) == []  # no pair occurs twice
-    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
+    texts = "to be or not to be, that is the question. " * 25, "être ou ne pas être, là est la question. " * 25
+    for name, text in zip(("a.txt", "b.txt"), texts):
+        (tmp_path / name).write_text(text, "utf-8")
     load = lambda tokens: data.load(
         name="text", synthetic=False, files=str(tmp_path / "*.txt"), context=8, tokens=tokens
     )
-    few = load(280)
-    assert few.classes == 280 and 256 <= few.train.text.max() < 280 and 2 * len(few.train) < len(load(256).train)
-    whole = np.frombuffer((tmp_path / "a.txt").read_bytes(), np.uint8)
-    pairs = bpe.learn(whole, 280)
+    few, plain = load(280), load(256)
+    assert few.classes == 280 and 2 * len(few.train) < len(plain.train)
     spelled = [bytes([i]) for i in range(256)]
-    for left, right in pairs:
+    for left, right in bpe.learn(plain.train.text, 280):  # from the training split alone
         spelled.append(spelled[left] + spelled[right])
-    assert b"".join(spelled[token] for token in bpe.encode(whole, pairs)) == whole.tobytes()
+    assert len(spelled) == 280 and few.train.text.max() == 279
+    decoded = [b"".join(spelled[token] for token in split.text) for split in (few.train, few.test)]
+    assert decoded == [bytes(split.text.tolist()) for split in (plain.train, plain.test)]
+    assert b"".join(decoded) == "".join(texts).encode()
     with pytest.raises(train.Wrong, match=r"config\.data: expected from 256 to 4096 tokens, got 100"):
         load(100)
 

@@ -17,6 +17,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from helpers import FULL
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `recipes`")
 
@@ -41,6 +42,11 @@ def checkpoint(folder, step):
 def words(x):
     """Returns the words of an array, also of random keys."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def assert_same_bits(ours, theirs):
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(words(x), words(y))
 
 
 def lines(folder):
@@ -80,10 +86,31 @@ def test_same_bits(run, train, tmp_path, monkeypatch):
     assert "goes on from step 12 of 20" in log()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["15", "20"]
     assert lines(parts) == lines(whole)
-    for ours, theirs in zip(
-        jax.tree.leaves(checkpoint(parts, 20)), jax.tree.leaves(checkpoint(whole, 20)), strict=True
-    ):
-        np.testing.assert_array_equal(words(ours), words(theirs))
+    assert_same_bits(checkpoint(parts, 20), checkpoint(whole, 20))
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("digits/resnet20", {} if FULL else {"model.depth": 8}),  # batch norm has means and variances
+        ("digits/mlp", {"compression": "bsc"}),  # residuals of ranks and of owners
+        ("digits/mlp", {"compression": "cgx4"}),  # random numbers of stochastic rounding
+        ("digits/mlp", {"compression": "diloco", "compression.every": 4}),  # ranks whose weights differ
+        ("digits/mlp", {"compression": "mpq"}),
+        ("digits/mlp", {"compression": "powersgd"}),  # factors
+    ],
+)
+def test_same_bits_of_each_state(name, changes, run, tmp_path):
+    """Steps 7 to 9 have the same bits again after the checkpoint of step 6."""
+    changes = changes | {"train.steps": 9, "train.save_every": 6, "train.log_every": 1}
+    run(name, changes)
+    state, metrics = checkpoint(tmp_path, 9), lines(tmp_path)
+    folder = next(tmp_path.glob("*"))
+    shutil.rmtree(folder / "checkpoints/9")
+    run(name, changes)
+    assert "goes on from step 6 of 9" in (folder / "log.txt").read_text()
+    assert lines(tmp_path) == metrics
+    assert_same_bits(checkpoint(tmp_path, 9), state)
 
 
 # On a full disk, or after an array that Orbax can't read, it doesn't wait for the others.

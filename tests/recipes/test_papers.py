@@ -1,0 +1,118 @@
+"""Tests that models and trainings have the numbers of the papers that their configs follow."""
+
+import importlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
+
+
+@pytest.fixture
+def load(train):
+    """A function that returns the config of a name, and its data set's synthetic stand-in."""
+
+    def of(name):
+        config = train.config.parse([f"--config={CONFIGS}/{name}.py", "--config.data=synthetic"]).config
+        return config, importlib.import_module("data").load(**config.data.to_dict())
+
+    return of
+
+
+def make(dataset, name, **options):
+    return importlib.import_module("models").make(dataset, 0, name, **options)
+
+
+# The papers have 0.27 and 0.85 million ("Deep Residual Learning") and 138 million ("Very Deep Convolutional Networks").
+# ResNet-50 has the 25.6 million of other implementations.
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("cifar/resnet20", 269_722),
+        ("cifar/resnet56", 853_018),
+        ("imagenet/resnet50", 25_557_032),
+        ("imagenet/vgg16", 138_357_544),
+    ],
+)
+def test_parameters(name, parameters, load):
+    config, dataset = load(name)
+    found = jax.eval_shape(lambda: make(dataset, **config.model.to_dict()).params)
+    assert sum(x.size for x in jax.tree.leaves(found)) == parameters
+
+
+def test_parameters_of_gpt(load):
+    """With GPT-2's options, tokens and context, it has the 124 million parameters of the smallest GPT-2."""
+    dataset = load("text/gpt")[1]._replace(shape=(1024,), classes=50_257)
+    found = jax.eval_shape(lambda: make(dataset, "gpt", layers=12, width=768, heads=12, dropout=0.1).params)
+    assert sum(x.size for x in jax.tree.leaves(found)) == 124_439_808
+
+
+def test_initial_weights(load):
+    """Those of ResNets are He's, and those of the transformer GPT-2's."""
+    config, dataset = load("cifar/resnet20")
+    params = make(dataset, **config.model.to_dict()).params
+    for layer in params["stem"], *(params["blocks"][i][name] for i in (0, 4, 8) for name in ("conv1", "conv2")):
+        high, wide, inputs, _ = layer["kernel"].shape
+        assert np.std(layer["kernel"]) == pytest.approx((2 / (high * wide * inputs)) ** 0.5, rel=0.1)
+    config, dataset = load("text/gpt")
+    params = make(dataset, **config.model.to_dict()).params
+    expected = {"tokens": 0.02, "positions": 0.01}
+    assert {name: np.std(params[name]["embedding"]) for name in expected} == pytest.approx(expected, rel=0.05)
+    expected = {"qkv": 0.02, "up": 0.02, "out": 0.02 / 8**0.5, "down": 0.02 / 8**0.5}  # 4 layers add 8 times
+    assert {name: np.std(params["layers"][3][name]["kernel"]) for name in expected} == pytest.approx(expected, rel=0.05)
+
+
+RESNET = 128, 164, {0: 0.1, 81.9: 0.1, 82.1: 0.01, 122.9: 0.01, 123.1: 0.001, 163.9: 0.001}
+WARM = {1: 0.02, 2.5: 0.05, 5: 0.1}
+
+
+@pytest.mark.parametrize(
+    "name, batch_size, epochs, rates",
+    [
+        ("cifar/resnet20", *RESNET),
+        ("cifar/resnet56", *RESNET),
+        ("imagenet/resnet50", 256, 90, WARM | {29.9: 0.1, 30.1: 0.01, 59.9: 0.01, 60.1: 1e-3, 79.9: 1e-3, 80.1: 1e-4}),
+        ("imagenet/vgg16", 256, 74, {0: 0.01, 24.9: 0.01, 25.1: 1e-3, 49.9: 1e-3, 50.1: 1e-4, 64.9: 1e-4, 65.1: 1e-5}),
+        ("text/gpt", 32, 10, {0.25: 5e-4, 0.5: 1e-3, 5.25: 5e-4, 10: 0}),
+    ],
+)
+def test_rates(name, batch_size, epochs, rates, load):
+    """rates: the learning rate after so many epochs."""
+    config, dataset = load(name)
+    assert (config.train.batch_size, config.train.num_epochs) == (batch_size, epochs)
+    each = len(dataset.train) // batch_size
+    schedule = importlib.import_module("optimizers").make_schedule(each, epochs, **config.schedule.to_dict())
+    assert {epoch: float(schedule(int(epoch * each))) for epoch in rates} == pytest.approx(rates, rel=0.01, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name, nesterov, decay, decay_1d",
+    [
+        ("cifar/resnet20", False, 1e-4, 1e-4),
+        ("cifar/resnet56", False, 1e-4, 1e-4),
+        ("imagenet/resnet50", True, 1e-4, 0),  # batch norm has no weight decay
+        ("imagenet/vgg16", False, 5e-4, 5e-4),
+    ],
+)
+def test_sgd(name, nesterov, decay, decay_1d, load):
+    """SGD has a momentum of 0.9."""
+    config, _ = load(name)
+    section = config.optimizer.to_dict()
+    optimizer, _ = importlib.import_module("optimizers").make(lambda step: 0.1, False, clips=False, **section)
+    params = dict(matrix=jnp.ones((2, 2)), norm=jnp.ones(2))
+    state, trace = optimizer.init(params), 0
+    for _ in range(2):
+        updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+        trace = 1 + 0.9 * trace
+        factor = 1 + 0.9 * trace if nesterov else trace
+        for key, each in dict(matrix=decay, norm=decay_1d).items():
+            np.testing.assert_allclose(updates[key], np.full(params[key].shape, -0.1 * factor * (1 + each)), rtol=2e-6)
+
+
+def test_adam(load):
+    """Its options are GPT-3's."""
+    section = load("text/gpt")[0].optimizer.to_dict()
+    assert section == dict(name="adamw", b1=0.9, b2=0.95, weight_decay=0.1, clip=1.0)
