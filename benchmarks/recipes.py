@@ -56,12 +56,7 @@ TASKS = {
         },
         text=True,
     ),
-    "ResNet-20 on Fashion-MNIST": Task(
-        "fashion_mnist/resnet20",
-        {"train.num_epochs": 2},
-        WORDS,
-        {},
-    ),
+    "ResNet-20 on Fashion-MNIST": Task("fashion_mnist/resnet20", {"train.num_epochs": 2}, WORDS, {}),
 }
 NOTES = f"""\
 - Each row is `python recipes/train.py --config=recipes/configs/CONFIG.py --compression=WORD` with the changes that its
