@@ -20,7 +20,7 @@ from jaxcgx.optim.batch import REMEDY, STEP, check_batch_specs, check_even, spli
 from jaxcgx.optim.cut import Cut, axes_of, beside, check_optimizer_specs, check_specs, flatten_specs, shortest
 from jaxcgx.optim.frozen import part
 from jaxcgx.optim.specs import specs_per_rank, state_specs
-from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
+from jaxcgx.transports.axes import axis_names, check_axis_names, crosses, is_communicator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,12 @@ class Placement:
         if not names or any(name not in mesh.shape for name in names):
             expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
             raise wrong(OP, "data_axis", expected, repr(self.data_axis))
-        if self.param_specs is None and any(mesh.shape[name] > 1 for name in self.others):
+        wide = [name for name in mesh.shape if name in self.others and mesh.shape[name] > 1]
+        if wide and crosses(self.data_axis):  # XLA crashes on ordered effects in a shard_map over the other axes
+            plain = names[0] if len(names) == 1 else names
+            expected = f"names of axes on a mesh with another axis, {wide[0]!r}"
+            raise wrong(OP, "data_axis", expected, repr(self.data_axis), f"write {plain!r}")
+        if wide and self.param_specs is None:
             raise wrong(
                 OP,
                 "param_specs",

@@ -335,6 +335,15 @@ def test_explain_sees_the_step():
             ValueError,
             says("make_train_step", "param_specs", expected="tree PartitionSpecs 'data'", got="None"),
         ),
+        (
+            dict(
+                mesh=jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2),
+                data_axis=cgx.Tcp("data"),
+                param_specs=P(),
+            ),
+            ValueError,
+            says("make_train_step", "data_axis", expected="axes 'model'", got="Tcp", remedy="write 'data'"),
+        ),
     ],
 )
 def test_bad_arguments(arguments, error, words):
