@@ -79,7 +79,7 @@ def test_mpirun_distributed_and_local(train, tmp_path):
 
 def test_an_error_of_one_process_ends_all(train, tmp_path):
     """No process waits minutes for the one that has failed, which says why in one line."""
-    lines = lambda process: process.communicate(timeout=60)[1].splitlines()
+    lines = lambda process: process.communicate(timeout=LIMIT)[1].splitlines()
     first, second = distributed(
         20, tmp_path, f"--config={RECIPES}/configs/text/gpt.py", each=[(), (f"--config.data.files={tmp_path}/none",)]
     )
@@ -102,7 +102,7 @@ def test_bad_checkpoints(train, tmp_path, begin):
     saved = lambda: sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
     def error(processes):
-        ended = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+        ended = [(process.communicate(timeout=LIMIT)[1], process.returncode) for process in processes]
         assert all(status for _, status in ended), ended
         (line,) = {line for said, _ in ended for line in said.splitlines() if line.startswith("train.py: ")}
         return line
