@@ -214,6 +214,10 @@ def processes(over, row, folder, port):
             yield each[0], lambda: None
         finally:
             for process in each:
+                if over == "MPI":  # mpirun ends its ranks, which are in groups of their own
+                    process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(30)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # and its children
                 process.wait()
