@@ -35,7 +35,7 @@ GAIN, NEAR, PROBES = 1.5, 1.2, 10  # goals
 MOST_UPDATES = 40
 SETUPS = {  # the link that is slow first, and the one that is slow later
     "line": ("the line of host 1", "the line of host 2"),
-    "pair": ("the link between hosts 0 and 1", "the link between hosts 2 and 3"),
+    "pair": ("the link between hosts 0 and 1", "the link between hosts 1 and 2"),
 }
 CHARTS = [
     dict(table="steps", title="Steps while the slow link moves", x="step", y=["ms"], by="setup"),
@@ -163,7 +163,7 @@ def set_link(lab, setup, second, slow):
         rate = SLOW if slow else RATE
         lab.change(2 if second else 1, Link(rate, rate))
     else:
-        pair = (2, 3) if second else (0, 1)
+        pair = (1, 2) if second else (0, 1)
         lab.join(*pair, f"{SLOW}bit") if slow else lab.part(*pair)
 
 
@@ -173,7 +173,7 @@ def true_rates(setup, second):
     if setup == "line":
         rates[2 if second else 1] = rates[:, 2 if second else 1] = slow
     else:
-        i, j = (2, 3) if second else (0, 1)
+        i, j = (1, 2) if second else (0, 1)
         rates[i, j] = rates[j, i] = slow
     return rates
 
