@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from jaxcgx.wan import Overlay
+from jaxcgx.wan import Overlay, Tree
 
 AXES = "dc", "local"
 CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
@@ -19,11 +19,15 @@ SPARSE = dict(threshold=0.1, size_bound=100)
 TECHNIQUES = {
     "P3": dict(plan=BETWEEN, overlap="priority", slice_elements=400),
     "mixed sync": dict(plan=BETWEEN, compress=cgx.wan.mixed_sync),
+    "DGT, defer": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256)),
     "DGT, quantize": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="quantize")),
+    "DGT, drop": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="drop")),
     "BSC": dict(compress=cgx.bsc, **SPARSE),
     "MPQ, the top of sums": dict(compress=cgx.mpq, pull="top", **SPARSE),
     "FP16": dict(plan=cgx.Plan.fp16(axis_name=AXES)),
+    "trees": dict(plan=BETWEEN, schedule={"dc": Overlay((Tree((-1, 0), 2), Tree((1, -1), 1))), "local": "auto"}),
     "MultiGPS": dict(plan=BETWEEN, schedule={"dc": Overlay.owners(2, [2, 1]), "local": "auto"}),
+    "DiLoCo": dict(diloco=cgx.wan.diloco(INNER, every=2, axis_name="dc", plan=CODEC)),
     "HFA": dict(diloco=cgx.wan.hfa(INNER, k1=1, k2=2, axis_name="dc", plan=CODEC)),
     "SparseLoCo": dict(diloco=cgx.wan.sparseloco(INNER, every=2, ratio=0.1, axis_name="dc")),
 }
