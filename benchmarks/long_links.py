@@ -52,7 +52,7 @@ NOTES = f"""\
 - An exchange is a compressed_psum in 8 bits (MaxMin), two_shot, of 4 Mi elements on the slow links, and of 16 Mi on the
   fast ones. ideal: the time of the bytes of each host at {PAYLOAD * 8:.3f} of the rate of its slowest link, plus twice
   the one-way delay, because sums are sent back. share: the ideal over the median of {REPEATS} exchanges, one right
-  after the other, or each after a pause of {PAUSE:g} s.
+  after the other, or each after a pause of {PAUSE:g} s. It may exceed 1, because the pieces of a message overlap.
 - The delay applies to everything that each host sends. A round trip takes twice as long.
 - paced: a pace of {SLOWER:g} of the rate, on {CONNECTIONS[-1]} connections.
 - Pace: the bytes that each host sends in an exchange over its time, compared with the pace, on links of {PACED}. Goal:
