@@ -166,7 +166,7 @@ def main():
     if not report.data["first"]:
         report.add("first", dict(seconds=first_command()))
     seconds = report.data["first"][0]["seconds"]
-    report.show("", NOTES, f"- The command of `make recipe`, with all that it does, took {seconds:.0f} s.")
+    report.show("", NOTES, f"- The command of `make recipe` took {seconds:.0f} s after the build and the installation.")
     report.write(args.out, "recipes")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import optax
 
 OP = "diloco"
-FEW_BITS = 3  # with fewer bits per element, training without feedback fails (benchmarks/results/diloco.md)
+FEW_BITS = 3  # with fewer bits per element, training without feedback fails (`make bench-diloco`)
 
 
 def diloco(
