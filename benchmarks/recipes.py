@@ -69,7 +69,7 @@ NOTES = f"""\
   times fewer than uncompressed. They include the loss and the statistics of batch norm, which travel uncompressed.
 - hours: the time of the steps, without compiling, tests and checkpoints. Other programs ran on the same cores. So hours
   show the size of a run, and don't compare methods.
-  The hours of `powersgd` on text include a pause of about 13 minutes.
+  Those of `powersgd` on text include a pause of about 13 minutes, those of `mpq` on Fashion-MNIST one of 4 minutes.
 - published: from float32 to compressed, in the papers of DGC and CGX, as accuracy in % or perplexity. They differ from
   these rows in the data, in the networks (all have more parameters), the epochs (about 90 to 164 on images) and the
   ranks (4 to 64 GPUs). DGC sends 277 times fewer bytes with ResNet-50 and 462 times with the LSTM, whose matrices are
@@ -77,7 +77,7 @@ NOTES = f"""\
 - CIFAR-10 is not among the data, because it must be downloaded first (`--config=recipes/configs/cifar/resnet20.py`).
   Images of digits have 8 x 8 pixels, those of Fashion-MNIST 28 x 28.
 - dgc: 5 of the 12 epochs on digits, and 1 of 2 or 6 epochs elsewhere, are its warm-up, in which more elements are sent.
-  Two epochs are short for it: on Fashion-MNIST it loses most."""
+  Two epochs are short for DGC and DiLoCo: on Fashion-MNIST, they lose most."""
 
 
 def first_command():
