@@ -1,5 +1,6 @@
 """Measurements of this machine that are made once and kept: JSON files in ~/.cache/jaxcgx ($XDG_CACHE_HOME)."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -19,12 +20,18 @@ def load(name: str, place: str) -> dict[str, dict[str, float]]:
 
 def save(name: str, place: str, key: str, found: dict[str, float]) -> None:
     """Adds a measurement to a file, or replaces the one with this key."""
-    known = _read(name)
-    known.setdefault(place, {})[key] = found
-    path(name).parent.mkdir(parents=True, exist_ok=True)
-    fresh = path(name).with_suffix(f".{os.getpid()}")  # another process may be reading the file
-    fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path(name))
+    file = path(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process or thread may be saving to the file
+        known = _read(name)
+        known.setdefault(place, {})[key] = found
+        fresh = file.with_suffix(".new")  # another process may be reading the file
+        fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(file)
+    finally:
+        os.close(lock)
 
 
 def _read(name: str) -> dict[str, dict[str, dict[str, Any]]]:
