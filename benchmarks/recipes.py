@@ -81,7 +81,7 @@ NOTES = f"""\
 
 
 def first_command():
-    """Returns the seconds that `make recipe` takes behind the installation."""
+    """Returns the seconds that `make recipe` takes after the installation."""
     with tempfile.TemporaryDirectory() as runs:
         began = time.monotonic()
         config = f"--config={ROOT}/recipes/configs/digits/mlp.py"
@@ -163,7 +163,7 @@ def main():
                 train(task, word, args.folder)
                 report.add("rows", row | result(task, word, args.folder))
         table(report, name, task)
-    if not report.data["first"]:
+    if not report.has("first"):
         report.add("first", dict(seconds=first_command()))
     seconds = report.data["first"][0]["seconds"]
     report.show("", NOTES, f"- The command of `make recipe` took {seconds:.0f} s after the build and the installation.")

@@ -33,10 +33,11 @@ ELEMENTS = 1 << 22
 CODEC = cgx.MaxMin(4)
 GAIN, NEAR, PROBES = 1.5, 1.2, 10  # goals
 MOST_UPDATES = 40
-SETUPS = {  # the link that is slow first, and the one that is slow later
-    "line": ("the line of host 1", "the line of host 2"),
-    "pair": ("the link between hosts 0 and 1", "the link between hosts 1 and 2"),
+SETUPS = {  # the hosts of the link that is slow first, and of the one that is slow later
+    "line": [(1,), (2,)],
+    "pair": [(0, 1), (1, 2)],
 }
+NAMES = {"line": "the line of host {}", "pair": "the link between hosts {} and {}"}
 CHARTS = [
     dict(table="steps", title="Steps while the slow link moves", x="step", y=["ms"], by="setup"),
     dict(table="rows", title="One exchange", x="schedule", y=["ms_of_repetitions"], panel="setup"),
@@ -159,21 +160,19 @@ class Hosts:
 
 def set_link(lab, setup, second, slow):
     """Makes the first or the second link of a setup slow, or restores its rate."""
+    hosts = SETUPS[setup][second]
     if setup == "line":
         rate = SLOW if slow else RATE
-        lab.change(2 if second else 1, Link(rate, rate))
+        lab.change(*hosts, Link(rate, rate))
     else:
-        pair = (1, 2) if second else (0, 1)
-        lab.join(*pair, f"{SLOW}bit") if slow else lab.part(*pair)
+        lab.join(*hosts, f"{SLOW}bit") if slow else lab.part(*hosts)
 
 
 def true_rates(setup, second):
     rates = np.full((HOSTS, HOSTS), RATE / 8.0)
     slow = SLOW / 8.0
-    if setup == "line":
-        rates[2 if second else 1] = rates[:, 2 if second else 1] = slow
-    else:
-        i, j = (1, 2) if second else (0, 1)
+    i, *others = SETUPS[setup][second]
+    for j in others or range(HOSTS):  # the other host of a pair; the line of a host is its links to all
         rates[i, j] = rates[j, i] = slow
     return rates
 
@@ -257,7 +256,7 @@ def main():
         rows, steps, moved, overlays = measure(setup, args.repeats)
         report.data["rows"] += rows
         report.data["steps"] += steps
-        first, second = SETUPS[setup]
+        first, second = (NAMES[setup].format(*hosts) for hosts in SETUPS[setup])
         report.show(
             "", f"{setup}: {first} is slow.", "", *header("schedule", "ms", "faster", "updates", "probes", "goal")
         )
