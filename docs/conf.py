@@ -38,7 +38,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_typehints = "none"  # many are `Any`, where JAX has no type
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "undoc-members": False}
+autodoc_default_options = {"members": True}
 
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["mermaid"]
@@ -88,6 +88,11 @@ def add_plots(app, page, source):
             source[0] += f"\n![{title}](/build/plots/{path.stem}-{number}.png)\n"
 
 
+def leave_out_fields(app, what, name, thing, skip, options):
+    """Leaves out the fields of NamedTuples, which the docstrings of their classes explain."""
+    return True if type(thing).__name__ == "_tuplegetter" else None
+
+
 def mark_code(app, what, name, thing, options, lines):
     """Makes literal blocks of the indented lines of a docstring, outside of its sections."""
     given, lines[:] = list(lines), []
@@ -106,5 +111,6 @@ def write_index(app, error):
 def setup(app):
     for added in (add_contents, make_notebooks, add_examples, add_plots):
         app.connect("source-read", added)
+    app.connect("autodoc-skip-member", leave_out_fields)
     app.connect("autodoc-process-docstring", mark_code, priority=100)  # before napoleon
     app.connect("build-finished", write_index)

@@ -38,10 +38,12 @@ class AbsMax(GridCodec):
 
     @property
     def code_bits(self) -> int:
+        """The same as `bits`."""
         return self.bits
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.ABSMAX, bits=self.bits, bucket_size=self.bucket_size, rotate=self.rotate)
 
     @property

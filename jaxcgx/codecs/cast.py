@@ -35,10 +35,12 @@ class Cast(Codec):
 
     @property
     def stochastic(self) -> bool:
+        """Whether `rounding` needs a key."""
         return self.rounding == "stochastic"
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.CAST, bits=DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
 
     def code_bytes(self, n: int, dtype: DType) -> int:

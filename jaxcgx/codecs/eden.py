@@ -56,10 +56,12 @@ class Eden(Codec):
 
     @property
     def bucket_size(self) -> int:
+        """The same as `block`."""
         return self.block
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.EDEN, bits=self.bits, bucket_size=self.block, stochastic=True)
 
     @property

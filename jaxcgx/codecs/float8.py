@@ -33,6 +33,7 @@ class Float8(GridCodec):
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.FLOAT8, bits=self._elements.exponent, bucket_size=self.bucket_size)
 
     @property

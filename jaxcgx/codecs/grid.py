@@ -78,6 +78,9 @@ class GridCodec(Codec):
     """A codec whose codes are `code_bits` wide.
 
     Its metadata is the unit (meta = 1), or the unit and the base (meta = 2).
+
+    Attributes:
+      code_bits: the number of bits of a code.
     """
 
     meta = 1

@@ -46,10 +46,12 @@ class Lossless(Codec):
 
     @property
     def carrier(self) -> Codec:
+        """`Raw()`, whose chunks it packs."""
         return Raw()
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.LOSSLESS)
 
     def code_bytes(self, n: int, dtype: DType) -> int:

@@ -49,14 +49,17 @@ class MaxMin(GridCodec):
 
     @property
     def stochastic(self) -> bool:
+        """Whether `rounding` needs a key."""
         return self.rounding != "nearest"
 
     @property
     def correlated(self) -> bool:
+        """Whether `rounding` is "correlated"."""
         return self.rounding == "correlated"
 
     @property
     def contracts(self) -> bool:
+        """Whether the error is smaller than the input, for normally distributed numbers."""
         # For numbers of variance 1, the squared error of rounding is unit^2 / 12, and twice that for stochastic
         # rounding. The range of a bucket of n numbers is about twice their largest number, which is near the quantile
         # 0.5264^(1/n) (from Blom's approximation).
@@ -65,10 +68,12 @@ class MaxMin(GridCodec):
 
     @property
     def code_bits(self) -> int:
+        """The same as `bits`."""
         return self.bits
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(
             Kind.MAXMIN,
             bits=self.bits,

@@ -47,18 +47,22 @@ class Micro(GridCodec):
 
     @property
     def whole(self) -> bool:
+        """Whether all elements of a leaf in a chunk share a scale, as with "nvfp4"."""
         return self.format == "nvfp4"
 
     @property
     def bucket_size(self) -> int | None:
+        """None with "nvfp4", where all elements of a leaf in a chunk are one bucket."""
         return None if self.whole else 512  # blocks are independent: buckets only decide where messages may be cut
 
     @property
     def meta(self) -> int:
+        """1 with "nvfp4", and 0 otherwise."""
         return 1 if self.whole else 0
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.MICRO, bits=self._format.number, bucket_size=self.bucket_size or 0)
 
     def code_bytes(self, n: int, dtype: DType) -> int:

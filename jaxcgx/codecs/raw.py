@@ -17,6 +17,7 @@ class Raw(Codec):
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.RAW)
 
     def code_bytes(self, n: int, dtype: DType) -> int:

@@ -34,6 +34,7 @@ class Sign(GridCodec):
 
     @property
     def native(self) -> dict[str, np.generic]:
+        """The attribute that describes the codec to the kernels."""
         return native_codec(Kind.SIGN, bucket_size=self.bucket_size)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:

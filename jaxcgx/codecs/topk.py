@@ -145,14 +145,17 @@ class TopK(Codec):
 
     @property
     def stochastic(self) -> bool:
+        """Whether encoding draws noise, for the values or for a sample."""
         return self.values.stochastic or self.select != "exact"
 
     @property
     def contracts(self) -> bool:
+        """Whether the error of `values` is smaller than its input."""
         return self.values.contracts
 
     @property
     def native(self) -> dict[str, np.generic] | None:
+        """The attribute that describes the codec to the kernels. None if `values` has no kernels."""
         if self.values.native is None or self.values.rotate:
             return None
         knobs: dict[str, Any] = {}

@@ -55,6 +55,7 @@ class Tree:
 
     @property
     def root(self) -> int:
+        """The rank without a parent."""
         return self.parents.index(-1)
 
     @functools.cached_property
@@ -68,9 +69,11 @@ class Tree:
 
     @property
     def depth(self) -> int:
+        """The largest number of links between a rank and the root."""
         return max(self.depths)
 
     def children(self, rank: int) -> list[int]:
+        """Returns the ranks whose parent is `rank`."""
         return [child for child, parent in enumerate(self.parents) if parent == rank]
 
     @property
@@ -164,18 +167,22 @@ class Overlay:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return len(self.trees[0].parents)
 
     @property
     def shares(self) -> tuple[int, ...]:
+        """The share of each tree."""
         return tuple(tree.share for tree in self.trees)
 
     @property
     def depth(self) -> int:
+        """The depth of the deepest tree."""
         return max(tree.depth for tree in self.trees)
 
     @property
     def parents(self) -> tuple[tuple[int, ...], ...]:
+        """The parents of the ranks in each tree."""
         return tuple(tree.parents for tree in self.trees)
 
     def loads(self) -> dict[tuple[int, int], float]:

@@ -110,6 +110,13 @@ class Lab:
     Args:
       hosts: the number of hosts.
       link: the rate of every link in both directions, such as "1gbit"; a Link; or a Link for each host.
+
+    Attributes:
+      links: the Link of each host.
+      netem: whether netem delays packets. Otherwise the relay does.
+      relay: the process of the relay; None without delays, and with netem.
+      running: the processes that `start` has started.
+      names: the file that is /etc/hosts in every host.
     """
 
     def __init__(self, hosts: int, link: str | Link | Sequence[Link]) -> None:
@@ -117,7 +124,7 @@ class Lab:
         if isinstance(link, str):
             rate = parse_rate("Lab: argument 'link'", link)
             link = Link(rate, rate)
-        self.netem: bool = False  # whether netem delays packets, not the relay
+        self.netem: bool = False
         self.links: list[Link] = [link] * hosts if isinstance(link, Link) else list(link)
         if len(self.links) != hosts:
             raise wrong("Lab", "link", f"one for each of {hosts} hosts", f"{len(self.links)}")
@@ -125,6 +132,7 @@ class Lab:
         self.relay: subprocess.Popen[str] | None = None
 
     def address(self, host: int) -> str:
+        """Returns the IP address of a host."""
         return f"10.77.0.{host + 1}"
 
     def namespace(self, host: int | str) -> str:

@@ -24,6 +24,9 @@ class Cluster:
       latency: the latency of a step between hosts, such as "50us". None: the transport's latency in network.py, and the
         delay of a measured link.
       over: "gloo", "tcp" or "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, otherwise "duplex".
+
+    Attributes:
+      measured: the measured link, if `link` is None.
     """
 
     world: int
@@ -34,7 +37,6 @@ class Cluster:
     latency: str | None = None
     over: str | None = None
     measured: Measured | None = dataclasses.field(init=False)
-    """The measured link, if `link` is None."""
 
     def __post_init__(self) -> None:
         check_field(self, "world", check_integer, 2)

@@ -18,12 +18,16 @@ MOST_CONNECTIONS = 64  # between two processes
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """An axis with its own transport, passed in place of the axis's name. resolve.py has the transports (`MAKERS`)."""
+    """An axis with its own transport, passed in place of the axis's name. resolve.py has the transports (`MAKERS`).
+
+    Attributes:
+      name: the name of the axis.
+      crosses: whether its transport has `begin_sum`, whose exchanges go on while later programs run.
+    """
 
     name: Hashable
 
     crosses: ClassVar[bool] = False
-    """Whether its transport has `begin_sum`, whose exchanges go on while later programs run."""
 
     def __post_init__(self) -> None:
         if isinstance(self.name, tuple | list | Mark):
@@ -66,6 +70,7 @@ class Tcp(Mark):
 
     @property
     def links(self) -> Links:
+        """`connections` and `pace`, which must be the same in all processes."""
         assert not isinstance(self.pace, str)  # __post_init__ has read it
         return Links(self.connections, self.pace)
 

@@ -98,6 +98,7 @@ class Network:
 
     @property
     def ways(self) -> Ways:
+        """How `mover` uses a link."""
         return WAYS[self.mover or "duplex"]
 
     @property

@@ -57,19 +57,31 @@ class Center(NamedTuple):
 
 
 class DilocoState(NamedTuple):
-    """The state of training with `diloco`."""
+    """The state of training with `diloco`.
 
-    count: Any  # int32[]: the number of steps until now
-    centers: PerRank  # a Center with a row for each center
-    exchanges: tuple[Exchange, ...]  # one for each fragment
+    Attributes:
+      count: int32[]: the number of steps until now.
+      centers: a Center with a row for each center.
+      exchanges: the state of the exchange of each fragment.
+    """
+
+    count: Any
+    centers: PerRank
+    exchanges: tuple[Exchange, ...]
 
 
 class DilocoMetrics(NamedTuple):
-    """The metrics that a step reports."""
+    """The metrics that a step reports.
 
-    loss: Any  # [centers]: the loss of each center. Their mean would need an exchange in every step.
-    telemetry: Any  # of the exchange inside a center; arrays have a leading axis of the centers
-    outer: Any  # for each fragment, the OuterTelemetry of its last round; None without telemetry
+    Attributes:
+      loss: [centers]: the loss of each center. Their mean would need an exchange in every step.
+      telemetry: the Telemetry of the exchange inside a center. Its arrays have a leading axis of the centers.
+      outer: for each fragment, the OuterTelemetry of its last round; None without telemetry.
+    """
+
+    loss: Any
+    telemetry: Any
+    outer: Any
 
 
 class One(MeshRanks):

@@ -29,9 +29,13 @@ OP = "demo"
 
 
 class DemoState(NamedTuple):
-    """The state of `demo`."""
+    """The state of `demo`.
 
-    momentum: Any  # like the gradients, float32[ranks, *shape]: the part that hasn't been sent yet
+    Attributes:
+      momentum: like the gradients, `float32[ranks, *shape]`: the part that hasn't been sent yet.
+    """
+
+    momentum: Any
 
     @property
     def per_rank(self) -> dict[str, str]:
@@ -45,11 +49,11 @@ class DemoState(NamedTuple):
 
     @property
     def telemetry(self) -> None:
-        """None: DeMo reports no telemetry."""
+        """None, because DeMo reports no telemetry."""
 
     @property
     def factors(self) -> None:
-        """None: DeMo has no PowerSGD factors."""
+        """None, because DeMo has no PowerSGD factors."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,24 @@ def diloco(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Diloco:
-    """The checked arguments of `diloco`, whose docstring explains them."""
+    """The checked arguments of `diloco`, whose docstring explains them.
+
+    Attributes:
+      inner: the optimizer of a center.
+      outer: the outer optimizer, an optax.GradientTransformation.
+      every: the number of steps between two exchanges of a parameter.
+      axis_name: the axis of the centers.
+      plan: the `Plan` of outer gradients.
+      fragments: the number of fragments.
+      overlap: the number of steps after which the result of an exchange is applied.
+      alpha: the weight of a center's own parameters when a result is applied.
+      eager: whether a center goes on with its own part until the result is applied.
+      decay: the factor of residuals after each exchange.
+      telemetry: whether outer steps are reported.
+      feedback: whether residuals are kept.
+      seed: the seed of the noise.
+      options: further options of compressed_pmean: `schedule`, `own`, `strict` and `fusion_mb`.
+    """
 
     inner: Any
     outer: Any
@@ -126,7 +143,7 @@ class Diloco:
     telemetry: bool
     feedback: bool
     seed: int
-    options: dict[str, Any]  # further options of compressed_pmean
+    options: dict[str, Any]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", check_outer(OP, self.outer))

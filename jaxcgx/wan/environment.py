@@ -68,7 +68,7 @@ class GeoMX:
 
     @property
     def train_options(self) -> dict[str, Any]:
-        """The keyword arguments of make_train_step that the variables turn on: `compress` and `overlap`."""
+        """The keyword arguments of make_train_step that the variables turn on, `compress` and `overlap`."""
         given = dict(compress=self.differential, overlap=self.overlap)
         return {name: value for name, value in given.items() if value is not None}
 

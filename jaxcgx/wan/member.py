@@ -28,12 +28,19 @@ TICK = 0.02  # seconds between two checks of a round that waits for further cent
 
 
 class DecoupledState(NamedTuple):
-    """The state that a center needs, besides `member.params`, to go on after all centers have stopped."""
+    """The state that a center needs, besides `member.params`, to go on after all centers have stopped.
 
-    round: Any  # int32[]: the number of rounds until now
-    merged: Any  # int32[]: the number of outer gradients in them
-    optimizer: Any  # the state of the outer optimizer
-    residuals: Any  # of this center, like the parameters; None without feedback
+    Attributes:
+      round: int32[]: the number of rounds until now.
+      merged: int32[]: the number of outer gradients in them.
+      optimizer: the state of the outer optimizer.
+      residuals: the residuals of this center, like the parameters; None without feedback.
+    """
+
+    round: Any
+    merged: Any
+    optimizer: Any
+    residuals: Any
 
 
 class Round(NamedTuple):
@@ -137,7 +144,7 @@ class Member:
 
     @property
     def params(self) -> Any:
-        """The outer parameters, the same in all centers: evaluate and save these."""
+        """The outer parameters, the same in all centers. Evaluate and save these."""
         return self._moves.copy(self._held.outer)
 
     @property

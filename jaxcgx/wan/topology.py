@@ -48,16 +48,17 @@ class Topology:
       probe_bytes: the number of bytes that a probe sends over a link in each direction.
       rates: initial estimates in bytes per second: [ranks, ranks], from a rank (row) to another rank. None: no
         estimates.
+
+    Attributes:
+      overlay: the overlay of the next step, to be passed as `schedule`.
+      version: the number of changes of the overlay so far.
+      probes: the number of probes so far.
+      links: the estimates of the rates of all links.
     """
 
     overlay: Overlay
-    """The overlay of the next step, to be passed as `schedule`."""
-
     version: int
-    """The number of changes of the overlay so far."""
-
     probes: int
-    """The number of probes so far."""
 
     def __init__(
         self,

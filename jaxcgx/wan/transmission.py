@@ -38,16 +38,27 @@ class DifferentialState(NamedTuple):
 
     Trees have the structure of the gradients, with None for leaves that are sent whole. Arrays per rank have a leading
     axis of the ranks and are sharded over it (`state_specs`).
+
+    Attributes:
+      count: int32[]: the number of steps until now.
+      key: uint32[2], the same on every rank and in every step.
+      contributions: float32[blocks]: the contribution of each block.
+      order: int32[blocks]: the order of the last step, most important block first; None unless rest="defer".
+      pending: [ranks, blocks, size]: the other blocks of the last step; None unless rest="defer".
+      residuals: `float32[ranks, *shape]`, also for whole leaves; None for a leaf that loses nothing.
+      first_loss: float32[]: the loss of the first step; None unless the share is adaptive.
+      level: int32[]: the index of the last step's share in `Differential.shares`; None unless it is adaptive.
+      telemetry: None: there is none.
     """
 
-    count: Any  # int32[]: the number of steps until now
-    key: Any  # uint32[2], the same on every rank and in every step
-    contributions: Any  # float32[blocks]
-    order: Any  # int32[blocks]: the order of the last step, most important block first; None unless rest="defer"
-    pending: Any  # [ranks, blocks, size]: the other blocks of the last step; None unless rest="defer"
-    residuals: Any  # float32[ranks, *shape], also for whole leaves; None for a leaf that loses nothing
-    first_loss: Any  # float32[]; None unless the share is adaptive
-    level: Any  # int32[]: the index of the last step's share in `Differential.shares`; None unless it is adaptive
+    count: Any
+    key: Any
+    contributions: Any
+    order: Any
+    pending: Any
+    residuals: Any
+    first_loss: Any
+    level: Any
     telemetry: Any = None
 
     @property

@@ -1,0 +1,65 @@
+"""Finds what the docstrings of public names leave out.
+
+A function, a class, a method and a property have a docstring. The first line of a property's has no colon. An argument
+is a line of the section `Args`. A class attribute, a field and an attribute that a method sets are lines of `Args` or
+`Attributes` in the docstring of their class or of one of its bases.
+"""
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+
+
+def undocumented(module):
+    """Returns the names of a module's `__all__`, and of their arguments and members, that have no documentation."""
+    found = []
+    for name in module.__all__:
+        thing = getattr(module, name)
+        found += [name] * (not inspect.getdoc(thing))
+        if inspect.isfunction(thing):
+            found += missing_arguments(name, thing)
+        if inspect.isclass(thing):
+            found += missing_members(name, thing)
+    return found
+
+
+def lines(text):
+    """Returns the names that the sections of a docstring explain."""
+    return {name.lstrip("*") for name in re.findall(r"^ {2}(\*{0,2}\w+):", inspect.cleandoc(text), re.MULTILINE)}
+
+
+def missing_arguments(name, function):
+    """Returns the arguments that a docstring leaves out, if it explains any."""
+    explained = lines(inspect.getdoc(function) or "")
+    given = [argument for argument in inspect.signature(function).parameters if argument not in ("self", "cls")]
+    return [f"{name}({argument})" for argument in given if explained and argument not in explained]
+
+
+def missing_members(name, kind):
+    package = kind.__module__.partition(".")[0]
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == package]
+    explained = set().union(*(lines(base.__doc__ or "") for base in bases))
+    members = {
+        member for base in bases for member in (*vars(base), *inspect.get_annotations(base), *set_by_methods(base))
+    }
+    found = []
+    for member in sorted(member for member in members if not member.startswith("_")):
+        thing = getattr(kind, member, None)
+        if inspect.isfunction(thing) or inspect.ismethod(thing):
+            found += [f"{name}.{member}"] * (not inspect.getdoc(thing)) + missing_arguments(f"{name}.{member}", thing)
+        elif isinstance(thing, property | functools.cached_property):
+            # Not inspect.getdoc, which finds the documentation of `bool` for a property in place of an attribute.
+            # Sphinx's napoleon takes what is before a colon for a type.
+            found += [f"{name}.{member}"] * (": " in (thing.__doc__ or ": ").splitlines()[0])
+        else:
+            found += [f"{name}.{member}"] * (member not in explained)
+    return found
+
+
+def set_by_methods(kind):
+    """Returns the names of the attributes that the methods of a class set, as they are written."""
+    nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind))))
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return {node.attr for node in stored if ast.unparse(node.value) == "self"}
