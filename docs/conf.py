@@ -5,6 +5,7 @@ Its sources are those of the repository, as pages link to results. The README is
 
 import ast
 import pathlib
+import re
 
 import jaxcgx
 from jaxcgx.report import figures, results
@@ -54,9 +55,13 @@ def add_contents(app, page, source):
 
 
 def make_notebooks(app, page, source):
-    """Makes a notebook of a tutorial: its programs are the cells, and myst-nb runs them."""
+    """Makes a notebook of a tutorial: its programs are the cells, and myst-nb runs them.
+
+    A program that begins with the name of its file is for several processes, and isn't a cell.
+    """
     if page in TUTORIALS:
-        source[0] = NOTEBOOK + source[0].replace("\n```python\n", "\n```{code-cell} python\n")
+        cell = "\n```{code-cell} python\n"
+        source[0] = NOTEBOOK + re.sub(r"\n```python\n(?!# \w+\.py\n)", cell, source[0])
 
 
 def add_examples(app, page, source):

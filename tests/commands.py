@@ -6,13 +6,23 @@ import shlex
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("benchmarks/notes/*.md")),
+]
 
-PROGRAMS = r"make|pip|sudo|mpirun|mpiexec|srun|sbatch|kubectl|(?:\.venv/bin/)?python|scripts/\w+|\.ci/run"
+# The programs of commands. A script with another one fails test_commands.py.
+PROGRAMS = (
+    r"make|pip|sudo|mpirun|mpiexec|srun|sbatch|kubectl|docker|tensorboard|kill|sysctl|tc|ip|ulimit|horovodrun"
+    r"|(?:\.venv/bin/)?python|scripts/\w+|\.ci/run"
+)
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{PROGRAMS})(?= |$).*")
 FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 INLINE = re.compile(r"`([^`]+)`")
+OPTION = re.compile(r"(?:[A-Z_]+=\S+ )*[a-z.][\w./]* (?:\S+ )*--?[A-Za-z].*")  # words with an option are a command
+SHELL, PROMPT = "shell", "console"  # fences whose lines are commands, and whose lines after "$ " are
 
 # Reasons why `make test-commands` doesn't run a command. The first pattern that is found in the command counts.
 FOREIGN = "is another system's"
@@ -20,19 +30,25 @@ ROOT_NEEDED = "needs root"
 GPU = "needs a GPU"
 COMPILER = "needs nvcc"
 CLUSTER = "needs several hosts or a scheduler"
+ENGINE = "needs a container engine"
+DATA = "needs data that the reader downloads"
 LONG = "takes longer than a few minutes"
+ENDLESS = "runs until it is stopped"
 FILLED_IN = "is a name, or has words that the reader fills in"
 OTHER_MPI = "would take the place of Open MPI"
 NOT_RUN = {
-    r"bagua|pytorch-cgx|mpirun -np \d+ (python train.py|\.\.\.)": FOREIGN,
-    r"^sudo |--measure|MEASURE=|\d hosts|(training_speed|wan)\.py": ROOT_NEEDED,
+    r"bagua|horovodrun|pytorch-cgx|mpirun -np \d+ (python train.py|\.\.\.)": FOREIGN,
+    r"^(sudo|sysctl|tc) |--measure|MEASURE=|\d hosts|(training_speed|wan)\.py": ROOT_NEEDED,
     r"bench-(lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
     r"cuda1[23]|gpu": GPU,
     r"make cuda": COMPILER,
-    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|ray_train|jaxcgx link": CLUSTER,
+    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link": CLUSTER,
+    r"^docker ": ENGINE,
+    r"configs/cifar": DATA,
+    r"^tensorboard ": ENDLESS,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)|num_epochs=500": LONG,
-    r"\.\.\.|FILE|SECONDS|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]": FILLED_IN,
+    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)": LONG,
+    r"\.\.\.|FILE|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
     r"mpich": OTHER_MPI,
 }
 
@@ -51,16 +67,27 @@ class Script(NamedTuple):
     @property
     def commands(self):
         """The words of each command."""
-        return [words for line in self.lines if (words := command_of(line))]
+        return [words for line in self.lines for words in commands_of(line)]
 
     def __str__(self):
         return f"{self.page.relative_to(ROOT)}: {self.lines[0]}"
 
 
-def command_of(line):
-    """Returns the words of the command of a line, or [] if it has none."""
-    match = COMMAND.match(line.strip())
-    return shlex.split(match[0]) if match else []
+def commands_of(line):
+    """Returns the words of each command of a line, without the words of a loop around it."""
+    found, split = [[]], shlex.shlex(line, posix=True, punctuation_chars=";&|")
+    split.whitespace_split = True
+    for word in split:
+        if set(word) <= set(";&|"):
+            found.append([])
+        elif word != "do" or found[-1]:
+            found[-1].append(word)
+    return [words for words in found if words and words[0] not in ("for", "done", "wait")]
+
+
+def program_of(words):
+    """Returns the program of a command, without variables before it."""
+    return next(word for word in words if not re.match(r"[A-Z_]+=", word))
 
 
 def scripts():
@@ -70,28 +97,19 @@ def scripts():
 
 def of_page(page):
     text = page.read_text()
-    blocks = [(match.start(), match[3]) for match in FENCE.finditer(text) if not match[2]]
-    text = FENCE.sub(lambda match: "~" * len(match[0]), text)
-    blocks += [(match.start(), match[0]) for match in INDENTED.finditer(text)]
-    found = [(start, shell) for start, block in blocks if (shell := for_shell(block))]
-    for match in INLINE.finditer(INDENTED.sub(lambda match: "~" * len(match[0]), text)):
+    found = [(match.start(), match[3].strip()) for match in FENCE.finditer(text) if match[2] == SHELL]
+    for match in FENCE.finditer(text):
+        if match[2] == PROMPT:
+            found.append((match.start(), "\n".join(re.findall(r"^\$ (.*)", match[3], re.MULTILINE))))
+    for match in INLINE.finditer(INDENTED.sub(blank, FENCE.sub(blank, text))):
         words = " ".join(match[1].split())
         if COMMAND.fullmatch(words) and (" " in words or "/" in words):
             found.append((match.start(), words))
     return [Script(page, shell) for _, shell in sorted(found)]
 
 
-def for_shell(block):
-    """Returns the part of a block that is for a shell.
-
-    This is the text after prompts if the block has prompts. Otherwise it is the whole block if it begins with a
-    command.
-    """
-    lines = [line.strip() for line in block.strip().splitlines()]
-    prompts = [line[2:] for line in lines if line.startswith("$ ")]
-    if not prompts and not COMMAND.match(lines[0]) and not lines[0].startswith("for "):
-        return None
-    return "\n".join(prompts or lines)
+def blank(match):
+    return "~" * len(match[0])
 
 
 def why_not_run(words):

@@ -24,15 +24,15 @@ ROOTS = {  # from docs/mpi.md
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-READERS_FILES = "train.py", "shapes.json", "grads.npz"
+READERS_FILES = "train.py", "centers.py", "shapes.json", "grads.npz"
 
 
 def runnable():
     """Returns {text: param} of every script, without the lines that aren't run."""
     found = {}
     for script in commands.scripts():
-        kept = [line for line in script.lines if not commands.why_not_run(commands.command_of(line))]
-        if any(map(commands.command_of, kept)):
+        kept = [line for line in script.lines if not any(map(commands.why_not_run, commands.commands_of(line)))]
+        if any(map(commands.commands_of, kept)):
             found.setdefault("\n".join(kept), pytest.param("\n".join(kept), id=str(script)))
     return dict(sorted(found.items(), key=lambda item: not item[0].startswith("pip")))
 
@@ -69,8 +69,12 @@ def copy(tmp_path_factory):
 
 
 def write_readers_files(folder):
-    """Writes the files that the reader of the pages has: train.py is the program in docs/mpi.md."""
+    """Writes the files that the reader of the pages has: train.py is the program in docs/mpi.md.
+
+    centers.py is that in docs/two-centers.md.
+    """
     (folder / "train.py").write_text(pages.programs("docs/mpi")[0])
+    (folder / "centers.py").write_text(pages.programs("docs/two-centers")[-1])
     (folder / "shapes.json").write_text(json.dumps({"block/0/kernel": [768, 3072]}))
     np.savez(folder / "grads.npz", **{"block/0/kernel": np.ones((64, 128), np.float32)})
 

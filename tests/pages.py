@@ -84,8 +84,32 @@ def run_in_process(page, port, rank, processes):
     names["batches"] = [names["batch"]] * 2
     start = names["params"]
     for program in programs(page):
-        exec(program, names | dict(params=start))
+        if page == "docs/collectives" and "grads" in program:
+            for axis in ("data", "node"):
+                if f'"{axis}"' in program:
+                    sizes = [1 + (name == axis) for name in ("data", "node", "local")]
+                    sum_over(make_mesh(sizes, ("data", "node", "local")), program, given())
+        else:
+            exec(program, names | dict(params=start))
     jax.distributed.shutdown()
+
+
+def sum_over(mesh, program, names):
+    """Runs a program that sums gradients, which are the same on all ranks, and checks the sums."""
+    grads = names["params"]
+    residuals = jax.tree.map(jnp.zeros_like, grads)
+    factors = cgx.init_factors(grads, cgx.PowerSGD(rank=4))
+
+    def local(grads):
+        found = names | dict(grads=grads, residuals=residuals, factors=factors)
+        exec(program, found)
+        return {name: found[name] for name in ("sums", "means") if name in found}
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    for name, sums in jax.jit(mapped)(grads).items():
+        ranks = 2 if name == "sums" else 1
+        for got, whole in zip(jax.tree.leaves(sums), jax.tree.leaves(grads)):
+            assert jnp.linalg.norm(got.addressable_data(0) - ranks * whole) < 0.9 * ranks * jnp.linalg.norm(whole)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 `make test-commands` runs the commands (heavy_commands.py).
 """
 
+import ast
 import importlib.util
 import itertools
 import re
 import subprocess
+import textwrap
 import tomllib
 
 import commands
@@ -22,7 +24,9 @@ SHOWN = [
     for words in script.commands
     if commands.why_not_run(words) != commands.FOREIGN
 ]
-READERS = "train.py", "hosts"  # files that the reader has
+READERS = "train.py", "centers.py", "hosts"  # files that the reader has
+LANGUAGES = "python", "shell", "console", "text", "toml", "diff", "mermaid", "{eval-rst}"
+OTHERS_PROGRAMS = {"migration.md": "torch_cgx's program, before the change"}
 VARIABLE = re.compile(r"([A-Z_]+)=")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -40,11 +44,15 @@ def test_what_it_names_exists(words, monkeypatch):
     elif program == "pip":
         check_pip(rest)
     elif program.endswith("python"):
-        check_python([word for word in rest if word != "&"], monkeypatch)
+        check_python(rest, monkeypatch)
+    elif program == "docker":
+        check_docker(rest)
     elif "/" in program:
         assert (ROOT / program).is_file()
+    elif program in ("sbatch", "kubectl"):
+        assert all((ROOT / word).is_file() for word in rest if "/" in word)
     else:
-        assert all((ROOT / word).is_file() for word in rest if "/" in word), "sbatch, kubectl"
+        assert program in ("tensorboard", "kill", "sysctl", "tc", "ip", "ulimit"), "add a check of this program"
 
 
 def check_make(words):
@@ -61,6 +69,15 @@ def check_pip(words):
         assert extras is None or set(extras[1].split(",")) <= set(EXTRAS)
         setting = re.fullmatch(r"-Ccmake\.define\.(\w+)=.*", word)
         assert setting is None or setting[1] in (ROOT / "CMakeLists.txt").read_text()
+
+
+def check_docker(words):
+    text = (ROOT / "Dockerfile").read_text()
+    if words[0] == "build":
+        assert f" AS {words[words.index('--target') + 1]}\n" in text
+    for word in words:
+        _, option, config = word.partition("--config=")
+        assert not option or (ROOT / config).is_file(), word
 
 
 def check_python(words, monkeypatch):
@@ -92,6 +109,57 @@ def check_script(path, words, monkeypatch):
     code = "".join(near.read_text() for near in (path, path.parent / "common.py") if near.is_file())
     for word in words:
         assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in code, word
+
+
+@pytest.mark.parametrize("script", commands.scripts(), ids=str)
+def test_every_program_is_known(script):
+    for words in script.commands:
+        assert re.fullmatch(commands.PROGRAMS, commands.program_of(words)), f"add it to commands.py: {words}"
+
+
+def test_the_commands_of_a_line():
+    line = "for i in 0 1; do\n    X=1 python a.py 'b|c' $i &\ndone; wait"
+    assert [commands.commands_of(each) for each in line.splitlines()] == [
+        [],
+        [["X=1", "python", "a.py", "b|c", "$i"]],
+        [],
+    ]
+    assert commands.commands_of("for i in 0 1; do python a.py & done; curl x && make") == [
+        ["python", "a.py"],
+        ["curl", "x"],
+        ["make"],
+    ]
+
+
+@pytest.mark.parametrize("page", commands.PAGES, ids=lambda page: page.name)
+def test_no_program_and_no_command_escapes(page):
+    """Every fence says what it has. Programs are in fences of Python, which tests run, and commands in those of shells.
+
+    A block without a language would be neither.
+    """
+    text = page.read_text()
+    for match in commands.FENCE.finditer(text):
+        assert match[2] in LANGUAGES, match[0]
+        if match[2] == "text":
+            assert page.name in OTHERS_PROGRAMS or not is_program(match[3]), match[0]
+    rest = commands.FENCE.sub(commands.blank, text)
+    assert "```" not in rest
+    for match in commands.INDENTED.finditer(rest):
+        assert not is_program(match[0]), match[0]
+    for match in commands.INLINE.finditer(commands.INDENTED.sub(commands.blank, rest)):
+        words = " ".join(match[1].split())
+        assert not commands.OPTION.fullmatch(words) or commands.COMMAND.fullmatch(words), words
+
+
+def is_program(text):
+    """Returns whether a block is Python, or has a line that is a command."""
+    text = textwrap.dedent(text)
+    if any(commands.COMMAND.match(line) for line in text.splitlines()):
+        return True
+    try:
+        return bool(ast.parse(text).body)
+    except SyntaxError:
+        return False
 
 
 def test_make_lists_every_target():

@@ -24,7 +24,9 @@ from jaxcgx.lab import why_not
 from jaxcgx.report import machine
 
 TUTORIALS = "docs/first-step", "docs/two-centers"
-BETWEEN_PROCESSES = "docs/overlap", "docs/wan"
+BETWEEN_PROCESSES = "docs/collectives", "docs/overlap", "docs/wan"
+# XLA crashes where it is to keep a program of several processes.
+OF_PROCESSES = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 @pytest.fixture(autouse=True)
@@ -75,17 +77,29 @@ def test_every_page_with_programs_has_a_test():
 
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_tutorials(page):
-    program = "\n".join(pages.programs(page))
+    program = "\n".join(program for program in pages.programs(page) if not program.startswith("# centers.py"))
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=600)
+
+
+def test_two_centers(tmp_path):
+    """The program of the page, in two processes, with two of its techniques."""
+    (tmp_path / "centers.py").write_text(pages.programs("docs/two-centers")[-1])
+    running = []
+    for technique, port in zip(("dgt", "diloco"), random.sample(range(20_000, 32_000), 2)):
+        for center in "01":
+            command = [sys.executable, tmp_path / "centers.py", f"127.0.0.1:{port}", center, technique]
+            running.append(subprocess.Popen(command, env=OF_PROCESSES, stdout=subprocess.PIPE, text=True))
+    for process in running:
+        printed, _ = process.communicate(timeout=600)
+        losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if ": loss " in line]
+        assert process.returncode == 0 and len(losses) == 4 and losses[-1] < 0.5, printed
 
 
 @pytest.mark.parametrize("page", BETWEEN_PROCESSES)
 def test_pages_of_several_processes(page):
     port = str(random.randrange(20_000, 32_000))  # of those that no connection gets by itself
-    # XLA crashes where it is to keep a program of several processes.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     command = [sys.executable, pages.__file__, page, port]
-    ranks = [subprocess.Popen([*command, str(rank), "2"], env=environment) for rank in range(2)]
+    ranks = [subprocess.Popen([*command, str(rank), "2"], env=OF_PROCESSES) for rank in range(2)]
     assert [rank.wait(600) for rank in ranks] == [0, 0]
 
 
@@ -143,7 +157,7 @@ def test_explain(capsys):
         params=params, batch=jnp.ones((8, 1024)), loss=lambda p, x: jnp.square(x @ p["up"] @ p["down"]).mean()
     )
     exec(program, names)
-    shown = (pages.ROOT / "docs/explain.md").read_text().split("```\n```\n")[1].split("\n```")[0]
+    shown = (pages.ROOT / "docs/explain.md").read_text().split("```text\n")[1].split("\n```")[0]
     rows = lambda text: [line.split() for line in text.splitlines()]
     # XLA chooses the order of collectives, and JAX's versions name their origins otherwise.
     printed = {tuple(row[:5]) for row in rows(capsys.readouterr().out)}
@@ -173,7 +187,7 @@ def test_failures(initialize, monkeypatch):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="JAX has mutual TLS from 0.11.2 on")
 def test_security(initialize):
     walk("docs/security", names_of())
-    assert len(initialize) == 1
+    assert len(initialize) == 2
 
 
 def test_fsdp(tmp_path):
