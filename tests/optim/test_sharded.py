@@ -260,22 +260,29 @@ def test_shard_specs():
 
 
 def test_what_a_step_sends():
-    """The table of docs/fsdp.md."""
+    """The table of docs/fsdp.md. Each row of both forms is tested with one of them, and the last row with both."""
     page = (pathlib.Path(__file__).parents[2] / "docs/fsdp.md").read_text()
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-    codecs = dict(plan=cgx.MaxMin(4), gather=cgx.MaxMin(8))
-    for options, row in (
-        (dict(plan=cgx.MaxMin(4)), "| neither | `MaxMin(4)` | {0:,} | |"),
-        *(
-            ({form: specs_of(params), **codecs}, "| either | `MaxMin(4)`, `MaxMin(8)` | {0:,} | {1:,} |")
-            for form in FORMS
-        ),
+    raw, four, eight, half = cgx.Raw(), cgx.MaxMin(4), cgx.MaxMin(8), cgx.Cast("bfloat16")
+    first, second = FORMS
+    for form, plan, gather, codecs in (
+        (None, raw, None, "neither | `Raw()`"),
+        (None, four, None, "neither | `MaxMin(4)`"),
+        (first, raw, raw, "either | `Raw()`, `Raw()`"),
+        (second, four, raw, "either | `MaxMin(4)`, `Raw()`"),
+        (first, four, half, 'either | `MaxMin(4)`, `Cast("bfloat16")`'),
+        (first, four, eight, "either | `MaxMin(4)`, `MaxMin(8)`"),
+        (second, four, eight, "either | `MaxMin(4)`, `MaxMin(8)`"),
     ):
-        train = cgx.make_train_step(lambda p, x: (x @ p["w"]).sum(), optax.adam(1e-3), mesh_of(RANKS), **options)
+        options = {form: specs_of(params), "gather": gather} if form else {}
+        train = cgx.make_train_step(
+            lambda p, x: (x @ p["w"]).sum(), optax.sgd(1e-3), mesh_of(RANKS), plan=plan, **options
+        )
         shapes = jax.eval_shape(train.init, params), jnp.zeros((4, 1024))
         report = cgx.explain(train.step, *shapes[0], shapes[1], show=False)
-        gathered = sum(c.bytes for c in report.collectives if c.function == "compressed_all_gather")
-        assert row.format(report.bytes, gathered) in page
+        gathered = sum(c.bytes for c in report.collectives if c.operation == "all-gather")
+        shown = f"{gathered:,}" if form else ""
+        assert " ".join(f"| {codecs} | {report.bytes:,} | {shown} |".split()) in page, codecs
 
 
 def bad(**options):

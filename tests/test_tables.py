@@ -1,0 +1,117 @@
+"""Tests figures of the docs that follow from the library: they are computed, and compared as the pages print them.
+
+tests/optim/test_sharded.py has the table of docs/fsdp.md.
+"""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import roundtrip, vnmse
+
+import jaxcgx as cgx
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.exchange import costs
+from jaxcgx.transports.network import Network
+
+ROOT = pathlib.Path(__file__).parent.parent
+NORMAL = np.random.default_rng(0).standard_normal(2**20, np.float32)
+
+
+def page(name):
+    """Returns the words of a page with single spaces between them, and its tables, each as a list of rows."""
+    text = (ROOT / f"docs/{name}.md").read_text()
+    found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    cells = lambda line: [cell.strip() for cell in line.strip().strip("|").split("|")]
+    return " ".join(text.split()), [[cells(line) for line in table.splitlines()] for table in found]
+
+
+def table(name, header):
+    (found,) = [rows for rows in page(name)[1] if rows[0][: len(header)] == header]
+    return found[0], found[2:]
+
+
+def lost(codec):
+    return vnmse(NORMAL, roundtrip(NORMAL, codec))
+
+
+def assert_printed(value, text, off=0.02):
+    """Checks that a page prints a value, which may be off by a fraction as it is a sample's, in the digits it has."""
+    digits = len(text.partition(".")[2])
+    assert abs(value - float(text)) <= 0.5 * 10.0**-digits + off * value, (value, text)
+
+
+def test_the_errors_of_codecs_with_feedback():
+    header, rows = table("feedback", ["bucket"])
+    assert header[1:] == ["`MaxMin` 1", "2", "3", "4", "`AbsMax` 2", "3", "4", "`Sign`"]
+    assert [row[0] for row in rows] == ["64", "512"]
+    for bucket, *cells in rows:
+        size = int(bucket)
+        codecs = [cgx.MaxMin(bits, size) for bits in (1, 2, 3, 4)]
+        codecs += [*(cgx.AbsMax(bits, size) for bits in (2, 3, 4)), cgx.Sign(size)]
+        for codec, text in zip(codecs, cells, strict=True):
+            assert_printed(lost(codec), text)
+
+    words = re.search(r"`Eden` has ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) for 1 to 4 bits", page("feedback")[0])
+    for bits in (1, 2, 3, 4):
+        assert_printed(lost(cgx.Eden(bits)), words[bits])
+    twice = lost(cgx.MaxMin(4, rounding="stochastic")) / lost(cgx.MaxMin(4))
+    assert 1.95 < twice < 2.05  # "the error is twice as large"
+
+
+def test_the_table_of_codecs():
+    """Bits are computed. Errors are those of `make bench-errors`."""
+    header, rows = table("codecs", ["codec", "bits per element"])
+    assert header[2:] == ["normal", "Laplace", "Student t, 3 degrees"] and len(rows) == 6
+    result = json.loads((ROOT / "benchmarks/results/errors.json").read_text())["codecs"]
+    measured = {(row["codec"], row["numbers"]): row["one"] for row in result}
+    for name, bits, *errors in rows:
+        codec = eval(f"cgx.{name.strip('`')}")
+        assert_printed(codec.wire_bytes((2**20,), jnp.float32) * 8 / 2**20, bits, 0)
+        for numbers, text in zip(("normal", "laplace", "student"), errors, strict=True):
+            assert_printed(measured[spell(codec), numbers], text, 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spelled"), [(0.001, "13 ranks on at a ratio of 0.1 %"), (0.01, "12 ranks on at 1 %")]
+)
+def test_from_how_many_ranks_a_sparse_sum_is_smaller_in_two_shots(ratio, spelled):
+    leaf, codec = jax.ShapeDtypeStruct((2**24,), jnp.float32), cgx.TopK(ratio)
+    two, one = (
+        [costs.sent(schedule, codec, [leaf], ranks) for ranks in range(3, 33)] for schedule in ("two_shot", "one_shot")
+    )
+    fewer = [ranks for ranks, a, b in zip(range(3, 33), two, one) if a < b]
+    assert fewer == list(range(fewer[0], 33)) and f"from {spelled}".startswith(f"from {fewer[0]} ranks on")
+    assert spelled in page("collectives")[0]
+
+
+def test_a_small_message_over_8_ranks():
+    leaf, codec = jax.ShapeDtypeStruct((3000,), jnp.float32), cgx.Cast("float16")
+    load = costs.Load.of(codec, [leaf], 12_000, 8, None)
+    chosen = costs.choose(load, Network())
+    words = "for 3,000 elements as float16 over 8 ranks it chooses `{}`, which sends {:,} bytes. `lax.psum` sends {:,}."
+    plain = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
+    assert words.format(chosen, costs.sent(chosen, codec, [leaf], 8), plain) in page("collectives")[0]
+
+
+def test_the_derived_errors():
+    """docs/error-bounds.md computes them from the mean squared range of a bucket."""
+    text = page("error-bounds")[0]
+    buckets = NORMAL.reshape(-1, 512)
+    squares = float(np.square(np.ptp(buckets, axis=1)).mean())
+    assert_printed(squares, re.search(r"in a bucket of 512 is ([\d.]+)\. ", text)[1])
+    first = squares / 15**2 / 12
+    assert_printed(first, re.search(r"/ 15\^2 / 12 = ([\d.]+)\$", text)[1])
+    assert_printed(squares / 3**2 / 12, re.search(r"2 bits ([\d.]+), and 8 bits", text)[1])
+    measured = re.search(r"The measured values are ([\d.]+), ([\d.]+) and", text)
+    assert_printed(lost(cgx.MaxMin(4)), measured[1])
+    assert_printed(lost(cgx.MaxMin(2)), measured[2])
+    assert_printed(1 - 2 / np.pi, re.search(r"\$1 - 2/\\pi = ([\d.]+)\$ of", text)[1], 0)
+    assert_printed(1 / (2 / np.pi) - 1, re.search(r"\$D = 1 - 2/\\pi\$ gives ([\d.]+)\.", text)[1], 0)
+    assert_printed(1 / (1 - 0.1175) - 1, re.search(r"\$D = 0.1175\$ gives ([\d.]+)\.", text)[1], 0)
+    assert_printed(4.0**-5 * (7 / 8 + 1), re.search(r"8 ranks and 5 bits this is ([\d.]+)\.", text)[1], 0)
+    assert_printed(7 / 8 * 0.0138 + 0.0138, re.search(r"7/8 \\cdot 0.0138 \+ 0.0138 = ([\d.]+)\$", text)[1], 0)
