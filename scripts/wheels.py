@@ -2,13 +2,14 @@
 
 The files are an sdist, and a wheel for every supported Python on this machine. The wheels are built from the sdist.
 auditwheel finds the systems on which they run, and renames them (manylinux). Each wheel is installed into a new
-environment with the newest JAX, on a PATH without compilers, and the tests marked `short` run there. The wheels need a
-glibc and a libstdc++ at least as new as on this machine: for older systems, run this script in an image of manylinux.
+environment with the newest JAX, on a PATH without any compiler, and the tests marked `short` run there. The wheels need
+a glibc and a libstdc++ at least as new as on this machine: for older systems, run this script in an image of manylinux.
 """
 
 import argparse
 import os
 import pathlib
+import re
 import shutil
 import sys
 
@@ -18,7 +19,11 @@ import cuda
 
 DIST = matrix.ROOT / "dist"
 WORK = matrix.ROOT / "build/wheels"
-COMPILERS = "cc", "gcc", "c++", "g++", "clang", "clang++", "nvcc", "cmake"
+# Names of compilers and build tools, also with a target in front and a version behind: x86_64-linux-gnu-g++-12.
+COMPILERS = re.compile(
+    r"(.*-)?(cc|c89|c99|gcc|c\+\+|g\+\+|cpp|clang|clang\+\+|tcc|icx|icpx|nvc|nvc\+\+|nvcc|ptxas|cmake|ninja)"
+    r"(-?[\d.]+)?(-posix|-win32)?"
+)
 
 
 def sdist():
@@ -48,16 +53,18 @@ def wheel(source, version, python, settings):
     return shutil.copy(named, DIST)
 
 
-def without_compilers():
-    """Returns a PATH without compilers: a folder with links to all other programs."""
-    folder = WORK / "path"
-    folder.mkdir(exist_ok=True)
-    for program in (
-        file for path in os.get_exec_path() if os.path.isdir(path) for file in pathlib.Path(path).iterdir()
-    ):
-        link = folder / program.name
-        if program.name not in COMPILERS and not link.is_symlink():
-            link.symlink_to(program)
+def without_compilers(folder):
+    """Fills a folder with links to all programs on the PATH except compilers, and returns it.
+
+    Links to compilers under other names are left out, too.
+    """
+    folder.mkdir()
+    for place in filter(os.path.isdir, os.get_exec_path()):
+        for program in pathlib.Path(place).iterdir():
+            link = folder / program.name
+            compiles = any(COMPILERS.fullmatch(name) for name in (program.name, program.resolve().name))
+            if not compiles and not link.is_symlink():  # of programs with one name, the first on the PATH
+                link.symlink_to(program.absolute())
     return str(folder)
 
 
@@ -75,16 +82,18 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     source, rows = sdist(), []
-    path, hidden = os.environ["PATH"], without_compilers()
+    usual, hidden = os.environ.copy(), without_compilers(WORK / "path")
     found = {version: python for version in matrix.PYTHONS for python in [matrix.find(version)[0]] if python}
     for version, python in found.items():
         print(f"== Python {version}: building the wheel", flush=True)
         made = wheel(source, version, python, settings)
         os.environ["PATH"] = hidden
+        for name in "CC", "CXX", "CUDACXX":
+            os.environ.pop(name, None)
         shutil.rmtree(matrix.WORK / f"{version}-newest", ignore_errors=True)
         inside = matrix.environment(version, python, "newest", made)
         rows.append(matrix.test(version, "newest", inside, [(["-m", "short", "tests"], "")], alone=True))
-        os.environ["PATH"] = path
+        os.environ.update(usual)
     matrix.show(rows, {version: "not found: no wheel" for version in matrix.PYTHONS if version not in found})
     print("", *sorted(f"{file.stat().st_size / 1e6:6.1f} MB  {file}" for file in DIST.iterdir()), sep="\n")
     sys.exit(not all(row["ok"] for row in rows))

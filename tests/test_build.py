@@ -1,4 +1,4 @@
-"""Tests CMake's JAXCGX_CUDA, and scripts/cuda.py and scripts/cuda_resources.py without a CUDA compiler."""
+"""Tests CMake's JAXCGX_CUDA, scripts/cuda.py and scripts/cuda_resources.py without a CUDA compiler, and wheels.py."""
 
 import os
 import pathlib
@@ -178,3 +178,36 @@ def test_what_the_kernels_cost_is_compared(tmp_path, monkeypatch, capsys):
         measure(60, 19)
     measure(60, 19, "13.1.0")
     assert "that is of nvcc 13.0.88, this is 13.1.0" in capsys.readouterr().out
+
+
+def test_a_path_without_compilers(tmp_path, monkeypatch):
+    """That of a test of a wheel: whatever compiles is missing, under any name, and everything else is there."""
+    wheels = load_script(ROOT / "scripts/wheels.py", monkeypatch)
+    first, second = tmp_path / "first", tmp_path / "second"
+    compilers = (
+        "cc c99 gcc g++-12 c++-12 x86_64-linux-gnu-gcc-12 aarch64-none-linux-gnu-g++ clang-15 clang++-15 clang14"
+    )
+    compilers += " cpp-12 x86_64-w64-mingw32-gcc-posix nvcc ptxas cmake ninja"
+    others = "sh python3.11 ip mpirun gccgo-docs account catcc tcc-notes"
+    for folder, names in (first, compilers + " " + others), (second, "sh env"):
+        folder.mkdir()
+        for name in names.split():
+            (folder / name).write_text(f"#!/bin/sh\necho {folder.name}\n")
+            (folder / name).chmod(0o755)
+    (second / "compile").symlink_to(first / "g++-12")
+    monkeypatch.setenv("PATH", f"{first}:{tmp_path / 'none'}:{second}")
+    path = pathlib.Path(wheels.without_compilers(tmp_path / "path"))
+    assert {link.name for link in path.iterdir()} == {*others.split(), "env"}
+    assert (path / "sh").resolve() == first / "sh"
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+def test_the_compilers_of_this_machine_are_hidden(tmp_path, monkeypatch):
+    """Also under the names to which `c++` and the others are links."""
+    wheels = load_script(ROOT / "scripts/wheels.py", monkeypatch)
+    path = wheels.without_compilers(tmp_path / "path")
+    assert shutil.which("sh", path=path) and not any(
+        shutil.which(name, path=path) for name in ("cc", "gcc", "c++", "g++", "clang", "nvcc", "cmake")
+    )
+    same = {os.path.realpath(shutil.which(name)) for name in ("cc", "c++", "gcc", "g++") if shutil.which(name)}
+    assert not same & {os.path.realpath(link) for link in pathlib.Path(path).iterdir()}
