@@ -40,6 +40,7 @@ class Worker:
         """Trains in a folder. `world`: environment variables that describe the world and this rank."""
         os.chdir(folder)
         os.environ |= world
+        sys.path.insert(0, str(HERE))  # before the folder of the command, which may have another train.py
         import launch  # not earlier, because it imports JAX, which reads the environment
         import train
 

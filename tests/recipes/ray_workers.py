@@ -36,7 +36,9 @@ def test_a_worker_dies(tmp_path, signal, what):
         f"--runs={tmp_path}",
         *changes,
     ]
-    done = subprocess.run([str(word) for word in line], capture_output=True, text=True, timeout=1500)
+    (tmp_path / "train.py").write_text("raise RuntimeError('not that of recipes')")
+    options = dict(cwd=tmp_path, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run([str(word) for word in line], **options)
     assert done.returncode == 0, done.stdout + done.stderr
     worlds = [text.partition(" workers: ")[0] for text in done.stdout.splitlines() if " workers: processes " in text]
     assert worlds == ["4", "3", "4"], done.stdout
