@@ -58,11 +58,11 @@ def _diloco(around: Around, *, codec: Any, every: int, **options: Any) -> Exchan
     return Exchange(dict(diloco=form), None, every)
 
 
-def _sparse(compress: Any, around: Around, *, warmup_epochs: int, **options: Any) -> Exchange:
+def _sparse(compress: Any, around: Around, *, warmup_epochs: int, warmup_coeff: Any = None, **options: Any) -> Exchange:
     settled = dict(compress=compress, **options, **around.moved)
     if not warmup_epochs:
         return Exchange(settled, None)
-    warm = dict(warmup_epochs=warmup_epochs, steps_per_epoch=around.steps_per_epoch)
+    warm = dict(warmup_epochs=warmup_epochs, warmup_coeff=warmup_coeff, steps_per_epoch=around.steps_per_epoch)
     return Exchange(settled | warm, settled)
 
 

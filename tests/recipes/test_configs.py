@@ -149,3 +149,23 @@ def test_layers(train):
     assert (config.train.num_epochs, config.train.batch_size, config.schedule.drops) == (500, 128, (0.25,))
     assert (config.data.name, config.data.synthetic, config.model.depth) == ("cifar100", False, 20)
     assert (config.compression["values"].name, config.compression.warmup_epochs) == ("Cast", 5)
+
+
+def test_the_page_for_users_of_dgc(train):
+    """The options in its table are those of the recipes, and reach `jaxcgx.dgc`."""
+    page = (CONFIGS.parents[1] / "docs/from-dgc.md").read_text()
+    options = {}
+    for given in re.findall(r"\| `(--(?:config|compression)[.=][^`]*)`", page):
+        words = given.split()
+        if "--config=" not in given:
+            words.insert(0, f"--config={CONFIGS}/cifar/resnet20.py")
+        options[given] = train.config.parse([word.replace("=recipes/configs", f"={CONFIGS}") for word in words]).config
+    assert len(options) == 9
+    section = lambda given: options[given].compression.to_dict()
+    make = lambda given: importlib.import_module("exchanges").make(around, **section(given))
+    around = importlib.import_module("exchanges").Around(None, {}, 10)
+    warm = make("--compression=dgc --config.compression.warmup_coeff=1,1,1,1,1")
+    assert warm.options["warmup_coeff"] == (1,) * 5 and "warmup_coeff" not in warm.settled
+    bare = make("--compression=dgc --config.compression.momentum_masking=False")
+    assert not bare.options["momentum_masking"] and not bare.settled["momentum_masking"]
+    assert make("--compression=dgc --config.compression.ratio=0.01").options["ratio"] == 0.01

@@ -4,4 +4,13 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(dict(kind="dgc", ratio=0.001, warmup_epochs=5, values=dict(name="Raw")))
+    return ConfigDict(
+        dict(
+            kind="dgc",
+            ratio=0.001,
+            warmup_epochs=5,
+            warmup_coeff=None,  # the ratios of the warm-up, as the argument of jaxcgx.dgc
+            momentum_masking=True,
+            values=dict(name="Raw"),
+        )
+    )
