@@ -13,6 +13,7 @@ from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.require import import_optax
 from jaxcgx.plan import Plan
 from jaxcgx.typing import AxisName
+from jaxcgx.wan.centers import check_centers
 from jaxcgx.wan.transmission import DifferentialState, Transmission
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class Differential:
         transmission = Transmission(self, settings)
 
         def init(params: Any) -> DifferentialState:
+            check_centers(OP, settings.ranks)
             return init_state(settings, params, transmission.describe)
 
         return import_optax(OP).GradientTransformationExtraArgs(init, Early(transmission.begin, transmission.update))

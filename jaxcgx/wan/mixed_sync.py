@@ -89,10 +89,11 @@ def mixed_sync(
         return Late([like(ranks) for _ in range(steps)], [like() for _ in range(steps)])
 
     def init(params: Any) -> MixedSyncState:
+        check_centers(OP, settings.ranks)
         return MixedSyncState(init_state(settings, params, describe), inner.init(params), jnp.zeros((), jnp.int32))
 
     def begin_due(state: MixedSyncState, params: Any) -> Begun:
-        check_centers(OP, settings.ranks.net())
+        check_centers(OP, settings.ranks)
         due = jax.tree_util.tree_map(lambda x: x[0], state.late.gradients[0])
         return begin(inner.update, due, state.exchange, params)
 

@@ -124,7 +124,7 @@ class Transmission:
 
         `tree` is like the gradients. Its values aren't used.
         """
-        check_centers(self.settings.function, self.settings.ranks.net())
+        check_centers(self.settings.function, self.settings.ranks)
         check_state(self.settings, state, self.describe(self.settings, tree, 1))
         if self.how.rest != "defer":
             return None

@@ -215,9 +215,14 @@ def test_bad_input():
     with raises(TypeError, says("Differential", "value", expected="loss", got="nothing", remedy="value=loss")):
         two = {"w": jnp.ones((2, 99))}
         jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")(two)
+    alone = jax.make_mesh((1, 2), ("dc", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    with raises(ValueError, says("Differential", "axis_name", expected="several centers along 'dc'", got="one")):
+        options = dict(data_axis=("dc", "local"), compress=Differential())
+        cgx.make_train_step(loss_fn, optax.sgd(0.5), alone, **options).init(params())
     with raises(ValueError, says("Differential", "axis_name", expected="several centers along 'data'", got="one")):
         one = {"w": jnp.ones((1, 99))}
-        jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")(one)
+        state = Differential(k=0.5)("data", axis_size=1).init({"w": jnp.ones(99)})  # it can't see the axis
+        jax.vmap(lambda g: Differential(k=0.5)("data", axis_size=1).update(g, state), axis_name="data")(one)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     specs = {"w": P("model", None), "b": P()}
     with raises(

@@ -38,7 +38,7 @@ def trainer(mesh, loss=quadratic, **options):
 
 
 def transcribed():
-    """Returns the parameters after each step."""
+    """Returns (the outer parameters, those of each rank) after each step."""
     start = {name: np.array(x) for name, x in PARAMS.items()}
     milestone, ranks, found = start, [[dict(start) for _ in range(2)] for _ in range(2)], []
     mean = lambda trees: {name: np.float32(sum(tree[name] for tree in trees) / len(trees)) for name in PARAMS}
@@ -54,17 +54,20 @@ def transcribed():
             milestone = {name: milestone[name] - moved[name] for name in PARAMS}
             ranks = [[milestone] * 2] * 2
         ranks = [[dict(params) for params in center] for center in ranks]
-        found.append(milestone)
+        found.append((milestone, [dict(params) for center in ranks for params in center]))
     return found
 
 
 def test_to_the_bit():
+    """The ranks of a center have the same parameters after each average, and those of all centers after an exchange."""
     train = trainer(mesh_of(2, 2), k1=K1, k2=K2)
     state = list(train.init(PARAMS))
-    for x, expected in zip(X, transcribed()):
+    for x, (expected, ranks) in zip(X, transcribed()):
         *state, _ = train.step(*state, x)
         for name in PARAMS:
             np.testing.assert_array_equal(state[0][name], expected[name])
+            own = np.asarray(state[1].centers.rows.params[name])
+            np.testing.assert_array_equal(own, [params[name] for params in ranks])
 
 
 def linear(params, x):

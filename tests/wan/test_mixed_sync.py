@@ -81,4 +81,7 @@ def test_bad_input():
         "mixed_sync", "axis_name", expected="several centers along 'a'", got="one", remedy="leave mixed_sync"
     )
     with raises(ValueError, expected):
-        jax.vmap(lambda g: alone.update(g, alone.init(g), g), axis_name="a")(one)
+        jax.vmap(alone.init, axis_name="a")(one)
+    state = alone.init({"w": jnp.ones(99)})  # outside of the axis it can't see it
+    with raises(ValueError, expected):
+        jax.vmap(lambda g: alone.update(g, state, g), axis_name="a")(one)
