@@ -65,7 +65,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 .PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short \
 	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter gallery test-commands \
 	cuda-resources \
-	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-diloco bench-errors bench-failures \
+	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-differential bench-diloco bench-errors bench-failures \
 	bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority \
 	bench-recipes bench-selection bench-simulation bench-topology bench-training bench-training-speed bench-wan
 # Every target shares .venv.
@@ -109,10 +109,13 @@ test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, i
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
-test-full: begin cpptest pytest test-recipes test-ray mpi mpich cuda matrix slowest ## run every test in its full form, also those that take long
+test-full: begin cpptest pytest test-recipes test-demos test-ray mpi mpich cuda matrix slowest ## run every test in its full form, also those that take long
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
+
+test-demos: $(INSTALLED) ## as root, the wide-area demonstrations between hosts
+	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/heavy_demos.py
 
 test-ray: $(INSTALLED) ## the tests of recipes/ray_train.py; installs Ray
 	@$(call EXTRA,ray)
@@ -197,6 +200,9 @@ bench-collectives: $(INSTALLED) ## measure the collectives between processes and
 bench-decoupled: $(INSTALLED) ## train in four decoupled centers, one of which is killed and comes back
 	@.venv/bin/python benchmarks/decoupled.py
 
+bench-differential: $(INSTALLED) ## losses with DGT's ranked and with random blocks; continues after an interruption
+	@.venv/bin/python benchmarks/differential.py
+
 bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; continues after an interruption
 	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))
 
@@ -232,6 +238,7 @@ TORCH_REQUIREMENT ?= torch
 
 bench-topology: $(INSTALLED) ## as root, measure what overlays gain if one of four links is slow
 	@.venv/bin/python benchmarks/topology.py
+	@.venv/bin/python benchmarks/topology_training.py
 
 bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
 	@.venv/bin/python benchmarks/overlap.py

@@ -71,6 +71,7 @@ ANY = {
     "BSC": step(momentum=False, compress=cgx.bsc),
     "MPQ": step(momentum=False, compress=cgx.mpq),
     "DGT, defer": step(plan=RAW, compress=dgt()),
+    "DGT, defer, random": step(plan=RAW, compress=dgt(ranked=False)),
     "DGT, quantize": step(plan=RAW, compress=dgt("quantize")),
     "DGT, drop": step(plan=RAW, compress=dgt("drop")),
     "DGT, drop, random": step(plan=RAW, compress=dgt("drop", ranked=False)),

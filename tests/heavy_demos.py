@@ -1,0 +1,33 @@
+"""Runs every wide-area demonstration between hosts, as users do: `make test-demos`, which needs root."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxcgx.lab import why_not
+
+FOLDER = pathlib.Path(__file__).parents[1] / "examples/wan"
+DEMOS = sorted(path.stem for path in FOLDER.glob("*.py") if "demonstrate(__doc__, TECHNIQUES)" in path.read_text())
+LIMIT = 600  # seconds
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_demonstration(name, tmp_path):
+    """Its table has the bytes of every technique's steps and a finite loss, and its plot is a picture."""
+    command = [sys.executable, FOLDER / f"{name}.py", "--steps", "10", "--rate", "200mbit", "--out", tmp_path]
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # as in transports/test_tcp.py
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    assert result.returncode == 0, result.stderr
+    printed = result.stdout.splitlines()
+    start = next(i for i, line in enumerate(printed) if line.startswith("technique"))
+    end = printed.index("", start)
+    rows = [line.rsplit(maxsplit=3) for line in printed[start + 1 : end]]
+    assert len(rows) >= 2
+    for technique, megabytes, seconds, loss in rows:
+        assert technique and float(megabytes) > 0 and float(seconds) > 0 and 0 < float(loss) < 5
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
