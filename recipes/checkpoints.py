@@ -1,23 +1,34 @@
 """Checkpoints in Orbax's format. A checkpoint is either complete or absent."""
 
+import contextlib
+import logging
 import os
 import pathlib
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from checks import Wrong
+from etils import epath
 from launch import World
 
 import jaxcgx as cgx
 
 KEEP = 2  # checkpoints
+HALF = ".orbax-checkpoint-tmp"  # the end of the name of a checkpoint that isn't complete, for Orbax, too
 OWN_FILES = 64 << 10  # bytes of a checkpoint beside its arrays, at most about
+
+# A save that fails is an error of one line. Orbax's threads would log it, too, each with its traceback, and those of
+# TensorStore go on after it.
+for logger in "absl", "asyncio":
+    logging.getLogger(logger).setLevel(logging.CRITICAL)
+shown = sys.unraisablehook
+sys.unraisablehook = lambda error: None if str(error.exc_value) == "Event loop is closed" else shown(error)
 
 
 class Checkpoints:
@@ -32,18 +43,29 @@ class Checkpoints:
         return sorted({int(path.name) for path in self.folder.glob("*") if path.name.isdigit()} - self._unreadable)
 
     def save(self, step: int, tree: Any) -> None:
-        """Saves a pytree of arrays, and then removes old checkpoints. All processes must call this method."""
+        """Saves a pytree of arrays, and then removes old checkpoints.
+
+        All processes must call this method. If one can't save, it raises `Wrong` in all. A Checkpointer of Orbax would
+        let the others wait for this process. So this method calls Orbax's handler, and agrees after each part.
+        """
         if self.world.comm is not None:
             tree = cgx.gather_state(tree, self.world.comm)
-        with self.world.together():
-            if self.world.speaks and (why := self._no_space(tree)):
-                raise self._cant_save(step, why)
-        if self.world.comm is None:  # Orbax has barriers of its own
-            self._write(step, tree)
-        else:
-            with self.world.together():
+        half, handler = epath.Path(self.folder / f"{step}{HALF}"), ocp.PyTreeCheckpointHandler()
+        try:
+            with self._writing(step):
                 if self.world.speaks:
-                    self._write(step, tree)
+                    self._begin(half, tree)
+            with self._writing(step):
+                if self.world.comm is None or self.world.speaks:  # over MPI, this process has the rows of all
+                    handler.save(half, args=ocp.args.PyTreeSave(tree))
+            with self._writing(step):
+                if self.world.speaks:
+                    handler.finalize(half)
+                    shutil.rmtree(self.folder / str(step), ignore_errors=True)  # one that couldn't be read
+                    half.rename(self.folder / str(step))
+        finally:
+            if self.world.speaks:
+                self._remove_halves()
         self._unreadable.discard(step)
         if self.world.speaks:
             for old in self.steps()[:-KEEP]:
@@ -77,37 +99,32 @@ class Checkpoints:
             raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")
         return 0, template
 
-    def _write(self, step: int, tree: Any) -> None:
-        try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(self.folder / str(step), tree, force=True)
-        except Exception as error:  # Orbax and the libraries under it raise many types
-            raise self._cant_save(step, _line(error)) from error
-        finally:
-            if self.world.speaks:
-                self._remove_halves()
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Generator[None]:
+        """Raises `Wrong` in all processes if one raises in this block."""
+        with self.world.together():
+            try:
+                yield
+            except Exception as error:  # Orbax and the libraries under it raise many types
+                good = [each for each in self.steps() if each != step]
+                last = f"the last good one is that of step {good[-1]}" if good else "there is no other"
+                why = f"can't save the checkpoint of step {step}: {_line(error)}"
+                raise Wrong(f"{self.folder}: {why}; {last}") from error
 
-    def _no_space(self, tree: Any) -> str:
-        """Returns why the disk has no space for the tree, or "".
-
-        It reserves the space for a moment: on a full disk, Orbax's threads write pages of errors.
-        """
+    def _begin(self, half: epath.Path, tree: Any) -> None:
+        """Makes the folder for half a checkpoint, if the disk has space for the whole one."""
         needed = OWN_FILES + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        self.folder.mkdir(exist_ok=True)
+        self._remove_halves()
+        half.mkdir()
         try:
-            self.folder.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 os.posix_fallocate(file.fileno(), 0, needed)
         except OSError as error:
-            return f"{error.strerror} (it has up to {needed:,} bytes)"
-        return ""
-
-    def _cant_save(self, step: int, why: str) -> Wrong:
-        good = [each for each in self.steps() if each != step]
-        last = f"the last good one is that of step {good[-1]}" if good else "there is no other"
-        return Wrong(f"{self.folder}: can't save the checkpoint of step {step}: {why}; {last}")
+            raise Wrong(f"{error.strerror} (it has up to {needed:,} bytes)") from error
 
     def _remove_halves(self) -> None:
-        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+        for path in self.folder.glob(f"*{HALF}*"):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,13 +1,15 @@
 """python full_probe.py CLASS ARGUMENTS: runs recipes/train.py on a disk that is full when a checkpoint is saved.
 
 From then on, no file can have more than a few bytes. CLASS says whose method `save` finds the disk full: "Checkpoints",
-or Orbax's "StandardCheckpointer" if other programs fill the disk while Orbax writes.
+or Orbax's "PyTreeCheckpointHandler" if other programs fill the disk while Orbax writes.
 """
 
+import os
 import pathlib
 import resource
 import sys
 
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # the folder that tests use is on the full disk, too
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "recipes"))
 
 import orbax.checkpoint as ocp
@@ -19,6 +21,6 @@ def full(*args, **kwargs):
     return save(*args, **kwargs)
 
 
-place = {each.__name__: each for each in (train.Checkpoints, ocp.StandardCheckpointer)}[sys.argv[1]]
+place = {each.__name__: each for each in (train.Checkpoints, ocp.PyTreeCheckpointHandler)}[sys.argv[1]]
 save, place.save = place.save, full
 train.main(sys.argv[2:])

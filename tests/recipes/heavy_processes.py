@@ -95,31 +95,32 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
 
 @pytest.mark.parametrize("begin", [mpirun, distributed])
 def test_bad_checkpoints(train, tmp_path, begin):
-    """A full disk and a checkpoint that can't be read end all processes. One line says why, and a good one stays."""
+    """A full disk ends all processes. One line says why, and the last good checkpoint stays.
+
+    Instead of a checkpoint that can't be read, all take the one before.
+    """
     if begin is mpirun:
         pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
     folder = tmp_path / "digits-mlp-dgc-wm0/checkpoints"
     saved = lambda: sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
-    def error(processes):
-        ended = [(process.communicate(timeout=LIMIT)[1], process.returncode) for process in processes]
-        assert all(status for _, status in ended), ended
-        (line,) = {line for said, _ in ended for line in said.splitlines() if line.startswith("train.py: ")}
-        return line
-
     often = "--config.train.save_every=10"
     end(begin(20, tmp_path, often))
-    for place, more in ("Checkpoints", r" \(it has up to [\d,]+ bytes\)"), ("StandardCheckpointer", ""):
-        line = error(begin(25, tmp_path, often, script=(PROBE, place)))
+    for place, more in ("Checkpoints", r" \(it has up to [\d,]+ bytes\)"), ("PyTreeCheckpointHandler", ""):
         why = f"can't save the checkpoint of step 25: File too large{more}; the last good one is that of step 20"
-        assert re.fullmatch(f"train\\.py: {folder}: {why}", line)
+        for process in begin(25, tmp_path, often, script=(PROBE, place)):
+            said = process.communicate(timeout=LIMIT)[1].rstrip("\0")  # mpirun ends its output with \0
+            said = re.sub(r"^-{9,}\n.*?^-{9,}\n", "", said, flags=re.DOTALL | re.MULTILINE)  # and has a notice
+            # Each process says it. mpirun ends the others when one ends, maybe before they say it.
+            assert re.fullmatch(rf"(train\.py: {folder}: {why}\n){{1,2}}", said) and process.returncode == 1
         assert saved() == [10, 20]
     for part in (folder / "20").iterdir():
         if part.is_dir():  # those of the arrays
             shutil.rmtree(part)
     if begin is distributed:
         why = r"can't be read \(.+\); to continue from the one before, remove it"
-        assert re.fullmatch(rf"train\.py: {folder}/20 {why}", error(begin(25, tmp_path, often)))
+        processes = begin(25, tmp_path, often)
+        assert all(re.search(why, process.communicate(timeout=LIMIT)[1]) for process in processes)
         shutil.rmtree(folder / "20")
     end(begin(25, tmp_path, often))
     assert "goes on from step 10 of 25" in (folder.parent / "log.txt").read_text()
