@@ -74,9 +74,8 @@ class Checkpoints:
     def restore(self, template: Any) -> tuple[int, Any]:
         """Returns (step, tree) of the last readable checkpoint. Without checkpoints, returns (0, template).
 
-        All processes must call this method. If there are checkpoints and none can be read, it raises `Wrong`. With
-        jax.distributed, it raises if the last one that all processes see can't be read: Orbax has barriers of its own,
-        so a process that fails in them can't agree with the others on another one.
+        All processes must call this method, and get the same step. If there are checkpoints and none can be read, it
+        raises `Wrong`.
         """
         step, why = sys.maxsize, ""
         # A process may not yet see the files that another one does, so they agree on each step that they try.
@@ -87,10 +86,6 @@ class Checkpoints:
                     found = cgx.restore_state(path, template, comm=self.world.comm)
                 except Exception as error:  # Orbax and TensorStore raise many types
                     why = _line(error)
-                    if self.world.comm is None and jax.process_count() > 1:
-                        raise Wrong(
-                            f"{path} can't be read ({why}); to continue from the one before, remove it"
-                        ) from error
                 if self.world.all(found is not None):
                     return step, found
             self._unreadable.add(step)

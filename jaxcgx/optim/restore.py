@@ -51,7 +51,7 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
     Arrays per rank of jaxcgx's states may have a different number of ranks in the checkpoint than in the template. They
     are converted as by `jaxcgx.reshard_state`: residuals keep their sum over ranks, momentum keeps its mean. With the
     same number of ranks, all bits are the same as in the checkpoint. Exchanges of `diloco` over `Tcp` that were in
-    progress have not begun in the restored state.
+    progress have not begun in the restored state. Each process reads its part, and doesn't wait for the others.
 
     Args:
       path: the absolute path of the checkpoint. A CheckpointManager saves it in folder/step/default.
@@ -65,7 +65,9 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
     ocp = _import_orbax()
     net = _net(comm)
     leaves, structure = _flatten(template, per_rank or {})
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    # Each process reads without the others: Orbax would let them wait for one whose reading fails.
+    alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
         saved = _shapes(checkpointer, path)
         _check(leaves, saved)
 
