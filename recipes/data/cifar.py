@@ -10,7 +10,8 @@ from typing import ClassVar
 import numpy as np
 from checks import Wrong
 
-from data.images import splits, synthetic
+from data.content import Content
+from data.images import Read, count, splits, synthetic
 from data.split import Split
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -43,31 +44,34 @@ class Cifar10:
     shape: ClassVar[tuple[int, ...]] = 32, 32, 3
 
     def load(self) -> tuple[Split, Split]:
-        contents = self._contents()
-        for name, sha1 in (self.train | self.test).items():
-            if (found := hashlib.sha1(contents[name], usedforsecurity=False).hexdigest()) != sha1:
+        files, counts = self._files(), np.zeros((3, 256), np.int64)
+        for name, sha1 in (self.train | self.test).items():  # each file is read once, and not kept
+            whole = files[name].read(0, len(files[name]))
+            if (found := hashlib.sha1(whole, usedforsecurity=False).hexdigest()) != sha1:
                 raise Wrong(
                     f"config.data.folder: {name} in {self.folder} is damaged: expected the SHA-1 {sha1}, got {found}"
                 )
-        part = lambda names: self._records(b"".join(contents[name] for name in names))
-        return splits(part(self.train), part(self.test), self.augment)
+            if name in self.train:
+                counts += count(self._records(np.frombuffer(whole, np.uint8))[0])
+        part = lambda names: self._part(Content([part for name in names for part in files[name].parts]))
+        return splits(part(self.train), part(self.test), counts, self.augment)
 
     def stand_in(self) -> tuple[Split, Split]:
         return synthetic(self.shape, self.classes, (50_000, 10_000))
 
-    def _contents(self) -> dict[str, bytes]:
-        """Returns the content of each file."""
+    def _files(self) -> dict[str, Content]:
+        """Returns the files, of which those from the archive are in memory."""
         folder = pathlib.Path(self.folder)
         archive, names = folder / self.archive, [*self.train, *self.test]
         try:
             for place in (folder / self.inside, folder):
                 there = [(place / name).is_file() for name in names]
                 if all(there) or (any(there) and not archive.is_file()):
-                    return {name: (place / name).read_bytes() for name in names}
+                    return {name: Content([place / name]) for name in names}
             if archive.is_file():
                 with tarfile.open(archive) as tar:
                     files = {name: tar.extractfile(f"{self.inside}/{name}") for name in names}
-                    return {name: file.read() if file else b"" for name, file in files.items()}
+                    return {name: Content([file.read() if file else b""]) for name, file in files.items()}
         except (EOFError, KeyError, OSError, tarfile.TarError, zlib.error) as error:
             raise Wrong(f"config.data.folder: the files in {folder} can't be read: {error}") from None
         raise Wrong(
@@ -75,11 +79,15 @@ class Cifar10:
             "folder that it contains, by --config.data.folder=..., or try --config.data=synthetic"
         )
 
-    def _records(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+    def _part(self, content: Content) -> tuple[Read, int]:
+        """Returns (a function that reads examples, the number of examples)."""
+        size = self.labels + 32 * 32 * 3
+        return lambda chosen: self._records(content.rows(chosen * size, size)), len(content) // size
+
+    def _records(self, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns (images, labels)."""
-        records = np.frombuffer(content, np.uint8).reshape(-1, self.labels + 32 * 32 * 3)
-        images = records[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(images), records[:, self.labels - 1]
+        records = content.reshape(-1, self.labels + 32 * 32 * 3)
+        return records[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, self.labels - 1]
 
 
 class Cifar100(Cifar10):

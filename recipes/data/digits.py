@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 from checks import Wrong
 
-from data.images import splits, synthetic
+from data.images import count, splits, synthetic
 from data.split import Split
 
 TEST = 450  # examples
@@ -28,7 +28,9 @@ class Digits:
         order = np.random.default_rng(0).permutation(len(found.target))
         images = (found.images[order, :, :, None] * 15.9375).astype(np.uint8)  # scales 16 to 255
         labels = found.target[order]
-        return splits((images[TEST:], labels[TEST:]), (images[:TEST], labels[:TEST]), augment=False)
+        train = lambda chosen: (images[TEST + chosen], labels[TEST + chosen])
+        test = lambda chosen: (images[chosen], labels[chosen])
+        return splits((train, len(labels) - TEST), (test, TEST), count(images[TEST:]), augment=False)
 
     def stand_in(self) -> tuple[Split, Split]:
         return synthetic(self.shape, self.classes, (1797 - TEST, TEST))

@@ -1,8 +1,9 @@
-"""Fashion-MNIST, from its four files."""
+"""Fashion-MNIST, from its four files, which may be unpacked."""
 
 import dataclasses
 import gzip
 import hashlib
+import math
 import pathlib
 import zlib
 from typing import ClassVar
@@ -10,7 +11,8 @@ from typing import ClassVar
 import numpy as np
 from checks import Wrong
 
-from data.images import splits, synthetic
+from data.content import Content
+from data.images import Read, count, splits, synthetic
 from data.split import Split
 
 # The MD5 sums of the uncompressed contents, because distributors compress the files again.
@@ -38,26 +40,40 @@ class FashionMnist:
     shape: ClassVar[tuple[int, ...]] = 28, 28, 1
 
     def load(self) -> tuple[Split, Split]:
-        images, labels, test_images, test_labels = (self._read(name, md5) for name, md5 in FILES.items())
-        pixels = lambda flat: flat[16:].reshape(-1, *self.shape)
-        return splits((pixels(images), labels[8:]), (pixels(test_images), test_labels[8:]), self.augment)
+        images, labels, test_images, test_labels = (self._file(name, md5) for name, md5 in FILES.items())
+        pixels = np.frombuffer(images.read(16, len(images) - 16), np.uint8).reshape(-1, *self.shape)
+        return splits(self._part(images, labels), self._part(test_images, test_labels), count(pixels), self.augment)
 
     def stand_in(self) -> tuple[Split, Split]:
         return synthetic(self.shape, self.classes, (60_000, 10_000))
 
-    def _read(self, name: str, md5: str) -> np.ndarray:
+    def _part(self, images: Content, labels: Content) -> tuple[Read, int]:
+        """Returns (a function that reads examples, the number of examples)."""
+        size = math.prod(self.shape)
+
+        def read(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return images.rows(16 + size * chosen, size).reshape(-1, *self.shape), labels.rows(8 + chosen, 1)[:, 0]
+
+        return read, len(labels) - 8
+
+    def _file(self, name: str, md5: str) -> Content:
+        """Returns a file, which is read once, to check it."""
         path = pathlib.Path(self.folder, name)
-        if not path.is_file():
-            raise Wrong(
-                f"config.data.folder: there is no {path}; install Debian's package dataset-fashion-mnist, or name the "
-                "folder of the files by --config.data.folder=..., or try --config.data=synthetic"
-            )
         try:
-            content = gzip.decompress(path.read_bytes())
+            if path.with_suffix("").is_file():
+                content = Content([path.with_suffix("")])
+            elif path.is_file():
+                content = Content([gzip.decompress(path.read_bytes())])
+            else:
+                raise Wrong(
+                    f"config.data.folder: there is no {path}; install Debian's package dataset-fashion-mnist, or name "
+                    "the folder of the files by --config.data.folder=..., or try --config.data=synthetic"
+                )
+            found = hashlib.md5(content.read(0, len(content)), usedforsecurity=False).hexdigest()
         except (EOFError, OSError, zlib.error) as error:
             raise Wrong(f"config.data.folder: {path} is damaged: {error}") from None
-        if (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
+        if found != md5:
             raise Wrong(
                 f"config.data.folder: {path} is damaged: expected the MD5 sum {md5} of its content, got {found}"
             )
-        return np.frombuffer(content, np.uint8)
+        return content

@@ -1,6 +1,7 @@
-"""Images in memory, and synthetic images."""
+"""Images that are read when a batch needs them, and synthetic images."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,24 +10,28 @@ from data.split import Split
 PAD = 4  # the largest shift of an image, in pixels
 
 
+Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images uint8[n, height, width, channels] with labels, augmented as in "Deeply-Supervised Nets"."""
+    """Images with labels, augmented as in "Deeply-Supervised Nets"."""
 
-    images: np.ndarray
-    labels: np.ndarray
+    read: Read  # from numbers of examples to images, uint8[examples, height, width, channels], and labels
+    size: int
     mean: np.ndarray  # of each channel of the training images, from 0 to 255
     std: np.ndarray
     augment: bool = False  # shift images by up to 4 pixels, and mirror half of them
 
     def __len__(self) -> int:
-        return len(self.images)
+        return self.size
 
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        found = (self.images[chosen] - self.mean) / self.std
+        images, labels = self.read(chosen)
+        found = (images - self.mean) / self.std
         if self.augment and random is not None:
             found = shifted(found, random)
-        return found.astype(np.float32), self.labels[chosen].astype(np.int32)
+        return found.astype(np.float32), labels.astype(np.int32)
 
 
 def shifted(images: np.ndarray, random: np.ndarray) -> np.ndarray:
@@ -38,15 +43,23 @@ def shifted(images: np.ndarray, random: np.ndarray) -> np.ndarray:
     return np.stack([image[:, ::-1] if mirror < 0.5 else image for image, mirror in zip(found, random[:, 2])])
 
 
-def splits(
-    train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], augment: bool
-) -> tuple[Split, Split]:
-    """Returns (training split, test split) of images and labels.
+def count(images: np.ndarray) -> np.ndarray:
+    """Returns how many pixels have each value, int64[channels, 256]."""
+    channels = np.moveaxis(images, -1, 0)
+    return np.stack([np.bincount(channel.ravel(), minlength=256) for channel in channels])
+
+
+def splits(train: tuple[Read, int], test: tuple[Read, int], counts: np.ndarray, augment: bool) -> tuple[Split, Split]:
+    """Returns (training split, test split) of functions that read images, and the numbers of images.
 
     Both splits are scaled such that the training images have mean 0 and standard deviation 1 in each channel.
+
+    Args:
+      counts: `count` of the training images.
     """
-    images = train[0]
-    mean, std = images.mean((0, 1, 2), dtype=np.float64), images.std((0, 1, 2), dtype=np.float64)
+    values, pixels = np.arange(256), counts.sum(1)
+    mean = counts @ values / pixels
+    std = np.sqrt((counts * (values - mean[:, None]) ** 2).sum(1) / pixels)
     scale = mean.astype(np.float32), np.maximum(std, 1e-3).astype(np.float32)
     return Images(*train, *scale, augment), Images(*test, *scale)
 

@@ -4,11 +4,13 @@ import dataclasses
 import glob
 import pathlib
 import pydoc_data.topics
+from collections.abc import Callable
 
 import numpy as np
 from checks import Wrong
 
 from data import bpe
+from data.content import Content
 from data.split import Split
 
 HELD_OUT = 10  # the text has this many equal parts, and the last one is the test split
@@ -21,17 +23,18 @@ class Windows:
     In training, the start of each window is moved forward by a random number of tokens, less than `context`.
     """
 
-    text: np.ndarray
+    read: Callable[[np.ndarray, int], np.ndarray]  # from starts and a length to tokens[starts, length]
+    places: range  # of the tokens
     context: int
 
     def __len__(self) -> int:
-        return (len(self.text) - 1) // self.context
+        return (len(self.places) - 1) // self.context
 
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         starts = chosen * self.context
         if random is not None:
-            starts = np.minimum(starts + (random[:, 0] * self.context).astype(int), len(self.text) - 1 - self.context)
-        found = self.text[starts[:, None] + np.arange(self.context + 1)].astype(np.int32)
+            starts = np.minimum(starts + (random[:, 0] * self.context).astype(int), len(self.places) - 1 - self.context)
+        found = self.read(self.places.start + starts, self.context + 1).astype(np.int32)
         return found[:, :-1], found[:, 1:]
 
 
@@ -64,25 +67,34 @@ class Text:
 
     def load(self) -> tuple[Split, Split]:
         paths = sorted(glob.glob(self.files or pydoc_data.topics.__file__, recursive=True))
-        content = b"".join(path.read_bytes() for path in map(pathlib.Path, paths) if path.is_file())
-        train, test = _parts(np.frombuffer(content, np.uint8))
-        if len(content):
-            pairs = bpe.learn(train, self.tokens)
-            train, test = bpe.encode(train, pairs), bpe.encode(test, pairs)
+        content = Content([path for path in map(pathlib.Path, paths) if path.is_file()])
+        read, (train, test) = content.rows, _parts(len(content))
+        if self.tokens > bpe.BYTES and len(content):  # where a token begins depends on all that is before it
+            text = np.frombuffer(content.read(0, len(content)), np.uint8)
+            pairs = bpe.learn(text[: train.stop], self.tokens)
+            tokens = [bpe.encode(text[part.start : part.stop], pairs) for part in (train, test)]
+            read, train = _reader(np.concatenate(tokens)), range(len(tokens[0]))
+            test = range(train.stop, train.stop + len(tokens[1]))
         if len(test) <= self.context:
             raise Wrong(
                 f"config.data.files: {self.files!r} is {len(paths)} files with {len(content):,} bytes; expected more, "
                 f"as a {HELD_OUT}th of them is for the test and config.data.context={self.context}"
             )
-        return Windows(train, self.context), Windows(test, self.context)
+        return Windows(read, train, self.context), Windows(read, test, self.context)
 
     def stand_in(self) -> tuple[Split, Split]:
         # The next token is often predictable, so that a model can learn something.
         steps = np.random.default_rng(0).choice([1, 2, 3, 100], 2**20, p=[0.7, 0.1, 0.1, 0.1])
-        train, test = _parts((np.cumsum(steps) % self.tokens).astype(np.uint16))
-        return Windows(train, self.context), Windows(test, self.context)
+        text = (np.cumsum(steps) % self.tokens).astype(np.uint16)
+        train, test = _parts(len(text))
+        return Windows(_reader(text), train, self.context), Windows(_reader(text), test, self.context)
 
 
-def _parts(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    end = len(text) - len(text) // HELD_OUT
-    return text[:end], text[end:]
+def _parts(size: int) -> tuple[range, range]:
+    """Returns the places of the training split and of the test split in a text of `size` bytes or tokens."""
+    end = size - size // HELD_OUT
+    return range(end), range(end, size)
+
+
+def _reader(text: np.ndarray) -> Callable[[np.ndarray, int], np.ndarray]:
+    return lambda starts, size: text[starts[:, None] + np.arange(size)]

@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 
 
+def every(split):
+    """Returns all (inputs, labels) of a split."""
+    return split.batch(np.arange(len(split)), None)
+
+
 def batch(split, random=None):
     return split.batch(np.arange(min(len(split), 4)), random)
 
@@ -74,8 +79,9 @@ def test_cifar(train, data, tmp_path, monkeypatch, name, archive, sha1, files):
     path.unlink()
     for folder in tmp_path, tmp_path / kind.inside:
         again = load(folder)
-        np.testing.assert_array_equal(again.train.images, found.train.images)
-        np.testing.assert_array_equal(again.test.labels, found.test.labels)
+        for ours, theirs in (again.train, found.train), (again.test, found.test):
+            np.testing.assert_array_equal(every(ours)[0], every(theirs)[0])
+            np.testing.assert_array_equal(every(ours)[1], every(theirs)[1])
     *_, last = kind.test
     (tmp_path / kind.inside / last).write_bytes(content[:-1])
     with pytest.raises(train.Wrong, match=rf"{last} in .* is damaged"):
@@ -119,12 +125,18 @@ def test_fashion_mnist(train, data, tmp_path, monkeypatch):
         content = part or bytes(8) + bytes(range(6))
         (tmp_path / name).write_bytes(gzip.compress(content))
         monkeypatch.setitem(files, name, hashlib.md5(content, usedforsecurity=False).hexdigest())
-    found = load()
-    assert (len(found.train), len(found.test)) == (6, 6)
-    for split in (found.train, found.test):
-        images, labels = batch(split)
-        np.testing.assert_array_equal(labels, range(4))
-        assert images.shape == (4, 28, 28, 1) and (np.diff(images[:, 0, 0, 0]) > 0).all() and np.ptp(images[:, 1]) == 0
+    for unpacked in (False, True):
+        if unpacked:
+            for name in files:
+                (tmp_path / name).with_suffix("").write_bytes(gzip.decompress((tmp_path / name).read_bytes()))
+                (tmp_path / name).unlink()
+        found = load()
+        assert (len(found.train), len(found.test)) == (6, 6)
+        for split in (found.train, found.test):
+            images, labels = batch(split)
+            np.testing.assert_array_equal(labels, range(4))
+            assert images.shape == (4, 28, 28, 1) and np.ptp(images[:, 1]) == 0
+            assert (np.diff(images[:, 0, 0, 0]) > 0).all()
 
 
 def test_text(train, data, tmp_path):
@@ -156,13 +168,14 @@ def test_byte_pairs(train, data, tmp_path):
         name="text", synthetic=False, files=str(tmp_path / "*.txt"), context=8, tokens=tokens
     )
     few, plain = load(280), load(256)
+    text = lambda split: split.read(np.array([split.places.start]), len(split.places))[0]
     assert few.classes == 280 and 2 * len(few.train) < len(plain.train)
     spelled = [bytes([i]) for i in range(256)]
-    for left, right in bpe.learn(plain.train.text, 280):  # from the training split alone
+    for left, right in bpe.learn(text(plain.train), 280):  # from the training split alone
         spelled.append(spelled[left] + spelled[right])
-    assert len(spelled) == 280 and few.train.text.max() == 279
-    decoded = [b"".join(spelled[token] for token in split.text) for split in (few.train, few.test)]
-    assert decoded == [bytes(split.text.tolist()) for split in (plain.train, plain.test)]
+    assert len(spelled) == 280 and text(few.train).max() == 279
+    decoded = [b"".join(spelled[token] for token in text(split)) for split in (few.train, few.test)]
+    assert decoded == [bytes(text(split).tolist()) for split in (plain.train, plain.test)]
     assert b"".join(decoded) == "".join(texts).encode()
     with pytest.raises(train.Wrong, match=r"config\.data: expected from 256 to 4096 tokens, got 100"):
         load(100)
@@ -182,6 +195,51 @@ def test_shares(data):
     assert len(np.unique(first.reshape(len(first), -1), axis=0)) == len(first)  # an epoch has each example once
     weights = np.concatenate([weights for *_, weights in tested(split, 8, slice(2, 6), most=21)])
     np.testing.assert_array_equal(weights, [1] * 11 + [0])  # examples 2..5, 10..13, 18..20 of 21
+
+
+def test_a_process_reads_only_its_share(train, data, tmp_path, monkeypatch):
+    """Two processes read the bytes of one, each other ones. All have the same batches, also of text in many files."""
+    from data.content import Content
+    from data.split import trained
+
+    digest = lambda content, kind: getattr(hashlib, kind)(content, usedforsecurity=False).hexdigest()
+    content = cifar(tmp_path, data.cifar.Cifar100)
+    with tarfile.open(tmp_path / data.cifar.Cifar100.archive) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for part in "train", "test":
+        monkeypatch.setattr(data.cifar.Cifar100, part, {f"{part}.bin": digest(content, "sha1")})
+    for name in data.fashion_mnist.FILES:
+        content = np.random.default_rng(0).bytes(16 + 784 * 6 if "images" in name else 8 + 6)
+        (tmp_path / name).with_suffix("").write_bytes(content)
+        monkeypatch.setitem(data.fashion_mnist.FILES, name, digest(content, "md5"))
+    text = np.random.default_rng(1).bytes(2000)
+    for i, (first, last) in enumerate(((0, 500), (500, 500), (500, 505), (505, 2000))):
+        (tmp_path / f"{i}.txt").write_bytes(text[first:last])
+    read, places = Content.read, []
+    monkeypatch.setattr(Content, "read", lambda *args: places.append((id(args[0]), *args[1:])) or read(*args))
+    folder = dict(synthetic=False, folder=str(tmp_path), augment=True)
+    for name, options, reads in (
+        ("cifar100", folder, 1),
+        ("fashion_mnist", folder, 2),  # images and labels
+        ("text", dict(synthetic=False, files=str(tmp_path / "*.txt"), context=16, tokens=256), 1),
+    ):
+        split, found, read_by = data.load(name=name, **options).train, [], []
+        for share in slice(0, 4), slice(0, 2), slice(2, 4):
+            places.clear()
+            found.append(list(trained(split, 4, share, seed=0, start=0, stop=1)))
+            read_by.append(sorted(places))
+        whole, first, second = read_by
+        assert (
+            sorted(first + second) == whole and len(first) == len(second) == 2 * reads and len(set(whole)) == 4 * reads
+        )
+        for arrays, *halves in zip(*(batches[0] for batches in found), strict=True):
+            np.testing.assert_array_equal(arrays, np.concatenate(halves))
+    starts = np.arange(1900)
+    rows = split.read(starts, 100)
+    np.testing.assert_array_equal(rows, np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(100)])
+    (tmp_path / "3.txt").write_bytes(text[505:1000])
+    with pytest.raises(train.Wrong, match=r"3\.txt became shorter during the training"):
+        split.read(starts, 100)
 
 
 def test_every_example_is_tested_once(run, train, data, monkeypatch):
