@@ -75,8 +75,10 @@ def parse(arguments: list[str]) -> Command:
                 f"--compression={known.compression}: --config.compression={changes['compression']} is given, too"
             )
         changes["compression"] = known.compression
-    config: Any = make_config(known.config, changes)
-    path = pathlib.Path(known.config)
+    path, ours = pathlib.Path(known.config), HERE.parent / known.config
+    if ours.is_file() and not path.is_file():  # recipes/configs/..., in a folder that isn't the repository's
+        path = ours
+    config: Any = make_config(str(path), changes)
     name = "-".join(filter(None, (path.parent.name, path.stem, config.compression.word, known.suffix)))
     return Command(config, name, tuple(arguments), devices=known.devices, launch=known.launch, runs=known.runs)
 

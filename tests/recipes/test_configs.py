@@ -6,6 +6,7 @@ import re
 import struct
 import types
 
+import jax
 import pytest
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
@@ -97,6 +98,21 @@ def test_wrong_configs(changes, says, run, train, tmp_path):
     assert "\n" not in str(error.value) and not list(tmp_path.glob("*/checkpoints"))
 
 
+@pytest.mark.parametrize(
+    "section, word",
+    [(section, "none") for section in ("data", "model", "optimizer", "schedule", "train")]
+    + [("compression", word) for word in WORDS],
+)
+def test_a_key_that_nothing_reads(section, word, train):
+    """It is an error before the training, also if a file has it."""
+    config = train.config.make_config(str(CONFIGS / "digits/mlp.py"), {"data": "synthetic", "compression": word})
+    with config[section].unlocked():
+        config[section].extra = 1
+    with pytest.raises(train.Wrong, match=rf"config\.{section}\b.*\bextra\b"):
+        job = train.prepare(config, train.launch.over_devices(jax.devices()[:2]))
+        train.call(job.make_step, "config.compression", **job.exchange.options)
+
+
 def test_wrong_files(train, tmp_path):
     """The cases are a section that doesn't exist, and a file without a config."""
     path = tmp_path / "extra.py"
@@ -136,6 +152,19 @@ def test_no_process_waits_for_one_that_refuses_a_folder(train, run, tmp_path):
         with pytest.raises(train.Wrong, match=r"config\.train\.batch_size: the run in .* has 8"):
             train.RunFolder(folder, settings, train.launch.World(2, rank, 1, None, comm))
     assert any(sent[0]) and not any(sent[1])
+
+
+def test_a_folder_that_is_not_the_repository(train, tmp_path, monkeypatch):
+    """A path in the current folder comes first."""
+    monkeypatch.chdir(tmp_path)
+    given = "recipes/configs/cifar/resnet20.py"
+    for changes in ["--config.compression=dgc"], ["--config.compression", "dgc"], ["--compression=dgc"]:
+        command = train.config.parse([f"--config={given}", *changes, "--config.train.num_epochs=500", "--suffix=x"])
+        assert command.name == "cifar-resnet20-dgc-x" and command.config.train.num_epochs == 500
+    path = tmp_path / given
+    path.parent.mkdir(parents=True)
+    path.write_text("from configs.cifar.resnet56 import get_config\n")
+    assert train.config.parse([f"--config={given}"]).config.model.depth == 56
 
 
 def test_layers(train):
