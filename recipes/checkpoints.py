@@ -80,14 +80,13 @@ class Checkpoints:
         step, why = sys.maxsize, ""
         # A process may not yet see the files that another one does, so they agree on each step that they try.
         while step := max(self.world.gather(max((each for each in self.steps() if each < step), default=0))):
-            found, why, path = None, "another process can't read it", self.folder / str(step)
-            if self.world.all(path.is_dir()):
-                try:
-                    found = cgx.restore_state(path, template, comm=self.world.comm)
-                except Exception as error:  # Orbax and TensorStore raise many types
-                    why = _line(error)
-                if self.world.all(found is not None):
-                    return step, found
+            found, why = None, "another process can't read it"
+            try:
+                found = cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
+            except Exception as error:  # Orbax and TensorStore raise many types
+                why = _line(error)
+            if self.world.all(found is not None):
+                return step, found
             self._unreadable.add(step)
             self.say(f"the checkpoint of step {step} can't be read ({why}): trying the one before")
         if why:
