@@ -1,8 +1,12 @@
-"""Tests that benchmarks set up devices only after they have imported one another."""
+"""Tests benchmarks/recipes.py, and that benchmarks set up devices only after they have imported one another."""
 
+import os
 import pathlib
 import subprocess
 import sys
+
+import pytest
+from helpers import load_script
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 IMPORT = """
@@ -21,3 +25,23 @@ def test_importing_them_sets_up_no_device():
     command = [sys.executable, "-P", "-c", IMPORT, BENCHMARKS, *names]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+
+
+def test_first_run_of_a_recipe(tmp_path, monkeypatch, capfd):
+    """It is in a fresh clone of the last commit, and an error ends it."""
+    script = load_script(BENCHMARKS / "recipes.py", monkeypatch)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    for name in "GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL":
+        monkeypatch.setenv(name, "tests")
+    monkeypatch.setenv("MAKEFLAGS", "n")  # as if another make had started it; it would run nothing
+    makefile = "recipe:\n\t@touch built; echo in $$PWD\n\t@test -f built && : recipes/train.py\n"
+    (tmp_path / "Makefile").write_text(makefile)
+    git = lambda *words: subprocess.run(["git", *words], cwd=tmp_path, check=True, env=os.environ)
+    for words in ["init", "-q"], ["add", "Makefile"], ["commit", "-qm", "tests"]:
+        git(*words)
+    (tmp_path / "Makefile").write_text("recipe:\n\t@false\n")
+    assert [row["part"] for row in script.first_run()] == ["building and installing", "the command"]
+    assert f"in {tmp_path}\n" not in capfd.readouterr().err and not (tmp_path / "built").exists()
+    git("commit", "-qam", "tests")
+    with pytest.raises(subprocess.CalledProcessError):
+        list(script.first_run())
