@@ -3,6 +3,7 @@
 This module can't have the name `compression`, because Python 3.14 has a module of that name.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from checks import call, choose
@@ -45,14 +46,6 @@ def _dgc(around: Around, *, values: Any, **options: Any) -> Exchange:
     return _sparse(cgx.dgc, around, values=_codec(values), **options)
 
 
-def _bsc(around: Around, **options: Any) -> Exchange:
-    return _sparse(cgx.bsc, around, **options)
-
-
-def _mpq(around: Around, **options: Any) -> Exchange:
-    return _sparse(cgx.mpq, around, **options)
-
-
 def _diloco(around: Around, *, codec: Any, every: int, **options: Any) -> Exchange:
     form = cgx.wan.diloco(around.optimizer, every=every, axis_name="data", plan=_codec(codec), **options)
     return Exchange(dict(diloco=form), None, every)
@@ -72,4 +65,10 @@ def _codec(section: dict[str, Any]) -> Any:
 
 
 CODECS = {name: x for name, x in vars(cgx).items() if isinstance(x, type) and issubclass(x, Codec)}
-KINDS = {"bsc": _bsc, "dgc": _dgc, "diloco": _diloco, "mpq": _mpq, "plan": _plan}
+KINDS = {
+    "bsc": functools.partial(_sparse, cgx.bsc),
+    "dgc": _dgc,
+    "diloco": _diloco,
+    "mpq": functools.partial(_sparse, cgx.mpq),
+    "plan": _plan,
+}

@@ -16,16 +16,16 @@ import jaxcgx as cgx
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """The section `train` of a config."""
+    """The section `train` of a config. configs/__init__.py says what each key means."""
 
-    batch_size: int  # examples per step, of all ranks together
+    batch_size: int
     num_epochs: float
-    steps: int  # stops after this many steps, with the same schedule; 0: after num_epochs
+    steps: int
     seed: int
-    log_every: int  # steps between two lines of metrics
-    test_every: float  # epochs between two tests
-    test_examples: int  # 0: all
-    save_every: int  # steps between two checkpoints
+    log_every: int
+    test_every: float
+    test_examples: int
+    save_every: int
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_epochs", "log_every", "test_every", "save_every"):

@@ -1,5 +1,7 @@
 """The bytes of files. A process reads only those that it asks for."""
 
+import bisect
+import hashlib
 import pathlib
 from collections.abc import Sequence
 
@@ -20,21 +22,37 @@ class Content:
 
     def read(self, start: int, size: int) -> bytes:
         """Returns the bytes from `start` to `start + size` - 1."""
-        found = b""
-        for i in range(int(np.searchsorted(self.ends, start, "right")) - 1, len(self.parts)):
-            first, part = start + len(found) - self.ends[i], self.parts[i]
+        found, i = b"", bisect.bisect(self.ends, start) - 1
+        while len(found) < size:
+            part, first = self.parts[i], start + len(found) - self.ends[i]
             wanted = min(size - len(found), self.ends[i + 1] - self.ends[i] - first)
             if isinstance(part, bytes):
-                found += part[first : first + wanted]
-                continue
-            with part.open("rb") as file:
-                file.seek(first)
-                found += (got := file.read(wanted))
+                got = part[first : first + wanted]
+            else:
+                with part.open("rb") as file:
+                    file.seek(first)
+                    got = file.read(wanted)
             if len(got) < wanted:
                 raise Wrong(f"{part} became shorter during the training")
-            if len(found) == size:
-                break
+            found += got
+            i += 1
         return found
+
+    def checked(self, place: str, kind: str, expected: str) -> bytes:
+        """Returns all bytes, if they have the expected sum.
+
+        Args:
+          place: the name of the file in an error.
+          kind: the kind of the sum, "md5" or "sha1".
+          expected: the sum.
+        """
+        whole = self.read(0, len(self))
+        if (found := hashlib.new(kind, whole, usedforsecurity=False).hexdigest()) != expected:
+            raise Wrong(
+                f"config.data.folder: {place} is damaged: expected the {kind.upper()} sum {expected} of its content, "
+                f"got {found}"
+            )
+        return whole
 
     def rows(self, starts: np.ndarray, size: int) -> np.ndarray:
         """Returns the `size` bytes from each of `starts`, uint8[starts, size]."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import hashlib
 import math
 import pathlib
 import zlib
@@ -40,9 +39,9 @@ class FashionMnist:
     shape: ClassVar[tuple[int, ...]] = 28, 28, 1
 
     def load(self) -> tuple[Split, Split]:
-        images, labels, test_images, test_labels = (self._file(name, md5) for name, md5 in FILES.items())
-        pixels = np.frombuffer(images.read(16, len(images) - 16), np.uint8).reshape(-1, *self.shape)
-        return splits(self._part(images, labels), self._part(test_images, test_labels), count(pixels), self.augment)
+        (images, whole), (labels, _), *test = (self._file(name, md5) for name, md5 in FILES.items())
+        pixels = np.frombuffer(whole, np.uint8)[16:].reshape(-1, *self.shape)
+        return splits(self._part(images, labels), self._part(*(file for file, _ in test)), count(pixels), self.augment)
 
     def stand_in(self) -> tuple[Split, Split]:
         return synthetic(self.shape, self.classes, (60_000, 10_000))
@@ -56,24 +55,17 @@ class FashionMnist:
 
         return read, len(labels) - 8
 
-    def _file(self, name: str, md5: str) -> Content:
-        """Returns a file, which is read once, to check it."""
-        path = pathlib.Path(self.folder, name)
+    def _file(self, name: str, md5: str) -> tuple[Content, bytes]:
+        """Returns a file, and all its bytes, which are read once, to check them."""
+        packed = pathlib.Path(self.folder, name)
+        path = packed.with_suffix("") if packed.with_suffix("").is_file() else packed
+        if not path.is_file():
+            raise Wrong(
+                f"config.data.folder: there is no {path}; install Debian's package dataset-fashion-mnist, or name the "
+                "folder of the files by --config.data.folder=..., or try --config.data=synthetic"
+            )
         try:
-            if path.with_suffix("").is_file():
-                content = Content([path.with_suffix("")])
-            elif path.is_file():
-                content = Content([gzip.decompress(path.read_bytes())])
-            else:
-                raise Wrong(
-                    f"config.data.folder: there is no {path}; install Debian's package dataset-fashion-mnist, or name "
-                    "the folder of the files by --config.data.folder=..., or try --config.data=synthetic"
-                )
-            found = hashlib.md5(content.read(0, len(content)), usedforsecurity=False).hexdigest()
+            content = Content([gzip.decompress(path.read_bytes()) if path is packed else path])
+            return content, content.checked(str(path), "md5", md5)
         except (EOFError, OSError, zlib.error) as error:
             raise Wrong(f"config.data.folder: {path} is damaged: {error}") from None
-        if found != md5:
-            raise Wrong(
-                f"config.data.folder: {path} is damaged: expected the MD5 sum {md5} of its content, got {found}"
-            )
-        return content

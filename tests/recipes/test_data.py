@@ -43,7 +43,7 @@ def test_cifar(train, data, tmp_path, monkeypatch, name, archive, sha1, files):
         load()
     kind = getattr(data.cifar, name.capitalize())
     content = cifar(tmp_path, kind)
-    with pytest.raises(train.Wrong, match=rf"\.bin in .* is damaged: expected the SHA-1 {sha1}"):
+    with pytest.raises(train.Wrong, match=rf"\.bin in .* is damaged: expected the SHA1 sum {sha1}"):
         load()
     for part in "train", "test":
         sums = dict.fromkeys(getattr(kind, part), hashlib.sha1(content, usedforsecurity=False).hexdigest())
@@ -137,6 +137,10 @@ def test_fashion_mnist(train, data, tmp_path, monkeypatch):
             np.testing.assert_array_equal(labels, range(4))
             assert images.shape == (4, 28, 28, 1) and np.ptp(images[:, 1]) == 0
             assert (np.diff(images[:, 0, 0, 0]) > 0).all()
+    path = (tmp_path / name).with_suffix("")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(train.Wrong, match=f"{path} is damaged: expected the MD5 sum"):
+        load()
 
 
 def test_text(train, data, tmp_path):
