@@ -124,6 +124,8 @@ class Checkpoints:
 
 def _line(error: Exception) -> str:
     """Returns the operating system's reason if the error has one, else the first line of the error."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     text = str(error).strip()
     reason = re.search(r"[^:\n]+(?= \[os_error_code)", text)
     return reason.group().strip() if reason else text.partition("\n")[0][:200]
