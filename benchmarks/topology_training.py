@@ -41,10 +41,11 @@ NOTES = f"""\
   {2 * INPUTS * HIDDEN:,} parameters trains, with 4 bits between the hosts and float32 in them. It computes little, so a
   step is mostly exchange.
 - topology: `cgx.wan.Topology(...).steps(...)` with `make_train_step`, which updates every {EVERY} steps. It begins
-  without estimates. Its time is the median of the last {EVERY - 1} steps, without the one that updates. best: the same
-  step with the trees that `routes` finds for the rates that were set. Goal: within {NEAR} of it.
+  while all links are equal. Then the first link becomes slow ("before the move"), and later the second one in its place
+  ("after"). Its time is the median of the last {EVERY - 1} steps, without the one that updates. best: the same step
+  with the trees that `routes` finds for the rates that were set. Goal: within {NEAR} of it.
 - worst step: the longest step of the topology, in which it compiles a program for another overlay.
-- steps until near: how many steps after the move the first one was within {NEAR} of the best.
+- until near: how many steps after the change the first one was within {NEAR} of the best.
 """
 
 
@@ -101,8 +102,11 @@ def measure(setup, repeats):
         command = [sys.executable, pathlib.Path(__file__).resolve(), "--rank"]
         hosts = Hosts(stack, lab, {"jaxcgx": command}, dict(setup=setup), ranks=SHAPE[1])
         ms = lambda name, count: [max(hosts.ask(name, 1)["ms"]) for _ in range(count)]
-        # The first step compiles, and so does the next one, which gets the first one's arrays.
-        alone = lambda name: median(ms(name, repeats + 2)[2:])
+        alone = lambda name: median(ms(name, repeats))
+        for (
+            name
+        ) in hosts.methods:  # the first step compiles, and so does the next one, which gets the first one's arrays
+            hosts.ask(name, EVERY)
         set_link(lab, setup, second=False, slow=True)
         rows, steps = [], []
 
