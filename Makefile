@@ -62,12 +62,13 @@ ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short \
-	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter gallery test-commands \
-	cuda-resources \
-	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-differential bench-diloco bench-errors bench-failures \
-	bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority \
-	bench-recipes bench-selection bench-simulation bench-topology bench-training bench-training-speed bench-wan
+.PHONY: help demo recipe check docs test test-full test-commands test-demos test-ray test-recipes begin slowest build \
+	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short matrix matrix-short wheels clean interpreter \
+	gallery \
+	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-differential bench-diloco bench-errors \
+	bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
+	bench-prediction bench-priority bench-recipes bench-selection bench-simulation bench-topology bench-training \
+	bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -245,6 +246,9 @@ bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides be
 
 bench-priority: $(INSTALLED) ## as root, compare steps with the longer of computation and communication (P3)
 	@.venv/bin/python benchmarks/priority.py
+
+bench-first-run: $(INSTALLED) ## measure make demo and make recipe in fresh clones
+	@.venv/bin/python benchmarks/first_run.py
 
 bench-failures: $(INSTALLED) ## measure how soon the others get an error if a rank fails (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py

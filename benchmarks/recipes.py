@@ -1,32 +1,24 @@
 """Runs the recipes as users do, and reports what compression costs: accuracy or loss, bytes and hours.
 
-    python benchmarks/recipes.py [--parts PART ...] [--runs REGEX] [--folder DIR] [--out DIR]
+    python benchmarks/recipes.py [--runs REGEX] [--folder DIR] [--out DIR]
 
-Each of the `rows` is a command with its own folder in DIR (build/bench-recipes). A run that was interrupted continues,
-and what is already in the result file is not run again. Remove the file to run all. `first` is `make recipe` in a fresh
-clone of the last commit.
+Each row is a command with its own folder in DIR (build/bench-recipes). A run that was interrupted continues, and what
+is already in the result file is not run again. Remove the file to run all.
 """
 
 import argparse
-import itertools
 import json
 import math
-import os
 import pathlib
 import re
 import subprocess
 import sys
-import tempfile
-import time
 from typing import NamedTuple
 
-from report import RESULTS, Growing, header, line, mark
+from report import RESULTS, Growing, header, line
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RANKS = 4
-PARTS = "rows", "first"
-FIRST = "building and installing", "the command"  # the parts of `make recipe`
-GOAL = 120  # seconds of `make recipe` in a fresh clone on 2 cores
 
 
 class Task(NamedTuple):
@@ -84,24 +76,6 @@ NOTES = f"""\
   Images of digits have 8 x 8 pixels, those of Fashion-MNIST 28 x 28.
 - dgc: 5 of the 12 epochs on digits, and 1 of 2 or 6 epochs elsewhere, are its warm-up, in which more elements are sent.
   Two epochs are short for DGC and DiLoCo: on Fashion-MNIST, they lose most."""
-
-
-def first_run():
-    """Yields the seconds of both parts of `make recipe` in a fresh clone of the repository."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
-        line, times = ["make", "--trace", "recipe"], [time.monotonic()]
-        with subprocess.Popen(line, cwd=folder, env=inherited, stdout=subprocess.PIPE, text=True) as make:
-            for text in make.stdout:
-                print(text, end="", file=sys.stderr)
-                if len(times) == 1 and "recipes/train.py" in text:  # make shows a command before it starts it
-                    times.append(time.monotonic())
-        if make.returncode:
-            raise subprocess.CalledProcessError(make.returncode, line)
-        times.append(time.monotonic())
-    for part, (began, ended) in zip(FIRST, itertools.pairwise(times), strict=True):
-        yield dict(part=part, seconds=round(ended - began, 1))
 
 
 def folder_name(task, word):
@@ -163,32 +137,20 @@ def table(report, name, task):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--runs", default="", help="a regular expression: only rows whose 'CONFIG WORD' has it are run")
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build/bench-recipes")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     args = parser.parse_args()
     charts = [dict(table="rows", title="Accuracy in %, or perplexity", x="compression", y=["value"], panel="task")]
-    report = Growing("make bench-recipes", args.out / "recipes.json", ["rows", "first"], ranks=RANKS, charts=charts)
+    report = Growing("make bench-recipes", args.out / "recipes.json", ["rows"], ranks=RANKS, charts=charts)
     for name, task in TASKS.items():
         for word in task.words:
             row = dict(task=name, compression=title(task, word))
-            wanted = "rows" in args.parts and re.search(args.runs, f"{task.config} {word}")
-            if wanted and not report.has("rows", **row):
+            if re.search(args.runs, f"{task.config} {word}") and not report.has("rows", **row):
                 train(task, word, args.folder)
                 report.add("rows", row | result(task, word, args.folder))
         table(report, name, task)
-    if "first" in args.parts and not report.has("first", part=FIRST[0]):
-        report.data["first"] = []  # older results have another form
-        report.add("first", *first_run())
     report.show("", NOTES)
-    if seconds := {row["part"]: row["seconds"] for row in report.data["first"] if "part" in row}:
-        whole = sum(seconds.values())
-        spelled = ", ".join(f"{value:.0f} s for {part}" for part, value in seconds.items())
-        report.show(
-            f"- `make recipe` in a fresh clone took {whole:.0f} s: {spelled}. The goal is at most {GOAL} s on 2 cores "
-            f"({mark(whole <= GOAL)}). It includes the downloads of packages that pip's cache doesn't have."
-        )
     report.write(args.out, "recipes")
 
 
