@@ -111,9 +111,8 @@ def measure(setup, repeats):
         rows, steps = [], []
 
         def take(when, count):
-            steps.extend(
-                dict(setup=setup, step=len(steps) + i, ms=round(x, 1)) for i, x in enumerate(ms("topology", count))
-            )
+            first = len(steps)
+            steps.extend(dict(setup=setup, step=first + i, ms=round(x, 1)) for i, x in enumerate(ms("topology", count)))
             mine, best, ring = [each["ms"] for each in steps[-count:]], alone(f"best {when}"), alone("ring")
             near = next((i for i, x in enumerate(mine) if x <= NEAR * best), None)
             own = median(mine[1 - EVERY :])

@@ -50,10 +50,8 @@ CHARTS = [
     dict(table="losses", title="Loss by step", x="steps", y=["loss"], by="technique", panel="centers"),
     BY_TIME,
 ]
-# The techniques in the committed pictures. More lines would hide one another.
-DRAWN = re.compile(
-    "float32|4 bits|FP16|BSC|MPQ|P3|mixed sync|DGT, (defer|quantize)|HFA|4 bits [+] (HFA|DiLoCo)|TSEngine"
-)
+# The techniques in the committed pictures, no more than there are colors.
+DRAWN = re.compile("float32|4 bits|FP16|BSC|MPQ|P3|DGT, (defer|quantize)|4 bits [+] (HFA|DiLoCo|TSEngine)|TSEngine")
 NOTES = f"""\
 - A center is a host with its own link, and its ranks are processes in this host. All of them share the processors of
   one machine. The model is a transformer of 3.3 million parameters on the text of Python's documentation, with 4
