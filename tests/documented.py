@@ -8,8 +8,11 @@ is a line of the section `Args`. A class attribute, a field and an attribute tha
 import ast
 import functools
 import inspect
+import pathlib
 import re
 import textwrap
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def undocumented(module):
@@ -23,6 +26,14 @@ def undocumented(module):
         if inspect.isclass(thing):
             found += missing_members(name, thing)
     return found
+
+
+def named_on_pages(module):
+    """Returns the names in a module, as jaxcgx.mpi.hierarchy, that README and docs/ mention."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    found = {f"jaxcgx{rest}" for rest in re.findall(r"\b(?:jax)?cgx((?:\.[A-Za-z]\w*)+)", text)}
+    return sorted(name for name in found if name.startswith(f"{module}."))
 
 
 def lines(text):

@@ -2,16 +2,19 @@
 
 import ast
 import pathlib
+import pkgutil
 import re
 import types
 
 import pytest
-from documented import undocumented
+from documented import named_on_pages, undocumented
 
 import jaxcgx
 from jaxcgx import lab, wan
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
+RESULTS = re.findall(r"^\.\. autoclass:: (\w+\.[\w.]+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+SCOPES = "jaxcgx.compressed_psum.down", "jaxcgx.two_shot.MaxMin_bits_4"  # in explain.md, names in compiled programs
 
 
 def test_every_page_is_in_the_contents():
@@ -45,6 +48,18 @@ def test_the_api_page_has_every_public_name():
 def test_every_public_name_is_documented(module):
     """With the members of classes. tests/mpi/test_site.py checks jaxcgx.mpi."""
     assert not undocumented(module)
+
+
+@pytest.mark.parametrize("module, name", RESULTS)
+def test_every_result_is_documented(module, name):
+    kind = pkgutil.resolve_name(f"{module}:{name}")
+    assert kind.__module__ == module
+    assert not undocumented(types.SimpleNamespace(__all__=[name], **{name: kind}))
+
+
+@pytest.mark.parametrize("name", sorted({*named_on_pages("jaxcgx")} - {*named_on_pages("jaxcgx.mpi"), *SCOPES}))
+def test_names_on_pages_exist(name):
+    assert name == "jaxcgx.mpi" or pkgutil.resolve_name(name) is not None
 
 
 class Gap:

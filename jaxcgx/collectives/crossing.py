@@ -29,13 +29,20 @@ class Ticket:
     """A mean that has begun, for `end_pmean`. It is a pytree of arrays with a leading axis of size one.
 
     If its arrays are zeros, nothing has begun.
+
+    Attributes:
+      messages: {numbers of the leaves: message whose exchange has begun}.
+      leaves: {number of the leaf: mean that the first program has already computed}.
+      tree: the tree structure of the means.
+      fed: whether there are residuals.
+      names: the axes of the ranks.
     """
 
-    messages: dict[tuple[int, ...], Any]  # {numbers of the leaves: message whose exchange has begun}
-    leaves: dict[int, jax.Array]  # {number of the leaf: mean that the first program has already computed}
+    messages: dict[tuple[int, ...], Any]
+    leaves: dict[int, jax.Array]
     tree: Any
-    fed: bool  # whether there are residuals
-    names: tuple[Any, ...]  # the axes of the ranks
+    fed: bool
+    names: tuple[Any, ...]
 
 
 def begin_pmean(

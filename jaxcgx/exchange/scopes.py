@@ -36,7 +36,16 @@ class MessageScope:
 
 @dataclasses.dataclass(frozen=True)
 class LeafScope:
-    """A leaf that travels uncompressed, or not at all."""
+    """A leaf that travels uncompressed, or not at all.
+
+    Attributes:
+      function: the function of jaxcgx that got the leaf.
+      axes: the axes of the exchange.
+      path: the path of the leaf.
+      dtype: the name of its dtype.
+      bytes: the bytes of the leaf.
+      reason: the reason, as text.
+    """
 
     function: str
     axes: tuple[Any, ...]
@@ -47,10 +56,12 @@ class LeafScope:
 
     @property
     def leaves(self) -> tuple[str, ...]:
+        """The path as a tuple, as a message has its leaves."""
         return (self.path,)
 
     @property
     def name(self) -> str:
+        """The name of the scope in the traced program."""
         return f"{self.function}.raw.{_plain(self.path)}"
 
 

@@ -16,6 +16,12 @@ Args:
     The `cross` or the `inner` of a hierarchy.
   check: True compares the ranks' arguments when the call is traced, and again when the program runs. False compares
     them only when the program runs. If they differ, every rank raises an error that names the ranks and the leaf.
+
+Programs may change two times:
+
+Attributes:
+  WAIT: the seconds that a call with check=True waits for the other ranks, and after which other waits are reported: 60.
+  MEET: the seconds that ranks wait for each other at the first use of a communicator and in `hierarchy()`: 1800.
 """
 
 import os
@@ -82,6 +88,5 @@ __all__ = [
     "hierarchy",
 ]
 
-# Programs may change these two times.
-WAIT = 60.0  # seconds that a call with check=True waits for the other ranks, and after which other waits are reported
-MEET = 1800.0  # seconds that ranks wait for each other at the first use of a communicator and in hierarchy()
+WAIT = 60.0
+MEET = 1800.0

@@ -15,13 +15,17 @@ from jaxcgx.transports.base import Transport
 
 
 class PerRank(NamedTuple):
-    """A model state that differs between ranks: each rank has its own."""
+    """A model state that differs between ranks: each rank has its own.
 
-    rows: Any  # a tree like the state of one rank, [ranks, *shape], sharded over the ranks
+    Attributes:
+      rows: a tree like the state of one rank, `[ranks, *shape]`, sharded over the ranks.
+    """
+
+    rows: Any
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """{field with a row per rank: the quantity that reshard_state preserves over the ranks, "sum" or "mean"}."""
+        """The fields with arrays per rank, and whether `reshard_state` keeps their sum or their mean over the ranks."""
         return {"rows": "mean"}
 
     @property

@@ -11,14 +11,19 @@ from jaxcgx.optim.halves import Halves
 
 
 class Pending(NamedTuple):
-    """Gradients that a step has computed, and the next step sends."""
+    """Gradients that a step has computed, and the next step sends: with overlap="priority", a part of the state.
 
-    gradients: Any  # a tree like the trained parameters, [ranks, *shape], sharded over the ranks
-    loss: jax.Array  # the loss of these gradients
+    Attributes:
+      gradients: a tree like the trained parameters, `[ranks, *shape]`, sharded over the ranks.
+      loss: the loss of these gradients.
+    """
+
+    gradients: Any
+    loss: jax.Array
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """{field with a row per rank: the quantity that reshard_state preserves over the ranks, "sum" or "mean"}."""
+        """The fields with arrays per rank, and whether `reshard_state` keeps their sum or their mean over the ranks."""
         return {"gradients": "mean"}
 
     @property

@@ -20,20 +20,28 @@ class CompressState(NamedTuple):
     A field is None if the arguments don't need it. count and key are None if nothing is compressed. Arrays per rank
     have a leading axis of the ranks, and are sharded over it (`state_specs`). Inside shard_map, and over MPI, the size
     of this axis is 1.
+
+    Attributes:
+      count: int32[]: the number of steps so far.
+      key: uint32[2], the same on every rank and in every step.
+      residuals: like the gradients, `float32[ranks, *shape]`; None for a leaf that always travels raw.
+      momentum: like the gradients, `[ranks, *shape]`; None for a leaf that always travels raw.
+      telemetry: the Telemetry of the last step.
+      trace: like the gradients, the same on every rank: the momentum of the means of raw leaves, and of weight decay.
+      factors: PowerSGD's factors, like the gradients, `float32[rank, n]`, the same on every rank.
     """
 
-    count: Any  # int32[]: the number of steps so far
-    key: Any  # uint32[2], the same on every rank and in every step
-    residuals: Any  # like the gradients, float32[ranks, *shape]; None for a leaf that always travels raw
-    momentum: Any  # like the gradients, [ranks, *shape]; None for a leaf that always travels raw
-    telemetry: Any  # the Telemetry of the last step
-    # like the gradients, [*shape], the same on every rank: the momentum of the means of raw leaves, and of weight decay
+    count: Any
+    key: Any
+    residuals: Any
+    momentum: Any
+    telemetry: Any
     trace: Any = None
-    factors: Any = None  # PowerSGD's, like the gradients, float32[rank, n], the same on every rank
+    factors: Any = None
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """{field with a row per rank: the quantity that reshard_state preserves over the ranks, "sum" or "mean"}."""
+        """The fields with arrays per rank, and whether `reshard_state` keeps their sum or their mean over the ranks."""
         return {"residuals": "sum", "momentum": "mean"}
 
     @property

@@ -21,14 +21,20 @@ class Telemetry(NamedTuple):
     `lost` is the error that feedback keeps. With own="raw" it includes both roundings of an exchange, with
     own="encoded" only the first. In a hierarchy, it includes only the exchange over the outermost axis. `meant` is the
     sum of gradients and residuals, which a step should send.
+
+    Attributes:
+      vnmse: `|lost|^2 / |meant|^2`.
+      saturation: the fraction of elements that are not 0 and whose error is not finite, or at least as large as the
+        element. Codecs take their scale from a bucket's range and don't clip. So these are small elements in a bucket
+        with a large one.
+      bytes: the bytes of the encoded leaf; in a hierarchy, for the outermost axis.
+      uncompressed: the bytes of the leaf, uncompressed.
     """
 
-    vnmse: Any  # |lost|^2 / |meant|^2
-    # The fraction of elements that are not 0 and whose error is not finite, or at least as large as the element. Codecs
-    # take their scale from a bucket's range and don't clip. So these are small elements in a bucket with a large one.
+    vnmse: Any
     saturation: Any
-    bytes: Any  # the bytes of the encoded leaf; in a hierarchy, for the outermost axis
-    uncompressed: Any  # the bytes of the leaf, uncompressed
+    bytes: Any
+    uncompressed: Any
 
 
 class Sums(NamedTuple):

@@ -30,11 +30,14 @@ MESSAGE = 4  # MiB of a message that is sent during the backward pass (benchmark
 
 
 class TrainStep(NamedTuple):
-    """The functions of a training loop. With `model_state`, they take and return a model state after `params`."""
+    """The functions of a training loop. With `model_state`, they take and return a model state after `params`.
 
-    # (params) -> (params, opt_state), placed as `step` needs them
+    Attributes:
+      init: a function (params) -> (params, opt_state), placed as `step` needs them.
+      step: a jitted function (params, opt_state, batch, key=None) -> (params, opt_state, Metrics): a `Step`.
+    """
+
     init: Callable[..., tuple[Any, ...]]
-    # a jitted function (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
     step: "Step"
 
     @property

@@ -32,12 +32,17 @@ VALUE = dict(value=P())  # the spec of the extra argument `value` of a transform
 
 
 class Metrics(NamedTuple):
-    """The metrics of a step, the same on every rank."""
+    """The metrics of a step, the same on every rank.
 
-    loss: jax.Array  # the mean over ranks and micro-batches, uncompressed
-    # The auxiliary outputs, or None without has_aux. Leaves with the examples along a dimension are those of the whole
-    # batch. Leaves that don't depend on the batch are unchanged. Random keys are those of the first rank's last
-    # micro-batch. All other leaves are means.
+    Attributes:
+      loss: the mean over ranks and micro-batches, uncompressed.
+      aux: the auxiliary outputs, or None without has_aux. Leaves with the examples along a dimension are those of the
+        whole batch. Leaves that don't depend on the batch are unchanged. Random keys are those of the first rank's last
+        micro-batch. All other leaves are means.
+      telemetry: the Telemetry of the exchange, or None without telemetry=True.
+    """
+
+    loss: jax.Array
     aux: Any
     telemetry: Telemetry | None
 

@@ -24,17 +24,29 @@ _OP = "Plan.explain"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A leaf in an exchange. In a hierarchy, a leaf has an exchange over each axis, and a row for each exchange."""
+    """A leaf in an exchange. In a hierarchy, a leaf has an exchange over each axis, and a row for each exchange.
 
-    leaf: str  # the path of the leaf
+    Attributes:
+      leaf: the path of the leaf.
+      shape: the shape of the leaf.
+      dtype: the name of its dtype.
+      axes: the axes of the exchange; (): `axis_size` was one number.
+      codec: the codec.
+      message: the number of the message, from 1; None: the leaf travels raw and alone, or not at all.
+      raw_bytes: the bytes of the leaf's elements in the exchange, in the leaf's dtype.
+      bytes: the bytes of the same elements in the message.
+      why: the reason why the leaf travels raw; None: it doesn't.
+    """
+
+    leaf: str
     shape: tuple[int, ...]
     dtype: str
-    axes: tuple[Any, ...]  # the axes of the exchange; (): `axis_size` was one number
+    axes: tuple[Any, ...]
     codec: Codec
-    message: int | None  # the number of the message, from 1; None: the leaf travels raw and alone, or not at all
-    raw_bytes: int  # the bytes of the leaf's elements in the exchange, in the leaf's dtype
-    bytes: int  # the bytes of the same elements in the message
-    why: str | None  # the reason why the leaf travels raw; None: it doesn't
+    message: int | None
+    raw_bytes: int
+    bytes: int
+    why: str | None
 
     @property
     def ratio(self) -> float:
@@ -44,10 +56,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast(Totals):
-    """The result of `Plan.explain`. str() is a table."""
+    """The result of `Plan.explain`. str() is a table.
+
+    Attributes:
+      rows: a `Row` for each leaf and exchange.
+      totals: {axes: (bytes in messages, bytes of the same elements uncompressed)}.
+    """
 
     rows: tuple[Row, ...]
-    totals: dict[Any, tuple[int, int]]  # {axes: (bytes in messages, bytes of the same elements uncompressed)}
+    totals: dict[Any, tuple[int, int]]
 
     def __repr__(self) -> str:
         leaves = len({row.leaf for row in self.rows})

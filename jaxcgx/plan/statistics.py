@@ -32,12 +32,21 @@ class GradientStatistics:
     """Statistics of gradients: sums over ranks and, if statistics were added, over steps.
 
     They are a pytree, so a jitted step can return them.
+
+    Attributes:
+      errors: float32[leaves, codecs]: the squared error of one encoding.
+      norms: float32[leaves]: the squared norm.
+      tops: float32[leaves]: the squared norm of the 100 largest magnitudes.
+      paths: the paths of the leaves that codecs can take, in the form that rules match.
+      shapes: the shapes of these leaves.
+      dtypes: the names of their dtypes.
+      codecs: the codecs.
     """
 
-    errors: jax.Array  # float32[leaves, codecs]: the squared error of one encoding
-    norms: jax.Array  # float32[leaves]: the squared norm
-    tops: jax.Array  # float32[leaves]: the squared norm of the 100 largest magnitudes
-    paths: tuple[str, ...]  # the paths of the leaves that codecs can take, in the form that rules match
+    errors: jax.Array
+    norms: jax.Array
+    tops: jax.Array
+    paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     codecs: tuple[Codec, ...]

@@ -40,29 +40,50 @@ _OP = "advise"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A way to exchange gradients, with its predicted times and error."""
+    """A way to exchange gradients, with its predicted times and error.
 
-    codec: Codec  # for the leaves that can be compressed
+    Attributes:
+      codec: the codec of the leaves that can be compressed.
+      schedule: the schedule.
+      mover: who moves the bytes: "gloo", "tcp" or "duplex".
+      bytes: the bytes that a rank sends in a step; in a hierarchy, only those to other nodes.
+      exchange: the seconds of all messages, without computation at the same time.
+      step: the seconds of a step.
+      exposed: the seconds of the exchange that the step waits for.
+      error: vNMSE of one exchange, without feedback.
+      auto: whether schedule="auto" chooses this schedule.
+    """
+
+    codec: Codec
     schedule: str
-    mover: str  # who moves the bytes: "gloo", "tcp" or "duplex"
-    bytes: int  # the bytes that a rank sends in a step; in a hierarchy, only those to other nodes
-    exchange: float  # the seconds of all messages, without computation at the same time
-    step: float  # the seconds of a step
-    exposed: float  # the seconds of the exchange that the step waits for
-    error: float  # vNMSE of one exchange, without feedback
-    auto: bool  # whether schedule="auto" chooses this schedule
+    mover: str
+    bytes: int
+    exchange: float
+    step: float
+    exposed: float
+    error: float
+    auto: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """The result of `advise`. str() is a table and a recommendation."""
+    """The result of `advise`. str() is a table and a recommendation.
 
-    rows: tuple[Choice, ...]  # the first row is lax.psum
+    Attributes:
+      rows: a `Choice` for each codec, schedule and mover; the first one is lax.psum.
+      best: the recommended one.
+      plan: its plan. None: don't compress.
+      break_even: the link rate in bit/s below which the best codec shortens steps; 0: never, infinite: always.
+      sure: whether the recommendation stays the same if exchange times are off by `jaxcgx.report.advise.SPREAD`.
+      constants: the (name, value, source) of every number that the prediction assumes.
+    """
+
+    rows: tuple[Choice, ...]
     best: Choice
-    plan: Plan | None  # None: don't compress
-    break_even: float  # the link rate in bit/s below which the best codec shortens steps; 0: never, infinite: always
-    sure: bool  # whether the recommendation stays the same if exchange times are off by SPREAD
-    constants: tuple[tuple[str, str, str], ...]  # (name, value, source)
+    plan: Plan | None
+    break_even: float
+    sure: bool
+    constants: tuple[tuple[str, str, str], ...]
 
     def __repr__(self) -> str:
         return f"<Advice: {'no compression' if self.plan is None else spell(self.best.codec)}>"

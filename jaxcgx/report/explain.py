@@ -34,35 +34,58 @@ Pairs = tuple[tuple[Any, int], ...]  # a mesh, as (axis name, size) pairs
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of the compiled program."""
+    """A collective of the compiled program.
 
-    operation: str  # XLA's name, such as "all-to-all"
-    over: str  # who moves the bytes: "Tcp", "MPI" or "shared memory"; "" for XLA
-    axes: tuple[Any, ...] | None  # names of mesh axes, outermost first; None: the ranks match no axes of a mesh
-    ranks: int  # the number of ranks that exchange with one another
+    Attributes:
+      operation: XLA's name, such as "all-to-all".
+      over: who moves the bytes: "Tcp", "MPI" or "shared memory"; "" for XLA.
+      axes: the names of mesh axes, outermost first; None: the ranks match no axes of a mesh.
+      ranks: the number of ranks that exchange with one another.
+      dtype: the name of the dtype that travels.
+      bytes: the bytes that a rank sends to other ranks each time.
+      raw_bytes: the same without compression.
+      times: how often it runs in a call; None: it is in a loop of unknown length.
+      branch: whether it is in a branch of a conditional, and so may not run at all.
+      function: the function of jaxcgx that made it; "" for other collectives.
+      codec: the codec as text; "" for other collectives.
+      schedule: the schedule; "" for other collectives.
+      leaves: the paths of the leaves. JAX 0.9 keeps only one name of collectives that XLA joined.
+      name: XLA's op_name, the collective's place in the traced program.
+    """
+
+    operation: str
+    over: str
+    axes: tuple[Any, ...] | None
+    ranks: int
     dtype: str
-    bytes: int  # the bytes that a rank sends to other ranks each time
-    raw_bytes: int  # the same without compression
-    times: int | None  # how often it runs in a call; None: it is in a loop of unknown length
-    branch: bool  # whether it is in a branch of a conditional, and so may not run at all
-    function: str  # the function of jaxcgx that made it; "" for other collectives
+    bytes: int
+    raw_bytes: int
+    times: int | None
+    branch: bool
+    function: str
     codec: str
     schedule: str
-    leaves: tuple[str, ...]  # the paths of the leaves; JAX 0.9 keeps only one name of collectives that XLA joined
-    name: str  # XLA's op_name, the collective's place in the traced program
+    leaves: tuple[str, ...]
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(Totals):
-    """The result of `explain`. str() is a table."""
+    """The result of `explain`. str() is a table.
+
+    Attributes:
+      collectives: all collectives, in the order of the program.
+      raw: the leaves that travel raw or that a plan skips, with the reasons.
+      jnp: whether codecs run in plain jnp, with the same bytes, as the platform or the codec has no kernels.
+    """
 
     collectives: tuple[Collective, ...]
-    raw: tuple[scopes.LeafScope, ...]  # the leaves that travel raw or that a plan skips, with the reasons
-    jnp: bool = False  # whether codecs run in plain jnp, with the same bytes: the platform or the codec has no kernels
+    raw: tuple[scopes.LeafScope, ...]
+    jnp: bool = False
 
     @property  # it overrides an attribute of Totals, which is fine because nobody assigns it
     def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A dict {axes: (bytes that a rank sends over these axes in a call, the same without compression)}.
+        """The bytes that a rank sends in a call, and the same without compression, over each axis or tuple of axes.
 
         A collective in a loop of unknown length counts once. Collectives in all branches of a conditional count.
         """

@@ -51,12 +51,19 @@ def check_several(function: str, what: str, count: int) -> None:
 
 
 class Center(NamedTuple):
-    """The state that each center has for itself. In `DilocoState`, arrays have a leading axis of the centers."""
+    """The state that each center has for itself. In `DilocoState`, arrays have a leading axis of the centers.
+
+    Attributes:
+      params: the parameters of the center.
+      start: the parameters at the beginning of the round; None without eager updates.
+      inner: the state of the inner optimizer.
+      sent: the state of the exchange inside the center. Its arrays have a second axis, of the center's ranks.
+    """
 
     params: Any
-    start: Any  # the parameters at the beginning of the round; None without eager updates
-    inner: Any  # the state of the inner optimizer
-    sent: Any  # the state of the exchange inside the center; its arrays have a second axis, of the center's ranks
+    start: Any
+    inner: Any
+    sent: Any
 
 
 class DilocoState(NamedTuple):

@@ -20,10 +20,14 @@ class Links:
     Args:
       ranks: the number of ranks.
       decay: the weight of the old estimate when a new measurement comes, from 0 to below 1.
+
+    Attributes:
+      rates: [ranks, ranks]: the estimates; NaN for links that were never measured.
+      known: [ranks, ranks]: whether a link was measured since the last change.
     """
 
-    rates: Array  # [ranks, ranks]; NaN for links that were never measured
-    known: Array  # [ranks, ranks], whether a link was measured since the last change
+    rates: Array
+    known: Array
 
     def __init__(self, ranks: int, decay: float) -> None:
         self.rates = np.full((ranks, ranks), np.nan)

@@ -44,10 +44,15 @@ class DecoupledState(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A round that has ended."""
+    """A round that has ended.
+
+    Attributes:
+      number: the number of the round, from 1.
+      centers: the places of the centers whose outer gradients are in it.
+    """
 
     number: int
-    centers: tuple[int, ...]  # the places of the centers whose outer gradients are in it
+    centers: tuple[int, ...]
 
 
 class _Held(NamedTuple):

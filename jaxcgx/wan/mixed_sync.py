@@ -25,10 +25,15 @@ OP = "mixed_sync"
 
 
 class Late(NamedTuple):
-    """The gradients that are still to be exchanged. Both lists have an entry for each step of delay, oldest first."""
+    """The gradients that are still to be exchanged. Both lists have an entry for each step of delay, oldest first.
 
-    gradients: list[Any]  # [ranks, *shape]
-    params: list[Any]  # the parameters at which these gradients were computed, the same on every rank
+    Attributes:
+      gradients: the gradients of each rank, `[ranks, *shape]`.
+      params: the parameters at which these gradients were computed, the same on every rank.
+    """
+
+    gradients: list[Any]
+    params: list[Any]
 
     @property
     def per_rank(self) -> dict[str, str]:
@@ -42,14 +47,21 @@ class Late(NamedTuple):
 
 
 class MixedSyncState(NamedTuple):
-    """The state of `mixed_sync`."""
+    """The state of `mixed_sync`.
+
+    Attributes:
+      late: the gradients that are still to be exchanged.
+      exchange: the state of compress_gradients.
+      count: int32[]: the number of steps until now.
+    """
 
     late: Late
-    exchange: Any  # the state of compress_gradients
-    count: Any  # int32[]: the number of steps until now
+    exchange: Any
+    count: Any
 
     @property
     def telemetry(self) -> Any:
+        """The Telemetry of the last exchange."""
         return self.exchange.telemetry
 
 

@@ -65,12 +65,16 @@ def matched_nesterov(rate: float = 1.0, momentum: float = 0.9, rho: float = 0.0)
 
 
 class OuterTelemetry(NamedTuple):
-    """The metrics of the last outer step of a fragment."""
+    """The metrics of the last outer step of a fragment. D is the mean of outer gradients, E the D of the round before.
 
-    # -<step, D> / |D|^2, where D is the mean of outer gradients: the length of the step in the direction of -D, in
-    # units of |D|. With Nesterov's momentum, it is the learning rate times A_t.
+    Attributes:
+      gain: `-<step, D> / |D|^2`: the length of the step in the direction of -D, in units of the norm of D. With
+        Nesterov's momentum, it is the learning rate times A_t.
+      rho: `<D, E> / (|D| |E|)`: the correlation of D and E.
+    """
+
     gain: jax.Array
-    rho: jax.Array  # <D, E> / (|D| |E|), where E is the D of the round before
+    rho: jax.Array
 
 
 def measure(mean: Any, step: Any, before: Any) -> OuterTelemetry:

@@ -17,14 +17,19 @@ OP = "diloco"
 
 
 class Waiting(NamedTuple):
-    """An exchange that began in an earlier step. Only the process that began it can end it."""
+    """An exchange that began in an earlier step. Only the process that began it can end it.
 
-    begun: Any  # bool[ranks]: whether an exchange has begun
-    rows: Any  # what ends it: a tree of arrays [ranks, ...]
+    Attributes:
+      begun: bool[ranks]: whether an exchange has begun.
+      rows: a tree of arrays `[ranks, ...]` with what ends it.
+    """
+
+    begun: Any
+    rows: Any
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """{field with a row per rank: what becomes of it in other processes or on other ranks}."""
+        """The fields with arrays per rank, and what becomes of them in other processes or on other ranks."""
         return {"begun": "zeros", "rows": "zeros"}
 
     @property
@@ -34,15 +39,22 @@ class Waiting(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The state of a fragment. It is the same in every center, except residuals in `sent` and a ticket in `waiting`."""
+    """The state of a fragment. It is the same in every center, except residuals in `sent` and a ticket in `waiting`.
 
-    sent: CompressState  # the state of the exchange of outer gradients
-    outer: Any  # the state of the outer optimizer
-    # The mean of outer gradients that is still to be applied, or the Waiting of its exchange. None if every exchange
-    # ends in the step in which it begins.
+    Attributes:
+      sent: the state of the exchange of outer gradients.
+      outer: the state of the outer optimizer.
+      waiting: the mean of outer gradients that is still to be applied, or the `Waiting` of its exchange. None if every
+        exchange ends in the step in which it begins.
+      before: the mean of outer gradients of the round before; None without telemetry.
+      telemetry: the OuterTelemetry of the last round; None without telemetry.
+    """
+
+    sent: CompressState
+    outer: Any
     waiting: Any
-    before: Any  # the mean of outer gradients of the round before; None without telemetry
-    telemetry: Any  # the OuterTelemetry of the last round; None without telemetry
+    before: Any
+    telemetry: Any
 
 
 class Both(NamedTuple):

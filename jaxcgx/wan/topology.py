@@ -22,7 +22,13 @@ ALIKE = 3  # rates are rounded to this many steps per factor of 2, because measu
 
 
 class Steps(NamedTuple):
-    """The functions of a training loop whose overlay may change."""
+    """The functions of a training loop whose overlay may change. They are called as those of `make`.
+
+    Attributes:
+      init: the function `init` with the current overlay.
+      step: the function `step` with the current overlay. Every few calls, it updates the Topology first.
+      finish: the function `finish` with the current overlay.
+    """
 
     init: Callable[..., Any]
     step: Callable[..., Any]
