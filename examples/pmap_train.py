@@ -3,7 +3,7 @@
 One changed line compresses the gradients. The model learns to read handwritten digits, on all devices of JAX.
 
     pip install ".[examples]" flax
-    python examples/pmap_train.py [steps]
+    python examples/pmap_train.py
 """
 
 import functools

@@ -3,7 +3,7 @@
 One changed line compresses the gradients. The model learns to read handwritten digits, on all devices of JAX.
 
     pip install ".[examples]" flax
-    python examples/trainstate_train.py [steps]
+    python examples/trainstate_train.py
 """
 
 import sys

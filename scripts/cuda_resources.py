@@ -1,9 +1,9 @@
 """Compares the costs of the CUDA kernels with scripts/cuda-resources.json (`make cuda-resources` writes it).
 
-    python scripts/cuda_resources.py sm_80,sm_90 LOG [COUNTS] [--write]
+    python scripts/cuda_resources.py sm_80,sm_90 LOG COUNTS
 
 LOG is the output of a build with nvcc's -Xptxas=-v, for at least these architectures. COUNTS is the output of
-tests/cpp/ptx/count.cc. Without COUNTS, nothing is compared.
+tests/cpp/ptx/count.cc. Without COUNTS, nothing is compared. With `--write`, the costs are written instead.
 
 The script always fails if a fast kernel spills registers, has a stack frame in local memory, or is missing in LOG. The
 kernels of cuda/any_bucket.cu and cuda/rotated.cu may spill, because they handle the cases that the fast kernels don't

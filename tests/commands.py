@@ -1,8 +1,10 @@
-"""The commands that the pages print, and the reasons why some of them are not run."""
+"""The commands that pages and the docstrings of programs print, and the reasons why some of them are not run."""
 
+import ast
 import pathlib
 import re
 import shlex
+import textwrap
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -10,6 +12,12 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("benchmarks/notes/*.md")),
+]
+PROGRAMS_OF_PAGES = [  # the gallery has the docstrings of examples; the others are the text of --help
+    *sorted(ROOT.glob("examples/**/*.py")),
+    *sorted(ROOT.glob("recipes/**/*.py")),
+    *sorted(ROOT.glob("scripts/*.py")),
+    ROOT / "scripts/gpu_check",
 ]
 
 # The programs of commands. A script with another one fails test_commands.py.
@@ -42,19 +50,19 @@ NOT_RUN = {
     r"bench-(lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
     r"cuda1[23]|gpu": GPU,
     r"make cuda": COMPILER,
-    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link": CLUSTER,
+    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example": CLUSTER,
     r"^docker ": ENGINE,
     r"configs/cifar": DATA,
     r"^tensorboard ": ENDLESS,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)": LONG,
-    r"\.\.\.|FILE|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
+    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)|gallery\.py": LONG,
+    r"\.\.\.|FILE|LOG|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
     r"mpich": OTHER_MPI,
 }
 
 
 class Script(NamedTuple):
-    """A block of a page, or code in its text, whose lines are for a shell."""
+    """A block of a page or docstring, or code in its text, whose lines are for a shell."""
 
     page: pathlib.Path
     text: str
@@ -92,12 +100,19 @@ def program_of(words):
 
 def scripts():
     """Returns all scripts, in the order of the pages."""
-    return [script for page in PAGES for script in of_page(page)]
+    return [script for page in [*PAGES, *PROGRAMS_OF_PAGES] for script in of_page(page)]
+
+
+def docstring(path):
+    return f"{ast.get_docstring(ast.parse(path.read_text()))}\n"
 
 
 def of_page(page):
-    text = page.read_text()
+    text = page.read_text() if page in PAGES else docstring(page)
     found = [(match.start(), match[3].strip()) for match in FENCE.finditer(text) if match[2] == SHELL]
+    for match in INDENTED.finditer(text) if page not in PAGES else ():
+        block = textwrap.dedent(match[0]).strip()
+        found += [(match.start(), block)] * bool(COMMAND.match(block))
     for match in FENCE.finditer(text):
         if match[2] == PROMPT:
             found.append((match.start(), "\n".join(re.findall(r"^\$ (.*)", match[3], re.MULTILINE))))

@@ -1,4 +1,4 @@
-"""Tests that every command on a page exists: its programs, files, targets and options.
+"""Tests that every command on a page or in a docstring exists: its programs, files, targets and options.
 
 `make test-commands` runs the commands (heavy_commands.py).
 """
@@ -35,6 +35,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 def test_what_it_names_exists(words, monkeypatch):
     words = list(itertools.dropwhile(lambda word: word == "sudo" or VARIABLE.match(word), words))
     words = words[: words.index("...")] if "..." in words else words
+    assert not any(word.startswith("[") for word in words), "an option in brackets isn't valid as printed"
     program, *rest = words
     if program in ("mpirun", "mpiexec", "srun"):
         python = next((i for i, word in enumerate(rest) if word.endswith("python")), None)
@@ -149,6 +150,13 @@ def test_no_program_and_no_command_escapes(page):
     for match in commands.INLINE.finditer(commands.INDENTED.sub(commands.blank, rest)):
         words = " ".join(match[1].split())
         assert not commands.OPTION.fullmatch(words) or commands.COMMAND.fullmatch(words), words
+
+
+@pytest.mark.parametrize("path", commands.PROGRAMS_OF_PAGES, ids=lambda path: path.name)
+def test_commands_in_docstrings_are_indented(path):
+    """After an empty line, as Markdown and the API's pages want it."""
+    rest = commands.INDENTED.sub(commands.blank, commands.docstring(path))
+    assert not [line for line in rest.splitlines() if commands.COMMAND.fullmatch(line.strip())]
 
 
 def is_program(text):

@@ -55,7 +55,7 @@ def test_one_line(name, monkeypatch, capsys):
     for library in ("sklearn", "flax", "equinox"):
         pytest.importorskip(library, reason="needs the extras `examples` and `test`")
     path = EXAMPLES / f"{name}.py"
-    assert len(path.read_text().splitlines()) <= 60
+    assert len(path.read_text().splitlines()) <= 62
     with jax.numpy_dtype_promotion("standard"):
         load_script(path, monkeypatch).main(6)
     words = capsys.readouterr().out.replace(",", "").split()

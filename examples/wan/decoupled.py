@@ -4,7 +4,9 @@
     python examples/wan/decoupled.py
 
 Each center is a separate process that trains on handwritten digits. To use several hosts, start one process on each
-host, with the same addresses: python examples/wan/decoupled.py --place 0 --addresses a.example:7000 b.example:7000
+host, with the same addresses and its own place, from 0:
+
+    python examples/wan/decoupled.py --place 0 --addresses a.example:7000 b.example:7000
 """
 
 import argparse
