@@ -74,7 +74,8 @@ def add_examples(app, page, source):
         code = "\n".join(text.splitlines()[ast.parse(text).body[0].end_lineno :]).strip()
         source[0] += f"\n## {name}\n\n{ast.get_docstring(ast.parse(text))}\n\n"
         if printed.is_file():
-            source[0] += f"```text\n{printed.read_text()}```\n\n"
+            _, shown = printed.read_text().split("\n", 1)  # without the digest of the code
+            source[0] += f"```text\n{shown}```\n\n"
         source[0] += f"```python\n{code}\n```\n"
 
 

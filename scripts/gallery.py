@@ -1,13 +1,21 @@
 """Runs the examples and writes their output to examples/output (`make gallery`).
 
 `.venv/bin/python scripts/gallery.py fsdp nnx_train` runs only these two examples.
+
+The wide-area demonstrations run between hosts, as root, or with `--local` if this machine can't make hosts. The first
+line of a file has a digest of the code that printed it.
 """
 
+import ast
+import hashlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
+
+from jaxcgx.lab import why_not
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -19,7 +27,21 @@ def command(path):
     python = ["python", str(path.relative_to(ROOT))]
     if path.stem == "mpi_train":
         return ["mpirun", "-n", "2", "python", "-m", "mpi4py", *python[1:]], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}
-    return python + ["--local"] * ("demonstrate(" in path.read_text()), {}
+    return python + ["--local"] * (between_hosts(path) and bool(why_not())), {}
+
+
+def between_hosts(path):
+    return "demonstrate(" in path.read_text()
+
+
+def digest(path):
+    """Returns a digest of the code of an example, and of the helpers in its folder, without their docstrings."""
+    found = hashlib.sha256()
+    for name in (path.name, *(f"{helper}.py" for helper in sorted(HELPERS))):
+        text = path.with_name(name).read_text() if path.with_name(name).is_file() else '""'
+        lines = text.splitlines()[ast.parse(text).body[0].end_lineno :]
+        found.update("\n".join(lines).encode())
+    return found.hexdigest()[:16]
 
 
 def main(names):
@@ -28,15 +50,16 @@ def main(names):
         if path.stem in HELPERS or (names and path.stem not in names):
             continue
         words, variables = command(path)
-        shown = " ".join([*(f"{name}={value}" for name, value in variables.items()), *words])
+        root = ["sudo"] * (between_hosts(path) and "--local" not in words)
+        shown = " ".join([*root, *(f"{name}={value}" for name, value in variables.items()), *words])
         print(shown, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             (pathlib.Path(folder) / "examples").symlink_to(EXAMPLES)
             done = subprocess.run(words, cwd=folder, env=environment | variables, stdout=subprocess.PIPE, text=True)
             done.check_returncode()
-            printed = done.stdout.replace(f"{pathlib.Path(folder).resolve()}/", "").strip()
+            printed = re.sub(r"^The curves are in .*\n", "", done.stdout, flags=re.MULTILINE).strip()
         (EXAMPLES / "output").mkdir(exist_ok=True)
-        (EXAMPLES / "output" / f"{path.stem}.txt").write_text(f"$ {shown}\n{printed}\n")
+        (EXAMPLES / "output" / f"{path.stem}.txt").write_text(f"code {digest(path)}\n$ {shown}\n{printed}\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import types
 
 import pytest
 from documented import named_on_pages, undocumented
+from helpers import load_script
 
 import jaxcgx
 from jaxcgx import lab, wan
@@ -29,14 +30,18 @@ def test_every_page_is_in_the_contents():
     )
 
 
-def test_outputs_are_those_of_examples():
-    """`make gallery` makes the pages of all examples."""
-    examples = DOCS.parent / "examples"
+def test_outputs_are_those_of_examples(monkeypatch):
+    """`make gallery` makes the pages of all examples. Its outputs are those of the examples' code."""
+    gallery, examples = load_script(DOCS.parent / "scripts/gallery.py", monkeypatch), DOCS.parent / "examples"
     printed = {path.stem: path.read_text() for path in (examples / "output").glob("*.txt")}
-    assert set(printed) == {path.stem for path in examples.rglob("*.py")} - {"common"}
+    paths = {path.stem: path for path in examples.rglob("*.py") if path.stem not in gallery.HELPERS}
+    assert set(printed) == set(paths)
     for name, text in printed.items():
-        first, _, rest = text.partition("\n")
-        assert first.startswith(("$ python examples/", "$ CGX_")) and f"{name}.py" in first and len(rest) > 50, name
+        digest, command, rest = text.split("\n", 2)
+        assert digest == f"code {gallery.digest(paths[name])}", f"old: run `.venv/bin/python scripts/gallery.py {name}`"
+        assert re.match(r"\$ (sudo )?(CGX_\S+ mpirun .*)?python ", command) and f"{name}.py" in command, name
+        assert ("sudo" in command) + ("--local" in command) == gallery.between_hosts(paths[name]), name
+        assert len(rest) > 50 and "The curves are in" not in rest, name
 
 
 def test_the_api_page_has_every_public_name():
