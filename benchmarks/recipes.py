@@ -31,19 +31,15 @@ class Task(NamedTuple):
     text: bool = False  # whether it is judged by its perplexity
 
 
+IMAGES = {
+    "dgc": "DGC, CIFAR-10, ResNet-110: 93.75 to 93.87",
+    "cgx4": "CGX, ImageNet, ResNet-50: 75.8 to 75.9; VGG-16: 69.1 to 68.9",
+}
 WARM = {"compression.warmup_epochs": 1}
 ALL = ["none", "cgx4", "eden4", "bytegrad", "fp16", "powersgd", "dgc", "dgc-wm0", "dgc-fp16", "bsc", "mpq", "diloco"]
 WORDS = {word: WARM if word in ("dgc", "dgc-fp16") else {} for word in ALL}  # for a few epochs
 TASKS = {
-    "ResNet-20 on digits": Task(
-        "digits/resnet20",
-        {"train.num_epochs": 12},
-        {word: {} for word in ALL},
-        {
-            "dgc": "DGC, CIFAR-10, ResNet-110: 93.75 to 93.87",
-            "cgx4": "CGX, ImageNet, ResNet-50: 75.8 to 75.9; VGG-16: 69.1 to 68.9",
-        },
-    ),
+    "ResNet-20 on digits": Task("digits/resnet20", {"train.num_epochs": 12}, {word: {} for word in ALL}, IMAGES),
     "transformer on Python's documentation": Task(
         "text/gpt",
         {"model.layers": 2, "model.width": 128, "train.num_epochs": 6},
@@ -54,7 +50,7 @@ TASKS = {
         },
         text=True,
     ),
-    "ResNet-20 on Fashion-MNIST": Task("fashion_mnist/resnet20", {"train.num_epochs": 2}, WORDS, {}),
+    "ResNet-20 on Fashion-MNIST": Task("fashion_mnist/resnet20", {"train.num_epochs": 2}, WORDS, IMAGES),
 }
 NOTES = f"""\
 - Each row is `python recipes/train.py --config=recipes/configs/CONFIG.py --compression=WORD` with the changes that its

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,6 +22,7 @@ import jaxcgx as cgx
 
 KEEP = 2  # checkpoints
 HALF = ".orbax-checkpoint-tmp"  # the end of the name of a checkpoint that isn't complete, for Orbax, too
+SEEN = 5  # seconds until a shared folder shows another host's files
 OWN_FILES = 64 << 10  # bytes of a checkpoint beside its arrays, at most about
 
 # A save that fails is an error of one line. Orbax's threads would log it, too, each with its traceback, and those of
@@ -36,11 +38,10 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, world: World, say: Callable[[str], None]) -> None:
         self.folder, self.world, self.say = folder.resolve(), world, say
-        self._unreadable: set[int] = set()  # steps
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in increasing order, without those that couldn't be read."""
-        return sorted({int(path.name) for path in self.folder.glob("*") if path.name.isdigit()} - self._unreadable)
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def save(self, step: int, tree: Any) -> None:
         """Saves a pytree of arrays, and then removes old checkpoints.
@@ -56,6 +57,9 @@ class Checkpoints:
                 if self.world.speaks:
                     self._begin(half, tree)
             with self._writing(step):
+                if self.world.comm is None:
+                    _wait(half)
+            with self._writing(step):
                 if self.world.comm is None or self.world.speaks:  # over MPI, this process has the rows of all
                     handler.save(half, args=ocp.args.PyTreeSave(tree))
             with self._writing(step):
@@ -63,21 +67,21 @@ class Checkpoints:
                     handler.finalize(half)
                     shutil.rmtree(self.folder / str(step), ignore_errors=True)  # one that couldn't be read
                     half.rename(self.folder / str(step))
+                    for old in self.steps()[:-KEEP]:  # first a new name: what is half removed is no checkpoint
+                        with contextlib.suppress(OSError):
+                            (self.folder / str(old)).rename(self.folder / f"{old}{HALF}")
         finally:
             if self.world.speaks:
                 self._remove_halves()
-        self._unreadable.discard(step)
-        if self.world.speaks:
-            for old in self.steps()[:-KEEP]:
-                shutil.rmtree(self.folder / str(old))
 
     def restore(self, template: Any) -> tuple[int, Any]:
         """Returns (step, tree) of the last readable checkpoint. Without checkpoints, returns (0, template).
 
-        All processes must call this method, and get the same step. If there are checkpoints and none can be read, it
-        raises `Wrong`.
+        All processes must call this method, and get the same step. Later checkpoints, which couldn't be read, become
+        STEP.unreadable, so that they don't count any more. If there are checkpoints and none can be read, it raises
+        `Wrong`.
         """
-        step, why = sys.maxsize, ""
+        step, why, bad, reads = sys.maxsize, "", [], False
         # A process may not yet see the files that another one does, so they agree on each step that they try.
         while step := max(self.world.gather(max((each for each in self.steps() if each < step), default=0))):
             found, why = None, "another process can't read it"
@@ -86,11 +90,18 @@ class Checkpoints:
             except Exception as error:  # Orbax and TensorStore raise many types
                 why = _line(error)
             if self.world.all(found is not None):
+                with self.world.together():
+                    if self.world.speaks:
+                        self._set_aside(bad)
                 return step, found
-            self._unreadable.add(step)
+            bad.append(step)
+            reads |= found is not None
             self.say(f"the checkpoint of step {step} can't be read ({why}): trying the one before")
         if why:
-            raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")
+            good = any(self.world.gather(reads))
+            remedy = "all hosts must see --runs" if good else "to begin anew, remove this folder"
+            with self.world.together():
+                raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); {remedy}")
         return 0, template
 
     @contextlib.contextmanager
@@ -105,6 +116,14 @@ class Checkpoints:
                 why = f"can't save the checkpoint of step {step}: {_line(error)}"
                 raise Wrong(f"{self.folder}: {why}; {last}") from error
 
+    def _set_aside(self, steps: list[int]) -> None:
+        """Renames checkpoints that can't be read."""
+        for step in steps:
+            new = self.folder / f"{step}.unreadable"
+            shutil.rmtree(new, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # only another process sees it
+                (self.folder / str(step)).rename(new)
+
     def _begin(self, half: epath.Path, tree: Any) -> None:
         """Makes the folder for half a checkpoint, if the disk has space for the whole one."""
         needed = OWN_FILES + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -116,10 +135,21 @@ class Checkpoints:
                 os.posix_fallocate(file.fileno(), 0, needed)
         except OSError as error:
             raise Wrong(f"{error.strerror} (it has up to {needed:,} bytes)") from error
+        # Other processes wait in Orbax for this folder, for up to 10 minutes if this one fails before it makes it.
+        (half / "array_metadatas").mkdir()
 
     def _remove_halves(self) -> None:
         for path in self.folder.glob(f"*{HALF}*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _wait(half: epath.Path) -> None:
+    """Waits until this process sees the folder that another one has made."""
+    until = time.monotonic() + SEEN
+    while not half.exists():
+        if time.monotonic() > until:
+            raise Wrong("a process doesn't see the folder of another one; all hosts must see --runs")
+        time.sleep(0.1)
 
 
 def _line(error: Exception) -> str:

@@ -6,7 +6,7 @@ This module can't have the name `compression`, because Python 3.14 has a module 
 import functools
 from typing import Any, NamedTuple
 
-from checks import call, choose
+from checks import Wrong, call, choose
 
 import jaxcgx as cgx
 from jaxcgx.codecs import Codec
@@ -54,6 +54,8 @@ def _diloco(around: Around, *, codec: Any, every: int, **options: Any) -> Exchan
 def _sparse(compress: Any, around: Around, *, warmup_epochs: int, warmup_coeff: Any = None, **options: Any) -> Exchange:
     settled = dict(compress=compress, **options, **around.moved)
     if not warmup_epochs:
+        if warmup_coeff is not None:
+            raise Wrong("config.compression.warmup_coeff: nothing reads it, because warmup_epochs is 0")
         return Exchange(settled, None)
     warm = dict(warmup_epochs=warmup_epochs, warmup_coeff=warmup_coeff, steps_per_epoch=around.steps_per_epoch)
     return Exchange(settled | warm, settled)

@@ -70,6 +70,19 @@ class Job(NamedTuple):
         return dict(bytes=found.bytes / self.exchange.every, raw_bytes=found.raw_bytes)
 
 
+def check_same(content: dict[str, int], world: World) -> None:
+    """Raises `Wrong` in all processes if they have different data, of which each would train on wrong shares."""
+    found = world.gather([*content.values()])
+    with world.together():
+        for number, values in enumerate(found):
+            for key, first, other in zip(content, found[0], values):
+                if first != other:
+                    raise Wrong(
+                        f"config.data: process 0 has other data than process {number}: {key} is {first} and {other}; "
+                        "all hosts need the same files"
+                    )
+
+
 def prepare(config: Any, world: World) -> Job:
     """Returns the job of a config for the ranks of `world`."""
     sections = {name: section.to_dict() for name, section in config.items()}

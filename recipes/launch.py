@@ -166,6 +166,8 @@ def start(how: str, devices: int | None = None) -> World:
 
 def over_devices(devices: list[Any]) -> World:
     """Returns the world of these devices, which belong to one or several processes."""
+    # The ranks of a process must be a range.
+    devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     mine = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     return World(len(devices), mine[0], len(mine), mesh, None)

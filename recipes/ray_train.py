@@ -5,9 +5,9 @@
 
 When a worker dies, all workers end, and new workers, one fewer than before, continue from the last checkpoint. There
 are fewer still if a host with several workers died. If a worker gets SIGTERM, all save a checkpoint first, and then the
-same happens. After the next checkpoint, the number of workers grows again if Ray has room, up to --workers. RAY_ADDRESS
-names a cluster. Without it, Ray starts on this machine, apart from any cluster that already runs there. All hosts need
-this folder at the same path, and must see --runs.
+same happens. If Ray has no room for all workers, fewer begin. After the next checkpoint, the number of workers grows
+again if Ray has room, up to --workers. RAY_ADDRESS names a cluster. Without it, Ray starts on this machine, apart from
+any cluster that already runs there. All hosts need this folder at the same path, and must see --runs.
 """
 
 import argparse
@@ -57,15 +57,23 @@ class Team:
         self.workers: list[Any] = [one.remote() for _ in range(ranks)]
         self._arguments, self._calls = arguments, []
 
-    def start(self) -> None:
-        """Waits until all workers run, and starts the training."""
-        found = ray.get([worker.find.remote() for worker in self.workers], timeout=PATIENCE)
+    def start(self) -> int:
+        """Waits until all workers run, and starts the training, unless Ray has no room for all of them.
+
+        Returns the number of workers that run.
+        """
+        calls = [worker.find.remote() for worker in self.workers]
+        running, waiting = ray.wait(calls, num_returns=len(calls), timeout=PATIENCE)
+        if waiting:
+            return len(running)
+        found = ray.get(calls)
         ranks = len(found)
         print(f"{ranks} workers: processes {' '.join(str(number) for _, number in found)}", flush=True)
         world = dict(JAX_COORDINATOR_ADDRESS=found[0][0], JAX_NUM_PROCESSES=str(ranks))
         for i, worker in enumerate(self.workers):
             mine = world | {"JAX_PROCESS_ID": str(i)}
             self._calls.append(worker.train.remote(self._arguments, os.getcwd(), mine))
+        return ranks
 
     def done(self) -> bool:
         """Waits for up to a second. Returns whether all workers are done, or raises the error of a worker."""
@@ -117,7 +125,10 @@ def main(arguments: list[str]) -> None:
     while ranks > 0:
         team, begun = Team(ranks, resource, rest), last()
         try:
-            team.start()
+            if (running := team.start()) < ranks:
+                print(f"Ray has room for only {running} of {ranks} workers", flush=True)
+                ranks = running
+                continue
             while not team.done():
                 if (more := room(ranks)) > ranks and last() > begun:
                     ranks = more

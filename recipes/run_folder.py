@@ -1,8 +1,10 @@
-"""The folder of a run: config.json, log.txt, metrics.jsonl, TensorBoard's events, checkpoints/ and plot.png."""
+"""The folder of a run: its config, data.json, log.txt, metrics.jsonl, TensorBoard's events, checkpoints/, plot.png."""
 
+import contextlib
 import json
 import pathlib
 import time
+from collections.abc import Generator
 from typing import Any
 
 import config
@@ -23,23 +25,28 @@ FREE = {"data.folder", "train.log_every", "train.save_every", "train.steps", "tr
 class RunFolder:
     """The files of a run. Only one process writes them."""
 
-    def __init__(self, path: pathlib.Path, settings: ConfigDict, world: World) -> None:
-        """Opens the folder. All processes must do so. One process writes, and the others only read."""
+    def __init__(self, path: pathlib.Path, settings: ConfigDict, content: dict[str, int], world: World) -> None:
+        """Opens the folder. All processes must do so. One process writes, and the others only read.
+
+        content: numbers of the run's data. A run can't continue with other data.
+        """
         self.path, self.writes = path, world.speaks
         self.metrics = path / "metrics.jsonl"
         self._events: Any = None
         with world.together():
             if self.writes:
                 path.mkdir(parents=True, exist_ok=True)
-                self._check_config(settings)
-                _replace(path / "config.json", config.spell(settings))
+                texts = {"config": config.spell(settings), "data": json.dumps(content, indent=1)}
+                for name, text in texts.items():
+                    self._check(name, json.loads(text))
+                for name, text in texts.items():
+                    _replace(path / f"{name}.json", text)
 
     def say(self, text: str) -> None:
         """Prints a line, and adds it to log.txt."""
         if self.writes:
             tqdm.write(text)
-            with (self.path / "log.txt").open("a") as file:
-                file.write(f"{time.strftime('%F %T')} {text}\n")
+            _append(self.path / "log.txt", f"{time.strftime('%F %T')} {text}\n")
 
     def begin(self, step: int) -> None:
         """Starts to write metrics. Removes the metrics of later steps, because these steps run again."""
@@ -54,11 +61,11 @@ class RunFolder:
     def write(self, step: int, **values: float) -> None:
         """Adds a line to metrics.jsonl, and the values to TensorBoard's events."""
         if self.writes:
-            with self.metrics.open("a") as file:
-                file.write(f"{json.dumps(dict(step=step, **values))}\n")
-            for name, value in values.items():
-                self._events.write_event(PROTO.Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
-            self._events.flush()
+            _append(self.metrics, f"{json.dumps(dict(step=step, **values))}\n")
+            with _naming(self.path / "events.out.tfevents.*"):
+                for name, value in values.items():
+                    self._events.write_event(PROTO.Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+                self._events.flush()
 
     def read(self) -> list[dict[str, float]]:
         """Returns the lines of metrics.jsonl, without an incomplete last line."""
@@ -72,24 +79,40 @@ class RunFolder:
         if self._events is not None:
             self._events.close()
 
-    def _check_config(self, settings: ConfigDict) -> None:
-        path = self.path / "config.json"
+    def _check(self, name: str, new: dict[str, Any]) -> None:
+        """Raises `Wrong` if NAME.json of a run with checkpoints has other values."""
+        path = self.path / f"{name}.json"
         if not (path.exists() and any(self.path.glob("checkpoints/*"))):
             return
-        old, new = (_flat(json.loads(text)) for text in (path.read_text(), config.spell(settings)))
+        old, new = _flat(json.loads(path.read_text())), _flat(new)
         for key in sorted((old.keys() | new.keys()) - FREE):
             if old.get(key) != new.get(key):
                 raise Wrong(
-                    f"config.{key}: the run in {self.path} has {old.get(key)!r}, got {new.get(key)!r}; start another "
+                    f"{name}.{key}: the run in {self.path} has {old.get(key)!r}, got {new.get(key)!r}; start another "
                     "run by --suffix=..., or remove the folder"
                 )
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Generator[None]:
+    """Names the file in an OSError of this block. That of a full disk doesn't."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _append(path: pathlib.Path, text: str) -> None:
+    with _naming(path), path.open("a") as file:
+        file.write(text)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
     """Replaces a file. It has the old text until the new text is complete."""
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.replace(path)
+    with _naming(path):
+        new.write_text(text)
+        new.replace(path)
 
 
 def _flat(tree: dict[str, Any], place: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ import plot
 from checkpoints import Checkpoints
 from checks import Interrupted, Wrong, call
 from data.split import tested, trained
-from job import Job, prepare
+from job import Job, check_same, prepare
 from run_folder import RunFolder
 from tqdm import tqdm
 
@@ -66,11 +66,15 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     """
     with world.together():  # a host may lack the data
         job = prepare(command.config, world)
+        content = job.dataset.content()
+    check_same(content, world)
     settings, dataset, stop = job.settings, job.dataset, job.stop
     step = call(job.make_step, "config.compression", **job.exchange.options)
-    run = RunFolder(command.runs / command.name, command.config, world)
+    run = RunFolder(command.runs / command.name, command.config, content, world)
     checkpoints = Checkpoints(run.path / "checkpoints", world, run.say)
     start, state = checkpoints.restore(step.init(job.model.params, job.model.state))
+    if start > stop:
+        raise Wrong(f"config.train.steps: expected at least {start}, the step of the last checkpoint, got {stop}")
     run.begin(start)
     parameters = sum(x.size for x in jax.tree.leaves(job.model.params))
     run.say(

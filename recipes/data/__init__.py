@@ -30,6 +30,13 @@ class Dataset(NamedTuple):
     train: Split
     test: Split
 
+    def content(self) -> dict[str, int]:
+        """Returns the number of examples of each split, and a checksum that an int32 can have."""
+        found = {}
+        for name, split in (("train", self.train), ("test", self.test)):
+            found |= {f"{name}.examples": len(split), f"{name}.checksum": split.checksum() >> 1}
+        return found
+
 
 def load(*, name: str, synthetic: bool, **section: Any) -> Dataset:
     """Returns the data set of a config's section `data`.

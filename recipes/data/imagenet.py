@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 import pathlib
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -28,6 +30,11 @@ class Files:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def checksum(self) -> int:
+        # Names and labels: to read more than a million files, or their sizes, would take long.
+        names = "\n".join(f"{path.parent.name}/{path.name}" for path in self.paths)
+        return zlib.crc32(self.labels.tobytes(), zlib.crc32(os.fsencode(names)))
 
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         rows = [None] * len(chosen) if random is None else random

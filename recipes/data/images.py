@@ -1,6 +1,7 @@
 """Images that are read when a batch needs them, and synthetic images."""
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -21,10 +22,14 @@ class Images:
     size: int
     mean: np.ndarray  # of each channel of the training images, from 0 to 255
     std: np.ndarray
+    counts: np.ndarray  # of the training images
     augment: bool = False  # shift images by up to 4 pixels, and mirror half of them
 
     def __len__(self) -> int:
         return self.size
+
+    def checksum(self) -> int:
+        return zlib.crc32(self.counts.tobytes())
 
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         images, labels = self.read(chosen)
@@ -61,7 +66,7 @@ def splits(train: tuple[Read, int], test: tuple[Read, int], counts: np.ndarray, 
     mean = counts @ values / pixels
     std = np.sqrt((counts * (values - mean[:, None]) ** 2).sum(1) / pixels)
     scale = mean.astype(np.float32), np.maximum(std, 1e-3).astype(np.float32)
-    return Images(*train, *scale, augment), Images(*test, *scale)
+    return Images(*train, *scale, counts, augment), Images(*test, *scale, counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,9 @@ class Synthetic:
 
     def __len__(self) -> int:
         return self.size
+
+    def checksum(self) -> int:
+        return 0  # they depend on the config alone
 
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         labels = (chosen * 7919 % self.classes).astype(np.int32)

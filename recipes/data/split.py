@@ -16,6 +16,10 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
+    def checksum(self) -> int:
+        """Returns a number that depends on the examples."""
+        ...
+
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Returns (inputs, labels) of the chosen examples.
 

@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import pathlib
 import pydoc_data.topics
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,7 @@ from data import bpe
 from data.content import Content
 from data.split import Split
 
+CHUNK = 1 << 20  # tokens that are read at a time for a checksum
 HELD_OUT = 10  # the text has this many equal parts, and the last one is the test split
 
 
@@ -29,6 +31,12 @@ class Windows:
 
     def __len__(self) -> int:
         return (len(self.places) - 1) // self.context
+
+    def checksum(self) -> int:
+        found, end = 0, self.places.stop
+        for start in range(self.places.start, end, CHUNK):
+            found = zlib.crc32(self.read(np.array([start]), min(CHUNK, end - start)).tobytes(), found)
+        return found
 
     def batch(self, chosen: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         starts = chosen * self.context

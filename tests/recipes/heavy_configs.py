@@ -8,6 +8,7 @@ LARGE = {
     "digits/resnet20": {},
     "fashion_mnist/resnet20": {},
     "imagenet/resnet50": {"data.size": 32, "compression": "cgx4"},
+    "text/gpt": {},
     "imagenet/vgg16": {"data.size": 32, "model.hidden": 64, "compression": "dgc"},
 }
 

@@ -85,11 +85,21 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
     )
     for process in first, second:
         assert lines(process)[-1].startswith("train.py: config.data.files: ") and process.returncode == 1
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text of which one process has more. " * 100)
+    config = f"--config={RECIPES}/configs/text/gpt.py"
+    first, second = distributed(
+        20, tmp_path, config, each=[[f"--config.data.files={tmp_path}/{name}.txt"] for name in ("[ab]", "a")]
+    )
+    for process in first, second:
+        assert lines(process)[-1].startswith("train.py: config.data: process 0 has other data than process 1: ")
+        assert process.returncode == 1
     folder = tmp_path / "digits-mlp-dgc-wm0"
     folder.mkdir()
     (folder / "log.txt").symlink_to("/dev/full")  # the disk of the process that writes is full
     first, second = distributed(20, tmp_path)
-    assert lines(first)[-1] == "train.py: [Errno 28] No space left on device" and first.returncode == 1
+    full = f"train.py: [Errno 28] No space left on device: '{folder}/log.txt'"
+    assert lines(first)[-1] == full and first.returncode == 1
     assert lines(second) and second.returncode
 
 

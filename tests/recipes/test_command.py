@@ -135,3 +135,31 @@ def test_where_ray_starts(train, monkeypatch):
     here, there = told
     assert (here["address"], here["num_cpus"]) == ("local", 3)
     assert not {"address", "num_cpus"} & there.keys()  # Ray reads the variable, and a cluster has its own CPUs
+
+
+def test_ray_without_room_for_all_workers(train, monkeypatch, capsys):
+    """As many train as Ray has room for. Here a stand-in for Ray starts two."""
+    kept = []
+
+    def remote(**options):
+        make = lambda: types.SimpleNamespace(find=types.SimpleNamespace(remote=lambda: ("host:1", 7)), train=train_one)
+        train_one = types.SimpleNamespace(remote=lambda arguments, folder, world: kept.append(world))
+        return lambda worker: types.SimpleNamespace(remote=make)
+
+    fake = types.SimpleNamespace(
+        init=lambda **options: None,
+        remote=remote,
+        wait=lambda calls, num_returns, timeout: (calls[:2], calls[2:]),
+        get=lambda calls: calls,
+        kill=lambda worker: None,
+        cluster_resources=lambda: {"CPU": 2},
+        available_resources=dict,
+    )
+    errors = {name: type(name, (Exception,), {}) for name in ("RayActorError", "RayError", "RayTaskError")}
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", types.SimpleNamespace(**errors))
+    load_script(RECIPES / "ray_train.py", monkeypatch).main(
+        ["--workers=3", f"--config={RECIPES}/configs/digits/mlp.py"]
+    )
+    assert "Ray has room for only 2 of 3 workers\n2 workers: processes 7 7\n" in capsys.readouterr().out
+    assert [world["JAX_NUM_PROCESSES"] for world in kept] == ["2", "2"]

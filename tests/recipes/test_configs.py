@@ -1,12 +1,15 @@
 """Tests that every config trains for 20 steps on synthetic data, and that an unused setting is an error."""
 
+import collections
 import importlib
+import itertools
 import pathlib
 import re
 import struct
 import types
 
 import jax
+import numpy as np
 import pytest
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
@@ -63,6 +66,28 @@ def test_compressions(word, run, tmp_path):
         assert results["bytes"] < 0.6 * results["raw_bytes"]
 
 
+def test_dgc_after_its_warm_up(run, train, monkeypatch):
+    """Steps then change few parameters: 0.1 % of each of two ranks."""
+    saved = []
+    monkeypatch.setattr(
+        train.Checkpoints, "save", lambda self, step, tree: saved.append(jax.tree.map(np.asarray, tree[0]))
+    )
+    changes = {"compression": "dgc", "compression.warmup_epochs": 1, "train.save_every": 1, "train.steps": 7}
+    run("digits/mlp", changes | {"train.batch_size": 256, "optimizer.weight_decay": 0.0})  # 5 steps an epoch
+    weights = [np.concatenate([x.ravel() for x in jax.tree.leaves(tree) if x.ndim > 1]) for tree in saved]
+    changed = [np.mean(new != old) for old, new in itertools.pairwise(weights)]
+    assert len(changed) == 6 and max(changed[-2:]) < 0.003 and min(changed[:3]) > 0.03
+
+
+def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
+    """Also if JAX lists the devices in another order."""
+    Device = collections.namedtuple("Device", "process_index id")
+    monkeypatch.setattr(train.launch, "Mesh", lambda devices, *args, **options: [tuple(each) for each in devices])
+    monkeypatch.setattr(np, "array", list)
+    world = train.launch.over_devices([Device(1, 3), Device(0, 0), Device(1, 1), Device(0, 2)])
+    assert world.mesh == [(0, 0), (0, 2), (1, 1), (1, 3)] and (world.first, world.here) == (0, 2)
+
+
 @pytest.mark.parametrize(
     "changes, says",
     [
@@ -87,6 +112,10 @@ def test_compressions(word, run, tmp_path):
         ({"train.log_every": 0}, r"config\.train: expected a positive log_every, got 0"),
         ({"train.test_examples": -1}, r"config\.train: expected a test_examples of at least 0, got -1"),
         ({"compression": "dgc", "compression.ratio": 2.0}, r"config\.compression: dgc: argument 'ratio': expected"),
+        (
+            {"compression": "dgc-wm0", "compression.warmup_coeff": 0.1},
+            r"config\.compression\.warmup_coeff: nothing reads it, because warmup_epochs is 0",
+        ),
         ({"compression": "cgx4", "compression.codec.name": "Max"}, r"a codec's name: expected one of .*, got 'Max'"),
         ({"compression": "cgx4", "compression.codec.bits": 9}, r"config\.compression.*MaxMin: argument 'bits'"),
     ],
@@ -150,7 +179,7 @@ def test_no_process_waits_for_one_that_refuses_a_folder(train, run, tmp_path):
     for rank in (0, 1):  # the first one writes and refuses, and the other one hears why
         comm = types.SimpleNamespace(allgather=lambda mine: sent.append(mine) or sent)
         with pytest.raises(train.Wrong, match=r"config\.train\.batch_size: the run in .* has 8"):
-            train.RunFolder(folder, settings, train.launch.World(2, rank, 1, None, comm))
+            train.RunFolder(folder, settings, {}, train.launch.World(2, rank, 1, None, comm))
     assert any(sent[0]) and not any(sent[1])
 
 

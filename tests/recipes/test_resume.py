@@ -3,6 +3,7 @@
 Also tests that a bad checkpoint harms no good one.
 """
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -119,7 +120,7 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     go = lambda steps, devices=2, **more: run("digits/mlp", small | {"train.steps": steps} | more, devices=devices)
     go(4)
     folder = next(tmp_path.glob("*"))
-    saved = lambda: sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+    saved = lambda: sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
     assert saved() == [2, 4]
 
     def broken(*args):
@@ -128,18 +129,23 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     # With half a checkpoint, the previous one is restored, here on 3 ranks with the sum of the residuals of 2. It stays
     # until there are two others that are whole.
     shutil.rmtree(folder / "checkpoints/4/d")
+    shutil.copytree(folder / "checkpoints/4", tmp_path / "broken")
     before = checkpoint(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(train.Checkpoints, "_begin", broken)
         with pytest.raises(train.Wrong, match=r"of step 5: no space; the last good one is that of step 2$"):
             go(5, **{"train.save_every": 5})
-    assert go(5, **{"train.save_every": 5})["step"] == 5 and saved() == [2, 4, 5]
+    assert go(5, **{"train.save_every": 5})["step"] == 5 and saved() == [2, 5]
+    with pytest.raises(train.Wrong, match=r"config\.train\.steps: expected at least 5, the step of .*, got 3"):
+        go(3)
     shutil.rmtree(folder / "checkpoints/5")
+    (tmp_path / "broken").rename(folder / "checkpoints/4")
     template = []
     restore = train.Checkpoints.restore
     monkeypatch.setattr(train.Checkpoints, "restore", lambda *a: template.append(restore(*a)) or template[-1])
     assert go(6, devices=3)["step"] == 6
     assert "checkpoint of step 4 can't be read" in (folder / "log.txt").read_text() and saved() == [4, 6]
+    assert (folder / "checkpoints/4.unreadable").is_dir()  # a later start doesn't try it again
     assert len(jax.tree.leaves(before)) == len(jax.tree.leaves(template[0][1]))
 
     # A full disk: here no file can have more than a few bytes.
@@ -188,7 +194,7 @@ def test_a_full_disk_leaves_the_files_of_a_run(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pathlib.Path, "write_text", half)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{folder}/config.json'"):
         run("digits/mlp", {"train.steps": 4})
     assert before == {name: (folder / name).read_text() for name in before}
 
@@ -204,7 +210,7 @@ def test_a_full_disk_ends_a_run(run, monkeypatch):
         write(self, event)
 
     monkeypatch.setattr(writer, "write_event", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/events\.out\.tfevents"):
         run("digits/mlp", {"train.steps": 20, "train.log_every": 1})
 
 
@@ -220,12 +226,65 @@ def test_processes_agree_on_a_checkpoint(train, tmp_path, monkeypatch):
     for step in "24":
         (tmp_path / step).mkdir()
         (tmp_path / step / "state").write_text(f"state {step}")
-    others = iter([[6], [True], [4], [False], [2], [True]])  # what the other process answers
+    quiet = [bytes(train.launch.LINE)]
+    others = iter([[6], [True], [4], [False], [2], [True], quiet])  # what the other process answers
     comm = types.SimpleNamespace(allgather=lambda mine: [mine, *next(others)])
     world, said = train.launch.World(2, 0, 1, None, comm), []
     assert train.Checkpoints(tmp_path, world, said.append).restore("state") == (2, "state 2")
     assert tried == ["6", "4", "2"] and re.match(r"the checkpoint of step 6 can't be read \(.*No such file", said[0])
     assert said[1:] == ["the checkpoint of step 4 can't be read (another process can't read it): trying the one before"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4.unreadable"]
+    # A host that doesn't see the folder: nothing is renamed, and nothing should be removed.
+    others = iter([[0], [False], [0], [False], quiet])
+    with pytest.raises(train.Wrong, match=r"\(another process can't read it\); all hosts must see --runs$"):
+        train.Checkpoints(tmp_path, world, said.append).restore("state")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4.unreadable"]
+    (tmp_path / "2/state").unlink()
+    others = iter([[0], [False], [0], [False], quiet])
+    with pytest.raises(train.Wrong, match=r"\(No such file or directory\); to begin anew, remove this folder$"):
+        train.Checkpoints(tmp_path, world, said.append).restore("state")
+
+
+def test_a_process_that_does_not_see_the_folder_ends_a_save(train, tmp_path, monkeypatch):
+    """Otherwise, it would wait for minutes. A process with the folder goes on at once."""
+    checkpoints = importlib.import_module("checkpoints")
+    monkeypatch.setattr(checkpoints, "SEEN", 0)
+    checkpoints._wait(tmp_path)
+    world = types.SimpleNamespace(comm=None, speaks=False, together=contextlib.nullcontext)
+    with pytest.raises(train.Wrong, match=r"can't save .* step 3: a process doesn't see .*; all hosts must see --runs"):
+        train.Checkpoints(tmp_path, world, print).save(3, {})
+
+
+def test_an_old_checkpoint_that_can_not_be_removed(run, tmp_path, monkeypatch):
+    """The run goes on, and what is left of the checkpoint doesn't count as one."""
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, ignore_errors: None)
+    run("digits/mlp", {"train.steps": 3, "train.save_every": 1})
+    assert {"2", "3", "1.orbax-checkpoint-tmp"} == {path.name for path in tmp_path.glob("*/checkpoints/*")}
+
+
+def test_other_data(run, train, tmp_path):
+    """A run can't continue with it, and processes can't have it."""
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 25)
+    changes = {"model.layers": 1, "model.width": 32, "data.context": 16, "data": "text", "train.steps": 5}
+    go = lambda: run("text/gpt", changes | {"data.files": f"{tmp_path}/*.txt"}, runs=tmp_path / "runs")
+    go()
+    (tmp_path / "a.txt").write_text("To be or not to be, that is the question. " * 25)
+    with pytest.raises(train.Wrong, match=r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run"):
+        go()
+    (tmp_path / "b.txt").write_text("More. " * 25)
+    with pytest.raises(train.Wrong, match=r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run"):
+        go()
+
+
+def test_processes_with_other_data(train):
+    """All of them end, with the same line."""
+    content = {"train.examples": 90, "train.checksum": 5}
+    for mine, says in ((90, None), (80, r"process 0 has other data than process 1: train\.examples is 90 and 80; all")):
+        others = iter([[90, 5], bytes(train.launch.LINE)])
+        comm = types.SimpleNamespace(allgather=lambda given: [next(others), given])
+        world = train.launch.World(2, 1, 1, None, comm)
+        with pytest.raises(train.Wrong, match=says) if says else contextlib.nullcontext():
+            train.check_same(content | {"train.examples": mine}, world)
 
 
 def test_speed_is_that_of_steps(run, train, tmp_path, monkeypatch):
