@@ -86,7 +86,7 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
     for process in first, second:
         assert lines(process)[-1].startswith("train.py: config.data.files: ") and process.returncode == 1
     for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"{name} text of which one process has more. " * 100)
+        (tmp_path / f"{name}.txt").write_text(f"{name} text of which one process has more. " * 1000)
     config = f"--config={RECIPES}/configs/text/gpt.py"
     first, second = distributed(
         20, tmp_path, config, each=[[f"--config.data.files={tmp_path}/{name}.txt"] for name in ("[ab]", "a")]
