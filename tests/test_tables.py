@@ -122,7 +122,7 @@ def test_the_derived_errors():
 
 def test_the_demonstration():
     """It is the output of the example. The README has some of its figures."""
-    lines = (ROOT / "examples/output/digits.txt").read_text().splitlines()[2:6]
+    lines = (ROOT / "examples/output/digits.txt").read_text().splitlines()[3:7]
     _, rows = table("speed", ["gradients", "MB per step"])
     assert [re.split(r" {2,}", line) for line in lines] == [
         [name, *(cell.replace(" %", "%") for cell in cells)] for name, *cells in rows
