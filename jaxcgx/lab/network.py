@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Generator, Sequence
 from typing import IO, Any
 
-from jaxcgx.checks import check_integer, wrong
+from jaxcgx.checks import check_field, check_integer, check_number, check_positive, wrong
 from jaxcgx.units import parse_rate
 
 PREFIX = "jaxcgx-lab"
@@ -41,6 +41,11 @@ class Link:
     up: int
     down: int
     delay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for rate in "up", "down":
+            check_field(self, rate, check_positive)
+        check_field(self, "delay", check_number, lambda x: x >= 0, "at least 0 seconds")
 
 
 def why_not() -> str:

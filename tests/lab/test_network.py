@@ -32,6 +32,11 @@ def test_arguments():
         Lab(2, "fast")
     with raises(ValueError, says("Lab", "link", expected="one for each of 3 hosts", got="1")):
         Lab(3, [Link(10**9, 10**9)])
+    for name, link in ("up", dict(up=0, down=1)), ("down", dict(up=1, down=-1)):
+        with raises(ValueError, says("Link", name, expected="a positive number", got=str(link[name]))):
+            Link(**link)
+    with raises(ValueError, says("Link", "delay", expected="at least 0 seconds", got="-0.1")):
+        Link(1, 1, -0.1)
 
 
 def test_netem_delays_where_the_kernel_has_it(monkeypatch):
