@@ -1,6 +1,6 @@
 """Measures what it is worth that DGT ranks blocks: losses with ranked and with random blocks, over several seeds.
 
-    python benchmarks/differential.py [--runs REGEX] [--seeds 5] [--steps 80] [--out DIR]
+    python benchmarks/differential.py [--runs REGEX] [--seeds 5] [--out DIR]
 
 The ranks are virtual devices, because losses don't depend on the transport. Rows that the same command has already
 written to the result file are not measured again, so a run that was interrupted continues. Remove the file to measure
@@ -28,6 +28,7 @@ AXES = "dc", "local"
 MODEL = "transformer"
 SETTING = data.MODELS[MODEL]
 K = 0.5
+STEPS = 80  # of a run
 EVALUATE = 20  # steps from one measurement of the loss to the next
 PLAN = {"dc": cgx.Raw(), "local": cgx.Raw()}
 DENSE = "float32"
@@ -66,17 +67,17 @@ NOTES = f"""\
 """
 
 
-def curve(options, seed, steps):
+def curve(options, seed):
     """Returns ([(steps, loss)], the bytes that a rank sends in a step) of a run."""
     mesh = jax.make_mesh(SHAPE, AXES, axis_types=(AxisType.Auto,) * 2)
     make_weights, make_batches = data.MAKERS[MODEL]
     rng = np.random.default_rng(seed)
     weights = data.begun(make_weights(rng), MODEL, make_batches(rng, (SETTING.begun, 2 * SETTING.batch), 1)[0])
-    batches, held_out = make_batches(rng, (steps, mesh.size * SETTING.batch), data.HELD_OUT[MODEL])
+    batches, held_out = make_batches(rng, (STEPS, mesh.size * SETTING.batch), data.HELD_OUT[MODEL])
     loss = make_loss(MODEL)
     train = cgx.make_train_step(loss, optax.adam(SETTING.rate), mesh, data_axis=AXES, plan=PLAN, **options)
     state, evaluate, found, sent = train.init(weights), jax.jit(loss), [], None
-    for step in range(steps):
+    for step in range(STEPS):
         batch = tuple(jnp.asarray(part[step]) for part in batches)
         sent = sent or cgx.explain(train.step, *state, batch, show=False).bytes
         *state, _ = jax.block_until_ready(train.step(*state, batch))
@@ -90,7 +91,7 @@ def measure(report, args):
     for seed in range(args.seeds):
         for name, options in {DENSE: {}, **{name: run.options() for name, run in RUNS.items()}}.items():
             if re.search(args.runs, name) and not report.has("rows", run=name, seed=seed):
-                found, sent = curve(options, seed, args.steps)
+                found, sent = curve(options, seed)
                 report.data["curves"] += [dict(run=name, seed=seed, steps=step, loss=loss) for step, loss in found]
                 report.add("rows", dict(run=name, seed=seed, loss=found[-1][1], sent_bytes=sent))
 
@@ -117,15 +118,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", default="", metavar="REGEX", help="only matching runs")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="number of seeds (default: 5)")
-    parser.add_argument("--steps", type=int, default=80, metavar="N", help="steps of a run (default: 80)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the results")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(np.prod(SHAPE)))
-    steps = f" --steps {args.steps}" * (args.steps != parser.get_default("steps"))
-    report = Growing(
-        f"make bench-differential{steps}", args.out / "differential.json", ["rows", "curves"], charts=CHARTS
-    )
+    report = Growing("make bench-differential", args.out / "differential.json", ["rows", "curves"], charts=CHARTS)
     measure(report, args)
     show(report)
     report.write(args.out, "differential")

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import pathlib
+import shlex
 import sys
 
 import jax
@@ -131,7 +132,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=SETUPS, help="one setup")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="counted steps (default: 5)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the results")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -139,7 +140,9 @@ def main():
         return
     if why := why_not():
         sys.exit(f"topology_training.py: {why}")
-    report = Report("make bench-topology", args.repeats, rows=[], steps=[], charts=CHARTS)
+    given = sys.argv[1:]
+    command = shlex.join(["python", "benchmarks/topology_training.py", *given]) if given else "make bench-topology"
+    report = Report(command, args.repeats, rows=[], steps=[], charts=CHARTS)
     for setup in [args.only] if args.only else SETUPS:
         rows, steps = measure(setup, args.repeats)
         report.data["rows"] += rows
@@ -154,7 +157,8 @@ def main():
             cells += [f"{row['over_the_best']:.2f}", f"{row['worst_ms']:.0f}", str(row["steps_until_near"])]
             report.show(line([f"{row['when']} the move", *cells, mark(row["reached"])]))
     report.show("", *NOTES.splitlines())
-    report.write(args.out, "topology-training")
+    if out := args.out or (None if given else RESULTS):
+        report.write(out, "topology-training")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests benchmarks/recipes.py, and that benchmarks set up devices only after they have imported one another."""
+"""Tests benchmarks/first_run.py, and that benchmarks set up devices only after they have imported one another."""
 
 import os
 import pathlib
