@@ -1,6 +1,7 @@
 """The folder of a run: its config, data.json, log.txt, metrics.jsonl, TensorBoard's events, checkpoints/, plot.png."""
 
 import contextlib
+import fcntl
 import json
 import pathlib
 import time
@@ -21,6 +22,8 @@ PROTO: Any = event_pb2  # type checkers don't see its classes, which are made at
 # The keys of a config that may change when a run is continued.
 FREE = {"data.folder", "train.log_every", "train.save_every", "train.steps", "train.test_examples"}
 
+PATIENCE = 10  # seconds for a killed process of the same run to end
+
 
 class RunFolder:
     """The files of a run. Only one process writes them."""
@@ -33,14 +36,14 @@ class RunFolder:
         self.path, self.writes = path, world.speaks
         self.metrics = path / "metrics.jsonl"
         self._events: Any = None
-        with world.together():
-            if self.writes:
-                path.mkdir(parents=True, exist_ok=True)
-                texts = {"config": config.spell(settings), "data": json.dumps(content, indent=1)}
-                for name, text in texts.items():
-                    self._check(name, json.loads(text))
-                for name, text in texts.items():
-                    _replace(path / f"{name}.json", text)
+        self._locked: Any = None
+        try:
+            with world.together():
+                if self.writes:
+                    self._open({"config": config.spell(settings), "data": json.dumps(content, indent=1)})
+        except BaseException:
+            self.close()
+            raise
 
     def say(self, text: str) -> None:
         """Prints a line, and adds it to log.txt."""
@@ -75,9 +78,35 @@ class RunFolder:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def close(self) -> None:
-        """Closes the file of TensorBoard's events."""
+        """Closes the file of TensorBoard's events, and lets another process train in this folder."""
         if self._events is not None:
             self._events.close()
+        if self._locked is not None:
+            self._locked.close()
+
+    def _open(self, texts: dict[str, str]) -> None:
+        """Checks and writes {NAME: the text of NAME.json}."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            self._check(name, json.loads(text))
+        self._lock()
+        for name, text in texts.items():
+            _replace(self.path / f"{name}.json", text)
+
+    def _lock(self) -> None:
+        """Raises `Wrong` if another process trains in this folder. The lock ends with this process at the latest."""
+        self._locked = (self.path / "lock").open("a")
+        until = time.monotonic() + PATIENCE
+        with contextlib.suppress(OSError):  # of a file system without locks
+            while True:
+                try:
+                    fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        why = "another process trains in this folder; start another run by --suffix=..."
+                        raise Wrong(f"{self.path}: {why}") from None
+                time.sleep(0.1)
 
     def _check(self, name: str, new: dict[str, Any]) -> None:
         """Raises `Wrong` if NAME.json of a run with checkpoints has other values."""

@@ -68,9 +68,15 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
         job = prepare(command.config, world)
         content = job.dataset.content()
     check_same(content, world)
-    settings, dataset, stop = job.settings, job.dataset, job.stop
     step = call(job.make_step, "config.compression", **job.exchange.options)
-    run = RunFolder(command.runs / command.name, command.config, content, world)
+    with contextlib.closing(RunFolder(command.runs / command.name, command.config, content, world)) as run:
+        _steps(command.name, job, step, run, world)
+        return _finish(command, job, run, world)
+
+
+def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) -> None:
+    """Trains from the last checkpoint on, and writes the files of the run."""
+    settings, dataset, stop = job.settings, job.dataset, job.stop
     checkpoints = Checkpoints(run.path / "checkpoints", world, run.say)
     start, state = checkpoints.restore(step.init(job.model.params, job.model.state))
     if start > stop:
@@ -78,7 +84,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     run.begin(start)
     parameters = sum(x.size for x in jax.tree.leaves(job.model.params))
     run.say(
-        f"{command.name}: {dataset.name}, {parameters:,} parameters, {world.ranks} ranks, "
+        f"{name}: {dataset.name}, {parameters:,} parameters, {world.ranks} ranks, "
         + (f"goes on from step {start} of {stop}" if start else f"{stop} steps")
     )
     test = Tester(job, world)
@@ -88,7 +94,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     waits = jax.default_backend() == "cpu"
     compiled: Any = None
     done, seconds, begun = start, 0.0, time.perf_counter()
-    with contextlib.closing(run), launch.Signals(world) as signals:
+    with launch.Signals(world) as signals:
         for number, batch in enumerate(bar, start + 1):
             placed = world.put(batch)
             if compiled is None:
@@ -120,7 +126,6 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
                 world.all(True)  # mpirun kills the others when one ends
                 raise Interrupted(f"step {number} of {stop}")
             begun = time.perf_counter()
-    return _finish(command, dataset.name, world, run, warmed=bool(job.exchange.settled))
 
 
 class Tester:
@@ -153,19 +158,16 @@ class Tester:
         return jnp.stack([(losses * weights).sum(), (right * weights).sum(), weights.sum()])
 
 
-def _finish(command: config.Command, data: str, world: launch.World, run: RunFolder, *, warmed: bool) -> dict[str, Any]:
-    """Prints and draws the results. Returns the last value of each metric.
-
-    `warmed` says that the bytes are those of steps after a warm-up.
-    """
+def _finish(command: config.Command, job: Job, run: RunFolder, world: launch.World) -> dict[str, Any]:
+    """Prints and draws the results. Returns the last value of each metric."""
     if not world.speaks:
         return {}
     lines = run.read()
     results: dict[str, Any] = {}
     for line in lines:
         results |= line
-    word = command.config.compression.word
-    when = " after the warm-up" if warmed else ""
+    word, data = command.config.compression.word, job.dataset.name
+    when = " after the warm-up" if job.exchange.settled else ""
     sent = f"{results['bytes']:,.0f} bytes a step{when}, uncompressed {results['raw_bytes']:,.0f}"
     title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
     plot.draw(lines, title, run.path / "plot.png")

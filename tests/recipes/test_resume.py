@@ -4,6 +4,7 @@ Also tests that a bad checkpoint harms no good one.
 """
 
 import contextlib
+import fcntl
 import importlib
 import itertools
 import json
@@ -13,6 +14,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import types
 import warnings
 
@@ -274,6 +276,20 @@ def test_other_data(run, train, tmp_path):
     (tmp_path / "b.txt").write_text("More. " * 25)
     with pytest.raises(train.Wrong, match=r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run"):
         go()
+
+
+def test_two_runs_in_a_folder(run, train, tmp_path, monkeypatch):
+    """The second one ends before it writes anything."""
+    monkeypatch.setattr(sys.modules[train.RunFolder.__module__], "PATIENCE", 0.2)
+    run("digits/mlp", {"train.steps": 2})
+    folder = next(tmp_path.glob("*"))
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
+    with (folder / "lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(train.Wrong, match=f"{folder}: another process trains in this folder; .* --suffix="):
+            run("digits/mlp", {"train.steps": 3})
+    assert before == {path: path.read_bytes() for path in folder.glob("*.*")}
+    assert run("digits/mlp", {"train.steps": 3})["step"] == 3
 
 
 def test_processes_with_other_data(train):
