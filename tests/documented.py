@@ -11,6 +11,10 @@ import inspect
 import pathlib
 import re
 import textwrap
+import typing
+
+import jax
+import optax
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -26,6 +30,17 @@ def undocumented(module):
         if inspect.isclass(thing):
             found += missing_members(name, thing)
     return found
+
+
+def results(module):
+    """Returns the classes of jaxcgx that a module's public functions, and the methods of its classes, return."""
+    public = [getattr(module, name) for name in module.__all__]
+    members = [member for thing in public if inspect.isclass(thing) for member in vars(thing).items()]
+    methods = [getattr(member, "__func__", member) for name, member in members if not name.startswith("_")]
+    functions = filter(inspect.isfunction, [*public, *methods])
+    hints = [typing.get_type_hints(each, localns=dict(jax=jax, optax=optax)).get("return") for each in functions]
+    found = {kind for hint in hints for kind in (hint, *typing.get_args(hint)) if inspect.isclass(kind)}
+    return {kind for kind in found if kind.__module__.startswith("jaxcgx.")} - {*public}
 
 
 def named_on_pages(module):

@@ -7,7 +7,7 @@ import re
 import types
 
 import pytest
-from documented import named_on_pages, undocumented
+from documented import named_on_pages, results, undocumented
 from helpers import load_script
 
 import jaxcgx
@@ -53,6 +53,11 @@ def test_the_api_page_has_every_public_name():
 def test_every_public_name_is_documented(module):
     """With the members of classes. tests/mpi/test_site.py checks jaxcgx.mpi."""
     assert not undocumented(module)
+
+
+@pytest.mark.parametrize("module", [jaxcgx, wan, lab], ids=lambda module: module.__name__)
+def test_the_api_page_has_every_result(module):
+    assert {(kind.__module__, kind.__name__) for kind in results(module)} <= {*RESULTS}
 
 
 @pytest.mark.parametrize("module, name", RESULTS)

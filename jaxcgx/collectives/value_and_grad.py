@@ -134,7 +134,20 @@ def grad(loss_fn: Callable[..., Any], axis_name: AxisName, plan: Any, **options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValueAndGrad:
-    """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`."""
+    """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
+
+    Attributes:
+      loss_fn: the loss function.
+      axis_name: the axis or axes of the batch.
+      plan: a codec, {axis name: codec} or a `Plan`.
+      argnums: the positions of the differentiated arguments.
+      has_aux: whether the loss function returns (loss, aux).
+      mesh: the mesh that was given, or None.
+      feedback: whether calls take and return residuals.
+      weighted: whether the loss function returns (sum, weight).
+      batch_specs: how the other arguments are split, or None.
+      param_specs: how the differentiated arguments are sharded over other axes, or None.
+    """
 
     loss_fn: Callable[..., Any]
     axis_name: AxisName
@@ -290,6 +303,7 @@ class ValueAndGrad:
         return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
 
     def as_argument(self, values: Sequence[Any]) -> Any:
+        """Returns a list for the differentiated arguments as the caller would have it: one of them, or a tuple."""
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
     def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:

@@ -29,11 +29,17 @@ _OP = "link"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What programs get from the link between this host and another one."""
+    """What programs get from the link between this host and another one.
 
-    up: float  # bytes per second that this host sends while it receives
-    down: float  # bytes per second that it receives while it sends
-    delay: float  # the seconds from one host to the other: half of a round trip
+    Attributes:
+      up: bytes per second that this host sends while it receives.
+      down: bytes per second that it receives while it sends.
+      delay: the seconds from one host to the other, which are half of a round trip.
+    """
+
+    up: float
+    down: float
+    delay: float
 
     def __str__(self) -> str:
         up, down = (spell_rate(float(f"{8 * rate:.3g}")) for rate in (self.up, self.down))

@@ -101,11 +101,17 @@ class Shared(Shm):
 
 @dataclasses.dataclass(frozen=True)
 class Nodes(Transport):
-    """The ranks of nodes of equal size, in the order of the nodes."""
+    """The ranks of nodes of equal size, in the order of the nodes.
 
-    everybody: Comm | Shared  # all ranks; the same as `inner` if there is only one node
-    cross: Comm  # the ranks that have the same place in their nodes as this rank
-    inner: Comm | Shared  # the ranks of this rank's node
+    Attributes:
+      everybody: all ranks; the same as `inner` if there is only one node.
+      cross: the ranks that have the same place in their nodes as this rank.
+      inner: the ranks of this rank's node.
+    """
+
+    everybody: Comm | Shared
+    cross: Comm
+    inner: Comm | Shared
 
     names: ClassVar[tuple[Any, ...]] = ()
     effects: ClassVar[frozenset[Any]] = EFFECTS

@@ -27,15 +27,22 @@ class Between:
     All ranks of a center have the same outer gradients. The exchange takes those of the first rank, and zeros from the
     other ranks. The same holds for residuals, unless each rank keeps its own ones. Inside a center, the ranks share the
     work and exchange uncompressed arrays.
+
+    Attributes:
+      axis: the axis of the centers, then the axes of a center's ranks. Some may be marked, as by Tcp.
+      plan: the plan of the exchange.
+      feedback: whether centers keep residuals.
+      seed: the seed of stochastic rounding.
+      options: further options of compressed_pmean.
+      own_residuals: whether each rank keeps its own residuals, because the state has a row for each rank. The sum of
+        all rows is then that of the centers, on any number of ranks per center.
     """
 
-    axis: Any  # the axis of the centers, then the axes of a center's ranks; some may be marked, as by Tcp
+    axis: Any
     plan: Plan
     feedback: bool
     seed: int
-    options: dict[str, Any]  # further options of compressed_pmean
-    # Whether each rank keeps its own residuals, because the state has a row for each rank. The sum of all rows is then
-    # that of the centers, on any number of ranks per center.
+    options: dict[str, Any]
     own_residuals: bool = False
 
     @property
@@ -45,6 +52,7 @@ class Between:
 
     @property
     def centers(self) -> int:
+        """The number of centers, inside shard_map."""
         return lax.axis_size(axis_names(self.axis)[0])
 
     @property

@@ -74,7 +74,11 @@ def hfa(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Hfa(Diloco):
-    """The checked arguments of `hfa`. Centers exchange as with `diloco` and an outer SGD of rate 1."""
+    """The checked arguments of `hfa`. Centers exchange as with `diloco` and an outer SGD of rate 1.
+
+    Attributes:
+      k1: the steps after which the ranks of a center average their parameters.
+    """
 
     k1: int
 
