@@ -1,5 +1,7 @@
 """Tests that every technique keeps the replicas the same at every step, with few bits."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,41 +18,60 @@ CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own nois
 BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
 INNER = optax.sgd(0.1, momentum=0.9)
 SPARSE = dict(threshold=0.1, size_bound=100)
+CENTERS = 3
+TREES = Overlay((Tree((-1, 0, 1), 2), Tree((1, -1, 1), 1)))  # the first one is a chain
+OVERLAYS = TREES, Overlay((Tree((2, 0, -1), 1),)), Overlay.owners(CENTERS, [2, 1, 1])
 TECHNIQUES = {
     "P3": dict(plan=BETWEEN, overlap="priority", slice_elements=400),
     "mixed sync": dict(plan=BETWEEN, compress=cgx.wan.mixed_sync),
     "DGT, defer": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256)),
     "DGT, quantize": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="quantize")),
     "DGT, drop": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="drop")),
+    "DGT, adaptive": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.8, block_bytes=256, adaptive=0.2)),
+    "DGT, no feedback": dict(
+        plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="drop"), feedback=False
+    ),
     "BSC": dict(compress=cgx.bsc, **SPARSE),
+    "BSC along trees": dict(compress=cgx.bsc, pull="top", schedule={"dc": TREES, "local": "auto"}, **SPARSE),
+    "BSC, no feedback": dict(compress=cgx.bsc, feedback=False, momentum_masking=False, **SPARSE),
     "MPQ, the top of sums": dict(compress=cgx.mpq, pull="top", **SPARSE),
     "FP16": dict(plan=cgx.Plan.fp16(axis_name=AXES)),
-    "trees": dict(plan=BETWEEN, schedule={"dc": Overlay((Tree((-1, 0), 2), Tree((1, -1), 1))), "local": "auto"}),
-    "MultiGPS": dict(plan=BETWEEN, schedule={"dc": Overlay.owners(2, [2, 1]), "local": "auto"}),
+    "FP16, P3": dict(plan=cgx.Plan.fp16(axis_name=AXES), overlap="priority", slice_elements=400),
+    "trees": dict(plan=BETWEEN, schedule={"dc": TREES, "local": "auto"}),
+    "trees, P3": dict(plan=BETWEEN, schedule={"dc": TREES, "local": "auto"}, overlap="priority", slice_elements=400),
+    "trees that change": dict(plan=BETWEEN),  # with each step, another one of OVERLAYS
+    "MultiGPS": dict(plan=BETWEEN, schedule={"dc": OVERLAYS[-1], "local": "auto"}),
     "DiLoCo": dict(diloco=cgx.wan.diloco(INNER, every=2, axis_name="dc", plan=CODEC)),
     "HFA": dict(diloco=cgx.wan.hfa(INNER, k1=1, k2=2, axis_name="dc", plan=CODEC)),
+    "HFA, streaming": dict(
+        diloco=cgx.wan.hfa(
+            INNER, k1=2, k2=2, axis_name="dc", plan=CODEC, fragments=2, overlap=1, alpha=0.5, telemetry=True
+        )
+    ),
     "SparseLoCo": dict(diloco=cgx.wan.sparseloco(INNER, every=2, ratio=0.1, axis_name="dc")),
 }
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_replicas_agree(technique):
-    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh((CENTERS, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * CENTERS])
     loss_fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2)
     random = np.random.default_rng(0)
-    batches = random.standard_normal((4, 8, 40), np.float32)
+    batches = random.standard_normal((6, 12, 40), np.float32)
     params = {"w": random.standard_normal((40, 30), np.float32), "v": random.standard_normal(30, np.float32)}
-    train = cgx.make_train_step(loss_fn, INNER, mesh, data_axis=AXES, **TECHNIQUES[technique])
+    options, changes = TECHNIQUES[technique], technique == "trees that change"
+    schedules = [dict(schedule={"dc": overlay, "local": "auto"}) for overlay in OVERLAYS] if changes else [{}]
+    trains = [cgx.make_train_step(loss_fn, INNER, mesh, data_axis=AXES, **options, **each) for each in schedules]
     check = jax.jit(
         jax.shard_map(
             lambda tree: cgx.check_replicas(tree, AXES), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
         )
     )
-    state, seen = train.init(params), [params["w"]]
-    for batch in batches:
+    state, seen = trains[0].init(params), [params["w"]]
+    for batch, train in zip(batches, itertools.cycle(trains)):
         *state, _ = train.step(*state, batch)
         check(state[0]).check()
         seen.append(np.asarray(state[0]["w"]))
-    last, _ = train.finish(*state)
+    last, _ = trains[0].finish(*state)
     check(last).check()
     assert np.abs(np.asarray(last["w"]) - seen[0]).max() > 1e-3 and np.isfinite(last["w"]).all()
