@@ -50,7 +50,7 @@ def main(names):
         if path.stem in HELPERS or (names and path.stem not in names):
             continue
         words, variables = command(path)
-        root = ["sudo"] * (between_hosts(path) and "--local" not in words)
+        root = ["sudo", "env", 'PATH="$PATH"'] * (between_hosts(path) and "--local" not in words)
         shown = " ".join([*root, *(f"{name}={value}" for name, value in variables.items()), *words])
         print(shown, flush=True)
         with tempfile.TemporaryDirectory() as folder:

@@ -8,10 +8,12 @@ import importlib.util
 import itertools
 import re
 import subprocess
+import sys
 import textwrap
 import tomllib
 
 import commands
+import pages
 import pytest
 from commands import ROOT
 from helpers import load_script
@@ -28,12 +30,14 @@ READERS = "train.py", "centers.py", "hosts"  # files that the reader has
 LANGUAGES = "python", "shell", "console", "text", "toml", "diff", "mermaid", "{eval-rst}"
 OTHERS_PROGRAMS = {"migration.md": "torch_cgx's program, before the change"}
 VARIABLE = re.compile(r"([A-Z_]+)=")
+MODULES = {"scikit-learn": "sklearn", "orbax-checkpoint": "orbax"}  # of packages with another name
+EXAMPLES = [path for path in sorted(ROOT.glob("examples/**/*.py")) if path.stem != "common"]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 @pytest.mark.parametrize("words", SHOWN)
 def test_what_it_names_exists(words, monkeypatch):
-    words = list(itertools.dropwhile(lambda word: word == "sudo" or VARIABLE.match(word), words))
+    words = list(itertools.dropwhile(lambda word: word in ("sudo", "env") or VARIABLE.match(word), words))
     words = words[: words.index("...")] if "..." in words else words
     assert not any(word.startswith("[") for word in words), "an option in brackets isn't valid as printed"
     program, *rest = words
@@ -168,6 +172,32 @@ def is_program(text):
         return bool(ast.parse(text).body)
     except SyntaxError:
         return False
+
+
+@pytest.mark.parametrize("path", [*commands.PAGES, *EXAMPLES], ids=lambda path: path.name)
+def test_programs_import_only_what_is_installed(path):
+    """By the commands of their page, or, for the pages of docs/, by that of README."""
+    if path in commands.PAGES:
+        text = "\n".join(pages.programs(str(path.relative_to(ROOT).with_suffix(""))))
+        installs = [*commands.of_page(ROOT / "README.md")[:3], *commands.of_page(path)]
+    else:
+        text, installs = path.read_text(), commands.of_page(path)
+        text += path.with_name("common.py").read_text() if "from common" in text else ""
+    found = set(re.findall(r"^ *from (\w+)", text, re.MULTILINE))
+    for names in re.findall(r"^ *import (.+)", text, re.MULTILINE):
+        found |= set(re.findall(r"(?:^|, )(\w+)", names))
+    own = {near.stem for near in path.parent.glob("*.py")}
+    assert found - own - set(sys.stdlib_module_names) <= {"jax", "jaxcgx", "numpy"} | installed(installs)
+
+
+def installed(scripts):
+    """Returns the modules of the packages that scripts install."""
+    found = set()
+    for words in (words for script in scripts for words in script.commands if words[:2] == ["pip", "install"]):
+        extras = [extra for word in words for part in re.findall(r"^\.\[(.*)\]", word) for extra in part.split(",")]
+        packages = [*words[2:], *(package for extra in extras for package in EXTRAS[extra])]
+        found |= {re.match(r"[\w-]*", package)[0] for package in packages}
+    return {MODULES.get(package, package) for package in found}
 
 
 def test_make_lists_every_target():

@@ -82,10 +82,10 @@ def test_tutorials(page):
 
 
 def test_two_centers(tmp_path):
-    """The program of the page, in two processes, with two of its techniques."""
+    """The program of the page, in two processes, with each of its techniques."""
     (tmp_path / "centers.py").write_text(pages.programs("docs/two-centers")[-1])
     running = []
-    for technique, port in zip(("dgt", "diloco"), random.sample(range(20_000, 32_000), 2)):
+    for technique, port in zip(("4bits", "dgt", "diloco"), random.sample(range(20_000, 32_000), 3)):
         for center in "01":
             command = [sys.executable, tmp_path / "centers.py", f"127.0.0.1:{port}", center, technique]
             running.append(subprocess.Popen(command, env=OF_PROCESSES, stdout=subprocess.PIPE, text=True))

@@ -39,7 +39,9 @@ def test_outputs_are_those_of_examples(monkeypatch):
     for name, text in printed.items():
         digest, command, rest = text.split("\n", 2)
         assert digest == f"code {gallery.digest(paths[name])}", f"old: run `.venv/bin/python scripts/gallery.py {name}`"
-        assert re.match(r"\$ (sudo )?(CGX_\S+ mpirun .*)?python ", command) and f"{name}.py" in command, name
+        assert re.match(r"\$ (sudo env PATH=\S+ )?(CGX_\S+ mpirun .*)?python ", command) and f"{name}.py" in command, (
+            name
+        )
         assert ("sudo" in command) + ("--local" in command) == gallery.between_hosts(paths[name]), name
         assert len(rest) > 50 and "The curves are in" not in rest, name
 

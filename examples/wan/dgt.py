@@ -4,7 +4,7 @@ The script compares this with sending all blocks at once, and with choosing the 
 centers of two ranks each:
 
     pip install ".[examples]"
-    sudo python examples/wan/dgt.py --rate 100mbit --delay 5ms
+    sudo env PATH="$PATH" python examples/wan/dgt.py --rate 100mbit --delay 5ms
 """
 
 import optax

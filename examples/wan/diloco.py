@@ -3,7 +3,7 @@
 The script starts two data centers of two ranks each:
 
     pip install ".[examples]"
-    sudo python examples/wan/diloco.py --rate 100mbit --delay 5ms
+    sudo env PATH="$PATH" python examples/wan/diloco.py --rate 100mbit --delay 5ms
 """
 
 import optax

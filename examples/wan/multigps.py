@@ -3,7 +3,7 @@
 The script starts two data centers of two ranks each. All four ranks are on one axis of the mesh:
 
     pip install ".[examples]"
-    sudo python examples/wan/multigps.py --rate 100mbit --delay 5ms
+    sudo env PATH="$PATH" python examples/wan/multigps.py --rate 100mbit --delay 5ms
 """
 
 from common import demonstrate

@@ -4,7 +4,7 @@ The script compares this with sending gradients after the backward pass, and wit
 It starts two data centers of two ranks each:
 
     pip install ".[examples]"
-    sudo python examples/wan/p3.py --rate 100mbit --delay 5ms
+    sudo env PATH="$PATH" python examples/wan/p3.py --rate 100mbit --delay 5ms
 """
 
 import optax

@@ -4,7 +4,7 @@ The script compares them with a fixed ring and with two_shot, which don't consid
 of two ranks each. All four ranks are on one axis of the mesh:
 
     pip install ".[examples]"
-    sudo python examples/wan/tsengine.py --rate 100mbit --delay 5ms
+    sudo env PATH="$PATH" python examples/wan/tsengine.py --rate 100mbit --delay 5ms
 """
 
 import jax

@@ -144,7 +144,7 @@ def advise(
     Args:
       tree: the gradients, as a pytree of arrays or jax.ShapeDtypeStruct.
       cluster: the ranks and their links.
-      compute_ms: the milliseconds of a forward and backward pass.
+      compute_ms: the milliseconds of a forward and backward pass; 0 gives the largest possible gain.
       overlap_mb: the largest size in MiB of messages that are sent during the backward pass. None: messages of up to 64
         MiB are sent after it.
       codecs: the candidates.
@@ -361,7 +361,7 @@ def _constants(cluster: Cluster, case: Case, assumed: bool) -> tuple[tuple[str, 
         ("latency of a step", f"{network.step * 1e6:.0f} us", latency),
         ("half-duplex of Gloo", "1.06 to 1.83 times", "measured between 2 and 4 hosts"),
         ("kernels", "encode, decode and sum of each codec", "measured on this machine"),
-        ("computation", f"{case.compute * 1e3:g} ms", "given"),
+        ("computation", f"{case.compute * 1e3:g} ms", "given" if case.compute else "assumed, for the largest gain"),
         ("backward pass", f"{BACKWARD:.0%} of the computation", "assumed"),
         ("gradients", "normally distributed" if assumed else "the sample", "assumed" if assumed else "given"),
         ("error of exchange times", f"{SPREAD:.0%}", "measured between 2, 4 and 8 hosts"),
