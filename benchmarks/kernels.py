@@ -336,6 +336,9 @@ def all_rows():
     ]
     rows += [Row(reduce_feedback, "reduce with feedback MaxMin 4", CODECS["MaxMin 4"], None)]
     rows += [Row(feedback, f"encode with feedback {name}", CODECS[name], FEEDBACK_GOAL, True) for name in plain]
+    for name in ("Eden 4", "MaxMin 4 rotated", "Micro nvfp4", "Micro mxfp4", "Micro mxfp8"):
+        rows += [Row(reduce, f"reduce {name}", CODECS[name], None)]
+        rows += [Row(feedback, f"encode with feedback {name}", CODECS[name], None)]
     return rows
 
 

@@ -23,7 +23,7 @@ class MaxMin(GridCodec):
       bits: the bits of an element, 1 to 8.
       bucket_size: the number of elements that share a minimum and a maximum.
       rounding: "nearest", "stochastic" or "correlated". "stochastic" is unbiased and needs a key. "correlated" is also
-        stochastic, and the errors of the ranks of an exchange cancel in their sum.
+        stochastic, and the errors of the ranks of an exchange cancel in their sum, if their numbers are alike.
       skip_incomplete: whether the elements after the last whole bucket travel raw.
       rotate: whether each bucket is rotated first, with fixed random signs and a Hadamard transform. The error is then
         the same as for normally distributed numbers, unless a few elements have most of a bucket's norm. `bucket_size`

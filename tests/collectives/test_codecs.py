@@ -1,6 +1,9 @@
 """Codecs of little error per bit, on every schedule and with residuals."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import each_codec
@@ -40,3 +43,30 @@ def test_every_schedule(codec):
     for schedule, (mean, lost) in fed.items():
         got = mean[0].astype(np.float64) + lost.mean(0, dtype=np.float64)
         np.testing.assert_allclose(got, 1.125 * exact, rtol=0, atol=1e-5, err_msg=schedule)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("codec", **each_codec(CODECS))
+def test_every_operation(codec, dtype):
+    """Numbers of 16 bits, over a hierarchy and in all other collectives, against `Raw`."""
+    x = jnp.asarray(drawn("laplace", 4, SIZE), dtype).reshape(2, 2, 2, -1)
+
+    def run(x, codec):
+        options = dict(key=jax.random.key(11) if codec.stochastic else None)
+        total = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": codec, "b": cgx.Raw()}, **options)
+        return dict(
+            total=total(x),
+            share=cgx.compressed_psum_scatter(x, "b", codec, **options),
+            gathered=cgx.compressed_all_gather(x, "b", codec, **options),
+            exchanged=cgx.compressed_all_to_all(x, "b", 0, 0, codec, **options),
+            gradient=jax.grad(lambda x: jnp.square(total(x).astype(np.float32)).sum())(x),
+        )
+
+    exact = on_ranks(functools.partial(run, codec=cgx.Raw()), mesh(2, 2), check_vma=False)(x)
+    for name, found in on_ranks(functools.partial(run, codec=codec), mesh(2, 2), check_vma=False)(x).items():
+        assert found.dtype == dtype
+        found, whole = np.asarray(found, np.float64), np.asarray(exact[name], np.float64)
+        # Raw numbers of 16 bits are rounded after each axis of a hierarchy.
+        most = 0.05 if codec != cgx.Lossless() else 1e-5 if name in ("total", "gradient") else 0
+        assert np.square(found - whole).sum() <= most * np.square(whole).sum(), name
+        assert name != "total" or (found == found[0, 0]).all()
