@@ -1,6 +1,7 @@
 """One-line errors for the person who started a run."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ def choose(choices: Mapping[str, Any], name: Any, place: str) -> Any:
 def call(function: Callable[..., Any], place: str, *args: Any, **section: Any) -> Any:
     """Returns function(*args, **section). `section` has the keys of a config at `place`.
 
-    A key that is no parameter of the function is an error. A TypeError or ValueError of the function becomes a `Wrong`.
+    A key that is no parameter of the function is an error. Errors that wrong values cause become a `Wrong`.
     """
     signature = inspect.signature(function.__init__ if isinstance(function, type) else function)
     parameters = signature.parameters.values()
@@ -32,5 +33,19 @@ def call(function: Callable[..., Any], place: str, *args: Any, **section: Any) -
         raise Wrong(f"{place}.{unread[0]}: nothing reads it; {place} has {', '.join(reads)}")
     try:
         return function(*args, **section)
-    except (TypeError, ValueError) as error:
-        raise Wrong(f"{place}: {error}") from error
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise Wrong(f"{place}: {' '.join(str(error).split())}") from error
+
+
+def check_least(least: float, **values: float) -> None:
+    """Raises a ValueError if a value is smaller than `least`, or isn't finite."""
+    for name, value in values.items():
+        if not least <= value < math.inf:
+            raise ValueError(f"expected a {name} of at least {least}, got {value}")
+
+
+def check_shares(**values: float) -> None:
+    """Raises a ValueError if a value isn't from 0 to below 1."""
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"expected a {name} from 0 to below 1, got {value}")

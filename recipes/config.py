@@ -80,6 +80,8 @@ def parse(arguments: list[str]) -> Command:
         path = ours
     config: Any = make_config(str(path), changes)
     name = "-".join(filter(None, (path.parent.name, path.stem, config.compression.word, known.suffix)))
+    if pathlib.Path(name).name != name:
+        raise Wrong(f"--suffix: expected the end of a folder's name, got {known.suffix!r}")
     return Command(config, name, tuple(arguments), devices=known.devices, launch=known.launch, runs=known.runs)
 
 
@@ -93,6 +95,8 @@ def make_config(file: str, changes: dict[str, str]) -> ConfigDict:
         raise Wrong(f"{file}: expected the sections {', '.join(SECTIONS)}, got {', '.join(sorted(config))}")
     changes = dict(changes)
     word = changes.pop("compression", config.compression)
+    if not isinstance(word, str) or pathlib.Path(word).name != word or "compression.word" in changes:
+        raise Wrong("config.compression: expected a word, the name of a file in recipes/configs/compression")
     config = config.copy_and_resolve_references()
     with config.ignore_type():
         config.compression = load(HERE / f"configs/compression/{word}.py", "config.compression")

@@ -66,7 +66,7 @@ def _codec(section: dict[str, Any]) -> Any:
     return choose(CODECS, options.pop("name"), "config.compression, a codec's name")(**options)
 
 
-CODECS = {name: x for name, x in vars(cgx).items() if isinstance(x, type) and issubclass(x, Codec)}
+CODECS = {name: x for name, x in vars(cgx).items() if isinstance(x, type) and issubclass(x, Codec) and x is not Codec}
 KINDS = {
     "bsc": functools.partial(_sparse, cgx.bsc),
     "dgc": _dgc,

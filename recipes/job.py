@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import data
 import exchanges
 import models
 import optimizers
-from checks import Wrong, call
+from checks import Wrong, call, check_least
 from launch import World
 
 import jaxcgx as cgx
@@ -29,11 +30,11 @@ class Train:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_epochs", "log_every", "test_every", "save_every"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"expected a positive {name}, got {getattr(self, name)}")
-        for name in ("steps", "seed", "test_examples"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"expected a {name} of at least 0, got {getattr(self, name)}")
+        check_least(0, steps=self.steps, seed=self.seed, test_examples=self.test_examples)
+        if self.seed >= 2**32:
+            raise ValueError(f"expected a seed below 2^32, got {self.seed}")
 
 
 class Job(NamedTuple):
@@ -48,12 +49,7 @@ class Job(NamedTuple):
     steps_per_epoch: int
     share: slice  # this process's part of a batch
     examples: int  # per step, of all ranks together
-
-    @property
-    def stop(self) -> int:
-        """The number of steps."""
-        epochs = max(int(self.settings.num_epochs * self.steps_per_epoch), 1)
-        return min(self.settings.steps or epochs, epochs)
+    stop: int  # the number of steps
 
     def sent(self, compiled: Any, args: tuple[Any, ...]) -> dict[str, float]:
         """Returns {"bytes": ..., "raw_bytes": ...}: the bytes a rank sends per step, with and without compression.
@@ -87,19 +83,29 @@ def prepare(config: Any, world: World) -> Job:
     """Returns the job of a config for the ranks of `world`."""
     sections = {name: section.to_dict() for name, section in config.items()}
     settings = call(Train, "config.train", **sections["train"])
-    dataset = data.load(**sections["data"])
-    model = models.make(dataset, settings.seed, **sections["model"])
+    dataset = call(data.load, "config.data", **sections["data"])
+    model = call(models.make, "config.model", dataset, settings.seed, **sections["model"])
     each = len(dataset.train) // settings.batch_size
     if not each:
         raise Wrong(f"config.train.batch_size: expected at most {len(dataset.train)} examples of {dataset.name}")
-    schedule = optimizers.make_schedule(each, settings.num_epochs, **sections["schedule"])
-    kind = sections["compression"]["kind"]
-    optimizer, moved = optimizers.make(
-        schedule, exchanges.has_momentum(kind), clips=kind == "dgc", **sections["optimizer"]
-    )
-    exchange = exchanges.make(exchanges.Around(optimizer, moved, each), **sections["compression"])
+    schedule = call(optimizers.make_schedule, "config.schedule", each, settings.num_epochs, **sections["schedule"])
+    kind = sections["compression"].get("kind", "")
+    applies = optimizers.Applied(momentum=exchanges.has_momentum(kind), clip=kind == "dgc")
+    optimizer, moved = call(optimizers.make, "config.optimizer", schedule, applies, **sections["optimizer"])
+    around = exchanges.Around(optimizer, moved, each)
+    exchange = call(exchanges.make, "config.compression", around, **sections["compression"])
     make_step = functools.partial(
         cgx.make_train_step, model.loss, optimizer, world.mesh, data_axis=world.data_axis, model_state="mean"
     )
     share, examples = world.share(settings.batch_size), settings.batch_size // world.ranks * world.ranks
-    return Job(settings, dataset, model, schedule, exchange, make_step, each, share, examples)
+    stop = _last_step(settings, each, exchange.every)
+    return Job(settings, dataset, model, schedule, exchange, make_step, each, share, examples, stop)
+
+
+def _last_step(settings: Train, each: int, every: int) -> int:
+    """Returns the number of steps. The last one ends with an exchange: what ranks learn after it would be lost."""
+    epochs = max(int(settings.num_epochs * each), 1)
+    steps = min(settings.steps or epochs, epochs)
+    if steps < every:
+        raise Wrong(f"config.train.steps: expected at least {every}, with exchanges every {every} steps, got {steps}")
+    return steps - steps % every

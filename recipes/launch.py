@@ -59,6 +59,10 @@ class World(NamedTuple):
         """Returns the sum over all ranks of `sums`, which a program computed from the result of `put`."""
         return np.asarray(sums) if self.comm is None else self.comm.allreduce(np.asarray(sums))
 
+    def mean(self, values: jax.Array) -> float:
+        """Returns the mean of an array that a step returned, of which each rank may have a part."""
+        return float(np.mean(multihost_utils.process_allgather(values, tiled=True), dtype=np.float64))
+
     def gather(self, value: Any) -> list[Any]:
         """Returns the `value` of each process, an integer or a list of them. All processes must call this method."""
         if self.comm is not None:
@@ -81,7 +85,7 @@ class World(NamedTuple):
             yield
         except (Wrong, OSError) as found:
             error = found
-        mine = (str(error) if error else "").encode()[:LINE]
+        mine = (str(error) or repr(error) if error else "").encode()[:LINE]
         said = [bytes(row).rstrip(b"\0") for row in self.gather([*mine, *bytes(LINE - len(mine))])]
         if any(said):
             if jax.distributed.is_initialized():
@@ -156,7 +160,10 @@ def start(how: str, devices: int | None = None) -> World:
     if how == "distributed":
         # With Slurm or mpirun, JAX finds these numbers itself.
         number = lambda name: int(os.environ[name]) if name in os.environ else None
-        jax.distributed.initialize(num_processes=number("JAX_NUM_PROCESSES"), process_id=number("JAX_PROCESS_ID"))
+        try:
+            jax.distributed.initialize(num_processes=number("JAX_NUM_PROCESSES"), process_id=number("JAX_PROCESS_ID"))
+        except (RuntimeError, ValueError) as error:
+            raise Wrong(f"--launch=distributed: {str(error).partition(chr(10))[0]}") from error
         return over_devices(jax.devices())
     if devices is not None and devices < 1:
         raise Wrong(f"--devices: expected a positive number, got {devices}")

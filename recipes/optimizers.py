@@ -1,30 +1,35 @@
 """Optimizers and the schedules of their learning rates."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
-from checks import call, choose
+from checks import call, check_least, check_shares, choose
 
 
-def make(
-    schedule: Any, moves: bool, clips: bool, *, name: str, clip: float, **section: Any
-) -> tuple[Any, dict[str, Any]]:
+class Applied(NamedTuple):
+    """What the exchange of gradients applies in place of the optimizer."""
+
+    momentum: bool
+    clip: bool
+
+
+def make(schedule: Any, applied: Applied, *, name: str, clip: float, **section: Any) -> tuple[Any, dict[str, Any]]:
     """Returns (optimizer, options of the exchange) for a config's section `optimizer`.
 
     The exchange of gradients gets the options that it applies in place of the optimizer, such as the momentum.
 
     Args:
       schedule: the schedule of the learning rate.
-      moves: whether the exchange applies the momentum.
-      clips: whether the exchange clips gradients.
+      applied: what the exchange applies.
       name: one of `OPTIMIZERS`.
       clip: the largest norm of the mean gradient; 0: no clipping.
       **section: the options of the optimizer.
     """
+    check_least(0, clip=clip)
     function = choose(OPTIMIZERS, name, "config.optimizer.name")
-    optimizer, moved = call(function, "config.optimizer", schedule, moves, **section)
-    if clip and clips:
+    optimizer, moved = call(function, "config.optimizer", schedule, applied.momentum, **section)
+    if clip and applied.clip:
         moved["clip_global_norm"] = clip
     elif clip:
         optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
@@ -38,6 +43,8 @@ def sgd(
 
     decay_1d: whether biases and norms have weight decay, too.
     """
+    check_shares(momentum=momentum)
+    check_least(0, weight_decay=weight_decay)
     mask = None if decay_1d else matrices
     if not moves:
         decay = optax.add_decayed_weights(weight_decay, mask)
@@ -50,6 +57,8 @@ def sgd(
 
 def adamw(schedule: Any, moves: bool, *, b1: float, b2: float, weight_decay: float) -> tuple[Any, dict[str, Any]]:
     """Returns (Adam, options of the exchange). Only matrices decay. If the exchange has momentum, Adam has none."""
+    check_shares(b1=b1, b2=b2)
+    check_least(0, weight_decay=weight_decay)
     optimizer = optax.adamw(schedule, 0.0 if moves else b1, b2, weight_decay=weight_decay, mask=matrices)
     return optimizer, dict(momentum=b1) if moves else {}
 
@@ -78,6 +87,9 @@ def steps(
 
     drops: fractions of the training.
     """
+    check_least(0, rate=rate, warmup_epochs=warmup_epochs, factor=factor)
+    if len(set(drops)) < len(drops) or not all(0 < drop < 1 for drop in drops):
+        raise ValueError(f"expected different numbers between 0 and 1 as drops, got {drops}")
     lower = optax.piecewise_constant_schedule(rate, {round(drop * num_epochs * each): factor for drop in drops})
     warm = int(warmup_epochs * each)
     return lambda step: lower(step) * jax.numpy.minimum(1.0, (step + 1) / max(warm, 1))
@@ -85,6 +97,7 @@ def steps(
 
 def cosine(each: int, num_epochs: float, *, rate: float, warmup_epochs: float) -> Any:
     """Returns the schedule of half a cosine from `rate` to 0, after a linear warm-up from 0."""
+    check_least(0, rate=rate, warmup_epochs=warmup_epochs)
     warm, last = int(warmup_epochs * each), int(num_epochs * each)
     return optax.warmup_cosine_decay_schedule(0.0 if warm else rate, rate, warm, max(last, warm + 1))
 

@@ -99,8 +99,11 @@ class Team:
         return False
 
     def end(self) -> None:
-        """Kills all workers. Otherwise, some would wait for a dead worker for minutes."""
-        for worker in self.workers:
+        """Kills all workers. Otherwise, some would wait for a dead worker for minutes.
+
+        The first one is the last, because the others would print that their coordinator is gone.
+        """
+        for worker in reversed(self.workers):
             ray.kill(worker)
 
 
@@ -111,6 +114,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--workers", type=int, required=True, help="the number of ranks; other arguments: train.py's")
     wanted, rest = parser.parse_known_args(arguments)
     command = config.parse(rest)
+    if wanted.workers < 1:
+        raise Wrong(f"--workers: expected a positive number, got {wanted.workers}")
+    if command.launch != "auto":
+        raise Wrong(f"--launch: expected none, as Ray starts the processes, got {command.launch}")
     folder = command.runs / command.name / "checkpoints"
     last = lambda: max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=0)
     # Without "local", Ray would look for a cluster that somebody has started on this machine.

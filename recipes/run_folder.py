@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 import pathlib
 import time
 from collections.abc import Generator
@@ -20,9 +21,10 @@ from tqdm import tqdm
 PROTO: Any = event_pb2  # type checkers don't see its classes, which are made at run time
 
 # The keys of a config that may change when a run is continued.
-FREE = {"data.folder", "train.log_every", "train.save_every", "train.steps", "train.test_examples"}
+FREE = {"data.folder", "data.threads", "train.log_every", "train.save_every", "train.steps", "train.test_examples"}
 
-PATIENCE = 10  # seconds for a killed process of the same run to end
+PATIENCE = 120  # seconds for a killed process of the same run to end; a file server may keep its lock for 90
+PAUSE = 0.1  # seconds between two looks at the lock
 
 
 class RunFolder:
@@ -75,45 +77,47 @@ class RunFolder:
         if not self.metrics.exists():
             return []
         text = self.metrics.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [_json(self.metrics, line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def close(self) -> None:
         """Closes the file of TensorBoard's events, and lets another process train in this folder."""
         if self._events is not None:
-            self._events.close()
+            with contextlib.suppress(OSError):  # of a full disk, which `write` has named
+                self._events.close()
         if self._locked is not None:
             self._locked.close()
 
     def _open(self, texts: dict[str, str]) -> None:
         """Checks and writes {NAME: the text of NAME.json}."""
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
         for name, text in texts.items():
             self._check(name, json.loads(text))
-        self._lock()
         for name, text in texts.items():
             _replace(self.path / f"{name}.json", text)
 
     def _lock(self) -> None:
         """Raises `Wrong` if another process trains in this folder. The lock ends with this process at the latest."""
         self._locked = (self.path / "lock").open("a")
-        until = time.monotonic() + PATIENCE
+        why, began = f"{self.path}: another process trains in this folder", time.monotonic()
         with contextlib.suppress(OSError):  # of a file system without locks
             while True:
                 try:
                     fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return
                 except BlockingIOError:
-                    if time.monotonic() > until:
-                        why = "another process trains in this folder; start another run by --suffix=..."
-                        raise Wrong(f"{self.path}: {why}") from None
-                time.sleep(0.1)
+                    if (waited := time.monotonic() - began) > PATIENCE:
+                        raise Wrong(f"{why}; start another run by --suffix=...") from None
+                    if waited < PAUSE:
+                        tqdm.write(f"{why}: waiting for up to {PATIENCE} s until it ends")
+                time.sleep(PAUSE)
 
     def _check(self, name: str, new: dict[str, Any]) -> None:
         """Raises `Wrong` if NAME.json of a run with checkpoints has other values."""
         path = self.path / f"{name}.json"
         if not (path.exists() and any(self.path.glob("checkpoints/*"))):
             return
-        old, new = _flat(json.loads(path.read_text())), _flat(new)
+        old, new = _flat(_json(path, path.read_text())), _flat(new)
         for key in sorted((old.keys() | new.keys()) - FREE):
             if old.get(key) != new.get(key):
                 raise Wrong(
@@ -141,7 +145,17 @@ def _replace(path: pathlib.Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     with _naming(path):
         new.write_text(text)
+        with new.open() as file:
+            os.fsync(file.fileno())
         new.replace(path)
+
+
+def _json(path: pathlib.Path, text: str) -> Any:
+    """Returns the value of a text in a file of a run."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Wrong(f"{path}: {error.msg}: {text[:40]!r}; mend the file, or remove the folder of the run") from None
 
 
 def _flat(tree: dict[str, Any], place: str = "") -> dict[str, Any]:

@@ -108,17 +108,16 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
                 jax.block_until_ready((state, metrics))
             seconds += time.perf_counter() - begun
             if logs:
-                loss = float(np.mean([shard.data for shard in metrics.loss.addressable_shards], dtype=np.float64))
+                loss = _loss(number, metrics, world)
                 rate, speed = float(job.schedule(number - 1)), (number - done) * job.examples / seconds
                 run.write(number, loss=loss, epoch=number / job.steps_per_epoch, rate=rate, examples_per_second=speed)
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 done, seconds = number, 0.0
-                if not np.isfinite(loss):
-                    raise Wrong(f"step {number}: the loss is {loss}; try a lower config.schedule.rate")
             if number % max(int(settings.test_every * job.steps_per_epoch), 1) == 0 or last:
                 run.write(number, **test(state))
             ends = signals.end() and not last
             if number % settings.save_every == 0 or last or ends:
+                _loss(number, metrics, world)
                 checkpoints.save(number, tuple(state))
             if ends:
                 bar.close()
@@ -126,6 +125,14 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
                 world.all(True)  # mpirun kills the others when one ends
                 raise Interrupted(f"step {number} of {stop}")
             begun = time.perf_counter()
+
+
+def _loss(number: int, metrics: Any, world: launch.World) -> float:
+    """Returns the mean loss of all ranks in a step."""
+    loss = world.mean(metrics.loss)
+    if not np.isfinite(loss):
+        raise Wrong(f"step {number}: the loss is {loss}; try a lower config.schedule.rate")
+    return loss
 
 
 class Tester:
@@ -166,7 +173,12 @@ def _finish(command: config.Command, job: Job, run: RunFolder, world: launch.Wor
     results: dict[str, Any] = {}
     for line in lines:
         results |= line
+    if not {"bytes", "test_accuracy"} <= results.keys():
+        raise Wrong(f"{run.metrics}: the results of this run, which has ended, aren't there; remove the run's folder")
     word, data = command.config.compression.word, job.dataset.name
+    other = "dgc" if word == "none" else "none"
+    alone = world.comm is None and jax.process_count() == 1
+    next_command = command.with_compression(other) if alone else f"the same command with --compression={other}"
     when = " after the warm-up" if job.exchange.settled else ""
     sent = f"{results['bytes']:,.0f} bytes a step{when}, uncompressed {results['raw_bytes']:,.0f}"
     title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
@@ -176,7 +188,7 @@ def _finish(command: config.Command, job: Job, run: RunFolder, world: launch.Wor
         f"test loss {results['test_loss']:.4f}\n"
         f"a rank sends {sent}\n"
         f"plot: {run.path / 'plot.png'}   curves: tensorboard --logdir {run.path.parent}\n"
-        f"next: {command.with_compression('dgc' if word == 'none' else 'none')}"
+        f"next: {next_command}"
     )
     return results
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
-from checks import Wrong
+from checks import Wrong, check_least
 from PIL import Image, UnidentifiedImageError
 
 from data.images import synthetic
@@ -86,6 +86,9 @@ class ImageNet:
     threads: int
 
     classes: ClassVar[int] = 1000
+
+    def __post_init__(self) -> None:
+        check_least(1, size=self.size, threads=self.threads)
 
     @property
     def shape(self) -> tuple[int, ...]:

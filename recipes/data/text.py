@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 
 import numpy as np
-from checks import Wrong
+from checks import Wrong, check_least
 
 from data import bpe
 from data.content import Content
@@ -62,6 +62,7 @@ class Text:
     tokens: int
 
     def __post_init__(self) -> None:
+        check_least(1, context=self.context)
         if not bpe.BYTES <= self.tokens <= bpe.MOST:
             raise ValueError(f"expected from {bpe.BYTES} to {bpe.MOST} tokens, got {self.tokens}")
 

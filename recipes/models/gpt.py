@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from checks import check_least, check_shares
 from data import Dataset
 from flax import nnx
 
@@ -32,6 +33,8 @@ class Gpt(nnx.Module):
     """Maps tokens to the logits of the next tokens. The first and the last layer share their weights."""
 
     def __init__(self, data: Dataset, rngs: nnx.Rngs, *, layers: int, width: int, heads: int, dropout: float) -> None:
+        check_least(1, layers=layers, width=width, heads=heads)
+        check_shares(dropout=dropout)
         if width % heads:
             raise ValueError(f"expected a width that {heads} heads divide, got {width}")
         self.tokens = nnx.Embed(data.classes, width, embedding_init=NORMAL(0.02), rngs=rngs)

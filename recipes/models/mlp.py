@@ -4,6 +4,7 @@ import itertools
 import math
 
 import jax
+from checks import check_least
 from data import Dataset
 from flax import nnx
 
@@ -14,6 +15,7 @@ class Mlp(nnx.Module):
     """Dense layers with ReLU between them."""
 
     def __init__(self, data: Dataset, rngs: nnx.Rngs, *, hidden: tuple[int, ...]) -> None:
+        check_least(1, size=min(hidden, default=1))
         sizes = math.prod(data.shape), *hidden, data.classes
         self.layers = nnx.List([nnx.Linear(m, n, kernel_init=HE, rngs=rngs) for m, n in itertools.pairwise(sizes)])
 

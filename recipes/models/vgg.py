@@ -1,6 +1,7 @@
 """VGG-16, as in "Very Deep Convolutional Networks for Large-Scale Image Recognition", configuration D."""
 
 import jax
+from checks import check_least, check_shares
 from data import Dataset
 from flax import nnx
 
@@ -12,6 +13,8 @@ class Vgg16(nnx.Module):
     """Five stages of 3 x 3 convolutions, and two hidden layers with dropout."""
 
     def __init__(self, data: Dataset, rngs: nnx.Rngs, *, hidden: int, dropout: float) -> None:
+        check_least(1, hidden=hidden)
+        check_shares(dropout=dropout)
         stages, inputs, side = [], data.shape[-1], data.shape[0]
         for widths in STAGES:
             convs = []

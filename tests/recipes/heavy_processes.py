@@ -77,6 +77,14 @@ def test_mpirun_distributed_and_local(train, tmp_path):
     assert len(found) == 3 and found[-1] < found[0]
 
 
+def test_the_loss_of_ranks_that_train_on_their_own(train, tmp_path):
+    """With DiLoCo, it is the mean over the ranks of all processes."""
+    changes = "--compression=diloco", "--config.compression.every=10", "--config.train.log_every=10"
+    end(distributed(20, tmp_path / "two", *changes))
+    end([start([sys.executable], 20, tmp_path / "one", "--devices=2", *changes)])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
 def test_an_error_of_one_process_ends_all(train, tmp_path):
     """No process waits minutes for the one that has failed, which says why in one line."""
     lines = lambda process: process.communicate(timeout=LIMIT)[1].splitlines()

@@ -55,12 +55,25 @@ def test_a_full_disk_is_one_line(train, tmp_path):
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):
+    distributed = [f"--config={RECIPES}/configs/digits/mlp.py", "--launch=distributed"]
+    monkeypatch.setattr(train.launch.cgx, "keep_pages", lambda: None)
+    for variables, starts in (
+        ({}, "jax.distributed.initialize() must"),
+        ({"JAX_NUM_PROCESSES": "x"}, "invalid literal"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            train.main(distributed)
+        assert ended.value.code.startswith(f"train.py: --launch=distributed: {starts}"), ended.value.code
+        assert "\n" not in ended.value.code
     monkeypatch.setattr(train.launch, "start", lambda *args: train.launch.World(1, 0, 1, None, None))
     config = f"--config={RECIPES}/configs/digits/mlp.py"
     cifar = f"--config={RECIPES}/configs/cifar/resnet20.py", f"--config.data.folder={tmp_path}"
     for arguments, starts in (
         ([config, "--config.train.stepz=1"], "train.py: config.train.stepz: there is no such key"),
         ([config, f"--config={tmp_path}/none.py"], "train.py: --config: there is no file"),
+        ([config, "--suffix=../x"], "train.py: --suffix: expected the end of a folder's name, got '../x'"),
         (cifar, f"train.py: config.data.folder: there is no {tmp_path}"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -132,6 +145,9 @@ def test_where_ray_starts(train, monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(KeyboardInterrupt):
             script.main(["--workers=3", f"--config={RECIPES}/configs/digits/mlp.py"])
+    for wrong, says in (("--workers=0", "--workers: expected a positive"), ("--launch=mpi", "--launch: expected none")):
+        with pytest.raises(script.Wrong, match=says):
+            script.main(["--workers=3", wrong, f"--config={RECIPES}/configs/digits/mlp.py"])
     here, there = told
     assert (here["address"], here["num_cpus"]) == ("local", 3)
     assert not {"address", "num_cpus"} & there.keys()  # Ray reads the variable, and a cluster has its own CPUs

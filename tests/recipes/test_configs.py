@@ -57,7 +57,7 @@ def test_configs(name, run, tmp_path):
 
 @pytest.mark.parametrize("word", WORDS)
 def test_compressions(word, run, tmp_path):
-    results = run("digits/mlp", {"compression": word})
+    results = run("digits/mlp", {"compression": word} | ({"compression.every": 10} if word == "diloco" else {}))
     log = next(tmp_path.glob("*/log.txt")).read_text()
     assert ("bytes a step after the warm-up" in log) == (word in ("dgc", "dgc-fp16"))
     if word == "none":
@@ -109,7 +109,16 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
         ({"model.name": "resnet"}, r"config\.model\.hidden: nothing reads it; config\.model has depth"),
         ({"optimizer.name": "adamw"}, r"config\.optimizer\.decay_1d: nothing reads it; .* has b1, b2, weight_decay"),
         ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, steps, got 'step'"),
-        ({"train.log_every": 0}, r"config\.train: expected a positive log_every, got 0"),
+        ({"train.num_epochs": "1e400"}, r"config\.train: expected a positive num_epochs, got inf"),
+        ({"train.seed": 2**32}, r"config\.train: expected a seed below 2\^32, got 4294967296"),
+        ({"compression": "diloco"}, r"config\.train\.steps: expected at least 50, .*every 50 steps, got 20"),
+        ({"compression": "../digits/mlp"}, r"config\.compression: expected a word, the name of a file"),
+        ({"compression.word": "dgc"}, r"config\.compression: expected a word, the name of a file"),
+        ({"compression": "cgx4", "compression.codec.name": "Codec"}, r"a codec's name: expected one of"),
+        ({"optimizer.clip": -1.0}, r"config\.optimizer: expected a clip of at least 0, got -1\.0"),
+        ({"optimizer.momentum": 1.0}, r"config\.optimizer: expected a momentum from 0 to below 1, got 1\.0"),
+        ({"schedule.rate": -0.1}, r"config\.schedule: expected a rate of at least 0, got -0\.1"),
+        ({"model.hidden": (0,)}, r"config\.model: expected a size of at least 1, got 0"),
         ({"train.test_examples": -1}, r"config\.train: expected a test_examples of at least 0, got -1"),
         ({"compression": "dgc", "compression.ratio": 2.0}, r"config\.compression: dgc: argument 'ratio': expected"),
         (
@@ -227,3 +236,17 @@ def test_the_page_for_users_of_dgc(train):
     bare = make("--compression=dgc --config.compression.momentum_masking=False")
     assert not bare.options["momentum_masking"] and not bare.settled["momentum_masking"]
     assert make("--compression=dgc --config.compression.ratio=0.01").options["ratio"] == 0.01
+
+
+@pytest.mark.parametrize(
+    "drops, says", [((82, 123), r"between 0 and 1 as drops, got \(82, 123\)"), ((0.5, 0.5), r"got \(0\.5, 0\.5\)")]
+)
+def test_drops_are_fractions(drops, says, run, train):
+    with pytest.raises(train.Wrong, match=rf"config\.schedule: expected different numbers .*{says}"):
+        run("cifar/resnet20", {"model.depth": 8, "schedule.drops": drops})
+
+
+def test_diloco_ends_with_an_exchange(run):
+    """A test after further steps would see none of them."""
+    results = run("digits/mlp", {"compression": "diloco", "compression.every": 8})
+    assert results["step"] == 16

@@ -101,7 +101,9 @@ def test_sgd(name, nesterov, decay, decay_1d, load):
     """SGD has a momentum of 0.9."""
     config, _ = load(name)
     section = config.optimizer.to_dict()
-    optimizer, _ = importlib.import_module("optimizers").make(lambda step: 0.1, False, clips=False, **section)
+    optimizers = importlib.import_module("optimizers")
+    applied = optimizers.Applied(momentum=False, clip=False)
+    optimizer, _ = optimizers.make(lambda step: 0.1, applied, **section)
     params = dict(matrix=jnp.ones((2, 2)), norm=jnp.ones(2))
     state, trace = optimizer.init(params), 0
     for _ in range(2):
@@ -113,6 +115,17 @@ def test_sgd(name, nesterov, decay, decay_1d, load):
 
 
 def test_adam(load):
-    """Its options are GPT-3's."""
-    section = load("text/gpt")[0].optimizer.to_dict()
-    assert section == dict(name="adamw", b1=0.9, b2=0.95, weight_decay=0.1, clip=1.0)
+    """Its options are GPT-3's: b1 = 0.9, b2 = 0.95, a weight decay of 0.1 for matrices, gradients of at most norm 1."""
+    optimizers, section = importlib.import_module("optimizers"), load("text/gpt")[0].optimizer.to_dict()
+    applied = optimizers.Applied(momentum=False, clip=False)
+    optimizer, moved = optimizers.make(lambda step: 0.1, applied, **section)
+    params = dict(matrix=jnp.ones((2, 2)), norm=jnp.ones(2))
+    state, mean, square = optimizer.init(params), 0.0, 0.0
+    for step, size in enumerate((4.0, 0.1), 1):  # the first gradient has a norm above 1
+        updates, state = optimizer.update(jax.tree.map(lambda x: size * jnp.ones_like(x), params), state, params)
+        clipped = size / max(size * 6**0.5, 1)
+        mean, square = 0.9 * mean + 0.1 * clipped, 0.95 * square + 0.05 * clipped**2
+        moved_by = mean / (1 - 0.9**step) / (square / (1 - 0.95**step)) ** 0.5
+        for key, decay in dict(matrix=0.1, norm=0).items():
+            np.testing.assert_allclose(updates[key], np.full(params[key].shape, -0.1 * (moved_by + decay)), rtol=1e-5)
+    assert not moved
