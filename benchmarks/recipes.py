@@ -63,7 +63,7 @@ NOTES = f"""\
   times fewer than uncompressed. They include the loss and the statistics of batch norm, which travel uncompressed.
 - hours: the time of the steps, without compiling, tests and checkpoints. Other programs ran on the same cores. So hours
   show the size of a run, and don't compare methods.
-  Those of `powersgd` on text include a pause of about 13 minutes, those of `mpq` on Fashion-MNIST one of 4 minutes.
+  Where the machine paused, they include the pause, which is named.
 - published: from float32 to compressed, in the papers of DGC and CGX, as accuracy in % or perplexity. They differ from
   these rows in the data, in the networks (all have more parameters), the epochs (about 90 to 164 on images) and the
   ranks (4 to 64 GPUs). DGC sends 277 times fewer bytes with ResNet-50 and 462 times with the LSTM, whose matrices are
@@ -71,7 +71,7 @@ NOTES = f"""\
 - CIFAR-10 is not among the data, because it must be downloaded first (`--config=recipes/configs/cifar/resnet20.py`).
   Images of digits have 8 x 8 pixels, those of Fashion-MNIST 28 x 28.
 - dgc: 5 of the 12 epochs on digits, and 1 of 2 or 6 epochs elsewhere, are its warm-up, in which more elements are sent.
-  Two epochs are short for DGC and DiLoCo: on Fashion-MNIST, they lose most."""
+  Two epochs are short for DGC and DiLoCo."""
 
 
 def folder_name(task, word):
@@ -127,7 +127,9 @@ def table(report, name, task):
         if float32 is not None:
             less = f"{100 * (value / float32 - 1) if task.text else float32 - value:.2f}"
         cells = [title(task, word), f"{row['epochs']:.0f}", f"{value:.3f}" if task.text else f"{value:.2f}", less]
-        cells += [f"{row['bytes']:,.0f}", f"{row['raw_bytes'] / row['bytes']:.1f}", f"{row['seconds'] / 3600:.3f}"]
+        pause = f", pause {row['pause_seconds'] / 3600:.2f}" if "pause_seconds" in row else ""
+        hours = f"{row['seconds'] / 3600:.3f}{pause}"
+        cells += [f"{row['bytes']:,.0f}", f"{row['raw_bytes'] / row['bytes']:.1f}", hours]
         report.show(line([*cells, published]))
 
 
