@@ -462,9 +462,10 @@ def test_bad_input_at_the_start(wrong, words):
         cgx.wan.Decoupled(addresses=ports(2), place=0, **wrong).join(PARAMS)
 
 
-def test_few_bits_without_feedback():
-    with pytest.warns(UserWarning, match=r"MaxMin\(bits=2\).* without feedback"):
-        cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2), feedback=False)
+@pytest.mark.parametrize("bucket_size", [32, 64, 512])
+def test_few_bits_without_feedback(bucket_size):
+    with pytest.warns(UserWarning, match=r"MaxMin\(bits=2.* without feedback"):
+        cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2, bucket_size), feedback=False)
 
 
 def test_parameters_of_a_step():

@@ -443,10 +443,12 @@ def test_bad_arguments(arguments, error, words):
 
 
 def test_few_bits_without_feedback_are_a_warning():
-    for plan in cgx.MaxMin(2), cgx.TopK(0.01), cgx.PowerSGD(2):
+    # Scales don't count: in buckets of 32, they take 2 further bits per element.
+    for plan in cgx.MaxMin(2), cgx.MaxMin(2, 64), cgx.MaxMin(2, 32), cgx.TopK(0.01), cgx.PowerSGD(2):
         with pytest.warns(UserWarning, match="diloco: argument 'feedback': .* loses too much"):
             diloco(plan=plan, feedback=False)
-    diloco(plan=cgx.MaxMin(4), feedback=False)  # a warning would be an error
+    for bits in 3, 4:
+        diloco(plan=cgx.MaxMin(bits), feedback=False)  # a warning would be an error
 
 
 def test_an_overlap_that_can_not_cross_steps_is_a_warning(monkeypatch):
