@@ -13,10 +13,12 @@ from jaxcgx.collectives.psum import compressed_pmean
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.halves import Halves
-from jaxcgx.optim.leaves import loose
+from jaxcgx.optim.leaves import flatten
 from jaxcgx.optim.state import CompressState
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import by_axis
+from jaxcgx.plan.leaves import spell_path
+from jaxcgx.plan.rules import Rule
 from jaxcgx.transports.axes import axis_names, crosses
 
 
@@ -30,7 +32,7 @@ class Between:
 
     Attributes:
       axis: the axis of the centers, then the axes of a center's ranks. Some may be marked, as by Tcp.
-      plan: the plan of the exchange.
+      plan: the plan of the exchange, from `by_leaf`.
       feedback: whether centers keep residuals.
       seed: the seed of stochastic rounding.
       options: further options of compressed_pmean.
@@ -61,16 +63,20 @@ class Between:
 
     @property
     def _parts(self) -> Plan:
-        """The plan for a part of the parameters. A codec that isn't given by axis is for the axis of the centers."""
-        names, plan = axis_names(self.axis), loose(self.plan)
+        """The plan with codecs by axis. A codec that isn't given by axis is for the axis of the centers."""
+        names, plan = axis_names(self.axis), self.plan
         by_name = lambda codec: by_axis(names, codec, Raw()) if isinstance(codec, Codec) and not codec.skips else codec
         rules = [dataclasses.replace(rule, codec=by_name(rule.codec)) for rule in plan.rules]
         return dataclasses.replace(plan, default=by_name(plan.default), rules=rules)
 
-    def init(self, params: Any) -> CompressState:
-        """Returns the state before the first exchange, for outer gradients like these parameters."""
+    def init(self, params: Any, number: int) -> CompressState:
+        """Returns the state before the first exchange, for outer gradients like these parameters.
+
+        `number` is the number of this part of the parameters. Parts with different numbers draw different noise.
+        """
         made: Any = compress_gradients(self.axis, self._parts, feedback=self.feedback, seed=self.seed)
-        return made.init(params)
+        state = made.init(params)
+        return state._replace(key=fold(state.key, number)) if number else state
 
     def mean(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
         """Exchanges the outer gradients `moved`. Returns (mean, state)."""
@@ -110,3 +116,21 @@ class Between:
 
     def _halves(self, moved: Any, sent: CompressState) -> Halves:
         return Halves.of(lambda sent, moved: self.mean(moved, sent), sent, moved)
+
+
+def by_leaf(op: str, plan: Plan, params: Any) -> Plan:
+    """Returns the plan that gives every part of a leaf the codec that `plan` gives the whole leaf.
+
+    Guards and the conditions of rules then don't depend on the fragments into which leaves are cut.
+
+    Args:
+      op: the function that errors name.
+      plan: the plan.
+      params: the whole parameters.
+    """
+    leaves, names = flatten(params), dict[Any, set[str]]()
+    assigned = plan.assign(op, "plan", paths=leaves.paths, leaves=leaves.values)
+    for path, (codec, _) in zip(leaves.paths, assigned):
+        names.setdefault(codec, set()).add(spell_path(path))
+    rules = [Rule(codec, where=lambda name, _, of=of: name in of, optional=True) for codec, of in names.items()]
+    return dataclasses.replace(plan, rules=rules, min_size=0, skip_1d=False)

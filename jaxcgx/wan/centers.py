@@ -25,6 +25,7 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.train import Step, TrainStep
 from jaxcgx.optim.training import Training
+from jaxcgx.transports.axes import crosses
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.fragments import Fragment, cut
@@ -185,7 +186,7 @@ class Centers:
     def _specs(self) -> DilocoState:
         rows = P(self.name)
         sent = CompressState(P(), P(), residuals=rows, momentum=rows, telemetry=P(), trace=P(), factors=P())
-        waiting = P(self.placement.names) if self._rounds.crosses else P()
+        waiting = P(self.placement.names) if self._later and crosses(self.axis) else P()
         return DilocoState(
             count=P(),
             centers=PerRank(Center(params=rows, start=rows, inner=rows, sent=P(self.name, self.inner))),
@@ -212,8 +213,8 @@ class Centers:
             outer, model_state, (sent, inner) = training.init(params, model_state)
             if getattr(sent, "key", None) is not None:
                 sent = sent._replace(key=fold(sent.key, center))
-            rounds = self._rounds
-            exchanges = [rounds.init(fragment.take(outer)) for fragment in self._cut(training, outer)]
+            fragments, rounds = self._cut(training, outer), self._rounds(outer)
+            exchanges = [rounds.init(fragment.take(outer), p) for p, fragment in enumerate(fragments)]
             own = Center(outer, outer if self.diloco.eager else None, inner=inner, sent=sent)
             state = DilocoState(jnp.zeros((), jnp.int32), PerRank(_rows(own)), tuple(exchanges))
             return outer, PerRank(_row(model_state)), state
@@ -260,7 +261,7 @@ class Centers:
 
         In a step, at most one fragment begins its exchange, and at most one fragment ends its exchange.
         """
-        rounds, fragments, given = self._rounds, self._cut(training, both.outer), self.diloco
+        rounds, fragments, given = self._rounds(both.outer), self._cut(training, both.outer), self.diloco
 
         def turn(act: Callable[..., Any], delay: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
             """Calls `act` for the fragment whose turn was `delay` steps ago, if a fragment had its turn then."""
@@ -282,12 +283,16 @@ class Centers:
         return turn(rounds.begin, 0, *turn(rounds.end, given.overlap, both, exchanges))
 
     @property
-    def _rounds(self) -> Rounds:
+    def _later(self) -> bool:
+        """Whether an exchange ends in a later step than it begins."""
+        return self.diloco.eager or self.diloco.overlap > 0
+
+    def _rounds(self, params: Any) -> Rounds:
         given = self.diloco
         return Rounds(
-            between=given.between(self.axis),
+            between=given.between(self.axis, params),
             outer=given.outer,
-            later=given.eager or given.overlap > 0,
+            later=self._later,
             alpha=given.alpha,
             decay=given.decay,
             telemetry=given.telemetry,

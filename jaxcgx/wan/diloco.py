@@ -17,7 +17,7 @@ from jaxcgx.optim.placement import Placement
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names, crosses
 from jaxcgx.typing import AxisName
-from jaxcgx.wan.between import Between
+from jaxcgx.wan.between import Between, by_leaf
 from jaxcgx.wan.centers import Centers, check_several
 from jaxcgx.wan.outer import check_outer
 
@@ -226,9 +226,10 @@ class Diloco:
         if name and why:
             warnings.warn(f"{OP}: argument '{name}': {why}", stacklevel=callers_level())
 
-    def between(self, axis: Any) -> Between:
-        """Returns the exchange between the centers of a mesh over these axes."""
-        return Between(axis, self.plan, feedback=self.feedback, seed=self.seed, options=self.options)
+    def between(self, axis: Any, params: Any) -> Between:
+        """Returns the exchange of parts of these parameters between the centers of a mesh over these axes."""
+        plan = by_leaf(OP, self.plan, params)
+        return Between(axis, plan, feedback=self.feedback, seed=self.seed, options=self.options)
 
 
 def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:

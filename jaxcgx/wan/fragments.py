@@ -68,9 +68,13 @@ def cut(op: str, params: Any, skipped: Any, number: int) -> tuple[Fragment, ...]
         ends = [x.shape[0] * part // parts for part in range(parts + 1)] if parts > 1 else []
         pieces += [_Piece(size * (b - a) / ends[-1], i, a, slice(a, b)) for a, b in itertools.pairwise(ends)]
         pieces += [_Piece(size, i, 0, _WHOLE)] * (parts == 1)
-    if len(pieces) < number:
-        expected = f"at most as many fragments as parameters can be cut into, {len(pieces)}"
-        raise wrong(op, "fragments", expected, number, f"pass fragments={max(len(pieces), 1)}")
+    most = sum(piece.bytes > 0 for piece in pieces)  # nothing could be exchanged of a fragment without elements
+    if not most:
+        expected = "a plan that leaves parameters to train"
+        raise wrong(op, "plan", expected, "none that it doesn't skip", "give fewer parameters jaxcgx.Skip()")
+    if most < number:
+        expected = f"at most as many fragments as parameters can be cut into, {most}"
+        raise wrong(op, "fragments", expected, number, f"pass fragments={most}")
     found: list[list[slice | None]] = [[None] * len(leaves) for _ in range(number)]
     loads = [0.0] * number
     for piece in sorted(pieces, key=lambda piece: (-piece.bytes, piece.leaf, piece.start)):

@@ -93,9 +93,9 @@ class Hfa(Diloco):
         found = super().over(placement, optimizer, data_axis)
         return Workers(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 
-    def between(self, axis: Any) -> Between:
-        """Returns the exchange between the centers of a mesh over these axes."""
-        return dataclasses.replace(super().between(axis), own_residuals=True)
+    def between(self, axis: Any, params: Any) -> Between:
+        """Returns the exchange of parts of these parameters between the centers of a mesh over these axes."""
+        return dataclasses.replace(super().between(axis, params), own_residuals=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,10 +81,10 @@ class Rounds:
         """Whether an exchange goes on while the programs of later steps run."""
         return self.later and self.between.crosses
 
-    def init(self, params: Any) -> Exchange:
-        """Returns the state before the first round, for these parameters of a fragment."""
+    def init(self, params: Any, number: int) -> Exchange:
+        """Returns the state before the first round, for these parameters of the fragment `number`."""
         zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        sent, waiting = self.between.init(params), None
+        sent, waiting = self.between.init(params, number), None
         if self.crosses:
             rows = jax.eval_shape(self.between.begin, zeros(), sent)
             waiting = Waiting(jnp.zeros(1, bool), jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), rows))

@@ -192,6 +192,31 @@ def test_every_element_is_in_one_fragment(number):
     assert_same_trees(total, ones)
     sizes = [sum(x.size for x in jax.tree.leaves(fragment.take(tree))) for fragment in fragments]
     assert max(sizes) <= max(3000, 1.1 * sum(sizes) / number)
+    few = {"a": jnp.zeros(2), "empty": jnp.zeros((0, 5))}
+    with raises(ValueError, says("diloco", "fragments", expected="cut into, 2", got="3", remedy="fragments=2")):
+        cut("diloco", few, jax.tree.map(lambda _: False, few), 3)  # one would have no elements
+
+
+@pytest.mark.parametrize("given", [dict(), dict(rules=[cgx.Rule(cgx.Raw(), max_size=1023)], min_size=0)], ids=str)
+def test_pieces_have_the_codec_of_their_leaf(given):
+    """Guards and rules look at whole leaves. A leaf is as compressed in many pieces as in one."""
+    tree = {name: jnp.zeros((64, 64)) for name in "abcd"} | {"bias": jnp.zeros((32, 16))}
+    plan = cgx.Plan(cgx.MaxMin(4), **given)
+    for number in 1, 32:
+        state = trainer(diloco(every=32, plan=plan, fragments=number)).init(tree)[1]
+        fed = sum(x[0].size for each in state.exchanges for x in jax.tree.leaves(each.sent.residuals))
+        assert fed == 4 * 64 * 64  # the bias is raw
+
+
+def test_fragments_draw_different_noise():
+    """Each fragment has an equal leaf and key, but its own number. The first one has the noise of a single fragment."""
+    tree, plan = {name: jnp.zeros((8, 64)) for name in "ab"}, cgx.MaxMin(2, 64, "stochastic")
+    keys = lambda number: [
+        np.asarray(each.sent.key).tolist()
+        for each in trainer(diloco(every=4, plan=plan, fragments=number)).init(tree)[1].exchanges
+    ]
+    (whole,), (first, second, *others) = keys(1), keys(4)
+    assert first == whole and len({*map(tuple, (first, second, *others))}) == 4
 
 
 def wide(params, x):
@@ -502,6 +527,10 @@ def test_bad_steps(arguments, words):
             says("diloco", "outer", expected="share", got="one with"),
         ),
         (dict(fragments=500), says("diloco", "fragments", expected="11", got="500", remedy="fragments=11")),
+        (
+            dict(plan=cgx.Plan(cgx.Skip())),
+            says("diloco", "plan", expected="to train", got="none", remedy="jaxcgx.Skip()"),
+        ),
         (
             dict(plan=cgx.Plan(cgx.Raw(), rules=[("typo", cgx.MaxMin(4))])),
             says("diloco", "plan", expected="leaf every rule", got="none", remedy="optional"),
