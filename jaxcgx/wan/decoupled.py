@@ -124,7 +124,8 @@ class Decoupled:
 
         Args:
           params: the parameters. Every process of this center has them whole.
-          state: to go on with a saved training, its `member.state`. Its `member.params` are then the `params`.
+          state: to go on with a saved training, its `member.state`. Its `member.params` are then the `params`. Without
+            residuals in it, these begin with zeros. With feedback=False, its residuals are dropped.
         """
         member = Member(self, params=params, state=state)
         return member.params, member

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxcgx.checks import callers_level, check_positive, spell_array, unexpected, wrong
+from jaxcgx.checks import callers_level, check_integer, check_positive, spell_array, unexpected, wrong
 from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
@@ -100,13 +100,9 @@ class Member:
         self._moves = Moves(packing, given.outer, given.seed % 2**32)
         outer = self._moves.copy(params)
         trained = packing.trained.take(outer)
-        number = merged = 0
-        if state is None:
-            optimizer = jax.jit(lambda tree: init_outer("Decoupled", given.outer, tree))(trained)
-            self._residuals = self._moves.zeros(trained) if given.feedback else None
-        else:
-            number, merged = int(state.round), int(state.merged)
-            optimizer, self._residuals = jax.tree_util.tree_map(jnp.asarray, (state.optimizer, state.residuals))
+        optimizer = jax.jit(lambda tree: init_outer("Decoupled", given.outer, tree))(trained)
+        fresh = DecoupledState(0, 0, optimizer, self._moves.zeros(trained) if given.feedback else None)
+        number, merged, optimizer, self._residuals = fresh if state is None else _checked(state, fresh)
         version = Version(number, merged, number_of(self._moves.checksums(trained, optimizer)))
         self._held = _Held(version, outer, optimizer)
         self._compile()
@@ -171,7 +167,7 @@ class Member:
           params: this center's parameters after the step.
           tokens: the number of tokens, or examples, in the step's batch of the whole center.
         """
-        self._check(params)
+        _check_like("Member.step", "params", params, self._held.outer)
         check_positive("Member.step", "tokens", tokens)
         self._steps, self._tokens, self.waited = self._steps + 1, self._tokens + float(tokens), 0.0
         acts = {_Act.SEND: self._send, _Act.MOVE: self._move, _Act.ADOPT: self._adopt}
@@ -372,15 +368,6 @@ class Member:
         like = self._moves.packing.trained.take(self._held.outer), self._held.optimizer
         return sum(x.nbytes for x in jax.tree_util.tree_leaves(like))
 
-    def _check(self, params: Any) -> None:
-        """Checks that parameters have the same structure, shapes and dtypes as when this center joined."""
-        (found, structure), (wanted, expected) = map(jax.tree_util.tree_flatten_with_path, (params, self._held.outer))
-        if structure != expected:
-            raise wrong("Member.step", "params", f"the structure {expected}", structure)
-        for (path, x), (_, y) in zip(found, wanted):
-            if (x.shape, x.dtype) != (y.shape, y.dtype):
-                raise wrong("Member.step", "params", spell_array(y), spell_array(x), path=path)
-
     # The events of `Peers`. They are called in its threads.
 
     def _beat(self) -> Frame:
@@ -436,6 +423,35 @@ class Member:
                 if version.merged >= own.merged and version != own:
                     self._arrived = frame
             self._changed.notify_all()
+
+
+def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
+    """Returns a state that a user gave, with residuals if `fresh`, the state of a new training, has residuals."""
+    # not every caller is typed
+    if not isinstance(state, DecoupledState):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise wrong(OP, "state", "a DecoupledState, which member.state was", type(state).__name__, kind=TypeError)
+    number, merged = (check_integer(OP, f"state.{name}", getattr(state, name), 0) for name in ("round", "merged"))
+    residuals = state.residuals
+    if fresh.residuals is None:
+        residuals = None
+    elif residuals is None:
+        text = "it has no residuals, as it was saved with feedback=False; they start from zeros"
+        warnings.warn(f"{OP}: argument 'state': {text}", stacklevel=callers_level())
+        residuals = fresh.residuals
+    remedy = "give Decoupled the same outer optimizer and plan, and join the parameters, as when the state was saved"
+    _check_like(OP, "state.optimizer", state.optimizer, fresh.optimizer, remedy)
+    _check_like(OP, "state.residuals", residuals, fresh.residuals, remedy)
+    return DecoupledState(number, merged, *jax.tree_util.tree_map(jnp.asarray, (state.optimizer, residuals)))
+
+
+def _check_like(function: str, argument: str, given: Any, wanted: Any, remedy: str = "") -> None:
+    """Checks that an argument has the structure, shapes and dtypes of the tree `wanted`."""
+    (found, structure), (right, expected) = map(jax.tree_util.tree_flatten_with_path, (given, wanted))
+    if structure != expected:
+        raise wrong(function, argument, f"the structure {expected}", structure, remedy)
+    for (path, x), (_, y) in zip(found, right):
+        if spell_array(x) != spell_array(y):
+            raise wrong(function, argument, spell_array(y), spell_array(x), remedy, path=path)
 
 
 def _contribution(contribution: Contribution) -> Frame:

@@ -357,6 +357,51 @@ def test_a_training_goes_on_from_its_state():
     other.leave()
 
 
+def test_residuals_of_a_saved_state_follow_feedback():
+    """Without residuals in the state, they begin with zeros. Without feedback, those of the state are dropped."""
+    given = alone(plan=cgx.MaxMin(4))
+    params, member = given.join(PARAMS)
+    member.leave()
+    state, zeros = member.state, jax.tree.map(jnp.zeros_like, PARAMS)
+    with pytest.warns(UserWarning, match=r"Decoupled\.join: argument 'state': it has no residuals"):
+        _, other = given.join(params, state._replace(residuals=None))
+    other.leave()
+    assert_same_trees(other.state.residuals, zeros)
+    _, other = dataclasses.replace(given, feedback=False).join(params, state)
+    other.leave()
+    assert other.state.residuals is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda state: {}, TypeError, says("Decoupled.join", "state", expected="DecoupledState", got="dict")),
+        (
+            lambda state: state._replace(round=0.5),
+            TypeError,
+            says("Decoupled.join", "state.round", expected="at least 0", got="0.5"),
+        ),
+        (
+            lambda state: state._replace(optimizer=optax.sgd(1.0, momentum=0.5).init(PARAMS)),
+            ValueError,
+            says("Decoupled.join", "state.optimizer", expected="structure", got="PyTreeDef", remedy="same outer"),
+        ),
+        (
+            lambda state: state._replace(residuals=PARAMS | {"b": jnp.zeros(5)}),
+            ValueError,
+            says("Decoupled.join", "state.residuals", at="leaf ['b']", expected="float32[4]", got="float32[5]"),
+        ),
+    ],
+    ids=["type", "round", "optimizer", "residuals"],
+)
+def test_a_state_that_does_not_fit(change, error, words):
+    given = alone(plan=cgx.MaxMin(4))
+    params, member = given.join(PARAMS)
+    member.leave()
+    with raises(error, words):
+        given.join(params, change(member.state))
+
+
 def test_a_step_waits_for_one_round(monkeypatch):
     """Several rounds may end without this center. They don't delay its step, and it sends again in the next round."""
     ((params, member),) = join(decoupled(2, grace=0.01)[:1])
