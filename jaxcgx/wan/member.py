@@ -17,7 +17,7 @@ from jaxcgx.checks import callers_level, check_integer, check_positive, spell_ar
 from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
-from jaxcgx.wan.moves import Moves, number_of
+from jaxcgx.wan.moves import Moves, number_of, put_like
 from jaxcgx.wan.outer import init_outer
 from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
 
@@ -464,7 +464,6 @@ def _from_bytes(like: Any, body: np.ndarray) -> Any:
     leaves, structure = jax.tree_util.tree_flatten(like)
     found, at = [], 0
     for x in leaves:
-        value = body[at : at + x.nbytes].view(x.dtype).reshape(x.shape)
-        found.append(jax.device_put(value, x.sharding) if x.committed else jnp.asarray(value))
+        found.append(body[at : at + x.nbytes].view(x.dtype).reshape(x.shape))
         at += x.nbytes
-    return structure.unflatten(found)
+    return put_like(like, structure.unflatten(found))

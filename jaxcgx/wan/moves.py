@@ -38,8 +38,9 @@ class Moves:
 
         Centers compare it to check that they have the same outer optimizer.
         """
-        before = self.packing.trained.take(outer)
-        program = jax.make_jaxpr(self.optimizer.update)(before, state, before)
+        shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, state))
+        before = self.packing.trained.take(shapes[0])
+        program = jax.make_jaxpr(self.optimizer.update)(before, shapes[1], before)
         text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
         constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
         return hashlib.sha256(text.encode() + constants).hexdigest()[:8]
@@ -76,9 +77,18 @@ class Moves:
             residuals = choose(finite(lost), lost, residuals)
         return row, jax.tree_util.tree_map(jnp.copy, own), residuals
 
+    def move(self, outer: Any, state: Any, rows: Any, weights: Any) -> tuple[Any, Any, jax.Array]:
+        """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both).
+
+        The sums are computed on one device, because their order, and so their rounding, depends on shardings. The
+        results have the shardings of the arguments.
+        """
+        whole = jax.tree_util.tree_map(np.asarray, (outer, state))
+        *found, checksums = jax.tree_util.tree_map(np.asarray, self._move(*whole, rows, weights))
+        return *put_like((outer, state), tuple(found)), checksums
+
     @_program
-    def move(self, outer: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both)."""
+    def _move(self, outer: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
         before = self.packing.trained.take(outer)
         means, some = self.packing.average(rows, weights)
         leaves, structure = jax.tree_util.tree_flatten(before)
@@ -103,6 +113,17 @@ class Moves:
             lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype), take(own), take(outer), take(base)
         )
         return self.packing.trained.put(own, choose(finite(moved), moved, take(outer)))
+
+
+def put_like(like: Any, tree: Any) -> Any:
+    """Returns a tree of NumPy arrays as JAX arrays with the shardings of those in the tree `like`."""
+
+    def placed(x: jax.Array, value: np.ndarray) -> jax.Array:
+        if not x.committed:
+            return jnp.asarray(value)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda at: value[at])
+
+    return jax.tree_util.tree_map(placed, like, tree)
 
 
 def number_of(checksums: Any) -> int:

@@ -249,6 +249,24 @@ def test_like_numpy():
     leave(joined)
 
 
+def test_layouts_do_not_change_bits():
+    """One center has its parameters on one device, the other one has them sharded over four devices."""
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+    params = {"w": normal((64, 33), 5)}
+    layouts = params, jax.device_put(params, rows)
+    given = decoupled(2, outer="nesterov", average="radial", every=1)
+    joined = at_once(*(functools.partial(each.join, x) for each, x in zip(given, layouts)))
+    step = lambda params, member, place: (member.step({"w": params["w"] * (0.5 + place / 8)}), member)
+    for number in range(1, 4):
+        joined = at_once(*(functools.partial(step, *each, place) for place, each in enumerate(joined)))
+        assert_agree(joined)
+        for (params, member), x in zip(joined, layouts):
+            assert member.last == (number, (0, 1))
+            assert params["w"].sharding == member.params["w"].sharding == x["w"].sharding
+    leave(joined)
+
+
 def test_a_center_comes_late_dies_and_comes_back():
     """The outer gradient of a center that was not waited for is not lost.
 
