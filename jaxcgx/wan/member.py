@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from jaxcgx.checks import callers_level, check_integer, check_positive, spell_array, unexpected, wrong
 from jaxcgx.optim.leaves import check_arrays
+from jaxcgx.plan.leaves import spell_path
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
 from jaxcgx.wan.moves import Moves, number_of, put_like
@@ -24,6 +25,7 @@ from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
 OP = "Decoupled.join"
 WEIGHT = struct.Struct("!d")
 NAMED = struct.Struct("!II")  # an entry of a decision: place, checksum
+REMEDY = "give all centers the same model, frozen parameters, plan, optimizer and options"
 TICK = 0.02  # seconds between two checks of a round that waits for further centers
 
 
@@ -121,6 +123,7 @@ class Member:
         self._difference: Exception | None = None
         self._joined = self._closed = False
         self._peers: Any = None  # a Peers in the first process, None in the others
+        terms = self._terms()  # in every process, because it computes checksums of their common arrays
         if jax.process_index() == 0:
             sizes = {
                 Kind.BEAT: [0],
@@ -131,7 +134,7 @@ class Member:
             }
             events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
             self._peers = Peers(
-                given.place, given.hosts, given.secret.encode(), terms=self._terms(), sizes=sizes, events=events
+                given.place, given.hosts, given.secret.encode(), terms=terms, sizes=sizes, events=events
             )
             self._peers.start()
             threading.Thread(target=self._preside, name="jaxcgx-preside", daemon=True).start()
@@ -349,11 +352,16 @@ class Member:
                 self._changed.wait(TICK if self._assembly.gathers(now) else None)
 
     def _terms(self) -> Terms:
-        given, held = self._given, self._held
+        given, held, packing = self._given, self._held, self._moves.packing
         leaves = {
             leaf.name: f"{leaf.dtype}{list(leaf.shape)} in {leaf.codec}, average {'radial' if leaf.radial else 'mean'}"
-            for leaf in self._moves.packing.leaves
+            for leaf in packing.leaves
         }
+        # Frozen parameters are never sent. So each center must begin with the same ones.
+        for (path, x), at in zip(jax.tree_util.tree_flatten_with_path(held.outer)[0], packing.trained.rows):
+            if at is None:
+                check = number_of(self._moves.checksums(x, ()))
+                leaves[spell_path(path)] = f"{spell_array(x)}, frozen, with the checksum {check:016x}"
         for path, x in jax.tree_util.tree_flatten_with_path(held.optimizer)[0]:
             leaves[f"outer state {jax.tree_util.keystr(path)}"] = spell_array(x)
         options = {
@@ -394,7 +402,7 @@ class Member:
         argument, leaf, mine, theirs = difference
         where = f"{OP}: argument '{argument}'" + (f", leaf {leaf!r}" if leaf else "")
         expected = f"{theirs}, which center {place} at {self._given.addresses[place]} has"
-        error = unexpected(where, expected, mine, "give all centers the same model, plan, optimizer and options")
+        error = unexpected(where, expected, mine, REMEDY)
         with self._changed:
             if self._joined:
                 warnings.warn(f"a center was turned away: {error}", stacklevel=callers_level())

@@ -83,19 +83,21 @@ class Moves:
         The sums are computed on one device, because their order, and so their rounding, depends on shardings. The
         results have the shardings of the arguments.
         """
-        whole = jax.tree_util.tree_map(np.asarray, (outer, state))
+        before = self.packing.trained.take(outer), state
+        whole = jax.tree_util.tree_map(np.asarray, before)
         *found, checksums = jax.tree_util.tree_map(np.asarray, self._move(*whole, rows, weights))
-        return *put_like((outer, state), tuple(found)), checksums
+        trained, state = put_like(before, tuple(found))
+        return self.packing.trained.put(outer, trained), state, checksums
 
     @_program
-    def _move(self, outer: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
-        before = self.packing.trained.take(outer)
+    def _move(self, before: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """Returns (the trained outer parameters, the state, checksums)."""
         means, some = self.packing.average(rows, weights)
         leaves, structure = jax.tree_util.tree_flatten(before)
         mean = structure.unflatten([d.astype(x.dtype) for d, x in zip(means, leaves)])
         step, after = self.optimizer.update(mean, state, before)
         trained, state = choose(some, (import_optax("Decoupled").apply_updates(before, step), after), (before, state))
-        return self.packing.trained.put(outer, trained), state, self.checksums(trained, state)
+        return trained, state, self.checksums(trained, state)
 
     @_program
     def checksums(self, trained: Any, state: Any) -> jax.Array:

@@ -458,6 +458,18 @@ def test_a_step_waits_for_one_round(monkeypatch):
                 remedy="give all centers the same model",
             ),
         ),
+        (  # frozen parameters are never sent
+            {},
+            PARAMS | {"frozen": jnp.int32([1, 3])},
+            says(
+                "Decoupled.join",
+                "params",
+                at="leaf 'frozen'",
+                expected="int32[2], frozen, with the checksum which center 0 has",
+                got="int32[2], frozen, with the checksum",
+                remedy="give all centers the same model, frozen parameters",
+            ),
+        ),
         (  # each round would undo what it has learnt, because its outer parameters would never be those of the others
             dict(outer=optax.sgd(0.5)),
             PARAMS,
@@ -470,15 +482,16 @@ def test_a_step_waits_for_one_round(monkeypatch):
             ),
         ),
     ],
-    ids=["shapes", "outer rate"],
+    ids=["shapes", "frozen parameters", "outer rate"],
 )
 def test_a_center_with_other_terms_is_told(other, params, says_so):
-    first, second = decoupled(2, quorum=1, grace=0.1)
-    own, member = first.join(PARAMS)
+    skip = cgx.Plan(cgx.Raw(), [cgx.Rule(cgx.Skip(), path="frozen")])
+    first, second = decoupled(2, quorum=1, grace=0.1, plan=skip)
+    own, member = first.join(PARAMS | {"frozen": jnp.int32([1, 2])})
     # The warning comes from a thread of the first center, maybe later.
     with pytest.warns(UserWarning, match="turned away") as warned:
         with raises(ValueError, says_so):
-            dataclasses.replace(second, grace=LIMIT, **other).join(params)
+            dataclasses.replace(second, grace=LIMIT, **other).join({"frozen": jnp.int32([1, 2])} | params)
         until(lambda: member.step(own), lambda _: member.last and len(warned))  # it continues
         member.leave()
 
