@@ -63,6 +63,7 @@ class _Held(NamedTuple):
     version: Version
     outer: Any
     optimizer: Any
+    merged: np.ndarray  # uint64[centers, 2]: the last outer gradient of each center in it, as `_named`; zeros: none
 
 
 class _Sent(NamedTuple):
@@ -106,7 +107,7 @@ class Member:
         fresh = DecoupledState(0, 0, optimizer, self._moves.zeros(trained) if given.feedback else None)
         number, merged, optimizer, self._residuals = fresh if state is None else _checked(state, fresh)
         version = Version(number, merged, number_of(self._moves.checksums(trained, optimizer)))
-        self._held = _Held(version, outer, optimizer)
+        self._held = _Held(version, outer, optimizer, np.zeros((len(given.hosts), 2), np.uint64))
         self._compile()
         self._sent: _Sent | None = None
         self._waits = False
@@ -154,7 +155,7 @@ class Member:
     @property
     def state(self) -> DecoupledState:
         """The state that `join` needs, with `params`, to go on later."""
-        version, _, optimizer = self._held
+        version, _, optimizer, _ = self._held
         return DecoupledState(np.int32(version.round), np.int32(version.merged), optimizer, self._residuals)
 
     @property
@@ -218,7 +219,7 @@ class Member:
 
     def _send(self, params: Any) -> Any:
         """Sends this center's outer gradient."""
-        version, outer, _ = self._held
+        version, outer, *_ = self._held
         numbers = np.array([self._given.place, version.round], np.int32)
         row, own, residuals = self._moves.encode(outer, params, self._residuals, numbers)
         contribution, steps, tokens = None, self._steps, self._tokens
@@ -235,12 +236,14 @@ class Member:
     def _move(self, params: Any) -> Any:
         """Moves the outer parameters by the average of a round, and this center's own parameters by as much."""
         (rows, weights), included = self._nothing(), False
+        version, before, optimizer, merged = self._held
+        merged = merged.copy()
         for place, each in self._outcome.items():
             rows[place], weights[place] = np.frombuffer(each.payload, np.uint8), each.weight
+            merged[place] = _named(each)
         if self._sent and self._sent.contribution:
             included = self._outcome.get(self._given.place) is self._sent.contribution
         rows, weights, included = self._shared((rows, weights, included))
-        version, before, optimizer = self._held
         outer, optimizer, checksums = self._moves.move(before, optimizer, rows, weights)
         base = before
         if self._sent and included:
@@ -250,37 +253,43 @@ class Member:
         params = self._moves.follow(params, outer, base) if self._steps else self._moves.copy(outer)
         members = tuple(int(place) for place in np.flatnonzero(weights))
         self.last = Round(version.round + 1, members)
-        self._hold(Version(version.round + 1, version.merged + len(members), number_of(checksums)), outer, optimizer)
+        version = Version(version.round + 1, version.merged + len(members), number_of(checksums))
+        self._hold(_Held(version, outer, optimizer, merged))
         return params
 
     def _adopt(self, params: Any) -> Any:
         """Goes on from the outer parameters and the optimizer's state that another center has sent."""
-        words, body = np.zeros(6, np.uint32), np.zeros(self._state_bytes, np.uint8)
+        _, outer, optimizer, merged = self._held
+        words, body, included = np.zeros(6, np.uint32), np.zeros(self._state_bytes, np.uint8), False
         if self._peers and self._arrived:
             words[:] = [word for number in self._arrived.version for word in divmod(number, 2**32)]
             body[:] = np.frombuffer(self._arrived.body, np.uint8)
-        words, body = self._shared((words, body))
+            merged = body[: merged.nbytes].view(merged.dtype).reshape(merged.shape).copy()
+            if self._sent and self._sent.contribution:
+                included = tuple(merged[self._given.place].tolist()) == _named(self._sent.contribution)
+        words, body, included = self._shared((words, body, included))
         numbers: list[list[int]] = np.reshape(words, (3, 2)).tolist()
         version = Version(*(high << 32 | low for high, low in numbers))
-        _, outer, optimizer = self._held
         like = self._moves.packing.trained.take(outer), optimizer
-        trained, optimizer = _from_bytes(like, np.asarray(body))
+        trained, optimizer = _from_bytes(like, np.asarray(body)[merged.nbytes :])
         outer = self._moves.packing.trained.put(outer, trained)
+        if self._sent and included:
+            self._residuals = self._sent.residuals
         self._steps, self._tokens, self._arrived = 0, 0.0, None
-        self._hold(version, outer, optimizer)
+        self._hold(_Held(version, outer, optimizer, merged))
         return self._moves.copy(outer)
 
-    def _hold(self, version: Version, outer: Any, optimizer: Any) -> None:
+    def _hold(self, held: _Held) -> None:
         with self._changed:
-            self._held, self._sent = _Held(version, outer, optimizer), None
-            self._assembly.advance(version)
+            self._held, self._sent = held, None
+            self._assembly.advance(held.version)
             if self._peers:
                 self._peers.send_all(self._beat())
             self._changed.notify_all()
 
     def _compile(self) -> None:
         """Compiles the programs by running them, before other centers wait for this one."""
-        _, outer, optimizer = self._held
+        _, outer, optimizer, _ = self._held
         self._moves.encode(outer, outer, self._residuals, np.array([self._given.place, 0], np.int32))
         self._moves.move(outer, optimizer, *self._nothing())
         self._moves.follow(outer, outer, outer)
@@ -373,7 +382,7 @@ class Member:
 
     @property
     def _state_bytes(self) -> int:
-        like = self._moves.packing.trained.take(self._held.outer), self._held.optimizer
+        like = self._held.merged, self._moves.packing.trained.take(self._held.outer), self._held.optimizer
         return sum(x.nbytes for x in jax.tree_util.tree_leaves(like))
 
     # The events of `Peers`. They are called in its threads.
@@ -415,7 +424,7 @@ class Member:
         kind, version, body = frame
         if kind == Kind.FETCH:
             held = self._held
-            like = self._moves.packing.trained.take(held.outer), held.optimizer
+            like = held.merged, self._moves.packing.trained.take(held.outer), held.optimizer
             state = b"".join(np.asarray(x).tobytes() for x in jax.tree_util.tree_leaves(like))
             self._peers.send(place, Frame(Kind.STATE, held.version, state))
         with self._changed:
@@ -460,6 +469,11 @@ def _check_like(function: str, argument: str, given: Any, wanted: Any, remedy: s
     for (path, x), (_, y) in zip(found, right):
         if spell_array(x) != spell_array(y):
             raise wrong(function, argument, spell_array(y), spell_array(x), remedy, path=path)
+
+
+def _named(contribution: Contribution) -> tuple[int, int]:
+    """Returns the number of the round to which a contribution was sent, and its checksum."""
+    return contribution.version.round + 1, contribution.check
 
 
 def _contribution(contribution: Contribution) -> Frame:

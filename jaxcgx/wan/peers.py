@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from jaxcgx.wan.assembly import Version
 
 HEADER = struct.Struct("!4sB3xQQQQ")  # magic, kind, round, merged, digest, bytes of the body
-MAGIC = b"cgx\x01"  # the version of this protocol
+MAGIC = b"cgx\x02"  # the version of this protocol
 HELLO = struct.Struct("!4sI32s")  # magic, place, nonce
 PROOF = 32  # bytes of an HMAC-SHA256
 MOST = 64 << 20  # the most bytes of terms
@@ -40,7 +40,7 @@ class Kind(enum.IntEnum):
     CONTRIBUTION = 1  # a weight and the bytes of an outer gradient
     DECISION = 2  # places and checksums
     FETCH = 3  # nothing: the sender asks for a STATE
-    STATE = 4  # outer parameters and the outer optimizer's state
+    STATE = 4  # the last outer gradient of each center in it, outer parameters and the outer optimizer's state
 
 
 class Frame(NamedTuple):

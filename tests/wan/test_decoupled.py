@@ -21,6 +21,7 @@ from helpers import assert_same_trees, load_script, normal
 import jaxcgx as cgx
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import Packing
+from jaxcgx.wan.peers import Kind
 
 # Numbers with few bits, so that their sums and products are exact.
 PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0, "b": jnp.round(4 * normal((4,), 2)) / 4 + 0}
@@ -308,6 +309,30 @@ def test_a_center_comes_late_dies_and_comes_back():
     two = rounds(two, 1, 2)
     assert_agree(two)
     leave(two)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["included", "lost"])
+def test_a_fetched_state_may_have_what_was_sent(lost, monkeypatch):
+    """Then residuals are those of the outer gradient that was sent. Otherwise they stay as they were."""
+    (own, chair), (params, member) = join(decoupled(2, quorum=1, grace=1.0, plan=cgx.MaxMin(4, 8)))
+    monkeypatch.setattr(member._assembly, "outcome", lambda: None)  # so it must fetch
+    send = member._peers.send_all
+    if lost:
+        monkeypatch.setattr(member._peers, "send_all", lambda frame: frame.kind == Kind.CONTRIBUTION or send(frame))
+    fresh = residuals = member.state.residuals
+
+    def step():
+        nonlocal params, residuals
+        params = member.step(learn(params, 1))
+        residuals = member._sent.residuals if member._sent and not lost else residuals
+        return member._held.version.round
+
+    at_once(lambda: steps(own, chair, 0), lambda: until(step, lambda number: number == 1))
+    assert chair.last.centers == ((0,) if lost else (0, 1))
+    assert_agree([(own, chair), (params, member)])
+    assert_same_trees(member.state.residuals, residuals)
+    assert lost or any((x != y).any() for x, y in zip(*map(jax.tree.leaves, (residuals, fresh))))
+    leave([(own, chair), (params, member)])
 
 
 def until(act, done):
