@@ -94,6 +94,7 @@ def test_wide_area_demonstration(tmp_path):
     assert (tmp_path / "fp16.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.filterwarnings("ignore:Decoupled.join. this center begins without others")
 def test_decoupled_centers(capsys, monkeypatch):
     """One of three programs trains while the other two are missing."""
     pytest.importorskip("sklearn", reason="needs the extra `examples`")

@@ -131,6 +131,7 @@ def test_codecs():
     np.testing.assert_array_equal(names["y"], names["z"])
 
 
+@pytest.mark.filterwarnings("ignore:Decoupled.join. this center begins without others")
 def test_diloco():
     names = names_of(4, axes=("dc",))
     first, centers, streaming, decoupled, demo = pages.programs("docs/diloco")

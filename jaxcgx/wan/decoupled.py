@@ -120,7 +120,8 @@ class Decoupled:
 
         It waits up to `grace` seconds for the other centers. If they are already training, this center gets the outer
         parameters and the outer optimizer's state from one of them. If all centers start together, all take the
-        parameters of the first one. If another center has other shapes or options, this is an error.
+        parameters of the first one. If another center has other shapes or options, this is an error. If centers are
+        missing then, a warning names them and says why.
 
         Args:
           params: the parameters. Every process of this center has them whole.

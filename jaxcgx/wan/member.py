@@ -320,14 +320,19 @@ class Member:
 
     def _meet(self) -> None:
         """Waits for the other centers, and for the chair's state if it differs from this center's."""
+        given = self._given
         with self._changed:
-            others = len(self._given.addresses) - 1
-            met = lambda: self._difference or len(self._assembly.others) == others
-            self._changed.wait_for(met, self._given.grace)
+            met = lambda: self._difference or len(self._assembly.others) == len(given.addresses) - 1
+            self._changed.wait_for(met, given.grace)
             self._changed.wait_for(self._ready)
             if self._difference:
                 raise self._difference
-            self._joined = True
+            self._joined, here = True, {given.place, *self._assembly.others}
+        if missing := [place for place in range(len(given.addresses)) if place not in here]:
+            reasons = self._peers.why_missing(missing)
+            each = "; ".join(f"center {place} at {given.addresses[place]}: {why}" for place, why in reasons.items())
+            text = f"{OP}: this center begins without others after {given.grace} s ({each})"
+            warnings.warn(text, stacklevel=callers_level())
 
     def _ready(self) -> bool:
         """Returns whether the wait for the chair's state is over, and asks the chair for its state otherwise.
@@ -374,7 +379,7 @@ class Member:
         for path, x in jax.tree_util.tree_flatten_with_path(held.optimizer)[0]:
             leaves[f"outer state {jax.tree_util.keystr(path)}"] = spell_array(x)
         options = {
-            "addresses": f"{len(given.addresses)} centers",
+            "addresses": ", ".join(given.addresses),
             "weights": repr(given.weights),
             "outer": f"the optimizer with the digest {self._moves.rule(held.outer, held.optimizer)}",
         }

@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ MOST = 64 << 20  # the most bytes of terms
 PIECE = 256 << 10  # the most bytes of one call of sendall
 SILENCE = 10.0  # seconds after which a silent center counts as gone
 AGAIN = 0.5  # seconds until a center is called again
+LOOK = 1.0  # the most seconds of a look at the addresses of missing centers
 WAITING = 16  # the most frames in the queue to a center
 STRANGERS = 16  # the most accepted connections in the handshake at a time
 
@@ -79,7 +81,7 @@ class Events(NamedTuple):
 
 
 class Stranger(Exception):
-    """Raised if the other end of a connection is no center of this training."""
+    """Raised if the other end of a connection is no center of this training. Its text says why."""
 
 
 class Peers:
@@ -107,6 +109,7 @@ class Peers:
         self._place, self._addresses, self._secret, self._terms = place, addresses, secret, terms
         self._sizes, self._events = sizes, events
         self._links: dict[int, _Link] = {}
+        self._why: dict[int, str] = {}  # by place: why the last try to connect failed
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._strangers = threading.BoundedSemaphore(STRANGERS)
@@ -121,6 +124,15 @@ class Peers:
         self._acceptor.start()
         for place in range(self._place):
             self._start(self._call, place)
+
+    def why_missing(self, places: list[int]) -> dict[int, str]:
+        """Returns for each of these places of centers that aren't connected the reason."""
+        # Centers with higher places call this one, so it has not looked at their addresses yet.
+        unknown = [place for place in places if place > self._place and place not in self._why]
+        looks, end = [self._start(self._look, place) for place in unknown], time.monotonic() + LOOK
+        for look in looks:
+            look.join(max(end - time.monotonic(), 0))
+        return {place: self._why.get(place, "not reached") for place in places}
 
     def send(self, place: int, frame: Frame) -> None:
         """Queues a frame for a center, if the center is connected."""
@@ -145,8 +157,10 @@ class Peers:
         for link in links:
             link.finish()
 
-    def _start(self, run: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=run, args=args, name=f"jaxcgx-{run.__name__}", daemon=True).start()
+    def _start(self, run: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=run, args=args, name=f"jaxcgx-{run.__name__}", daemon=True)
+        thread.start()
+        return thread
 
     def _accept(self) -> None:
         with self._listener:
@@ -168,11 +182,22 @@ class Peers:
 
     def _call(self, place: int) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(OSError):
+            try:
                 sock = socket.create_connection(self._addresses[place], timeout=SILENCE)
                 if self._meet(sock, place) is not None:
                     self._serve(sock, place)
+            except OSError as error:
+                self._why[place] = _unreached(error)
             self._closed.wait(AGAIN)
+
+    def _look(self, place: int) -> None:
+        """Finds out which center is at the address of a center that has not called."""
+        try:
+            with socket.create_connection(self._addresses[place], timeout=LOOK) as sock:
+                _, found = _greeting(sock)
+            self._why[place] = _other_place(found) if found != place else "there, but it has not called this center"
+        except (OSError, Stranger) as error:
+            self._why[place] = _unreached(error)
 
     def _meet(self, sock: socket.socket, expected: int | None) -> int | None:
         """Makes the handshake of a connection.
@@ -180,24 +205,26 @@ class Peers:
         Returns the place of the center at the other end, or None if the handshake fails. `expected` is the place of the
         center that was called, None for a connection that was accepted.
         """
+        known = expected
         try:
             sock.settimeout(SILENCE)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             mine = HELLO.pack(MAGIC, self._place, secrets.token_bytes(32))
             sock.sendall(mine)
-            theirs = _read(sock, HELLO.size)
-            magic, place, _ = HELLO.unpack(theirs)
-            fits = place == expected if expected is not None else self._place < place < len(self._addresses)
-            if magic != MAGIC or not fits:
-                raise Stranger
+            theirs, place = _greeting(sock)
+            if not (place == expected if expected is not None else self._place < place < len(self._addresses)):
+                raise Stranger(_other_place(place))
+            known = place
             sock.sendall(self._prove(mine, theirs))
             if not hmac.compare_digest(_read(sock, PROOF), self._prove(theirs, mine)):
-                raise Stranger
+                raise Stranger("it has another secret")
             if difference := self._terms.difference(self._tell(sock, first=expected is not None)):
                 self._events.differs(place, difference)
-                raise Stranger
-        except (OSError, Stranger, ValueError, TypeError, AttributeError):
+                raise Stranger("it has other terms")
+        except (OSError, Stranger, ValueError, TypeError, AttributeError) as error:
             sock.close()
+            if known is not None:
+                self._why[known] = _unreached(error)
             return None
         return place
 
@@ -212,7 +239,7 @@ class Peers:
             sock.sendall(mine)
         (size,) = struct.unpack("!I", _read(sock, 4))
         if size > MOST:
-            raise Stranger
+            raise Stranger("its terms are too long")
         options, leaves = json.loads(_read(sock, size))
         if not first:
             sock.sendall(mine)
@@ -247,7 +274,7 @@ class Peers:
     def _read_frame(self, sock: socket.socket) -> Frame:
         magic, kind, *version, size = HEADER.unpack(_read(sock, HEADER.size))
         if magic != MAGIC or kind not in self._sizes or size not in self._sizes[kind]:
-            raise Stranger
+            raise Stranger("it has sent something else than a frame")
         return Frame(Kind(kind), Version(*version), _read(sock, size))
 
 
@@ -294,12 +321,30 @@ class _Link:
             self._queue.put_nowait(None)
 
 
+def _greeting(sock: socket.socket) -> tuple[bytearray, int]:
+    """Reads the hello of the other end. Returns (the hello, the place in it)."""
+    hello = _read(sock, HELLO.size)
+    magic, place, _ = HELLO.unpack(hello)
+    if magic != MAGIC:
+        raise Stranger("the program there is no center, or has another version of jaxcgx")
+    return hello, place
+
+
+def _other_place(place: int) -> str:
+    return f"the center there has place={place}"
+
+
+def _unreached(error: Exception) -> str:
+    """Returns the reason why a center isn't connected, from the error of a try."""
+    return str(error) if isinstance(error, Stranger) else f"not reached: {error}"
+
+
 def _read(sock: socket.socket, size: int) -> bytearray:
     """Reads exactly `size` bytes. Raises an OSError if they don't come."""
     found = bytearray(size)
     view = memoryview(found)
     while view:
         if not (count := sock.recv_into(view)):
-            raise ConnectionResetError
+            raise ConnectionResetError("the connection was closed")
         view = view[count:]
     return found

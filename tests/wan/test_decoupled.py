@@ -28,6 +28,7 @@ PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0, "b": jnp.round(4 * norm
 TARGETS = np.round(4 * np.asarray(normal((3, 4), 3))) / 4  # one for each center
 RANK = pathlib.Path(__file__).with_name("decoupled_rank.py")
 SGD = optax.sgd(1.0)  # one object, so that programs are shared
+ALONE = pytest.mark.filterwarnings("ignore:Decoupled.join. this center begins without others")
 LIMIT = 60  # seconds, after which a center counts as hung
 A, B = Version(3, 9, 1), Version(4, 12, 2)
 
@@ -344,6 +345,7 @@ def until(act, done):
     return found
 
 
+@ALONE
 def test_a_quorum_is_needed():
     ((params, member),) = join(decoupled(2, grace=0.01)[:1])
     params, _ = steps(params, member, 0, count=6)
@@ -370,6 +372,7 @@ def decided(member, params, count):
     return params
 
 
+@ALONE
 def test_an_overlap():
     """A round ends while the center continues, and what it learns meanwhile is kept."""
     params, member = alone().join(PARAMS)
@@ -382,6 +385,7 @@ def test_an_overlap():
     member.leave()
 
 
+@ALONE
 def test_a_training_goes_on_from_its_state():
     given = alone(outer="nesterov", plan=cgx.MaxMin(4))
     params, member = given.join(PARAMS)
@@ -400,6 +404,7 @@ def test_a_training_goes_on_from_its_state():
     other.leave()
 
 
+@ALONE
 def test_residuals_of_a_saved_state_follow_feedback():
     """Without residuals in the state, they begin with zeros. Without feedback, those of the state are dropped."""
     given = alone(plan=cgx.MaxMin(4))
@@ -415,6 +420,7 @@ def test_residuals_of_a_saved_state_follow_feedback():
     assert other.state.residuals is None
 
 
+@ALONE
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -445,6 +451,7 @@ def test_a_state_that_does_not_fit(change, error, words):
         given.join(params, change(member.state))
 
 
+@ALONE
 def test_a_step_waits_for_one_round(monkeypatch):
     """Several rounds may end without this center. They don't delay its step, and it sends again in the next round."""
     ((params, member),) = join(decoupled(2, grace=0.01)[:1])
@@ -468,6 +475,7 @@ def test_a_step_waits_for_one_round(monkeypatch):
 # Bad input
 
 
+@ALONE
 @pytest.mark.parametrize(
     ("other", "params", "says_so"),
     [
@@ -521,12 +529,47 @@ def test_a_center_with_other_terms_is_told(other, params, says_so):
         member.leave()
 
 
+def apart(*centers):
+    """Returns what centers that don't meet are told about one another, after they have begun."""
+    with pytest.warns(UserWarning, match="begins without others after") as warned:
+        joined = join(centers)
+    assert all(len(member.centers) == 1 for _, member in joined)
+    leave(joined)
+    return sorted(str(each.message).partition("(")[2] for each in warned)
+
+
 def test_a_center_without_the_secret_is_a_stranger():
-    first, second = decoupled(2, quorum=1, grace=0.3)
-    (_, member), (_, stranger) = join([first, dataclasses.replace(second, secret="other")])
-    assert member.centers == (0,) and stranger.centers == (1,)
-    member.leave()
-    stranger.leave()
+    first, second = decoupled(2, quorum=1, grace=2.0)
+    told = apart(first, dataclasses.replace(second, secret="other"))
+    assert told == [f"center {i} at {first.addresses[i]}: it has another secret)" for i in range(2)]
+
+
+def test_centers_with_the_same_place_do_not_meet():
+    """Each has its own address first, and waits for the other one's call."""
+    first, _ = decoupled(2, quorum=1, grace=2.0)
+    told = apart(first, dataclasses.replace(first, addresses=first.addresses[::-1]))
+    assert told == sorted(f"center 1 at {each}: the center there has place=0)" for each in first.addresses)
+
+
+def test_missing_centers_are_named():
+    _, second, _ = given = decoupled(3, quorum=1, grace=0.5)
+    with socket.create_server(("127.0.0.1", second.hosts[0][1])) as other:  # not a center: it says nothing
+        other.settimeout(LIMIT)
+        (told,) = apart(second)
+    assert told.startswith(
+        f"center 0 at {second.addresses[0]}: not reached; center 2 at {second.addresses[2]}: not reac"
+    )
+    (told,) = apart(given[2])
+    assert "center 0" in told and "center 1" in told and "refused" in told
+
+
+def test_another_list_of_addresses():
+    first, second = decoupled(2, quorum=1, grace=LIMIT)
+    port = second.hosts[1][1]
+    words = says("Decoupled.join", "addresses", expected="which center", remedy="the same")
+    other = dataclasses.replace(second, addresses=[first.addresses[0], f"localhost:{port}"])
+    with raises(ValueError, words):
+        join([first, other])
 
 
 @pytest.mark.parametrize(
@@ -569,6 +612,7 @@ def test_few_bits_without_feedback(bucket_size):
         cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2, bucket_size), feedback=False)
 
 
+@ALONE
 def test_parameters_of_a_step():
     ((params, member),) = join(decoupled(2, grace=0.01)[:1])
     with raises(ValueError, says("Member.step", "params", at="leaf ['w']", expected="float32[6, 4]", got="float32[6]")):
