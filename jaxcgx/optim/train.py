@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxcgx.checks import check_choice, check_flag, check_integer, wrong
 from jaxcgx.codecs.raw import Raw
@@ -21,6 +22,7 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import check_ranks
 from jaxcgx.optim.sharded import Sharded
 from jaxcgx.optim.training import Metrics, Training
+from jaxcgx.transports.axes import axis_names, is_communicator
 
 if TYPE_CHECKING:
     import optax
@@ -143,6 +145,8 @@ def make_train_step(
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
+    if diloco is not None:
+        _check_axes(mesh, data_axis)
     placement = check_placement(
         mesh, data_axis, param_specs=param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs
     )
@@ -167,6 +171,9 @@ def make_train_step(
     if overlap == "priority" and diloco is not None:
         remedy = "leave it out: what centers exchange travels while they go on training"
         raise wrong(OP, "overlap", "None or 'backward' with 'diloco'", repr(overlap), remedy)
+    if overlap is not None and centers is not None and not centers.inner:
+        expected = "None, as a center has one rank, which exchanges nothing in the backward pass"
+        raise wrong(OP, "overlap", expected, repr(overlap), "leave it out")
     if overlap is not None and not _takes(compress, "fusion_mb"):
         name = getattr(compress, "__name__", repr(compress))
         expected = f"None with compress={name}, whose exchange has no messages"
@@ -240,6 +247,18 @@ class Step:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_jitted"), name)  # a new copy has no `_jitted` yet
+
+
+def _check_axes(mesh: Any, data_axis: Any) -> None:
+    """Refuses a mesh with further axes for `diloco`, because its ranks have whole parameters."""
+    if not isinstance(mesh, Mesh) or is_communicator(data_axis):
+        return  # check_placement raises the error
+    if others := [name for name, size in mesh.shape.items() if size > 1 and name not in axis_names(data_axis)]:
+        expected = (
+            f"one with no other axes than data_axis={data_axis!r} with 'diloco', whose ranks have whole parameters"
+        )
+        remedy = f"make a mesh without {others[0]!r}, or add it to data_axis as an axis of a center's ranks"
+        raise wrong(OP, "mesh", expected, f"one with {others[0]!r}", remedy)
 
 
 def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:

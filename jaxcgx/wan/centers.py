@@ -290,6 +290,7 @@ class Centers:
     def _rounds(self, params: Any) -> Rounds:
         given = self.diloco
         return Rounds(
+            function=given.function,
             between=given.between(self.axis, params),
             outer=given.outer,
             later=self._later,
@@ -299,18 +300,18 @@ class Centers:
         )
 
     def _cut(self, training: Training, params: Any) -> tuple[Fragment, ...]:
-        return cut("diloco", params, training.skipped(params), self.diloco.fragments)
+        return cut(self.diloco.function, params, training.skipped(params), self.diloco.fragments)
 
     def _check(self, training: Training, params: Any) -> None:
         """Checks that each rule of the plan holds for a parameter, and that both plans freeze the same parameters."""
-        found, plan = flatten(params), self.diloco.plan
-        plan.assign("diloco", "plan", paths=found.paths, leaves=found.values)
-        each = (plan.skipped("diloco", "plan", params), training.skipped(params))
+        op, found, plan = self.diloco.function, flatten(params), self.diloco.plan
+        plan.assign(op, "plan", paths=found.paths, leaves=found.values)
+        each = (plan.skipped(op, "plan", params), training.skipped(params))
         for path, outer, inner in zip(found.paths, *map(jax.tree_util.tree_leaves, each)):
             if outer != inner:
                 expected = "a plan that skips the same parameters as that inside a center"
                 remedy = "give both plans the same rules with jaxcgx.Skip()"
-                raise wrong("diloco", "plan", expected, "another", remedy, path=path)
+                raise wrong(op, "plan", expected, "another", remedy, path=path)
 
 
 def _row(tree: Any) -> Any:

@@ -103,10 +103,15 @@ class Decoupled:
     def hosts(self) -> list[tuple[str, int]]:
         """The (host, port) of every center."""
         expected = "a list of 'host:port', one for each of several centers"
-        if isinstance(self.addresses, str) or len(self.addresses) < 2:
-            raise wrong(OP, "addresses", expected, repr(self.addresses))
+        # not every caller is typed
+        typed = isinstance(self.addresses, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not typed or isinstance(self.addresses, str) or len(self.addresses) < 2:
+            kind = ValueError if typed else TypeError
+            raise wrong(OP, "addresses", expected, repr(self.addresses), kind=kind)
         found = list[tuple[str, int]]()
         for address in self.addresses:
+            if not isinstance(address, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise wrong(OP, "addresses", expected, repr(address), kind=TypeError)
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
                 raise wrong(OP, "addresses", expected, repr(address))

@@ -1,6 +1,7 @@
 """diloco: centers train independently, and exchange compressed outer gradients once in many steps."""
 
 import dataclasses
+import inspect
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from jaxcgx.checks import callers_level, check_flag, check_integer, check_number
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.compress import compress_with
 from jaxcgx.optim.phases import check_phases
 from jaxcgx.optim.placement import Placement
 from jaxcgx.plan import Plan
@@ -92,6 +93,7 @@ def diloco(
       fusion_mb: the size of a message in MiB (64).
     """
     return Diloco(
+        function=OP,
         inner=inner,
         outer=outer,
         every=every,
@@ -109,11 +111,32 @@ def diloco(
     )
 
 
+def diloco_with(function: str, inner: Any, given: dict[str, Any], options: dict[str, Any]) -> "Diloco":
+    """Makes a `diloco` for the public function `function`, which its errors name.
+
+    Args:
+      function: the function.
+      inner: the optimizer of a center.
+      given: the options of `diloco` that the function sets.
+      options: those that its caller has passed. All others have the defaults of `diloco`.
+    """
+    defaults = {name: each.default for name, each in inspect.signature(diloco).parameters.items() if name != "inner"}
+    for name, value in options.items():
+        if name in given or name not in defaults:
+            others = ", ".join(each for each in defaults if each not in given)
+            remedy = f"leave it out, or use jaxcgx.wan.diloco, as {function} sets it" if name in given else ""
+            raise wrong(function, name, f"another option of diloco ({others})", repr(value), remedy, kind=TypeError)
+    settings = defaults | given | options
+    of_pmean = {name: settings.pop(name) for name in ("schedule", "own", "strict", "fusion_mb")}
+    return Diloco(function=function, inner=inner, options=of_pmean, **settings)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Diloco:
     """The checked arguments of `diloco`, whose docstring explains them.
 
     Attributes:
+      function: the public function that made these settings. Errors name it.
       inner: the optimizer of a center.
       outer: the outer optimizer, an optax.GradientTransformation.
       every: the number of steps between two exchanges of a parameter.
@@ -130,6 +153,7 @@ class Diloco:
       options: further options of compressed_pmean: `schedule`, `own`, `strict` and `fusion_mb`.
     """
 
+    function: str
     inner: Any
     outer: Any
     every: int
@@ -146,28 +170,30 @@ class Diloco:
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "outer", check_outer(OP, self.outer))
-        if len(check_axis_names(OP, self.axis_name)) > 1:
-            raise wrong(OP, "axis_name", "the one axis of the centers", repr(self.axis_name))
+        op = self.function
+        object.__setattr__(self, "outer", check_outer(op, self.outer))
+        if len(check_axis_names(op, self.axis_name)) > 1:
+            raise wrong(op, "axis_name", "the one axis of the centers", repr(self.axis_name))
         for name, low in (("every", 1), ("fragments", 1), ("overlap", 0)):
-            check_integer(OP, name, getattr(self, name), low)
-        check_number(OP, "alpha", self.alpha, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-        check_number(OP, "decay", self.decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+            check_integer(op, name, getattr(self, name), low)
+        check_number(op, "alpha", self.alpha, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        check_number(op, "decay", self.decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
         for name in ("eager", "telemetry"):
-            check_flag(OP, name, getattr(self, name))
+            check_flag(op, name, getattr(self, name))
         if self.decay != 1 and not self.feedback:
-            raise wrong(OP, "decay", "1 without feedback", self.decay, "leave out feedback=False, or pass decay=1.0")
+            raise wrong(op, "decay", "1 without feedback", self.decay, "leave out feedback=False, or pass decay=1.0")
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
-            raise wrong(OP, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
+            raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
         self._check_rhythm()
         # This call only checks the arguments.
-        compress_gradients(self.axis_name, self.plan, feedback=self.feedback, seed=self.seed, **self.options)
-        phase, *others = check_phases(OP, self.plan)
+        given = dict(feedback=self.feedback, seed=self.seed, **self.options)
+        compress_with(op, self.axis_name, self.plan, **given)
+        phase, *others = check_phases(op, self.plan)
         if others:
-            raise wrong(OP, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
+            raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
         object.__setattr__(self, "plan", phase.plan)
-        warn_of_few_bits(OP, self.plan, self.feedback)
+        warn_of_few_bits(op, self.plan, self.feedback)
 
     @property
     def period(self) -> int:
@@ -178,11 +204,11 @@ class Diloco:
         if self.every % self.fragments:
             expected = f"a multiple of fragments={self.fragments}"
             remedy = f"pass every={max(self.period, 1) * self.fragments}"
-            raise wrong(OP, "every", expected, self.every, remedy)
+            raise wrong(self.function, "every", expected, self.every, remedy)
         if self.overlap >= self.period:
             expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
             remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every"
-            raise wrong(OP, "overlap", expected, self.overlap, remedy)
+            raise wrong(self.function, "overlap", expected, self.overlap, remedy)
 
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
         """Returns the `Centers` of a mesh, for make_train_step.
@@ -192,9 +218,10 @@ class Diloco:
           optimizer: the optimizer that make_train_step was given.
           data_axis: the axes that make_train_step was given. Some may be marked, as by `Tcp`.
         """
+        op = self.function
         if optimizer is not self.inner:
-            remedy = f"pass the same object to make_train_step and to {OP}"
-            raise wrong("make_train_step", "optimizer", f"the inner optimizer of {OP}", "another one", remedy)
+            remedy = f"pass the same object to make_train_step and to {op}"
+            raise wrong("make_train_step", "optimizer", f"the inner optimizer of {op}", "another one", remedy)
         name = axis_names(self.axis_name)[0]
         if not isinstance(placement, Placement):
             expected = "a mesh, and the axis of the centers in 'data_axis'"
@@ -203,7 +230,7 @@ class Diloco:
             expected = f"{name!r}, the axis of the centers, first"
             remedy = f"pass data_axis={name!r}, or ({name!r}, ...) with the axes of a center's ranks"
             raise wrong("make_train_step", "data_axis", expected, repr(data_axis), remedy)
-        check_several(OP, f"centers along {name!r}", placement.mesh.shape[name])
+        check_several(op, f"centers along {name!r}", placement.mesh.shape[name])
         if placement.state_specs is not None or placement.param_specs is not None:
             remedy = "leave out param_specs and optimizer_specs"
             raise wrong("make_train_step", "diloco", "parameters and state that every rank has whole", "shards", remedy)
@@ -224,11 +251,11 @@ class Diloco:
             why = f"over {over!r} the step in which an exchange begins waits for it; pass jaxcgx.Tcp({over!r})"
             why = why if jax.process_count() > 1 and jax.default_backend() == "cpu" else ""
         if name and why:
-            warnings.warn(f"{OP}: argument '{name}': {why}", stacklevel=callers_level())
+            warnings.warn(f"{self.function}: argument '{name}': {why}", stacklevel=callers_level())
 
     def between(self, axis: Any, params: Any) -> Between:
         """Returns the exchange of parts of these parameters between the centers of a mesh over these axes."""
-        plan = by_leaf(OP, self.plan, params)
+        plan = by_leaf(self.function, self.plan, params)
         return Between(axis, plan, feedback=self.feedback, seed=self.seed, options=self.options)
 
 

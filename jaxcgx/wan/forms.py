@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxcgx.checks import check_integer, check_number
+from jaxcgx.checks import check_integer, check_number, wrong
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.optim.require import import_optax
-from jaxcgx.wan.diloco import Diloco, diloco
+from jaxcgx.wan.diloco import Diloco, diloco_with
 
 if TYPE_CHECKING:
     import optax
@@ -16,8 +16,8 @@ def sparseloco(
     inner: "optax.GradientTransformation",
     *,
     every: int = 30,
-    ratio: float = 0.01,
-    bits: int = 2,
+    ratio: float | None = None,
+    bits: int | None = None,
     rate: float = 1.0,
     decay: float = 0.95,
     **options: Any,
@@ -29,20 +29,26 @@ def sparseloco(
     Args:
       inner: the optimizer of a center.
       every: the number of steps between two exchanges.
-      ratio: the share of each parameter's elements that is sent.
-      bits: the bits of the value of an element that is sent. Its index takes further bits.
+      ratio: the share of each parameter's elements that is sent. None: 0.01, or what `plan` says.
+      bits: the bits of the value of an element that is sent. Its index takes further bits. None: 2, or what `plan`
+        says.
       rate: the learning rate of the outer SGD.
       decay: the factor of residuals after each exchange.
       **options: other options of `diloco`.
     """
     op = "sparseloco"
-    check_number(op, "ratio", ratio, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    if ratio is not None:
+        check_number(op, "ratio", ratio, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
     check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
-    given: dict[str, Any] = dict(plan=TopK(ratio, values=MaxMin(bits)), decay=decay)
-    return diloco(inner, import_optax(op).sgd(rate), every=every, **given | options)
+    _check_beside_plan(op, options, ratio=ratio, bits=bits)
+    codec = TopK(0.01 if ratio is None else ratio, values=MaxMin(2 if bits is None else bits))
+    given = dict(outer=import_optax(op).sgd(rate), every=every, decay=decay)
+    return diloco_with(op, inner, given, {"plan": codec} | options)
 
 
-def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int = 2, **options: Any) -> Diloco:
+def muloco(
+    inner: "optax.GradientTransformation", *, every: int = 30, bits: int | None = None, **options: Any
+) -> Diloco:
     """Makes the settings of MuLoCo's exchange, a form of `diloco`.
 
     Centers send their outer gradients at 2 bits, with feedback. MuLoCo's inner optimizer is Muon (optax.contrib.muon).
@@ -50,11 +56,12 @@ def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int 
     Args:
       inner: the optimizer of a center.
       every: the number of steps between two exchanges.
-      bits: the bits of an element.
+      bits: the bits of an element. None: 2, or what `plan` says.
       **options: other options of `diloco`.
     """
-    given: dict[str, Any] = dict(plan=MaxMin(bits))
-    return diloco(inner, every=every, **given | options)
+    op = "muloco"
+    _check_beside_plan(op, options, bits=bits)
+    return diloco_with(op, inner, dict(every=every), {"plan": MaxMin(2 if bits is None else bits)} | options)
 
 
 def pier(
@@ -98,4 +105,11 @@ def pier(
         [rises, falls],
     )
     sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
-    return diloco(inner, sgd(rate, momentum=momenta, nesterov=True), **options)
+    return diloco_with(op, inner, dict(outer=sgd(rate, momentum=momenta, nesterov=True)), options)
+
+
+def _check_beside_plan(op: str, options: dict[str, Any], **codec: Any) -> None:
+    """Checks that a caller who passes `plan` doesn't describe the codec, {argument: value or None}, too."""
+    for name, value in codec.items() if "plan" in options else ():
+        if value is not None:
+            raise wrong(op, name, "None with 'plan', which says what is sent", repr(value), f"leave out {name} or plan")

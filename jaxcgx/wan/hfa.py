@@ -14,11 +14,11 @@ from jaxcgx.optim.placement import Placement
 from jaxcgx.optim.ranks import MeshRanks
 from jaxcgx.optim.training import Training
 from jaxcgx.plan import Plan
-from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.transports.axes import axis_names
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.between import Between
 from jaxcgx.wan.centers import Centers, check_several
-from jaxcgx.wan.diloco import Diloco, diloco
+from jaxcgx.wan.diloco import Diloco, diloco_with
 from jaxcgx.wan.rounds import Both, Exchange
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def hfa(
     if k2 % fragments:  # the ranks of a center would have different parameters at some exchanges
         expected = f"a divisor of k2={k2}, so that each exchange follows an average"
         raise wrong(OP, "fragments", expected, fragments, f"pass fragments=1, or k2={-(-k2 // fragments) * fragments}")
-    if len(check_axis_names(OP, axis_name)) > 1:
-        raise wrong(OP, "axis_name", "the one axis of the centers", repr(axis_name))
-    given = diloco(inner, "sgd", every=k1 * k2, axis_name=axis_name, plan=plan, **options)
+    given = diloco_with(OP, inner, dict(outer="sgd", every=k1 * k2, axis_name=axis_name, plan=plan), options)
     return Hfa(**{field.name: getattr(given, field.name) for field in dataclasses.fields(given)}, k1=k1)
 
 

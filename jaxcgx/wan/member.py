@@ -134,9 +134,15 @@ class Member:
                 Kind.STATE: [self._state_bytes],
             }
             events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
-            self._peers = Peers(
-                given.place, given.hosts, given.secret.encode(), terms=terms, sizes=sizes, events=events
-            )
+            try:
+                self._peers = Peers(
+                    given.place, given.hosts, given.secret.encode(), terms=terms, sizes=sizes, events=events
+                )
+            except OSError as error:
+                expected = f"an address of this machine, with a free port, at place {given.place}"
+                remedy = "correct 'addresses' or 'place', or end the program that has the port"
+                got = f"{given.addresses[given.place]!r}: {error}"
+                raise wrong(OP, "addresses", expected, got, remedy, kind=OSError) from None
             self._peers.start()
             threading.Thread(target=self._preside, name="jaxcgx-preside", daemon=True).start()
         try:

@@ -13,8 +13,6 @@ from jaxcgx.wan.between import Between
 from jaxcgx.wan.fragments import Fragment
 from jaxcgx.wan.outer import OuterTelemetry, init_outer, measure
 
-OP = "diloco"
-
 
 class Waiting(NamedTuple):
     """An exchange that began in an earlier step. Only the process that began it can end it.
@@ -69,6 +67,7 @@ class Both(NamedTuple):
 class Rounds:
     """The functions of a round, the same for all fragments. `diloco` explains the last three fields."""
 
+    function: str  # that errors name
     between: Between
     outer: Any
     later: bool  # whether an exchange ends in a later step than it begins
@@ -92,7 +91,7 @@ class Rounds:
             waiting = zeros()
         return Exchange(
             sent=sent,
-            outer=init_outer(OP, self.outer, params),
+            outer=init_outer(self.function, self.outer, params),
             waiting=waiting,
             before=zeros() if self.telemetry else None,
             telemetry=OuterTelemetry(*jnp.zeros(2, jnp.float32)) if self.telemetry else None,
@@ -144,7 +143,7 @@ class Rounds:
         good = begun & finite(mean) & ~first
         after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=good)
         part = jax.tree_util.tree_map(lambda d, x: (d / self.between.centers).astype(x.dtype), moved, after)
-        ahead = import_optax(OP).apply_updates(after, self.outer.update(part, done.outer, after)[0])
+        ahead = import_optax(self.function).apply_updates(after, self.outer.update(part, done.outer, after)[0])
         start = choose(finite(moved), ahead, after)
         _, begun = self.begin(fragment, both, done)
         return Both(fragment.put(both.outer, after), *(fragment.put(x, start) for x in both[1:])), begun
@@ -181,7 +180,7 @@ class Rounds:
         done = exchange._replace(outer=state)
         if exchange.telemetry is not None:
             done = done._replace(before=mean, telemetry=measure(mean, step, exchange.before))
-        return choose(good, (import_optax(OP).apply_updates(before, step), done), (before, exchange))
+        return choose(good, (import_optax(self.function).apply_updates(before, step), done), (before, exchange))
 
 
 def _moved(fragment: Fragment, both: Both) -> Any:

@@ -598,12 +598,28 @@ def test_bad_input(wrong, words):
     [
         (dict(plan=cgx.PowerSGD(2)), says("Decoupled", "plan", expected="a codec that makes bytes")),
         (dict(average=lambda path, x: "median"), says("Decoupled", "average", got="the function's answer 'median'")),
+        (dict(plan=cgx.Plan(cgx.Skip())), says("Decoupled", "plan", expected="to train", got="none")),
     ],
-    ids=("plan", "average"),
+    ids=("plan", "average", "frozen"),
 )
 def test_bad_input_at_the_start(wrong, words):
     with raises(ValueError, words):
         cgx.wan.Decoupled(addresses=ports(2), place=0, **wrong).join(PARAMS)
+
+
+@pytest.mark.parametrize("addresses, got", [([1, 2], "1"), (5, "5")])
+def test_addresses_of_other_types(addresses, got):
+    with raises(TypeError, says("Decoupled", "addresses", expected="'host:port'", got=got)):
+        cgx.wan.Decoupled(addresses=addresses, place=0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["port in use", "address of another machine"])
+def test_an_address_that_is_not_free(host):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        address = f"{host}:{used.getsockname()[1]}"
+        words = says("Decoupled.join", "addresses", expected="place 0", got=repr(address), remedy="'place'")
+        with raises(OSError, words):
+            cgx.wan.Decoupled(addresses=[address, "127.0.0.1:1"], place=0).join(PARAMS)
 
 
 @pytest.mark.parametrize("bucket_size", [32, 64, 512])

@@ -419,6 +419,50 @@ def test_forms_that_would_learn_nothing():
         cgx.wan.pier(INNER, rounds=4, rate=0.0)
 
 
+@pytest.mark.parametrize(
+    ("form", "given", "error", "words"),
+    [
+        ("muloco", dict(every=0), ValueError, says("muloco", "every", expected="positive", got="0")),
+        ("pier", dict(rounds=4, seed=0.5), TypeError, says("pier", "seed", expected="integer", got="0.5")),
+        ("muloco", dict(typo=1), TypeError, says("muloco", "typo", expected="option of diloco outer, plan", got="1")),
+        (
+            "sparseloco",
+            dict(outer="sgd"),
+            TypeError,
+            says("sparseloco", "outer", expected="another option", got="'sgd'", remedy="jaxcgx.wan.diloco"),
+        ),
+        (
+            "pier",
+            dict(rounds=4, outer="sgd"),
+            TypeError,
+            says("pier", "outer", expected="another option", got="'sgd'", remedy="jaxcgx.wan.diloco"),
+        ),
+        (
+            "sparseloco",
+            dict(plan=cgx.TopK(0.5), ratio=0.1),
+            ValueError,
+            says("sparseloco", "ratio", expected="None 'plan'", got="0.1", remedy="leave out ratio or plan"),
+        ),
+        (
+            "muloco",
+            dict(plan=cgx.MaxMin(4), bits=3),
+            ValueError,
+            says("muloco", "bits", expected="None 'plan'", got="3", remedy="leave out bits or plan"),
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_of_forms(form, given, error, words):
+    with raises(error, words):
+        getattr(cgx.wan, form)(INNER, **given)
+
+
+def test_forms_with_other_options():
+    assert cgx.wan.sparseloco(INNER, plan=cgx.TopK(0.5)).plan.default == cgx.TopK(0.5)
+    assert cgx.wan.sparseloco(INNER, bits=3).plan.default == cgx.TopK(0.01, values=cgx.MaxMin(3))
+    assert cgx.wan.muloco(INNER, outer="sgd", bits=4).plan.default == cgx.MaxMin(4)
+
+
 def test_matched_nesterov_moves_as_far_as_sgd():
     """This holds for outer gradients that are always the same (rho 1), and for ones that never agree (rho 0)."""
     for rho in (0.0, 0.99999):
@@ -459,7 +503,12 @@ def test_matched_nesterov_moves_as_far_as_sgd():
             ValueError,
             says("diloco", "plan", expected="one plan", got="a schedule"),
         ),
-        (dict(plan=4), TypeError, says("compress_gradients", "plan", expected="codec", got="4")),
+        (dict(plan=4), TypeError, says("diloco", "plan", expected="codec", got="4")),
+        (dict(feedback=3), TypeError, says("diloco", "feedback", expected="True", got="3")),
+        (dict(own="mine"), ValueError, says("diloco", "own", expected="'raw'", got="'mine'")),
+        (dict(schedule="star"), ValueError, says("diloco", "schedule", expected="'auto'", got="'star'")),
+        (dict(seed=0.5), TypeError, says("diloco", "seed", expected="integer", got="0.5")),
+        (dict(fusion_mb=0), ValueError, says("diloco", "fusion_mb", expected="positive", got="0")),
     ],
 )
 def test_bad_arguments(arguments, error, words):
@@ -501,6 +550,17 @@ def test_an_overlap_that_can_not_cross_steps_is_a_warning(monkeypatch):
         (
             dict(param_specs={"w": P("dc"), "b": P(), "s": P()}),
             says("make_train_step", "diloco", expected="whole", got="shards", remedy="param_specs"),
+        ),
+        *(
+            (
+                dict(mesh=mesh_of(2, 2), data_axis=axis, diloco=diloco(axis_name=axis), **specs),
+                says("make_train_step", "mesh", expected="no other axes", got="one with 'local'", remedy="data_axis"),
+            )
+            for axis, specs in [("dc", {}), ("dc", dict(param_specs=P())), (cgx.Tcp("dc"), {})]
+        ),
+        (
+            dict(overlap="backward"),
+            says("make_train_step", "overlap", expected="None one rank", got="'backward'", remedy="leave it out"),
         ),
         (dict(has_aux=True), says("make_train_step", "has_aux", expected="False with diloco", got="True")),
         (
