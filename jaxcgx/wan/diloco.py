@@ -271,10 +271,8 @@ def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
 
 
 def _bits(codec: Codec) -> float:
-    """Returns the bits of an element, without scales. Codecs that have no such number count with their bytes.
+    """Returns the bits of the code of an element. Scales don't count: they don't make codes finer.
 
     Low-rank codecs count as 0, as they send a few numbers per row.
     """
-    if codec.low_rank:
-        return 0
-    return getattr(codec, "bits", None) or codec.wire_bytes((2**16,), jnp.float32) / 2**13
+    return 0 if codec.low_rank else codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13

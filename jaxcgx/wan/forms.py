@@ -108,8 +108,8 @@ def pier(
     return diloco_with(op, inner, dict(outer=sgd(rate, momentum=momenta, nesterov=True)), options)
 
 
-def _check_beside_plan(op: str, options: dict[str, Any], **codec: Any) -> None:
+def _check_beside_plan(op: str, options: dict[str, Any], **wanted: Any) -> None:
     """Checks that a caller who passes `plan` doesn't describe the codec, {argument: value or None}, too."""
-    for name, value in codec.items() if "plan" in options else ():
+    for name, value in wanted.items() if "plan" in options else ():
         if value is not None:
             raise wrong(op, name, "None with 'plan', which says what is sent", repr(value), f"leave out {name} or plan")

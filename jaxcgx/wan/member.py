@@ -467,8 +467,8 @@ def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
         warnings.warn(f"{OP}: argument 'state': {text}", stacklevel=callers_level())
         residuals = fresh.residuals
     remedy = "give Decoupled the same outer optimizer and plan, and join the parameters, as when the state was saved"
-    _check_like(OP, "state.optimizer", state.optimizer, fresh.optimizer, remedy)
-    _check_like(OP, "state.residuals", residuals, fresh.residuals, remedy)
+    _check_like(OP, "state.optimizer", state.optimizer, fresh.optimizer, remedy=remedy)
+    _check_like(OP, "state.residuals", residuals, fresh.residuals, remedy=remedy)
     return DecoupledState(number, merged, *jax.tree_util.tree_map(jnp.asarray, (state.optimizer, residuals)))
 
 
