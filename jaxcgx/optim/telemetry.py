@@ -12,7 +12,7 @@ from jaxcgx.collectives.psum import plain_reduce
 from jaxcgx.optim.leaves import Leaves
 from jaxcgx.transports.base import Transport
 
-TINY = 2.0**-126
+TINY = 2.0**-126  # the smallest normal float32
 
 
 class Telemetry(NamedTuple):

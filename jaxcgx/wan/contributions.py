@@ -15,11 +15,11 @@ from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.leaves import flatten
+from jaxcgx.optim.telemetry import TINY
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path, why_raw
 from jaxcgx.wan.fragments import Fragment, cut
 
-TINY = 2.0**-126  # the smallest normal float32
 # The weight of a center, from its tokens and steps since it last took part.
 WEIGHTS: dict[str | None, Callable[[float, float], float]] = {
     "tokens": lambda tokens, steps: tokens**2 / steps,

@@ -112,6 +112,9 @@ def demo(
     divided by the number of ranks that sent this coefficient. DeMo's step is the sign of the result. `optax.sign_sgd`
     after this transformation takes the sign.
 
+    The published rule is m = decay * m + learning rate * gradient. With a constant rate, the steps are the same. With a
+    schedule of rates, they differ.
+
     Args:
       axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator.
       decay: the decay of the momentum, from 0 to 1.

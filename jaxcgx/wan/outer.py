@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jaxcgx.checks import check_number, wrong
 from jaxcgx.optim.nesting import has_rows
 from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.telemetry import TINY
 
 if TYPE_CHECKING:
     import optax
-
-TINY = 2.0**-126  # the smallest normal float32
 
 
 def check_outer(op: str, outer: Any) -> Any:
