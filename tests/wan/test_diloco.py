@@ -88,6 +88,8 @@ class Transcription:
 
 
 WHOLE = {"w": ..., "b": ..., "s": ...}
+HALVES = [{"w": slice(0, 3), "b": ...}, {"w": slice(3, 6), "s": ...}]  # the two fragments of PARAMS
+BF16 = dict(plan=cgx.Cast("bfloat16"), schedule="one_shot", own="encoded")  # only outer gradients are rounded
 
 
 @pytest.mark.short
@@ -117,22 +119,21 @@ def test_streaming_to_the_bit():
     w is cut.
     """
     got, (_, state) = run(trainer(diloco(NESTEROV, every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True)), 9)
-    fragments = [{"w": slice(0, 3), "b": ...}, {"w": slice(3, 6), "s": ...}]
     expected, arriving, last, rho = Transcription(), {}, {}, {}
     for t, (params, _) in enumerate(got, 1):
         expected.train()
         if t in arriving:
             p, mean = arriving.pop(t)
             before = jax.tree.map(np.copy, expected.outer)
-            expected.step(mean, fragments[p], 0.5, 0.5, alpha=0.5)
-            flat = lambda tree: np.concatenate([np.ravel(tree[name]) for name in fragments[p]])
+            expected.step(mean, HALVES[p], 0.5, 0.5, alpha=0.5)
+            flat = lambda tree: np.concatenate([np.ravel(tree[name]) for name in HALVES[p]])
             d, old = flat(mean), last.get(p, 0 * flat(mean))
-            step = np.concatenate([np.ravel(expected.outer[n][at] - before[n][at]) for n, at in fragments[p].items()])
+            step = np.concatenate([np.ravel(expected.outer[n][at] - before[n][at]) for n, at in HALVES[p].items()])
             rho[p] = -(step @ d) / (d @ d), (d @ old) / np.sqrt((d @ d) * (old @ old) or 1)
             last[p] = d
         if t % 2 == 0:
             p = t // 2 % 2
-            arriving[t + 1] = p, expected.moved(fragments[p])
+            arriving[t + 1] = p, expected.moved(HALVES[p])
         assert_same_trees(params, expected.outer)
     assert_same_trees(
         jax.tree.map(lambda x: np.array(x), state.centers.rows.params),
@@ -161,6 +162,51 @@ def test_eager_updates_to_the_bit():
             expected.own = jax.tree.map(np.copy, start)
             mean = {name: (moved[0][name] + moved[1][name]) / 2 for name in PARAMS}
         assert_same_trees(params, jax.tree.map(np.float32, expected.outer))
+
+
+def test_eager_fragments_of_centers_of_two_ranks_keep_what_compression_loses():
+    """Two ranks share a center's batch. A fragment's residuals are what bfloat16 lost of its outer gradients."""
+    train = trainer(diloco(optax.sgd(0.5), every=4, fragments=2, eager=True, **BF16), mesh_of(2, 2))
+    got, (_, state) = run(train, 10)
+    bf16 = lambda x: np.float32(jnp.asarray(x, jnp.bfloat16))
+    expected, means = Transcription(), {}
+    start, lost = jax.tree.map(np.copy, expected.own), jax.tree.map(np.zeros_like, expected.own)
+    for t, (params, _) in enumerate(got, 1):
+        expected.train()
+        for name, at in HALVES[t // 2 % 2].items() if t % 2 == 0 else ():
+            if t > 4:
+                expected.outer[name][at] -= 0.5 * means[name, str(at)]
+            sent = []
+            for first, own, residual in zip(start, expected.own, lost):
+                moved = first[name][at] - own[name][at]
+                sent.append(bf16(moved + residual[name][at]))
+                residual[name][at] = moved + residual[name][at] - sent[-1]
+                first[name][at] = own[name][at] = expected.outer[name][at] - 0.25 * moved
+            means[name, str(at)] = (sent[0] + sent[1]) / 2
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        assert_trees(close, params, expected.outer)
+    for exchange, rows in zip(state.exchanges, HALVES):
+        for name, at in rows.items():
+            close(exchange.sent.residuals[name], np.stack([each[name][at] for each in lost]))
+            assert exchange.sent.residuals[name].any()
+
+
+@pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))
+def test_results_that_are_not_applied_yet_on_another_number_of_centers(given, tmp_path):
+    """Outer parameters, the waiting mean and the sum of residuals stay exact. The mean is applied as without a stop."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    make = lambda centers: trainer(diloco(NESTEROV, every=2, **given, **BF16), mesh_of(centers), donate=False)
+    further = 2 if "eager" in given else 1  # steps until the mean is applied
+    _, saved = run(make(2), 4)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "two", saved)
+    restored = cgx.restore_state(tmp_path / "two", make(4).init(PARAMS))
+    (old,), (new,) = saved[1].exchanges, restored[1].exchanges
+    assert_same_trees((restored[0], new.waiting, new.outer), (saved[0], old.waiting, old.outer))
+    exact = lambda a, b: np.testing.assert_array_equal(np.float64(a).sum(0), np.float64(b).sum(0))
+    assert_trees(exact, old.sent.residuals, new.sent.residuals)
+    assert old.sent.residuals["w"].any()
+    assert_same_trees(run(make(4), further, restored)[1][0], run(make(2), further, saved)[1][0])
 
 
 def test_every_step_with_sgd_of_rate_1_is_averaging():
@@ -344,6 +390,33 @@ def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
     assert_same_trees(state.centers.rows.params, jax.tree.map(lambda x: jnp.stack([x, x]), start[0]))
     got, _ = run(train, 2, (params, state))
     assert np.isfinite(got[-1][0]["w"]).all() and (got[-1][0]["w"] != params["w"]).any()
+
+
+@pytest.mark.parametrize(
+    ("given", "local"),
+    [(dict(overlap=1), 1), (dict(eager=True), 1), ({}, 2), (dict(fragments=2), 1)],
+    ids=["overlap", "eager", "two ranks", "fragments"],
+)
+def test_a_failed_exchange_of_each_kind(given, local):
+    """A NaN in one center leaves the outer parameters, the outer optimizer's state and residuals as they were."""
+    every = 2 * given.get("fragments", 1)
+    began = every + 2
+    ended = began + (every if "eager" in given else given.get("overlap", 0))
+    p = began // 2 % given.get("fragments", 1)
+    train = trainer(diloco(NESTEROV, every=every, plan=cgx.MaxMin(2, 8), **given), mesh_of(2, local), donate=False)
+    found, now = {}, train.init(PARAMS)
+    for t in range(1, ended + 2 * every + 1):
+        x = np.where((np.arange(8) < 2)[:, None], np.nan, X[t % len(X)]) if t == began else X[t % len(X)]
+        *now, _ = found[t] = train.step(*now, jnp.asarray(x))
+    params, exchange = (
+        {t: of(each) for t, each in found.items()} for of in (lambda x: x[0], lambda x: x[1].exchanges[p])
+    )
+    assert_same_trees(exchange[began].sent, exchange[began - 1].sent)
+    assert_same_trees((params[ended], exchange[ended].outer), (params[ended - 1], exchange[ended - 1].outer))
+    assert exchange[began].sent.residuals["w"].any()
+    for each in (*params.values(), now[1]):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(each))
+    assert (now[0]["w"] != params[ended]["w"]).any()
 
 
 def test_keys_frozen_parameters_and_micro_batches():
