@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.optim.exchange import Kept, exchange
 from jaxcgx.optim.feedback import damp, forget
+from jaxcgx.optim.halves import after
 from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.leaves import check_arrays, flatten
 from jaxcgx.optim.momentum import accelerate, accelerate_mean, decayed, hold
@@ -127,7 +130,7 @@ def compress_gradients(
 
 def compress_with(
     function: str, axis_name: AxisName, plan: Codec | Plan | dict[Any, Any], **options: Any
-) -> "optax.GradientTransformation":
+) -> "optax.GradientTransformationExtraArgs":
     """Makes a `compress_gradients` for the public function `function`, which its errors name."""
     return _transformation(check_settings(function, axis_name, plan, options))
 
@@ -166,20 +169,24 @@ def compressed(
     return import_optax("compressed").chain(compress_with("compressed", axis_name, plan, **options), optimizer)
 
 
-def _transformation(settings: Settings) -> "optax.GradientTransformation":
+def _transformation(settings: Settings) -> "optax.GradientTransformationExtraArgs":
     optax = import_optax(settings.function)
 
     def init(params: Any) -> CompressState:
         return init_state(settings, params)
 
-    def update(updates: Any, state: CompressState, params: Any = None) -> tuple[Any, CompressState]:
-        return _update(settings, updates, state=state, params=params)
+    def update(
+        updates: Any, state: CompressState, params: Any = None, *, value: Any = None, **_: Any
+    ) -> tuple[Any, CompressState]:
+        return _update(settings, updates, state=state, params=params, loss=value)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _update(settings: Settings, updates: Any, state: CompressState, params: Any) -> tuple[Any, CompressState]:
-    """Returns (the mean of the gradients `updates`, the state after the step)."""
+def _update(
+    settings: Settings, updates: Any, state: CompressState, params: Any, loss: Any
+) -> tuple[Any, CompressState]:
+    """Returns (the mean of the gradients `updates`, the state after the step). `loss` is the mean loss, or None."""
     settings.ranks.net()  # raises the error for ranks that can't be reached here before any other error
     updates = check_arrays(settings.function, "updates", updates)
     check_state(settings, state, describe_state(settings, updates, 1))
@@ -196,9 +203,15 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
 
     moved = [accelerate(settings, u, g) for u, g in zip(kept.momentum, grads.values)]
     key = fold(state.key, state.count) if settings.stochastic else None
+    turn = state.count
+    if len(settings.phases) > 1 and turn is not None and loss is not None:
+        loss = jnp.asarray(loss)
+        # XLA runs the exchanges of a conditional at the same time as others, in an order that differs from rank to
+        # rank. So the conditional waits for the mean of the loss. A loss that varies is no mean.
+        turn = turn if _compat.varying_axes(loss) else after(loss, turn)
     found = switch(
         settings.phases,
-        state.count,
+        turn,
         [functools.partial(exchange, settings, plan, key=key) for plan in settings.plans],
         grads.tree([each.gradient for each in moved]),
         kept._replace(momentum=[each.momentum for each in moved]),
@@ -219,7 +232,7 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
         new = new._replace(residuals=forget(settings.reset_every, count, new.residuals))
 
     tree = lambda field, values: None if field is None else grads.tree(values)
-    after = CompressState(
+    renewed = CompressState(
         count=count,
         key=state.key,
         residuals=tree(state.residuals, new.residuals),
@@ -228,4 +241,4 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
         trace=tree(state.trace, new_trace),
         factors=tree(state.factors, new.factors),
     )
-    return grads.tree([each.gradient for each in final]), after
+    return grads.tree([each.gradient for each in final]), renewed

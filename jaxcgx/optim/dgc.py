@@ -106,9 +106,9 @@ def dgc(
         **options,
     )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         net = ranks.net()
-        return inner.update(clipping.clip(updates, net.names, net.size), state, params)
+        return inner.update(clipping.clip(updates, net.names, net.size), state, params, **extra)
 
     return inner._replace(update=update)
 

@@ -128,6 +128,8 @@ def after(tree: Any, x: jax.Array) -> jax.Array:
 
 def _zero(x: jax.Array) -> jax.Array:
     """Returns 0. Nothing is above infinity, but XLA doesn't know this, so it computes x first."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
     return (jnp.real(x.reshape(-1)[0]).astype(jnp.float32) > jnp.inf).astype(jnp.uint32)
 
 

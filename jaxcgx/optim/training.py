@@ -301,7 +301,9 @@ class Training:
             sent = [narrow(x, y) for x, y in zip(sent, parts.outputs)]
         aux = [x if of_all is None else of_all for x, of_all in zip(leaves, sent)]
         grads = jax.tree_util.tree_map(lambda x: x[None], grads)
-        return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
+        model_state = self.state.of_all(model_state, own_state, found.model_state)
+        # An exchange that waits for the loss waits for the other means, too.
+        return grads, model_state, after((sent, model_state), loss), aux
 
     def _exchange(
         self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any, extra: dict[str, Any]

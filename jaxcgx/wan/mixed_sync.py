@@ -104,19 +104,26 @@ def mixed_sync(
         check_centers(OP, settings.ranks)
         return MixedSyncState(init_state(settings, params, describe), inner.init(params), jnp.zeros((), jnp.int32))
 
-    def begin_due(state: MixedSyncState, params: Any) -> Begun:
+    def begin_due(state: MixedSyncState, params: Any, loss: Any = None) -> Begun:
         check_centers(OP, settings.ranks)
         due = jax.tree_util.tree_map(lambda x: x[0], state.late.gradients[0])
-        return begin(inner.update, due, state.exchange, params)
+        send = lambda due, late, params: inner.update(due, late.exchange, params, value=loss)
+        return begin(send, due, state, params)
 
     def update(
-        updates: Any, state: MixedSyncState, params: Any = None, *, begun: Begun | None = None, **_: Any
+        updates: Any,
+        state: MixedSyncState,
+        params: Any = None,
+        *,
+        value: Any = None,
+        begun: Begun | None = None,
+        **_: Any,
     ) -> tuple[Any, MixedSyncState]:
         if params is None:
             raise wrong(OP, "params", "the parameters", None, "call update(gradients, state, params)", kind=TypeError)
         updates = check_arrays(OP, "updates", updates)
         late, _, count = state
-        mean, exchange = (begun or begin_due(state, params)).end(updates)
+        mean, exchange = (begun or begin_due(state, params, value)).end(updates)
         waited = count >= steps  # before that, updates are 0, even if momentum or weight decay are not
 
         def compensate(g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.message import carry
 from jaxcgx.optim.exchange import Kept, exchange
-from jaxcgx.optim.halves import Begun, begin
+from jaxcgx.optim.halves import Begun, after, begin
 from jaxcgx.optim.leaves import Leaves, check_arrays, encoders, flatten
 from jaxcgx.optim.phases import switch
 from jaxcgx.optim.require import import_optax
@@ -148,20 +148,18 @@ class Transmission:
         """Returns (mean, state) of the gradients `updates`. An adaptive share needs the loss as `value`."""
         settings, deferred = self.settings, self.how.rest == "defer"
         updates = check_arrays(settings.function, "updates", updates)
+        loss = self._loss(value)
         # This exchange needs nothing that the step computes, so it runs at the same time.
-        late = self.begin(state, updates) if begun is None else begun
+        late = self.begin(state._replace(count=after(loss, state.count)), updates) if begun is None else begun
         leaves = flatten(updates)
-        step = Step(self, leaves, state)
-        first_loss, level = step.level(value)
+        step = Step(self, leaves, state, late)
+        conditional = len(self.how.shares) > 1 or len(settings.plans) > 1
+        step.turn = after((loss, step.arrived.means if conditional else None), step.turn)
+        first_loss, level = step.level(loss)
         order = step.order()
-        now, pending = step.with_share(level, functools.partial(step.now, order=order))
-        contributions = step.contributions()
-        if late is not None:
-            # It ends before the exchange of the important blocks, whose bytes are behind it on the same links. So its
-            # blocks are decoded while those bytes travel.
-            arrived = step.arrive(late.end(step.gradients))
-            now = Sent(_add(now.means, arrived.means), _add(now.residuals, arrived.residuals))
-        after = DifferentialState(
+        now, pending, contributions = step.with_share(level, functools.partial(step.now, order=order))
+        now = Sent(_add(now.means, step.arrived.means), _add(now.residuals, step.arrived.residuals))
+        renewed = DifferentialState(
             count=import_optax(settings.function).safe_increment(state.count),
             key=state.key,
             contributions=leaves.tree(contributions),
@@ -173,11 +171,26 @@ class Transmission:
             first_loss=first_loss,
             level=level,
         )
-        return leaves.tree([x if b is None else b.join(x) for b, x in zip(step.cut, now.means)]), after
+        return leaves.tree([x if b is None else b.join(x) for b, x in zip(step.cut, now.means)]), renewed
+
+    def _loss(self, value: Any) -> Any:
+        """Returns the mean loss of all ranks, or None without a loss. Only an adaptive share needs a mean."""
+        if value is None:
+            return None
+        value, ranks = jnp.asarray(value, jnp.float32), self.settings.ranks
+        tracked = _compat.tracked_axes(ranks.net().names)
+        if tracked and not tracked & _compat.varying_axes(value):  # it is the mean, as make_train_step passes it
+            return value
+        return None if self.how.adaptive is None else ranks.pmean(_compat.vary(value, tracked))
 
 
 class Step:
-    """One step for all leaves. Each list has an entry for each leaf; None means that the leaf has no such value."""
+    """One step for all leaves. Each list has an entry for each leaf; None means that the leaf has no such value.
+
+    XLA runs the exchanges of a conditional at the same time as other exchanges of the program, in an order that differs
+    from rank to rank, unless one needs a result of the other. So every conditional with exchanges depends on `turn`,
+    which depends on the exchanges before.
+    """
 
     how: Any  # a Differential
     settings: Settings
@@ -187,25 +200,28 @@ class Step:
     plans: list[Plan]
     gradients: list[Any]  # of a leaf that is cut, its blocks
     residuals: list[Any]
+    turn: jax.Array  # the number of steps until now
+    begun: Begun | None  # the exchange of the blocks that the last step deferred
 
-    def __init__(self, transmission: Transmission, leaves: Leaves, state: DifferentialState) -> None:
+    def __init__(
+        self, transmission: Transmission, leaves: Leaves, state: DifferentialState, begun: Begun | None = None
+    ) -> None:
         self.how, self.settings, self.leaves, self.state = transmission.how, transmission.settings, leaves, state
-        self.cut = transmission.cut(leaves)
+        self.cut, self.turn, self.begun = transmission.cut(leaves), state.count, begun
         self.plans = [_of_blocks(self.settings.function, plan, leaves) for plan in self.settings.plans]
         self.gradients = [x if b is None else b.split(x) for b, x in zip(self.cut, leaves.values)]
         self.residuals = [
             r if b is None or r is None else b.split(r)[None] for b, r in zip(self.cut, leaves.match(state.residuals))
         ]
 
-    def level(self, value: Any) -> tuple[Any, Any]:
+    def level(self, loss: Any) -> tuple[Any, Any]:
         """Returns (the first loss, the index of this step's share), or (None, None) if the share isn't adaptive."""
         how, state, function = self.how, self.state, self.settings.function
         if how.adaptive is None:
             return None, None
-        if value is None:
+        if loss is None:
             remedy = "call update(gradients, state, params, value=loss); make_train_step does"
             raise wrong(function, "value", "the loss, which 'adaptive' needs", "nothing", remedy, kind=TypeError)
-        loss = self.settings.ranks.pmean(jnp.asarray(value, jnp.float32))
         first = jnp.where(state.count == 0, loss, state.first_loss)
         share = how.k * loss / first
         last = len(how.shares) - 1
@@ -218,10 +234,12 @@ class Step:
         `level` is a traced array, so the program has a branch for each share. None: there is only one share.
         """
         shares = self.how.shares
-        return run(shares[0]) if level is None else lax.switch(level, [functools.partial(run, k) for k in shares])
+        if level is None:
+            return run(shares[0])
+        return lax.switch(after(self.turn, level), [functools.partial(run, k) for k in shares])
 
-    def contributions(self) -> list[Any]:
-        """Returns the contributions after this step, the same on every rank."""
+    def contributions(self, behind: Any) -> list[Any]:
+        """Returns the contributions after this step, the same on every rank. They travel after the tree `behind`."""
 
         def own(b: Blocks, g: jax.Array, r: Any) -> jax.Array:
             return b.magnitudes(g if r is None else g + r[0].astype(g.dtype))
@@ -233,7 +251,7 @@ class Step:
         found = _each(own, self.cut, self.gradients, self.residuals)
         if not (present := [x for x in found if x is not None]):
             return found
-        mean = self.settings.ranks.pmean(jnp.concatenate(present))  # all leaves in one small message
+        mean = self.settings.ranks.pmean(after(behind, jnp.concatenate(present)))  # all leaves in one small message
         ends = itertools.accumulate(0 if x is None else x.size for x in found)
         parts = _each(lambda x, end: mean[end - x.size : end], found, list(ends))
         return _each(average, self.leaves.match(self.state.contributions), parts)
@@ -257,32 +275,44 @@ class Step:
         places = _each(lambda b, o: o[b.share(share) :], self.cut, last)
         rows = _each(lambda o, p: p[0, : o.size], places, pending)
         zeros = _each(lambda x, r: None if r is None else jnp.zeros((1, *x.shape), jnp.float32), rows, self.residuals)
-        sent = self._send(self.plans, Sent(rows, zeros), part=LATE)
+        sent = self._send(self.plans, Sent(rows, zeros), part=LATE, turn=self.turn)
         nothing = _each(lambda b: None, self.cut)
         return Sent(*(_line(self.cut, nothing, x) for x in sent))
 
-    def arrive(self, late: Sent) -> Sent:
-        """Returns the result of `late` with each block at its place in the leaf."""
+    @functools.cached_property
+    def arrived(self) -> Sent:
+        """The result of `late` with each block at its place in the leaf, or Nones. The first use ends the exchange."""
+        none = self.leaves.match(None)
+        if self.begun is None:
+            return Sent(none, none)
         places = _each(jnp.argsort, self.leaves.match(self.state.order))
-        return Sent(*(_take(places, x) for x in late))
+        return Sent(*(_take(places, x) for x in self.begun.end(self.gradients)))
 
-    def now(self, share: float, order: list[Any]) -> tuple[Sent, list[Any]]:
-        """Exchanges important blocks and whole leaves. Returns (all blocks, the blocks that are deferred)."""
+    def now(self, share: float, order: list[Any]) -> tuple[Sent, list[Any], list[Any]]:
+        """Exchanges important blocks and whole leaves.
+
+        Returns (all blocks, the blocks that are deferred, the contributions after this step).
+        """
         heads = _each(lambda b, o: o[: b.share(share)], self.cut, order)
         tails = _each(lambda b, o: o[b.share(share) :], self.cut, order)
         chosen = Sent(_take(heads, self.gradients), _take(heads, self.residuals))
-        sent = self._send(self.plans, chosen, part=NOW)
+        sent = self._send(self.plans, chosen, part=NOW, turn=self.turn)
+        # A schedule of plans is a conditional. Otherwise, the contributions travel together with the blocks.
+        contributions = self.contributions(sent.means if len(self.plans) > 1 else None)
+        # The late blocks arrive before these blocks, whose bytes are behind them on the same links. So they are decoded
+        # while these bytes travel.
+        turn = after((self.arrived.means, sent.means, contributions), self.turn)
         rest, pending = self._rest(
-            Sent(*(_take(tails, _each(lambda _, x: x, self.cut, xs)) for xs in (self.gradients, self.residuals)))
+            Sent(*(_take(tails, _each(lambda _, x: x, self.cut, xs)) for xs in (self.gradients, self.residuals))), turn
         )
-        return Sent(*(_put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending
+        return Sent(*(_put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending, contributions
 
-    def _rest(self, given: Sent) -> tuple[Sent, list[Any]]:
+    def _rest(self, given: Sent, turn: jax.Array) -> tuple[Sent, list[Any]]:
         """Treats the other blocks as `rest` says. Returns (the result of their exchange, the blocks that are deferred).
 
         given: the gradients and residuals of the other blocks.
         """
-        rest, first = self.how.rest, self.state.count == 0
+        rest, first = self.how.rest, turn == 0
 
         def hold(x: jax.Array, r: Any) -> tuple[Any, Any]:
             """Returns (the deferred blocks, their residuals)."""
@@ -297,7 +327,8 @@ class Step:
             if held[0] is None:
                 return None
             missing = b.count - b.share(self.how.shares[0]) - len(held[0])
-            return jnp.pad(jnp.where(first, 0, held[0]), ((0, missing), (0, 0)))[None]
+            padded = jnp.pad(jnp.where(first, 0, held[0]), ((0, missing), (0, 0)))[None]
+            return _compat.vary(padded, _compat.varying_axes(held[0]))  # padded empty arrays are the same on every rank
 
         held = _each(hold, given.means, given.residuals)
         other = lambda: Sent(
@@ -306,11 +337,11 @@ class Step:
         if rest == "quantize":
             short = by_axis(self.settings.ranks.levels, SHORT, Raw())
             plans = [dataclasses.replace(plan, default=short, rules=()) for plan in self.plans]
-            other = lambda: self._send(plans, given, part=REST)
-        sent = lax.cond(first, lambda: self._send(self.plans, given, part=REST), other)
+            other = lambda: self._send(plans, given, part=REST, turn=turn)
+        sent = lax.cond(first, lambda: self._send(self.plans, given, part=REST, turn=turn), other)
         return sent, _each(pend, self.cut, held)
 
-    def _send(self, plans: list[Plan], given: Sent, part: int) -> Sent:
+    def _send(self, plans: list[Plan], given: Sent, part: int, turn: jax.Array) -> Sent:
         """Exchanges the leaves that aren't None. Returns their means and new residuals."""
         settings, state, none = self.settings, self.state, self.leaves.match(None)
         present = [i for i, x in enumerate(given.means) if x is not None]
@@ -322,7 +353,7 @@ class Step:
         kept = Kept(residuals=[given.residuals[i] for i in present], momentum=none, factors=none)
         tree = self.leaves.tree(given.means)
         run = lambda plan: exchange(settings, plan, tree, kept, key=key)
-        found = switch(settings.phases, state.count, [functools.partial(run, plan) for plan in plans])
+        found = switch(settings.phases, turn, [functools.partial(run, plan) for plan in plans])
         of_leaf = dict(zip(present, zip(found.mean, found.kept.residuals)))
         each = [of_leaf.get(i, (None, None)) for i in range(len(given.means))]
         return Sent([mean for mean, _ in each], [residual for _, residual in each])

@@ -12,9 +12,11 @@
 """
 
 import ctypes
+import dataclasses
 import hashlib
 import json
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -30,7 +32,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxcgx as cgx
 from jaxcgx import _compat
 from jaxcgx.native import connections
+from jaxcgx.transports.axes import axis_names
 from jaxcgx.wan import Overlay, Topology, Tree
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from order import unordered
 
 TCP, BOTH = cgx.Tcp("data"), ("node", "local")
 BETWEEN = cgx.Tcp("node"), "local"
@@ -340,6 +346,16 @@ TRAINED = {
     "mixed sync": dict(compress=cgx.wan.mixed_sync, plan=cgx.MaxMin(4)),
 }
 LATE = "DGT", "mixed sync"  # with sums that travel while a step computes
+# Exchanges inside and between centers, in 2 x 2 ranks. "auto" is not the same schedule over both transports.
+CENTERS = cgx.Plan({"node": cgx.MaxMin(8), "local": cgx.Raw()}, min_size=0, skip_1d=False, schedule="two_shot")
+IN_CENTERS = {
+    "P3": dict(plan=CENTERS, overlap="priority", slice_elements=1000),
+    "DGT, defer": dict(plan=CENTERS, compress=cgx.wan.Differential(k=0.8, block_bytes=400)),
+    "DGT, drop": dict(plan=CENTERS, compress=cgx.wan.Differential(k=0.8, block_bytes=400, rest="drop")),
+    "DGT, quantize": dict(plan=CENTERS, compress=cgx.wan.Differential(k=0.8, block_bytes=400, rest="quantize")),
+    "adaptive DGT": dict(plan=CENTERS, **cgx.wan.from_env({"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1"}).train_options),
+    "schedule": dict(plan={0: CENTERS, 1: dataclasses.replace(CENTERS, fusion_mb=0.01)}),
+}
 
 
 def the_mesh(*names):
@@ -398,6 +414,8 @@ def everything(tcp):
         results |= {name: digests(each) for name, each in found.items()}
     for name, options in TRAINED.items():
         results[name] = train(TCP if tcp else "data", late=tcp and name in LATE, **options)
+    for name, options in IN_CENTERS.items():
+        results[f"{name} in centers"] = train(BETWEEN if tcp else BOTH, **options)
     batch = array(the_mesh("data"), (8,), "float32", 3)
     loss_fn = lambda w, x: jnp.mean((x @ w - 1) ** 2)
     asked = jax.jit(cgx.value_and_grad(loss_fn, TCP if tcp else "data", cgx.MaxMin(4), mesh=the_mesh("data")))
@@ -434,23 +452,27 @@ MATRICES = {"v": np.ones((300, 40), np.float32), "w": np.ones((8, 300), np.float
 def of_matrices(axis, **options):
     """Returns a training step of two matrices."""
     loss_fn = lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2)
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), the_mesh("data"), data_axis=axis, **options)
+    mesh = the_mesh(*axis_names(axis))
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axis, **options)
 
 
-def batch_of_ranks():
+def batch_of_ranks(axis):
     """Returns the batch of each step, with an example for each rank."""
-    batch, sharding = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), PartitionSpec("data")
-    return jax.make_array_from_callback(batch.shape, NamedSharding(the_mesh("data"), sharding), lambda at: batch[at])
+    batch, names = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), axis_names(axis)
+    sharding = NamedSharding(the_mesh(*names), PartitionSpec(names))
+    return jax.make_array_from_callback(batch.shape, sharding, lambda at: batch[at])
 
 
 def train(axis, late=False, **options):
-    train, batch = of_matrices(axis, **options), batch_of_ranks()
+    train, batch = of_matrices(axis, **options), batch_of_ranks(axis)
     params, state = train.init(MATRICES)
     for _ in range(2):
         params, state, _ = jax.block_until_ready(train.step(params, state, batch))
     if axis == TCP:  # neither gradients nor losses travel by Gloo, whose errors name no rank, but PowerSGD's factors do
         by_gloo = "all_reduce" in train.step.lower(params, state, batch).as_text()
         assert by_gloo == isinstance(options.get("plan"), cgx.PowerSGD)
+    if axis == BETWEEN:
+        assert not unordered(train.step.lower(params, state, batch).compile().as_text())
     if late:
         assert_meanwhile(train.step.lower(params, state, batch).compile().as_text())
     state = jax.block_until_ready(train.finish(params, state))
@@ -461,7 +483,7 @@ def train(axis, late=False, **options):
 
 def changing(**options):
     """Trains with an overlay that changes while gradients are in flight."""
-    topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks()
+    topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks(TCP)
     overlays = iter([Overlay.owners(4, 2), Overlay.ring(range(4))])
     topology.update = lambda: setattr(topology, "overlay", next(overlays))
     train = topology.steps(lambda overlay: of_matrices(TCP, plan=cgx.MaxMin(4), schedule=overlay, **options), every=2)

@@ -193,6 +193,20 @@ def test_training_over_two_centers():
     assert late == 3 * now
 
 
+@pytest.mark.parametrize("rest", ["defer", "quantize"])
+def test_an_adaptive_share_of_all_blocks(rest, few):
+    """0.8 of two blocks are both, which are then sent as without differential transmission."""
+    mesh = jax.make_mesh((2,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    batch, found = np.asarray(whole_numbers((8, 64), 7)) / 4, []
+    for compress in ({}, dict(compress=Differential(adaptive=0.2, rest=rest))):
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.01), mesh, data_axis="dc", plan=cgx.MaxMin(4), **compress)
+        state = train.init(params())
+        for _ in range(2):
+            *state, _ = train.step(*state, batch)
+        found.append(np.asarray(state[0]["w"]))
+    np.testing.assert_array_equal(*found)
+
+
 def test_bad_input():
     for options, argument, expected, got in (
         (dict(k=0), "k", "number 0 1", "0"),
