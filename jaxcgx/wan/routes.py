@@ -16,7 +16,7 @@ from jaxcgx.exchange.overlay import Overlay, Tree
 Rates = np.ndarray[Any, Any]  # [ranks, ranks], bytes per second from a rank (row) to another rank
 
 ROUNDS = 40  # rounds of the packing of trees, per rank
-LEAST = 0.02  # trees with a smaller share of the message are dropped; for owners, relative to an equal share
+LEAST = 0.02  # trees with a smaller share are dropped, and so are owners with this part of an equal share
 DETOUR = 1.05  # links of other ranks must be cheaper by this factor to be preferred to links of the center
 EXACT = 12  # the most ranks for which the best ring is found; for more, a ring that no swap improves
 
@@ -66,8 +66,9 @@ def trees(rates: Rates) -> Overlay:
             load_of_link[i, j] += 1 / links[i, j]
             load_of_link[j, i] = load_of_link[i, j]
             load_of_line[[i, j]] += 1 / line[[i, j]]
-    most = {tree: count for tree, count in found.items() if count >= LEAST * ROUNDS * n}
-    kept = most or {max(found, key=lambda tree: found[tree]): 1}
+    least = min(LEAST, 0.5 / n) * ROUNDS * n  # the equal shares of many trees are below LEAST
+    kept = {tree: count for tree, count in found.items() if count >= least}
+    kept = kept or {tree: found[tree] for tree in sorted(found, key=lambda tree: -found[tree])[:n]}
     roots = [0] * n  # the number of trees with each root, which is kept even among roots of the same depth
     made: list[Tree] = []
     for tree, count in kept.items():
@@ -84,9 +85,12 @@ def _cheapest_tree(price: Rates, center: int) -> tuple[tuple[int, int], ...]:
     """Returns the links of the cheapest tree over all ranks. It prefers links of the rank `center`."""
     n = len(price)
     near, links = [center], []
+    ways = price * np.where(np.arange(n) == center, 1, DETOUR)[:, None]
     while len(near) < n:
-        ways = [(price[i, j] * (1 if i == center else DETOUR), i, j) for i in near for j in range(n) if j not in near]
-        _, i, j = min(ways)
+        left = np.full((n, n), np.inf)
+        left[near] = ways[near]
+        left[:, near] = np.inf
+        i, j = divmod(int(left.argmin()), n)
         near.append(j)
         links.append((min(i, j), max(i, j)))
     return tuple(sorted(links))

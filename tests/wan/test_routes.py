@@ -43,6 +43,12 @@ def test_trees_of_alike_links_are_those_of_two_shot():
     assert found.depth == 1 and sorted(tree.root for tree in found.trees) == [0, 1, 2, 3]
 
 
+def test_trees_of_many_alike_links(monkeypatch):
+    monkeypatch.setattr(routes, "ROUNDS", 1)
+    rates = np.ones((51, 51))
+    assert routes.seconds(routes.trees(rates), rates) == pytest.approx(2 * 50 / 51)
+
+
 def test_a_slow_link_is_gone_around():
     rates = slow_link(4, 1, 2)
     for shape in (routes.trees, routes.ring):
