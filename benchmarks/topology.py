@@ -54,7 +54,6 @@ NOTES = f"""\
   a line is slow, a schedule gains at most a factor of 1.5 by its bytes. The ring also waits at every step.
 - Then another link becomes slow instead, and the steps continue, each with an exchange and an update. Goal: within
   {NEAR} of the best overlay for the new links, measured at the end, after at most {PROBES} probes.
-- Replicas: whether all hosts had the same bits after every exchange.
 """
 
 

@@ -66,6 +66,10 @@ def hfa(
     if k2 % fragments:  # the ranks of a center would have different parameters at some exchanges
         expected = f"a divisor of k2={k2}, so that each exchange follows an average"
         raise wrong(OP, "fragments", expected, fragments, f"pass fragments=1, or k2={-(-k2 // fragments) * fragments}")
+    period, overlap = k1 * k2 // fragments, check_integer(OP, "overlap", options.get("overlap", 0), 0)
+    if overlap >= period:
+        expected = f"less than k1 * k2 / fragments = {period} steps, as a fragment ends before the next begins"
+        raise wrong(OP, "overlap", expected, overlap, "pass a smaller one, fewer fragments, or a larger k1 or k2")
     given = diloco_with(OP, inner, dict(outer="sgd", every=k1 * k2, axis_name=axis_name, plan=plan), options)
     return Hfa(**{field.name: getattr(given, field.name) for field in dataclasses.fields(given)}, k1=k1)
 

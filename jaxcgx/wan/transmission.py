@@ -14,6 +14,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.collectives.state import State
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.message import carry
 from jaxcgx.optim.exchange import Kept, exchange
@@ -251,7 +252,9 @@ class Step:
         found = _each(own, self.cut, self.gradients, self.residuals)
         if not (present := [x for x in found if x is not None]):
             return found
-        mean = self.settings.ranks.pmean(after(behind, jnp.concatenate(present)))  # all leaves in one small message
+        ranks, row = self.settings.ranks, after(behind, jnp.concatenate(present))  # all leaves in one small message
+        # Each rank of a center sends its share of the center's sum to the other centers.
+        mean = ranks.compressed_pmean(row, by_axis(ranks.levels, Raw(), Raw()), State())
         ends = itertools.accumulate(0 if x is None else x.size for x in found)
         parts = _each(lambda x, end: mean[end - x.size : end], found, list(ends))
         return _each(average, self.leaves.match(self.state.contributions), parts)

@@ -98,6 +98,11 @@ def test_bad_input():
         (dict(k1=0), mesh_of(2, 2), says("hfa", "k1", expected="positive integer", got="0")),
         (dict(k2=0), mesh_of(2, 2), says("hfa", "k2", expected="positive integer", got="0")),
         (dict(axis_name="wan"), mesh_of(2, 2), says("hfa", "axis_name", expected="axis 'dc'", got="'wan'")),
+        (
+            dict(k1=2, k2=2, overlap=9),
+            mesh_of(2, 2),
+            says("hfa", "overlap", expected="less than k1 k2 4 steps", got="9", remedy="a larger k1"),
+        ),
         ({}, mesh_of(1, 2), says("hfa", "axis_name", expected="several centers", got="one", remedy="hfa")),
     ]
     for fragments in (2, 3):  # a center's ranks would exchange parameters that they have not averaged
@@ -106,6 +111,8 @@ def test_bad_input():
     for name in ("every", "outer"):
         with raises(TypeError, says("hfa", name, expected="none: k1 and k2", got="1", remedy="leave it out")):
             trainer(mesh_of(2, 2), **{name: 1})
+    with raises(TypeError, says("hfa", "bogus", expected="another option of diloco", got="1")):
+        trainer(mesh_of(2, 2), bogus=1)
     for options, mesh, words in wrong:
         with raises(ValueError, words):
             trainer(mesh, **options)
