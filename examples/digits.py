@@ -11,7 +11,9 @@ its progress and a table, and plots the loss against time.
 """
 
 import argparse
+import os
 import pathlib
+import shutil
 import socket
 import statistics
 import subprocess
@@ -153,7 +155,9 @@ def run(rank, port, args):
         show(runs, args.rate)
         plot(runs, args.rate, args.plot)
         print(f"The curves are in {args.plot.resolve()}")
-        print("What would your network gain? python -m jaxcgx plan resnet50 --link 1gbit --world 8", flush=True)
+        python = "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
+        plan = "plan resnet50 --link 1gbit --world 8 --compute-ms 100"
+        print(f"What would your network gain? {python} -m jaxcgx {plan}", flush=True)
     jax.distributed.shutdown()  # waits for the other process
 
 

@@ -174,7 +174,7 @@ def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
 
 
 def test_programs_that_differ_are_an_error_of_every_rank():
-    errors = results("differ", 2)
+    errors = list(filter(None, results("differ", 2)))  # JAX may kill a rank as soon as the other one has ended
     words = "has other arrays, or another codec, schedule or divisor, of the same length"
     assert any(re.search(rf"INVALID_ARGUMENT: .* {words}; every process must run the same", each) for each in errors)
     assert all(words in each or "gave up" in each or "has ended or left" in each for each in errors)
