@@ -149,6 +149,8 @@ def demonstrate(doc, techniques):
     parser.add_argument("--place", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps: expected at least 1")
     jax.config.update("jax_platforms", "cpu")
     if args.local:
         jax.config.update("jax_num_cpu_devices", CENTERS * LOCAL)
