@@ -126,12 +126,8 @@ def first_weights(seed, centers):
     path = FIRST / f"{seed}.npz"
     if not path.exists():
         rng = np.random.default_rng(1000 + seed)
-        weights, optimizer = data.transformer_weights(rng), optax.adam(1e-3)
-        state, gradient = optimizer.init(weights), jax.jit(jax.grad(make_loss("transformer")))
-        apply = jax.jit(lambda grads, state: optimizer.update(grads, state))
-        for batch in zip(*data.text(rng, (BEGUN, centers * BATCH), 1)[0]):
-            updates, state = apply(gradient(weights, batch), state)
-            weights = optax.apply_updates(weights, updates)
+        weights = data.transformer_weights(rng)
+        weights = data.begun(weights, "transformer", data.text(rng, (BEGUN, centers * BATCH), 1)[0])
         FIRST.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f"{seed}.{os.getpid()}.npz")  # other runs may look for the file at the same time
         np.savez(half, **weights)
