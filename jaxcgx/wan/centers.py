@@ -16,6 +16,7 @@ from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.accumulation import addable
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.halves import after
 from jaxcgx.optim.leaves import flatten
 from jaxcgx.optim.model_state import PerRank, put
 from jaxcgx.optim.model_state import fold as fold_keys
@@ -248,7 +249,8 @@ class Centers:
         own, model_state, (sent, inner), found = training.step(
             center.params, model_state, opt_state=(center.sent, center.inner), batch=batch, key=key
         )
-        count = state.count + 1
+        # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one another.
+        count = after(found.loss, state.count + 1)
         both, exchanges = self._exchange(training, count, Both(params, own, center.start), state.exchanges)
         renewed = Center(both.own, both.start, inner=inner, sent=sent)
         state = DilocoState(count, PerRank(_rows(renewed)), exchanges)

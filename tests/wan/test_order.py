@@ -24,6 +24,13 @@ STEPS = {
     "mixed sync, schedule": dict(compress=cgx.wan.mixed_sync, plan={0: PLAN, 2: LATER}),
     "DGC, warm-up": dict(compress=cgx.dgc, warmup_epochs=2, steps_per_epoch=1),
 }
+OUTER = dict(plan=cgx.MaxMin(4), seed=1)
+CENTERS = {
+    "DiLoCo": lambda inner: cgx.wan.diloco(inner, every=4, fragments=2, **OUTER),
+    "DiLoCo, streaming": lambda inner: cgx.wan.diloco(inner, every=4, fragments=2, overlap=1, alpha=0.5, **OUTER),
+    "DiLoCo, eager": lambda inner: cgx.wan.diloco(inner, every=4, fragments=2, eager=True, **OUTER),
+    "HFA": lambda inner: cgx.wan.hfa(inner, k1=2, k2=2, fragments=2, **OUTER),
+}
 
 
 def loss_fn(params, count, x):
@@ -36,11 +43,25 @@ def loss_fn(params, count, x):
 def test_conditionals_wait_for_other_exchanges(name, monkeypatch):
     monkeypatch.setattr(differential, "LEVELS", 2)
     options = STEPS[name] if "warmup_epochs" in STEPS[name] else dict(plan=PLAN) | STEPS[name]
-    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    train = cgx.make_train_step(
-        loss_fn, optax.sgd(0.1), mesh, data_axis=AXES, has_aux=True, model_state="mean", **options
-    )
-    state = train.init({"w": jnp.ones((40, 30)), "v": jnp.ones((30, 20))}, jnp.zeros(()))
-    batch = np.ones((8, 40), np.float32)
-    program = train.step.lower(*state, batch).compile().as_text()
+    program = compiled(loss_fn, optax.sgd(0.1), has_aux=True, **options)
     assert "conditional(" in program and not unordered(program)
+
+
+@pytest.mark.parametrize("name", CENTERS)
+def test_exchanges_between_centers_wait_for_those_inside(name):
+    def loss(params, count, x):
+        loss, (count, _) = loss_fn(params, count, x)
+        return loss, count
+
+    inner = optax.sgd(0.1)
+    plan = {} if name == "HFA" else dict(plan=cgx.Plan(cgx.MaxMin(8), min_size=0))  # HFA has no exchange there
+    program = compiled(loss, inner, diloco=CENTERS[name](inner), **plan)
+    assert "conditional(" in program and not unordered(program)
+
+
+def compiled(loss_fn, optimizer, **options):
+    """Returns the program of a step."""
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    train = cgx.make_train_step(loss_fn, optimizer, mesh, data_axis=AXES, model_state="mean", **options)
+    state = train.init({"w": jnp.ones((40, 30)), "v": jnp.ones((30, 20))}, jnp.zeros(()))
+    return train.step.lower(*state, np.ones((8, 40), np.float32)).compile().as_text()
