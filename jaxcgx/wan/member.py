@@ -18,7 +18,7 @@ from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
-from jaxcgx.wan.moves import Moves, number_of, put_like
+from jaxcgx.wan.moves import Moves, number_of, on_auto_axes, on_axes_of, put_like, shardings_of
 from jaxcgx.wan.outer import init_outer
 from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
 
@@ -99,6 +99,8 @@ class Member:
             if not (x.is_fully_addressable or x.is_fully_replicated):
                 raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
         self._given = given
+        self._shardings = shardings_of(params)
+        params = on_auto_axes(params)
         packing = Packing.of("Decoupled", given.plan, params, given.average)
         self._moves = Moves(packing, given.outer, given.seed % 2**32)
         outer = self._moves.copy(params)
@@ -156,7 +158,7 @@ class Member:
     @property
     def params(self) -> Any:
         """The outer parameters, the same in all centers. Evaluate and save these."""
-        return self._moves.copy(self._held.outer)
+        return on_axes_of(self._shardings, self._moves.copy(self._held.outer))
 
     @property
     def state(self) -> DecoupledState:
@@ -181,9 +183,11 @@ class Member:
         check_positive("Member.step", "tokens", tokens)
         self._steps, self._tokens, self.waited = self._steps + 1, self._tokens + float(tokens), 0.0
         acts = {_Act.SEND: self._send, _Act.MOVE: self._move, _Act.ADOPT: self._adopt}
+        params = jax.tree_util.tree_map(jnp.asarray, params)
+        shardings, params = shardings_of(params), on_auto_axes(params)
         while (act := self._agreed(self._next())) != _Act.GO_ON:
             params = acts[act](params)
-        return params
+        return on_axes_of(shardings, params)
 
     def leave(self) -> None:
         """Ends this center's connections. The other centers go on without it."""

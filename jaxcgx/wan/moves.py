@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.keys import fold
@@ -126,6 +127,30 @@ def put_like(like: Any, tree: Any) -> Any:
         return jax.make_array_from_callback(x.shape, x.sharding, lambda at: value[at])
 
     return jax.tree_util.tree_map(placed, like, tree)
+
+
+def shardings_of(tree: Any) -> Any:
+    """Returns the shardings of a tree's arrays."""
+    return jax.tree_util.tree_map(lambda x: x.sharding, tree)
+
+
+def on_auto_axes(tree: Any) -> Any:
+    """Returns the arrays of a tree, on meshes whose axes aren't Explicit: programs then need no shardings in types."""
+    return jax.tree_util.tree_map(lambda x: jax.device_put(x, _auto(x.sharding)) if _explicit(x.sharding) else x, tree)
+
+
+def on_axes_of(shardings: Any, tree: Any) -> Any:
+    """Returns the arrays of a tree, with the shardings of the tree `shardings` where these have Explicit axes."""
+    return jax.tree_util.tree_map(lambda s, x: jax.device_put(x, s) if _explicit(s) else x, shardings, tree)
+
+
+def _explicit(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _auto(sharding: NamedSharding) -> NamedSharding:
+    mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def number_of(checksums: Any) -> int:
