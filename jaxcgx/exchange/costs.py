@@ -11,8 +11,9 @@ W ranks sum a message of `raw` bytes in float32 and `wire` compressed bytes.
   ranks send the same number of bytes as with two_shot, in one exchange instead of two, with one rounding instead of
   two. With more ranks it wins only while messages are so small that a row costs its latency, not its bytes.
 - ring sends the same number of bytes as two_shot, but in W - 1 steps that wait for one another, and rounds at every
-  step. It is for networks whose links form a ring. If any two ranks communicate at full speed, it gains nothing, or
-  less than a tenth over Gloo. So "auto" never chooses it.
+  step. It is for networks whose links form a ring. Because of its error, and because it allows no feedback, "auto"
+  never chooses it. Over Gloo, an all_to_all of more than two ranks uses only a part of a link, so a ring may be faster
+  (docs/planner.md).
 
 A sparse codec may need more bytes for sums (`back`) than for leaves, because sums must hold every element that was
 sent. Both schedules then send nearly the same bytes, and one_shot wins. With many ranks two_shot wins again: sums are
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.overlay import Overlay
-from jaxcgx.native.layout import Layout
+from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.tcp_sum import pieces_of
 from jaxcgx.transports.network import Network
 
@@ -148,9 +149,9 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
     """Returns the exact number of bytes that a rank sends to sum a message. If ranks differ, it is the largest.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring"; over Tcp also "tree" or an `Overlay`. For low-rank codecs, the
-        schedule doesn't matter, because lax.psum sums the factors. lax.psum also sums the leaves of Raw(), except over
-        Tcp with a schedule other than "ring".
+      schedule: "one_shot", "two_shot" or "ring"; over Tcp also "tree" or an `Overlay`; "psum" for Raw(). For low-rank
+        codecs, the schedule doesn't matter, because lax.psum sums the factors. lax.psum also sums the leaves of Raw(),
+        except over Tcp with a schedule other than "ring", if codecs know their dtype.
       codec: the codec.
       leaves: objects with a shape, a size and a dtype.
       ranks: the number of ranks.
@@ -159,15 +160,18 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
     others = ranks - 1
     if schedule == "tree":
         schedule = Overlay.tree(ranks)
-    if isinstance(schedule, Overlay) and not codec.low_rank:
+    own = isinstance(schedule, Overlay) or (mover == "tcp" and schedule not in ("ring", "psum"))
+    by_psum = [x for x in leaves if codec.low_rank or (codec.raw and not (own and x.dtype in DTYPES))]
+    size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in by_psum)
+    plain, leaves = round(2 * others / ranks * size), [x for x in leaves if x not in by_psum]
+    if not leaves:
+        return plain
+    if isinstance(schedule, Overlay):
         layout = dataclasses.replace(Layout.of(codec, leaves, chunks=len(schedule.trees)), shares=schedule.shares)
-        return max(schedule.sent(layout.ends, layout.of_sum(ranks).ends))
-    if codec.low_rank or (codec.raw and (mover != "tcp" or schedule == "ring")):
-        size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in leaves)
-        return round(2 * others / ranks * size)
+        return plain + max(schedule.sent(layout.ends, layout.of_sum(ranks).ends))
     layout = Layout.of(codec, leaves, chunks=1 if schedule == "one_shot" else ranks)
-    if mover == "tcp" and schedule == "two_shot":  # shorter chunks are not padded
+    if own and schedule == "two_shot":  # shorter chunks are not padded
         total = sum(layout.ends)
-        return max(total - own + others * back for own, back in zip(layout.ends, layout.of_sum(ranks).ends))
+        return plain + max(total - mine + others * back for mine, back in zip(layout.ends, layout.of_sum(ranks).ends))
     back = 0 if schedule == "one_shot" else layout.of_sum(ranks).chunk_bytes
-    return others * (layout.chunk_bytes + back)
+    return plain + others * (layout.chunk_bytes + back)

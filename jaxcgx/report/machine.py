@@ -25,11 +25,14 @@ _MESSAGES, _ITERATIONS, _TURNS = 4, 4, 5
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The speed of a codec's kernels on all processors, in bytes of float32 per second."""
+    """The speed of a codec's kernels on all processors, in bytes of float32 per second.
+
+    For sparse codecs, `decode` and `reduce` are in compressed bytes per second, which exchange/costs.py counts.
+    """
 
     encode: float
     decode: float
-    reduce: float  # the float32 bytes of all summed messages count
+    reduce: float  # the bytes of all summed messages count
 
 
 def kernels(codec: Codec) -> Kernels:
@@ -72,7 +75,8 @@ def _measure(codec: Codec) -> Kernels:
     encode = _time(lambda x, _: (x, ops.encode(layout, [x], key)), (x, payload))
     decode = _time(lambda payload, _: (payload, ops.decode(layout, payload)[0]), (payload, x))
     reduce = _time(lambda rows, _: (rows, ops.reduce(layout, rows)[0]), (rows, x))
-    return Kernels(encode=size / encode, decode=size / decode, reduce=_MESSAGES * size / reduce)
+    decoded = payload.nbytes if codec.sparse else size
+    return Kernels(encode=size / encode, decode=decoded / decode, reduce=_MESSAGES * decoded / reduce)
 
 
 def _time(step: Callable[..., tuple[Any, Any]], carry: tuple[Any, Any]) -> float:

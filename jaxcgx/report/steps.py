@@ -21,8 +21,9 @@ def step_seconds(compute: float, messages: Sequence[tuple[float, Time]], overlap
         return compute + sum(each.total for _, each in messages)
     computed, received = (1 - BACKWARD) * compute, 0.0
     for part, each in messages:
-        computed += BACKWARD * compute * part + each.kernels
-        received = max(received, computed) + each.wire
+        ready = computed + BACKWARD * compute * part
+        received = max(received + each.wire, ready + each.total)
+        computed = ready + each.kernels
     return max(computed, received)
 
 

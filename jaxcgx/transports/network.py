@@ -81,8 +81,8 @@ class Network:
       mover: who moves the bytes: "gloo", "tcp" or "duplex" (NCCL, MPI). None: the transport of the exchange.
       sharing: the number of ranks whose kernels take turns on one processor.
       encode: bytes of float32 per second that a kernel encodes, alone on the processor.
-      decode: the same for decoding.
-      reduce: the same for sums of encoded messages. The float32 bytes of all messages count.
+      decode: the same for decoding. For sparse codecs, it is in compressed bytes per second.
+      reduce: the same for sums of encoded messages. The bytes of all messages count.
     """
 
     up: float = 1e9 * PAYLOAD
