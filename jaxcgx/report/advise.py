@@ -129,7 +129,8 @@ class Advice:
             if least.error > self.max_error:
                 words = (
                     f"No candidate has an error of at most max_error={self.max_error:g}; the smallest is "
-                    f"{least.error:.2g}, of {spell(least.codec)}. With error feedback, training tolerates larger errors."
+                    f"{least.error:.2g}, of {spell(least.codec)}. "
+                    "With error feedback, training tolerates larger errors."
                 )
             return f"Don't compress: {interval} ({sure}). {words}"
         where = f"{spell(best.codec)} by {best.schedule} over {best.mover}"
