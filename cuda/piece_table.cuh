@@ -114,9 +114,9 @@ CGX_D Place place_of(const T& t) {
     const int32_t* where = m.where + 2 * (p.row / m.lists);
     const auto chunk = static_cast<uint32_t>(where[0]);
     if (m.own) p.rank = static_cast<uint32_t>(where[1]);
-    const bool nowhere = chunk >= m.chunks || (m.own && p.rank >= m.ranks);
-    if (nowhere) p.rank = kNowhere;  // the result is NaN, in the layout of chunk 0
-    p.slot = p.row * m.chunks + (nowhere ? 0 : chunk);
+    // The result is NaN, in the layout of the chunk or, if there is no such chunk, of chunk 0.
+    if (chunk >= m.chunks || (m.own && p.rank >= m.ranks)) p.rank = kNowhere;
+    p.slot = p.row * m.chunks + (chunk < m.chunks ? chunk : 0);
   } else if (m.keys != nullptr) {
     p.row = p.slot / m.chunks;
   }
@@ -181,6 +181,10 @@ inline Status check_size(const Layout& l, int64_t batch) {
   const auto units = [](int64_t elements) { return div_up(elements, kTile) * (kTile / 32); };
   bool fits = batch <= (int64_t{1} << kSlotBits) / l.chunks() && batch * workspace_floats(l) <= UINT32_MAX;
   for (const int64_t end : l.meta_end) fits = fits && end / 4 <= UINT32_MAX;
+  if (is_lossless(l.codec.kind)) {  // words of 4 bytes before the overflow, and of 2 in it, are counted in 32 bits
+    for (size_t c = 0; c < l.end.size(); ++c)
+      fits = fits && l.overflow[c] / 4 <= UINT32_MAX && (l.end[c] - l.overflow[c]) / 2 <= UINT32_MAX;
+  }
   for (const Piece& p : l.pieces) fits = fits && units(p.coded) <= UINT32_MAX && units(p.raw) <= UINT32_MAX;
   return fits ? Status() : Status{"table of pieces", cudaErrorInvalidConfiguration};
 }

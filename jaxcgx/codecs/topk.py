@@ -155,8 +155,8 @@ class TopK(Codec):
 
     @property
     def native(self) -> dict[str, np.generic] | None:
-        """The attribute that describes the codec to the kernels. None if `values` has no kernels."""
-        if self.values.native is None or self.values.rotate:
+        """The attribute that describes the codec to the kernels. None if they can't encode the values in a list."""
+        if self.values.native is None or self.values.rotate or self.values.carrier is not None:
             return None
         knobs: dict[str, Any] = {}
         if isinstance(self.select, Sampled):

@@ -169,7 +169,13 @@ def test_the_sample_begins_where_the_key_says():
 
 @pytest.mark.parametrize(
     "values",
-    [cgx.MaxMin(4, 64), cgx.Cast("float16"), cgx.AbsMax(8, 100), cgx.MaxMin(3, 50, "stochastic", skip_incomplete=True)],
+    [
+        cgx.MaxMin(4, 64),
+        cgx.Cast("float16"),
+        cgx.AbsMax(8, 100),
+        cgx.MaxMin(3, 50, "stochastic", skip_incomplete=True),
+        cgx.Lossless(),
+    ],
     ids=repr,
 )
 def test_what_the_values_lose_stays(values):
@@ -188,6 +194,16 @@ def test_what_the_values_lose_stays(values):
         np.testing.assert_array_equal(
             np.asarray(out)[at], cgx.decode(cgx.encode(total[at], values), values, (400,), "float32")
         )
+
+
+def test_values_that_lists_have_no_kernels_for():
+    for values in cgx.Lossless(), cgx.MaxMin(8, 128, rotate=True):
+        assert TopK(0.1, values).native is None
+    every = TopK(1.0, cgx.Lossless())
+    x, layout = normal(5000), Layout(every, ((5000,),), ("float32",))
+    payload = ops.encode(layout, [x], native_key(every))
+    assert_same_bytes(payload, ops.encode(layout, [x], native_key(every)))
+    np.testing.assert_array_equal(ops.decode(layout, payload)[0], x)
 
 
 def test_a_sum_of_lists_loses_nothing():

@@ -135,7 +135,8 @@ void nowhere() {
     const Memory payloads(4 * l.chunk_bytes, 0), workspace(cuda::workspace_bytes(l, 2, 2, true));
     const int32_t bad = r.pick({-1, 2, 3, INT32_MAX, INT32_MIN});
     const bool rank = turn++ % 4 < 2;
-    const std::vector<int32_t> where{rank ? 0 : bad, rank ? bad : 0, 0, 1};  // the second row is right
+    const auto chunk = static_cast<int32_t>(rank ? chunks - 1 : 0);  // whose layout the result has
+    const std::vector<int32_t> where{rank ? chunk : bad, rank ? bad : 0, 0, 1};  // the second row is right
     const auto own = pointers<const void>(m.leaves);
     const auto reduce = [&](const std::vector<int32_t>& at, float* const* to, uint8_t* payload,
                             float* const* residuals) {
@@ -163,9 +164,9 @@ void nowhere() {
     const auto row = static_cast<size_t>(l.chunk_bytes);
     CHECK(std::memcmp(a.data() + row, right.data() + row, row) == 0, describe(l));
     Memory message(chunks * l.chunk_bytes, 0);
-    std::memcpy(message.data(), a.data(), row);
+    std::memcpy(message.data() + chunk * l.chunk_bytes, a.data(), row);
     const std::vector<Memory> decoded = decode(l, 1, message, one_thread());
-    for (int64_t k = 0; k < l.first[1]; ++k) {
+    for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
       const Piece& p = l.pieces[static_cast<size_t>(k)];
       for (int64_t i = p.start; i < p.start + p.coded + p.raw; ++i) {
         const uint8_t* leaf = decoded[static_cast<size_t>(p.leaf)].data();
@@ -192,7 +193,7 @@ void too_large() {
   const void* const in[1] = {};
   const int64_t ids[1] = {};
   const Codec maxmin{Kind::kMaxMin, 4, 512, false, false, false}, tiny{Kind::kMaxMin, 4, 32, false, false, false},
-      raw{Kind::kRaw, 0, 0, false, false, false};
+      raw{Kind::kRaw, 0, 0, false, false, false}, lossless{Kind::kLossless, 0, 0, false, false, false};
   const auto refused = [&](const Codec& codec, int64_t size, int64_t chunks, int64_t batch) {
     const Layout l(codec, {{size, DType::kF32}}, chunks);
     return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error ==
@@ -207,6 +208,7 @@ void too_large() {
   CHECK(refused(maxmin, 1, 1 << 20, (1 << 10) + 1), "slots of many chunks");
   CHECK(refused(tiny, int64_t{1} << 36, 1, 1), "metadata");
   CHECK(refused(raw, int64_t{1} << 37, 1, 1), "tiles");
+  CHECK(refused(lossless, int64_t{1} << 33, 1, 1), "overflow");
 }
 
 }  // namespace

@@ -98,25 +98,30 @@ void any_list() {
   }
 }
 
-// An out-of-range chunk yields NaN everywhere and keeps the residuals.
+// An out-of-range chunk or own rank yields NaN everywhere and keeps the residuals.
 void nowhere() {
   Random r{5};
   const Message m(topk(0.1, Select::kExact, kRaw), {{1000, DType::kF32}}, 2, 1, r);
   const Layout &l = m.layout, sum = of_sum(l, 2);
-  const Memory payloads(2 * l.chunk_bytes, 0), old = as_leaf(DType::kF32, std::vector<float>(1000, 0.25f)),
-                                               residual = old.copy();
-  const Memory payload(sum.chunk_bytes, 0x54), work(cuda::workspace_bytes(l, 1, 2, true));
-  const int32_t where[2] = {2, 0};
-  float* const residuals[1] = {residual.floats()};
-  check(cuda::reduce({l, 1, 2, payloads.data(), where, nullptr, 1.0f, nullptr, payload.data(), residuals, m.ids.data(),
-                      m.keys.data(), work.data()},
-                     nullptr));
-  CHECK(residual == old, "residuals");
-  Memory message(2 * sum.chunk_bytes, 0);
-  std::memcpy(message.data(), payload.data(), payload.size());
-  const std::vector<Memory> decoded = decode(sum, 1, message, one_thread());
-  const int64_t n = sum.pieces[0].coded, k = capacity(sum.codec.sparse, n);
-  for (int64_t i = 0; i < n; ++i) CHECK(std::isnan(decoded[0].floats()[i]) == (i < k), std::to_string(i));
+  const auto own = pointers<const void>(m.leaves);
+  for (const bool rank : {false, true}) {
+    const Memory payloads(2 * l.chunk_bytes, 0), old = as_leaf(DType::kF32, std::vector<float>(1000, 0.25f)),
+                                                 residual = old.copy();
+    const Memory payload(sum.chunk_bytes, 0x54), work(cuda::workspace_bytes(l, 1, 2, true), 0x54);
+    const int32_t where[2] = {rank ? 1 : 2, rank ? 7 : 0};
+    float* const residuals[1] = {residual.floats()};
+    check(cuda::reduce({l, 1, 2, payloads.data(), where, rank ? own.data() : nullptr, 1.0f, nullptr, payload.data(),
+                        residuals, m.ids.data(), m.keys.data(), work.data()},
+                       nullptr));
+    CHECK(residual == old, "residuals");
+    Memory message(2 * sum.chunk_bytes, 0);
+    std::memcpy(message.data() + (rank ? sum.chunk_bytes : 0), payload.data(), payload.size());
+    const std::vector<Memory> decoded = decode(sum, 1, message, one_thread());
+    const Piece& p = sum.pieces[rank ? 1 : 0];
+    const int64_t k = capacity(sum.codec.sparse, p.coded);
+    for (int64_t i = 0; i < p.coded; ++i)
+      CHECK(std::isnan(decoded[0].floats()[p.start + i]) == (i < k), std::to_string(i));
+  }
 }
 
 void nothing() {

@@ -22,7 +22,10 @@ def training(monkeypatch):
 
 @on_each_platform
 def test_train_step_and_fsdp(training, platform):
-    training.check_train_step(jax.devices(platform)[:4])
+    devices = jax.devices(platform)[:4]
+    if len(devices) == 1:
+        pytest.skip(f"needs two devices, got one ({platform}), which exchanges nothing")
+    training.check_train_step(devices)
 
 
 @on_each_platform

@@ -235,6 +235,7 @@ def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
             "stochastic must be true exactly if",
         ),
         ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=7), "a sparse codec of their own"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=10), "have no fixed size"),
         ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=1, values_bits=4), "values: bucket_size is 0"),
         ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(bucket_size=3), "without buckets has a bucket_size"),
         (

@@ -66,6 +66,7 @@ inline std::string fault_of(const Codec& c) {
   }
   if (is_sparse(s.values.kind)) return "the values of a sparse codec have a sparse codec of their own";
   if (is_rotated(s.values)) return "the values of a sparse codec are rotated";
+  if (is_lossless(s.values.kind)) return "the values of a sparse codec have no fixed size";
   if (c.stochastic != (s.values.stochastic || s.select != Select::kExact))
     return "stochastic must be true exactly if the selection or the values are random";
   const std::string values = fault_of(values_of(c));
