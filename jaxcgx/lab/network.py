@@ -130,9 +130,14 @@ class Lab:
             rate = parse_rate("Lab: argument 'link'", link)
             link = Link(rate, rate)
         self.netem: bool = False
-        self.links: list[Link] = [link] * hosts if isinstance(link, Link) else list(link)
-        if len(self.links) != hosts:
-            raise wrong("Lab", "link", f"one for each of {hosts} hosts", f"{len(self.links)}")
+        links = [link] * hosts if isinstance(link, Link) else link
+        # not every caller is typed
+        typed = isinstance(links, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not typed or not all(isinstance(each, Link) for each in links):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong("Lab", "link", 'a rate such as "1gbit", a Link, or a list of Links', repr(link), kind=TypeError)
+        if len(links) != hosts:
+            raise wrong("Lab", "link", f"one for each of {hosts} hosts", f"{len(links)}")
+        self.links: list[Link] = list(links)
         self.running: list[subprocess.Popen[Any]] = []
         self.relay: subprocess.Popen[str] | None = None
 
@@ -165,7 +170,6 @@ class Lab:
             self.netem = _has_netem(switch)
         _run(f"ip -n {switch} link add bridge type bridge")
         _run(f"ip -n {switch} link set bridge addrgenmode none up")
-        slowest = min(rate for link in self.links for rate in (link.up, link.down))
         held: list[str] = []  # arguments of the relay
         cubic = True
         for i, link in enumerate(self.links):
@@ -181,13 +185,13 @@ class Lab:
             _run(f"ip -n {switch} link set {port} addrgenmode none master bridge up")
             _run(f"ip -n {host} address add {self.address(i)}/24 dev eth0")
             _run(f"ip -n {host} link set eth0 addrgenmode none up")
-            _send_whole(host, "eth0", slowest)
             _run(f"ip -n {host} link set lo up")
             cubic = cubic and _use_cubic(host)
             if link.delay and self.netem:
                 delay = f"delay {link.delay * 1e6:.0f}us limit 1000000"
                 _run(f"tc -n {host} qdisc add dev eth0 root handle 1: netem {delay}")
             self._set("add", i, link)
+        self._fit_slowest()
         if held:
             self._relay(held)
         if not cubic:
@@ -211,6 +215,11 @@ class Lab:
         _limit(action, self.namespace(host), f"eth0 {inside}", link.up)
         _limit(action, self.namespace("switch"), f"port{host} root", link.down)
 
+    def _fit_slowest(self) -> None:
+        slowest = min(rate for link in self.links for rate in (link.up, link.down))
+        for host in range(self.hosts):
+            _send_whole(self.namespace(host), "eth0", slowest)
+
     def start(self, host: int, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
         """Starts a process in a host. Its own /etc/hosts has the addresses of all hosts, in which Gloo finds them.
 
@@ -230,6 +239,7 @@ class Lab:
         link = dataclasses.replace(link, delay=self.links[host].delay)
         self.links[host] = link
         self._set("change", host, link)
+        self._fit_slowest()
 
     def join(self, one: int, other: int, rate: str) -> None:
         """Connects two hosts by a direct cable that has a rate in each direction.

@@ -32,6 +32,9 @@ def test_arguments():
         Lab(2, "fast")
     with raises(ValueError, says("Lab", "link", expected="one for each of 3 hosts", got="1")):
         Lab(3, [Link(10**9, 10**9)])
+    for link in ["1gbit", "1gbit"], 5:
+        with raises(TypeError, says("Lab", "link", expected="a list of Links", got=repr(link))):
+            Lab(2, link)
     for name, link in ("up", dict(up=0, down=1)), ("down", dict(up=1, down=-1)):
         with raises(ValueError, says("Link", name, expected="a positive number", got=str(link[name]))):
             Link(**link)
@@ -54,6 +57,16 @@ def test_netem_delays_where_the_kernel_has_it(monkeypatch):
         " change dev eth0 parent 1:1 handle 2: tbf rate 1000000bit burst 16000 latency 400ms",
     ]
     assert f"tc -n {lab.namespace(0)} qdisc add dev eth0 root tbf" in " ".join(said)
+
+
+def test_hosts_send_what_passes_the_slowest_link_whole(monkeypatch):
+    said = []
+    monkeypatch.setattr(network, "_run", said.append)
+    lab = Lab(2, "1gbit")
+    lab._build()
+    lab.change(1, Link(10**8, 10**9))
+    sizes = [words.split()[-1] for words in said if "gso_max_size" in words]
+    assert sizes == ["65536", "65536", "14400", "14400"]  # 9/10 of a burst, which then has 16,000 bytes
 
 
 @NEEDS
