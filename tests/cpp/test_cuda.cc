@@ -135,7 +135,7 @@ void nowhere() {
     const Memory payloads(4 * l.chunk_bytes, 0), workspace(cuda::workspace_bytes(l, 2, 2, true));
     const int32_t bad = r.pick({-1, 2, 3, INT32_MAX, INT32_MIN});
     const bool rank = turn++ % 4 < 2;
-    const auto chunk = static_cast<int32_t>(rank ? chunks - 1 : 0);  // whose layout the result has
+    const auto chunk = static_cast<int32_t>(rank ? chunks - 1 : 0);              // whose layout the result has
     const std::vector<int32_t> where{rank ? chunk : bad, rank ? bad : 0, 0, 1};  // the second row is right
     const auto own = pointers<const void>(m.leaves);
     const auto reduce = [&](const std::vector<int32_t>& at, float* const* to, uint8_t* payload,
