@@ -58,6 +58,7 @@ def _square(g: jax.Array, names: tuple[Any, ...]) -> jax.Array:
 
     The shards are along the axes of the mesh other than `names`, the axes of the ranks.
     """
+    g = jnp.abs(g) if jnp.issubdtype(g.dtype, jnp.complexfloating) else g
     found = jnp.square(g.astype(jnp.float32)).sum()
     shards = tuple(sorted(_compat.varying_axes(found) - set(names), key=str))  # in the same order in every process
     return lax.psum(found, shards) if shards else found

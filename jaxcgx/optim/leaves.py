@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from jaxcgx.checks import check_array
+from jaxcgx.checks import check_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.optim.settings import Settings
 from jaxcgx.plan import Plan, why_raw
@@ -40,6 +41,14 @@ def check_arrays(function: str, argument: str, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if shaped(leaf) else check_array(function, argument, leaf, path), tree
     )
+
+
+def check_real(function: str, argument: str, tree: Any) -> None:
+    """Checks that no leaf is complex, for functions that compute with their leaves in float32."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            remedy = "keep the real and the imaginary part as two leaves"
+            raise wrong(function, argument, "real numbers", x.dtype, remedy, path=path, kind=TypeError)
 
 
 def loose(plan: Plan) -> Plan:

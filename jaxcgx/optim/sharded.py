@@ -24,7 +24,7 @@ from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients, scatter_with
 from jaxcgx.optim.cut import Cut
-from jaxcgx.optim.leaves import flatten, loose
+from jaxcgx.optim.leaves import check_real, flatten, loose
 from jaxcgx.optim.phases import check_plan
 from jaxcgx.optim.placement import Placement
 from jaxcgx.transports.axes import check_axis_names
@@ -206,6 +206,8 @@ class Sharded:
         Returns () if the gather loses nothing, or its errors are not kept.
         """
         zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
+        if self.lost_specs:
+            check_real(OP, "gather", self._updates.pick(params))
         return tuple(jax.tree_util.tree_map(zeros, self._updates.pick(params)) for _ in self.lost_specs)
 
     @property

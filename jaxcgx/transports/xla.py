@@ -31,8 +31,8 @@ class Axes(base.Transport):
         return {name: Axes((name,)) for name in self.names}
 
     def leaders(self) -> "Leaders":
-        outer, *inner = self.names
-        return Leaders(self, Axes((outer,)), Axes(tuple(inner)))
+        outer, inner = split(self.names)
+        return Leaders(self, Axes((outer,)), Axes(inner))
 
     @property
     def size(self) -> int:
@@ -84,6 +84,12 @@ class Axes(base.Transport):
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
         return lax.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
+
+
+def split(names: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Returns (the outermost axis with several ranks, all others)."""
+    outer = next((name for name in names if lax.axis_size(name) > 1), names[0])
+    return outer, tuple(name for name in names if name != outer)
 
 
 class Leaders(base.Leaders):

@@ -17,7 +17,7 @@ from jaxcgx.optim.accumulation import addable
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.halves import after
-from jaxcgx.optim.leaves import flatten
+from jaxcgx.optim.leaves import check_real, flatten
 from jaxcgx.optim.model_state import PerRank, put
 from jaxcgx.optim.model_state import fold as fold_keys
 from jaxcgx.optim.placement import Placement
@@ -307,6 +307,7 @@ class Centers:
     def _check(self, training: Training, params: Any) -> None:
         """Checks that each rule of the plan holds for a parameter, and that both plans freeze the same parameters."""
         op, found, plan = self.diloco.function, flatten(params), self.diloco.plan
+        check_real(op, "params", params)
         plan.assign(op, "plan", paths=found.paths, leaves=found.values)
         each = (plan.skipped(op, "plan", params), training.skipped(params))
         for path, outer, inner in zip(found.paths, *map(jax.tree_util.tree_leaves, each)):

@@ -17,7 +17,7 @@ from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.exchange.sums import same
-from jaxcgx.optim.leaves import check_arrays, flatten
+from jaxcgx.optim.leaves import check_arrays, check_real, flatten
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import check_ranks
 from jaxcgx.typing import AxisName
@@ -133,9 +133,10 @@ def demo(
         raise wrong(OP, "values", "a codec that rounds to nearest", repr(values), 'leave out rounding="stochastic"')
 
     def init(params: Any) -> DemoState:
-        rows = ranks.rows(axis_size)
+        params, rows = check_arrays(OP, "params", params), ranks.rows(axis_size)
         zeros = lambda x: _compat.vary(jnp.zeros((rows.size, *x.shape), jnp.float32), rows.varying)
-        return DemoState(jax.tree_util.tree_map(zeros, check_arrays(OP, "params", params)))
+        check_real(OP, "params", params)
+        return DemoState(jax.tree_util.tree_map(zeros, params))
 
     def update(updates: Any, state: DemoState, params: Any = None) -> tuple[Any, DemoState]:
         net, leaves = ranks.net(), flatten(check_arrays(OP, "updates", updates))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxcgx.checks import callers_level, check_integer, check_positive, spell_array, unexpected, wrong
-from jaxcgx.optim.leaves import check_arrays
+from jaxcgx.optim.leaves import check_arrays, check_real
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
@@ -98,6 +98,7 @@ class Member:
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
             if not (x.is_fully_addressable or x.is_fully_replicated):
                 raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
+        check_real(OP, "params", params)
         self._given = given
         self._shardings = shardings_of(params)
         params = on_auto_axes(params)

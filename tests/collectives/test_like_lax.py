@@ -158,6 +158,21 @@ def test_schedules_and_the_leader_form(schedule):
         np.testing.assert_array_equal(got, expected(two=True)["psum_scatter {'scatter_dimension': 0, 'tiled': True}"])
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
+def test_leaders_of_three_axes_one_of_which_has_one_rank(sizes):
+    names, x = ("a", "b", "c"), whole_numbers((4, 50))
+    codec = dict(a=EXACT, b=EXACT, c=cgx.Raw())
+
+    def body(x):
+        sums = functools.partial(cgx.compressed_psum, x, names, codec, leader=True)
+        return [sums(schedule=schedule) for schedule in ("two_shot", "one_shot")]
+
+    m = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    spec = jax.sharding.PartitionSpec(names)
+    for got in jax.jit(jax.shard_map(body, mesh=m, in_specs=spec, out_specs=spec, check_vma=False))(x):
+        np.testing.assert_array_equal(got, np.broadcast_to(x.sum(0), x.shape))
+
+
 def test_schedules_under_vmap():
     x = whole_numbers((2, 3, 50))
     dict_codec = {"a": EXACT, "b": EXACT}
