@@ -1,6 +1,6 @@
 """Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
 
-    python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 1200] [--centers 2]
+    python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 3000] [--centers 2]
         [--hosts 2 4] [--torch PYTHON] [--out DIR]
 
 The times need root (jaxcgx.lab). --torch names a Python that has torch. Rows that the same command has already written
@@ -88,8 +88,12 @@ NOTES = f"""\
   of float32 in every step over these bytes.
 - Goals: at most {WORSE:.0%} more than the dense run, with the named factor fewer bytes. At 2 bits without feedback, the
   loss must be higher than that.
+"""
+OF_PICTURE = f"""\
 - [diloco.png](diloco.png): two periods of streaming on the first of two hosts at {SLOW} Mbit/s. An exchange is drawn
   from its beginning until its result is applied.
+"""
+OF_TIMES = f"""\
 - Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step. Turns have
   {SPAN} steps. Goal: at least {BUSY} for streaming. seconds: the time to the loss
   {data.MODELS["transformer"].target}, which is measured every {SPAN} steps, as in training_speed.py.
@@ -206,13 +210,16 @@ def show(report):
                 ]
             )
         )
-    report.show("", *header("between hosts", "hosts", "step ms", "busy", "MB sent", "steps", "seconds", "goal"))
+    if report.data["times"]:
+        report.show("", *header("between hosts", "hosts", "step ms", "busy", "MB sent", "steps", "seconds", "goal"))
     for row in report.data["times"]:
         goal = mark(row["busy"] >= BUSY) if "streaming" in row["method"] else ""
         cells = [row["method"], str(row["hosts"]), f"{row['ms']:.1f}", f"{row['busy']:.2f}"]
         cells += [f"{row['sent_bytes'] / 1e6:.3f}", speed.cell(row["steps"], ".0f"), speed.cell(row["seconds"], ".1f")]
         report.show(line([*cells, goal]))
-    report.show("", *NOTES.splitlines())
+    notes = [NOTES]
+    notes += [OF_PICTURE] * report.file.with_suffix(".png").exists() + [OF_TIMES] * bool(report.data["times"])
+    report.show("", *"".join(notes).splitlines())
 
 
 def main():
@@ -221,7 +228,7 @@ def main():
     parser.add_argument("--runs", default="", metavar="REGEX", help="only matching rows of the first table")
     parser.add_argument("--methods", default=METHODS, metavar="REGEX", help="only matching methods between hosts")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the first table (default: 3)")
-    parser.add_argument("--steps", type=int, default=1200, metavar="N", help="steps of its runs (default: 1200)")
+    parser.add_argument("--steps", type=int, default=3000, metavar="N", help="steps of its runs (default: 3000)")
     parser.add_argument("--centers", type=int, default=2, metavar="N", help="centers of its runs (default: 2)")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of hosts")
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch (default: PyTorch isn't measured)")

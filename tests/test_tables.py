@@ -171,6 +171,20 @@ def test_what_techniques_for_wide_areas_gain():
         assert at_equal_time.startswith(">") == row["all_done"]
 
 
+def test_few_exchanges():
+    rows = result("diloco")["rows"]
+    runs = "4 bits, H 20", "SparseLoCo, 1 %, 2 bits, H 15", "4 bits, H 100", "2 bits, H 20, no feedback"
+    dense = {row["seed"]: row for row in rows if row["run"] == "float32, every step"}
+    for run, (_, fewer, loss) in zip(runs, table("diloco", ["form", "fewer bytes in a step"])[1], strict=True):
+        found = [row for row in rows if row["run"] == run]
+        more = [100 * (row["loss"] / dense[row["seed"]]["loss"] - 1) for row in found]
+        assert fewer == f"{dense[0]['sent_bytes'] / found[0]['sent_bytes']:,.0f} times"
+        assert {1: "(one seed)", 3: "(three seeds: "}[len(more)] in loss
+        figures = [float(x) for x in re.findall(r"-?\d[\d.]*", loss.replace("the same", "0"))]
+        expected = [np.mean(more), min(more), max(more)] if len(more) > 1 else [more[0]]
+        np.testing.assert_allclose(figures, expected, atol=0.06)
+
+
 def test_where_feedback_matters():
     _, rows = table("feedback", ["gradients", "accuracy in %"])
     measured = {row["run"]: row for row in result("training")["rows"] if row["data"] == "Fashion-MNIST"}
