@@ -146,7 +146,9 @@ def test_a_rank_that_is_killed_while_a_mean_crosses_programs():
 
 
 def test_several_connections_and_a_pace():
-    for lossless, over_tcp, plain, never_ended in results("connections", 2):
+    found = list(filter(None, results("connections", 2)))  # JAX may kill a rank as soon as the other one has ended
+    assert found
+    for lossless, over_tcp, plain, never_ended in found:
         assert 0.66 < lossless < 0.69
         assert over_tcp == plain
         assert "RESOURCE_EXHAUSTED: jaxcgx_tcp_allreduce: 10000 sums have begun and have not been ended" in never_ended
