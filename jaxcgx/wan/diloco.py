@@ -260,11 +260,11 @@ class Diloco:
 
 
 def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
-    """Warns if there is no feedback and a codec of the plan may lose too much of outer gradients to train without it."""
+    """Warns if a codec of the plan may lose too much of outer gradients to train without feedback, and there is none."""
     few = [codec for codec in plan.codecs if not codec.raw and _bits(codec) < FEW_BITS]
     if few and not feedback:
         warnings.warn(
-            f"{op}: argument 'feedback': {spell(few[0])} may lose too much of outer gradients to train without feedback; "
+            f"{op}: argument 'feedback': {spell(few[0])} may lose too much of outer gradients to train without it; "
             "leave feedback=False out, or take 4 bits",
             stacklevel=callers_level(),
         )
