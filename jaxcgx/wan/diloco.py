@@ -260,7 +260,7 @@ class Diloco:
 
 
 def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
-    """Warns if a codec of the plan may lose too much of outer gradients to train without feedback, and there is none."""
+    """Warns if there is no feedback, and a codec of the plan may lose too much of outer gradients to train so."""
     few = [codec for codec in plan.codecs if not codec.raw and _bits(codec) < FEW_BITS]
     if few and not feedback:
         warnings.warn(
