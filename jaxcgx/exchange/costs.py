@@ -161,9 +161,10 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
     if schedule == "tree":
         schedule = Overlay.tree(ranks)
     own = isinstance(schedule, Overlay) or (mover == "tcp" and schedule not in ("ring", "psum"))
-    by_psum = [x for x in leaves if codec.low_rank or (codec.raw and not (own and x.dtype in DTYPES))]
-    size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in by_psum)
-    plain, leaves = round(2 * others / ranks * size), [x for x in leaves if x not in by_psum]
+    by_psum = lambda x: codec.low_rank or (codec.raw and not (own and x.dtype in DTYPES))
+    bytes_of = lambda x: x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype)
+    plain = round(2 * others / ranks * sum(map(bytes_of, filter(by_psum, leaves))))
+    leaves = [x for x in leaves if not by_psum(x)]
     if not leaves:
         return plain
     if isinstance(schedule, Overlay):

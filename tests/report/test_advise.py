@@ -21,6 +21,7 @@ from jaxcgx.report import advise, machine, shapes, steps
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results"
 FOUR = cgx.MaxMin(4)
+MEASURED = dict(encode=27e9, decode=27e9, reduce=54e9)  # as in benchmarks/prediction.py
 SHAPES = {"kernel": jax.ShapeDtypeStruct((96, 130), jnp.float32), "bias": jax.ShapeDtypeStruct((130,), jnp.float32)}
 CODECS = [
     FOUR,
@@ -178,14 +179,14 @@ def test_auto_is_at_most_a_tenth_slower_than_the_best():
 
 def test_the_interval_is_that_of_measured_exchanges():
     """The planner knows the rates of links, and assumes their latencies. The kernels are those of the machine."""
-    speeds, off = dict(encode=27e9, decode=27e9, reduce=54e9), []
+    off = []
     for row in json.loads((RESULTS / "prediction.json").read_text())["rows"]:
         number, unit = row["network"].split()[:2]
         cluster = cgx.Cluster(world=row["processes"], link=f"{number}{unit[0]}bit".lower())
         leaf = jax.ShapeDtypeStruct((row["size_bytes"] // 4,), jnp.float32)
         for program, ms in row["ms"].items():
             mover = "tcp" if program == "Tcp" else "gloo"
-            network = dataclasses.replace(cluster.between(mover), sharing=cluster.world, **speeds)
+            network = dataclasses.replace(cluster.between(mover), sharing=cluster.world, **MEASURED)
             load = costs.Load.of(FOUR, [leaf], row["size_bytes"], cluster.world, mover)
             if program == "psum":
                 found = costs.plain_seconds(cluster.world, row["size_bytes"], network)
@@ -201,7 +202,7 @@ def test_steps_against_measured_steps():
     off = {}
     for row in json.loads((RESULTS / "overlap.json").read_text())["rows"]:
         cluster = cgx.Cluster(world=2, link=row["rate"], over="tcp")
-        network = dataclasses.replace(cluster.between("tcp"), encode=27e9, decode=27e9, reduce=54e9)
+        network = dataclasses.replace(cluster.between("tcp"), **MEASURED)
         for name, fusion_mb in ("at the end", 64), ("overlapped", 4):
             case = advise.Case(
                 tree=[jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 16,
