@@ -225,6 +225,34 @@ def test_evaluation_and_checkpoints(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, fed["residuals"]) == jax.tree.map(lambda x: x.sharding, residuals)
 
 
+def test_feedback_with_a_gradient_outside():
+    """Parameters and residuals are those of value_and_grad(feedback=True)."""
+    section = re.search(r"^## shard_map, gradient outside\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
+    source, optimizer, codec = re.findall(CODE, section, re.DOTALL | re.MULTILINE)[-1], optax.adam(3e-3), cgx.MaxMin(2)
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    names = dict(jax=jax, cgx=cgx, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
+    names |= dict(optimizer=optimizer, loss_fn=loss_fn)
+    exec(source, names)
+    found = PARAMS, jax.tree.map(lambda x: jnp.zeros((RANKS, *x.shape)), PARAMS), optimizer.init(PARAMS)
+    compressed = cgx.value_and_grad(loss_fn, "data", codec, feedback=True, mesh=mesh)
+    expected = PARAMS, compressed.init(PARAMS), optimizer.init(PARAMS)
+
+    @jax.jit
+    def step(params, residuals, state):
+        (_, grads), residuals = compressed(params, x, y, residuals=residuals)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), residuals, state
+
+    with jax.numpy_dtype_promotion("standard"):  # as programs of users have
+        for _ in range(5):
+            *found, _ = names["step"](*found, x, y)
+            expected = step(*expected)
+    for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(expected[:2]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert all(np.abs(r).max() > 1e-4 for r in jax.tree.leaves(found[1]))
+
+
 def test_compare_once():
     (source,) = re.findall(r"^## Compare once\n.*?^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])

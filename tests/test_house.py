@@ -42,7 +42,7 @@ MANY = {
     ("jaxcgx.collectives.psum_scatter", "compressed_psum_scatter"): OF_SUM,
     ("jaxcgx.collectives.all_gather", "compressed_all_gather"): OF_LAX,
     ("jaxcgx.collectives.all_to_all", "compressed_all_to_all"): OF_LAX,
-    ("jaxcgx.collectives.gradients", "sync_in_backward"): "the arguments of compressed_pmean without its state",
+    ("jaxcgx.collectives.gradients", "sync_in_backward"): OF_SUM,
     ("jaxcgx.collectives.value_and_grad", "value_and_grad"): "those of jax.value_and_grad and of jax.shard_map",
     ("jaxcgx.mpi.functions", "compressed_allreduce"): OF_MPI,
     ("jaxcgx.mpi.functions", "compressed_reduce_scatter"): OF_MPI,

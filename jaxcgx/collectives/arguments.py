@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.checks import callers_level, check_array, check_choice, check_integer, spell_array, wrong
+from jaxcgx.checks import callers_level, check_array, check_choice, check_integer, is_integer, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_codec, check_encodes, check_key
 from jaxcgx.codecs.spelling import spell
@@ -150,6 +150,15 @@ def check_schedules(op: str, schedule: Any, parts: Collection[Any]) -> list[Any]
         if not isinstance(each, Overlay):
             check_choice(op, "schedule", each, SCHEDULES)
     return asked
+
+
+def check_order(op: str, order: Any, leaves: int | None = None) -> None:
+    """Checks an order of leaves, as far as this is possible if their number isn't known."""
+    remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
+    if not isinstance(order, Sequence) or not all(map(is_integer, order)):
+        raise wrong(op, "order", "the numbers of the leaves", repr(order), remedy, kind=TypeError)
+    if leaves is not None and sorted(order) != list(range(leaves)):
+        raise wrong(op, "order", f"the numbers of the {leaves} leaves, each once", order, remedy)
 
 
 def check_own(op: str, own: str, schedule: Any) -> None:

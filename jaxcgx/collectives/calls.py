@@ -74,6 +74,8 @@ class Call:
     op: str
     net: Transport
     size: int  # the number of ranks
+    argument: str  # the name of the tree in errors
+    gradients: bool  # whether the gradients of the leaves are exchanged, by the backward pass: in the opposite order
     tree: Any
     paths: list[Any]
     leaves: list[jax.Array]
@@ -103,8 +105,8 @@ class Call:
           sums: whether the collective is a sum to all ranks.
           gradients: whether the gradients of `x` will be exchanged, not `x`.
         """
-        self.op, self.net, self.size = op, net, net.size
-        argument = "params" if gradients else "x"
+        self.op, self.net, self.size, self.gradients = op, net, net.size, gradients
+        argument = self.argument = "params" if gradients else "x"
         check_flag(op, "strict", options.strict)
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
         self.paths = [path for path, _ in found]
@@ -204,7 +206,8 @@ class Call:
                 scopes.LeafScope(self.op, self.net.names, path=path, dtype=str(leaf.dtype), bytes=size, reason=reason)
             ):
                 results[i] = plain(leaf, i)
-        for route, ids in sorted(self._messages(), key=lambda message: self.turn(message[1])):
+        in_turn = sorted(self._messages(), key=lambda message: self._turn(message[1]), reverse=self.gradients)
+        for route, ids in in_turn:
             key = self.key if any(codec.stochastic for codec in route.codecs) else None
             paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
             with scopes.scope(scopes.MessageScope(self.op, self.net.names, paths)):
@@ -213,7 +216,7 @@ class Call:
                 results[i] = y
         return jax.tree_util.tree_unflatten(self.tree, results)
 
-    def turn(self, ids: tuple[int, ...]) -> int:
+    def _turn(self, ids: tuple[int, ...]) -> int:
         """Returns the turn of a message with these leaves: the lowest turn of its leaves."""
         return min((self.turns[i] for i in ids), default=0) if self.turns else 0
 

@@ -12,10 +12,11 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
-from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.calls import Route
+from jaxcgx.collectives.arguments import Options, check_order
+from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.psum import Reduction
-from jaxcgx.exchange.message import Message
+from jaxcgx.collectives.state import Kept, State
+from jaxcgx.exchange.message import Message, carry
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -174,12 +175,24 @@ def _weighted(op: str, names: tuple[Any, ...], cts: list[Any]) -> list[Any]:
     return [ct * ranks for ct in cts]
 
 
+def _check_own_residuals(call: Call, residuals: list[Any]) -> None:
+    """Checks that residuals vary over the ranks. Otherwise JAX would add up their gradients over the ranks."""
+    tracked = _compat.tracked_axes(call.net.names)
+    for path, array in zip(call.paths, residuals):
+        if array is not None and (same := sorted(tracked - _compat.varying_axes(array), key=call.net.names.index)):
+            got = f"one that is the same on every rank of {', '.join(map(repr, same))}"
+            remedy = "keep a row for each rank, and give shard_map a spec with the axis for them"
+            raise wrong(call.op, "residuals", "this rank's own array", got, remedy, path=path)
+
+
 def sync_in_backward(
     params: Any,
     axis_name: AxisName,
     codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
+    residuals: Any = None,
+    order: tuple[int, ...] | None = None,
     schedule: str | Overlay | dict[Any, Any] = "auto",
     own: Literal["raw", "encoded"] = "raw",
     leader: bool = False,
@@ -206,11 +219,25 @@ def sync_in_backward(
     are then the same as in plain JAX. This needs shard_map's check_vma: without it, JAX adds its own sum in full
     precision.
 
+    With error feedback, the new residuals are the gradients of the old ones, so differentiate with respect to both:
+
+        def loss(params, residuals, batch):
+            params = jaxcgx.sync_in_backward(params, "data", codec, residuals=residuals)
+            ...
+
+        grads, residuals = jax.grad(loss, argnums=(0, 1))(params, residuals, batch)
+
     Args:
       params: a pytree of parameters.
       axis_name: one name, or a tuple of names, outermost first.
       codec: a codec, {axis name: codec} or a `Plan`.
-      key: a random key, as in `compressed_psum`. The arguments below are also as in `compressed_psum`.
+      key: a random key, as in `compressed_psum`. The arguments without a description are also as in `compressed_psum`.
+      residuals: the compression errors of earlier steps, a tree like `params` of this rank's float32 arrays, zeros at
+        first. None in place of a leaf means no feedback for it. A loss may use them only once, because JAX adds up the
+        gradients of all uses. If the loss depends on none of the leaves of a message, JAX skips its exchange, and the
+        message's residuals become zeros.
+      order: the order in which the gradients are ready, from `backward_order`. Messages are made and sent in this
+        order. By default, the last leaves are sent first.
       schedule: how the bytes travel.
       own: how a rank adds its own part.
       leader: whether only one rank of each node takes part in the exchange between nodes.
@@ -219,30 +246,47 @@ def sync_in_backward(
     """
     op = "sync_in_backward"
     net = check_axes(op, axis_name)
-    options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+    if order is not None:
+        check_order(op, order, len(jax.tree_util.tree_leaves(params)))
+    options = Options(
+        key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb, order=order
+    )
     reduction = Reduction(op, params, net=net, codec=codec, options=options, mean=True, gradients=True)
+    kept = Kept(reduction.call, State(residuals=residuals))
+    if residuals is not None:
+        reduction.check_feedback()
+        _check_own_residuals(reduction.call, kept.arrays["residuals"])
 
-    def identity(message: Message, exchange: Callable[[Message], list[Any]]) -> list[Any]:
+    def identity(message: Message, exchange: Callable[[Message], Message]) -> list[Any]:
         """Returns the message's leaves. In the backward pass, `exchange` maps the message of cotangents to its sums."""
         varying = [_compat.varying_axes(x) for x in message.leaves]
 
         @jax.custom_vjp
-        def f(leaves: list[Any], key: Any) -> list[Any]:
-            return vary(leaves, net.names)
+        def f(message: Message) -> list[Any]:
+            return vary(message.leaves, net.names)
 
-        def backward(key: Any, cts: list[Any]) -> tuple[list[Any], None]:
-            done = exchange(Message(message.ids, _weighted(op, net.names, cts), key))
-            return [_compat.vary(x, axes) for x, axes in zip(done, varying)], None
+        def backward(state: Message, cts: list[Any]) -> tuple[Message]:
+            done = exchange(state.replace(leaves=_weighted(op, net.names, cts)))
+            return (done.replace(leaves=list(map(_compat.vary, done.leaves, varying)), key=None),)
 
-        f.defvjp(lambda leaves, key: (f(leaves, key), key), backward)
-        return f(message.leaves, message.key)
+        f.defvjp(lambda message: (f(message), message.replace(leaves=[])), backward)
+        return f(message)
+
+    def raw(message: Message) -> Message:
+        (i,) = message.ids
+        if message.residuals and not reduction.call.skipped[i]:
+            leaves, residuals = carry(message.leaves, message.residuals)
+            message = message.replace(leaves=leaves, residuals=residuals)
+        return message.replace(leaves=[reduction.plain(message.leaves[0], i)])
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf  # because it has no gradient
-        return identity(Message((i,), [leaf]), lambda back: [reduction.plain(back.leaves[0], i)])[0]
+        own = [kept.arrays["residuals"][i]] if residuals is not None else None
+        return identity(Message((i,), [leaf], residuals=own if own != [None] else None), raw)[0]
 
     def compressed(message: Message, route: Route) -> list[Any]:
-        return identity(message, lambda back: reduction.compressed(back, route).leaves)
+        exchange = lambda message: reduction.compressed(message, route)
+        return identity(kept.attach(message, route.stages[0].codec), exchange)
 
     return reduction.call.run(plain, compressed)

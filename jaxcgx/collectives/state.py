@@ -90,7 +90,9 @@ def _check(call: Call, argument: str, given: Any, shapes: list[Any], dtypes: lis
     try:
         found = call.tree.flatten_up_to(given)
     except (TypeError, ValueError):
-        raise wrong(call.op, argument, f"a tree like x, {call.tree}", jax.tree_util.tree_structure(given)) from None
+        raise wrong(
+            call.op, argument, f"a tree like {call.argument}, {call.tree}", jax.tree_util.tree_structure(given)
+        ) from None
     for i, (array, shape) in enumerate(zip(found, shapes)):
         expected = "None" if shape is None else f"{dtypes[i] if dtypes else 'float32'}{list(shape)}"
         if array is not None and spell_array(array) != expected:

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import wrong
-from jaxcgx.collectives.arguments import Dimension, Options
+from jaxcgx.collectives.arguments import Dimension, Options, check_order
 from jaxcgx.collectives.psum_scatter import Scatter
 from jaxcgx.collectives.state import State
 from jaxcgx.exchange.keys import fold
@@ -125,9 +124,7 @@ def _order(settings: Settings, leaves: Leaves) -> tuple[int, ...] | None:
     """Returns the order of the leaves that are not None, numbered without the others; or None if no order is set."""
     if settings.order is None:
         return None
-    if sorted(settings.order) != list(range(len(leaves.values))):
-        expected = f"the numbers of the {len(leaves.values)} leaves, each once"
-        raise wrong(settings.function, "order", expected, settings.order, "jaxcgx.backward_order(loss_fn, params, ...)")
+    check_order(settings.function, settings.order, len(leaves.values))
     present = [i for i, value in enumerate(leaves.values) if value is not None]
     return tuple(present.index(i) for i in settings.order if i in present)
 

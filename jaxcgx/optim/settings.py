@@ -1,15 +1,15 @@
 """The checked arguments of compress_gradients."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from jaxcgx.checks import check_flag, check_integer, check_number, check_positive, is_integer, wrong
+from jaxcgx.checks import check_flag, check_integer, check_number, check_positive, wrong
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.collectives.arguments import check_each, check_own, check_schedules
+from jaxcgx.collectives.arguments import check_each, check_order, check_own, check_schedules
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.optim.phases import Phase, check_phases
 from jaxcgx.optim.ranks import MeshRanks, Ranks
@@ -129,11 +129,8 @@ class Settings:
                 remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
                 expected = "None between the processes of mpirun"
                 raise wrong(self.function, name, expected, repr(getattr(self, name)), remedy)
-        if self.order is None:
-            return
-        if not isinstance(self.order, Sequence) or not all(map(is_integer, self.order)):
-            remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
-            raise wrong(self.function, "order", "the numbers of the leaves", repr(self.order), remedy, kind=TypeError)
+        if self.order is not None:
+            check_order(self.function, self.order)
 
     def _check_travel(self) -> None:
         """Checks schedules, `own` and codecs by axis. compressed_pmean would refuse them too, but only in a step."""

@@ -108,6 +108,15 @@ def backward(axes, x):
     return jax.grad(loss)(x)
 
 
+def backward_with_feedback(axes, x):
+    def loss(x, residuals):
+        synchronised = cgx.sync_in_backward(x, axes, cgx.MaxMin(4), residuals=residuals, fusion_mb=0.001)
+        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(synchronised))
+
+    residuals = jax.tree.map(lambda leaf: jnp.float32(0.1) * leaf.astype(jnp.float32), x)
+    return jax.grad(loss, argnums=(0, 1))(x, residuals)
+
+
 # Every case has the shapes of a rank's leaves, the axes of a mesh, and a function of the plain or marked axes.
 CASES = {
     "two_shot": (SHAPES, "data", reduction(schedule="two_shot")),
@@ -155,6 +164,7 @@ CASES = {
     ),
     "grad": (ROWS, "data", derivative),
     "backward": (ROWS, "data", backward),
+    "backward with feedback": (ROWS, "data", backward_with_feedback),
 }
 
 

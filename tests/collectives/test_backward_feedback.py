@@ -1,0 +1,177 @@
+"""Tests exchanges in the backward pass with error feedback, and their order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, says
+from helpers import assert_same_bytes
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+
+RANKS = 4
+MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:RANKS])
+CODEC = cgx.MaxMin(4, 64)
+PARAMS = {
+    "w1": jax.random.normal(jax.random.key(0), (30, 40)),
+    "b1": jnp.zeros(40),
+    "w2": jax.random.normal(jax.random.key(1), (40, 7)).astype(jnp.bfloat16),
+    "z": jnp.arange(3),  # the last leaf, so the others have the same numbers, and so the same noise, without it
+}
+RESIDUALS = {k: None if k == "z" else jnp.zeros((RANKS, *x.shape)) for k, x in PARAMS.items()}
+BATCHES = jax.random.normal(jax.random.key(2), (3, RANKS * 8, 30))
+CHECKS = pytest.mark.parametrize("check_vma", [True, False])
+
+
+def loss(params, x):
+    h = jnp.tanh(x @ params["w1"] + params["b1"])
+    return ((h @ params["w2"].astype(jnp.float32)) ** 2).mean()
+
+
+def floats(tree):
+    return {k: x for k, x in tree.items() if k != "z"}
+
+
+def steps(gradients, check_vma=True, residuals=RESIDUALS):
+    """Returns the gradients and the residuals of the last of three steps. `gradients` makes those of a rank."""
+
+    def of_a_rank(residuals, x):
+        grads, new = gradients(jax.tree.map(lambda r: r[0], residuals), x)
+        return grads, jax.tree.map(lambda r: r[None], new)
+
+    step = jax.shard_map(
+        of_a_rank, mesh=MESH, in_specs=(P("data"), P("data")), out_specs=(P(), P("data")), check_vma=check_vma
+    )
+    for x in BATCHES:
+        grads, residuals = jax.jit(step)(residuals, x)
+    return grads, residuals
+
+
+def on_the_way(residuals, x, codec=CODEC, **arguments):
+    def synchronised(given, residuals):
+        params = cgx.sync_in_backward({**PARAMS, **given}, "data", codec, residuals=residuals, **arguments)
+        return loss(params, x)
+
+    return jax.grad(synchronised, argnums=(0, 1))(floats(PARAMS), residuals)
+
+
+def at_the_end(residuals, x, codec=CODEC, **arguments):
+    _, grads = cgx.local_value_and_grad(lambda given: loss({**PARAMS, **given}, x), "data")(floats(PARAMS))
+    grads, new = cgx.compressed_pmean(grads, "data", codec, residuals=floats(residuals), **arguments)
+    return grads, {**new, "z": None}
+
+
+def assert_same(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_same_bytes(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(),
+        dict(fusion_mb=1e-6),
+        dict(codec=cgx.MaxMin(4, 64, rounding="stochastic"), key=jax.random.key(5), own="encoded", fusion_mb=1e-6),
+        dict(codec=cgx.TopK(0.1)),
+        dict(codec=cgx.PowerSGD(2)),
+        dict(codec=cgx.Raw()),
+        dict(codec=cgx.Plan(CODEC, min_size=0, rules=[("w2", cgx.Raw()), ("b1", cgx.Skip())])),
+    ],
+    ids=str,
+)
+@CHECKS
+def test_as_at_the_end(check_vma, arguments):
+    way = steps(functools.partial(on_the_way, **arguments), check_vma)
+    end = steps(functools.partial(at_the_end, **arguments), check_vma)
+    assert_same(way, end)
+
+
+def test_a_gradient_from_outside():
+    """The rows of all ranks are differentiated together, and shard_map hands each rank its own."""
+
+    def of_a_rank(given, residuals, x):
+        mine = jax.tree.map(lambda r: r[0], residuals)
+        params = cgx.sync_in_backward({**PARAMS, **given}, "data", CODEC, residuals=mine)
+        return lax.pmean(loss(params, x), "data")
+
+    around = jax.shard_map(of_a_rank, mesh=MESH, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    residuals = RESIDUALS
+    for x in BATCHES:
+        found = jax.jit(jax.grad(around, argnums=(0, 1)))(floats(PARAMS), residuals, x)
+        residuals = found[1]
+    assert_same(found, steps(on_the_way))
+
+
+def test_layers_in_a_loop():
+    """lax.scan hands each layer its residuals, and stacks the new ones."""
+    layers = jax.random.normal(jax.random.key(3), (3, 30, 30)) / 6
+    sync = functools.partial(cgx.sync_in_backward, axis_name="data", codec=CODEC)
+
+    def in_a_loop(residuals, x):
+        def layer(h, given):
+            w, r = given
+            return jnp.tanh(h @ sync(w, residuals=r)), None
+
+        total = lambda layers, residuals: (lax.scan(layer, x, (layers, residuals))[0] ** 2).mean()
+        return jax.grad(total, argnums=(0, 1))(layers, residuals)
+
+    def one_by_one(residuals, x):
+        def total(layers, residuals):
+            each = [sync(w, residuals=r) for w, r in zip(layers, residuals)]
+            return (functools.reduce(lambda h, w: jnp.tanh(h @ w), each, x) ** 2).mean()
+
+        return jax.grad(total, argnums=(0, 1))(layers, residuals)
+
+    residuals = jnp.zeros((RANKS, *layers.shape))
+    loop, unrolled = (steps(f, residuals=residuals) for f in (in_a_loop, one_by_one))
+    for x, y in zip(loop, unrolled, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6)
+    assert np.abs(loop[1]).max() > 0
+
+
+def sent(jaxpr):
+    """Yields the shape of the first leaf of every exchange, in the order of the program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jaxcgx_psum":
+            yield eqn.outvars[0].aval.shape
+            continue
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from sent(inner)
+
+
+@pytest.mark.parametrize("order", [None, (0, 1, 2, 3), (2, 0, 3, 1), (1, 2, 0, 3)])
+def test_messages_are_sent_in_the_given_order(order):
+    gradients = functools.partial(on_the_way, order=order, fusion_mb=1e-6)
+    assert_same(steps(gradients), steps(functools.partial(at_the_end, fusion_mb=1e-6)))
+    program = jax.make_jaxpr(lambda r, x: gradients(r, x)[0], axis_env=[("data", RANKS)])(
+        jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0]
+    )
+    shapes = [x.shape for x in jax.tree.leaves(PARAMS)]
+    expected = [2, 1, 0] if order is None else [i for i in order if i != 3]
+    assert list(sent(program.jaxpr)) == [shapes[i] for i in expected]
+
+
+def test_what_it_refuses():
+    def gradients(**arguments):
+        step = jax.shard_map(
+            lambda r, x: on_the_way(r, x, **arguments), mesh=MESH, in_specs=(P(), P("data")), out_specs=(P(), P("data"))
+        )
+        jax.eval_shape(step, jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0])
+
+    got = "one that is the same on every rank of 'data'"
+    with raises(ValueError, says("sync_in_backward", "residuals", at="leaf ['b1']", expected="rank's own", got=got)):
+        gradients()
+    with raises(ValueError, says("sync_in_backward", "residuals", expected="a tree like params", got="PyTreeDef")):
+        on_mesh = jax.shard_map(
+            lambda p: cgx.sync_in_backward(p, "data", CODEC, residuals=[]), mesh=MESH, in_specs=P(), out_specs=P("data")
+        )
+        jax.eval_shape(on_mesh, PARAMS)
+    with raises(ValueError, says("sync_in_backward", "order", expected="4 leaves, each once", got="(0, 1)")):
+        gradients(order=(0, 1))
+    with raises(ValueError, says("sync_in_backward", "schedule", expected="with residuals", got='"ring"')):
+        gradients(schedule="ring")
