@@ -51,7 +51,12 @@ class Axes(base.Transport):
 
         Under vmap(axis_name=...), it can do so only over one axis at a time.
         """
-        return len(self.names) == 1 or set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+        return len(self.names) == 1 or self.on_mesh
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the axes are those of a mesh, and not of vmap."""
+        return set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
     def all_gather(self, row: jax.Array) -> jax.Array:
         rows = row
@@ -60,7 +65,9 @@ class Axes(base.Transport):
         return rows.reshape(self.size, *row.shape)
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        return lax.ppermute(row, self.names, pairs) if self.at_once else super().permute(row, pairs)
+        # Under vmap(axis_name=...), JAX permutes only if every rank sends.
+        whole = self.on_mesh or len(pairs) == self.size
+        return lax.ppermute(row, self.names, pairs) if self.at_once and whole else super().permute(row, pairs)
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self.permute(row, [(r, (r + 1) % self.size) for r in range(self.size)])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
 
 import jaxcgx as cgx
+from jaxcgx.exchange.overlay import Overlay
 
 ONE_EACH = {op: kwargs[1:2] or kwargs for op, kwargs in CASES.items()}
 X = whole_numbers((4, 4, 8, 12))
@@ -180,12 +181,15 @@ def test_schedules_under_vmap():
     def body(x):
         return [
             cgx.compressed_psum(x, ("a", "b"), codec, schedule=schedule, leader=leader)
-            for schedule in ("two_shot", "one_shot", "ring")
+            for schedule in ("two_shot", "one_shot", "ring", "tree")
             for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))
         ]
 
     for got in jax.vmap(jax.vmap(body, axis_name="b"), axis_name="a")(x):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1)), x.shape))
+    for schedule in ("ring", "tree", Overlay.owners(3, [1, 0, 2])):  # over one axis, whose ranks may not all send
+        got = jax.vmap(lambda x: cgx.compressed_psum(x, "b", EXACT, schedule=schedule), axis_name="b")(x[0])
+        np.testing.assert_array_equal(got, np.broadcast_to(x[0].sum(0), x[0].shape))
 
 
 @pytest.mark.short
