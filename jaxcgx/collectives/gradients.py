@@ -257,36 +257,44 @@ def sync_in_backward(
         reduction.check_feedback()
         _check_own_residuals(reduction.call, kept.arrays["residuals"])
 
-    def identity(message: Message, exchange: Callable[[Message], Message]) -> list[Any]:
-        """Returns the message's leaves. In the backward pass, `exchange` maps the message of cotangents to its sums."""
-        varying = [_compat.varying_axes(x) for x in message.leaves]
-
-        @jax.custom_vjp
-        def f(message: Message) -> list[Any]:
-            return vary(message.leaves, net.names)
-
-        def backward(state: Message, cts: list[Any]) -> tuple[Message]:
-            done = exchange(state.replace(leaves=_weighted(op, net.names, cts)))
-            return (done.replace(leaves=list(map(_compat.vary, done.leaves, varying)), key=None),)
-
-        f.defvjp(lambda message: (f(message), message.replace(leaves=[])), backward)
-        return f(message)
-
     def raw(message: Message) -> Message:
         (i,) = message.ids
         if message.residuals and not reduction.call.skipped[i]:
-            leaves, residuals = carry(message.leaves, message.residuals)
-            message = message.replace(leaves=leaves, residuals=residuals)
+            leaves, lost = carry(message.leaves, message.residuals)
+            message = message.replace(leaves=leaves, residuals=lost)
         return message.replace(leaves=[reduction.plain(message.leaves[0], i)])
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf  # because it has no gradient
-        own = [kept.arrays["residuals"][i]] if residuals is not None else None
-        return identity(Message((i,), [leaf], residuals=own if own != [None] else None), raw)[0]
+        own = kept.arrays["residuals"][i] if residuals is not None else None
+        message = Message((i,), [leaf], residuals=None if own is None else [own])
+        return _in_backward(message, reduction.call, raw)[0]
 
     def compressed(message: Message, route: Route) -> list[Any]:
-        exchange = lambda message: reduction.compressed(message, route)
-        return identity(kept.attach(message, route.stages[0].codec), exchange)
+        message = kept.attach(message, route.stages[0].codec)
+        return _in_backward(message, reduction.call, lambda back: reduction.compressed(back, route))
 
     return reduction.call.run(plain, compressed)
+
+
+def _in_backward(message: Message, call: Call, exchange: Callable[[Message], Message]) -> list[Any]:
+    """Returns the leaves of a message. In the backward pass, `exchange` maps the message of cotangents to its sums.
+
+    The gradients of the message's residuals are the new residuals.
+    """
+    varying = [_compat.varying_axes(x) for x in message.leaves]
+
+    @jax.custom_vjp
+    def identity(message: Message) -> list[Any]:
+        return vary(message.leaves, call.net.names)
+
+    def forward(message: Message) -> tuple[list[Any], Message]:
+        return identity(message), message.replace(leaves=[])
+
+    def backward(state: Message, cts: list[Any]) -> tuple[Message]:
+        done = exchange(state.replace(leaves=_weighted(call.op, call.net.names, cts)))
+        return (done.replace(leaves=list(map(_compat.vary, done.leaves, varying)), key=None),)
+
+    identity.defvjp(forward, backward)
+    return identity(message)

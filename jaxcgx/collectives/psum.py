@@ -15,7 +15,7 @@ from jaxcgx.collectives.arguments import Options, check_hops, check_own, check_s
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
 from jaxcgx.exchange import hierarchy, scopes, sums
-from jaxcgx.exchange.message import Message, Stage, Sum, carry
+from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.plan.by_axis import Codecs
@@ -155,9 +155,7 @@ def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if i in joined:
             return checkpoint_name(joined[i], scopes.JOINED)  # a name that `explain` finds
-        if residuals is not None and residuals[i] is not None and not reduction.call.skipped[i]:
-            (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
-        return reduction.plain(leaf, i)
+        return reduction.plain(leaf if reduction.call.skipped[i] else kept.carried(leaf, i), i)
 
     def leaves(message: Message, route: Route) -> list[Any]:
         done = compressed(kept.attach(message, route.stages[0].codec), route)

@@ -19,7 +19,7 @@ from jaxcgx.collectives.arguments import (
 from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
 from jaxcgx.exchange import row_primitives
-from jaxcgx.exchange.message import Message, Stage, Sum, carry
+from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport, join_rows, split_rows
@@ -113,9 +113,7 @@ class Scatter:
             self._check_feedback()
 
         def plain(leaf: jax.Array, i: int) -> jax.Array:
-            if before is not None and before[i] is not None:
-                (leaf,), (before[i],) = carry([leaf], [before[i]])
-            total = self.call.net.plain_psum_scatter(leaf, self.dims[i], self.tiled)
+            total = self.call.net.plain_psum_scatter(kept.carried(leaf, i), self.dims[i], self.tiled)
             return total / self.call.size if self.mean else total
 
         def compressed(message: Message, route: Route) -> list[Any]:

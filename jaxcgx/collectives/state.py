@@ -13,7 +13,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.calls import Call
-from jaxcgx.exchange.message import Message
+from jaxcgx.exchange.message import Message, carry
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -55,6 +55,16 @@ class Kept:
                 given = [arrays[i] for i in message.ids]
                 state[kind] = [_fresh(kind, codec, x) if a is None else a for a, x in zip(given, message.leaves)]
         return message.replace(**state)
+
+    def carried(self, leaf: jax.Array, i: int) -> jax.Array:
+        """Returns leaf i, which travels raw, plus its residual. The new residual is the loss of rounding to its dtype.
+
+        Without a residual, the leaf stays as it is.
+        """
+        residuals = self.arrays.get("residuals")
+        if residuals is not None and residuals[i] is not None:
+            (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
+        return leaf
 
     def update(self, done: Message) -> None:
         """Stores the new state of a message's leaves. If the caller gave None for a leaf, it stays None."""
