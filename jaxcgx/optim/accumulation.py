@@ -136,7 +136,8 @@ def _mean(find: Callable[..., Found], model_state: Any, parts: Parts) -> Found:
         others = [x for x, number in zip(found, added) if not number]
         return ([t + x.astype(t.dtype) for t, x in zip(totals, numbers)], changes(part.model_state)), others
 
-    zeros = [jnp.zeros(x.shape, wide(x.dtype)) for x, number in zip(leaves, added) if number]
+    # On an Explicit mesh, gradients are sharded over the other axes like their parameters, also in their types.
+    zeros = [jnp.zeros(x.shape, wide(x.dtype), out_sharding=x.sharding) for x, number in zip(leaves, added) if number]
     (totals, changing), others = lax.scan(add, (zeros, changes(model_state)), jnp.arange(parts.number))
     mean, each = (x / parts.number for x in totals), iter(others)
     found = structure.unflatten([next(mean) if y.averaged else _join(next(each), y.rows) for y in outputs])

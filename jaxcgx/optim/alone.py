@@ -80,5 +80,7 @@ class Alone:
     def by_partitioner(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
         return function
 
-    def update_shards(self, update: Callable[..., Any], grads: Any, state: Any, params: Any) -> Any:
-        return update(grads, state, params)
+    def update_shards(
+        self, update: Callable[..., Any], grads: Any, state: Any, params: Any, extra: dict[str, Any]
+    ) -> Any:
+        return update(grads, state, params, **extra)

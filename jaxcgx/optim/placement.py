@@ -251,15 +251,25 @@ class Placement:
             return jax.sharding.auto_axes(function, out_sharding=shardings)
         return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
 
-    def update_shards(self, update: Callable[..., Any], grads: Any, state: Any, params: Any) -> Any:
-        """Calls a transformation's `update` for the shards over the other axes, inside a step of one rank."""
+    def update_shards(
+        self, update: Callable[..., Any], grads: Any, state: Any, params: Any, extra: dict[str, Any]
+    ) -> Any:
+        """Calls a transformation's `update` for the shards over the other axes, inside a step of one rank.
+
+        `extra` are the extra arguments of `update`, which are the same for all shards.
+        """
         whole = self.whole_specs
         if whole is None or not self.others:
-            return update(grads, state, params)
+            return update(grads, state, params, **extra)
         specs = whole, specs_per_rank(state, None, whole)
         given = None if params is None else whole
-        on_shards = jax.shard_map(update, in_specs=(*specs, given), out_specs=specs, axis_names=self.others)
-        return on_shards(grads, state, params)
+        on_shards = jax.shard_map(
+            lambda grads, state, params, extra: update(grads, state, params, **extra),
+            in_specs=(*specs, given, P()),
+            out_specs=specs,
+            axis_names=self.others,
+        )
+        return on_shards(grads, state, params, extra)
 
 
 def check_placement(

@@ -314,7 +314,7 @@ class Training:
         _, frozen = part(self.sharded.like_whole(params), skipped)
         own = join(jax.tree_util.tree_map(lambda x: x[0], grads), frozen)
         given = None if self.placement.state else params  # slices of means can't have weight decay
-        mean, sent = self.placement.update_shards(functools.partial(update, **extra), own, state=sent, params=given)
+        mean, sent = self.placement.update_shards(update, own, state=sent, params=given, extra=extra)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:

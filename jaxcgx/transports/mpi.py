@@ -180,7 +180,8 @@ class Leaders(base.Leaders):
         return self.cross.all_to_all(rows) if self.speaks else rows
 
     def all_gather(self, row: jax.Array) -> jax.Array:
-        rows = self.cross.all_gather(row) if self.speaks else jnp.zeros((self.size, *row.shape), row.dtype)
+        # The other ranks' rows aren't used. But they depend on the row, so that vmap adds its dimension on every rank.
+        rows = self.cross.all_gather(row) if self.speaks else jnp.broadcast_to(row, (self.size, *row.shape))
         return self.inner.broadcast(rows, 0)
 
     def shift(self, row: jax.Array) -> jax.Array:

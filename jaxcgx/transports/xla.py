@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcgx import _compat
@@ -66,8 +67,17 @@ class Axes(base.Transport):
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
         # Under vmap(axis_name=...), JAX permutes only if every rank sends.
-        whole = self.on_mesh or len(pairs) == self.size
-        return lax.ppermute(row, self.names, pairs) if self.at_once and whole else super().permute(row, pairs)
+        if not self.at_once or not (self.on_mesh or len(pairs) == self.size):
+            return super().permute(row, pairs)
+        if len(self.names) == 1:
+            return lax.ppermute(row, self.names, pairs)
+        # lax.ppermute numbers the ranks of several axes in the order of the mesh, whatever the order of the names. All
+        # other collectives number them in the order of the names.
+        order = jax.sharding.get_abstract_mesh().axis_names
+        names = tuple(sorted(self.names, key=order.index))
+        ranks = np.arange(self.size).reshape([lax.axis_size(name) for name in self.names])
+        place = np.argsort(ranks.transpose([self.names.index(name) for name in names]).reshape(-1)).tolist()
+        return lax.ppermute(row, names, [(place[sender], place[receiver]) for sender, receiver in pairs])
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self.permute(row, [(r, (r + 1) % self.size) for r in range(self.size)])
@@ -80,12 +90,13 @@ class Axes(base.Transport):
 
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
         if _compat.reduce_scatter_is_wrong():
-            return super().plain_psum_scatter(x, scatter_dimension, tiled)
+            rows = base.split_rows(base.countable(x), scatter_dimension, size=self.size, tiled=tiled)
+            return base.add(Axes.all_to_all(self, rows))  # XLA's, also over Tcp, because it has derivatives
         return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
         if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
-            rows = self.all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
+            rows = Axes.all_to_all(self, jnp.broadcast_to(x, (self.size, *x.shape)))
             return base.join_rows(rows, axis, tiled)
         return _compat.all_gather(x, self.names, axis=axis, tiled=tiled, to=to)
 

@@ -208,12 +208,9 @@ class Centers:
         self._check(training, params)
 
         def of_rank(params: Any, model_state: Any) -> tuple[Any, ...]:
-            # Centers draw independent noise.
             center = lax.axis_index(self.name)
             model_state = jax.tree_util.tree_map(lambda x: x if addable(x) else fold_keys(x, center), model_state)
             outer, model_state, (sent, inner) = training.init(params, model_state)
-            if getattr(sent, "key", None) is not None:
-                sent = sent._replace(key=fold(sent.key, center))
             fragments, rounds = self._cut(training, outer), self._rounds(outer)
             exchanges = [rounds.init(fragment.take(outer), p) for p, fragment in enumerate(fragments)]
             own = Center(outer, outer if self.diloco.eager else None, inner=inner, sent=sent)
@@ -246,9 +243,12 @@ class Centers:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.name))
         center, model_state = _of_rank(state.centers.rows), jax.tree_util.tree_map(lambda x: x[0], model_states.rows)
+        sent = _with_keys(center.sent, lambda _, key: fold(key, lax.axis_index(self.name)))
         own, model_state, (sent, inner), found = training.step(
-            center.params, model_state, opt_state=(center.sent, center.inner), batch=batch, key=key
+            center.params, model_state, opt_state=(sent, center.inner), batch=batch, key=key
         )
+        known = dict(jax.tree_util.tree_leaves_with_path(center.sent))
+        sent = _with_keys(sent, lambda path, _: known[path])
         # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one another.
         count = after(found.loss, state.count + 1)
         both, exchanges = self._exchange(training, count, Both(params, own, center.start), state.exchanges)
@@ -320,6 +320,19 @@ class Centers:
 def _row(tree: Any) -> Any:
     """Adds a leading axis of size one to all arrays: this center's row of the arrays of all centers."""
     return jax.tree_util.tree_map(lambda x: x[None], tree)
+
+
+def _with_keys(sent: Any, new: Callable[..., Any]) -> Any:
+    """Returns a state of an exchange whose keys are `new(path, key)`.
+
+    The keys in the state are the same in all centers, so that it can be restored on any number of centers. A step folds
+    its center into them, because centers draw independent noise.
+    """
+
+    def of_leaf(path: Any, x: Any) -> Any:
+        return new(path, x) if path and getattr(path[-1], "name", None) == "key" else x
+
+    return jax.tree_util.tree_map_with_path(of_leaf, sent)
 
 
 def _rows(center: Center) -> Center:

@@ -1,6 +1,7 @@
 """Tests that shapes, dtypes and values are those of lax's collectives, wherever a named axis can be bound."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,27 @@ def test_leaders_of_three_axes_one_of_which_has_one_rank(sizes):
     spec = jax.sharding.PartitionSpec(names)
     for got in jax.jit(jax.shard_map(body, mesh=m, in_specs=spec, out_specs=spec, check_vma=False))(x):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum(0), x.shape))
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations("abc")), ids="".join)
+def test_ranks_are_numbered_by_the_names_whatever_the_order_of_the_mesh(names):
+    """lax.ppermute numbers them in the order of the mesh. Each codec has the ranks of two or of three axes."""
+    x, m = whole_numbers((8, 24)), jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    levels = {names[0]: EXACT, names[1]: cgx.Raw(), names[2]: cgx.Raw()}
+    outer, inner = dict(levels, **{names[1]: EXACT}), Overlay.owners(8, [1, 0, 3, 2, 1, 1, 0, 1])
+
+    def body(x):
+        sums = [cgx.compressed_psum(x, names, EXACT, schedule=s) for s in ("two_shot", "ring", "tree", inner)]
+        sums += [cgx.compressed_psum(x, names, codecs, leader=True) for codecs in (levels, outer)]
+        scattered = cgx.compressed_psum_scatter(x, names, EXACT, schedule="ring", tiled=True)
+        return lax.psum(x, names), sums, lax.psum_scatter(x, names, tiled=True), scattered
+
+    spec = P(("a", "b", "c"))
+    of_ranks = jax.shard_map(lambda x: body(x[0]), mesh=m, in_specs=spec, out_specs=spec, check_vma=False)
+    total, sums, part, scattered = jax.jit(of_ranks)(x)
+    for found in sums:
+        np.testing.assert_array_equal(found, total)
+    np.testing.assert_array_equal(scattered, part)
 
 
 def test_schedules_under_vmap():

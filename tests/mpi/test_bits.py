@@ -221,6 +221,18 @@ def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
 
 
 @pytest.mark.parametrize("inner", ["SHM", "MPI"])
+@pytest.mark.parametrize("grid", list(dict.fromkeys(GRIDS)), ids=str)
+def test_a_leader_under_vmap(grid, inner, monkeypatch):
+    """A rank that isn't a leader sends as many rows as the leader."""
+    monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
+    found, x = nodes(grid), jnp.arange(6.0).reshape(2, 3) + COMM.rank
+    codecs = {"cross": cgx.Lossless(), "inner": cgx.Raw()}
+    allreduce = jax.vmap(lambda x: cgx.mpi.compressed_allreduce(x, codecs, found, leader=True))
+    expected = N * np.arange(6.0).reshape(2, 3) + N * (N - 1) / 2
+    np.testing.assert_array_equal(jax.jit(allreduce)(x), expected)
+
+
+@pytest.mark.parametrize("inner", ["SHM", "MPI"])
 def test_the_levels_of_a_hierarchy(inner, monkeypatch):
     """Each level is used alone as `comm`, and so are all ranks of one node together. Leaves have every dtype."""
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)

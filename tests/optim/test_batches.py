@@ -38,7 +38,7 @@ def close(found, expected):
 def step_of(loss=loss_fn, mesh=None, **options):
     """Returns a function of a batch that gives (loss, parameters) after a step of SGD."""
     mesh = mesh_of(4) if mesh is None else mesh
-    train = cgx.make_train_step(loss, optax.sgd(1.0), mesh, plan=cgx.Raw(), **options)
+    train = cgx.make_train_step(loss, optax.sgd(1.0), mesh, **{"plan": cgx.Raw()} | options)
 
     def step(batch, key=None):
         params, _, metrics = train.step(*train.init(W), batch, key)
@@ -95,6 +95,15 @@ def test_meshes_with_axes_of_both_types():
     words = says("make_train_step", "mesh", expected="all Auto Explicit", got="one with 'model'", remedy="axis_types=")
     with raises(ValueError, words):
         step_of(mesh=mesh(*kinds[::-1]), param_specs=P(None, "model"))
+
+
+@NESTED
+@pytest.mark.parametrize("options", [dict(plan={0: cgx.Raw(), 1: cgx.MaxMin(8)}), dict(accumulate=2)], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_model_axis_with_a_schedule_of_plans_or_micro_batches(kind, options):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    close(step_of(loss, mesh=mesh, param_specs=P(None, "model"), **options)(BATCH["x"]), plain(BATCH["x"], loss))
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,11 @@ def derivative(axes, x):
         parts = (
             cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8)),
             cgx.compressed_all_to_all(x["w"], axes, 0, 0, cgx.MaxMin(4)),
+            cgx.compressed_all_gather(x["half"], axes, cgx.Raw()),
         )
-        return (
-            sum(jnp.sum(jnp.sin(y)) for y in parts)
-            + jnp.sum(cgx.compressed_psum_scatter(x["w"], axes, cgx.MaxMin(8))) ** 2
-        )
+        sums = (cgx.compressed_psum_scatter(x["w"], axes, codec) for codec in (cgx.MaxMin(8), cgx.Raw()))
+        wide = lambda y: y.astype(jnp.float32)
+        return sum(jnp.sum(jnp.sin(wide(y))) for y in parts) + sum(jnp.sum(y) ** 2 for y in sums)
 
     return jax.grad(loss)(x)
 

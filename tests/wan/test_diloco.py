@@ -356,6 +356,32 @@ def test_another_number_of_centers(tmp_path):
     assert int(restored.count) == 7 and np.isfinite(metrics.loss).all()
 
 
+def test_noise_of_restored_centers(tmp_path):
+    """All centers have the same batch. With the bits of a new run, their noise differs."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    plan = cgx.Plan(cgx.MaxMin(2, 8, rounding="stochastic"), min_size=0)
+    batch = jax.random.normal(jax.random.key(3), (4, 8))
+
+    def make(centers):
+        given = cgx.wan.diloco(INNER, "sgd", every=100)
+        mesh = jax.make_mesh((centers, 2), ("dc", "local"), (AxisType.Auto,) * 2, devices=jax.devices()[: 2 * centers])
+        axes = dict(data_axis=("dc", "local"), plan=plan, donate=False, diloco=given)
+        return cgx.make_train_step(lambda params, x: ((x @ params) ** 2).mean(), INNER, mesh, **axes)
+
+    def centers_after_a_step(train, params, state):
+        _, state, _ = train.step(params, state, np.tile(batch, (len(state.centers.rows.params), 1)))
+        return np.asarray(state.centers.rows.params)
+
+    first, params = make(2).init(normal((8, 16), 4)), make(4).init(normal((8, 16), 4))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "two", first)
+    new, restored = (
+        centers_after_a_step(make(4), *given) for given in (params, cgx.restore_state(tmp_path / "two", params))
+    )
+    np.testing.assert_array_equal(restored, new)
+    assert all(np.abs(row - new[0]).max() > 1e-3 for row in new[1:])
+
+
 def test_centers_of_one_rank_continue_those_of_several(tmp_path):
     """And the other way round, if nothing is compressed inside a center."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
