@@ -10,6 +10,7 @@ whether steps are alike.
 
 import argparse
 import functools
+import itertools
 import math
 import pathlib
 import re
@@ -38,6 +39,7 @@ FAMILIES = {
     "MaxMin, rotated": [cgx.MaxMin(bits, rotate=True) for bits in (2, 3, 4, 5)],
     "Eden": [cgx.Eden(bits) for bits in range(1, 7)],
     "AbsMax": [cgx.AbsMax(bits) for bits in (3, 4, 8)],
+    "AbsMax, rotated": [cgx.AbsMax(bits, rotate=True) for bits in (3, 4, 8)],
     "ByteGrad": [cgx.ByteGrad()],
     "Float8": [cgx.Float8()],
     "Cast": [cgx.Cast("float16"), cgx.Cast("bfloat16")],
@@ -45,10 +47,12 @@ FAMILIES = {
     "TopK": [cgx.TopK(0.01), cgx.TopK(0.1)],
     "PowerSGD": [cgx.PowerSGD(rank) for rank in (1, 4)],
     "Micro": [cgx.Micro("nvfp4"), cgx.Micro("mxfp4"), cgx.Micro("mxfp8")],
+    "Lossless": [cgx.Lossless()],
 }
 KINDS = *RANDOM, *PART
 CHOICES = *FAMILIES["Eden"], cgx.MaxMin(7), cgx.MaxMin(8)  # for each leaf, L-GreCo chooses one of these
 BY_LEAF = "bits by leaf"
+EXACT = 1e-12  # smaller errors are those of float32
 MOST, TABLE_RANKS = 64, (2, 8, 64)  # ranks: the most of a mean, and the columns of the table
 ONE = 8  # ranks that are averaged for the error of one encoding
 # (bits per element, vNMSE of one encoding or of a mean). EDEN's figure is D / (1 - D), where D is the distortion of
@@ -62,6 +66,7 @@ PUBLISHED = {
 
 # The predictions
 RANKS = 2, 8
+NODE = 2  # ranks of a node in a hierarchy, in which each node sums uncompressed numbers
 SIZE = 2**19  # random numbers per rank
 SEEDS = 2  # sums of random numbers
 TAKEN = 6  # sums of gradients
@@ -74,7 +79,12 @@ PREDICTED = [
     cgx.MaxMin(4),
     cgx.MaxMin(4, rounding="stochastic"),
     cgx.MaxMin(4, rounding="correlated"),
+    cgx.MaxMin(4, rotate=True),
     cgx.MaxMin(8),
+    cgx.AbsMax(4),
+    cgx.Eden(2),
+    cgx.Eden(4),
+    cgx.Micro("nvfp4"),
     cgx.Float8(),
     cgx.ByteGrad(),
     cgx.Sign(),
@@ -118,26 +128,31 @@ def samples(kind, ranks):
     return [of(0)], [of(1 + seed) for seed in range(SEEDS)]
 
 
-def predict(found, codec, schedule):
-    """Returns the vNMSE over all samples."""
-    ranks = len(found[0])
+def predict(found, codec, schedule, node=1):
+    """Returns the vNMSE over all samples, for nodes of `node` ranks."""
+    nodes = len(found[0]) // node
     if codec.low_rank:  # per matrix
         powers = [np.square(sample.sum(0)).sum() for sample in found]
-        return float(np.average([Losses(sample, codec).error(schedule, ranks) for sample in found], weights=powers))
-    cut = len(found) * (1 if schedule == "one_shot" else ranks)
-    return Losses(np.concatenate(found, 1), codec, cut=cut).error(schedule, ranks)
+        errors = [Losses(sample, codec).error(schedule, nodes, each=node) for sample in found]
+        return float(np.average(errors, weights=powers))
+    cut = len(found) * node * (1 if schedule == "one_shot" else nodes)
+    return Losses(np.concatenate(found, 1), codec, cut=cut).error(schedule, nodes, each=node)
 
 
 @functools.lru_cache
-def program(codec, schedule):
-    """Returns compressed_pmean of leaves [ranks, ...], as the first rank gets it."""
+def program(codec, schedule, node=1):
+    """Returns compressed_pmean of leaves [ranks, ...], as the first rank gets it, for nodes of `node` ranks."""
 
     def mean(leaves, key):
         key = key if codec.stochastic else None
-        return cgx.compressed_pmean(leaves, "data", codec, schedule=schedule, key=key)
+        if node == 1:
+            return cgx.compressed_pmean(leaves, "node", codec, schedule=schedule, key=key)
+        codecs, schedules = {"node": codec, "local": cgx.Raw()}, {"node": schedule, "local": "auto"}
+        return cgx.compressed_pmean(leaves, ("node", "local"), codecs, schedule=schedules, key=key)
 
-    of_ranks = jax.vmap(mean, in_axes=(0, None), axis_name="data")
-    return jax.jit(lambda leaves, key: [x[0] for x in of_ranks(leaves, key)])
+    of_ranks = jax.vmap(jax.vmap(mean, in_axes=(0, None), axis_name="local"), in_axes=(0, None), axis_name="node")
+    rows = lambda x: x.reshape(-1, node, *x.shape[1:])
+    return jax.jit(lambda leaves, key: [x[0, 0] for x in of_ranks(list(map(rows, leaves)), key)])
 
 
 def error(results, exact):
@@ -146,11 +161,13 @@ def error(results, exact):
     return float(lost / sum(np.square(x, dtype=np.float64).sum() for x in exact))
 
 
-def measure(codec, schedule, sums):
-    """Returns the vNMSE of compressed_pmean over all sums. A sum has leaves [ranks, ...]."""
+def measure(codec, schedule, sums, node=1):
+    """Returns the vNMSE of compressed_pmean over all sums, for nodes of `node` ranks. A sum has leaves [ranks, ...]."""
     results, exact = [], []
     for seed, leaves in enumerate(sums):
-        results += map(np.asarray, program(codec, schedule)([jnp.asarray(x) for x in leaves], jax.random.key(seed)))
+        results += map(
+            np.asarray, program(codec, schedule, node)([jnp.asarray(x) for x in leaves], jax.random.key(seed))
+        )
         exact += [x.mean(0, dtype=np.float64) for x in leaves]
     return error(results, exact)
 
@@ -235,8 +252,8 @@ def draw(path, rows):
         for ax, kind in zip(axes, KINDS):
             for color, family in enumerate([*FAMILIES, BY_LEAF]):
                 points = [(r["bits"], r[measured]) for r in rows if (r["family"], r["numbers"]) == (family, kind)]
-                # Lossless codecs have no place on a logarithmic axis.
-                points = sorted((n, lost) for n, lost in points if lost)
+                # Lossless codecs have no place on the axis: their sums lose only what float32 rounds.
+                points = sorted((n, lost) for n, lost in points if lost > EXACT)
                 if points:
                     style = dict(marker="o", markersize=4, linewidth=1, color=colormaps["tab20"](color))
                     found[family] = ax.plot(*zip(*points), **style)[0]
@@ -282,7 +299,8 @@ NOTES = f"""\
 The tables of codecs:
 
 - Errors are vNMSE: |result - exact|^2 / |exact|^2, without feedback. one: the error of one encoding. mean of N: the
-  error of compressed_pmean over N ranks, with two_shot, which encodes twice. Bits include the metadata.
+  error of compressed_pmean over N ranks, with two_shot, which encodes twice. Bits include the metadata. Those of
+  Lossless are the most that it needs; over Tcp, it sends about 27.
 - normal, laplace, student (3 degrees of freedom): independent numbers. transformer, ResNet-20: gradients of the models
   of training_speed.py after {STEPS} steps, with a batch per rank, for the leaves that plans compress (of the
   transformer only those of one block). [errors.png](errors.png) draws all of this.
@@ -295,6 +313,8 @@ The predictions:
 - Errors are those of one compressed_pmean, over {SEEDS} sums, or {TAKEN} of gradients.
 - normal, laplace, student (3 degrees of freedom): {SIZE:,} independent numbers of each rank, of variance 1, 2 and 3.
 - {GRADIENTS}: gradients of the largest layer of a network that learns scikit-learn's digits, after {STEPS} steps.
+- 4 x {NODE} ranks: a hierarchy of 4 nodes. The ranks of a node sum uncompressed numbers, and the nodes exchange
+  compressed sums by the schedule.
 - off: the prediction over the measurement, minus 1. Predictions are made from other random numbers, or from the same
   gradients.
 - Errors near 1 and above mean that the result has little to do with the mean. Such sums need feedback.
@@ -315,21 +335,32 @@ def main():
             for codec in PREDICTED:
                 if not re.search(args.codecs or "", spell(codec)):
                     continue
-                for schedule in schedules(codec):
-                    exact = measure(codec, schedule, [[x] for x in sums])
+                for schedule, node in itertools.product(schedules(codec), (1, NODE) if ranks > NODE else (1,)):
+                    exact = measure(codec, schedule, [[x] for x in sums], node)
                     row = dict(
                         codec=spell(codec),
                         numbers=kind,
                         ranks=ranks,
+                        node=node,
                         schedule=schedule,
                         measured=exact,
-                        predicted=predict(found, codec, schedule),
+                        predicted=predict(found, codec, schedule, node),
                     )
                     row["off"] = round(row["predicted"] / exact - 1, 4)
                     report.data["rows"].append(row)
                     off = f"{100 * row['off']:+.1f} %" + ("" if abs(row["off"]) <= GOAL else " ✗")
                     report.show(
-                        line([row["codec"], kind, ranks, schedule, f"{exact:.3g}", f"{row['predicted']:.3g}", off])
+                        line(
+                            [
+                                row["codec"],
+                                kind,
+                                ranks if node == 1 else f"{ranks // node} x {node}",
+                                schedule,
+                                f"{exact:.3g}",
+                                f"{row['predicted']:.3g}",
+                                off,
+                            ]
+                        )
                     )
     summary(report)
     report.show("", *NOTES.splitlines())
