@@ -176,12 +176,17 @@ def _weighted(op: str, names: tuple[Any, ...], cts: list[Any]) -> list[Any]:
 
 
 def _check_own_residuals(call: Call, residuals: list[Any]) -> None:
-    """Checks that residuals vary over the ranks. Otherwise JAX would add up their gradients over the ranks."""
+    """Checks that residuals vary over the ranks and with their leaf, as the new residuals do."""
     tracked = _compat.tracked_axes(call.net.names)
-    for path, array in zip(call.paths, residuals):
-        if array is not None and (same := sorted(tracked - _compat.varying_axes(array), key=call.net.names.index)):
+    for path, array, leaf in zip(call.paths, residuals, call.leaves):
+        if array is None:
+            continue
+        if same := sorted(map(str, (tracked | _compat.varying_axes(leaf)) - _compat.varying_axes(array))):
             got = f"one that is the same on every rank of {', '.join(map(repr, same))}"
-            remedy = "keep a row for each rank, and give shard_map a spec with the axis for them"
+            remedy = (
+                "keep a row for each rank, and give shard_map a spec with the axis for them; for zeros that are made "
+                "inside, jax.lax.pcast(zeros, axis_name, to='varying')"
+            )
             raise wrong(call.op, "residuals", "this rank's own array", got, remedy, path=path)
 
 
@@ -237,7 +242,7 @@ def sync_in_backward(
         gradients of all uses. If the loss depends on none of the leaves of a message, JAX skips its exchange, and the
         message's residuals become zeros.
       order: the order in which the gradients are ready, from `backward_order`. Messages are made and sent in this
-        order. By default, the last leaves are sent first.
+        order. By default, the last leaves are sent first. Leaves that travel raw, each on its own, follow.
       schedule: how the bytes travel.
       own: how a rank adds its own part.
       leader: whether only one rank of each node takes part in the exchange between nodes.
@@ -284,6 +289,10 @@ def _in_backward(message: Message, call: Call, exchange: Callable[[Message], Mes
     The gradients of the message's residuals are the new residuals.
     """
     varying = [_compat.varying_axes(x) for x in message.leaves]
+    if message.residuals:  # of a leaf without feedback, they are zeros, which don't vary over the ranks yet
+        ranks = _compat.tracked_axes(call.net.names)
+        own = [_compat.vary(r, ranks | axes) for r, axes in zip(message.residuals, varying)]
+        message = message.replace(residuals=own)
 
     @jax.custom_vjp
     def identity(message: Message) -> list[Any]:

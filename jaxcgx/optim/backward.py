@@ -11,8 +11,8 @@ from jaxcgx.checks import wrong
 def backward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
     """Returns the order in which the gradients of `params` are ready in the backward pass of `loss_fn`.
 
-    The order is a tuple of the numbers of the leaves, for `compress_gradients(..., order=...)`. Arrays may be
-    jax.ShapeDtypeStructs, because nothing is computed.
+    The order is a tuple of the numbers of the leaves, for `compress_gradients(..., order=...)` and
+    `sync_in_backward(..., order=...)`. Arrays may be jax.ShapeDtypeStructs, because nothing is computed.
 
     Args:
       loss_fn: a function `(params, *args)` that returns a loss, or (loss, auxiliary outputs).

@@ -187,10 +187,12 @@ def advise(
     networks: dict[Choice, Network] = {}
     for codec in codecs:
         losses = Losses(_sample(gradients, codec.low_rank), codec, cut=case.nodes)
-        speed = dataclasses.asdict(machine.kernels(codec))
+        speed = machine.kernels(codec)
         for mover in cluster.movers:
-            network = dataclasses.replace(cluster.between(mover), **speed)
             for schedule in ("psum",) if codec.low_rank else costs.SCHEDULES:
+                encode = speed.encode if schedule == "ring" else speed.encode_fed  # a ring allows no feedback
+                links = cluster.between(mover)
+                network = dataclasses.replace(links, encode=encode, decode=speed.decode, reduce=speed.reduce)
                 error = losses.error(schedule, case.nodes, each=case.each)
                 rows.append(case.choice(codec, schedule, network=network, error=error))
                 networks[rows[-1]] = network

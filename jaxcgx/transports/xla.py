@@ -56,8 +56,8 @@ class Axes(base.Transport):
 
     @property
     def on_mesh(self) -> bool:
-        """Whether the axes are those of a mesh, and not of vmap."""
-        return set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+        """Whether the axes are those of a mesh that shard_map has made manual, and not of vmap."""
+        return set(self.names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def all_gather(self, row: jax.Array) -> jax.Array:
         rows = row

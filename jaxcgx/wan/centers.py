@@ -20,6 +20,7 @@ from jaxcgx.optim.halves import after
 from jaxcgx.optim.leaves import check_real, flatten
 from jaxcgx.optim.model_state import PerRank, put
 from jaxcgx.optim.model_state import fold as fold_keys
+from jaxcgx.optim.nesting import has_rows
 from jaxcgx.optim.placement import Placement
 from jaxcgx.optim.ranks import MeshRanks, Ranks
 from jaxcgx.optim.require import import_optax
@@ -243,12 +244,11 @@ class Centers:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.name))
         center, model_state = _of_rank(state.centers.rows), jax.tree_util.tree_map(lambda x: x[0], model_states.rows)
-        sent = _with_keys(center.sent, lambda _, key: fold(key, lax.axis_index(self.name)))
+        sent = _with_folded_keys(center.sent, lax.axis_index(self.name))
         own, model_state, (sent, inner), found = training.step(
             center.params, model_state, opt_state=(sent, center.inner), batch=batch, key=key
         )
-        known = dict(jax.tree_util.tree_leaves_with_path(center.sent))
-        sent = _with_keys(sent, lambda path, _: known[path])
+        sent = _with_keys(sent, center.sent)
         # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one another.
         count = after(found.loss, state.count + 1)
         both, exchanges = self._exchange(training, count, Both(params, own, center.start), state.exchanges)
@@ -322,17 +322,24 @@ def _row(tree: Any) -> Any:
     return jax.tree_util.tree_map(lambda x: x[None], tree)
 
 
-def _with_keys(sent: Any, new: Callable[..., Any]) -> Any:
-    """Returns a state of an exchange whose keys are `new(path, key)`.
+def _has_key(x: Any) -> bool:
+    """Returns whether this is the state of an exchange that may draw noise."""
+    return has_rows(x) and hasattr(x, "key")
 
-    The keys in the state are the same in all centers, so that it can be restored on any number of centers. A step folds
-    its center into them, because centers draw independent noise.
+
+def _with_folded_keys(sent: Any, center: Any) -> Any:
+    """Returns a center's state of an exchange with its number folded into the keys, so that its noise is its own.
+
+    The keys in the optimizer's state are the same in all centers, so it can be restored on any number of centers.
     """
+    folded = lambda x: x._replace(key=fold(x.key, center)) if _has_key(x) else x
+    return jax.tree_util.tree_map(folded, sent, is_leaf=_has_key)
 
-    def of_leaf(path: Any, x: Any) -> Any:
-        return new(path, x) if path and getattr(path[-1], "name", None) == "key" else x
 
-    return jax.tree_util.tree_map_with_path(of_leaf, sent)
+def _with_keys(sent: Any, before: Any) -> Any:
+    """Returns the state `sent` with the keys of the state `before`."""
+    keyed = lambda new, old: new._replace(key=old.key) if _has_key(new) else new
+    return jax.tree_util.tree_map(keyed, sent, before, is_leaf=_has_key)
 
 
 def _rows(center: Center) -> Center:

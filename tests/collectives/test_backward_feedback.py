@@ -36,6 +36,9 @@ def floats(tree):
     return {k: x for k, x in tree.items() if k != "z"}
 
 
+WITHOUT_ONE = {**RESIDUALS, "b1": None}  # b1 shares a message with leaves that have residuals
+
+
 def steps(gradients, check_vma=True, residuals=RESIDUALS):
     """Returns the gradients and the residuals of the last of three steps. `gradients` makes those of a rank."""
 
@@ -85,9 +88,10 @@ def assert_same(found, expected):
 )
 @CHECKS
 def test_as_at_the_end(check_vma, arguments):
-    way = steps(functools.partial(on_the_way, **arguments), check_vma)
-    end = steps(functools.partial(at_the_end, **arguments), check_vma)
-    assert_same(way, end)
+    for residuals in (RESIDUALS, WITHOUT_ONE):
+        way = steps(functools.partial(on_the_way, **arguments), check_vma, residuals)
+        end = steps(functools.partial(at_the_end, **arguments), check_vma, residuals)
+        assert_same(way, end)
 
 
 def test_a_gradient_from_outside():
@@ -104,6 +108,36 @@ def test_a_gradient_from_outside():
         found = jax.jit(jax.grad(around, argnums=(0, 1)))(floats(PARAMS), residuals, x)
         residuals = found[1]
     assert_same(found, steps(on_the_way))
+
+
+def test_levels_with_remat():
+    """Two axes with a codec each, and jax.checkpoint around the loss."""
+    codecs = {"node": CODEC, "local": cgx.Raw()}
+    mesh = jax.make_mesh((2, 2), ("node", "local"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
+    both = P(("node", "local"))
+
+    def on_the_way(residuals, x):
+        def synchronised(given, residuals):
+            params = cgx.sync_in_backward({**PARAMS, **given}, ("node", "local"), codecs, residuals=residuals)
+            return loss(params, x)
+
+        return jax.grad(jax.checkpoint(synchronised), argnums=(0, 1))(floats(PARAMS), residuals)
+
+    def at_the_end(residuals, x):
+        _, grads = cgx.local_value_and_grad(lambda g: loss({**PARAMS, **g}, x), ("node", "local"))(floats(PARAMS))
+        grads, new = cgx.compressed_pmean(grads, ("node", "local"), codecs, residuals=floats(residuals))
+        return grads, {**new, "z": None}
+
+    results = []
+    for gradients in (on_the_way, at_the_end):
+
+        def of_a_rank(residuals, x, gradients=gradients):
+            grads, new = gradients(jax.tree.map(lambda r: r[0], residuals), x)
+            return grads, jax.tree.map(lambda r: r[None], new)
+
+        step = jax.shard_map(of_a_rank, mesh=mesh, in_specs=(both, both), out_specs=(P(), both))
+        results.append(jax.jit(step)(RESIDUALS, BATCHES[0]))
+    assert_same(*results)
 
 
 def test_layers_in_a_loop():

@@ -1,5 +1,6 @@
 """Tests that shapes, dtypes and values are those of lax's collectives, wherever a named axis can be bound."""
 
+import contextlib
 import functools
 import itertools
 
@@ -210,8 +211,10 @@ def test_schedules_under_vmap():
     for got in jax.vmap(jax.vmap(body, axis_name="b"), axis_name="a")(x):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1)), x.shape))
     for schedule in ("ring", "tree", Overlay.owners(3, [1, 0, 2])):  # over one axis, whose ranks may not all send
-        got = jax.vmap(lambda x: cgx.compressed_psum(x, "b", EXACT, schedule=schedule), axis_name="b")(x[0])
-        np.testing.assert_array_equal(got, np.broadcast_to(x[0].sum(0), x[0].shape))
+        for context in (contextlib.nullcontext(), jax.set_mesh(mesh(2, 4))):  # whose axes have the same names
+            with context:
+                got = jax.vmap(lambda x: cgx.compressed_psum(x, "b", EXACT, schedule=schedule), axis_name="b")(x[0])
+            np.testing.assert_array_equal(got, np.broadcast_to(x[0].sum(0), x[0].shape))
 
 
 @pytest.mark.short

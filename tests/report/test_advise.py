@@ -43,7 +43,7 @@ CODECS = [
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Kernels of a known speed, so that no test measures them."""
-    monkeypatch.setattr(machine, "kernels", lambda codec: machine.Kernels(10e9, 10e9, 20e9))
+    monkeypatch.setattr(machine, "kernels", lambda codec: machine.Kernels(20e9, 10e9, 10e9, 20e9))
 
 
 def advice(tree=SHAPES, codecs=(FOUR,), **options):
@@ -243,6 +243,7 @@ def test_costs_and_measured_kernels_have_the_same_units(codec, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(machine, "_time", lambda step, carry: 1.0)
     speeds = dataclasses.asdict(machine._measure(codec))
+    assert speeds.pop("encode_fed") == speeds["encode"]
     leaf = jax.ShapeDtypeStruct((2048, machine.SIZE // 2048), jnp.float32)
     load = costs.Load.of(codec, [leaf], 4 * machine.SIZE, 4, None)
     assert costs.seconds("one_shot", load, cgx.Network(**speeds)).kernels == pytest.approx(2, rel=1e-3)
@@ -319,6 +320,23 @@ def test_what_advise_refuses(options, said):
 def test_a_rate_is_no_cluster():
     with raises(TypeError, says("advise", "cluster", expected="a jaxcgx.Cluster", got="'1gbit'")):
         cgx.advise(SHAPES, "1gbit")
+
+
+def test_encoding_is_measured_and_counted_with_feedback(monkeypatch):
+    """Except on a ring, which allows none."""
+    fast = advice(compute_ms=1).rows
+    monkeypatch.setattr(machine, "kernels", lambda codec: machine.Kernels(20e9, 1e9, 10e9, 20e9))
+    for before, row in zip(fast[1:], advice(compute_ms=1).rows[1:], strict=True):
+        assert (row.exchange > 1.01 * before.exchange) == (row.schedule != "ring")
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "SIZE", 2**14)
+    results = []
+    monkeypatch.setattr(machine, "_time", lambda step, carry: results.append(step(*carry)[1]) or 1.0)
+    for codec in (FOUR, cgx.PowerSGD(2)):
+        machine._measure(codec)
+    plain, (_, (residual,)), *_ = results
+    assert plain.dtype == np.uint8 and residual.dtype == np.float32 and np.abs(residual).max() > 0
+    assert results[4].shape == results[5].shape and np.abs(results[4] - results[5]).max() > 0
 
 
 def test_kernels_are_measured_once(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Tests diloco against NumPy, bit for bit, with every part of it, and what it must never do."""
 
+import collections
 import functools
 
 import jax
@@ -380,6 +381,20 @@ def test_noise_of_restored_centers(tmp_path):
     )
     np.testing.assert_array_equal(restored, new)
     assert all(np.abs(row - new[0]).max() > 1e-3 for row in new[1:])
+
+
+def test_parameters_that_are_named_key():
+    """Their residuals aren't the keys of noise."""
+    attention = collections.namedtuple("Attention", ["query", "key"])
+    mesh = jax.make_mesh((2, 2), ("dc", "local"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    given = cgx.wan.diloco(INNER, "sgd", every=2, plan=cgx.MaxMin(4))
+    loss = lambda params, x: ((x @ params.query) * (x @ params.key)).mean()
+    plan = cgx.Plan(cgx.MaxMin(4, 8, rounding="stochastic"), min_size=0)
+    train = cgx.make_train_step(loss, INNER, mesh, data_axis=("dc", "local"), plan=plan, diloco=given)
+    params, state = train.init(attention(normal((8, 16), 1), normal((8, 16), 2)))
+    _, state, metrics = train.step(params, state, normal((8, 8), 3))
+    assert np.isfinite(metrics.loss).all()
+    assert np.abs(state.centers.rows.sent.residuals.key).max() > 0
 
 
 def test_centers_of_one_rank_continue_those_of_several(tmp_path):
