@@ -88,8 +88,8 @@ NOTES = f"""\
   rate of at most {RATE} inside. All runs of a seed begin with the same weights, and see the same batches. {BEGUN:,}
   steps in float32 have made these weights: DiLoCo is for training that is under way. A network learns so much in its
   first steps that exchanges after 100 steps come too late for it. loss: of the outer parameters on held-out text, after
-  the last step. With streaming, they lack the last exchange of one fragment. More:
-  how much more than the dense run of the same seed, the mean over seeds. A run without all seeds isn't complete.
+  the last step. With streaming, they lack the last exchange of one fragment. More: how much more than the dense run of
+  the same seed, the mean over seeds. A run without all seeds isn't complete.
 - bytes: what a center sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: the bytes
   of float32 in every step over these bytes.
 - Goals: at most {WORSE:.0%} more than the dense run, with the named factor fewer bytes. Without feedback, the loss must

@@ -173,7 +173,15 @@ def test_what_techniques_for_wide_areas_gain():
 
 def test_few_exchanges():
     rows = result("diloco")["rows"]
-    runs = "4 bits, H 20", "SparseLoCo, 1 %, 2 bits, H 15", "4 bits, H 100", "2 bits, H 20, no feedback"
+    runs = [
+        "4 bits, H 20",
+        "4 bits, H 100, SGD 1.5",
+        "4 bits, H 20, streaming",
+        "SparseLoCo, 1 %, 2 bits, H 15",
+        "SparseLoCo, no feedback",
+        "2 bits, H 20",
+        "2 bits, H 20, no feedback",
+    ]
     dense = {row["seed"]: row for row in rows if row["run"] == "float32, every step"}
     for run, (_, fewer, loss) in zip(runs, table("diloco", ["form", "fewer bytes in a step"])[1], strict=True):
         found = [row for row in rows if row["run"] == run]
