@@ -74,7 +74,6 @@ class Call:
     op: str
     net: Transport
     size: int  # the number of ranks
-    argument: str  # the name of the tree in errors
     gradients: bool  # whether the gradients of the leaves are exchanged, by the backward pass: in the opposite order
     tree: Any
     paths: list[Any]
@@ -106,7 +105,7 @@ class Call:
           gradients: whether the gradients of `x` will be exchanged, not `x`.
         """
         self.op, self.net, self.size, self.gradients = op, net, net.size, gradients
-        argument = self.argument = "params" if gradients else "x"
+        argument = self.argument
         check_flag(op, "strict", options.strict)
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
         self.paths = [path for path, _ in found]
@@ -143,6 +142,11 @@ class Call:
                 self.raw[i] = reason
             else:
                 self.groups.setdefault(self.routes[i], []).append(i)
+
+    @property
+    def argument(self) -> str:
+        """The name of the tree of leaves in errors."""
+        return "params" if self.gradients else "x"
 
     def _assign(self, argument: str, codec: Any) -> _Assigned:
         if isinstance(codec, plan.Plan):

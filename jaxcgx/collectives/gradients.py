@@ -272,8 +272,8 @@ def sync_in_backward(
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf  # because it has no gradient
-        own = kept.arrays["residuals"][i] if residuals is not None else None
-        message = Message((i,), [leaf], residuals=None if own is None else [own])
+        residual = None if residuals is None else kept.arrays["residuals"][i]
+        message = Message((i,), [leaf], residuals=None if residual is None else [residual])
         return _in_backward(message, reduction.call, raw)[0]
 
     def compressed(message: Message, route: Route) -> list[Any]:

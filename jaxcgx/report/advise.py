@@ -189,10 +189,10 @@ def advise(
         losses = Losses(_sample(gradients, codec.low_rank), codec, cut=case.nodes)
         speed = machine.kernels(codec)
         for mover in cluster.movers:
+            links = dataclasses.replace(cluster.between(mover), decode=speed.decode, reduce=speed.reduce)
             for schedule in ("psum",) if codec.low_rank else costs.SCHEDULES:
                 encode = speed.encode if schedule == "ring" else speed.encode_fed  # a ring allows no feedback
-                links = cluster.between(mover)
-                network = dataclasses.replace(links, encode=encode, decode=speed.decode, reduce=speed.reduce)
+                network = dataclasses.replace(links, encode=encode)
                 error = losses.error(schedule, case.nodes, each=case.each)
                 rows.append(case.choice(codec, schedule, network=network, error=error))
                 networks[rows[-1]] = network

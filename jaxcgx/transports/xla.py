@@ -90,13 +90,13 @@ class Axes(base.Transport):
 
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
         if _compat.reduce_scatter_is_wrong():
-            rows = base.split_rows(base.countable(x), scatter_dimension, size=self.size, tiled=tiled)
-            return base.add(Axes.all_to_all(self, rows))  # XLA's, also over Tcp, because it has derivatives
+            # An all_to_all of XLA, also over Tcp, because it has derivatives
+            return base.Transport.plain_psum_scatter(Axes(self.names), x, scatter_dimension, tiled)
         return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
         if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
-            rows = Axes.all_to_all(self, jnp.broadcast_to(x, (self.size, *x.shape)))
+            rows = Axes(self.names).all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
             return base.join_rows(rows, axis, tiled)
         return _compat.all_gather(x, self.names, axis=axis, tiled=tiled, to=to)
 

@@ -244,11 +244,12 @@ class Centers:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.name))
         center, model_state = _of_rank(state.centers.rows), jax.tree_util.tree_map(lambda x: x[0], model_states.rows)
-        sent = _with_folded_keys(center.sent, lax.axis_index(self.name))
+        # Centers draw independent noise. Their keys in the state are equal, so that there may be any number of centers.
+        sent = _map_keys(lambda key: fold(key, lax.axis_index(self.name)), center.sent)
         own, model_state, (sent, inner), found = training.step(
             center.params, model_state, opt_state=(sent, center.inner), batch=batch, key=key
         )
-        sent = _with_keys(sent, center.sent)
+        sent = _map_keys(lambda _, key: key, sent, center.sent)
         # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one another.
         count = after(found.loss, state.count + 1)
         both, exchanges = self._exchange(training, count, Both(params, own, center.start), state.exchanges)
@@ -322,24 +323,15 @@ def _row(tree: Any) -> Any:
     return jax.tree_util.tree_map(lambda x: x[None], tree)
 
 
-def _has_key(x: Any) -> bool:
-    """Returns whether this is the state of an exchange that may draw noise."""
-    return has_rows(x) and hasattr(x, "key")
+def _map_keys(function: Callable[..., Any], sent: Any, *others: Any) -> Any:
+    """Returns a state of an exchange with new keys of noise: function(key, the keys of other states of its form)."""
+    has_key = lambda x: has_rows(x) and hasattr(x, "key")
 
+    def of_state(*states: Any) -> Any:
+        first = states[0]
+        return first._replace(key=function(*(x.key for x in states))) if has_key(first) else first
 
-def _with_folded_keys(sent: Any, center: Any) -> Any:
-    """Returns a center's state of an exchange with its number folded into the keys, so that its noise is its own.
-
-    The keys in the optimizer's state are the same in all centers, so it can be restored on any number of centers.
-    """
-    folded = lambda x: x._replace(key=fold(x.key, center)) if _has_key(x) else x
-    return jax.tree_util.tree_map(folded, sent, is_leaf=_has_key)
-
-
-def _with_keys(sent: Any, before: Any) -> Any:
-    """Returns the state `sent` with the keys of the state `before`."""
-    keyed = lambda new, old: new._replace(key=old.key) if _has_key(new) else new
-    return jax.tree_util.tree_map(keyed, sent, before, is_leaf=_has_key)
+    return jax.tree_util.tree_map(of_state, sent, *others, is_leaf=has_key)
 
 
 def _rows(center: Center) -> Center:
