@@ -98,7 +98,8 @@ def leaves_loop(operation, codec, _):
             steps.append(step)
             carries.append(carry)
         each = lambda *carries: tuple(jax.lax.optimization_barrier(step(*carry)) for step, carry in zip(steps, carries))
-        return jax.tree.leaves(kernels.repeat(each, tuple(carries), ITERATIONS))[-1].ravel()[0]
+        # The result takes a number of each set. Without it, XLA would drop the set.
+        return [jax.tree.leaves(carry)[-1].ravel()[0] for carry in kernels.repeat(each, tuple(carries), ITERATIONS)]
 
     compiled = jax.jit(program).lower(sets).compile()
     return lambda: jax.block_until_ready(compiled(sets)), source.chunk_bytes + coded.chunk_bytes, SETS

@@ -44,6 +44,12 @@ Status launch_nothing(cudaStream_t stream) {
   return launch(config, nothing_kernel, "empty kernel");
 }
 
+bool begins_early() {
+  constexpr int kWaits = 90;  // place_of waits from this architecture on
+  cudaFuncAttributes attributes = {};
+  return cudaFuncGetAttributes(&attributes, nothing_kernel) == cudaSuccess && attributes.ptxVersion >= kWaits;
+}
+
 Status encode_all(const Call& call) {
   const Codec& codec = call.layout.codec;
   if (is_fast(codec)) {

@@ -17,6 +17,17 @@ Status launch(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), c
   return error == cudaSuccess ? Status() : Status{name, error};
 }
 
+// Adds to a counter. Releases the stores before it, and acquires the stores before the other threads' additions.
+CGX_D uint32_t add_in_order(uint32_t* counter, uint32_t x) {
+#if defined(__CUDA_ARCH__)
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
+  return before;
+#else
+  return atomicAdd(counter, x);
+#endif
+}
+
 constexpr int kSlotBits = 30;
 
 // A piece, or the part of a piece that a kernel processes. `slot` is row * chunks + chunk. Some kernels use `meta`, and
@@ -104,6 +115,11 @@ struct Place {
 };
 template <class T>
 CGX_D Place place_of(const T& t) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // The next kernel may be launched now (Call::early). This one waits until the previous one has ended.
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   const Message& m = t.message;
   Place p;
   p.index = -1;
@@ -120,12 +136,27 @@ CGX_D Place place_of(const T& t) {
   } else if (m.keys != nullptr) {
     p.row = p.slot / m.chunks;
   }
-  // Binary search for the last entry at or before (slot, blockIdx.x).
+  // Binary search for the last entry at or before (slot, blockIdx.x). Its steps wait for each other, so it begins with
+  // the entry and its successor that would be right if all entries had equally many tiles.
+  const auto is_before = [&](int i) {
+    const Entry& e = t.entries[i];
+    return e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x);
+  };
   int from = 0, to = static_cast<int>(t.count);
+  if (to > 2) {
+    const uint32_t first = t.entries[0].slot, slots = t.entries[to - 1].slot - first + 1;
+    const float part = (static_cast<float>(blockIdx.x) + 0.5f) / static_cast<float>(gridDim.x),
+                all = (static_cast<float>(p.slot - first) + part) / static_cast<float>(slots);
+    const int guess = all < 1.0f ? static_cast<int>(all * static_cast<float>(to)) : to - 1;
+    const bool before = is_before(guess), next = guess + 1 < to && is_before(guess + 1);
+    if (!before)
+      to = guess;
+    else if (from = guess + 1; !next)
+      to = from;
+  }
   while (from < to) {
     const int middle = (from + to) >> 1;
-    const Entry& e = t.entries[middle];
-    if (e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x))
+    if (is_before(middle))
       from = middle + 1;
     else
       to = middle;
@@ -211,7 +242,11 @@ struct Call {
   Message message;
   cudaStream_t stream;
   bool clears_gaps = true;  // encoding sets all bytes of a chunk that no element writes to 0
+  bool early = false;       // a kernel may begin before the previous one has ended; place_of waits for that
 };
+
+// Returns whether kernels may begin early: whether the code that this GPU runs is code that waits. encode.cu
+bool begins_early();
 
 // Collects pieces in the order of slots. Launches a kernel whenever the table is full.
 template <class T>
@@ -222,6 +257,9 @@ class Launches {
     table_.count = 0;
     config_.blockDim = dim3(threads);
     config_.stream = call.stream;
+    early_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early_.val.programmaticStreamSerializationAllowed = 1;
+    config_.numAttrs = call.early ? 1 : 0;
   }
 
   // Adds a piece, which gets `tiles` thread blocks.
@@ -257,6 +295,7 @@ class Launches {
     const uint32_t lines = line(table_.entries[table_.count - 1].slot) - table_.first + 1;
     if (status_.call == nullptr) {
       config_.gridDim = dim3(static_cast<uint32_t>(widest_), lines);
+      config_.attrs = &early_;
       status_ = widest_ > INT32_MAX ? Status{name_, cudaErrorInvalidConfiguration}
                                     : cuda::launch(config_, kernel_, name_, table_);
     }
@@ -265,6 +304,7 @@ class Launches {
 
   T table_;
   cudaLaunchConfig_t config_ = {};
+  cudaLaunchAttribute early_ = {};
   void (*kernel_)(T);
   const char* name_;
   Status status_;

@@ -17,6 +17,7 @@ CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int6
 constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / kWarpSize;
 constexpr uint32_t kGroupSegments = kWarpSize;  // segments of a group: each lane of a warp scans one segment's counts
 constexpr int64_t kSegment = 1024, kGroup = kGroupSegments * kSegment;
+constexpr int64_t kFewSampled = 32 * kSelectThreads;  // a thread block can process a sample of this size alone
 struct SelectionWords {
   int64_t room;  // the most candidates of a segment that are kept
   int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
@@ -48,9 +49,9 @@ struct SelectionWords {
   // Returns the sample for the first threshold. Exact selection may use any sample, because its result does not depend
   // on the first threshold.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
-    constexpr int64_t kGuess = 32768, kEvery = 16;
+    constexpr int64_t kEvery = 16;
     if (s.select == Select::kExact)
-      s.share = n < kGuess * kEvery ? 1.0 / kEvery : static_cast<double>(kGuess) / static_cast<double>(n);
+      s.share = n < kFewSampled * kEvery ? 1.0 / kEvery : static_cast<double>(kFewSampled) / static_cast<double>(n);
     return Sample(s, n, k);
   }
 };

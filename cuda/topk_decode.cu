@@ -26,15 +26,16 @@ struct List {
   CGX_D uint32_t count() const { return list.is_implied() ? static_cast<uint32_t>(list.k) : memory[words.stretches]; }
   CGX_D uint32_t index(uint32_t j) const { return list.is_implied() ? j : indices()[j]; }
   CGX_D bool is_there(uint32_t j) const { return index(j) < list.n && (j == 0 || index(j) > index(j - 1)); }
-  // Returns the number of indices below a bound.
+  // Returns the number of indices below a bound. The lanes of a warp call this together, and read kWarpSize indices at
+  // a time. A thread alone would wait for one index after another.
   CGX_D uint32_t below(int64_t bound) const {
     uint32_t from = 0, to = count();
     while (from < to) {
-      const uint32_t middle = from + (to - from) / 2;
-      if (index(middle) < bound)
-        from = middle + 1;
-      else
-        to = middle;
+      const uint32_t step = (to - from - 1) / kWarpSize + 1, at = from + threadIdx.x % kWarpSize * step;
+      const auto less = static_cast<uint32_t>(__popc(__ballot_sync(kWholeWarp, at < to && index(at) < bound)));
+      if (less == 0) return from;
+      if (less * step < to - from) to = from + less * step;
+      from += (less - 1) * step + 1;
     }
     return from;
   }
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   each([&](int64_t j, int64_t) { largest = l.indices()[j] = larger(largest, l.indices()[j]); });
 }
 
-constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // kAtOnce: number of lists searched at a time
+constexpr uint32_t kScatterThreads = 256, kAtOnce = 64;  // kAtOnce: number of lists searched at a time
 constexpr int64_t kStretch = 4096;
 
 // Writes the sum of the lists in rank order, or NaN if `where` is out of range. The lists of the ranks are e.meta words
@@ -144,15 +145,17 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   const auto here = static_cast<uint32_t>(e.count - first < kStretch ? e.count - first : kStretch);
   List l(m, e, t.extras[p.index]);
   __shared__ float x[kStretch];
-  __shared__ uint32_t from[kScatterThreads];  // two per list: positions of the first index in and after the stretch
+  __shared__ uint32_t from[2 * kAtOnce];  // two per list: positions of the first index in and after the stretch
   for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) x[i] = p.rank == kNowhere ? float_of(kNaNBits) : 0.0f;
   for (uint32_t rank = 0; rank < m.ranks && p.rank != kNowhere; ++rank, l.memory += e.meta) {
     __syncthreads();
     if (rank % kAtOnce == 0) {
-      if (rank + threadIdx.x / 2 < m.ranks) {
+      const uint32_t lists = m.ranks - rank < kAtOnce ? m.ranks - rank : kAtOnce;
+      for (uint32_t i = threadIdx.x / kWarpSize; i < 2 * lists; i += kScatterThreads / kWarpSize) {
         List other = l;
-        other.memory += threadIdx.x / 2 * int64_t{e.meta};
-        from[threadIdx.x] = other.below(threadIdx.x % 2 == 0 ? first : first + here);
+        other.memory += i / 2 * int64_t{e.meta};
+        const uint32_t position = other.below(i % 2 == 0 ? first : first + here);
+        if (threadIdx.x % kWarpSize == 0) from[i] = position;
       }
       __syncthreads();
     }
@@ -216,9 +219,11 @@ Status launch_lists(const Call& call, const Memory& memory, int64_t lists, const
   return launches.finish();
 }
 
-// Decodes the indices of all lists of a message.
-Status decode_indices(const Layout& l, int64_t rows, const Memory& memory, const Message& m, cudaStream_t stream) {
-  Call call{l, rows, {}, m, stream};
+// Decodes the indices of all lists of a message, which has `rows` rows of one list each.
+Status decode_indices(const Call& given, int64_t rows, const Memory& memory) {
+  const Layout& l = given.layout;
+  Call call{l, rows, {}, given.message, given.stream};
+  call.early = given.early;
   call.message.ranks = 1;
   call.message.own = false;
   const auto stretches = [&](int64_t, size_t i, int64_t k, Item*) {
@@ -240,13 +245,15 @@ Status decode_topk(const Call& given) {
   const TopkWork work(l, call.batch, lists, encodes);
   if (work.end > UINT32_MAX) return too_large();
   m.lists = m.ranks;
-  Status s = decode_indices(l, rows, work.lists, m, call.stream);
+  call.early = begins_early();
+  Status s = decode_indices(call, rows, work.lists);
   if (s.call != nullptr) return s;
 
   const Values values(l, work.lists, m.workspace, nullptr,
                       [](int64_t n, int64_t k) { return ListWords(IndexList(n, k)).values; });
   if (s = check_size(values.layout, rows); s.call != nullptr) return s;
   Call decode_values{values.layout, rows, {values.leaves.data()}, message_of(values.layout), call.stream};
+  decode_values.early = call.early;
   decode_values.message.payloads = m.payloads;
   decode_values.message.where = m.where;
   decode_values.message.lists = m.lists;
@@ -270,7 +277,8 @@ Status clear(const Clear& a, cudaStream_t stream) {
   Call call{l, a.batch, {const_cast<const void* const*>(a.arrays)}, message_of(l), stream};
   call.message.payloads = a.payload;
   call.message.workspace = static_cast<float*>(a.workspace);
-  const Status s = decode_indices(l, a.batch, work.lists, call.message, stream);
+  call.early = begins_early();
+  const Status s = decode_indices(call, a.batch, work.lists);
   if (s.call != nullptr) return s;
   return launch_lists(call, work.lists, 1, {zero_kernel, "zero kernel", kScatterThreads},
                       [](int64_t, size_t, int64_t k, Item*) { return div_up(k, kScatterThreads); });

@@ -14,33 +14,6 @@ __global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t
   for (int64_t i = first; i < b_count; i += stride) b[i] = {0, 0, 0, 0};
 }
 
-// Sets bits of a byte of the payload, which was cleared before. It is atomic, because other threads may set other bits
-// of the same word.
-CGX_D void set_bits(uint8_t* byte, uint32_t bits) {
-  const auto at = reinterpret_cast<uintptr_t>(byte);
-  atomicOr(reinterpret_cast<uint32_t*>(at & ~uintptr_t{3}), bits << (8 * (at & 3)));
-}
-
-// Writes the list of indices, one index per thread. Missing elements get index n and value 0.
-__global__ void __launch_bounds__(kSelectThreads, 4) list_kernel(const __grid_constant__ Pieces t) {
-  const Place p = place_of(t);
-  if (p.index < 0) return;
-  const Selection s(t, p);
-  const int64_t j = int64_t{p.tile} * kSelectThreads + threadIdx.x;
-  if (j >= s.k) return;
-  uint32_t& index = s.memory[s.words.indices + j];
-  if (j >= s.state->taken) index = s.n, s.memory[s.words.values + j] = 0;
-  const IndexList list(s.n, s.k);
-  if (list.is_implied()) return;
-  uint8_t* bytes = s.m.payload + (s.m.where != nullptr ? p.row : p.slot) * s.m.chunk_bytes + s.e.codes;
-  const int64_t one = list.split ? list.one_of(j, index) : index;
-  if (one < list.bits) set_bits(bytes + one / 8, 1u << (one % 8));
-  if (!list.split) return;
-  each_field(list, j, [&](int64_t at, uint32_t bit, uint32_t width, uint32_t from) {
-    set_bits(bytes + at, (index >> from & ((1u << width) - 1)) << bit);
-  });
-}
-
 // Writes the encoding errors of the sent elements to the residuals.
 __global__ void __launch_bounds__(kSelectThreads, 4) lost_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
@@ -88,6 +61,7 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   m.chunk_bytes = l.chunk_bytes;
   m.payloads = nullptr;
   m.own = false;
+  call.early = begins_early();
   const int64_t bytes = batch * (m.where != nullptr ? 1 : l.chunks()) * l.chunk_bytes;
   constexpr int64_t kMostBlocks = 1024;
   cudaLaunchConfig_t config = {};
@@ -99,10 +73,8 @@ Status encode_topk(const TopkWork& work, const Call& given) {
                          reinterpret_cast<uint4*>(m.workspace), work.states / 4);
   if (status.call != nullptr) return status;
   SelectionLaunches launches(work, call);
-  const auto of_list = [](int64_t, int64_t k, Item&) { return div_up(k, kSelectThreads); };
   launch_threshold(launches);
   launch_selection(launches);
-  launches.launch(list_kernel, "list kernel", 0, of_list);
   status = launches.status;
   if (status.call != nullptr) return status;
 
@@ -114,7 +86,7 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   const Values values(l, work.selection, m.workspace, call.leaves.ids, part(&SelectionWords::values));
   if (status = check_size(values.layout, batch); status.call != nullptr) return status;
   const Leaves encoded{values.leaves.data(), nullptr, nullptr, values.ids.data(), values.starts.data()};
-  Call encode_values{values.layout, batch, encoded, message_of(values.layout), call.stream, false};
+  Call encode_values{values.layout, batch, encoded, message_of(values.layout), call.stream, false, call.early};
   Message& of_values = encode_values.message;
   of_values.payload = m.payload;
   of_values.where = m.where;
@@ -124,9 +96,9 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   if (call.leaves.residuals == nullptr || status.call != nullptr) return status;
   const Values decoded(l, work.selection, m.workspace, nullptr, part(&SelectionWords::decoded));
   of_values.payloads = m.payload;
-  status = decode_all({decoded.layout, batch, {decoded.leaves.data()}, of_values, call.stream});
+  status = decode_all({decoded.layout, batch, {decoded.leaves.data()}, of_values, call.stream, true, call.early});
   if (status.call != nullptr) return status;
-  launches.launch(lost_kernel, "lost kernel", 0, of_list);
+  launches.launch(lost_kernel, "lost kernel", 0, [](int64_t, int64_t k, Item&) { return div_up(k, kSelectThreads); });
   return launches.status;
 }
 

@@ -8,79 +8,96 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// Counts the candidates of each segment, and keeps them while there is room.
+// Counts the candidates of each segment, and keeps them while there is room. Counts their first digits.
 __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Selection s(t, p);
+  if (p.tile >= div_up(s.n, kSegment * kSelectWarps)) return;
+  __shared__ uint32_t bins[kBins], reached;
+  if (threadIdx.x == 0) reached = 0;
+  begin_bins(bins);
   const uint32_t segment = p.tile * kSelectWarps + threadIdx.x / kWarpSize, threshold = s.state->threshold;
-  const int64_t blocks = div_up(s.n, kSegment * kSelectWarps);
-  if (p.tile >= blocks) return;
-  uint32_t found = 0, all;
   if (segment * kSegment < s.n) {
+    uint32_t found = 0;
     uint2* const candidates = s.candidates(segment);
     const auto room = static_cast<uint32_t>(s.words.room);
     s.each_element(segment, [&](bool there, float undivided, uint32_t i) {
       const float x = s.divided(undivided);
-      const bool reaches = there && magnitude_of(x) >= threshold;
+      // The threshold is at most kLargest, so all NaNs reach it.
+      const bool reaches = there && (bits_of(x) & kMagnitude) >= threshold;
       const uint32_t ballot = __ballot_sync(kWholeWarp, reaches);
       if (ballot == 0) return;
       const uint32_t at = found + before_lane(ballot);
-      if (reaches && at < room) candidates[at] = {bits_of(x), i};
+      if (reaches) {
+        if (at < room) candidates[at] = {bits_of(x), i};
+        count_digit(bins, magnitude_of(x), 0, 0);
+      }
       found += static_cast<uint32_t>(__popc(ballot));
     });
-    if (threadIdx.x % kWarpSize == 0) s.memory[s.words.found + segment] = found;
+    if (threadIdx.x % kWarpSize == 0) {
+      s.memory[s.words.found + segment] = found;
+      atomicAdd(&reached, found);
+    }
   }
-  sum_before<kSelectThreads>(threadIdx.x % kWarpSize == 0 ? found : 0, &all);
-  if (threadIdx.x == 0) atomicAdd(&s.state->reached, all);
-  if (!is_last(s.state, blocks) || threadIdx.x != 0) return;
-  const Sparse& sparse = s.m.codec.sparse;
-  const uint32_t reached = s.state->reached;
-  s.state->reread = reached < (sparse.select == Select::kExact ? s.k : enough(sparse, s.k));
-  s.state->taken = reached < s.k ? reached : s.k;
+  add_bins(s.state, bins);
+  if (threadIdx.x == 0) atomicAdd(&s.state->reached, reached);
 }
 
-// If too few elements reach the threshold, counts the elements that reach each of the next thresholds, in one pass, and
-// chooses a threshold. For exact selection, the only next threshold is 0.
+// Finds the first digit of the smallest magnitude that is sent. If too few elements reach the threshold, it first
+// counts the elements that reach each of the next thresholds, in one pass, and chooses a threshold. For exact
+// selection, the only next threshold is 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Selection s(t, p);
   const int64_t blocks = div_up(s.n, kGroup);
-  if (p.tile >= blocks || !s.state->reread) return;
+  if (p.tile >= blocks) return;
   const Sparse& sparse = s.m.codec.sparse;
   const bool exact = sparse.select == Select::kExact;
-  const int32_t last = exact ? 1 : sparse.refinements;
-  __shared__ uint32_t bins[kBins], tried[kMostRefinements + 1];
-  begin_bins(bins);
-  if (threadIdx.x == 0) {
-    float next = float_of(s.state->threshold);
-    for (int32_t i = 0; i <= last; ++i, next = exact ? 0.0f : next_threshold(sparse, next)) tried[i] = bits_of(next);
-  }
-  __syncthreads();
-  s.each_segment(p.tile, [&](uint32_t segment) {
-    s.each_element(segment, [&](bool there, float undivided, uint32_t) {
-      const uint32_t magnitude = magnitude_of(s.divided(undivided));
-      int32_t i = 0;
-      while (i <= last && magnitude < tried[i]) ++i;
-      if (there && i <= last) atomicAdd(&bins[i], 1u);
-    });
-  });
-  add_bins(s.state, bins);
-  if (!is_last(s.state, blocks) || threadIdx.x != 0) return;
-  uint32_t reached = 0;
   const int64_t wanted = exact ? s.k : enough(sparse, s.k);
-  int32_t chosen = 0;
-  for (; chosen <= last; ++chosen) {
-    reached += s.state->bins[chosen];
-    if (reached >= wanted || chosen == last) break;
+  uint32_t reached = s.state->reached;
+  const bool reads = reached < wanted;
+  if (!reads && p.tile > 0) return;
+  __shared__ uint32_t bins[kBins], tried[kMostRefinements + 1], steps[kMostRefinements + 1];
+  if (reads) {
+    const int32_t last = exact ? 1 : sparse.refinements;
+    for (int32_t i = threadIdx.x; i <= last; i += kSelectThreads) steps[i] = 0;
+    if (threadIdx.x == 0) {
+      float next = float_of(s.state->threshold);
+      for (int32_t i = 0; i <= last; ++i, next = exact ? 0.0f : next_threshold(sparse, next)) tried[i] = bits_of(next);
+    }
+    begin_bins(bins);
+    // The elements that reach the first threshold have been counted.
+    s.each_segment(p.tile, [&](uint32_t segment) {
+      s.each_element(segment, [&](bool there, float undivided, uint32_t) {
+        const uint32_t magnitude = magnitude_of(s.divided(undivided));
+        int32_t i = 0;
+        while (i <= last && magnitude < tried[i]) ++i;
+        if (!there || i == 0 || i > last) return;
+        atomicAdd(&steps[i], 1u);
+        count_digit(bins, magnitude, 0, 0);
+      });
+    });
+    add_bins(s.state, bins);
+    for (int32_t i = threadIdx.x; i <= last; i += kSelectThreads) {
+      if (steps[i] > 0) atomicAdd(&s.state->steps[i], steps[i]);
+    }
+    if (!is_last(s.state, blocks)) return;
+    int32_t chosen = 1;
+    for (; chosen <= last; ++chosen) {
+      reached += s.state->steps[chosen];
+      if (reached >= wanted || chosen == last) break;
+    }
+    if (threadIdx.x == 0) s.state->threshold = tried[chosen <= last ? chosen : last], s.state->reread = 1;
   }
-  for (int32_t i = 0; i <= last; ++i) s.state->bins[i] = 0;
-  s.state->threshold = tried[chosen];
-  s.state->taken = reached < s.k ? reached : s.k;
+  // Elements below the threshold may have been counted, too. They come after all that are sent.
+  const uint32_t taken = reached < s.k ? reached : s.k;
+  const Wanted found = find_digit(s.state->bins, 0, {0, taken});
+  if (threadIdx.x == 0) s.state->prefix = found.prefix, s.state->rank = found.rank, s.state->taken = taken;
 }
 
-// Finds a digit of the smallest magnitude that is sent. It runs three times, once for each digit.
+// Finds the second or third digit of the smallest magnitude that is sent.
 __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -88,19 +105,18 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   const int64_t blocks = div_up(s.n, kGroup);
   if (p.tile >= blocks) return;
   const int digit = s.m.stage;
-  const uint32_t prefix = digit == 0 ? 0 : s.state->prefix;
+  const Wanted wanted = {s.state->prefix, s.state->rank};
   __shared__ uint32_t bins[kBins];
   begin_bins(bins);
   s.with_candidates(p.tile, [&](uint32_t, auto each) {
     each([&](bool there, float x, uint32_t) {
-      if (there) count_digit(bins, magnitude_of(x), digit, prefix);
+      if (there) count_digit(bins, magnitude_of(x), digit, wanted.prefix);
     });
   });
   add_bins(s.state, bins);
   if (!is_last(s.state, blocks)) return;
-  const uint32_t rank = digit == 0 ? s.state->taken : s.state->rank;
-  __syncthreads();
-  find_digit(s.state, digit, prefix, rank);
+  const Wanted found = find_digit(s.state->bins, digit, wanted);
+  if (threadIdx.x == 0) s.state->prefix = found.prefix, s.state->rank = found.rank;
 }
 
 // Counts the elements above the smallest magnitude that is sent, and the elements equal to it: in each segment, and in
@@ -139,13 +155,35 @@ __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_c
   }
 }
 
-// Writes the sent elements, in order. With feedback, writes all other elements to the residuals.
+// Sets bits of a byte of the payload, which was cleared before. It is atomic, because other threads may set other bits
+// of the same word.
+CGX_D void set_bits(uint8_t* byte, uint32_t bits) {
+  const auto at = reinterpret_cast<uintptr_t>(byte);
+  atomicOr(reinterpret_cast<uint32_t*>(at & ~uintptr_t{3}), bits << (8 * (at & 3)));
+}
+
+// Writes index j of a list.
+CGX_D void write_index(const IndexList& list, uint8_t* bytes, int64_t j, uint32_t index) {
+  if (list.is_implied()) return;
+  const int64_t one = list.split ? list.one_of(j, index) : index;
+  if (one < list.bits) set_bits(bytes + one / 8, 1u << (one % 8));
+  if (!list.split) return;
+  each_field(list, j, [&](int64_t at, uint32_t bit, uint32_t width, uint32_t from) {
+    set_bits(bytes + at, (index >> from & ((1u << width) - 1)) << bit);
+  });
+}
+
+// Writes the sent elements, in order, as a list of indices and an array of values. Missing elements get index n and
+// value 0. With feedback, writes all elements that are not sent to the residuals.
 __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Selection s(t, p);
-  if (p.tile >= div_up(s.n, kGroup)) return;
+  const int64_t blocks = div_up(s.n, kGroup);
+  if (p.tile >= blocks) return;
   const uint32_t smallest = s.state->prefix, equals = s.state->rank, lane = threadIdx.x % kWarpSize;
+  const IndexList list(s.n, s.k);
+  uint8_t* const bytes = s.m.payload + (s.m.where != nullptr ? p.row : p.slot) * s.m.chunk_bytes + s.e.codes;
   float* lost = t.residuals[p.index].lost;
   uint32_t* indices = s.memory + s.words.indices;
   uint32_t* values = s.memory + s.words.values;
@@ -173,11 +211,16 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
         const uint32_t at = above + before_lane(larger) + (equal_here < equals ? equal_here : equals);
         indices[at] = i;
         values[at] = bits_of(sent_as(x));
+        write_index(list, bytes, at, i);
       }
       above += static_cast<uint32_t>(__popc(larger)), equal += static_cast<uint32_t>(__popc(same));
       return sent;
     });
   };
+  for (int64_t j = s.state->taken + p.tile * kSelectThreads + threadIdx.x; j < s.k; j += blocks * kSelectThreads) {
+    indices[j] = s.n, values[j] = 0;
+    write_index(list, bytes, j, s.n);
+  }
   if (lost == nullptr) {
     s.with_candidates(p.tile, pick);
     return;
@@ -198,7 +241,7 @@ void launch_selection(SelectionLaunches& launches) {
   const auto of_groups = [](int64_t n, int64_t, Item&) { return div_up(n, kGroup); };
   launches.launch(find_kernel, "find kernel", 0, of_segments);
   launches.launch(refine_kernel, "refine kernel", 0, of_groups);
-  for (int32_t digit = 0; digit < kDigits; ++digit) launches.launch(digit_kernel, "digit kernel", digit, of_groups);
+  for (int32_t digit = 1; digit < kDigits; ++digit) launches.launch(digit_kernel, "digit kernel", digit, of_groups);
   launches.launch(count_kernel, "count kernel", 0, of_groups);
   launches.launch(pick_kernel, "pick kernel", 0, of_groups);
 }

@@ -11,17 +11,18 @@ namespace jaxcgx::cuda {
 constexpr uint32_t kDigitBits = 10;          // bits of a digit of a magnitude; the first digit has one more
 constexpr uint32_t kBins = 2 << kDigitBits;  // bins of the first digit's histogram
 constexpr int kDigits = 3;
-static_assert(kMostRefinements < kBins, "");
 
 // The data that one pass over a piece leaves for the next pass. All fields are 0 before the first pass.
 struct State {
   uint32_t bins[kBins];
-  uint32_t blocks;          // number of thread blocks that have finished this pass
-  uint32_t prefix;          // the known digits of the wanted magnitude
-  uint32_t rank;            // its rank among the magnitudes with these digits; 1: the largest
-  uint32_t threshold;       // candidates are the elements at or above this magnitude
-  uint32_t reached, taken;  // number of elements that reach the threshold; number of elements that are sent
-  uint32_t reread;          // whether the kept candidates are of an earlier threshold, so the piece is read again
+  uint32_t
+      steps[kMostRefinements + 1];  // number of elements that reach a threshold of the ladder, but not the last one
+  uint32_t blocks;                  // number of thread blocks that have finished this pass
+  uint32_t prefix;                  // the known digits of the wanted magnitude
+  uint32_t rank;                    // its rank among the magnitudes with these digits; 1: the largest
+  uint32_t threshold;               // candidates are the elements at or above this magnitude
+  uint32_t reached, taken;          // number of elements that reach the threshold; number of elements that are sent
+  uint32_t reread;  // whether the kept candidates are of an earlier threshold, so the piece is read again
   // For exponential distributions: the sample's largest magnitude, the number of elements in a round's sum, and t.
   uint32_t largest, number;
   float t;
@@ -65,35 +66,49 @@ struct Selection {
     if (m.sums) divide(m, x);
     return x[0];
   }
+  // Loads the numbers with the indices at(0), at(1), ... All loads are issued before one is used. kAll: whether all of
+  // the elements exist. If one does not, its number is 0.
+  template <bool kAll, uint32_t kAhead, class At>
+  CGX_D void load(At at, float (&x)[kAhead]) const {
+    const auto each = [&](const auto* leaf, auto convert) {
+      std::remove_const_t<std::remove_pointer_t<decltype(leaf)>> raw[kAhead];
+#pragma unroll
+      for (uint32_t a = 0; a < kAhead; ++a) raw[a] = kAll || at(a) < n ? __ldcs(leaf + at(a)) : 0;
+#pragma unroll
+      for (uint32_t a = 0; a < kAhead; ++a) x[a] = convert(raw[a]);
+    };
+    const DType dtype = static_cast<DType>(e.dtype);
+    if (dtype == DType::kF32)
+      each(static_cast<const float*>(e.leaf), [](float number) { return number; });
+    else
+      each(static_cast<const uint16_t*>(e.leaf), [&](uint16_t half) { return widen(dtype, half); });
+    if (old == nullptr) return;
+    float y[kAhead];
+#pragma unroll
+    for (uint32_t a = 0; a < kAhead; ++a) y[a] = kAll || at(a) < n ? old[at(a)] : 0.0f;
+#pragma unroll
+    for (uint32_t a = 0; a < kAhead; ++a) x[a] += y[a];
+  }
   // Calls f(whether the element exists, its undivided number, its index) for the elements of a segment, in order. All
   // lanes of a warp call f together, for kWarpSize consecutive elements.
   template <class Fn>
   CGX_D void each_element(uint32_t segment, Fn f) const {
-    constexpr uint32_t kAhead = 8;  // loads in flight before one is used
     const uint32_t first = segment * kSegment;
+    if (first + kSegment <= n)
+      each_of_segment<true>(first, f);
+    else
+      each_of_segment<false>(first, f);
+  }
+  template <bool kAll, class Fn>
+  CGX_D void each_of_segment(uint32_t first, Fn f) const {
+    constexpr uint32_t kAhead = 8;  // loads in flight before one is used
+#pragma unroll 1
     for (uint32_t i = first + threadIdx.x % kWarpSize; i < first + kSegment; i += kWarpSize * kAhead) {
+      const auto at = [&](uint32_t a) { return i + kWarpSize * a; };
       float x[kAhead];
-      const auto load = [&](const auto* leaf, auto convert) {
-        std::remove_const_t<std::remove_pointer_t<decltype(leaf)>> raw[kAhead];
+      load<kAll>(at, x);
 #pragma unroll
-        for (uint32_t a = 0; a < kAhead; ++a) raw[a] = i + kWarpSize * a < n ? __ldcs(leaf + i + kWarpSize * a) : 0;
-#pragma unroll
-        for (uint32_t a = 0; a < kAhead; ++a) x[a] = convert(raw[a]);
-      };
-      const DType dtype = static_cast<DType>(e.dtype);
-      if (dtype == DType::kF32)
-        load(static_cast<const float*>(e.leaf), [](float number) { return number; });
-      else
-        load(static_cast<const uint16_t*>(e.leaf), [&](uint16_t half) { return widen(dtype, half); });
-      if (old != nullptr) {
-        float y[kAhead];
-#pragma unroll
-        for (uint32_t a = 0; a < kAhead; ++a) y[a] = i + kWarpSize * a < n ? old[i + kWarpSize * a] : 0.0f;
-#pragma unroll
-        for (uint32_t a = 0; a < kAhead; ++a) x[a] += y[a];
-      }
-#pragma unroll
-      for (uint32_t a = 0; a < kAhead; ++a) f(i + kWarpSize * a < n, x[a], i + kWarpSize * a);
+      for (uint32_t a = 0; a < kAhead; ++a) f(kAll || at(a) < n, x[a], at(a));
     }
   }
   // Calls f(whether the candidate exists, x, its index) for the candidates of a segment in the same way.
@@ -156,17 +171,14 @@ struct Selection {
 };
 
 // Returns whether this thread block is the last of `blocks` thread blocks to call this. The last one sees all stores of
-// the others: the fence before the atomic increment releases them, and the fence after it acquires them. The fences of
-// thread 0 are enough for its whole block, because they are cumulative over the barriers. Every thread of the block
-// must call this.
+// the others, because the atomic operation releases and acquires. What it does for thread 0 it does for its whole
+// block: the order is cumulative over the barriers. Every thread of the block must call this.
 CGX_D bool is_last(State* s, int64_t blocks) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(&s->blocks, 1u) + 1 == blocks;
+    last = add_in_order(&s->blocks, 1) + 1 == blocks;
     if (last) s->blocks = 0;
-    __threadfence();
   }
   __syncthreads();
   return last;
@@ -194,28 +206,31 @@ CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, u
   else if (code >> kDigitBits == prefix)
     atomicAdd(&bins[code & ((1u << kDigitBits) - 1)], 1u);
 }
-// Finds a digit of the magnitude at a rank, from the digit's histogram, and clears the histogram. Rank 0 is above all
-// magnitudes. Every thread of the thread block must call this.
-CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
+// The known digits of the wanted magnitude, and its rank among the magnitudes with these digits; 1: the largest.
+struct Wanted {
+  uint32_t prefix, rank;
+};
+// Finds the next digit, from its histogram, and clears the histogram. Rank 0 is above all magnitudes. Every thread of
+// the thread block must call this, and gets the result.
+CGX_D Wanted find_digit(uint32_t* bins, int digit, Wanted wanted) {
   constexpr uint32_t kEach = kBins / kSelectThreads;
-  uint32_t* bins = s->bins + kBins - kEach * (threadIdx.x + 1);
+  const uint32_t first = kBins - kEach * (threadIdx.x + 1), rank = wanted.rank;
   uint32_t counts[kEach], sum = 0, all;
 #pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) counts[i] = bins[i];
+  for (uint32_t i = 0; i < kEach; ++i) counts[i] = bins[first + i];
 #pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) sum += counts[i], bins[i] = 0;
+  for (uint32_t i = 0; i < kEach; ++i) sum += counts[i], bins[first + i] = 0;
   uint32_t above = sum_before<kSelectThreads>(sum, &all);
+  __shared__ Wanted found;
 #pragma unroll
   for (uint32_t i = kEach; i-- > 0;) {
     const uint32_t count = counts[i];
-    if (above < rank && rank <= above + count) {
-      s->prefix = prefix << kDigitBits | (kBins - kEach * (threadIdx.x + 1) + i);
-      s->rank = rank - above;
-    }
+    if (above < rank && rank <= above + count) found = {wanted.prefix << kDigitBits | (first + i), rank - above};
     above += count;
   }
-  if (rank == 0 && threadIdx.x == 0) s->prefix = kMagnitude >> shift_of(digit), s->rank = 0;
+  if (rank == 0 && threadIdx.x == 0) found = {kMagnitude >> shift_of(digit), 0};
   __syncthreads();
+  return found;
 }
 
 // Launches kernels on all pieces of a message, until one fails.

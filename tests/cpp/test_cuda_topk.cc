@@ -33,7 +33,7 @@ void every_selection() {
   }
 }
 
-// More segments than a block has, lists of several stretches, and values of a bucket that several blocks share.
+// More segments than a block has, lists of several stretches, samples and value buckets that several blocks share.
 void large() {
   Random r{2};
   compare({topk(0.02, Select::kExact, {Kind::kMaxMin, 4, 512, false, false, false}),
@@ -44,14 +44,11 @@ void large() {
            false,
            0},
           r);
-  compare({topk(0.45, Select::kQuantile, {Kind::kByteGrad, 0, 0, false, false, false}),
-           {{19000, DType::kBF16}},
-           1,
-           1,
-           1,
-           true,
-           0},
-          r);
+  Codec c = topk(0.45, Select::kQuantile, {Kind::kByteGrad, 0, 0, false, false, false});
+  c.sparse.share = 1.0;
+  compare({c, {{19000, DType::kBF16}}, 1, 1, 1, true, 0}, r);
+  c.sparse.ratio = 0.01, c.sparse.select = Select::kExponential;
+  compare({c, {{10000, DType::kF32}}, 1, 1, 1, false, 0}, r);
 }
 
 // Pieces whose sample misleads, and equal magnitudes: the bytes are those of the CPU.

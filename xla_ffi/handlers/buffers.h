@@ -53,7 +53,9 @@ class Buffers {
       return invalid(op_, name + " has " + std::to_string(buffer.element_count()) + " elements, expected " +
                               std::to_string(count));
     }
-    *out = static_cast<T*>(buffer.untyped_data());
+    // On a GPU, XLA gives an empty buffer the address nullptr. To an operation, nullptr means that there is no buffer.
+    alignas(16) static char nothing;
+    *out = static_cast<T*>(count > 0 ? buffer.untyped_data() : &nothing);
     return ffi::Error::Success();
   }
 

@@ -34,10 +34,24 @@ struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  char pad[4];
+  union {
+    int programmaticStreamSerializationAllowed;
+    char all[64];
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+struct cudaFuncAttributes {
+  int ptxVersion;
 };
 
 // Aligned as on a GPU, so that UndefinedBehaviorSanitizer finds misaligned accesses.
@@ -239,11 +253,16 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cuda_emulator::launch(*config, [] {}, [&] { kernel(arguments...); });
 }
 
+// A kernel always ends before the next one begins, so it doesn't matter whether launches are early.
+template <class T>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, T*) {
+  return cudaSuccess;
+}
+
 // Threads switch only where they wait, so that every function here is atomic.
 inline unsigned atomicAdd(unsigned* p, unsigned x) { return std::exchange(*p, *p + x); }
 inline unsigned atomicOr(unsigned* p, unsigned x) { return std::exchange(*p, *p | x); }
 inline unsigned atomicMax(unsigned* p, unsigned x) { return std::exchange(*p, *p < x ? x : *p); }
-inline void __threadfence() {}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 

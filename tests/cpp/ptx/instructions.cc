@@ -360,7 +360,9 @@ void add_threads(Table& table) {
     if (t.get<uint32_t>(i.operands[0]) != 0) t.fail(i, "a barrier other than 0");
     __syncthreads();
   };
-  table["membar.gl"] = [](Thread&, const Instruction&) {};
+  // Kernels and blocks run one after another.
+  for (const char* name : {"griddepcontrol.wait", "griddepcontrol.launch_dependents"})
+    table[name] = [](Thread&, const Instruction&) {};
   using U = uint32_t;
   table["shfl.sync.bfly.b32"] = shuffles<31>([](U mask, U x, U lanes) { return __shfl_xor_sync(mask, x, lanes); });
   table["shfl.sync.idx.b32"] = shuffles<31>([](U mask, U x, U from) { return __shfl_sync(mask, x, from); });
@@ -379,7 +381,7 @@ Table instructions() {
   add_choices(table);
   for (const char* where : {"global", "global.cs", "param", "local"}) add_memory<kGlobal>(table, where);
   add_memory<kShared>(table, "shared");
-  for (const char* name : {"atom", "atom.global"}) add_atomics<kGlobal>(table, name);
+  for (const char* name : {"atom", "atom.global", "atom.acq_rel.gpu"}) add_atomics<kGlobal>(table, name);
   add_atomics<kShared>(table, "atom.shared");
   add_threads(table);
   return table;

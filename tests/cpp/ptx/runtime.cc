@@ -116,6 +116,9 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
   return jaxcgx::ptx::launch(*config, function, arguments);
 }
 
+// The emulator's cudaFuncAttributes is smaller than the toolkit's, in which nvcc's code reads ptxVersion: it stays 0.
+cudaError_t cudaFuncGetAttributes(void*, const void*) { return cudaSuccess; }
+
 // For kernel<<<...>>>(), which the launchers don't use.
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { std::abort(); }
 cudaError_t __cudaGetKernel(void**, const void*) { std::abort(); }
