@@ -97,6 +97,9 @@ struct Table {
       (kParameterBytes - static_cast<int>(sizeof(Message)) - 64) /
       static_cast<int>(sizeof(Entry) + (kExtra ? sizeof(Extra) : 0) + (kFeedback ? sizeof(Residual) : 0));
   static constexpr int kExtras = kExtra ? kMost : 1, kResiduals = kFeedback ? kMost : 1;
+  // Whether its kernels may begin before the previous kernel has ended (Call::early). This table is that of TopK. The
+  // kernels of other tables don't have to wait.
+  static constexpr bool kEarly = kExtra && kFeedback;
   Message message;
   uint32_t first, count;  // first: the slot (with `where`: the row) of block (0, 0); count: number of entries
   Entry entries[kMost];
@@ -116,9 +119,11 @@ struct Place {
 template <class T>
 CGX_D Place place_of(const T& t) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // The next kernel may be launched now (Call::early). This one waits until the previous one has ended.
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (T::kEarly) {
+    // The next kernel may be launched now (Call::early). This one waits until the previous one has ended.
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
 #endif
   const Message& m = t.message;
   Place p;
@@ -136,27 +141,12 @@ CGX_D Place place_of(const T& t) {
   } else if (m.keys != nullptr) {
     p.row = p.slot / m.chunks;
   }
-  // Binary search for the last entry at or before (slot, blockIdx.x). Its steps wait for each other, so it begins with
-  // the entry and its successor that would be right if all entries had equally many tiles.
-  const auto is_before = [&](int i) {
-    const Entry& e = t.entries[i];
-    return e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x);
-  };
+  // Binary search for the last entry at or before (slot, blockIdx.x).
   int from = 0, to = static_cast<int>(t.count);
-  if (to > 2) {
-    const uint32_t first = t.entries[0].slot, slots = t.entries[to - 1].slot - first + 1;
-    const float part = (static_cast<float>(blockIdx.x) + 0.5f) / static_cast<float>(gridDim.x),
-                all = (static_cast<float>(p.slot - first) + part) / static_cast<float>(slots);
-    const int guess = all < 1.0f ? static_cast<int>(all * static_cast<float>(to)) : to - 1;
-    const bool before = is_before(guess), next = guess + 1 < to && is_before(guess + 1);
-    if (!before)
-      to = guess;
-    else if (from = guess + 1; !next)
-      to = from;
-  }
   while (from < to) {
     const int middle = (from + to) >> 1;
-    if (is_before(middle))
+    const Entry& e = t.entries[middle];
+    if (e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x))
       from = middle + 1;
     else
       to = middle;
@@ -242,7 +232,7 @@ struct Call {
   Message message;
   cudaStream_t stream;
   bool clears_gaps = true;  // encoding sets all bytes of a chunk that no element writes to 0
-  bool early = false;       // a kernel may begin before the previous one has ended; place_of waits for that
+  bool early = false;       // kernels of TopK may begin before the previous one has ended; place_of waits for that
 };
 
 // Returns whether kernels may begin early: whether the code that this GPU runs is code that waits. encode.cu
@@ -259,7 +249,7 @@ class Launches {
     config_.stream = call.stream;
     early_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early_.val.programmaticStreamSerializationAllowed = 1;
-    config_.numAttrs = call.early ? 1 : 0;
+    config_.numAttrs = T::kEarly && call.early ? 1 : 0;
   }
 
   // Adds a piece, which gets `tiles` thread blocks.

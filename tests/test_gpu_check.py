@@ -130,7 +130,7 @@ def test_skips():
     pytest.skip("there is no mpirun")
 
 @pytest.mark.parametrize("n", range(2))
-def test_slow(n):
+        "| mpi | not run |  |  |  |  |  | abc1234 | mpirun: there is none on the PATH |",
     if n == 1 and pathlib.Path(__file__).with_name("slow").exists():
         pathlib.Path(__file__).with_name("over").touch()
         time.sleep(600)

@@ -219,3 +219,23 @@ def test_shares_of_kernels():
         row = measured[name.partition(":")[0]]
         assert_printed(row["share"], share, 0)
         assert_printed(row["share_goal"], goal, 0)
+
+
+def test_shares_of_gpu_kernels():
+    _, rows = table("gpu", ["operation", "2 bits"])
+    names = {
+        "encode": "encode MaxMin {}",
+        "encode, stochastic rounding": "encode MaxMin {} stochastic",
+        "encode with feedback": "encode with feedback MaxMin {}",
+        "decode": "decode MaxMin {}",
+        "sum of 8 payloads, encoded again": "reduce MaxMin {}",
+    }
+    part = lambda name: {row["name"]: row["share"] for row in result(f"gpu-nvidia-h100-80gb-hbm3/{name}")["rows"]}
+    measured = part("maxmin")
+    assert [row[0] for row in rows] == list(names)
+    for operation, *shares in rows:
+        for bits, share in zip((2, 4, 8), shares, strict=True):
+            assert_printed(measured[names[operation].format(bits)], share, 0)
+    words = re.search(r"has ([\d.]+) for 16 million elements and ([\d.]+) for 268 million", page("gpu")[0])
+    assert_printed(part("16m")["16 M: encode TopK 0.01 exact"], words[1], 0)
+    assert_printed(part("others")["encode TopK 0.01 exact"], words[2], 0)
