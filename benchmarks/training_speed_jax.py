@@ -195,7 +195,7 @@ class Program:
     def run(self, steps):
         for _ in range(steps):
             self._weights, self._state, _ = self._step(self._weights, self._state, self._batch())
-            jax.block_until_ready(self._weights)
+            jax.block_until_ready((self._weights, self._state))
             self._at += 1
         self._weights, self._state = jax.block_until_ready(self._finish(self._weights, self._state))
 

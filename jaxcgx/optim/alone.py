@@ -16,7 +16,7 @@ from jaxcgx.optim.cut import Cut
 class Alone:
     """A rank without a mesh. `Placement` documents the members. It has no shardings: arrays are on the default device.
 
-    A rank of a center (jaxcgx/wan/centers.py) has this placement, too.
+    That of a rank of a center (jaxcgx/wan/centers.py) is nearly the same.
     """
 
     data_axis: Any  # the communicator, or inside a center the axis of the ranks
@@ -78,6 +78,9 @@ class Alone:
         return P()
 
     def by_partitioner(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+        return function
+
+    def in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def update_shards(

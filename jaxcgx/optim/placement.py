@@ -251,6 +251,10 @@ class Placement:
             return jax.sharding.auto_axes(function, out_sharding=shardings)
         return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
 
+    def in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function, such that XLA can write its results in place of the arrays that a step gets."""
+        return function
+
     def update_shards(
         self, update: Callable[..., Any], grads: Any, state: Any, params: Any, extra: dict[str, Any]
     ) -> Any:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -234,9 +235,13 @@ class Step:
         self._finish: Callable[..., tuple[Any, ...]] = finish or (lambda *state: state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        self._placement.check_batch(kwargs.get("batch", args[self._place] if len(args) > self._place else None))
-        with without_constraints(OP, "loss_fn", self._placement.names):
+        with self.checked(kwargs.get("batch", args[self._place] if len(args) > self._place else None)):
             return self._jitted(*args, **kwargs)
+
+    def checked(self, batch: Any) -> AbstractContextManager[None]:
+        """Checks a batch, and returns the context of a call with it."""
+        self._placement.check_batch(batch)
+        return without_constraints(OP, "loss_fn", self._placement.names)
 
     def finish(self, *state: Any) -> tuple[Any, ...]:
         """Applies the pending gradients, as `TrainStep.finish`."""

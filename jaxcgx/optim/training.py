@@ -224,9 +224,11 @@ class Training:
         trained, frozen = part(params, skipped)
         updated, _ = part(sending.placement.specs_of_updates(params), skipped)
         placed = updated, self.placement.specs_of_state(self.optimizer, trained, updated)
-        updates, rest = self.placement.by_partitioner(self._update, placed)(means, rest, trained, loss)
+        in_place = self.placement.in_place
+        updates, rest = in_place(self.placement.by_partitioner(self._update, placed))(means, rest, trained, loss)
         updates, lost = sending.send_updates(updates, tuple(lost), noise)
-        return join(import_optax(OP).apply_updates(trained, updates), frozen), (sent, rest, *lost)
+        moved = in_place(import_optax(OP).apply_updates)(trained, updates)
+        return join(moved, frozen), (sent, rest, *lost)
 
     def _check(self, trained: Any) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""

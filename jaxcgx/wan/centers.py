@@ -25,13 +25,14 @@ from jaxcgx.optim.placement import Placement
 from jaxcgx.optim.ranks import MeshRanks, Ranks
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
-from jaxcgx.optim.train import Step, TrainStep
+from jaxcgx.optim.train import TrainStep
 from jaxcgx.optim.training import Training
 from jaxcgx.transports.axes import crosses
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
+from jaxcgx.wan.turns import CentersStep
 
 OP = "make_train_step"
 
@@ -97,6 +98,15 @@ class DilocoMetrics(NamedTuple):
     outer: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class RankOfCenter(Alone):
+    """The placement of a rank of a center, whose arrays are rows: they have a leading axis of 1."""
+
+    def in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """XLA doesn't write in place if a reshape is fused into the function. So the function computes with the axis."""
+        return lambda *args: _without_axis(jax.vmap(function)(*_row(args)))
+
+
 class One(MeshRanks):
     """The rank of a center that has a single rank. `jaxcgx.optim.ranks.Ranks` documents the members."""
 
@@ -153,11 +163,11 @@ class Centers:
         if not self.inner:
             if compress is not compress_gradients:
                 options = {"compress": compress, **options}
-            alone = Alone(self.name, self.placement.batch_specs)
+            alone = RankOfCenter(self.name, self.placement.batch_specs)
             return alone, One(OP, self.name), _no_exchange, {"plan": None, **options}
         axis = self.axis[1:] if len(self.axis) > 2 else self.axis[1]
         raw = {"plan": Raw()} if compress is compress_gradients else {}
-        return Alone(axis, self.placement.batch_specs), MeshRanks(OP, axis), compress, {**raw, **options}
+        return RankOfCenter(axis, self.placement.batch_specs), MeshRanks(OP, axis), compress, {**raw, **options}
 
     def train_step(self, training: Training, donate: bool) -> TrainStep:
         """Returns the functions of a training loop."""
@@ -169,7 +179,8 @@ class Centers:
             training = dataclasses.replace(training, plan=self.diloco.plan)
         if training.state.mode is not None:
             jitted = jax.jit(functools.partial(self._step, training), donate_argnums=(0, 1, 2) if donate else ())
-            return TrainStep(functools.partial(self._init, training), Step(jitted, self.placement, place=3))
+            step_of_centers = CentersStep(jitted, self, training, donate, place=3)
+            return TrainStep(functools.partial(self._init, training), step_of_centers)
 
         def init(params: Any, model_state: Any = None) -> tuple[Any, DilocoState]:
             params, _, opt_state = self._init(training, params, model_state)
@@ -182,7 +193,7 @@ class Centers:
             return params, opt_state, metrics
 
         jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
-        return TrainStep(init, Step(jitted, self.placement, place=2))
+        return TrainStep(init, CentersStep(jitted, self, training, donate, place=2))
 
     @property
     def _specs(self) -> DilocoState:
@@ -226,24 +237,48 @@ class Centers:
         self, training: Training, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None
     ) -> tuple[Any, ...]:
         """Returns (outer parameters, model states, optimizer state, metrics) after a step of all ranks."""
-        if not isinstance(opt_state, DilocoState):
-            got = type(opt_state).__name__
-            raise wrong("train.step", "opt_state", "a DilocoState, which init or the step before returned", got)
+        _check_state(opt_state)
+        count, centers, model_state, metrics = self.train(
+            training, opt_state.count, opt_state.centers, model_state, batch, key
+        )
+        rows, specs = P(self.name), self._specs
+
+        def exchange(params: Any, own: Any, start: Any, count: Any, exchanges: tuple[Exchange, ...]) -> tuple[Any, ...]:
+            both = Both(params, *_without_axis((own, start)))
+            both, exchanges = self._exchange(training, count, both, exchanges)
+            return both.outer, *_row((both.own, both.start)), exchanges
+
+        mapped = self._over_ranks(
+            exchange, in_specs=(P(), rows, rows, P(), specs.exchanges), out_specs=(P(), rows, rows, specs.exchanges)
+        )
+        center = centers.rows
+        params, own, start, exchanges = mapped(params, center.params, center.start, count, opt_state.exchanges)
+        state = DilocoState(count, PerRank(center._replace(params=own, start=start)), exchanges)
+        return params, model_state, state, self.measured(metrics, exchanges)
+
+    def measured(self, metrics: DilocoMetrics, exchanges: tuple[Exchange, ...]) -> DilocoMetrics:
+        """Returns the metrics of a step with the telemetry of the exchanges, if there is any."""
+        return metrics._replace(outer=tuple(each.telemetry for each in exchanges) if self.diloco.telemetry else None)
+
+    def train(
+        self, training: Training, count: Any, centers: PerRank, model_state: Any, batch: Any, key: Any
+    ) -> tuple[Any, ...]:
+        """Returns (count, centers, model states, metrics) after a step inside the centers, before any exchange."""
         batch, batch_specs = self.placement.place_batch(batch, training.accumulate)
         rows = P(self.name)
         mapped = self._over_ranks(
-            functools.partial(self._step_of_rank, training),
-            in_specs=(P(), rows, self._specs, batch_specs, P()),
-            out_specs=(P(), rows, self._specs, DilocoMetrics(loss=rows, telemetry=rows, outer=P())),
+            functools.partial(self._train_rank, training),
+            in_specs=(P(), self._specs.centers, rows, batch_specs, P()),
+            out_specs=(P(), self._specs.centers, rows, DilocoMetrics(loss=rows, telemetry=rows, outer=P())),
         )
-        return mapped(params, PerRank(None) if model_state is None else model_state, opt_state, batch, key)
+        return mapped(count, centers, PerRank(None) if model_state is None else model_state, batch, key)
 
-    def _step_of_rank(
-        self, training: Training, params: Any, model_states: PerRank, state: DilocoState, batch: Any, key: Any
+    def _train_rank(
+        self, training: Training, count: Any, centers: PerRank, model_states: PerRank, batch: Any, key: Any
     ) -> tuple[Any, ...]:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.name))
-        center, model_state = _of_rank(state.centers.rows), jax.tree_util.tree_map(lambda x: x[0], model_states.rows)
+        center, model_state = _of_rank(centers.rows), _without_axis(model_states.rows)
         # Centers draw independent noise. Their keys in the state are equal, so that there may be any number of centers.
         sent = _map_keys(lambda key: fold(key, lax.axis_index(self.name)), center.sent)
         own, model_state, (sent, inner), found = training.step(
@@ -251,39 +286,66 @@ class Centers:
         )
         sent = _map_keys(lambda _, key: key, sent, center.sent)
         # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one another.
-        count = after(found.loss, state.count + 1)
-        both, exchanges = self._exchange(training, count, Both(params, own, center.start), state.exchanges)
-        renewed = Center(both.own, both.start, inner=inner, sent=sent)
-        state = DilocoState(count, PerRank(_rows(renewed)), exchanges)
-        outer = tuple(each.telemetry for each in exchanges) if self.diloco.telemetry else None
+        count = after(found.loss, count + 1)
+        renewed = PerRank(_rows(Center(own, center.start, inner=inner, sent=sent)))
         loss, telemetry = _row((found.loss, found.telemetry))
-        return both.outer, PerRank(_row(model_state)), state, DilocoMetrics(loss, telemetry, outer)
+        return count, renewed, PerRank(_row(model_state)), DilocoMetrics(loss, telemetry, outer=None)
+
+    @property
+    def _turns(self) -> tuple[tuple[Callable[..., Any], int], ...]:
+        """What is done with a fragment that has its turn, in order: (a method of Rounds, after how many steps)."""
+        if self.diloco.eager:
+            return ((Rounds.eager, 0),)
+        return ((Rounds.end, self.diloco.overlap), (Rounds.begin, 0)) if self.diloco.overlap else ((Rounds.at_once, 0),)
+
+    def _due(self, count: Any, delay: int) -> tuple[Any, Any]:
+        """Returns (whether a fragment had its turn `delay` steps ago, which fragment)."""
+        steps, period = count - delay, self.diloco.period
+        return (steps >= period) & (steps % period == 0), steps // period % self.diloco.fragments
+
+    def all_acts(self) -> list[tuple[Callable[..., Any], int]]:
+        """Returns everything that is done in some step."""
+        return [(act, p) for act, _ in self._turns for p in range(self.diloco.fragments)]
+
+    def acts(self, count: int) -> list[tuple[Callable[..., Any], int]]:
+        """Returns what is done after `count` steps, in order: (a method of Rounds, the fragment)."""
+        found = [(act, *self._due(count, delay)) for act, delay in self._turns]
+        return [(act, p) for act, due, p in found if due]
+
+    def act(
+        self, training: Training, act: Callable[..., Any], p: int, params: Any, count: Any, center: Any, exchange: Any
+    ) -> tuple[Any, ...]:
+        """Returns (outer parameters, count, (own parameters, start), exchange) after one of `acts`."""
+        rows, spec = P(self.name), self._specs.exchanges[0]
+
+        def of_rank(params: Any, count: Any, center: Any, exchange: Exchange) -> tuple[Any, ...]:
+            both = Both(params, *_without_axis(center))
+            both, exchange = self._act(training, act, p, count, both, exchange)
+            return both.outer, count, _row((both.own, both.start)), exchange
+
+        specs = (P(), P(), rows, spec)
+        return self._over_ranks(of_rank, in_specs=specs, out_specs=specs)(params, count, center, exchange)
+
+    def _act(
+        self, training: Training, act: Callable[..., Any], p: int, count: Any, both: Both, exchange: Exchange
+    ) -> tuple[Both, Exchange]:
+        first = {"first": count <= self.diloco.every} if act is Rounds.eager else {}
+        return act(self._rounds(both.outer), self._cut(training, both.outer)[p], both, exchange, **first)
 
     def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
-        """Returns the parameters and the states of the exchanges after `count` steps.
+        """Returns the parameters and the states of the exchanges after `count` steps, which is traced."""
+        for act, delay in self._turns:
 
-        In a step, at most one fragment begins its exchange, and at most one fragment ends its exchange.
-        """
-        rounds, fragments, given = self._rounds(both.outer), self._cut(training, both.outer), self.diloco
-
-        def turn(act: Callable[..., Any], delay: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
-            """Calls `act` for the fragment whose turn was `delay` steps ago, if a fragment had its turn then."""
-
-            def on(p: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
-                both, done = act(fragments[p], both, exchanges[p])
+            def on(
+                p: int, both: Both, exchanges: tuple[Exchange, ...], act: Callable[..., Any] = act
+            ) -> tuple[Both, tuple[Exchange, ...]]:
+                both, done = self._act(training, act, p, count, both, exchanges[p])
                 return both, (*exchanges[:p], done, *exchanges[p + 1 :])
 
-            steps = count - delay
-            due = (steps >= given.period) & (steps % given.period == 0)
-            branch = jnp.where(due, 1 + steps // given.period % len(fragments), 0)
-            acts = [functools.partial(on, p) for p in range(len(fragments))]
-            return lax.switch(branch, [lambda *same: same, *acts], both, exchanges)
-
-        if given.eager:
-            return turn(functools.partial(rounds.eager, first=count <= given.every), 0, both, exchanges)
-        if not given.overlap:
-            return turn(rounds.at_once, 0, both, exchanges)
-        return turn(rounds.begin, 0, *turn(rounds.end, given.overlap, both, exchanges))
+            due, p = self._due(count, delay)
+            branches = [lambda *same: same, *(functools.partial(on, p) for p in range(self.diloco.fragments))]
+            both, exchanges = lax.switch(jnp.where(due, 1 + p, 0), branches, both, exchanges)
+        return both, exchanges
 
     @property
     def _later(self) -> bool:
@@ -318,9 +380,20 @@ class Centers:
                 raise wrong(op, "plan", expected, "another", remedy, path=path)
 
 
+def _check_state(opt_state: Any) -> None:
+    if not isinstance(opt_state, DilocoState):
+        got = type(opt_state).__name__
+        raise wrong("train.step", "opt_state", "a DilocoState, which init or the step before returned", got)
+
+
 def _row(tree: Any) -> Any:
     """Adds a leading axis of size one to all arrays: this center's row of the arrays of all centers."""
     return jax.tree_util.tree_map(lambda x: x[None], tree)
+
+
+def _without_axis(tree: Any) -> Any:
+    """Removes the leading axis of all arrays: the inverse of `_row`."""
+    return jax.tree_util.tree_map(lambda x: x[0], tree)
 
 
 def _map_keys(function: Callable[..., Any], sent: Any, *others: Any) -> Any:
@@ -342,5 +415,5 @@ def _rows(center: Center) -> Center:
 
 def _of_rank(rows: Center) -> Center:
     """Removes the leading axes: the inverse of `_rows`."""
-    found = jax.tree_util.tree_map(lambda x: x[0], rows)
-    return found._replace(sent=jax.tree_util.tree_map(lambda x: x[0], found.sent))
+    found = _without_axis(rows)
+    return found._replace(sent=_without_axis(found.sent))

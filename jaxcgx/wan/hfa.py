@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -112,10 +113,34 @@ class Workers(Centers):
     def inner(self) -> tuple[Any, ...]:
         return ()
 
+    @property
+    def _inside(self) -> tuple[Any, ...]:
+        """The axes of a center's ranks, which average their parameters."""
+        return self.placement.names[1:]
+
+    def _averages(self, count: Any) -> Any:
+        return count % self.diloco.k1 == 0
+
+    def all_acts(self) -> list[tuple[Callable[..., Any], int]]:
+        return [(_average, 0)] * bool(self._inside) + super().all_acts()
+
+    def acts(self, count: int) -> list[tuple[Callable[..., Any], int]]:
+        return [(_average, 0)] * bool(self._inside and self._averages(count)) + super().acts(count)
+
+    def _act(
+        self, training: Training, act: Callable[..., Any], p: int, count: Any, both: Both, exchange: Exchange
+    ) -> tuple[Both, Exchange]:
+        if act is _average:
+            return both._replace(own=_average(self._inside, both.own)), exchange
+        return super()._act(training, act, p, count, both, exchange)
+
     def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
-        inside = self.placement.names[1:]
-        if inside:
-            average = functools.partial(jax.tree_util.tree_map, MeshRanks(OP, inside).net().plain_pmean)
-            own = lax.cond(count % self.diloco.k1 == 0, average, lambda params: params, both.own)
-            both = both._replace(own=own)
+        if self._inside:
+            average = functools.partial(_average, self._inside)
+            both = both._replace(own=lax.cond(self._averages(count), average, lambda params: params, both.own))
         return super()._exchange(training, count, both, exchanges)
+
+
+def _average(names: tuple[Any, ...], params: Any) -> Any:
+    """Returns the mean of the parameters over the ranks of a center."""
+    return jax.tree_util.tree_map(MeshRanks(OP, names).net().plain_pmean, params)

@@ -114,6 +114,38 @@ def test_to_the_bit(mesh):
         np.testing.assert_allclose(metrics.loss, losses, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(every=3, telemetry=True),
+        dict(every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True),
+        dict(every=2, eager=True),
+    ],
+    ids=("in one step", "streaming", "eager"),
+)
+@pytest.mark.parametrize("local", (1, 2))
+def test_traced_calls_are_the_same(local, given):
+    """A call from Python chooses programs by the number of steps. In a traced call, the step has conditionals.
+
+    Two runs take turns, so each call finds another state than the call before returned.
+    """
+    train = trainer(diloco(NESTEROV, **given, plan=cgx.Plan(cgx.MaxMin(2, 8), min_size=0)), mesh_of(local=local))
+    first, second, kept = train.init(PARAMS), train.init(PARAMS), []
+    for x in X[:9]:
+        *first, metrics = train.step(*first, jnp.asarray(x))
+        *second, _ = train.step(*second, batch=jnp.asarray(x), key=None)
+        kept.append(metrics)
+    step = lambda state, x: (lambda *state, metrics: (state, metrics))(*train.step(*state, x)[:2], metrics=None)
+    scanned, _ = jax.jit(lambda state: jax.lax.scan(step, state, X[:9]))(train.init(PARAMS))
+    traced = jax.jit(lambda *args: train.step(*args))
+    third = train.init(PARAMS)
+    for x, metrics in zip(X[:9], kept):
+        *third, expected = traced(*third, jnp.asarray(x))
+        assert_same_trees(metrics, expected)
+    for other in (second, third, scanned):
+        assert_same_trees(tuple(first), tuple(other))
+
+
 def test_streaming_to_the_bit():
     """Each of two fragments is exchanged in its own step, and mixed into a center's parameters a step later.
 
@@ -315,7 +347,7 @@ def test_centers_of_several_ranks():
         jax.shard_map(same(axes), mesh=mesh_of(2, 2), in_specs=(spec,), out_specs=P(), check_vma=False)
     )(tree)
     assert check(outer, P(), ("dc", "local")).all() and check(of_center, P("dc"), ("local",)).all()
-    assert train.step._cache_size() == 1
+    assert train.step._train._cache_size() == 1
     for _ in range(26):
         params, state, metrics = train.step(params, state, DATA)
     assert metrics.loss.mean() < 0.6 * wide(WIDE, DATA)

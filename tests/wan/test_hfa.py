@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
+from helpers import assert_same_trees
 from jax.sharding import AxisType
 from ranks import whole_numbers
 
@@ -68,6 +69,10 @@ def test_to_the_bit():
             np.testing.assert_array_equal(state[0][name], expected[name])
             own = np.asarray(state[1].centers.rows.params[name])
             np.testing.assert_array_equal(own, [params[name] for params in ranks])
+    traced, other = jax.jit(lambda *args: train.step(*args)), list(train.init(PARAMS))
+    for x in X:
+        *other, _ = traced(*other, x)
+    assert_same_trees(tuple(state), tuple(other))
 
 
 def linear(params, x):
