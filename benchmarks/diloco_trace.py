@@ -18,8 +18,11 @@ class Steps:
 
     def __init__(self, mesh, path, rank):
         self._program = Program(Run("transformer", 1e-3, mesh), Data(path, rank, mesh.size), diloco(**STREAMING))
-        self.text = self._program.text
         self._program.run(2 * STREAMING["every"] - 1)
+
+    def text(self):
+        """Returns the bytes of the compiled programs of all exchanges."""
+        return "\n".join(self._program.step.texts(*self._program.trained))
 
     def __call__(self):
         self._program.run(2 * STREAMING["every"] // STREAMING["fragments"])
@@ -30,7 +33,7 @@ def trace(address, rank, processes, path):
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh = jax.make_mesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    print("RESULTS", json.dumps(overlap.events(Steps(mesh, path, rank))), flush=True)
+    print("RESULTS", json.dumps(overlap.events(Steps(mesh, path, rank), sums="")), flush=True)
 
 
 if __name__ == "__main__":

@@ -116,25 +116,30 @@ def run_rank(address, rank, processes, batch, repeats):
     print("RESULTS", json.dumps(dict(ms=times, events=events(programs["overlapped"]))), flush=True)
 
 
-def events(program):
-    """Returns the events of one run: [what, ms of its start, ms of its end]. `what` is "compute" or "exchange"."""
+def events(program, sums=r"layer\d"):
+    """Returns the events of one run: [what, ms of its start, ms of its end]. `what` is "compute" or "exchange".
+
+    sums: a regular expression for the sums that count, by default those of layers, unlike that of the loss.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             program()
         (file,) = pathlib.Path(folder).rglob("*.trace.json.gz")
         found = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
-    ends = {e["name"].removeprefix("end: "): e["ts"] + e["dur"] for e in found if e["name"].startswith("end: ")}
+    ended = sorted((e for e in found if e["name"].startswith("end: ")), key=lambda e: e["ts"])
+    end_of = lambda e: next((x for x in ended if x["name"] == f"end: {e['name']}" and x["ts"] >= e["ts"]), e)
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)
     # Both calls of a sum have the name of the same JAX operation.
     target = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', program.text()))
-    of_layers = set(re.findall(r"%(\S+) = .*custom-call.*layer\d", program.text()))  # unlike that of the loss
-    is_of = lambda e, name: target.get(e["name"]) == name and e["name"] in of_layers
+    counted = set(re.findall(rf"%(\S+) = .*custom-call.*{sums}", program.text()))
+    is_of = lambda e, name: target.get(e["name"]) == name and e["name"] in counted
     of = lambda name: sorted((e for e in found if is_of(e, name)), key=lambda e: e["ts"])
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in target]
     # Sums end in the order in which they begin.
     for begin, end in zip(of("jaxcgx_tcp_allreduce"), of("jaxcgx_tcp_allreduce_end")):
-        spans.append(["exchange", begin["ts"], ends.get(end["name"], end["ts"] + end["dur"])])
+        last = end_of(end)
+        spans.append(["exchange", begin["ts"], last["ts"] + last["dur"]])
     return [
         [what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)]
         for what, start, end in sorted(spans, key=lambda s: s[1])

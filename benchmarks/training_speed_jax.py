@@ -185,9 +185,14 @@ class Program:
         self._weights, self._state = init(data.weights)
         self._step = step
 
-    def text(self):
-        """Returns the bytes of the compiled step."""
-        return self._step.lower(self._weights, self._state, self._batch()).compile().as_text()
+    @property
+    def step(self):
+        return self._step
+
+    @property
+    def trained(self):
+        """The weights and the state of the method."""
+        return self._weights, self._state
 
     def _batch(self):
         return tuple(jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at))

@@ -193,6 +193,21 @@ def test_few_exchanges():
         np.testing.assert_allclose(figures, expected, atol=0.06)
 
 
+def test_time_between_exchanges():
+    methods = [
+        "psum, float32",
+        "MaxMin(4), Tcp",
+        "PyTorch, PowerSGD(4)",
+        "DiLoCo, 4 bits, H 20",
+        "DiLoCo, 4 bits, H 20, streaming",
+    ]
+    measured = {(row["hosts"], row["method"]): row for row in result("diloco")["times"]}
+    for method, (_, *cells) in zip(methods, table("diloco", ["method", "2 hosts"])[1], strict=True):
+        rows = [measured[hosts, method] for hosts in (2, 4)]
+        for value, text in zip([row[key] for key in ("busy", "seconds") for row in rows], cells, strict=True):
+            assert_printed(value, text, 0)
+
+
 def test_where_feedback_matters():
     _, rows = table("feedback", ["gradients", "accuracy in %"])
     measured = {row["run"]: row for row in result("training")["rows"] if row["data"] == "Fashion-MNIST"}

@@ -103,7 +103,7 @@ class RankOfCenter(Alone):
     """The placement of a rank of a center, whose arrays are rows: they have a leading axis of 1."""
 
     def in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """XLA doesn't write in place if a reshape is fused into the function. So the function computes with the axis."""
+        """Computes with the axis: if a reshape is fused into the function, XLA doesn't write in place."""
         return lambda *args: _without_axis(jax.vmap(function)(*_row(args)))
 
 

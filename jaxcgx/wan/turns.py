@@ -65,7 +65,15 @@ class CentersStep(Step):
         another in the first exchange.
         """
         params = jax.device_put(params, self._placement.shardings(jax.sharding.PartitionSpec()))
-        center = state.centers.rows.params, state.centers.rows.start
-        for act, p in self._centers.all_acts():
-            self._act.lower(act, p, params, state.count, center, state.exchanges[p]).compile()
+        self._compiled(params, state)
         return int(state.count.addressable_data(0) if isinstance(state.count, jax.Array) else state.count), params
+
+    def _compiled(self, params: Any, state: Any) -> list[Any]:
+        """Returns the compiled programs of all exchanges. JAX keeps them for the calls that follow."""
+        center = state.centers.rows.params, state.centers.rows.start
+        acts = self._centers.all_acts()
+        return [self._act.lower(act, p, params, state.count, center, state.exchanges[p]).compile() for act, p in acts]
+
+    def texts(self, params: Any, opt_state: Any) -> list[str]:
+        """Returns the programs of all exchanges."""
+        return [program.as_text() for program in self._compiled(params, opt_state)]
