@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
-from jaxcgx.wan.turns import CentersStep
+from jaxcgx.wan.turns import CentersStep, Ongoing
 
 OP = "make_train_step"
 
@@ -103,8 +104,31 @@ class RankOfCenter(Alone):
     """The placement of a rank of a center, whose arrays are rows: they have a leading axis of 1."""
 
     def in_place(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Computes with the axis: if a reshape is fused into the function, XLA doesn't write in place."""
-        return lambda *args: _without_axis(jax.vmap(function)(*_row(args)))
+        """Computes with the axis: if a reshape is fused into the function, XLA doesn't write in place.
+
+        A function that vmap would change computes without the axis.
+        """
+
+        def computed(*args: Any) -> Any:
+            if not _is_same_in_vmap(jax.make_jaxpr(function)(*args)):
+                return function(*args)
+            return _without_axis(jax.vmap(function)(*_row(args)))
+
+        return computed
+
+
+def _is_same_in_vmap(program: Any) -> bool:
+    """Returns whether vmap leaves what a program does as it is.
+
+    It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
+    """
+    program = getattr(program, "jaxpr", program)  # newer versions of JAX have only one class of jaxprs
+    values = [
+        value for eqn in program.eqns for each in eqn.params.values() for value in jax.tree_util.tree_leaves(each)
+    ]
+    inner = [value for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
+    changed = any(re.search("cond|while|callback|ffi_call", eqn.primitive.name) for eqn in program.eqns)
+    return not (program.effects or changed) and all(map(_is_same_in_vmap, inner))
 
 
 class One(MeshRanks):
@@ -237,9 +261,9 @@ class Centers:
         self, training: Training, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None
     ) -> tuple[Any, ...]:
         """Returns (outer parameters, model states, optimizer state, metrics) after a step of all ranks."""
-        _check_state(opt_state)
+        self.check(opt_state)
         count, centers, model_state, metrics = self.train(
-            training, opt_state.count, opt_state.centers, model_state, batch, key
+            training, opt_state.count, opt_state.centers, model_state, batch=batch, key=key
         )
         rows, specs = P(self.name), self._specs
 
@@ -255,6 +279,19 @@ class Centers:
         params, own, start, exchanges = mapped(params, center.params, center.start, count, opt_state.exchanges)
         state = DilocoState(count, PerRank(center._replace(params=own, start=start)), exchanges)
         return params, model_state, state, self.measured(metrics, exchanges)
+
+    def check(self, opt_state: Any) -> None:
+        """Checks the state that a step gets."""
+        if not isinstance(opt_state, DilocoState):
+            got = type(opt_state).__name__
+            raise wrong("train.step", "opt_state", "a DilocoState, which init or the step before returned", got)
+        if (got := len(opt_state.exchanges)) != self.diloco.fragments:
+            expected = f"the state of {self.diloco.fragments} fragments, as many as {self.diloco.function} got"
+            raise wrong("train.step", "opt_state", expected, got, f"pass fragments={got}")
+
+    def placed(self, params: Any, opt_state: DilocoState) -> tuple[Any, DilocoState]:
+        """Returns parameters and a state where a step leaves them."""
+        return put((params, opt_state), self.placement.shardings((P(), self._specs)))
 
     def measured(self, metrics: DilocoMetrics, exchanges: tuple[Exchange, ...]) -> DilocoMetrics:
         """Returns the metrics of a step with the telemetry of the exchanges, if there is any."""
@@ -312,22 +349,20 @@ class Centers:
         found = [(act, *self._due(count, delay)) for act, delay in self._turns]
         return [(act, p) for act, due, p in found if due]
 
-    def act(
-        self, training: Training, act: Callable[..., Any], p: int, params: Any, count: Any, center: Any, exchange: Any
-    ) -> tuple[Any, ...]:
-        """Returns (outer parameters, count, (own parameters, start), exchange) after one of `acts`."""
-        rows, spec = P(self.name), self._specs.exchanges[0]
+    def act(self, training: Training, act: Callable[..., Any], p: int, given: Ongoing) -> Ongoing:
+        """Does one of `acts`, in all centers."""
+        rows = P(self.name)
 
-        def of_rank(params: Any, count: Any, center: Any, exchange: Exchange) -> tuple[Any, ...]:
-            both = Both(params, *_without_axis(center))
-            both, exchange = self._act(training, act, p, count, both, exchange)
-            return both.outer, count, _row((both.own, both.start)), exchange
+        def of_rank(given: Ongoing) -> Ongoing:
+            both = Both(given.params, *_without_axis(given.center))
+            both, exchange = self._act(training, act, p, both, exchange=given.exchange, count=given.count)
+            return Ongoing(both.outer, given.count, _row((both.own, both.start)), exchange)
 
-        specs = (P(), P(), rows, spec)
-        return self._over_ranks(of_rank, in_specs=specs, out_specs=specs)(params, count, center, exchange)
+        specs = Ongoing(params=P(), count=P(), center=rows, exchange=self._specs.exchanges[0])
+        return self._over_ranks(of_rank, in_specs=(specs,), out_specs=specs)(given)
 
     def _act(
-        self, training: Training, act: Callable[..., Any], p: int, count: Any, both: Both, exchange: Exchange
+        self, training: Training, act: Callable[..., Any], p: int, both: Both, *, exchange: Exchange, count: Any
     ) -> tuple[Both, Exchange]:
         first = {"first": count <= self.diloco.every} if act is Rounds.eager else {}
         return act(self._rounds(both.outer), self._cut(training, both.outer)[p], both, exchange, **first)
@@ -339,7 +374,7 @@ class Centers:
             def on(
                 p: int, both: Both, exchanges: tuple[Exchange, ...], act: Callable[..., Any] = act
             ) -> tuple[Both, tuple[Exchange, ...]]:
-                both, done = self._act(training, act, p, count, both, exchanges[p])
+                both, done = self._act(training, act, p, both, exchange=exchanges[p], count=count)
                 return both, (*exchanges[:p], done, *exchanges[p + 1 :])
 
             due, p = self._due(count, delay)
@@ -378,12 +413,6 @@ class Centers:
                 expected = "a plan that skips the same parameters as that inside a center"
                 remedy = "give both plans the same rules with jaxcgx.Skip()"
                 raise wrong(op, "plan", expected, "another", remedy, path=path)
-
-
-def _check_state(opt_state: Any) -> None:
-    if not isinstance(opt_state, DilocoState):
-        got = type(opt_state).__name__
-        raise wrong("train.step", "opt_state", "a DilocoState, which init or the step before returned", got)
 
 
 def _row(tree: Any) -> Any:

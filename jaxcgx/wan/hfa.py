@@ -128,11 +128,11 @@ class Workers(Centers):
         return [(_average, 0)] * bool(self._inside and self._averages(count)) + super().acts(count)
 
     def _act(
-        self, training: Training, act: Callable[..., Any], p: int, count: Any, both: Both, exchange: Exchange
+        self, training: Training, act: Callable[..., Any], p: int, both: Both, *, exchange: Exchange, count: Any
     ) -> tuple[Both, Exchange]:
         if act is _average:
             return both._replace(own=_average(self._inside, both.own)), exchange
-        return super()._act(training, act, p, count, both, exchange)
+        return super()._act(training, act, p, both, exchange=exchange, count=count)
 
     def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
         if self._inside:

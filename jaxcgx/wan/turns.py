@@ -1,8 +1,7 @@
 """The step of centers as Python calls it: exchanges are programs of their own, which run when they are due."""
 
-import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,14 @@ from jax.core import Tracer
 from jaxcgx.optim.train import Step
 from jaxcgx.optim.training import Training
 
-if TYPE_CHECKING:
-    from jaxcgx.wan.centers import Centers
+
+class Ongoing(NamedTuple):
+    """What a program of an exchange gets, and what becomes of it."""
+
+    params: Any  # the outer parameters
+    count: Any  # unchanged: the next step waits for it
+    center: Any  # (the own parameters of the centers, those at the beginning of the round), as rows
+    exchange: Any  # the state of the fragment
 
 
 class CentersStep(Step):
@@ -23,56 +28,76 @@ class CentersStep(Step):
     what a branch returns unchanged, so every step would copy the parameters and the states of the exchanges.
     """
 
-    def __init__(self, jitted: Any, centers: "Centers", training: Training, donate: bool, place: int) -> None:
+    def __init__(self, jitted: Any, centers: Any, training: Training, donate: bool, place: int) -> None:
         super().__init__(jitted, centers.placement, place)
         self._centers, self._donate, self._signature = centers, donate, inspect.signature(jitted)
-        every = lambda *places: places if donate else ()
-        self._train = jax.jit(functools.partial(centers.train, training), donate_argnums=every(0, 1, 2))
-        act = functools.partial(centers.act, training)
-        self._act = jax.jit(act, static_argnums=(0, 1), donate_argnums=every(2, 3, 4, 5))
-        self._last: tuple[Any, int] = None, 0  # the count that the last call returned, and its number
+
+        def step(count: Any, centers_: Any, model_state: Any, batch: Any, key: Any) -> tuple[Any, ...]:
+            return centers.train(training, count, centers_, model_state, batch=batch, key=key)
+
+        def exchange(act: Any, p: int, given: Ongoing) -> Ongoing:
+            return centers.act(training, act, p, given)
+
+        self._train = jax.jit(step, donate_argnums=(0, 1, 2) if donate else ())
+        self._act = jax.jit(exchange, static_argnums=(0, 1), donate_argnums=(2,) if donate else ())
+        self._last: tuple[list[Any], int] = [], 0  # what the last call returned, and the number of its steps
+        self._known: set[Any] = set()  # the kinds of arguments for which the exchanges have been compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = self._signature.bind(*args, **kwargs).arguments
+        try:
+            given = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return super().__call__(*args, **kwargs)  # jit raises the error
         state, batch, params = (given[name] for name in ("opt_state", "batch", "params"))
-        if not hasattr(state, "exchanges") or isinstance(state.count, Tracer):
+        self._centers.check(state)
+        if isinstance(state.count, Tracer):
             return super().__call__(*args, **kwargs)
-        count = state.count
         last, number = self._last
-        if count is not last:
-            number, params = self._begin(state, params)
+        now = [state.count, *jax.tree_util.tree_leaves(params)]
+        if len(now) != len(last) or any(x is not y for x, y in zip(now, last)):
+            number, params, state = self._begin(params, state)
         with self.checked(batch):
             count, centers, model_state, metrics = self._train(
-                count, state.centers, given.get("model_state"), batch, given.get("key")
+                state.count, state.centers, given.get("model_state"), batch, given.get("key")
             )
         exchanges, center = list(state.exchanges), (centers.rows.params, centers.rows.start)
         for act, p in self._centers.acts(number + 1):
-            params, count, center, exchanges[p] = self._act(act, p, params, count, center, exchanges[p])
+            params, count, center, exchanges[p] = self._act(act, p, Ongoing(params, count, center, exchanges[p]))
         rows = centers.rows._replace(params=center[0], start=center[1])
         state = state._replace(count=count, centers=centers._replace(rows=rows), exchanges=tuple(exchanges))
         if not isinstance(count, Tracer):  # in a traced call, it is one even with a concrete state
-            self._last = count, number + 1
+            self._last = [count, *jax.tree_util.tree_leaves(params)], number + 1
         metrics = self._centers.measured(metrics, state.exchanges)
         if self._donate:  # the state's own arrays may be donated to a later step
             metrics = metrics._replace(outer=jax.tree_util.tree_map(jnp.copy, metrics.outer))
         return (params, *((model_state,) if "model_state" in given else ()), state, metrics)
 
-    def _begin(self, state: Any, params: Any) -> tuple[int, Any]:
-        """Prepares a call with a state that isn't that of the last call. Returns the number of its steps, and `params`.
+    def _begin(self, params: Any, state: Any) -> tuple[int, Any, Any]:
+        """Prepares a call with arguments that the last call didn't return. Returns (number of steps, params, state).
 
-        The parameters are placed, because a step without an exchange returns them as they are. All programs are
-        compiled, because compiling an exchange over a Tcp connects its processes: without this they would wait for one
-        another in the first exchange.
+        Arrays are placed, because a step returns those that no exchange changes as they are. All programs are compiled,
+        because compiling an exchange over a Tcp connects its processes: without this they would wait for one another in
+        the first exchange.
         """
-        params = jax.device_put(params, self._placement.shardings(jax.sharding.PartitionSpec()))
-        self._compiled(params, state)
-        return int(state.count.addressable_data(0) if isinstance(state.count, jax.Array) else state.count), params
+        if any(isinstance(x, Tracer) for x in jax.tree_util.tree_leaves((params, state))):
+            return self._number(state.count), params, state
+        params, state = self._centers.placed(params, state)
+        given = params, state.count, state.centers.rows.params, state.centers.rows.start, state.exchanges
+        leaves, tree = jax.tree_util.tree_flatten(given)
+        kind = tree, *((x.shape, x.dtype, x.sharding) for x in leaves)
+        if kind not in self._known:
+            self._compiled(params, state)
+            self._known.add(kind)
+        return self._number(state.count), params, state
+
+    def _number(self, count: Any) -> int:
+        return int(count.addressable_data(0) if isinstance(count, jax.Array) else count)
 
     def _compiled(self, params: Any, state: Any) -> list[Any]:
         """Returns the compiled programs of all exchanges. JAX keeps them for the calls that follow."""
         center = state.centers.rows.params, state.centers.rows.start
-        acts = self._centers.all_acts()
-        return [self._act.lower(act, p, params, state.count, center, state.exchanges[p]).compile() for act, p in acts]
+        given = [Ongoing(params, state.count, center, exchange) for exchange in state.exchanges]
+        return [self._act.lower(act, p, given[p]).compile() for act, p in self._centers.all_acts()]
 
     def texts(self, params: Any, opt_state: Any) -> list[str]:
         """Returns the programs of all exchanges."""

@@ -146,6 +146,36 @@ def test_traced_calls_are_the_same(local, given):
         assert_same_trees(tuple(first), tuple(other))
 
 
+def test_optimizers_that_vmap_would_change():
+    """Schedules may call Python, and a branch that isn't taken doesn't run."""
+    calls = []
+    rate = lambda count: jax.pure_callback(lambda c: np.float32(0.25), jax.ShapeDtypeStruct((), jnp.float32), count)
+    inner = optax.chain(
+        optax.stateless(
+            lambda updates, _: (
+                jax.lax.cond(updates["s"] > 1e6, lambda: jax.debug.callback(calls.append, 1), lambda: None),
+                updates,
+            )[1]
+        ),
+        optax.sgd(rate),
+    )
+    expected, _ = run(trainer(diloco(NESTEROV, every=3)), 7)
+    found, _ = run(trainer(cgx.wan.diloco(inner, NESTEROV, every=3)), 7)
+    jax.effects_barrier()
+    assert not calls
+    for (got, _), (params, _) in zip(found, expected):
+        assert_same_trees(got, params)
+
+
+def test_arrays_are_placed():
+    """A step without an exchange returns the outer parameters and the states of exchanges as they are."""
+    train = trainer(diloco(NESTEROV, every=4))
+    params, state, _ = train.step(*train.init(PARAMS), X[0])
+    placed = lambda tree: all(isinstance(x, jax.Array) and x.sharding.mesh == mesh_of() for x in jax.tree.leaves(tree))
+    for given in ((jax.tree.map(np.asarray, params), state), jax.tree.map(np.asarray, (params, state))):
+        assert placed(train.step(*given, X[1])[:2])
+
+
 def test_streaming_to_the_bit():
     """Each of two fragments is exchanged in its own step, and mixed into a center's parameters a step later.
 
@@ -766,3 +796,6 @@ def test_a_state_of_something_else():
     train = trainer(diloco())
     with raises(ValueError, says("train.step", "opt_state", expected="DilocoState", got="dict")):
         train.step(PARAMS, {}, X[0])
+    _, state, _ = trainer(diloco(every=4, fragments=2)).step(*trainer(diloco(every=4, fragments=2)).init(PARAMS), X[0])
+    with raises(ValueError, says("train.step", "opt_state", expected="state of 1 fragments", got="2")):
+        trainer(diloco(every=4)).step(PARAMS, state, X[0])
