@@ -97,9 +97,13 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
     return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
   }
   const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
-  constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2
-                              : kBits <= 4             ? 4
-                                                       : 1;  // payloads whose loads are in flight; registers limit it
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  constexpr uint32_t kMost = 3;  // with 4, ptxas spills for this architecture
+#else
+  constexpr uint32_t kMost = 4;
+#endif
+  // Payloads whose loads are in flight. Registers limit it.
+  constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2 : kBits <= 4 ? kMost : 1;
   for (uint32_t rank = 0; rank < m.ranks;) {
     const uint32_t stop = rank <= p.rank && p.rank < m.ranks ? p.rank : m.ranks;
     Words<Scalar, kBits> lanes[kAhead][4];
