@@ -183,11 +183,7 @@ class Program:
         self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
         self._sharding = NamedSharding(run.mesh, P("data"))
         self._weights, self._state = init(data.weights)
-        self._step = step
-
-    @property
-    def step(self):
-        return self._step
+        self.step = step
 
     @property
     def trained(self):
@@ -199,7 +195,7 @@ class Program:
 
     def run(self, steps):
         for _ in range(steps):
-            self._weights, self._state, _ = self._step(self._weights, self._state, self._batch())
+            self._weights, self._state, _ = self.step(self._weights, self._state, self._batch())
             jax.block_until_ready((self._weights, self._state))
             self._at += 1
         self._weights, self._state = jax.block_until_ready(self._finish(self._weights, self._state))
