@@ -226,39 +226,48 @@ uint32_t threads_for(const Codec& c, int64_t n) {
 
 constexpr uint32_t kSmallThreads = 256;  // threads of a thread block that has several small buckets
 
-// Launches `kernel` on the buckets that the fast kernels don't take. With kWhole, it launches on buckets that fit in a
-// thread block. With the other stages, it launches on larger buckets.
-Status launch_any_bucket(const Call& given, Stage stage, void (*kernel)(Table<true, true>), const char* name) {
+// Which elements of large buckets a launch takes.
+enum class Large { kNone, kAll, kRests };  // kRests: those after the whole blocks
+
+// Launches `kernel` on the buckets that kernels of quads don't take. With kWhole, it launches on buckets that fit in a
+// thread block, and may add the rests of large buckets as if they were buckets. With the other stages, it launches on
+// large buckets.
+Status launch_any_bucket(const Call& given, Stage stage, Large large, void (*kernel)(Table<true, true>),
+                         const char* name) {
   const Layout& l = given.layout;
   const Codec& c = l.codec;
-  const bool fast = is_fast(c), large = stage != kWhole;
-  const auto size_of_first = [&](const Piece& p) { return std::min(p.bucket, p.coded); };
+  const auto takes = [&](const Piece& p) { return is_large(p) ? large != Large::kNone : stage == kWhole; };
+  const auto first = [&](const Piece& p) { return is_large(p) && large == Large::kAll ? 0 : elements_of_quads(c, p); };
   int64_t largest = 0;
   for (const Piece& p : l.pieces) {
-    if (p.bucket <= kMostStaged) largest = std::max(largest, fast ? p.coded % p.bucket : size_of_first(p));
+    if (takes(p)) largest = std::max(largest, std::min(p.bucket, p.coded - first(p)));
   }
   Call call = given;
   Message& m = call.message;
   m.stage = stage;
-  m.threads = large ? kMostThreads : threads_for(c, largest);
-  // The fast kernels leave only the last bucket of each piece.
-  m.groups = large ? 1 : std::max(1u, (fast ? kWarpSize : kSmallThreads) / m.threads);
+  m.threads = large == Large::kAll ? kMostThreads : threads_for(c, largest);
+  m.groups = 1;
+  if (stage == kWhole)  // The fast kernels leave only the last bucket of each piece.
+    m.groups = std::max(1u, (is_fast(c) ? kWarpSize : kSmallThreads) / m.threads);
+  else
+    m.threads = std::max(m.threads, kWarpSize);
   Launches launches(call, kernel, name, std::max(kWarpSize, m.groups * m.threads));
   int64_t work = 0;
   for (int64_t row = 0; row < call.batch; ++row) {
     for (const Piece& p : l.pieces) {
-      if (p.coded == 0 || (p.bucket > kMostStaged) != large) continue;
-      const int64_t whole = fast ? p.coded / p.bucket : 0, rest = p.coded - whole * p.bucket;
+      const int64_t first_work = work;
+      work += workspace_floats(c, p);
+      if (!takes(p)) continue;
+      const int64_t at = first(p), rest = p.coded - at;
       if (rest == 0) continue;
-      const int64_t count = div_up(rest, p.bucket);
+      const int64_t before = at / p.bucket, count = div_up(rest, p.bucket);
       if (count > UINT32_MAX) return {name, cudaErrorInvalidConfiguration};
-      Item item(l, call.leaves, row, p, whole * p.bucket, whole * bucket_bytes(c, p.bucket), whole * meta_floats(c));
+      Item item(l, call.leaves, row, p, at, bucket_bytes(c, at), before * meta_floats(c));
       item.entry.count = static_cast<uint32_t>(count);
       item.extra.last = rest - (count - 1) * p.bucket;
-      item.extra.work = static_cast<uint32_t>(work);
-      work += workspace_floats(c, p);
+      item.extra.work = static_cast<uint32_t>(first_work + before * bucket_floats(c, p));
       const int64_t parts = div_up(count > 1 ? p.bucket : rest, kMostStaged);
-      launches.add(item, kernel == grid_kernel ? count : large ? count * parts : div_up(count, m.groups));
+      launches.add(item, kernel == grid_kernel ? count : stage == kWhole ? div_up(count, m.groups) : count * parts);
     }
   }
   return launches.finish();
@@ -273,9 +282,12 @@ Status encode_buckets(const Call& call) {
     using V = decltype(variant);
     const auto kernel = encode_any_bucket_kernel<typename V::Codec, V::bits, V::stochastic>;
     const auto launch = [&](Stage stage) {
-      return launch_any_bucket(call, stage, kernel, "encode kernel of any bucket");
+      return launch_any_bucket(call, stage, stage == kWhole ? Large::kNone : Large::kAll, kernel,
+                               "encode kernel of any bucket");
     };
-    const auto grids = [&](Stage stage) { return launch_any_bucket(call, stage, grid_kernel, "grid kernel"); };
+    const auto grids = [&](Stage stage) {
+      return launch_any_bucket(call, stage, Large::kAll, grid_kernel, "grid kernel");
+    };
     Status s = launch(kWhole);
     if (s.call == nullptr) s = launch(kStats);
     if (s.call == nullptr) s = grids(kStats);
@@ -292,11 +304,12 @@ Status decode_buckets(const Call& call) {
   return with_decode_variant(call.layout.codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = decode_any_bucket_kernel<typename V::Codec, V::bits>;
-    const auto launch = [&](Stage stage) {
-      return launch_any_bucket(call, stage, kernel, "decode kernel of any bucket");
+    const auto launch = [&](Stage stage, Large large) {
+      return launch_any_bucket(call, stage, large, kernel, "decode kernel of any bucket");
     };
-    const Status s = launch(kWhole);
-    return s.call == nullptr ? launch(kCodes) : s;
+    if (has_large_blocks(call.layout.codec)) return launch(kWhole, Large::kRests);
+    const Status s = launch(kWhole, Large::kNone);
+    return s.call == nullptr ? launch(kCodes, Large::kAll) : s;
   });
 }
 

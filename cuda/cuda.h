@@ -30,9 +30,13 @@ constexpr int64_t kGridFloats = 8, kRangeFloats = 2, kSumFloats = kMostStaged / 
 CGX_HD int64_t workspace_floats(Kind kind, int64_t parts) {
   return kGridFloats + parts * (kRangeFloats + (traits_of(kind).sums ? kSumFloats : 0));
 }
+inline bool is_large(const Piece& p) { return p.bucket > kMostStaged; }
+// Returns the floats of the workspace of one bucket of a piece.
+inline int64_t bucket_floats(const Codec& c, const Piece& p) {
+  return is_large(p) ? workspace_floats(c.kind, div_up(p.bucket, kMostStaged)) : 0;
+}
 inline int64_t workspace_floats(const Codec& c, const Piece& p) {
-  if (p.bucket <= kMostStaged) return 0;
-  return div_up(p.coded, p.bucket) * workspace_floats(c.kind, div_up(p.bucket, kMostStaged));
+  return is_large(p) ? div_up(p.coded, p.bucket) * bucket_floats(c, p) : 0;
 }
 inline int64_t workspace_floats(const Layout& layout) {
   int64_t floats = 0;

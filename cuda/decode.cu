@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __
 Status decode_all(const Call& call) {
   const Codec& codec = call.layout.codec;
   if (is_sparse(codec.kind)) return decode_topk(call);
-  if (is_fast(codec)) {
+  if (is_fast(codec) || has_large_blocks(codec)) {
     const Status s = with_decode_variant(codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
-        return launch_fast(call, Launches(call, kernel, "decode kernel", kThreads));
+        return launch_quads(call, Launches(call, kernel, "decode kernel", kThreads));
       };
       if constexpr (traits_of(V::Codec::kKind).scales)
         return Status();  // is_fast is false

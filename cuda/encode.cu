@@ -56,7 +56,7 @@ Status encode_all(const Call& call) {
     const Status s = with_encode_variant(codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
-        return launch_fast(call, Launches(call, kernel, "encode kernel", kThreads));
+        return launch_quads(call, Launches(call, kernel, "encode kernel", kThreads));
       };
       if constexpr (traits_of(V::Codec::kKind).scales)
         return Status();  // is_fast is false

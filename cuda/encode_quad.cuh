@@ -16,18 +16,39 @@ inline bool is_fast(const Codec& c) {
          c.bucket_size <= kTile;
 }
 
-// Launches a fast kernel on the whole buckets of all pieces.
+// Returns whether kernels of quads take the whole blocks of a codec's large buckets. Each of these buckets begins at a
+// block of noise, and its codes at a multiple of 16 bytes. Its last block may be short.
+inline bool has_large_blocks(const Codec& c) {
+  return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) && c.bucket_size % kBlock == 0;
+}
+
+// Returns how many elements of a piece kernels of quads take: those of the whole buckets or, if the bucket is large, of
+// the whole blocks.
+inline int64_t elements_of_quads(const Codec& c, const Piece& p) {
+  const int64_t whole = is_fast(c) ? c.bucket_size : has_large_blocks(c) && is_large(p) ? kBlock : 0;
+  return whole == 0 ? 0 : p.coded / whole * whole;
+}
+
+// Launches a kernel of quads on all pieces.
 template <class T>
-Status launch_fast(const Call& call, Launches<T> launches) {
+Status launch_quads(const Call& call, Launches<T> launches) {
   const Layout& l = call.layout;
-  const int64_t bucket = l.codec.bucket_size;
+  const Codec& c = l.codec;
+  int64_t work = 0;
   for (int64_t row = 0; row < call.batch; ++row) {
     for (const Piece& p : l.pieces) {
-      const int64_t units = p.coded / bucket * bucket / (kRows * 4);
-      if (units == 0) continue;
-      Item item(l, call.leaves, row, p);
-      item.entry.count = static_cast<uint32_t>(units);
-      launches.add(item, div_up(units, kThreads));
+      const int64_t end = elements_of_quads(c, p), first_work = work;
+      work += workspace_floats(c, p);
+      // Kernels find the bucket of a quad by a shift. So an item has one bucket, unless their size is a power of two.
+      int64_t most = int64_t{1} << kMostLogBucket;
+      if ((p.bucket & (p.bucket - 1)) != 0) most = std::min(most, p.bucket);
+      for (int64_t at = 0; at < end; at += most) {
+        const int64_t units = std::min(most, end - at) / (kRows * 4), bucket = at / p.bucket;
+        Item item(l, call.leaves, row, p, at, bucket_bytes(c, at), bucket * meta_floats(c));
+        item.entry.count = static_cast<uint32_t>(units);
+        item.extra.work = static_cast<uint32_t>(first_work + bucket * bucket_floats(c, p));
+        launches.add(item, div_up(units, kThreads));
+      }
     }
   }
   return launches.finish();

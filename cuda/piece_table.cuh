@@ -57,6 +57,9 @@ struct Residual {
 constexpr uint32_t kThreads = 128;
 constexpr int64_t kTile = kThreads * kRows * 4;
 
+// An item has at most 2^31 quads, and kernels shift their indices by log_bucket - 5.
+constexpr int kMostLogBucket = 36;
+
 // The parameters that are the same for all pieces.
 struct Message {
   Codec codec;
@@ -78,7 +81,7 @@ struct Message {
   bool exact;          // the divisor is a power of two, so `inverse` is exact
   bool sums;           // the operation sums payloads; also true for one payload
   bool own;            // Entry::leaf has the own rank's elements, which replace its payload
-  int32_t log_bucket;  // log2 of the bucket size, for the fast kernels
+  int32_t log_bucket;  // log2 of the bucket size, rounded up, for the kernels of quads
   // For the other kernels: threads of a bucket, buckets of a thread block, and the stage for large buckets.
   uint32_t threads, groups;
   int32_t stage;
@@ -220,7 +223,9 @@ inline Message message_of(const Layout& l) {
   m.ranks = m.lists = 1;
   m.divisor = m.inverse = 1.0f;
   m.exact = true;
-  while (int64_t{1} << m.log_bucket < l.codec.bucket_size) ++m.log_bucket;
+  for (const Piece& p : l.pieces) {
+    while (m.log_bucket < kMostLogBucket && int64_t{1} << m.log_bucket < p.bucket) ++m.log_bucket;
+  }
   return m;
 }
 

@@ -59,7 +59,7 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
     const Status s = with_encode_variant(l.codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
-        return launch_fast(call, Launches(call, kernel, "reduce kernel", kThreads));
+        return launch_quads(call, Launches(call, kernel, "reduce kernel", kThreads));
       };
       if constexpr (traits_of(V::Codec::kKind).scales)
         return Status();  // is_fast is false

@@ -78,6 +78,34 @@ void large_buckets() {
   }
 }
 
+// Leaves that end near a block, a tile (4096) or a part (8192) of a bucket: one bucket of a leaf, buckets of a power of
+// two, and buckets of other multiples of a block.
+void blocks_of_large_buckets() {
+  Random r{5};
+  int64_t turn = 0;
+  const auto run = [&](const Codec& codec) {
+    if (++turn % step != 0) return;
+    const int64_t bucket = codec.bucket_size;
+    Case k{codec, {}};
+    for (const DType dtype : kDTypes) {
+      const int64_t near = r.pick<int64_t>({8192, 8320, 12288, 16384, bucket, bucket + 4096, 2 * bucket});
+      k.shapes.push_back({std::max(r.below(200), near + r.pick({-1, 0, 0, 1, 3, 127, 128, 129})), dtype});
+    }
+    std::swap(k.shapes[0], k.shapes[static_cast<size_t>(r.below(3))]);
+    k.chunks = 1 + r.below(3);
+    k.batch = 1 + (r.below(4) == 0) * 2;
+    k.ranks = 1 + r.below(3);
+    k.feedback = turn % 2 == 0;
+    k.shift = turn % 3 == 2 ? 1 + r.below(7) : 0;
+    k.alike = r.below(4) != 0;
+    compare(k, r);
+  };
+  for (int i = 0; i < 24; ++i) run({Kind::kByteGrad, 0, 0, false, false, i % 4 == 3});
+  for (const int64_t bucket : {16384, 9088}) {
+    for (const Codec& codec : codecs(bucket)) run(codec);
+  }
+}
+
 // More pieces than a table holds, with many rows and chunks.
 void many_leaves() {
   Random r{3};
@@ -221,6 +249,7 @@ int main(int argc, char** argv) {
   too_large();
   many_leaves();
   every_codec();
+  blocks_of_large_buckets();
   if (step > 1) return finish();
   nowhere();
   large_buckets();
