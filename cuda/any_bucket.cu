@@ -171,6 +171,72 @@ __global__ void __launch_bounds__(kMostThreads) decode_any_bucket_kernel(const _
   }
 }
 
+constexpr uint32_t kRangeThreads = kMostStaged / (kRows * 4);
+
+// Finds the range of each part of large buckets of leaves, like encode_any_bucket_kernel with kStats. But a thread
+// reads four neighbouring elements at a time.
+template <bool kFeedback>
+__global__ void __launch_bounds__(kRangeThreads, kFeedback ? 3 : 4)
+    range_kernel(const __grid_constant__ Table<true, true> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Extra& extra = t.extras[p.index];
+  const auto parts = static_cast<uint32_t>(Lane::parts_of(m, e, extra));
+  const int64_t bucket = p.tile / parts, part = p.tile % parts;
+  if (bucket >= e.count) return;
+  const int64_t size = bucket + 1 == e.count ? extra.last : m.codec.bucket_size;
+  if (part * kMostStaged >= size) return;  // the last bucket may have fewer parts
+  // A range may have an element twice. So the last part begins earlier if it would be short, and in a bucket of less
+  // than one part, the last element is repeated.
+  const int64_t end = (part + 1) * kMostStaged < size ? (part + 1) * kMostStaged : size;
+  const int64_t first = bucket * m.codec.bucket_size + (end < kMostStaged ? 0 : end - kMostStaged);
+  const auto load = [&](const void* from, DType dtype, auto f) {
+    constexpr uint32_t kStep = kRangeThreads * 4;
+    if (end >= kMostStaged) return load_quad(from, dtype, first + threadIdx.x * 4, kStep, f);
+    const auto each = [&](DType d) {
+      const auto last = static_cast<uint32_t>(end) - 1;
+      const auto element = [&](uint32_t i) { return load_element(from, d, first + (i < last ? i : last)); };
+#pragma unroll
+      for (uint32_t r = 0; r < kRows; ++r) {
+        const uint32_t i = r * kStep + threadIdx.x;
+        f(r, float4{element(i), element(i + kRangeThreads), element(i + 2 * kRangeThreads),
+                    element(i + 3 * kRangeThreads)});
+      }
+    };
+    if (dtype == DType::kF32)
+      each(DType::kF32);
+    else if (dtype == DType::kBF16)
+      each(DType::kBF16);
+    else
+      each(DType::kF16);
+  };
+  float x[kRows][4];
+  load(e.leaf, static_cast<DType>(e.dtype),
+       [&](int r, const float4& row) { x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w; });
+  if constexpr (kFeedback) {
+    load(t.residuals[p.index].old, DType::kF32,
+         [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+  }
+  float lo = x[0][0], hi = lo;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) lo = min_or_nan(lo, x[r][j]), hi = max_or_nan(hi, x[r][j]);
+  }
+  widen_stats(&lo, &hi, kWarpSize);
+  __shared__ float of_warp[2][kRangeThreads / kWarpSize];
+  if (threadIdx.x % kWarpSize == 0) of_warp[0][threadIdx.x / kWarpSize] = lo, of_warp[1][threadIdx.x / kWarpSize] = hi;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (uint32_t i = 1; i < kRangeThreads / kWarpSize; ++i)
+    lo = min_or_nan(lo, of_warp[0][i]), hi = max_or_nan(hi, of_warp[1][i]);
+  float* work = m.workspace + extra.work + bucket * workspace_floats(m.codec.kind, parts);
+  *reinterpret_cast<float2*>(work + kGridFloats + kRangeFloats * part) = {lo, hi};
+}
+
 // Computes the grid of each large bucket from its parts, with one thread block per bucket. For a codec that needs sums
 // it runs twice: first it computes the scale, then, from the sums, the grid.
 __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constant__ Table<true, true> t) {
@@ -233,7 +299,7 @@ enum class Large { kNone, kAll, kRests };  // kRests: those after the whole bloc
 // thread block, and may add the rests of large buckets as if they were buckets. With the other stages, it launches on
 // large buckets.
 Status launch_any_bucket(const Call& given, Stage stage, Large large, void (*kernel)(Table<true, true>),
-                         const char* name) {
+                         const char* name, uint32_t threads = kMostThreads) {
   const Layout& l = given.layout;
   const Codec& c = l.codec;
   const auto takes = [&](const Piece& p) { return is_large(p) ? large != Large::kNone : stage == kWhole; };
@@ -245,7 +311,7 @@ Status launch_any_bucket(const Call& given, Stage stage, Large large, void (*ker
   Call call = given;
   Message& m = call.message;
   m.stage = stage;
-  m.threads = large == Large::kAll ? kMostThreads : threads_for(c, largest);
+  m.threads = large == Large::kAll ? threads : threads_for(c, largest);
   m.groups = 1;
   if (stage == kWhole)  // The fast kernels leave only the last bucket of each piece.
     m.groups = std::max(1u, (is_fast(c) ? kWarpSize : kSmallThreads) / m.threads);
@@ -281,21 +347,30 @@ Status encode_buckets(const Call& call) {
   return with_encode_variant(codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = encode_any_bucket_kernel<typename V::Codec, V::bits, V::stochastic>;
-    const auto launch = [&](Stage stage) {
-      return launch_any_bucket(call, stage, stage == kWhole ? Large::kNone : Large::kAll, kernel,
-                               "encode kernel of any bucket");
+    const auto launch = [&](Stage stage, Large large = Large::kAll) {
+      return launch_any_bucket(call, stage, large, kernel, "encode kernel of any bucket");
     };
-    const auto grids = [&](Stage stage) {
-      return launch_any_bucket(call, stage, Large::kAll, grid_kernel, "grid kernel");
+    int64_t parts = 1;  // of the largest bucket
+    for (const Piece& p : call.layout.pieces) parts = std::max(parts, div_up(p.bucket, kMostStaged));
+    const auto grids = [&](Stage stage) {  // with a thread for each part, if there are not too many
+      const auto warps = static_cast<uint32_t>(std::min<int64_t>(div_up(parts, kWarpSize), kMostThreads / kWarpSize));
+      return launch_any_bucket(call, stage, Large::kAll, grid_kernel, "grid kernel", warps * kWarpSize);
     };
-    Status s = launch(kWhole);
-    if (s.call == nullptr) s = launch(kStats);
+    const bool sums = call.message.payloads != nullptr, feedback = call.leaves.residuals != nullptr;
+    const auto ranges = [&] {
+      return launch_any_bucket(call, kStats, Large::kAll, feedback ? range_kernel<true> : range_kernel<false>,
+                               "range kernel", kRangeThreads);
+    };
+    Status s = launch(kWhole, Large::kNone);
+    if (s.call == nullptr) s = sums ? launch(kStats) : ranges();
     if (s.call == nullptr) s = grids(kStats);
     if (traits_of(codec.kind).sums) {
       if (s.call == nullptr) s = launch(kSums);
       if (s.call == nullptr) s = grids(kSums);
     }
-    return s.call == nullptr ? launch(kCodes) : s;
+    if (sums || !has_large_blocks(codec)) return s.call == nullptr ? launch(kCodes) : s;
+    if (s.call == nullptr) s = encode_large_blocks(call);
+    return s.call == nullptr ? launch(kCodes, Large::kRests) : s;
   });
 }
 

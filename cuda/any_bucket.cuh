@@ -1,7 +1,8 @@
 // Buckets of any size. A thread has one lane of a block of codec/pack.h, with its eight elements in registers. A bucket
 // takes a thread for each lane. Buckets of more than kMostStaged elements are cut into parts of that size. Parts are
 // read once for the statistics (and once for sums, if the codec needs sums). After the statistics of all parts are
-// known, parts are read again for the codes.
+// known, parts are read again for the codes. If kernels of quads read the whole blocks of large buckets, the kernels
+// here have only the rests after them (has_large_blocks).
 #pragma once
 
 #include "cuda/decode_sum.cuh"

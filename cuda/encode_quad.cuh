@@ -19,7 +19,8 @@ inline bool is_fast(const Codec& c) {
 // Returns whether kernels of quads take the whole blocks of a codec's large buckets. Each of these buckets begins at a
 // block of noise, and its codes at a multiple of 16 bytes. Its last block may be short.
 inline bool has_large_blocks(const Codec& c) {
-  return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) && c.bucket_size % kBlock == 0;
+  return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) && c.bucket_size % kBlock == 0 &&
+         (c.bucket_size == 0 || c.bucket_size > kMostStaged);
 }
 
 // Returns how many elements of a piece kernels of quads take: those of the whole buckets or, if the bucket is large, of
@@ -132,15 +133,11 @@ CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint3
   philox<Scalar>(word, key[0], key[1]);
 }
 
-// Encodes x, a quad of the piece. Writes its codes to `lanes` and to the payload, and returns the grid of its bucket.
-// `there`: whether the quad exists. Every thread of the thread block must call this.
+// Finds the codes of x, a quad of the piece, in a grid.
 template <class C, int kBits, bool kStochastic, class T>
-CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4],
-                       Words<Scalar, kBits> (&lanes)[4]) {
+CGX_D void codes_of_quad(const T& t, const Place& p, const Quad& q, const Grid& g, const float (&x)[kRows][4],
+                         Words<Scalar, kBits> (&lanes)[4]) {
   const Message& m = t.message;
-  const Entry& e = t.entries[p.index];
-  const Quad q(unit, m.log_bucket);
-  const Grid g = grid_of_quads<C>(x, m.log_bucket, m.codec);
   const int32_t top = top_of(m.codec);
   constexpr bool kSums = std::is_same_v<C, Levels> && !kStochastic && kOneField<kBits>;
   const uint32_t excess = kMagic - static_cast<uint32_t>(top);
@@ -172,6 +169,18 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
         lanes[j].put(r, code);
     }
   }
+}
+
+// Encodes x, a quad of the piece. Writes its codes to `lanes` and to the payload, and returns the grid of its bucket.
+// `there`: whether the quad exists. Every thread of the thread block must call this.
+template <class C, int kBits, bool kStochastic, class T>
+CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4],
+                       Words<Scalar, kBits> (&lanes)[4]) {
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Quad q(unit, m.log_bucket);
+  const Grid g = grid_of_quads<C>(x, m.log_bucket, m.codec);
+  codes_of_quad<C, kBits, kStochastic>(t, p, q, g, x, lanes);
   if (there) {
     uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
     store_codes<kBits>(chunk + e.codes + q.codes(kBits), q, lanes);

@@ -14,6 +14,9 @@ namespace jaxcgx::cuda {
 Status encode_buckets(const Call& call);
 Status decode_buckets(const Call& call);
 
+// Encodes the whole blocks of large buckets of leaves. Their grids are in the workspace. large_bucket.cu
+Status encode_large_blocks(const Call& call);
+
 // Process rotated buckets. rotated.cu
 Status encode_rotated(const Call& call);
 Status decode_rotated(const Call& call);

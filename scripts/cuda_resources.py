@@ -27,7 +27,7 @@ ENTRY = re.compile(
     re.DOTALL,
 )
 # How the names of the fast kernels end.
-FAST = "decode", "encode", "reduce", "unbucketed", "find", "pick", "scatter", "pack", "unpack"
+FAST = "decode", "encode", "blocks", "range", "reduce", "unbucketed", "find", "pick", "scatter", "pack", "unpack"
 
 
 def check(architectures, entries):

@@ -102,7 +102,13 @@ void blocks_of_large_buckets() {
   };
   for (int i = 0; i < 24; ++i) run({Kind::kByteGrad, 0, 0, false, false, i % 4 == 3});
   for (const int64_t bucket : {16384, 9088}) {
+    turn = bucket == 9088;  // each codec with and without feedback
     for (const Codec& codec : codecs(bucket)) run(codec);
+  }
+  if (step > 1) return;
+  for (const Codec& values : {Codec{Kind::kByteGrad, 0, 0}, Codec{Kind::kMaxMin, 4, 16384, true}}) {
+    const Codec codec = topk(0.6, Select::kExact, values);
+    compare({codec, {{60001, DType::kF32}, {15000, DType::kBF16}}, 2, 1, 2, true, 0, true}, r);
   }
 }
 
