@@ -21,8 +21,8 @@ class Steps:
         self._program.run(2 * STREAMING["every"] - 1)
 
     def text(self):
-        """Returns the bytes of the compiled programs of all exchanges."""
-        return "\n".join(self._program.step.texts(*self._program.trained))
+        """Returns the texts of the compiled programs of all exchanges."""
+        return "\n".join(each.as_text() for each in self._program.step.exchanges(*self._program.trained))
 
     def __call__(self):
         self._program.run(2 * STREAMING["every"] // STREAMING["fragments"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from jaxcgx.checks import check_choice, check_flag, check_integer, wrong
 from jaxcgx.codecs.raw import Raw
@@ -242,6 +243,13 @@ class Step:
         """Checks a batch, and returns the context of a call with it."""
         self._placement.check_batch(batch)
         return without_constraints(OP, "loss_fn", self._placement.names)
+
+    def programs(self, *args: Any, **kwargs: Any) -> list[Compiled]:
+        """Returns the compiled programs that calls with such arguments run. JAX keeps them for these calls.
+
+        There is one, except with `diloco` and `hfa`: the step of a center, followed by a program for each exchange.
+        """
+        return [self._jitted.lower(*args, **kwargs).compile()]
 
     def finish(self, *state: Any) -> tuple[Any, ...]:
         """Applies the pending gradients, as `TrainStep.finish`."""

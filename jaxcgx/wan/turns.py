@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.stages import Compiled
 
 from jaxcgx.optim.train import Step
 from jaxcgx.optim.training import Training
@@ -57,9 +58,7 @@ class CentersStep(Step):
         if len(now) != len(last) or any(x is not y for x, y in zip(now, last)):
             number, params, state = self._begin(params, state)
         with self.checked(batch):
-            count, centers, model_state, metrics = self._train(
-                state.count, state.centers, given.get("model_state"), batch, given.get("key")
-            )
+            count, centers, model_state, metrics = self._train(*_of_train(given, state))
         exchanges, center = list(state.exchanges), (centers.rows.params, centers.rows.start)
         for act, p in self._centers.acts(number + 1):
             params, count, center, exchanges[p] = self._act(act, p, Ongoing(params, count, center, exchanges[p]))
@@ -86,19 +85,25 @@ class CentersStep(Step):
         leaves, tree = jax.tree_util.tree_flatten(given)
         kind = tree, *((x.shape, x.dtype, x.sharding) for x in leaves)
         if kind not in self._known:
-            self._compiled(params, state)
+            self.exchanges(params, state)
             self._known.add(kind)
         return self._number(state.count), params, state
 
     def _number(self, count: Any) -> int:
         return int(count.addressable_data(0) if isinstance(count, jax.Array) else count)
 
-    def _compiled(self, params: Any, state: Any) -> list[Any]:
+    def programs(self, *args: Any, **kwargs: Any) -> list[Compiled]:
+        given = self._signature.bind(*args, **kwargs).arguments
+        params, state = self._centers.placed(given["params"], given["opt_state"])
+        return [self._train.lower(*_of_train(given, state)).compile(), *self.exchanges(params, state)]
+
+    def exchanges(self, params: Any, opt_state: Any) -> list[Compiled]:
         """Returns the compiled programs of all exchanges. JAX keeps them for the calls that follow."""
-        center = state.centers.rows.params, state.centers.rows.start
-        given = [Ongoing(params, state.count, center, exchange) for exchange in state.exchanges]
+        center = opt_state.centers.rows.params, opt_state.centers.rows.start
+        given = [Ongoing(params, opt_state.count, center, exchange) for exchange in opt_state.exchanges]
         return [self._act.lower(act, p, given[p]).compile() for act, p in self._centers.all_acts()]
 
-    def texts(self, params: Any, opt_state: Any) -> list[str]:
-        """Returns the programs of all exchanges."""
-        return [program.as_text() for program in self._compiled(params, opt_state)]
+
+def _of_train(given: dict[str, Any], state: Any) -> tuple[Any, ...]:
+    """Returns the arguments of the program without exchanges, from those of a call with this state."""
+    return state.count, state.centers, given.get("model_state"), given["batch"], given.get("key")

@@ -384,11 +384,16 @@ def test_centers_of_several_ranks():
 
 
 def test_nothing_is_sent_between_exchanges():
-    """Every collective is inside a branch of a condition. Between centers the gradients are bytes."""
+    """Every collective is inside a branch of a condition. Between centers the gradients are bytes.
+
+    The programs that a call from Python runs have no conditions: only those of the exchanges have collectives.
+    """
     train = compressed(2, 1)
     program = train.step.lower(*train.init(WIDE), DATA).compile().as_text()
     entry = program[program.index("\nENTRY") :]
     assert ("all-gather", "u8") in sent(program) and not sent(entry)
+    step, *exchanges = (each.as_text() for each in train.step.programs(*train.init(WIDE), batch=DATA))
+    assert not sent(step) and set.union(*map(sent, exchanges)) == sent(program)
 
 
 def test_another_number_of_centers(tmp_path):
