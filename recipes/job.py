@@ -51,19 +51,20 @@ class Job(NamedTuple):
     examples: int  # per step, of all ranks together
     stop: int  # the number of steps
 
-    def sent(self, compiled: Any, args: tuple[Any, ...]) -> dict[str, float]:
+    def sent(self, programs: list[Any], args: tuple[Any, ...]) -> dict[str, float]:
         """Returns {"bytes": ..., "raw_bytes": ...}: the bytes a rank sends per step, with and without compression.
 
         Both are for steps after any warm-up. If not every step exchanges, "bytes" is the mean over all steps.
 
         Args:
-          compiled: the compiled step of this job.
-          args: its arguments.
+          programs: the compiled programs of this job's step.
+          args: the arguments of the step.
         """
-        settled = self.exchange.settled
-        step = self.make_step(**settled).step.lower(*args) if settled else compiled
-        found = cgx.explain(step, show=False)
-        return dict(bytes=found.bytes / self.exchange.every, raw_bytes=found.raw_bytes)
+        if self.exchange.settled:
+            programs = self.make_step(**self.exchange.settled).step.programs(*args)
+        found = [cgx.explain(each, show=False) for each in programs]
+        sent, raw = sum(each.bytes for each in found), sum(each.raw_bytes for each in found)
+        return dict(bytes=sent / self.exchange.every, raw_bytes=raw)
 
 
 def check_same(content: dict[str, int], world: World) -> None:

@@ -92,16 +92,15 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
     bar = tqdm(batches, initial=start, total=stop, unit="step", disable=None if world.speaks else True)
     # On virtual devices, a second step in flight can exhaust the thread pool. Accelerators queue steps.
     waits = jax.default_backend() == "cpu"
-    compiled: Any = None
     done, seconds, begun = start, 0.0, time.perf_counter()
     with launch.Signals(world) as signals:
         for number, batch in enumerate(bar, start + 1):
             placed = world.put(batch)
-            if compiled is None:
-                compiled = step.step.lower(*state, placed).compile()
-                run.write(start, **job.sent(compiled, (*state, placed)))
+            if number == start + 1:
+                programs = step.step.programs(*state, placed)
+                run.write(start, **job.sent(programs, (*state, placed)))
                 begun = time.perf_counter()
-            *state, metrics = compiled(*state, placed)
+            *state, metrics = step.step(*state, placed)
             last = number == stop
             logs = number % settings.log_every == 0 or last
             if waits or logs:

@@ -55,11 +55,30 @@ def test_configs(name, run, tmp_path):
     assert shown[20, "test_loss"] == pytest.approx(results["test_loss"])
 
 
+@pytest.fixture
+def steps(train, monkeypatch):
+    """The programs of steps that are lowered. "sent" comes before the first step."""
+    found, named = [], {"jit(step)", "jit(_step)", "jit(exchange)"}
+
+    def listen(event, seconds, **about):
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and about["fun_name"] in named:
+            found.append(about["fun_name"])
+
+    sent = train.Job.sent
+    monkeypatch.setattr(train.Job, "sent", lambda *args: (sent(*args), found.append("sent"))[0])
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.parametrize("word", WORDS)
-def test_compressions(word, run, tmp_path):
+def test_compressions(word, run, steps, tmp_path):
     results = run("digits/mlp", {"compression": word} | ({"compression.every": 10} if word == "diloco" else {}))
     log = next(tmp_path.glob("*/log.txt")).read_text()
-    assert ("bytes a step after the warm-up" in log) == (word in ("dgc", "dgc-fp16"))
+    warms = word in ("dgc", "dgc-fp16")
+    assert ("bytes a step after the warm-up" in log) == warms
+    # All is compiled before the first step. With DiLoCo, no step has exchanges in conditionals.
+    assert steps == ["jit(step)", *["jit(step)"] * warms, *["jit(exchange)"] * (word == "diloco"), "sent"]
     if word == "none":
         assert results["bytes"] == results["raw_bytes"]
     else:

@@ -23,6 +23,9 @@ import numpy as np
 import pytest
 from helpers import FULL
 
+from jaxcgx.optim.train import Step
+from jaxcgx.wan.turns import CentersStep
+
 ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `recipes`")
 
 # Dropout has random streams. DGC has residuals, momentum and a warm-up.
@@ -115,6 +118,22 @@ def test_same_bits_of_each_state(name, changes, run, tmp_path):
     assert "goes on from step 6 of 9" in (folder / "log.txt").read_text()
     assert lines(tmp_path) == metrics
     assert_same_bits(checkpoint(tmp_path, 9), state)
+
+
+def test_exchanges_that_are_programs_of_their_own(run, tmp_path, monkeypatch):
+    """With DiLoCo, a run has the bits of a step that is one program, also if it is continued between two exchanges."""
+    changes = {"compression": "diloco", "compression.every": 3, "train.steps": 9, "train.save_every": 5}
+    changes |= {"train.log_every": 1, "train.test_every": 0.001}
+    ours, one = tmp_path / "ours", tmp_path / "one"
+    run("digits/mlp", changes, runs=ours)
+    shutil.rmtree(next(ours.glob("*/checkpoints/9")))
+    results = run("digits/mlp", changes, runs=ours)
+    assert "goes on from step 5 of 9" in next(ours.glob("*/log.txt")).read_text()
+    for name in ("__call__", "programs"):
+        monkeypatch.setattr(CentersStep, name, getattr(Step, name))
+    assert run("digits/mlp", changes, runs=one)["bytes"] == results["bytes"]
+    assert lines(ours) == lines(one)
+    assert_same_bits(checkpoint(ours, 9), checkpoint(one, 9))
 
 
 def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
