@@ -28,6 +28,28 @@ CGX_D uint32_t add_in_order(uint32_t* counter, uint32_t x) {
 #endif
 }
 
+// Loads a counter, and acquires the stores before the other threads' additions.
+CGX_D uint32_t load_in_order(const uint32_t* counter) {
+#if defined(__CUDA_ARCH__)
+  uint32_t now;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+#else
+  return *counter;
+#endif
+}
+
+// Waits until all thread blocks of the grid have called this. Each one then sees all stores that the others did before
+// their call. All blocks must be resident (Launches). In the emulation, shared memory doesn't keep its contents.
+CGX_D void wait_for_all(uint32_t* arrived) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const uint32_t before = add_in_order(arrived, 1), all = before - before % gridDim.x + gridDim.x;
+    while (load_in_order(arrived) < all) __nanosleep(20);
+  }
+  __syncthreads();
+}
+
 constexpr int kSlotBits = 30;
 
 // A piece, or the part of a piece that a kernel processes. `slot` is row * chunks + chunk. Some kernels use `meta`, and
@@ -104,7 +126,8 @@ struct Table {
   // kernels of other tables don't have to wait.
   static constexpr bool kEarly = kExtra && kFeedback;
   Message message;
-  uint32_t first, count;  // first: the slot (with `where`: the row) of block (0, 0); count: number of entries
+  uint32_t first, count;  // first: the slot (with `where`: the row) of tile (0, 0); count: number of entries
+  uint32_t width, lines;  // numbers of tiles in x and y, which is the grid unless all thread blocks are resident
   Entry entries[kMost];
   Extra extras[kExtras];
   Residual residuals[kResiduals];
@@ -113,27 +136,31 @@ static_assert(sizeof(Table<false, false>) <= kParameterBytes && sizeof(Table<tru
 
 constexpr uint32_t kNowhere = 0xffffffffu;
 
-// The work of a thread block. Thread blocks with the same y share a slot.
+// A tile, which is the work of a thread block. Tiles with the same y share a slot.
 struct Place {
   uint32_t row, slot, rank;  // rank: the own rank; m.ranks: none; kNowhere: `where` is out of range
   int index;                 // index of the entry in the table; -1: nothing to do
   uint32_t tile;             // index of the tile in the entry
 };
+// Waits until the previous kernel has ended, if this one may have begun before (Call::early). The next one may now be
+// launched.
 template <class T>
-CGX_D Place place_of(const T& t) {
+CGX_D void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (T::kEarly) {
-    // The next kernel may be launched now (Call::early). This one waits until the previous one has ended.
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 #endif
+}
+template <class T>
+CGX_D Place place_of(const T& t, uint32_t x, uint32_t y) {
   const Message& m = t.message;
   Place p;
   p.index = -1;
   p.tile = 0;
   p.rank = m.ranks;
-  p.row = p.slot = t.first + blockIdx.y;
+  p.row = p.slot = t.first + y;
   if (m.where != nullptr) {
     const int32_t* where = m.where + 2 * (p.row / m.lists);
     const auto chunk = static_cast<uint32_t>(where[0]);
@@ -144,21 +171,26 @@ CGX_D Place place_of(const T& t) {
   } else if (m.keys != nullptr) {
     p.row = p.slot / m.chunks;
   }
-  // Binary search for the last entry at or before (slot, blockIdx.x).
+  // Binary search for the last entry at or before (slot, x).
   int from = 0, to = static_cast<int>(t.count);
   while (from < to) {
     const int middle = (from + to) >> 1;
     const Entry& e = t.entries[middle];
-    if (e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x))
+    if (e.slot < p.slot || (e.slot == p.slot && e.tile <= x))
       from = middle + 1;
     else
       to = middle;
   }
   if (from > 0 && t.entries[from - 1].slot == p.slot) {
     p.index = from - 1;
-    p.tile = blockIdx.x - t.entries[p.index].tile;
+    p.tile = x - t.entries[p.index].tile;
   }
   return p;
+}
+template <class T>
+CGX_D Place place_of(const T& t) {
+  wait_for_previous<T>();
+  return place_of(t, blockIdx.x, blockIdx.y);
 }
 
 // The pointers to a message's buffers, in host memory. leaves[i] is leaf i of the first row.
@@ -247,14 +279,24 @@ bool begins_early();
 template <class T>
 class Launches {
  public:
-  Launches(const Call& call, void (*kernel)(T), const char* name, uint32_t threads) : kernel_(kernel), name_(name) {
+  // resident: all thread blocks of the kernel run at the same time, so that they can wait for each other. They are as
+  // many as the GPU has room for, and share the tiles.
+  Launches(const Call& call, void (*kernel)(T), const char* name, uint32_t threads, bool resident = false)
+      : kernel_(kernel), name_(name), resident_(resident) {
     table_.message = call.message;
     table_.count = 0;
     config_.blockDim = dim3(threads);
     config_.stream = call.stream;
-    early_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early_.val.programmaticStreamSerializationAllowed = 1;
-    config_.numAttrs = T::kEarly && call.early ? 1 : 0;
+    config_.attrs = &attribute_;
+    config_.numAttrs = 1;
+    if (resident) {
+      attribute_.id = cudaLaunchAttributeCooperative;
+      attribute_.val.cooperative = 1;
+    } else {
+      attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute_.val.programmaticStreamSerializationAllowed = 1;
+      config_.numAttrs = T::kEarly && call.early ? 1 : 0;
+    }
   }
 
   // Adds a piece, which gets `tiles` thread blocks.
@@ -287,21 +329,36 @@ class Launches {
   uint32_t line(uint32_t slot) const { return table_.message.where != nullptr ? slot / table_.message.chunks : slot; }
 
   void launch() {
-    const uint32_t lines = line(table_.entries[table_.count - 1].slot) - table_.first + 1;
-    if (status_.call == nullptr) {
-      config_.gridDim = dim3(static_cast<uint32_t>(widest_), lines);
-      config_.attrs = &early_;
-      status_ = widest_ > INT32_MAX ? Status{name_, cudaErrorInvalidConfiguration}
-                                    : cuda::launch(config_, kernel_, name_, table_);
+    table_.width = static_cast<uint32_t>(widest_);
+    table_.lines = line(table_.entries[table_.count - 1].slot) - table_.first + 1;
+    if (status_.call == nullptr && widest_ > INT32_MAX) status_ = {name_, cudaErrorInvalidConfiguration};
+    config_.gridDim = dim3(table_.width, table_.lines);
+    if (status_.call == nullptr && resident_) {
+      int64_t room = 0;
+      status_ = room_for(&room);
+      config_.gridDim = dim3(static_cast<uint32_t>(std::min(room, widest_ * table_.lines)));
     }
+    if (status_.call == nullptr) status_ = cuda::launch(config_, kernel_, name_, table_);
     table_.count = 0;
+  }
+  // Finds the number of the kernel's thread blocks that the GPU has room for at the same time.
+  Status room_for(int64_t* blocks) const {
+    int device = 0, processors = 0, of_one = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kernel_, static_cast<int>(config_.blockDim.x), 0);
+    }
+    *blocks = int64_t{processors} * of_one;
+    return error == cudaSuccess ? Status() : Status{name_, error};
   }
 
   T table_;
   cudaLaunchConfig_t config_ = {};
-  cudaLaunchAttribute early_ = {};
+  cudaLaunchAttribute attribute_ = {};
   void (*kernel_)(T);
   const char* name_;
+  bool resident_;
   Status status_;
   int64_t widest_ = 0, next_ = 0;
 };

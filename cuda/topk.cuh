@@ -12,15 +12,12 @@ using Pieces = Table<true, true>;  // extra.last: the most elements that are sen
 
 CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int64_t{3}; }
 
-// The memory for encoding a piece: offsets in words. A warp reads a segment at a time. In passes after the first, a
-// thread block reads a group of segments.
-constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / kWarpSize;
-constexpr uint32_t kGroupSegments = kWarpSize;  // segments of a group: each lane of a warp scans one segment's counts
-constexpr int64_t kSegment = 1024, kGroup = kGroupSegments * kSegment;
-constexpr int64_t kFewSampled = 32 * kSelectThreads;  // a thread block can process a sample of this size alone
+// The memory for encoding a piece: offsets in words. A warp reads a segment at a time, and a thread block a tile.
+constexpr uint32_t kSelectThreads = 512, kSelectWarps = kSelectThreads / kWarpSize;
+constexpr int64_t kSegment = 1024, kSelectTile = kSegment * kSelectWarps;
 struct SelectionWords {
   int64_t room;  // the most candidates of a segment that are kept
-  int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
+  int64_t found, picked, of_blocks, candidates, indices, values, decoded, sample, sums, all;
 
   CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
     // Twice the average number of sent elements, plus 32. If this is more than half of a segment, no candidates are
@@ -31,7 +28,7 @@ struct SelectionWords {
     all = 0;
     found = take(segments);
     picked = take(2 * segments);
-    groups = take(2 * div_up(n, kGroup));
+    of_blocks = take(2 * div_up(n, kSelectTile));
     candidates = take(2 * segments * room);
     indices = take(k);
     values = take(k);
@@ -49,9 +46,9 @@ struct SelectionWords {
   // Returns the sample for the first threshold. Exact selection may use any sample, because its result does not depend
   // on the first threshold.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
-    constexpr int64_t kEvery = 16;
+    constexpr int64_t kMost = 8192, kEvery = 16;
     if (s.select == Select::kExact)
-      s.share = n < kFewSampled * kEvery ? 1.0 / kEvery : static_cast<double>(kFewSampled) / static_cast<double>(n);
+      s.share = n < kMost * kEvery ? 1.0 / kEvery : static_cast<double>(kMost) / static_cast<double>(n);
     return Sample(s, n, k);
   }
 };

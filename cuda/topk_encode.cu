@@ -15,15 +15,15 @@ __global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t
 }
 
 // Writes the encoding errors of the sent elements to the residuals.
-__global__ void __launch_bounds__(kSelectThreads, 4) lost_kernel(const __grid_constant__ Pieces t) {
+__global__ void __launch_bounds__(kSelectThreads, 2) lost_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Selection s(t, p);
   const int64_t j = int64_t{p.tile} * kSelectThreads + threadIdx.x;
-  if (j >= s.k || j >= s.state->taken) return;
+  if (j >= s.k || j >= s.taken()) return;
   const uint32_t i = s.memory[s.words.indices + j];
   const float lost = s.undivided(i) - s.m.divisor * float_of(s.memory[s.words.decoded + j]);
-  t.residuals[p.index].lost[i] = is_finite(lost) ? lost : s.old[i];
+  s.lost[i] = is_finite(lost) ? lost : s.old[i];
 }
 
 }  // namespace
@@ -73,10 +73,11 @@ Status encode_topk(const TopkWork& work, const Call& given) {
                          reinterpret_cast<uint4*>(m.workspace), work.states / 4);
   if (status.call != nullptr) return status;
   SelectionLaunches launches(work, call);
-  launch_threshold(launches);
+  if (sparse.select == Select::kExponential) launch_threshold(launches);
   launch_selection(launches);
   status = launches.status;
-  if (status.call != nullptr) return status;
+  const bool feedback = call.leaves.residuals != nullptr, raw = is_raw(values_of(l.codec).kind);  // raw: written
+  if (status.call != nullptr || (raw && !feedback)) return status;
 
   const auto part = [&](int64_t SelectionWords::* of) {
     return [&sparse, of](int64_t n, int64_t k) {
@@ -92,8 +93,8 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   of_values.where = m.where;
   of_values.keys = m.keys;
   of_values.workspace = m.workspace + work.selection.end;
-  status = encode_all(encode_values);
-  if (call.leaves.residuals == nullptr || status.call != nullptr) return status;
+  if (!raw) status = encode_all(encode_values);
+  if (!feedback || status.call != nullptr) return status;
   const Values decoded(l, work.selection, m.workspace, nullptr, part(&SelectionWords::decoded));
   of_values.payloads = m.payload;
   status = decode_all({decoded.layout, batch, {decoded.leaves.data()}, of_values, call.stream, true, call.early});

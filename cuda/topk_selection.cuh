@@ -2,7 +2,9 @@
 // launches.
 #pragma once
 
+#include "codec/rng.h"
 #include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
 #include "cuda/scan.cuh"
 #include "cuda/topk.cuh"
 
@@ -12,16 +14,24 @@ constexpr uint32_t kDigitBits = 10;          // bits of a digit of a magnitude; 
 constexpr uint32_t kBins = 2 << kDigitBits;  // bins of the first digit's histogram
 constexpr int kDigits = 3;
 
-// The data that one pass over a piece leaves for the next pass. All fields are 0 before the first pass.
+// The known digits of the wanted magnitude, and its rank among the magnitudes with these digits; 1: the largest.
+struct Wanted {
+  uint32_t prefix, rank;
+};
+
+// Magnitudes of the sample, whose wanted one becomes the first threshold, or those of the candidates.
+enum Whose { kOfSample, kOfCandidates, kBoth };
+
+// The data that one pass over a piece leaves for later passes. All fields are 0 before the first pass.
 struct State {
-  uint32_t bins[kBins];
+  uint32_t bins[kBoth][2 * kBins];  // histograms of all digits (bins_of)
+  Wanted wanted[kBoth][kDigits];    // after each digit
   uint32_t
       steps[kMostRefinements + 1];  // number of elements that reach a threshold of the ladder, but not the last one
-  uint32_t blocks;                  // number of thread blocks that have finished this pass
-  uint32_t prefix;                  // the known digits of the wanted magnitude
-  uint32_t rank;                    // its rank among the magnitudes with these digits; 1: the largest
+  uint32_t blocks;                  // for is_last
+  uint32_t arrived;                 // for wait_for_all
   uint32_t threshold;               // candidates are the elements at or above this magnitude
-  uint32_t reached, taken;          // number of elements that reach the threshold; number of elements that are sent
+  uint32_t reached, reached_later;  // number of elements that reach the first threshold; a later one
   uint32_t reread;  // whether the kept candidates are of an earlier threshold, so the piece is read again
   // For exponential distributions: the sample's largest magnitude, the number of elements in a round's sum, and t.
   uint32_t largest, number;
@@ -35,6 +45,7 @@ struct Selection {
   const Entry& e;
   const Extra& extra;
   const float* old;
+  float* lost;
   uint32_t n, k;
   SelectionWords words;
   State* state;
@@ -45,6 +56,7 @@ struct Selection {
         e(t.entries[p.index]),
         extra(t.extras[p.index]),
         old(t.residuals[p.index].old),
+        lost(t.residuals[p.index].lost),
         n(e.count),
         k(static_cast<uint32_t>(extra.last)),
         words(m.codec.sparse, n, k) {
@@ -55,7 +67,18 @@ struct Selection {
     return reinterpret_cast<uint2*>(memory + words.candidates) + segment * words.room;
   }
   CGX_D uint2* picked() const { return reinterpret_cast<uint2*>(memory + words.picked); }
-  CGX_D uint2* groups() const { return reinterpret_cast<uint2*>(memory + words.groups); }
+  CGX_D uint2* of_blocks() const { return reinterpret_cast<uint2*>(memory + words.of_blocks); }
+  CGX_D uint32_t segments() const { return static_cast<uint32_t>(div_up(n, kSegment)); }
+
+  CGX_D bool is_exact() const { return m.codec.sparse.select == Select::kExact; }
+  // Returns whether too few elements reach the first threshold.
+  CGX_D bool is_misled() const { return state->reached < enough_of(m.codec.sparse, k); }
+  CGX_D static int64_t enough_of(const Sparse& s, int64_t k) { return s.select == Select::kExact ? k : enough(s, k); }
+  // Returns the number of elements that are sent.
+  CGX_D uint32_t taken() const {
+    const uint32_t reached = is_misled() ? state->reached_later : state->reached;
+    return reached < k ? reached : k;
+  }
 
   CGX_D float undivided(uint32_t i) const {
     const float x = load_element(e.leaf, static_cast<DType>(e.dtype), i);
@@ -66,118 +89,132 @@ struct Selection {
     if (m.sums) divide(m, x);
     return x[0];
   }
-  // Loads the numbers with the indices at(0), at(1), ... All loads are issued before one is used. kAll: whether all of
-  // the elements exist. If one does not, its number is 0.
-  template <bool kAll, uint32_t kAhead, class At>
-  CGX_D void load(At at, float (&x)[kAhead]) const {
-    const auto each = [&](const auto* leaf, auto convert) {
-      std::remove_const_t<std::remove_pointer_t<decltype(leaf)>> raw[kAhead];
+  // Loads every kWarpSize-th number from `first` on. All loads are issued before one is used. If an element does not
+  // exist, its number is 0.
+  template <uint32_t kAhead>
+  CGX_D void load(uint32_t first, float (&x)[kAhead]) const {
+    const auto each = [&](const auto* from, auto use) {
+      std::remove_const_t<std::remove_pointer_t<decltype(from)>> raw[kAhead];
+      from += first;
 #pragma unroll
-      for (uint32_t a = 0; a < kAhead; ++a) raw[a] = kAll || at(a) < n ? __ldcs(leaf + at(a)) : 0;
+      for (uint32_t a = 0; a < kAhead; ++a) raw[a] = first + a * kWarpSize < n ? __ldcs(from + a * kWarpSize) : 0;
 #pragma unroll
-      for (uint32_t a = 0; a < kAhead; ++a) x[a] = convert(raw[a]);
+      for (uint32_t a = 0; a < kAhead; ++a) use(x[a], raw[a]);
     };
     const DType dtype = static_cast<DType>(e.dtype);
     if (dtype == DType::kF32)
-      each(static_cast<const float*>(e.leaf), [](float number) { return number; });
+      each(static_cast<const float*>(e.leaf), [](float& to, float number) { to = number; });
     else
-      each(static_cast<const uint16_t*>(e.leaf), [&](uint16_t half) { return widen(dtype, half); });
-    if (old == nullptr) return;
-    float y[kAhead];
-#pragma unroll
-    for (uint32_t a = 0; a < kAhead; ++a) y[a] = kAll || at(a) < n ? old[at(a)] : 0.0f;
-#pragma unroll
-    for (uint32_t a = 0; a < kAhead; ++a) x[a] += y[a];
+      each(static_cast<const uint16_t*>(e.leaf), [&](float& to, uint16_t half) { to = widen(dtype, half); });
+    if (old != nullptr) each(old, [](float& to, float residual) { to += residual; });
   }
-  // Calls f(whether the element exists, its undivided number, its index) for the elements of a segment, in order. All
-  // lanes of a warp call f together, for kWarpSize consecutive elements.
+  // Calls f(segment, each) for this warp's segments from `first` to `end`. Every kSelectWarps-th segment is this warp's.
+  // each(g) calls g(whether the element exists, its undivided number, its index) for the elements of a segment, in
+  // order. All lanes of a warp call g together, for kWarpSize consecutive elements. The next elements of the warp are
+  // loaded before g is called.
   template <class Fn>
-  CGX_D void each_element(uint32_t segment, Fn f) const {
-    const uint32_t first = segment * kSegment;
-    if (first + kSegment <= n)
-      each_of_segment<true>(first, f);
-    else
-      each_of_segment<false>(first, f);
-  }
-  template <bool kAll, class Fn>
-  CGX_D void each_of_segment(uint32_t first, Fn f) const {
-    constexpr uint32_t kAhead = 8;  // loads in flight before one is used
-#pragma unroll 1
-    for (uint32_t i = first + threadIdx.x % kWarpSize; i < first + kSegment; i += kWarpSize * kAhead) {
-      const auto at = [&](uint32_t a) { return i + kWarpSize * a; };
-      float x[kAhead];
-      load<kAll>(at, x);
-#pragma unroll
-      for (uint32_t a = 0; a < kAhead; ++a) f(kAll || at(a) < n, x[a], at(a));
-    }
-  }
-  // Calls f(whether the candidate exists, x, its index) for the candidates of a segment in the same way.
-  template <class Fn>
-  CGX_D void each_candidate(uint32_t segment, Fn f) const {
-    const uint32_t found = memory[words.found + segment];
-    if (state->reread || found > words.room) {
-      each_element(segment, [&](bool there, float undivided, uint32_t i) {
-        const float x = divided(undivided);
-        f(there && magnitude_of(x) >= state->threshold, x, i);
-      });
-      return;
-    }
-    each_kept(segment, 0, found, f);
-  }
-  // The same for the kept candidates of a segment, from candidate `from` on.
-  template <class Fn>
-  CGX_D void each_kept(uint32_t segment, uint32_t from, uint32_t found, Fn f) const {
-    for (; from < found; from += kWarpSize) {
-      const uint32_t i = from + threadIdx.x % kWarpSize;
-      const uint2 candidate = i < found ? candidates(segment)[i] : uint2{0, 0};
-      f(i < found, float_of(candidate.x), candidate.y);
-    }
-  }
-  // Calls f(segment, each) for this warp's segments of a group. each(g) calls g as each_candidate does. If all
-  // candidates were kept, the loads of the first candidates of all segments are in flight before one is used.
-  template <class Fn>
-  CGX_D void with_candidates(uint32_t group, Fn f) const {
-    constexpr uint32_t kMine = kGroupSegments / kSelectWarps;
-    const uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, first = group * kGroupSegments;
-    const uint32_t of_lane = (first + lane) * kSegment < n ? memory[words.found + first + lane] : 0;
-    if (state->reread || __ballot_sync(kWholeWarp, of_lane > words.room) != 0) {
-      each_segment(group, [&](uint32_t segment) { f(segment, [&](auto g) { each_candidate(segment, g); }); });
-      return;
-    }
-    uint32_t found[kMine];
-    uint2 head[kMine];
-#pragma unroll
-    for (uint32_t a = 0; a < kMine; ++a) {
-      found[a] = __shfl_sync(kWholeWarp, of_lane, a * kSelectWarps + warp);
-      head[a] = lane < found[a] ? candidates(first + a * kSelectWarps + warp)[lane] : uint2{0, 0};
-    }
-#pragma unroll
-    for (uint32_t a = 0; a < kMine; ++a) {
-      const uint32_t segment = first + a * kSelectWarps + warp;
-      if (segment * kSegment >= n) break;
+  CGX_D void with_elements(uint32_t first, uint32_t end, Fn f) const {
+    constexpr uint32_t kAhead = 8, kLoads = kSegment / (kAhead * kWarpSize);  // loads in flight; times per segment
+    const uint32_t lane = threadIdx.x % kWarpSize, n = this->n;
+    float next[kAhead];
+    const auto load_next = [&](uint32_t segment, uint32_t part) {
+      if (segment < end) load(segment * kSegment + part * (kAhead * kWarpSize) + lane, next);
+    };
+    uint32_t segment = first + threadIdx.x / kWarpSize;
+    load_next(segment, 0);
+    for (; segment < end; segment += kSelectWarps) {
       f(segment, [&](auto g) {
-        if (found[a] > 0) g(lane < found[a], float_of(head[a].x), head[a].y);
-        each_kept(segment, kWarpSize, found[a], g);
+#pragma unroll 1
+        for (uint32_t part = 0; part < kLoads; ++part) {
+          float x[kAhead];
+#pragma unroll
+          for (uint32_t a = 0; a < kAhead; ++a) x[a] = next[a];
+          const bool last = part + 1 == kLoads;
+          load_next(segment + (last ? kSelectWarps : 0), last ? 0 : part + 1);
+          uint32_t i = segment * kSegment + part * (kAhead * kWarpSize) + lane;
+#pragma unroll 1
+          for (uint32_t left = kAhead; left > 0; --left, i += kWarpSize) {
+            g(i < n, x[0], i);
+#pragma unroll
+            for (uint32_t a = 0; a + 1 < kAhead; ++a) x[a] = x[a + 1];
+          }
+        }
       });
     }
   }
-  // Calls f(segment) for this warp's segments of a group.
+  // The same for candidates: each(g) calls g(whether the candidate exists, x, its index). If all of them were kept, the
+  // loads of the first candidates of several segments are in flight before one is used.
   template <class Fn>
-  CGX_D void each_segment(uint32_t group, Fn f) const {
-    for (uint32_t i = threadIdx.x / kWarpSize; i < kGroupSegments; i += kSelectWarps) {
-      if (const uint32_t segment = group * kGroupSegments + i; segment * kSegment < n) f(segment);
+  CGX_D void with_candidates(uint32_t first, uint32_t end, Fn f) const {
+    constexpr uint32_t kAhead = 4;
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    const bool kept = state->reread == 0;
+    for (first += threadIdx.x / kWarpSize; first < end; first += kSelectWarps * kWarpSize) {
+      const auto segment_of = [&](uint32_t i) { return first + i * kSelectWarps; };
+      const uint32_t of_lane = segment_of(lane) < end ? memory[words.found + segment_of(lane)] : 0;
+      const uint32_t last = segment_of(kWarpSize) < end ? segment_of(kWarpSize) : end;
+      if (!kept || __ballot_sync(kWholeWarp, of_lane > words.room) != 0) {
+        with_elements(first - threadIdx.x / kWarpSize, last, [&](uint32_t segment, auto each) {
+          f(segment, [&](auto g) {
+            each([&](bool there, float undivided, uint32_t i) {
+              const float x = divided(undivided);
+              g(there && magnitude_of(x) >= state->threshold, x, i);
+            });
+          });
+        });
+        continue;
+      }
+      for (uint32_t i = 0; segment_of(i) < last; i += kAhead) {
+        uint2 head[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; ++a) {
+          const uint32_t found = __shfl_sync(kWholeWarp, of_lane, i + a);
+          head[a] = lane < found ? candidates(segment_of(i + a))[lane] : uint2{0, 0};
+        }
+#pragma unroll 1
+        for (uint32_t a = 0; a < kAhead && segment_of(i + a) < last; ++a) {
+          const uint32_t found = __shfl_sync(kWholeWarp, of_lane, i + a), segment = segment_of(i + a);
+          f(segment, [&](auto g) {
+            uint2 candidate = head[0];
+#pragma unroll 1
+            for (uint32_t j = lane; j - lane < found; j += kWarpSize) {
+              if (j >= kWarpSize) candidate = j < found ? candidates(segment)[j] : uint2{0, 0};
+              g(j < found, float_of(candidate.x), candidate.y);
+            }
+          });
+#pragma unroll
+          for (uint32_t b = 0; b + 1 < kAhead; ++b) head[b] = head[b + 1];
+        }
+      }
+    }
+  }
+  // Writes the magnitudes of the elements `begin` to `end` of the sample to memory.
+  CGX_D void collect(const Sample& sample, uint32_t row, int64_t begin, int64_t end) const {
+    int64_t first = 0;
+    if (m.codec.sparse.select != Select::kExact) {
+      const uint64_t last = static_cast<uint64_t>(extra.start) + n - 1;
+      int32_t word[4];
+      const uint32_t* const key = m.keys + kKeyWords * row;
+      draw(word, key, last / kBlock * kLanes + last % kLanes, extra.id);
+      first = sample.first(noise_of<Scalar>(word, static_cast<int>(last % kBlock / kLanes), key[2]));
+    }
+#pragma unroll 8
+    for (int64_t j = begin + threadIdx.x; j < end; j += kSelectThreads) {
+      const float x = undivided(static_cast<uint32_t>(first + j * sample.stride));
+      memory[words.sample + j] = magnitude_of(divided(x));
     }
   }
 };
 
-// Returns whether this thread block is the last of `blocks` thread blocks to call this. The last one sees all stores of
-// the others, because the atomic operation releases and acquires. What it does for thread 0 it does for its whole
-// block: the order is cumulative over the barriers. Every thread of the block must call this.
-CGX_D bool is_last(State* s, int64_t blocks) {
+// Returns whether this thread block is the last to call this: whether all blocks together have done `all` units of
+// work, of which this one has done `mine`. The last one sees all stores of the others, because the atomic operation
+// releases and acquires. What it does for thread 0 it does for its whole block: the order is cumulative over the
+// barriers. Every thread of the block must call this.
+CGX_D bool is_last(State* s, uint32_t mine, int64_t all) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = add_in_order(&s->blocks, 1) + 1 == blocks;
+    last = add_in_order(&s->blocks, mine) + mine == all;
     if (last) s->blocks = 0;
   }
   __syncthreads();
@@ -190,11 +227,15 @@ CGX_D void begin_bins(uint32_t (&bins)[kBins]) {
   for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) bins[i] = 0;
   __syncthreads();
 }
-CGX_D void add_bins(State* s, const uint32_t (&bins)[kBins]) {
+CGX_D void add_bins(uint32_t* to, const uint32_t (&bins)[kBins]) {
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) {
-    if (bins[i] > 0) atomicAdd(&s->bins[i], bins[i]);
+    if (bins[i] > 0) atomicAdd(&to[i], bins[i]);
   }
+}
+// Returns the histogram of a digit. The first digit has one more bit than the others.
+CGX_D uint32_t* bins_of(State* s, Whose whose, int digit) {
+  return s->bins[whose] + (digit == 0 ? 0 : kBins + kBins / 2 * (digit - 1));
 }
 
 CGX_D uint32_t shift_of(int digit) { return kDigitBits * (kDigits - 1) - kDigitBits * static_cast<uint32_t>(digit); }
@@ -206,20 +247,27 @@ CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, u
   else if (code >> kDigitBits == prefix)
     atomicAdd(&bins[code & ((1u << kDigitBits) - 1)], 1u);
 }
-// The known digits of the wanted magnitude, and its rank among the magnitudes with these digits; 1: the largest.
-struct Wanted {
-  uint32_t prefix, rank;
-};
-// Finds the next digit, from its histogram, and clears the histogram. Rank 0 is above all magnitudes. Every thread of
-// the thread block must call this, and gets the result.
-CGX_D Wanted find_digit(uint32_t* bins, int digit, Wanted wanted) {
-  constexpr uint32_t kEach = kBins / kSelectThreads;
-  const uint32_t first = kBins - kEach * (threadIdx.x + 1), rank = wanted.rank;
+// Finds the next digit in its histogram of kCount bins. Rank 0 is above all magnitudes. Every thread of the thread block
+// must call this, and gets the result.
+template <uint32_t kCount>
+CGX_D Wanted find_digit(const uint32_t* bins, Wanted wanted) {
+  constexpr uint32_t kEach = kCount / kSelectThreads;
+  constexpr uint32_t kLoad = kEach < 4 ? 2 : 4;
+  static_assert(kEach % kLoad == 0, "");
+  const uint32_t first = kCount - kEach * (threadIdx.x + 1), rank = wanted.rank;
   uint32_t counts[kEach], sum = 0, all;
 #pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) counts[i] = bins[first + i];
+  for (uint32_t i = 0; i < kEach; i += kLoad) {
+    if constexpr (kLoad == 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bins + first + i);
+      counts[i] = four.x, counts[i + 1] = four.y, counts[i + 2] = four.z, counts[i + 3] = four.w;
+    } else {
+      const uint2 two = *reinterpret_cast<const uint2*>(bins + first + i);
+      counts[i] = two.x, counts[i + 1] = two.y;
+    }
+  }
 #pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) sum += counts[i], bins[first + i] = 0;
+  for (uint32_t i = 0; i < kEach; ++i) sum += counts[i];
   uint32_t above = sum_before<kSelectThreads>(sum, &all);
   __shared__ Wanted found;
 #pragma unroll
@@ -228,7 +276,7 @@ CGX_D Wanted find_digit(uint32_t* bins, int digit, Wanted wanted) {
     if (above < rank && rank <= above + count) found = {wanted.prefix << kDigitBits | (first + i), rank - above};
     above += count;
   }
-  if (rank == 0 && threadIdx.x == 0) found = {kMagnitude >> shift_of(digit), 0};
+  if (rank == 0 && threadIdx.x == 0) found = {kMagnitude, 0};
   __syncthreads();
   return found;
 }
@@ -242,14 +290,14 @@ class SelectionLaunches {
 
   const Sparse& sparse() const { return work_.to.codec.sparse; }
 
-  // Launches blocks(n, k, item) thread blocks for each piece. This function may change the piece's item. Returns
-  // whether any thread block was launched.
-  template <class Blocks>
-  bool launch(void (*kernel)(Pieces), const char* name, int32_t stage, Blocks blocks) {
+  // Launches a kernel on tiles(n, k, item) tiles of each piece. This function may change the piece's item. Returns
+  // whether any piece has a tile. resident: see Launches.
+  template <class Tiles>
+  bool launch(void (*kernel)(Pieces), const char* name, int32_t stage, Tiles tiles, bool resident = false) {
     if (status.call != nullptr) return false;
     const Layout& l = work_.to;
     call_.message.stage = stage;
-    Launches launches(call_, kernel, name, kSelectThreads);
+    Launches launches(call_, kernel, name, kSelectThreads, resident);
     bool any = false;
     for (int64_t row = 0; row < call_.batch; ++row) {
       for (size_t i = 0; i < l.pieces.size(); ++i) {
@@ -264,7 +312,7 @@ class SelectionLaunches {
         item.entry.count = static_cast<uint32_t>(p.coded);
         item.extra.last = k;
         item.extra.work = static_cast<uint32_t>(work_.selection.begin[i] + row * work_.selection.row);
-        const int64_t count = blocks(p.coded, k, item);
+        const int64_t count = tiles(p.coded, k, item);
         if (count == 0) continue;
         launches.add(item, count);
         any = true;
@@ -279,7 +327,7 @@ class SelectionLaunches {
   Call call_;
 };
 
-// Finds the first threshold of each piece, from a sample. topk_threshold.cu
+// Finds the first threshold of each piece of Select::kExponential, from a sample. topk_threshold.cu
 void launch_threshold(SelectionLaunches& launches);
 // Finds the elements that are sent, in order, and with feedback the residuals of all other elements. topk_select.cu
 void launch_selection(SelectionLaunches& launches);

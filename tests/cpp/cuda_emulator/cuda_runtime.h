@@ -5,6 +5,9 @@
 // drawn at random, so that results that depend on an order that CUDA does not promise vary. A shuffle waits for all
 // threads in its mask, a barrier for the whole block. If one of them never comes, the program ends with a message.
 // Sanitizers see every access.
+//
+// Blocks run one after another. Those of a cooperative launch take turns: a block runs until all of its threads have
+// ended or wait for another block, at __nanosleep.
 #pragma once
 
 #include <ucontext.h>
@@ -25,7 +28,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__ static  // blocks run one after another
+#define __shared__ static  // blocks that take turns share it, too: it keeps nothing while a block waits for another
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 using cudaStream_t = void*;
@@ -34,12 +37,15 @@ struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeCooperative = 2,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   char pad[4];
   union {
-    int programmaticStreamSerializationAllowed;
+    int cooperative, programmaticStreamSerializationAllowed;
     char all[64];
   } val;
 };
@@ -91,11 +97,17 @@ struct Warp {
 };
 
 struct Block {
-  dim3 grid, block, index;
-  unsigned threads = 0;
+  dim3 index;
+  unsigned number = 0;  // of the blocks that take turns
+  unsigned left = 0;    // threads that have not ended
   std::vector<std::unique_ptr<Thread>> all;
   std::vector<Warp> warps;
-  std::vector<Thread*> ready, at_barrier;
+  std::vector<Thread*> ready, at_barrier, at_other_block;
+};
+
+struct Emulator : Block {
+  dim3 grid, block;
+  unsigned threads = 0;
   Place scheduler;
   Thread* current = nullptr;
   std::function<void()> kernel;
@@ -129,12 +141,16 @@ struct Block {
     t.shuffles = 0;
     ready.push_back(&t);
   }
-  void run() {
+  void begin(dim3 at) {
+    index = at;
     ready.clear();
     while (all.size() < threads) all.push_back(std::make_unique<Thread>());
     for (unsigned i = 0; i < threads; ++i) start(*all[i], i);
     warps.assign((threads + 31) / 32, Warp());
-    unsigned left = threads;
+    left = threads;
+  }
+  // Runs the block until all of its threads have ended, or one waits for another block.
+  void run() {
     while (!ready.empty()) {
       lot = lot * 6364136223846793005u + 1442695040888963407u;
       std::swap(ready[(lot >> 33) % ready.size()], ready.back());
@@ -143,13 +159,13 @@ struct Block {
       go_on(*current);
       left -= current->done;
     }
-    if (left > 0)
-      fail(at_barrier.empty() ? "a thread that a shuffle waits for never came" : "a thread never came to a barrier");
+    if (left == 0 || !at_other_block.empty()) return;
+    fail(at_barrier.empty() ? "a thread that a shuffle waits for never came" : "a thread never came to a barrier");
   }
 };
 
-inline Block state;
-[[gnu::no_sanitize_address]] inline void Block::enter() {
+inline Emulator state;
+[[gnu::no_sanitize_address]] inline void Emulator::enter() {
   for (;;) {
     state.kernel();
     state.current->done = true;
@@ -157,22 +173,56 @@ inline Block state;
   }
 }
 
-// Runs `thread` in every thread of a grid, block after block, and `begin` before each block.
+constexpr unsigned kProcessors = 3;  // a cooperative launch has at most so many blocks
+
+// Runs `thread` in every thread of a grid, and `begin` before each block begins or goes on.
 inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& begin,
                           std::function<void()> thread) {
-  Block& b = state;
-  b.grid = config.gridDim, b.block = config.blockDim;
-  b.threads = b.block.x;
-  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 ||
-      b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
+  Emulator& e = state;
+  e.grid = config.gridDim, e.block = config.blockDim;
+  e.threads = e.block.x;
+  const bool cooperative = config.numAttrs > 0 && config.attrs[0].id == cudaLaunchAttributeCooperative;
+  if (e.threads == 0 || e.threads > 1024 || e.block.y != 1 || e.block.z != 1 || e.grid.x == 0 ||
+      e.grid.x > 0x7fffffff || e.grid.y == 0 || e.grid.y > 65535 || e.grid.z != 1 ||
+      (cooperative && e.grid.x * e.grid.y > kProcessors)) {
     return cudaErrorInvalidConfiguration;
   }
-  b.kernel = std::move(thread);
-  for (unsigned y = 0; y < b.grid.y; ++y) {
-    for (unsigned x = 0; x < b.grid.x; ++x) {
-      b.index = dim3(x, y);
-      begin();
-      b.run();
+  e.kernel = std::move(thread);
+  if (!cooperative) {
+    for (unsigned y = 0; y < e.grid.y; ++y) {
+      for (unsigned x = 0; x < e.grid.x; ++x) {
+        e.begin(dim3(x, y));
+        begin();
+        e.run();
+      }
+    }
+    return cudaSuccess;
+  }
+  static Block blocks[kProcessors];
+  const auto turn = [&](unsigned i, auto f) {
+    std::swap(static_cast<Block&>(e), blocks[i]);
+    f();
+    std::swap(static_cast<Block&>(e), blocks[i]);
+  };
+  for (unsigned i = 0; i < e.grid.x; ++i) {
+    turn(i, [&] {
+      e.number = i;
+      e.begin(dim3(i));
+    });
+  }
+  // A block that waits gets 1000 turns: enough, unless it waits forever.
+  for (unsigned left = e.grid.x, turns = 0; left > 0; ++turns) {
+    if (turns == 1000) e.fail("a block waits forever for another");
+    left = 0;
+    for (unsigned i = 0; i < e.grid.x; ++i) {
+      turn(i, [&] {
+        e.ready.insert(e.ready.end(), e.at_other_block.begin(), e.at_other_block.end());
+        e.at_other_block.clear();
+        if (e.left == 0) return;
+        begin();
+        e.run();
+        left += e.left > 0;
+      });
     }
   }
   return cudaSuccess;
@@ -181,7 +231,7 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<
 template <class T>
 T exchange(unsigned mask, T value, unsigned from) {
   static_assert(sizeof(T) <= 8, "");
-  Block& b = state;
+  Emulator& b = state;
   Thread& t = *b.current;
   Warp& w = b.warps[t.index.x / 32];
   const unsigned lane = t.index.x % 32, turn = t.shuffles++ % 2;
@@ -222,6 +272,11 @@ inline void __syncthreads() {
     b.wait();
   }
 }
+inline void __nanosleep(unsigned) {
+  auto& b = cuda_emulator::state;
+  b.at_other_block.push_back(b.current);
+  b.wait();
+}
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
   return cuda_emulator::exchange(mask, value, (threadIdx.x % 32) ^ lanes);
@@ -251,6 +306,21 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   return cuda_emulator::launch(*config, [] {}, [&] { kernel(arguments...); });
+}
+
+template <class... Parameters>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(Parameters...), int, size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = cuda_emulator::kProcessors;
+  return cudaSuccess;
 }
 
 // A kernel always ends before the next one begins, so it doesn't matter whether launches are early.

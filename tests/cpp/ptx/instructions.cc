@@ -360,7 +360,8 @@ void add_threads(Table& table) {
     if (t.get<uint32_t>(i.operands[0]) != 0) t.fail(i, "a barrier other than 0");
     __syncthreads();
   };
-  // Kernels and blocks run one after another.
+  table["nanosleep.u32"] = [](Thread& t, const Instruction& i) { __nanosleep(t.get<uint32_t>(i.operands[0])); };
+  // Kernels run one after another.
   for (const char* name : {"griddepcontrol.wait", "griddepcontrol.launch_dependents"})
     table[name] = [](Thread&, const Instruction&) {};
   using U = uint32_t;
@@ -379,7 +380,7 @@ Table instructions() {
   add_floats(table);
   add_conversions(table);
   add_choices(table);
-  for (const char* where : {"global", "global.cs", "param", "local"}) add_memory<kGlobal>(table, where);
+  for (const char* where : {"global", "global.cs", "acquire.gpu", "param", "local"}) add_memory<kGlobal>(table, where);
   add_memory<kShared>(table, "shared");
   for (const char* name : {"atom", "atom.global", "atom.acq_rel.gpu"}) add_atomics<kGlobal>(table, name);
   add_atomics<kShared>(table, "atom.shared");

@@ -62,7 +62,7 @@ class Kernels {
 
 constexpr char kGarbage = 0x7f;  // shared memory begins with this byte: NaNs, and large numbers
 
-// The memory of a block and its threads, for the largest kernel so far.
+// The memory of a block and its threads, for the largest kernel so far. Blocks that take turns share `shared`.
 struct Memory {
   std::vector<char> shared;
   std::vector<std::vector<uint64_t>> registers;
@@ -71,9 +71,9 @@ struct Memory {
 
 void run_thread(Kernel& k, Memory& memory, void** arguments) {
   const auto& block = cuda_emulator::state;
-  const uint32_t index = block.current->index.x;
+  const uint32_t thread = block.current->index.x, index = block.number * block.threads + thread;
   uint64_t* const registers = memory.registers[index].data();
-  registers[kThread] = index;
+  registers[kThread] = thread;
   registers[kThreads] = block.block.x;
   registers[kBlockX] = block.index.x, registers[kBlockY] = block.index.y;
   registers[kBlocksX] = block.grid.x, registers[kBlocksY] = block.grid.y;
@@ -93,7 +93,8 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* function, void*
   static Memory memory;
   Kernel& k = kernels[names()[function]];
   ++k.launches;
-  memory.registers.resize(std::max<size_t>(memory.registers.size(), config.blockDim.x));
+  memory.registers.resize(
+      std::max<size_t>(memory.registers.size(), config.blockDim.x * cuda_emulator::kProcessors));
   memory.local.resize(memory.registers.size());
   for (auto& registers : memory.registers) registers.resize(std::max<size_t>(registers.size(), k.registers));
   for (auto& local : memory.local) local.resize(std::max<size_t>(local.size(), k.local_bytes));
@@ -118,6 +119,15 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
 
 // The emulator's cudaFuncAttributes is smaller than the toolkit's, in which nvcc's code reads ptxVersion: it stays 0.
 cudaError_t cudaFuncGetAttributes(void*, const void*) { return cudaSuccess; }
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+  *blocks = 1;
+  return cudaSuccess;
+}
 
 // For kernel<<<...>>>(), which the launchers don't use.
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { std::abort(); }
