@@ -279,8 +279,8 @@ bool begins_early();
 template <class T>
 class Launches {
  public:
-  // resident: all thread blocks of the kernel run at the same time, so that they can wait for each other. They are as
-  // many as the GPU has room for, and share the tiles.
+  // resident: all thread blocks of the kernel run at the same time, so that they can wait for each other. They are at
+  // most as many as the GPU has room for, and share the tiles. The kernel begins when no other kernel takes this room.
   Launches(const Call& call, void (*kernel)(T), const char* name, uint32_t threads, bool resident = false)
       : kernel_(kernel), name_(name), resident_(resident) {
     table_.message = call.message;
@@ -292,6 +292,7 @@ class Launches {
     if (resident) {
       attribute_.id = cudaLaunchAttributeCooperative;
       attribute_.val.cooperative = 1;
+      find_room();
     } else {
       attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute_.val.programmaticStreamSerializationAllowed = 1;
@@ -299,7 +300,7 @@ class Launches {
     }
   }
 
-  // Adds a piece, which gets `tiles` thread blocks.
+  // Adds a piece with so many tiles.
   void add(const Item& item, int64_t tiles) {
     Entry entry = item.entry;
     const uint32_t y = line(entry.slot);
@@ -331,26 +332,23 @@ class Launches {
   void launch() {
     table_.width = static_cast<uint32_t>(widest_);
     table_.lines = line(table_.entries[table_.count - 1].slot) - table_.first + 1;
-    if (status_.call == nullptr && widest_ > INT32_MAX) status_ = {name_, cudaErrorInvalidConfiguration};
+    const int64_t most = resident_ ? UINT32_MAX / table_.lines : INT32_MAX;  // kernels number all tiles in 32 bits
+    if (status_.call == nullptr && widest_ > most) status_ = {name_, cudaErrorInvalidConfiguration};
     config_.gridDim = dim3(table_.width, table_.lines);
-    if (status_.call == nullptr && resident_) {
-      int64_t room = 0;
-      status_ = room_for(&room);
-      config_.gridDim = dim3(static_cast<uint32_t>(std::min(room, widest_ * table_.lines)));
-    }
+    if (resident_) config_.gridDim = dim3(static_cast<uint32_t>(std::min(room_, widest_ * table_.lines)));
     if (status_.call == nullptr) status_ = cuda::launch(config_, kernel_, name_, table_);
     table_.count = 0;
   }
   // Finds the number of the kernel's thread blocks that the GPU has room for at the same time.
-  Status room_for(int64_t* blocks) const {
+  void find_room() {
     int device = 0, processors = 0, of_one = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) {
       error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kernel_, static_cast<int>(config_.blockDim.x), 0);
     }
-    *blocks = int64_t{processors} * of_one;
-    return error == cudaSuccess ? Status() : Status{name_, error};
+    room_ = int64_t{processors} * of_one;
+    if (error != cudaSuccess) status_ = {name_, error};
   }
 
   T table_;
@@ -359,6 +357,7 @@ class Launches {
   void (*kernel_)(T);
   const char* name_;
   bool resident_;
+  int64_t room_ = 0;
   Status status_;
   int64_t widest_ = 0, next_ = 0;
 };

@@ -14,6 +14,55 @@ __global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t
   for (int64_t i = first; i < b_count; i += stride) b[i] = {0, 0, 0, 0};
 }
 
+// Writes the elements that are not sent to the residuals. The old residuals of the others are still needed.
+__global__ void __launch_bounds__(kSelectThreads, 2) unsent_kernel(const __grid_constant__ Pieces t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Selection s(t, p);
+  const int64_t begin = p.tile * kSelectTile, left = s.n - begin;
+  if (left <= 0) return;
+  const auto end = static_cast<uint32_t>(left < kSelectTile ? s.n : begin + kSelectTile);
+  const uint32_t smallest = s.state->wanted[kOfCandidates][kDigits - 1].prefix, first_unsent = s.state->first_unsent;
+  const auto lost_of = [&](uint32_t i, float undivided, float old) {
+    const uint32_t magnitude = magnitude_of(s.divided(undivided));
+    const bool unsent = magnitude < smallest || (magnitude == smallest && i >= first_unsent);
+    return unsent && is_finite(undivided) ? undivided : old;
+  };
+  const auto dtype = static_cast<DType>(s.e.dtype);
+  auto i = static_cast<uint32_t>(begin);
+  with_quads(s, [&](auto row) {
+    if (!aligned(s.lost, 16)) return;
+    using Row = decltype(row);
+    constexpr uint32_t kAhead = 4;
+    const uint32_t last = end / 4;
+    auto* const lost = reinterpret_cast<float4*>(s.lost);
+    for (uint32_t first = i / 4 + threadIdx.x; first < last; first += kAhead * kSelectThreads) {
+      Row rows[kAhead];
+      float4 old[kAhead];
+      const auto at = [&](uint32_t a) { return first + a * kSelectThreads; };
+#pragma unroll
+      for (uint32_t a = 0; a < kAhead; ++a) {
+        if (at(a) >= last) continue;
+        rows[a] = __ldcs(static_cast<const Row*>(s.e.leaf) + at(a));
+        old[a] = __ldcs(reinterpret_cast<const float4*>(s.old) + at(a));
+      }
+#pragma unroll
+      for (uint32_t a = 0; a < kAhead; ++a) {
+        if (at(a) >= last) continue;
+        const float4 x = four(dtype, rows[a]), y = old[a];
+        const uint32_t j = 4 * at(a);
+        __stcs(lost + at(a), float4{lost_of(j, x.x + y.x, y.x), lost_of(j + 1, x.y + y.y, y.y),
+                                    lost_of(j + 2, x.z + y.z, y.z), lost_of(j + 3, x.w + y.w, y.w)});
+      }
+    }
+    i = 4 * last;
+  });
+  for (i += threadIdx.x; i < end; i += kSelectThreads) {
+    const float old = s.old[i];
+    s.lost[i] = lost_of(i, load_element(s.e.leaf, dtype, i) + old, old);
+  }
+}
+
 // Writes the encoding errors of the sent elements to the residuals.
 __global__ void __launch_bounds__(kSelectThreads, 2) lost_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
@@ -75,8 +124,12 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   SelectionLaunches launches(work, call);
   if (sparse.select == Select::kExponential) launch_threshold(launches);
   launch_selection(launches);
+  const bool feedback = call.leaves.residuals != nullptr;
+  if (feedback)
+    launches.launch(unsent_kernel, "unsent kernel", 0,
+                    [](int64_t n, int64_t, Item&) { return div_up(n, kSelectTile); });
   status = launches.status;
-  const bool feedback = call.leaves.residuals != nullptr, raw = is_raw(values_of(l.codec).kind);  // raw: written
+  const bool raw = is_raw(values_of(l.codec).kind);  // raw: written
   if (status.call != nullptr || (raw && !feedback)) return status;
 
   const auto part = [&](int64_t SelectionWords::* of) {

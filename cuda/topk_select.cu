@@ -1,8 +1,8 @@
-// TopK's selection, in one kernel. Two passes over a piece find its largest elements, unless the sample misleads. The
-// first pass keeps candidates: elements at or above a threshold from a sample. A radix selection among the candidates,
-// by three digits of their magnitudes, finds the smallest magnitude that is sent. The second pass writes the elements,
-// and with feedback the residuals. The result is deterministic: an element's position in the list depends only on
-// counts and their sums, not on the order in which thread blocks run.
+// TopK's selection, in one kernel. One pass over a piece finds its largest elements, unless the sample misleads. It
+// keeps candidates: elements at or above a threshold from a sample. A radix selection among the candidates, by three
+// digits of their magnitudes, finds the smallest magnitude that is sent. Then the candidates that are sent are written.
+// The result is deterministic: an element's position in the list depends only on counts and their sums, not on the
+// order in which thread blocks run.
 //
 // All thread blocks of the kernel are resident. After each step they wait for each other, which takes less time than
 // another launch. So the result of a digit is computed by each block that needs it, from the digit's histogram.
@@ -15,7 +15,7 @@ namespace {
 struct Part : Selection {
   uint32_t row;
   uint32_t first, end;  // its segments
-  uint32_t begin;       // the piece's first tile, among the tiles of all pieces
+  uint32_t block;       // the number of the piece's thread blocks before this one
 
   CGX_D Part(const Pieces& t, const Place& p) : Selection(t, p), row(p.row) {}
 
@@ -24,8 +24,8 @@ struct Part : Selection {
   // step. rank: the wanted magnitude's rank; 1: the largest.
   CGX_D Wanted wanted_after(Whose whose, int digit, uint32_t rank) const {
     const uint32_t* const bins = bins_of(state, whose, digit);
-    const Wanted wanted = digit == 0 ? find_digit<kBins>(bins, {0, rank})
-                                     : find_digit<kBins / 2>(bins, state->wanted[whose][digit - 1]);
+    const Wanted wanted =
+        digit == 0 ? find_digit<kBins>(bins, {0, rank}) : find_digit<kBins / 2>(bins, state->wanted[whose][digit - 1]);
     if (first == 0 && threadIdx.x == 0) state->wanted[whose][digit] = wanted;
     return wanted;
   }
@@ -55,8 +55,8 @@ CGX_D void each_part(const Pieces& t, Fn f) {
   for (uint32_t tile = shares.begin(blockIdx.x); tile < end;) {
     const uint32_t y = t.lines == 1 ? 0 : tile / t.width, x = tile - y * t.width;
     const Place p = place_of(t, x, y);
-    const uint32_t all =
-        p.index < 0 ? 0 : static_cast<uint32_t>(div_up(t.entries[p.index].count, kSelectTile)), left = all - p.tile;
+    const uint32_t all = p.index < 0 ? 0 : static_cast<uint32_t>(div_up(t.entries[p.index].count, kSelectTile)),
+                   left = all - p.tile;
     if (p.tile >= all) {
       tile += t.width - x;
       continue;
@@ -65,7 +65,7 @@ CGX_D void each_part(const Pieces& t, Fn f) {
     Part part(t, p);
     part.first = p.tile * kSelectWarps;
     part.end = here == left ? part.segments() : part.first + here * kSelectWarps;
-    part.begin = tile - p.tile;
+    part.block = blockIdx.x - shares.block_of(tile - p.tile);
     f(part);
     tile += here;
   }
@@ -86,6 +86,9 @@ CGX_D uint32_t first_threshold(const Part& s) {
   const int digit = digits_of_sample(s.is_exact()) - 1;
   const Sample sample = SelectionWords::sample_of(s.m.codec.sparse, s.n, s.k);
   const uint32_t found = sample_after(s, sample, digit).prefix << shift_of(digit);
+  // For exact selection, zeros reach no first threshold: many sums are mostly zeros, and would have too many
+  // candidates.
+  if (found == 0 && s.is_exact()) return 1;
   return found < kLargest ? found : kLargest;
 }
 
@@ -102,37 +105,25 @@ CGX_D void count_sample(const Part& s, int digit, uint32_t (&bins)[kBins]) {
   add_bins(bins_of(s.state, kOfSample, digit), bins);
 }
 
-// Returns whether four neighbouring elements can be loaded at once. Those that begin at a multiple of four are then
-// aligned.
-CGX_D bool has_quads(const Part& s) {
-  return aligned(s.e.leaf, static_cast<DType>(s.e.dtype) == DType::kF32 ? 16 : 8) && aligned(s.old, 16) &&
-         aligned(s.lost, 16);
-}
-CGX_D float4 four(DType, const float4& row) { return row; }
-CGX_D float4 four(DType dtype, const uint2& row) {
-  return {widen(dtype, row.x & 0xffff), widen(dtype, row.x >> 16), widen(dtype, row.y & 0xffff), widen(dtype, row.y >> 16)};
-}
-
-// Counts the candidates of each segment, and keeps them while there is room. Counts their first digits.
-//
-// A lane tests four neighbouring elements of each of the segment's rows. Bit 4 * r + j of its result is element j of row
-// r. So a warp scans counts once per segment, and not at every row.
+// Counts the candidates of each segment, and keeps them while there is room. Counts their first digits. A segment has
+// kRows rows. A lane tests four neighbouring elements of each row, and bit 4 * r + j of its result is for element j of
+// row r. So a warp scans counts once per segment.
 CGX_D void find(const Part& s, uint32_t (&bins)[kBins]) {
-  constexpr uint32_t kRow = 4 * kWarpSize, kElements = kRows * kRow;
+  constexpr uint32_t kOfRow = 4 * kWarpSize, kElements = kRows * kOfRow;
   static_assert(kElements == kSegment, "");
   __shared__ uint32_t reached;
   const uint32_t threshold = first_threshold(s), room = static_cast<uint32_t>(s.words.room),
                  lane = threadIdx.x % kWarpSize, n = s.n;
   if (threadIdx.x == 0) {
     reached = 0;
-    if (s.first == 0) s.state->threshold = threshold;
+    if (s.first == 0 && s.m.codec.sparse.select != Select::kExponential) s.state->threshold = threshold;
   }
   begin_bins(bins);
   const auto element_of = [&](uint32_t segment, uint32_t bit) {
-    return segment * kElements + bit / 4 * kRow + 4 * lane + bit % 4;
+    return segment * kElements + bit / 4 * kOfRow + 4 * lane + bit % 4;
   };
   const auto reaches = [&](float x) { return !(fabsf(x) < float_of(threshold)); };  // as all NaNs do
-  uint32_t of_warp = 0;
+  uint32_t found_by_warp = 0;
   const auto keep = [&](uint32_t segment, uint32_t mine) {
     // The numbers of bits of each row, in the lanes up to this one: of even rows and of odd rows, a row in each byte.
     const uint32_t pairs = mine - (mine >> 1 & 0x55555555u),
@@ -142,7 +133,7 @@ CGX_D void find(const Part& s, uint32_t (&bins)[kBins]) {
     const uint32_t all[2] = {__shfl_sync(kWholeWarp, up_to[0], kWarpSize - 1),
                              __shfl_sync(kWholeWarp, up_to[1], kWarpSize - 1)};
     const uint32_t before[2] = {up_to[0] - own[0], up_to[1] - own[1]};
-    const auto of_row = [](const uint32_t(&of)[2], uint32_t r) {
+    const auto of_row = [](const uint32_t (&of)[2], uint32_t r) {
       return (r % 2 == 0 ? of[0] : of[1]) >> r / 2 * 8 & 0xff;
     };
     const uint32_t in_row = lane < kRows ? of_row(all, lane) : 0, up_to_row = fold_lanes(in_row, Add()),
@@ -158,19 +149,20 @@ CGX_D void find(const Part& s, uint32_t (&bins)[kBins]) {
       left &= left - 1;
       const float x = s.divided(next);
       if (left != 0) next = s.undivided(element_of(segment, first_bit(left)));
-      const auto in_quad = static_cast<uint32_t>(__popc((mine ^ left) >> 4 * r) - 1);  // bits of the row before this one
+      const auto in_quad =
+          static_cast<uint32_t>(__popc((mine ^ left) >> 4 * r) - 1);  // bits of the row before this one
       const uint32_t at = before_row + of_row(before, r) + in_quad;
       if (at < room) candidates[at] = {bits_of(x), element_of(segment, bit)};
       count_digit(bins, magnitude_of(x), 0, 0);
     }
     if (lane == 0) s.memory[s.words.found + segment] = found;
-    of_warp += found;
+    found_by_warp += found;
   };
   const auto dtype = static_cast<DType>(s.e.dtype);
   const uint32_t whole = n / kElements, end_of_whole = s.end < whole ? s.end : whole;  // a shorter segment may follow
   uint32_t segment = s.first + threadIdx.x / kWarpSize;
   // Tests whole segments, in halves. The next half is loaded before this one's candidates are kept.
-  const auto test_whole = [&](auto row, auto with_old) {
+  const auto find_in_whole = [&](auto row, auto with_old) {
     using Row = decltype(row);
     constexpr bool feedback = decltype(with_old)::value;
     constexpr int kHalf = kRows / 2;
@@ -208,18 +200,12 @@ CGX_D void find(const Part& s, uint32_t (&bins)[kBins]) {
       keep(segment, mine);
     }
   };
-  const auto test = [&](auto row) {
+  with_quads(s, [&](auto row) {
     if (s.old != nullptr)
-      test_whole(row, std::true_type());
+      find_in_whole(row, std::true_type());
     else
-      test_whole(row, std::false_type());
-  };
-  if (has_quads(s)) {
-    if (dtype == DType::kF32)
-      test(float4{0, 0, 0, 0});
-    else
-      test(uint2{0, 0});
-  }
+      find_in_whole(row, std::false_type());
+  });
   for (; segment < s.end; segment += kSelectWarps) {
     uint32_t mine = 0;
 #pragma unroll 8
@@ -229,7 +215,7 @@ CGX_D void find(const Part& s, uint32_t (&bins)[kBins]) {
     }
     keep(segment, mine);
   }
-  if (lane == 0) atomicAdd(&reached, of_warp);
+  if (lane == 0) atomicAdd(&reached, found_by_warp);
   add_bins(bins_of(s.state, kOfCandidates, 0), bins);
   if (threadIdx.x == 0) atomicAdd(&s.state->reached, reached);
 }
@@ -305,7 +291,7 @@ CGX_D void count_candidates(const Part& s, int digit, uint32_t (&bins)[kBins]) {
 
 // Counts the elements above the smallest magnitude that is sent, and the elements equal to it: in each segment, and in
 // the whole part.
-CGX_D void count_sent(const Pieces& t, const Part& s) {
+CGX_D void count_sent(const Part& s) {
   const uint32_t smallest = s.wanted_after(kOfCandidates, kDigits - 1, 0).prefix;
   uint2 mine = {0, 0}, all;
   s.with_candidates(s.first, s.end, [&](uint32_t segment, auto each) {
@@ -321,7 +307,7 @@ CGX_D void count_sent(const Pieces& t, const Part& s) {
   if (threadIdx.x % kWarpSize != 0) mine = {0, 0};
   sum_before<kSelectThreads>(mine.x, &all.x);
   sum_before<kSelectThreads>(mine.y, &all.y);
-  if (threadIdx.x == 0) s.of_blocks()[blockIdx.x - Shares(t).block_of(s.begin)] = all;
+  if (threadIdx.x == 0) s.of_blocks()[s.block] = all;
 }
 
 // Sets bits of a byte of the payload, which was cleared before. It is atomic, because other threads may set other bits
@@ -342,55 +328,9 @@ CGX_D void write_index(const IndexList& list, uint8_t* bytes, int64_t j, uint32_
   });
 }
 
-// Writes the elements that are not sent to the residuals. The others are those above the smallest magnitude that is
-// sent, and those equal to it before first_unsent. lost_kernel needs their old residuals.
-CGX_D void keep_unsent(const Part& s, uint32_t smallest, uint32_t first_unsent) {
-  const auto lost_of = [&](uint32_t i, float undivided, float old) {
-    const uint32_t magnitude = magnitude_of(s.divided(undivided));
-    const bool unsent = magnitude < smallest || (magnitude == smallest && i >= first_unsent);
-    return unsent && is_finite(undivided) ? undivided : old;
-  };
-  const auto dtype = static_cast<DType>(s.e.dtype);
-  const uint32_t all = s.end * static_cast<uint32_t>(kSegment), end = all < s.n ? all : s.n;
-  uint32_t i = s.first * static_cast<uint32_t>(kSegment);
-  const auto quads = [&](auto row) {
-    using Row = decltype(row);
-    constexpr uint32_t kAhead = 4;
-    const uint32_t last = end / 4;
-    auto* const lost = reinterpret_cast<float4*>(s.lost);
-    for (uint32_t first = i / 4 + threadIdx.x; first < last; first += kAhead * kSelectThreads) {
-      Row rows[kAhead];
-      float4 old[kAhead];
-      const auto at = [&](uint32_t a) { return first + a * kSelectThreads; };
-#pragma unroll
-      for (uint32_t a = 0; a < kAhead; ++a) {
-        if (at(a) >= last) continue;
-        rows[a] = __ldcs(static_cast<const Row*>(s.e.leaf) + at(a));
-        old[a] = __ldcs(reinterpret_cast<const float4*>(s.old) + at(a));
-      }
-#pragma unroll
-      for (uint32_t a = 0; a < kAhead; ++a) {
-        if (at(a) >= last) continue;
-        const float4 x = four(dtype, rows[a]), y = old[a];
-        const uint32_t j = 4 * at(a);
-        __stcs(lost + at(a), float4{lost_of(j, x.x + y.x, y.x), lost_of(j + 1, x.y + y.y, y.y),
-                                    lost_of(j + 2, x.z + y.z, y.z), lost_of(j + 3, x.w + y.w, y.w)});
-      }
-    }
-    i = 4 * last;
-  };
-  if (has_quads(s)) {
-    if (dtype == DType::kF32)
-      quads(float4{0, 0, 0, 0});
-    else
-      quads(uint2{0, 0});
-  }
-  for (i += threadIdx.x; i < end; i += kSelectThreads) s.lost[i] = lost_of(i, s.undivided(i), s.old[i]);
-}
-
 // Writes the sent elements, in order, as a list of indices and an array of values. Missing elements get index n and
-// value 0. With feedback, writes all elements that are not sent to the residuals.
-CGX_D void pick(const Pieces& t, const Part& s) {
+// value 0.
+CGX_D void pick(const Part& s) {
   const Wanted wanted = s.state->wanted[kOfCandidates][kDigits - 1];
   const uint32_t smallest = wanted.prefix, equals = wanted.rank;
   const IndexList list(s.n, s.k);
@@ -400,9 +340,8 @@ CGX_D void pick(const Pieces& t, const Part& s) {
                                ? reinterpret_cast<uint32_t*>(bytes + align16(list.bytes))
                                : s.memory + s.words.values;
   // The counts in all thread blocks of the piece before this one.
-  const uint32_t block = blockIdx.x - Shares(t).block_of(s.begin);
   uint2 mine = {0, 0}, before;
-  for (uint32_t i = threadIdx.x; i < block; i += kSelectThreads)
+  for (uint32_t i = threadIdx.x; i < s.block; i += kSelectThreads)
     mine.x += s.of_blocks()[i].x, mine.y += s.of_blocks()[i].y;
   sum_before<kSelectThreads>(mine.x, &before.x);
   sum_before<kSelectThreads>(mine.y, &before.y);
@@ -413,13 +352,12 @@ CGX_D void pick(const Pieces& t, const Part& s) {
   };
   if (const uint32_t taken = s.taken(); taken < s.k) {
     const uint32_t segments = s.segments(), missing = s.k - taken;
-    const auto share = [&](uint32_t before) { return taken + static_cast<uint32_t>(uint64_t{missing} * before / segments); };
+    const auto share = [&](uint32_t segments_before) {
+      return taken + static_cast<uint32_t>(uint64_t{missing} * segments_before / segments);
+    };
     for (uint32_t j = share(s.first) + threadIdx.x; j < share(s.end); j += kSelectThreads) put(j, s.n, 0);
   }
   __shared__ uint2 before_segment[kSelectThreads];
-  // Elements equal to the smallest magnitude are sent if they are before this one.
-  __shared__ uint32_t first_unsent;
-  if (threadIdx.x == 0) first_unsent = before.y < equals ? UINT32_MAX : 0;
   for (uint32_t first = s.first; first < s.end; first += kSelectThreads) {
     const uint32_t end = s.end - first < kSelectThreads ? s.end : first + kSelectThreads;
     const uint2 count = first + threadIdx.x < end ? s.picked()[first + threadIdx.x] : uint2{0, 0};
@@ -437,29 +375,27 @@ CGX_D void pick(const Pieces& t, const Part& s) {
         const uint32_t equal_here = equal + before_lane(same);
         if (there && (magnitude > smallest || (magnitude == smallest && equal_here < equals)))
           put(above + before_lane(larger) + (equal_here < equals ? equal_here : equals), i, bits_of(sent_as(x)));
-        if (there && magnitude == smallest && equal_here + 1 == equals) first_unsent = i + 1;
+        if (there && magnitude == smallest && equal_here + 1 == equals) s.state->first_unsent = i + 1;
         above += static_cast<uint32_t>(__popc(larger)), equal += static_cast<uint32_t>(__popc(same));
       });
     });
     __syncthreads();
   }
-  if (s.lost != nullptr) keep_unsent(s, smallest, first_unsent);
 }
 
 // The steps of the selection. All digits of the sample and of candidates are steps of their own.
-enum Step { kDigitsOfSample = kDigits, kFind = kDigitsOfSample, kLower, kCount = kLower + kDigits, kPick };
+enum Step { kFind = kDigits, kLower, kCount = kLower + kDigits, kPick };
 
 __global__ void __launch_bounds__(kSelectThreads, 1) select_kernel(const __grid_constant__ Pieces t) {
-  wait_for_previous<Pieces>();
+  wait_for_previous<Pieces>();  // it has ended: a resident kernel is not early. But the next kernel may be
   __shared__ uint32_t bins[kBins];
-  uint32_t* const arrived =
-      &reinterpret_cast<State*>(t.message.workspace + t.entries[0].meta * kStateWords)->arrived;
+  uint32_t* const arrived = &reinterpret_cast<State*>(t.message.workspace + t.entries[0].meta * kStateWords)->arrived;
   const Select select = t.message.codec.sparse.select;
   for (int step = select == Select::kExponential ? kFind : 0;; ++step) {
-    if (step < kDigitsOfSample && step >= digits_of_sample(select == Select::kExact)) continue;
+    if (step < kFind && step >= digits_of_sample(select == Select::kExact)) continue;
     if (step == kLower && !any_is_misled(t)) continue;
     each_part(t, [&](const Part& s) {
-      if (step < kDigitsOfSample)
+      if (step < kFind)
         count_sample(s, step, bins);
       else if (step == kFind)
         find(s, bins);
@@ -468,9 +404,9 @@ __global__ void __launch_bounds__(kSelectThreads, 1) select_kernel(const __grid_
       else if (step < kCount)
         count_candidates(s, step - kLower, bins);
       else if (step == kCount)
-        count_sent(t, s);
+        count_sent(s);
       else
-        pick(t, s);
+        pick(s);
     });
     if (step == kPick) return;
     wait_for_all(arrived);

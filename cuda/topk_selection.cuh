@@ -27,11 +27,12 @@ struct State {
   uint32_t bins[kBoth][2 * kBins];  // histograms of all digits (bins_of)
   Wanted wanted[kBoth][kDigits];    // after each digit
   uint32_t
-      steps[kMostRefinements + 1];  // number of elements that reach a threshold of the ladder, but not the last one
-  uint32_t blocks;                  // for is_last
+      steps[kMostRefinements + 1];  // number of elements that reach a threshold of the ladder, but not the one before
+  uint32_t done;                    // for is_last
   uint32_t arrived;                 // for wait_for_all
   uint32_t threshold;               // candidates are the elements at or above this magnitude
   uint32_t reached, reached_later;  // number of elements that reach the first threshold; a later one
+  uint32_t first_unsent;            // elements equal to the smallest magnitude that is sent: the first that isn't
   uint32_t reread;  // whether the kept candidates are of an earlier threshold, so the piece is read again
   // For exponential distributions: the sample's largest magnitude, the number of elements in a round's sum, and t.
   uint32_t largest, number;
@@ -108,10 +109,10 @@ struct Selection {
       each(static_cast<const uint16_t*>(e.leaf), [&](float& to, uint16_t half) { to = widen(dtype, half); });
     if (old != nullptr) each(old, [](float& to, float residual) { to += residual; });
   }
-  // Calls f(segment, each) for this warp's segments from `first` to `end`. Every kSelectWarps-th segment is this warp's.
-  // each(g) calls g(whether the element exists, its undivided number, its index) for the elements of a segment, in
-  // order. All lanes of a warp call g together, for kWarpSize consecutive elements. The next elements of the warp are
-  // loaded before g is called.
+  // Calls f(segment, each) for this warp's segments from `first` to `end`. Every kSelectWarps-th segment is this
+  // warp's. each(g) calls g(whether the element exists, its undivided number, its index) for the elements of a segment,
+  // in order. All lanes of a warp call g together, for kWarpSize consecutive elements. The next elements of the warp
+  // are loaded before g is called.
   template <class Fn>
   CGX_D void with_elements(uint32_t first, uint32_t end, Fn f) const {
     constexpr uint32_t kAhead = 8, kLoads = kSegment / (kAhead * kWarpSize);  // loads in flight; times per segment
@@ -206,6 +207,23 @@ struct Selection {
   }
 };
 
+// If four neighbouring elements can be loaded at once (those that begin at a multiple of four), calls f(row), where row
+// has the type of four elements in memory.
+template <class Fn>
+CGX_D void with_quads(const Selection& s, Fn f) {
+  const bool single = static_cast<DType>(s.e.dtype) == DType::kF32;
+  if (!aligned(s.e.leaf, single ? 16 : 8) || !aligned(s.old, 16)) return;
+  if (single)
+    f(float4{0, 0, 0, 0});
+  else
+    f(uint2{0, 0});
+}
+CGX_D float4 four(DType, const float4& row) { return row; }
+CGX_D float4 four(DType dtype, const uint2& row) {
+  return {widen(dtype, row.x & 0xffff), widen(dtype, row.x >> 16), widen(dtype, row.y & 0xffff),
+          widen(dtype, row.y >> 16)};
+}
+
 // Returns whether this thread block is the last to call this: whether all blocks together have done `all` units of
 // work, of which this one has done `mine`. The last one sees all stores of the others, because the atomic operation
 // releases and acquires. What it does for thread 0 it does for its whole block: the order is cumulative over the
@@ -214,8 +232,8 @@ CGX_D bool is_last(State* s, uint32_t mine, int64_t all) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = add_in_order(&s->blocks, mine) + mine == all;
-    if (last) s->blocks = 0;
+    last = add_in_order(&s->done, mine) + mine == all;
+    if (last) s->done = 0;
   }
   __syncthreads();
   return last;
@@ -247,8 +265,8 @@ CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, u
   else if (code >> kDigitBits == prefix)
     atomicAdd(&bins[code & ((1u << kDigitBits) - 1)], 1u);
 }
-// Finds the next digit in its histogram of kCount bins. Rank 0 is above all magnitudes. Every thread of the thread block
-// must call this, and gets the result.
+// Finds the next digit in its histogram of kCount bins. Rank 0 is above all magnitudes. Every thread of the thread
+// block must call this, and gets the result.
 template <uint32_t kCount>
 CGX_D Wanted find_digit(const uint32_t* bins, Wanted wanted) {
   constexpr uint32_t kEach = kCount / kSelectThreads;
@@ -329,7 +347,7 @@ class SelectionLaunches {
 
 // Finds the first threshold of each piece of Select::kExponential, from a sample. topk_threshold.cu
 void launch_threshold(SelectionLaunches& launches);
-// Finds the elements that are sent, in order, and with feedback the residuals of all other elements. topk_select.cu
+// Finds the elements that are sent, in order. topk_select.cu
 void launch_selection(SelectionLaunches& launches);
 
 }  // namespace jaxcgx::cuda

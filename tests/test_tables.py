@@ -254,3 +254,6 @@ def test_shares_of_gpu_kernels():
     words = re.search(r"has ([\d.]+) for 16 million elements and ([\d.]+) for 268 million", page("gpu")[0])
     assert_printed(part("16m")["16 M: encode TopK 0.01 exact"], words[1], 0)
     assert_printed(part("others")["encode TopK 0.01 exact"], words[2], 0)
+    words = re.search(r"has\s+([\d.]+) \(encode\) and ([\d.]+) \(decode\)", page("gpu")[0])
+    for operation, share in zip(("encode", "decode"), words.groups(), strict=True):
+        assert_printed(part("others")[f"{operation} ByteGrad"], share, 0)

@@ -143,7 +143,7 @@ struct Emulator : Block {
   }
   void begin(dim3 at) {
     index = at;
-    ready.clear();
+    ready.clear(), at_barrier.clear(), at_other_block.clear();
     while (all.size() < threads) all.push_back(std::make_unique<Thread>());
     for (unsigned i = 0; i < threads; ++i) start(*all[i], i);
     warps.assign((threads + 31) / 32, Warp());
@@ -194,6 +194,7 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<
         e.begin(dim3(x, y));
         begin();
         e.run();
+        if (e.left > 0) e.fail("it waits for another block, but the launch is not cooperative");
       }
     }
     return cudaSuccess;
@@ -314,13 +315,16 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(
   return cudaSuccess;
 }
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
-inline cudaError_t cudaGetDevice(int* device) {
+// Weak, and not inline, so that they are also there for nvcc's object files (ptx/).
+extern "C" {
+[[gnu::weak]] cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+[[gnu::weak]] cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = cuda_emulator::kProcessors;
   return cudaSuccess;
+}
 }
 
 // A kernel always ends before the next one begins, so it doesn't matter whether launches are early.

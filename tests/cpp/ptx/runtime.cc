@@ -93,8 +93,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* function, void*
   static Memory memory;
   Kernel& k = kernels[names()[function]];
   ++k.launches;
-  memory.registers.resize(
-      std::max<size_t>(memory.registers.size(), config.blockDim.x * cuda_emulator::kProcessors));
+  memory.registers.resize(std::max<size_t>(memory.registers.size(), config.blockDim.x * cuda_emulator::kProcessors));
   memory.local.resize(memory.registers.size());
   for (auto& registers : memory.registers) registers.resize(std::max<size_t>(registers.size(), k.registers));
   for (auto& local : memory.local) local.resize(std::max<size_t>(local.size(), k.local_bytes));
