@@ -213,11 +213,9 @@ __global__ void __launch_bounds__(kRangeThreads, kFeedback ? 3 : 4)
       each(DType::kF16);
   };
   float x[kRows][4];
-  load(e.leaf, static_cast<DType>(e.dtype),
-       [&](int r, const float4& row) { x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w; });
+  load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& row) { set_row(x[r], row); });
   if constexpr (kFeedback) {
-    load(t.residuals[p.index].old, DType::kF32,
-         [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+    load(t.residuals[p.index].old, DType::kF32, [&](int r, const float4& row) { add_row(x[r], row); });
   }
   float lo = x[0][0], hi = lo;
 #pragma unroll

@@ -37,7 +37,7 @@ Status decode_all(const Call& call) {
         return launch_quads(call, Launches(call, kernel, "decode kernel", kThreads));
       };
       if constexpr (traits_of(V::Codec::kKind).scales)
-        return Status();  // is_fast is false
+        return Status();  // is_fast and has_large_blocks are false
       else
         return call.message.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
                                  : launch(decode_kernel<typename V::Codec, V::bits, false>);

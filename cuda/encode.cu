@@ -15,9 +15,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   const bool there = unit < e.count;
   const Quad q(unit, m.log_bucket);
   float x[kRows][4] = {};
-  const auto set = [&](int r, const float4& row) {
-    x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w;
-  };
+  const auto set = [&](int r, const float4& row) { set_row(x[r], row); };
   const auto dtype = static_cast<DType>(e.dtype);
   if constexpr (kFeedback) {
     // The residuals are loaded first, so that all loads of the leaf are issued before one of them is used.

@@ -16,9 +16,7 @@ __global__ void __launch_bounds__(kThreads, kFeedback ? 5 : 8)
   if (unit >= e.count) return;
   const Quad q(unit, 7);  // of a block of 16 lanes
   float x[kRows][4];
-  const auto set = [&](int r, const float4& row) {
-    x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w;
-  };
+  const auto set = [&](int r, const float4& row) { set_row(x[r], row); };
   const auto dtype = static_cast<DType>(e.dtype);
   if constexpr (kFeedback) {
     load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, set);

@@ -90,6 +90,13 @@ struct Quad {
   CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }
 };
 
+// Four neighbouring numbers in memory.
+CGX_D float4 four(DType, const float4& numbers) { return numbers; }
+CGX_D float4 four(DType dtype, const uint2& halves) {
+  return {widen(dtype, halves.x & 0xffff), widen(dtype, halves.x >> 16), widen(dtype, halves.y & 0xffff),
+          widen(dtype, halves.y >> 16)};
+}
+
 // Calls f(row, its four elements) for the eight rows. All loads are issued before the first result is used, to hide
 // their latency, if there are enough registers.
 template <class Fn>
@@ -121,10 +128,7 @@ CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t la
     }
     const auto each = [&](DType d) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        f(r, float4{widen(d, rows[r].x & 0xffff), widen(d, rows[r].x >> 16), widen(d, rows[r].y & 0xffff),
-                    widen(d, rows[r].y >> 16)});
-      }
+      for (int r = 0; r < kRows; ++r) f(r, four(d, rows[r]));
     };
     if (dtype == DType::kBF16)
       each(DType::kBF16);
@@ -133,9 +137,10 @@ CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t la
   }
 }
 
+CGX_D void set_row(float (&x)[4], const float4& row) { x[0] = row.x, x[1] = row.y, x[2] = row.z, x[3] = row.w; }
+CGX_D void add_row(float (&x)[4], const float4& row) { x[0] += row.x, x[1] += row.y, x[2] += row.z, x[3] += row.w; }
 CGX_D void add_quad(const void* leaf, DType dtype, const Quad& q, float (&x)[kRows][4]) {
-  load_quad(leaf, dtype, q.element(), q.lanes,
-            [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+  load_quad(leaf, dtype, q.element(), q.lanes, [&](int r, const float4& row) { add_row(x[r], row); });
 }
 CGX_D void copy_quad(const float (&from)[kRows][4], float (&to)[kRows][4]) {
 #pragma unroll

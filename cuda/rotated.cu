@@ -112,7 +112,7 @@ CGX_D void to_quads(const Bucket& b, const float (&column)[kColumn], Shared& s, 
   for (int r = 0; r < kRows; ++r) {
     float4 row = {0.0f, 0.0f, 0.0f, 0.0f};
     if (b.block < b.blocks) row = *reinterpret_cast<const float4*>(&s.x[place_in(b.block, r * kLanes + b.place * 4)]);
-    quad[r][0] = row.x, quad[r][1] = row.y, quad[r][2] = row.z, quad[r][3] = row.w;
+    set_row(quad[r], row);
   }
 }
 CGX_D void to_columns(const Bucket& b, const float (&quad)[kRows][4], Shared& s, float (&column)[kColumn]) {

@@ -185,9 +185,9 @@ CGX_D void find(const Part& s, uint32_t (&bins)[kBins]) {
         uint32_t bits = 0;
 #pragma unroll
         for (int r = 0; r < kHalf; ++r) {
-          const float4 y = four(dtype, rows[r]);
-          float x[4] = {y.x, y.y, y.z, y.w};
-          if constexpr (feedback) x[0] += old[r].x, x[1] += old[r].y, x[2] += old[r].z, x[3] += old[r].w;
+          float x[4];
+          set_row(x, four(dtype, rows[r]));
+          if constexpr (feedback) add_row(x, old[r]);
           if (s.m.sums) divide(s.m, x);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {

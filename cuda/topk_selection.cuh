@@ -218,11 +218,6 @@ CGX_D void with_quads(const Selection& s, Fn f) {
   else
     f(uint2{0, 0});
 }
-CGX_D float4 four(DType, const float4& row) { return row; }
-CGX_D float4 four(DType dtype, const uint2& row) {
-  return {widen(dtype, row.x & 0xffff), widen(dtype, row.x >> 16), widen(dtype, row.y & 0xffff),
-          widen(dtype, row.y >> 16)};
-}
 
 // Returns whether this thread block is the last to call this: whether all blocks together have done `all` units of
 // work, of which this one has done `mine`. The last one sees all stores of the others, because the atomic operation

@@ -117,12 +117,10 @@ __global__ void __launch_bounds__(kThreads, kSum ? 1 : 8 / (1 + kFeedback))
   if constexpr (kSum) {
     sum_unbucketed(m, e, p, elements, wire, x);
   } else {
-    elements.load(e.leaf, static_cast<DType>(e.dtype),
-                  [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
+    elements.load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& row) { set_row(x[r], row); });
   }
   if constexpr (kFeedback) {
-    elements.load(residual.old, DType::kF32,
-                  [&](int r, const float4& y) { x[r][0] += y.x, x[r][1] += y.y, x[r][2] += y.z, x[r][3] += y.w; });
+    elements.load(residual.old, DType::kF32, [&](int r, const float4& row) { add_row(x[r], row); });
   }
   float undivided[kRows][4];
   if constexpr (kFeedback) copy_quad(x, undivided);
@@ -182,8 +180,7 @@ __global__ void __launch_bounds__(kThreads, kSum ? 1 : 8)
     divide(m, x);
     elements.store(t.residuals[p.index].lost, DType::kF32, x);
   } else {
-    elements.load(payloads_of(m, p) + e.codes, wire,
-                  [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
+    elements.load(payloads_of(m, p) + e.codes, wire, [&](int r, const float4& row) { set_row(x[r], row); });
     elements.store(leaf, static_cast<DType>(e.dtype), x);
   }
 }
