@@ -15,9 +15,12 @@ CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int6
 // The memory for encoding a piece: offsets in words. A warp reads a segment at a time, and a thread block a tile.
 constexpr uint32_t kSelectThreads = 512, kSelectWarps = kSelectThreads / kWarpSize;
 constexpr int64_t kSegment = 1024, kSelectTile = kSegment * kSelectWarps;
+// A thread block finds the wanted one of so many keys by itself.
+constexpr int64_t kLeastListed = 1024, kMostListed = 16 * kSelectThreads;
 struct SelectionWords {
-  int64_t room;  // the most candidates of a segment that are kept
-  int64_t found, picked, of_blocks, candidates, indices, values, decoded, sample, sums, all;
+  int64_t room;    // the most candidates of a segment that are kept
+  int64_t listed;  // the most candidates in the list of those that may be the last one sent
+  int64_t found, above, of_blocks, candidates, list, indices, values, decoded, sample, sums, all;
 
   CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
     // Twice the average number of sent elements, plus 32. If this is more than half of a segment, no candidates are
@@ -26,10 +29,14 @@ struct SelectionWords {
     if (room > kSegment / 2) room = 0;
     const int64_t segments = div_up(n, kSegment);
     all = 0;
+    listed = segments * room > kLeastListed ? segments * room : kLeastListed;
+    if (listed > kMostListed) listed = kMostListed;
+    if (listed > n) listed = n;
     found = take(segments);
-    picked = take(2 * segments);
-    of_blocks = take(2 * div_up(n, kSelectTile));
+    above = take(segments);
+    of_blocks = take(div_up(n, kSelectTile));
     candidates = take(2 * segments * room);
+    list = take(2 * listed);
     indices = take(k);
     values = take(k);
     decoded = take(k);
@@ -46,7 +53,7 @@ struct SelectionWords {
   // Returns the sample for the first threshold. Exact selection may use any sample, because its result does not depend
   // on the first threshold.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
-    constexpr int64_t kMost = 8192, kEvery = 16;
+    constexpr int64_t kMost = 4096, kEvery = 16;
     if (s.select == Select::kExact)
       s.share = n < kMost * kEvery ? 1.0 / kEvery : static_cast<double>(kMost) / static_cast<double>(n);
     return Sample(s, n, k);

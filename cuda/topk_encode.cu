@@ -22,10 +22,9 @@ __global__ void __launch_bounds__(kSelectThreads, 2) unsent_kernel(const __grid_
   const int64_t begin = p.tile * kSelectTile, left = s.n - begin;
   if (left <= 0) return;
   const auto end = static_cast<uint32_t>(left < kSelectTile ? s.n : begin + kSelectTile);
-  const uint32_t smallest = s.state->wanted[kOfCandidates][kDigits - 1].prefix, first_unsent = s.state->first_unsent;
+  const uint64_t cut = s.state->cut;
   const auto lost_of = [&](uint32_t i, float undivided, float old) {
-    const uint32_t magnitude = magnitude_of(s.divided(undivided));
-    const bool unsent = magnitude < smallest || (magnitude == smallest && i >= first_unsent);
+    const bool unsent = s.key_of(magnitude_of(s.divided(undivided)), i) < cut;
     return unsent && is_finite(undivided) ? undivided : old;
   };
   const auto dtype = static_cast<DType>(s.e.dtype);

@@ -1,39 +1,37 @@
-// Shared by the kernels that select TopK's elements: the state of a selection, access to a piece, radix digits, and
-// launches.
+// Shared by the kernels that select TopK's elements: the state of a selection, access to a piece, and launches.
 #pragma once
 
 #include "codec/rng.h"
 #include "cuda/decode_sum.cuh"
 #include "cuda/encode_quad.cuh"
-#include "cuda/scan.cuh"
-#include "cuda/topk.cuh"
+#include "cuda/key_range.cuh"
 
 namespace jaxcgx::cuda {
 
-constexpr uint32_t kDigitBits = 10;          // bits of a digit of a magnitude; the first digit has one more
-constexpr uint32_t kBins = 2 << kDigitBits;  // bins of the first digit's histogram
-constexpr int kDigits = 3;
+// What has been done with a piece.
+enum class Done : uint32_t { kNothing, kSampled, kFound, kLowered, kCounted, kListed, kPicked };
 
-// The known digits of the wanted magnitude, and its rank among the magnitudes with these digits; 1: the largest.
-struct Wanted {
-  uint32_t prefix, rank;
+// `range`: of the sample's magnitudes, then of the candidates' keys.
+struct Progress {
+  Range range;
+  Done done;
 };
-
-// Magnitudes of the sample, whose wanted one becomes the first threshold, or those of the candidates.
-enum Whose { kOfSample, kOfCandidates, kBoth };
 
 // The data that one pass over a piece leaves for later passes. All fields are 0 before the first pass.
 struct State {
-  uint32_t bins[kBoth][2 * kBins];  // histograms of all digits (bins_of)
-  Wanted wanted[kBoth][kDigits];    // after each digit
+  // A turn reads the histogram of the last turn, counts its own, and clears that of the next turn.
+  uint32_t bins[3][kBins];
+  Progress progress[2];  // after even turns, after odd turns
+  uint64_t cut;          // the elements whose keys are at or above this one are sent
   uint32_t
       steps[kMostRefinements + 1];  // number of elements that reach a threshold of the ladder, but not the one before
   uint32_t done;                    // for is_last
-  uint32_t arrived;                 // for wait_for_all
+  uint32_t arrived, more[3];        // in the launch's first piece: for wait_for_all, and whether a turn is not the last
   uint32_t threshold;               // candidates are the elements at or above this magnitude
+  uint32_t lowest;                  // the last threshold of the ladder
   uint32_t reached, reached_later;  // number of elements that reach the first threshold; a later one
-  uint32_t first_unsent;            // elements equal to the smallest magnitude that is sent: the first that isn't
   uint32_t reread;  // whether the kept candidates are of an earlier threshold, so the piece is read again
+  uint32_t listed;  // number of listed candidates
   // For exponential distributions: the sample's largest magnitude, the number of elements in a round's sum, and t.
   uint32_t largest, number;
   float t;
@@ -67,18 +65,21 @@ struct Selection {
   CGX_D uint2* candidates(uint32_t segment) const {
     return reinterpret_cast<uint2*>(memory + words.candidates) + segment * words.room;
   }
-  CGX_D uint2* picked() const { return reinterpret_cast<uint2*>(memory + words.picked); }
-  CGX_D uint2* of_blocks() const { return reinterpret_cast<uint2*>(memory + words.of_blocks); }
+  CGX_D uint2* list() const { return reinterpret_cast<uint2*>(memory + words.list); }
   CGX_D uint32_t segments() const { return static_cast<uint32_t>(div_up(n, kSegment)); }
 
   CGX_D bool is_exact() const { return m.codec.sparse.select == Select::kExact; }
   // Returns whether too few elements reach the first threshold.
   CGX_D bool is_misled() const { return state->reached < enough_of(m.codec.sparse, k); }
   CGX_D static int64_t enough_of(const Sparse& s, int64_t k) { return s.select == Select::kExact ? k : enough(s, k); }
-  // Returns the number of elements that are sent.
-  CGX_D uint32_t taken() const {
-    const uint32_t reached = is_misled() ? state->reached_later : state->reached;
-    return reached < k ? reached : k;
+  // Returns the number of candidates, and that of elements that are sent.
+  CGX_D uint32_t reached() const { return is_misled() ? state->reached_later : state->reached; }
+  CGX_D uint32_t taken() const { return reached() < k ? reached() : k; }
+
+  // Elements are sent in the order of their keys: larger magnitudes first, then lower indices.
+  CGX_D uint32_t index_bits() const { return 32 - static_cast<uint32_t>(__clz(static_cast<int>(n - 1))); }
+  CGX_D uint64_t key_of(uint32_t magnitude, uint32_t index) const {
+    return uint64_t{magnitude} << index_bits() | (n - 1 - index);
   }
 
   CGX_D float undivided(uint32_t i) const {
@@ -232,66 +233,6 @@ CGX_D bool is_last(State* s, uint32_t mine, int64_t all) {
   }
   __syncthreads();
   return last;
-}
-
-// begin_bins clears a thread block's histogram in shared memory. add_bins adds it to the piece's histogram. Histograms
-// and radix selection are hand-written: see scan.cuh.
-CGX_D void begin_bins(uint32_t (&bins)[kBins]) {
-  for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) bins[i] = 0;
-  __syncthreads();
-}
-CGX_D void add_bins(uint32_t* to, const uint32_t (&bins)[kBins]) {
-  __syncthreads();
-  for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) {
-    if (bins[i] > 0) atomicAdd(&to[i], bins[i]);
-  }
-}
-// Returns the histogram of a digit. The first digit has one more bit than the others.
-CGX_D uint32_t* bins_of(State* s, Whose whose, int digit) {
-  return s->bins[whose] + (digit == 0 ? 0 : kBins + kBins / 2 * (digit - 1));
-}
-
-CGX_D uint32_t shift_of(int digit) { return kDigitBits * (kDigits - 1) - kDigitBits * static_cast<uint32_t>(digit); }
-// Counts a digit of a magnitude if its earlier digits are `prefix`.
-CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, uint32_t prefix) {
-  const uint32_t code = magnitude >> shift_of(digit);
-  if (digit == 0)
-    atomicAdd(&bins[code], 1u);
-  else if (code >> kDigitBits == prefix)
-    atomicAdd(&bins[code & ((1u << kDigitBits) - 1)], 1u);
-}
-// Finds the next digit in its histogram of kCount bins. Rank 0 is above all magnitudes. Every thread of the thread
-// block must call this, and gets the result.
-template <uint32_t kCount>
-CGX_D Wanted find_digit(const uint32_t* bins, Wanted wanted) {
-  constexpr uint32_t kEach = kCount / kSelectThreads;
-  constexpr uint32_t kLoad = kEach < 4 ? 2 : 4;
-  static_assert(kEach % kLoad == 0, "");
-  const uint32_t first = kCount - kEach * (threadIdx.x + 1), rank = wanted.rank;
-  uint32_t counts[kEach], sum = 0, all;
-#pragma unroll
-  for (uint32_t i = 0; i < kEach; i += kLoad) {
-    if constexpr (kLoad == 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(bins + first + i);
-      counts[i] = four.x, counts[i + 1] = four.y, counts[i + 2] = four.z, counts[i + 3] = four.w;
-    } else {
-      const uint2 two = *reinterpret_cast<const uint2*>(bins + first + i);
-      counts[i] = two.x, counts[i + 1] = two.y;
-    }
-  }
-#pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) sum += counts[i];
-  uint32_t above = sum_before<kSelectThreads>(sum, &all);
-  __shared__ Wanted found;
-#pragma unroll
-  for (uint32_t i = kEach; i-- > 0;) {
-    const uint32_t count = counts[i];
-    if (above < rank && rank <= above + count) found = {wanted.prefix << kDigitBits | (first + i), rank - above};
-    above += count;
-  }
-  if (rank == 0 && threadIdx.x == 0) found = {kMagnitude, 0};
-  __syncthreads();
-  return found;
 }
 
 // Launches kernels on all pieces of a message, until one fails.

@@ -54,8 +54,7 @@ void large() {
 // Pieces whose sample misleads, and equal magnitudes: the bytes are those of the CPU.
 void misleading() {
   Random r{3};
-  const int64_t n = 5000;
-  const auto run = [&](const Codec& c, auto number) {
+  const auto run = [&](const Codec& c, auto number, int64_t n = 5000) {
     Message m(c, {{n, DType::kF32}}, 1, 1, r);
     for (int64_t i = 0; i < n; ++i) m.leaves[0].floats()[i] = number(i);
     const Layout& l = m.layout;
@@ -75,6 +74,8 @@ void misleading() {
     run(c, [&](int64_t i) { return i % 3 == 0 ? -0.5f : 0.5f; });
     run(c, [&](int64_t i) { return i % 200 == 0 ? 1e-44f * static_cast<float>(i / 200) : 0.0f; });
   }
+  // More equal magnitudes than a thread block's list has room for.
+  run(topk(0.1, Select::kExact, kRaw), [&](int64_t i) { return i % 6 == 0 ? 0.5f : 0.4f * r.uniform(); }, 34000);
 }
 
 // Lists that no encoder writes: runs of ones that cross from one stretch into the next, with unordered indices.

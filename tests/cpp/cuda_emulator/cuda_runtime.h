@@ -338,6 +338,7 @@ inline unsigned atomicAdd(unsigned* p, unsigned x) { return std::exchange(*p, *p
 inline unsigned atomicOr(unsigned* p, unsigned x) { return std::exchange(*p, *p | x); }
 inline unsigned atomicMax(unsigned* p, unsigned x) { return std::exchange(*p, *p < x ? x : *p); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <class T>
