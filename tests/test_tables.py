@@ -237,7 +237,7 @@ def test_shares_of_kernels():
 
 
 def test_shares_of_gpu_kernels():
-    _, rows = table("gpu", ["operation", "2 bits"])
+    _, rows = table("gpu", ["operation", "H100: 2 bits"])
     names = {
         "encode": "encode MaxMin {}",
         "encode, stochastic rounding": "encode MaxMin {} stochastic",
@@ -245,15 +245,18 @@ def test_shares_of_gpu_kernels():
         "decode": "decode MaxMin {}",
         "sum of 8 payloads, encoded again": "reduce MaxMin {}",
     }
-    part = lambda name: {row["name"]: row["share"] for row in result(f"gpu-nvidia-h100-80gb-hbm3/{name}")["rows"]}
-    measured = part("maxmin")
+
+    def part(gpu, name):
+        return {row["name"]: row["share"] for row in result(f"gpu-nvidia-{gpu}/{name}")["rows"]}
+
+    measured = [(bits, part(gpu, "maxmin")) for gpu in ("h100-80gb-hbm3", "h200") for bits in (2, 4, 8)]
     assert [row[0] for row in rows] == list(names)
     for operation, *shares in rows:
-        for bits, share in zip((2, 4, 8), shares, strict=True):
-            assert_printed(measured[names[operation].format(bits)], share, 0)
+        for (bits, of_gpu), share in zip(measured, shares, strict=True):
+            assert_printed(of_gpu[names[operation].format(bits)], share, 0)
     words = re.search(r"has ([\d.]+) for 16 million elements and ([\d.]+) for 268 million", page("gpu")[0])
-    assert_printed(part("16m")["16 M: encode TopK 0.01 exact"], words[1], 0)
-    assert_printed(part("others")["encode TopK 0.01 exact"], words[2], 0)
+    assert_printed(part("h200", "16m")["16 M: encode TopK 0.01 exact"], words[1], 0)
+    assert_printed(part("h200", "others")["encode TopK 0.01 exact"], words[2], 0)
     words = re.search(r"has\s+([\d.]+) \(encode\) and ([\d.]+) \(decode\)", page("gpu")[0])
     for operation, share in zip(("encode", "decode"), words.groups(), strict=True):
-        assert_printed(part("others")[f"{operation} ByteGrad"], share, 0)
+        assert_printed(part("h100-80gb-hbm3", "others")[f"{operation} ByteGrad"], share, 0)
