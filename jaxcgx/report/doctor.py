@@ -168,6 +168,8 @@ _MPI_REMEDY = (
     "`pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation mpi4jax`"
 )
 
+_START_REMEDY = "try `mpirun -n 1 python -c 'from mpi4py import MPI'`: if it works, so do programs that mpirun starts"
+
 
 def _mpi() -> tuple[str | None, list[Problem]]:
     """Starts MPI in another process. Returns (versions of MPI and its packages, problems), as in `Report`."""
@@ -188,6 +190,8 @@ def _mpi() -> tuple[str | None, list[Problem]]:
     if done.returncode == 0:
         found = [done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
         return ", ".join(found), []
+    if "mpi_init" in done.stderr.lower():  # MPI has ended the process
+        return None, [Problem("jaxcgx.mpi: MPI does not start without mpirun", _START_REMEDY)]
     if done.stderr.startswith("jaxcgx.mpi: "):
         what, remedy = done.stderr.strip().rsplit("; ", 1)
         return None, [Problem(what, remedy)]

@@ -165,6 +165,11 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
             "jaxcgx.mpi: Unable to initialize backend",
             "build mpi4jax with the installed JAX: `pip install",
         ),
+        (
+            "import os, sys; print('*** An error occurred in MPI_Init', file=sys.stderr, flush=True); os._exit(1)",
+            "jaxcgx.mpi: MPI does not start without mpirun",
+            "try `mpirun -n 1 python -c 'from mpi4py import MPI'`: if it works",
+        ),
     ],
 )
 def test_the_doctor_explains_what_is_wrong(monkeypatch, tmp_path, module, problem, remedy):
