@@ -50,7 +50,7 @@ class Totals:
     def spell_totals(self, head: str, rows: Sequence[tuple[str, int, int]]) -> str:
         """Returns a table of `rows` as text, with their sum in a last row unless there is exactly one row.
 
-        Each of the `rows` is (text of the axes, bytes, uncompressed bytes).
+        `head` is the title of the first column. Each of the `rows` is (text of the axes, bytes, uncompressed bytes).
         """
         if len(rows) != 1:
             rows = [*rows, ("in all", self.bytes, self.raw_bytes)]

@@ -1,7 +1,7 @@
 """Finds what the docstrings of public names leave out.
 
 A function, a class, a method and a property have a docstring. The first line of a property's has no colon. An argument
-is a line of the section `Args`. A class attribute, a field and an attribute that a method sets are lines of `Args` or
+is a line of the section `Args`, or, without this section, a word of the docstring. A class attribute, a field and an attribute that a method sets are lines of `Args` or
 `Attributes` in the docstring of their class or of one of its bases.
 """
 
@@ -57,10 +57,14 @@ def lines(text):
 
 
 def missing_arguments(name, function):
-    """Returns the arguments that a docstring leaves out, if it explains any."""
-    explained = lines(inspect.getdoc(function) or "")
-    given = [argument for argument in inspect.signature(function).parameters if argument not in ("self", "cls")]
-    return [f"{name}({argument})" for argument in given if explained and argument not in explained]
+    """Returns the arguments that a docstring leaves out."""
+    text = inspect.getdoc(function) or ""
+    explained = lines(text) or {*re.findall(r"\w+", text)}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    given = [each.name for each in parameters if each.name not in ("self", "cls")]
+    skipped = [each.name for each in parameters if each.kind in several and not lines(text)]
+    return [f"{name}({argument})" for argument in given if argument not in explained and argument not in skipped]
 
 
 def missing_members(name, kind):

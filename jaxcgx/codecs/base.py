@@ -84,23 +84,32 @@ class Codec:
         raise NotImplementedError(f"{type(self).__name__}.encode_buckets")
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
-        """Returns float32[buckets, n] from the results of `encode_buckets`. Any bytes must give defined values."""
+        """Returns float32[buckets, n] from the `meta` and `codes` of `encode_buckets`.
+
+        Any bytes must give defined values.
+        """
         raise NotImplementedError(f"{type(self).__name__}.decode_buckets")
 
     def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-        """Returns (base, value). base + value is the decoded bucket. Sums over ranks add the bases first."""
+        """Returns (base, value), from the arguments of `decode_buckets`: `meta`, `codes` and `n`.
+
+        base + value is the decoded bucket. Sums over ranks add the bases first.
+        """
         return jnp.zeros((codes.shape[0], 1), jnp.float32), self.decode_buckets(meta, codes, n)
 
     def pack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
-        """Returns chunk c of a message, from the carrier's chunk c."""
+        """Returns chunk c of a message with this layout, from the carrier's chunk c."""
         raise NotImplementedError(f"{type(self).__name__}.pack_chunk")
 
     def unpack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
-        """Returns the carrier's chunk c, from chunk c of a message. Any bytes must give defined values."""
+        """Returns the carrier's chunk c, from chunk c of a message with this layout.
+
+        Any bytes must give defined values.
+        """
         raise NotImplementedError(f"{type(self).__name__}.unpack_chunk")
 
     def overflow_bytes(self, n: int, dtype: DType) -> int:
-        """Returns the most bytes that a piece of n elements takes in the overflow of its chunk.
+        """Returns the most bytes that a piece of n elements of this dtype takes in the overflow of its chunk.
 
         The overflow comes after the codes of all pieces. Its used bytes come first, so a transport that can do so sends
         only these.
@@ -108,14 +117,14 @@ class Codec:
         return 0
 
     def indices(self, codes: jax.Array, n: int) -> jax.Array:
-        """Returns the indices of the elements that a sparse codec has sent of a bucket of n: int32, ascending.
+        """Returns the indices of the elements that a sparse codec has sent of buckets of n: int32, ascending.
 
-        Entries equal to n mean no element.
+        `codes` are those of `encode_buckets`. Entries equal to n mean no element.
         """
         raise NotImplementedError(f"{type(self).__name__}.indices")
 
     def weight(self, n: int, dtype: DType) -> int:
-        """Returns the weight of n elements. A message is cut into chunks of equal weight."""
+        """Returns the weight of n elements of this dtype. A message is cut into chunks of equal weight."""
         return self.code_bytes(n, dtype)
 
     def of_sum(self, ranks: int) -> "Codec":
@@ -170,7 +179,7 @@ class Codec:
         return layout_of(self, check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)).chunk_bytes
 
     def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Returns `wire_bytes` without the zeros at the end, which Tcp does not send.
+        """Returns `wire_bytes` of this shape and dtype without the zeros at the end, which Tcp does not send.
 
         If their number depends on the elements, it is estimated.
         """

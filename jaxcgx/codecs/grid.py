@@ -91,11 +91,11 @@ class GridCodec(Codec):
         return packed_bytes(padded(n) if self.rotate else n, self.code_bits)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
-        """Returns the levels of buckets x with these minima and maxima."""
+        """Returns the levels of buckets x with the minima `lo` and the maxima `hi`."""
         raise NotImplementedError(f"{type(self).__name__}.grid")
 
     def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
-        """Returns the codes of scaled buckets as int32."""
+        """Returns the codes in this grid of the scaled buckets x, as int32, with the `noise` of `encode_buckets`."""
         raise NotImplementedError(f"{type(self).__name__}.quantize")
 
     def value(self, codes: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ class Lossless(Codec):
         return x
 
     def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Returns the bytes of normally distributed numbers, without the unused end of the payload."""
+        """Returns the bytes of normally distributed numbers of this shape and dtype, without the unused end."""
         unused = self.overflow_bytes(math.prod(shape), jnp.dtype(dtype)) - math.ceil(_LIKELY * math.prod(shape) / 8)
         return self.wire_bytes(shape, dtype) - max(unused, 0)
 

@@ -26,11 +26,11 @@ class LowRank(Codec):
         raise NotImplementedError(f"{type(self).__name__}.factor_shape")
 
     def begin(self, q: jax.Array) -> jax.Array:
-        """Returns the Q to multiply with, [k, rank, n], from the Q of the previous step."""
+        """Returns the Q to multiply with, [k, rank, n], from the `q` of the previous step."""
         raise NotImplementedError(f"{type(self).__name__}.begin")
 
     def left(self, matrices: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns the P of matrices float32[k, m, n]: [k, rank, m]. It is linear in the matrices."""
+        """Returns the P of matrices float32[k, m, n] and this `q`: [k, rank, m]. It is linear in the matrices."""
         raise NotImplementedError(f"{type(self).__name__}.left")
 
     def orthonormal(self, p: jax.Array) -> jax.Array:
@@ -38,9 +38,9 @@ class LowRank(Codec):
         raise NotImplementedError(f"{type(self).__name__}.orthonormal")
 
     def right(self, basis: jax.Array, matrices: jax.Array) -> jax.Array:
-        """Returns the new Q: [k, rank, n]. It is linear in the matrices."""
+        """Returns the new Q of this `basis`: [k, rank, n]. It is linear in the matrices."""
         raise NotImplementedError(f"{type(self).__name__}.right")
 
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns the matrices of these factors: [k, m, n]."""
+        """Returns the matrices of the factors `basis` and `q`: [k, m, n]."""
         raise NotImplementedError(f"{type(self).__name__}.multiply")

@@ -77,7 +77,7 @@ class PowerSGD(LowRank):
         return self.rank, self.matrix(shape)[1]
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Returns the sum of x over one rank, without a factor from a previous step."""
+        """Returns the sum of x over one rank, without a factor from a previous step. `key` is not used."""
         if self.why_raw(x.shape, x.dtype):
             return x
         matrices = x.astype(jnp.float32).reshape(1, *self.matrix(x.shape))
@@ -115,7 +115,10 @@ class PowerSGD(LowRank):
     # and nothing is divided by it. One iteration of the loop is one projection. This halves the time to compile, which
     # is long for matrices of many shapes.
     def orthonormal(self, p: jax.Array) -> jax.Array:
-        """Returns an orthonormal basis. A column that is in the span of the columns before it becomes 0."""
+        """Returns an orthonormal basis of the columns of `p`.
+
+        A column that is in the span of the columns before it becomes 0.
+        """
         p = _over(p, jnp.abs(p).max(-1, keepdims=True))
         p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

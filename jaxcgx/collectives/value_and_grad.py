@@ -264,7 +264,10 @@ class ValueAndGrad:
             raise wrong(OP, "feedback", "False inside of shard_map and pmap", True, remedy)
 
     def call_loss(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
-        """Calls `loss_fn`. Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed))."""
+        """Calls `loss_fn` with the `given` (arguments, keyword arguments).
+
+        Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
+        """
         before = jax.tree_util.tree_flatten_with_path(given)
         found, aux = self.loss_fn(*given[0], **given[1]), None
         is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
@@ -284,7 +287,7 @@ class ValueAndGrad:
     def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any], Any]:
         """Returns (mean of all ranks' losses, (aux, changes), gradients, share).
 
-        The mean of the gradients over the ranks is the gradient for the whole batch. `aux` and `changes` are this
+        `params` are the differentiated arguments, and `arguments` makes all arguments of them. The mean of the gradients over the ranks is the gradient for the whole batch. `aux` and `changes` are this
         rank's own. `share` is the rank's weight in their mean.
         """
         loss = lambda *params: self.call_loss(arguments(*params))
@@ -303,7 +306,7 @@ class ValueAndGrad:
         return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
 
     def as_argument(self, values: Sequence[Any]) -> Any:
-        """Returns a list for the differentiated arguments as the caller would have it: one of them, or a tuple."""
+        """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
     def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:

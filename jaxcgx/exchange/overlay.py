@@ -48,7 +48,10 @@ class Tree:
 
     @classmethod
     def of(cls, links: Iterable[tuple[int, int]], share: int = 1, root: int | None = None) -> "Tree":
-        """Returns the tree with these links. Without `root`, the root is the first rank that gives the least depth."""
+        """Returns the tree with these links and this share.
+
+        Without `root`, the root is the first rank that gives the least depth.
+        """
         links = list(links)
         roots = range(len(links) + 1) if root is None else [root]
         return min((cls(_parents(links, root), share) for root in roots), key=lambda tree: tree.depth)
@@ -154,7 +157,7 @@ class Overlay:
 
     @classmethod
     def tree(cls, ranks: int) -> "Overlay":
-        """Returns the overlay with a binary tree rooted at each rank, for links of equal speed."""
+        """Returns the overlay with a binary tree rooted at each of the ranks, for links of equal speed."""
         check_integer("Overlay.tree", "ranks", ranks, 1)
         heap = [(i - 1) // 2 for i in range(ranks)]  # parents, if ranks are counted from the root
         trees = []

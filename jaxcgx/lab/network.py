@@ -242,7 +242,7 @@ class Lab:
         self._fit_slowest()
 
     def join(self, one: int, other: int, rate: str) -> None:
-        """Connects two hosts by a direct cable that has a rate in each direction.
+        """Connects the hosts `one` and `other` by a direct cable that has this rate in each direction.
 
         The traffic between them then uses the cable, and no longer their links. `part` removes the cable.
         """
@@ -257,7 +257,7 @@ class Lab:
             _run(f"ip -n {namespace} route add {self.address(there)}/32 dev {name} src {self.address(here)}")
 
     def part(self, one: int, other: int) -> None:
-        """Removes the cable between two hosts. Their traffic then uses their links again."""
+        """Removes the cable between the hosts `one` and `other`. Their traffic then uses their links again."""
         _run(f"ip -n {self.namespace(one)} link delete to{other}")
 
     def cut(self, host: int) -> None:
@@ -265,7 +265,7 @@ class Lab:
         _run(f"ip -n {self.namespace('switch')} link set port{host} down")
 
     def mend(self, host: int) -> None:
-        """Takes up a link again that was cut."""
+        """Takes up a host's link again that was cut."""
         _run(f"ip -n {self.namespace('switch')} link set port{host} up")
 
     def __exit__(self, *_: object) -> None:

@@ -252,7 +252,7 @@ class Step:
         return [self._jitted.lower(*args, **kwargs).compile()]
 
     def finish(self, *state: Any) -> tuple[Any, ...]:
-        """Applies the pending gradients, as `TrainStep.finish`."""
+        """Applies the pending gradients of the state, as `TrainStep.finish`."""
         with warnings.catch_warnings():
             # Pending gradients are donated only to free them early. No result can reuse their memory.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")

@@ -242,13 +242,16 @@ class Plan(Assignment):
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a TOML file. Predicates and user-defined codecs can't be saved."""
+        """Writes the plan to the TOML file `path`. Predicates and user-defined codecs can't be saved."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         pathlib.Path(path).write_text(file.write(fields), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Returns the plan in a TOML file, which `save` or a person has written. docs/plans.md shows the format."""
+        """Returns the plan in the TOML file `path`, which `save` or a person has written.
+
+        docs/plans.md shows the format.
+        """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))

@@ -61,7 +61,7 @@ class Rule:
         return bool(self.path or self.where)
 
     def matches(self, op: str, path: str, leaf: Shaped) -> bool:
-        """Returns whether the rule applies to a leaf. `op` is the function that errors name."""
+        """Returns whether the rule applies to a leaf at this path. `op` is the function that errors name."""
         conditions = (
             self.path is None or re.search(self.path, path),
             self.min_size is None or leaf.size >= self.min_size,

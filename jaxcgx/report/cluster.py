@@ -76,7 +76,10 @@ class Cluster:
         return ["gloo", "tcp"] if jax.default_backend() == "cpu" else ["duplex"]
 
     def between(self, mover: str) -> Network:
-        """Returns the network of a rank and its peers on other hosts. The ranks of a host share its link."""
+        """Returns the network of a rank and its peers on other hosts, as the transport `mover` uses it.
+
+        The ranks of a host share its link.
+        """
         latency = self._seconds()
         if self.measured is None:
             down = self._payload("link")

@@ -70,7 +70,7 @@ class Between:
         return dataclasses.replace(plan, default=by_name(plan.default), rules=rules)
 
     def init(self, params: Any, number: int) -> CompressState:
-        """Returns the state before the first exchange, for outer gradients like these parameters.
+        """Returns the state before the first exchange, for outer gradients like these params.
 
         `number` is the number of this part of the parameters. Parts with different numbers draw different noise.
         """
@@ -79,7 +79,7 @@ class Between:
         return state._replace(key=fold(state.key, number)) if number else state
 
     def mean(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """Exchanges the outer gradients `moved`. Returns (mean, state)."""
+        """Exchanges the outer gradients `moved`, with the state `sent`. Returns (mean, state)."""
         key = fold(sent.key, sent.count) if self.plan.stochastic else None
         residuals = jax.tree_util.tree_map(lambda r: r[0], sent.residuals)
         if self._inner:
@@ -101,7 +101,10 @@ class Between:
         return mean, sent._replace(count=count, **renewed)
 
     def begin(self, moved: Any, sent: CompressState) -> list[Any]:
-        """Begins an exchange that a later step ends. Returns what `end` needs, as rows of this rank."""
+        """Begins an exchange of `moved` that a later step ends, with the state `sent`.
+
+        Returns what `end` needs, as rows of this rank.
+        """
         return self._halves(moved, sent).first(sent, moved)
 
     def end(self, rows: list[Any], like: Any, sent: CompressState) -> tuple[Any, CompressState]:

@@ -254,7 +254,7 @@ class Diloco:
             warnings.warn(f"{self.function}: argument '{name}': {why}", stacklevel=callers_level())
 
     def between(self, axis: Any, params: Any) -> Between:
-        """Returns the exchange of parts of these parameters between the centers of a mesh over these axes."""
+        """Returns the exchange of parts of these params between the centers of a mesh, over these axes: `axis`."""
         plan = by_leaf(self.function, self.plan, params)
         return Between(axis, plan, feedback=self.feedback, seed=self.seed, options=self.options)
 

@@ -86,7 +86,7 @@ class Hfa(Diloco):
     k1: int
 
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
-        """Returns the `Workers` of a mesh, for make_train_step."""
+        """Returns the `Workers` of a mesh, from the `placement`, `optimizer` and `data_axis` of make_train_step."""
         name = axis_names(self.axis_name)[0]
         if isinstance(placement, Placement):
             if name not in placement.mesh.shape:
@@ -97,7 +97,7 @@ class Hfa(Diloco):
         return Workers(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 
     def between(self, axis: Any, params: Any) -> Between:
-        """Returns the exchange of parts of these parameters between the centers of a mesh over these axes."""
+        """Returns the exchange of parts of these params between the centers of a mesh, over these axes: `axis`."""
         return dataclasses.replace(super().between(axis, params), own_residuals=True)
 
 
