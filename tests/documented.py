@@ -1,8 +1,8 @@
 """Finds what the docstrings of public names leave out.
 
 A function, a class, a method and a property have a docstring. The first line of a property's has no colon. An argument
-is a line of the section `Args`, or, without this section, a word of the docstring. A class attribute, a field and an attribute that a method sets are lines of `Args` or
-`Attributes` in the docstring of their class or of one of its bases.
+is a line of the section `Args`, or, without this section, a word of the docstring. A class attribute, a field and an
+attribute that a method sets are lines of `Args` or `Attributes` in the docstring of their class or of one of its bases.
 """
 
 import ast

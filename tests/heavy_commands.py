@@ -8,6 +8,7 @@ out.
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,9 @@ def test_it_works_as_printed(text, copy):
     folder, env = copy
     if not text.startswith("make"):  # a check of the checkout would find fault with them
         write_readers_files(folder)
-    line = ["bash", "-e", "-c", text]
+    # The shell's `wait` forgets how processes in the background end.
+    each = "& pids+=($!); done; for pid in ${pids[@]}; do wait $pid; done"
+    line = ["bash", "-e", "-c", re.sub(r"&\s*done; wait", lambda _: each, text)]
     done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT)
     for name in READERS_FILES:
         (folder / name).unlink(missing_ok=True)

@@ -67,3 +67,17 @@ def test_one_bit_adam():
         variance = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, variance, grads)
         plain = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-8), plain, mean, variance)
     assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, plain)
+
+
+def test_zero_quantized_gradients():
+    """The arguments of the row about qgZ train."""
+    page = next(page for page in PAGES if page.stem == "from-deepspeed").read_text()
+    found = re.search(r"qgZ\) \| `(plan=.*?)`, `(feedback=\w+)` and `param_specs`", page)
+    given = eval(f"dict({found[1]}, {found[2]})", {"cgx": cgx})
+    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = cgx.shard_specs(PARAMS, mesh, ("node", "local"))
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=("node", "local"), param_specs=specs, **given)
+    params, state = train.init(PARAMS)
+    for _ in range(STEPS):
+        params, state, _ = train.step(params, state, BATCH)
+    assert float(loss_fn(jax.device_get(params), BATCH)) < 0.7 * float(loss_fn(PARAMS, BATCH))

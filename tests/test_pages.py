@@ -185,6 +185,7 @@ def test_failures(initialize, monkeypatch):
     assert sys.excepthook is names["end"] and len(initialize) == 1
 
 
+@pytest.mark.short  # on the newest JAX
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="JAX has mutual TLS from 0.11.2 on")
 def test_security(initialize):
     walk("docs/security", names_of())

@@ -287,8 +287,9 @@ class ValueAndGrad:
     def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any], Any]:
         """Returns (mean of all ranks' losses, (aux, changes), gradients, share).
 
-        `params` are the differentiated arguments, and `arguments` makes all arguments of them. The mean of the gradients over the ranks is the gradient for the whole batch. `aux` and `changes` are this
-        rank's own. `share` is the rank's weight in their mean.
+        `params` are the differentiated arguments, and `arguments` makes all arguments of them. The mean of the
+        gradients over the ranks is the gradient for the whole batch. `aux` and `changes` are this rank's own. `share`
+        is the rank's weight in their mean.
         """
         loss = lambda *params: self.call_loss(arguments(*params))
         with without_constraints(OP, "loss_fn", axis_names(self.axis_name)):
