@@ -127,8 +127,18 @@ def test_checkpoints(tmp_path):
 
 
 def test_codecs():
-    names = walk("docs/codecs", {})
+    first, own = pages.programs("docs/codecs")
+    exec(first, names := {})
     np.testing.assert_array_equal(names["y"], names["z"])
+    exec(own, names)
+    x = np.asarray(names["x"])
+    assert np.abs(np.asarray(names["y"]) - x).max() <= 0.51 / 127 * np.abs(x).max()
+    mesh = pages.make_mesh()
+    body = lambda x: jax.lax.pcast(cgx.compressed_psum(x, "data", names["Bytes"]()), "data", to="varying")
+    total = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
+    expected = x.reshape(4, 250, 1000).sum(0)
+    np.testing.assert_allclose(np.asarray(total).reshape(4, 250, 1000)[2], expected, atol=0.2)
+    assert np.isnan(cgx.roundtrip(jnp.array([1.0, jnp.inf, 0.0]), names["Bytes"]())).all()
 
 
 @pytest.mark.filterwarnings("ignore:Decoupled.join. this center begins without others")
