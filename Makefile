@@ -65,7 +65,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 .PHONY: help demo recipe check docs test test-full test-commands test-demos test-ray test-recipes begin slowest build \
 	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short matrix matrix-short wheels clean interpreter \
 	gallery \
-	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-differential bench-diloco bench-errors \
+	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco bench-errors \
 	bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
 	bench-prediction bench-priority bench-recipes bench-selection bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan
@@ -246,6 +246,9 @@ bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides be
 
 bench-priority: $(INSTALLED) ## as root, compare steps with the longer of computation and communication (P3)
 	@.venv/bin/python benchmarks/priority.py
+
+bench-demo: $(INSTALLED) ## run the demonstration's 60 steps, and draw README's picture
+	@.venv/bin/python benchmarks/demo.py
 
 bench-first-run: $(INSTALLED) ## measure make demo and make recipe in fresh clones
 	@.venv/bin/python benchmarks/first_run.py

@@ -144,7 +144,10 @@ def plot(runs, rate, path):
 
 
 def run(rank, port, args):
-    """Runs one of the processes. Process 0, which the user started, prints the table and writes the plot."""
+    """Runs one of the processes. Returns what `train` returns for each of the WAYS.
+
+    Process 0, which the user started, prints the table and writes the plot.
+    """
     cgx.keep_pages()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -159,6 +162,7 @@ def run(rank, port, args):
         plan = "plan resnet50 --link 1gbit --world 8 --compute-ms 100"
         print(f"What would your network gain? {python} -m jaxcgx {plan}", flush=True)
     jax.distributed.shutdown()  # waits for the other process
+    return runs
 
 
 def main():
@@ -170,7 +174,7 @@ def main():
     args = parser.parse_args()
     if args.port:
         run(1, args.port, args)
-        return
+        return None
     if args.steps < 1:
         parser.error("expected at least 1 step")
     if not args.plot.resolve().parent.is_dir():
@@ -179,7 +183,7 @@ def main():
         port = str(free.getsockname()[1])
     other = subprocess.Popen([sys.executable, *sys.argv, "--port", port])
     try:
-        run(0, port, args)
+        return run(0, port, args)
     finally:  # after an error, it would wait for this process
         other.kill()
 
