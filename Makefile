@@ -68,7 +68,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco bench-errors \
 	bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
 	bench-prediction bench-priority bench-recipes bench-selection bench-simulation bench-topology bench-training \
-	bench-training-speed bench-wan
+	bench-training-speed bench-wan bench-wan-few
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -267,6 +267,9 @@ bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpir
 
 bench-wan: $(INSTALLED) ## as root, every wide-area technique between data centers; continues after an interruption
 	@.venv/bin/python benchmarks/wan.py
+
+bench-wan-few: $(INSTALLED) ## as root, the wide-area techniques that rarely exchange; continues after an interruption
+	@.venv/bin/python benchmarks/wan.py --few
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .matrix .torch build

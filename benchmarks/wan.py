@@ -1,6 +1,6 @@
 """Measures every technique of wide-area training between rate-limited hosts: a step, its bytes, and the loss.
 
-    python benchmarks/wan.py [--networks REGEX] [--techniques REGEX] [--steps 80] [--repeats 3] [--out DIR]
+    python benchmarks/wan.py [--few] [--networks REGEX] [--techniques REGEX] [--steps 80] [--repeats 3] [--out DIR]
 
 The hosts (jaxcgx.lab) need root. Results are kept, so a run that was interrupted continues with the next technique or
 network.
@@ -41,6 +41,8 @@ LONG = (
     "HFA|DiLoCo|P3"  # techniques that take turns of a period: those where not every step has an exchange, or is whole
 )
 BASE = "float32"
+# Techniques that rarely exchange, and those that they are compared with.
+FEW = "^(float32|4 bits|HFA|DiLoCo|4 bits [+] HFA|4 bits [+] DiLoCo.*)$", "^(100 Mbit/s|1 Gbit/s)$"
 EQUAL = 20  # steps of BASE that define the equal time for losses
 SHORTER = 0.75  # goal of DGT: the time of a step over that without DGT
 
@@ -187,22 +189,28 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--networks", metavar="REGEX", help="only matching ones of " + ", ".join(LINKS))
     parser.add_argument("--techniques", metavar="REGEX", help="only these techniques")
+    parser.add_argument("--few", action="store_true", help="only techniques that rarely exchange: writes wan-few")
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=f"steps of a training run (default: {STEPS})"
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="counted turns (default: 3)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.few:
+        args.techniques, args.networks = FEW
+    return args
 
 
 def main():
     args = parse()
     if why := why_not():
         sys.exit(f"wan.py: not measured, {why}")
-    command = shlex.join(["python", "benchmarks/wan.py", *sys.argv[1:]]) if len(sys.argv) > 1 else "make bench-wan"
+    name = "wan-few" if args.few else "wan"
+    usual = sys.argv[1:] == ["--few"] * args.few
+    command = f"make bench-{name}" if usual else shlex.join(["python", "benchmarks/wan.py", *sys.argv[1:]])
     report = Report(command, args.repeats, rows=[], losses=[], times=[], charts=CHARTS)
     networks, first = [name for name in LINKS if re.search(args.networks or "", name)], {}
-    for centers in METHODS:
+    for centers in list(METHODS)[:1] if args.few else METHODS:
         found = measure(centers, networks, args)
         for technique, losses in found.losses.items():
             points = [
@@ -221,12 +229,13 @@ def main():
                 ]
             report.show("", f"{centers}, {network}; loss after {args.steps} steps.", "")
             show(report, rows)
-    report.show("", *goals(first), "", *NOTES.splitlines(), "")
-    for number, name in enumerate(dict.fromkeys(row["network"] for row in report.data["times"])):
-        drawn = [row for row in report.data["times"] if row["network"] == name and DRAWN.fullmatch(row["technique"])]
-        (args.out / f"wan_{number}.png").write_bytes(draw(BY_TIME, drawn, f"Loss by time: {name}"))
-        report.show(f"- Loss by time, {name}: [wan_{number}.png](wan_{number}.png).")
-    report.write(args.out, "wan")
+    report.show("", *([] if args.few else [*goals(first), ""]), *NOTES.splitlines(), "")
+    for number, network in enumerate(dict.fromkeys(row["network"] for row in report.data["times"])):
+        points = [row for row in report.data["times"] if row["network"] == network]
+        drawn, picture = [row for row in points if DRAWN.fullmatch(row["technique"])], f"{name}_{number}.png"
+        (args.out / picture).write_bytes(draw(BY_TIME, drawn, f"Loss by time: {network}"))
+        report.show(f"- Loss by time, {network}: [{picture}]({picture}).")
+    report.write(args.out, name)
     if args.out == RESULTS:
         for file in KEPT.glob("*.json"):
             file.unlink()

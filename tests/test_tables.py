@@ -146,8 +146,13 @@ def test_whole_training_runs():
 
 def test_what_techniques_for_wide_areas_gain():
     _, rows = table("wan", ["at 100 Mbit/s"])
-    found = [row for row in result("wan")["rows"] if row["network"] == "2 centers of 2 ranks, 100 Mbit/s"]
-    measured = {row["technique"]: row for row in found}
+    network = "2 centers of 2 ranks, 100 Mbit/s"
+
+    def rows_of(name):
+        return {row["technique"]: row for row in result(name)["rows"] if row["network"] == network}
+
+    measured, few = rows_of("wan"), rows_of("wan-few")
+    measured |= {name: row for name, row in few.items() if "HFA" in name or "DiLoCo" in name}
     for name, shorter, megabytes, loss, at_equal_time in rows:
         row = measured[re.sub(r'[`"]|, every 20 steps', "", name)]
         if name != "float32":
