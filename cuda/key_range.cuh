@@ -65,9 +65,9 @@ struct Range {
   }
 };
 
-// Returns the wanted key of a range; key_of(j): key j of `number` keys, among them all of the range. If `exactly` is
-// false, it may be a smaller number, but not one at or below the next smaller key. Every thread of the thread block
-// must call this, and gets the result.
+// Returns the wanted key of a range; key_of(j): key j of `number` keys, among them the wanted one and all larger ones
+// of the range. If `exactly` is false, it may be a smaller number, but not one at or below the next smaller key. Every
+// thread of the thread block must call this, and gets the result.
 template <class KeyOf>
 CGX_D uint64_t wanted_key(Range r, uint32_t number, bool exactly, uint32_t (&bins)[kBins], KeyOf key_of) {
   while (r.bits > 0 && (exactly || r.rank != r.count)) {

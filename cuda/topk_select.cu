@@ -438,14 +438,13 @@ CGX_D Progress next_step(const Part& s, Progress p, const uint32_t* last_bins) {
 
 // Does the next step of a piece's part. Returns whether the piece then needs more than one other step.
 CGX_D bool proceed(const Part& s, uint32_t turn, uint32_t (&bins)[kBins]) {
-  Progress p = s.state->progress[(turn + 1) % 2];
-  if (p.done == Done::kPicked) return false;
-  p = next_step(s, p, s.state->bins[(turn + 2) % 3]);
+  const Progress before = s.state->progress[(turn + 1) % 2], p = next_step(s, before, s.state->bins[(turn + 2) % 3]);
   if (s.first == 0) {
     uint32_t* const next = s.state->bins[(turn + 1) % 3];
     for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) next[i] = 0;
     if (threadIdx.x == 0) s.state->progress[turn % 2] = p;
   }
+  if (before.done == Done::kPicked) return false;
   uint32_t* const now = s.state->bins[turn % 3];
   switch (p.done) {
     case Done::kSampled:
@@ -471,7 +470,7 @@ __global__ void __launch_bounds__(kSelectThreads, 1) select_kernel(const __grid_
   wait_for_previous<Pieces>();  // it has ended: a resident kernel is not early. But the next kernel may be
   alignas(16) __shared__ uint32_t bins[kBins];
   State* const all = reinterpret_cast<State*>(t.message.workspace + t.entries[0].meta * kStateWords);
-  bool last = false;  // whether no piece needs another turn
+  bool last = false;  // whether this turn is the last one
   for (uint32_t turn = 0;; ++turn) {
     bool more = false;
     each_part(t, [&](const Part& s) { more |= proceed(s, turn, bins); });

@@ -26,9 +26,10 @@ struct State {
   uint32_t
       steps[kMostRefinements + 1];  // number of elements that reach a threshold of the ladder, but not the one before
   uint32_t done;                    // for is_last
-  uint32_t arrived, more[3];        // in the launch's first piece: for wait_for_all, and whether a turn is not the last
-  uint32_t threshold;               // candidates are the elements at or above this magnitude
-  uint32_t lowest;                  // the last threshold of the ladder
+  uint32_t arrived,
+      more[3];         // of the launch, in its first piece: for wait_for_all; whether the turn after is not the last
+  uint32_t threshold;  // candidates are the elements at or above this magnitude
+  uint32_t lowest;     // the last threshold of the ladder
   uint32_t reached, reached_later;  // number of elements that reach the first threshold; a later one
   uint32_t reread;  // whether the kept candidates are of an earlier threshold, so the piece is read again
   uint32_t listed;  // number of listed candidates

@@ -36,10 +36,27 @@ void usual() {
   }
 }
 
+// A piece that is ready before another one is not written again.
+void once() {
+  Random r{7};
+  Codec c = topk(0.01, Select::kQuantile, {Kind::kRaw, 0, 0, false, false, false});
+  c.sparse.share = 0.2, c.sparse.lower = 0.1;
+  const Message m(c, {{50000, DType::kF32}, {3000, DType::kF32}}, 1, 1, r);  // the first one's sample takes 3 turns
+  const Layout& l = m.layout;
+  const Memory payload(l.chunk_bytes, 0x54), work(cuda::workspace_bytes(l, 1, 0, true));
+  const auto leaves = pointers<const void>(m.leaves);
+  check(cuda::encode({l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()},
+                     nullptr));
+  CHECK(payload == encode(m, one_thread()), describe(l));
+  const auto* const small = reinterpret_cast<const cuda::State*>(work.data() + 4 * cuda::kStateWords);
+  for (const cuda::Progress& p : small->progress) CHECK(p.done == cuda::Done::kPicked, describe(l));
+}
+
 }  // namespace
 }  // namespace jaxcgx::test
 
 int main() {
   jaxcgx::test::usual();
+  jaxcgx::test::once();
   return jaxcgx::test::finish();
 }
