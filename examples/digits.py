@@ -107,12 +107,17 @@ def train(name, mesh, axis, steps):
     return found
 
 
+def seconds_to_enough(run):
+    """Returns the seconds until the accuracy is ENOUGH, or None."""
+    return next((s for s, accuracy in zip(run["seconds"], run["accuracies"]) if accuracy >= ENOUGH), None)
+
+
 def show(runs, rate):
     enough = f"seconds to {ENOUGH:.0%}"
     row = "{:<10}{:>14}{:>14}{:>10}{:>16}{:>17}".format
     print("\n" + row("gradients", "MB of a step", "ms of a step", "loss", "test accuracy", enough))
     for name, run in runs.items():
-        reached = [s for s, accuracy in zip(run["seconds"], run["accuracies"]) if accuracy >= ENOUGH]
+        reached = seconds_to_enough(run)
         print(
             row(
                 name,
@@ -120,7 +125,7 @@ def show(runs, rate):
                 f"{1e3 * statistics.median(run['times']):.1f}",
                 f"{run['losses'][-1]:.4f}",
                 f"{run['accuracies'][-1]:.1%}",
-                f"{reached[0]:.1f}" if reached else "not reached",
+                "not reached" if reached is None else f"{reached:.1f}",
             )
         )
     print(
