@@ -57,14 +57,17 @@ def lines(text):
 
 
 def missing_arguments(name, function):
-    """Returns the arguments that a docstring leaves out."""
+    """Returns the arguments that a docstring leaves out.
+
+    Without a section `Args`, it may leave out *args and **kwargs.
+    """
     text = inspect.getdoc(function) or ""
-    explained = lines(text) or {*re.findall(r"\w+", text)}
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    given = [each.name for each in parameters if each.name not in ("self", "cls")]
-    skipped = [each.name for each in parameters if each.kind in several and not lines(text)]
-    return [f"{name}({argument})" for argument in given if argument not in explained and argument not in skipped]
+    listed = lines(text)
+    explained = listed or {*re.findall(r"\w+", text)}
+    several = () if listed else (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = inspect.signature(function).parameters.values()
+    found = [each.name for each in given if each.name not in explained and each.kind not in several]
+    return [f"{name}({argument})" for argument in found if argument not in ("self", "cls")]
 
 
 def missing_members(name, kind):
