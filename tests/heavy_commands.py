@@ -1,10 +1,11 @@
 """Runs the commands of the pages, as printed, on a copy of the repository: `make test-commands`.
 
-The commands get the environment of a new account, and a Python environment that has only what they install themselves.
-Commands that install something come first, in the order of the pages, then all others. Commands in `NOT_RUN` are left
-out.
+The commands get the environment of a new account, and a Python environment with what README's first installation and
+those of their own page install, for a program what its docstring says. Pages that install the same share one. Commands
+in `NOT_RUN` are left out. If all others work, benchmarks/results/commands.md lists them.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -12,12 +13,15 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import commands
 import numpy as np
 import pages
 import pytest
 from commands import ROOT
+
+from jaxcgx.report import results
 
 LIMIT = 1800  # seconds
 ROOTS = {  # from docs/mpi.md
@@ -26,70 +30,137 @@ ROOTS = {  # from docs/mpi.md
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 READERS_FILES = "train.py", "centers.py", "shapes.json", "grads.npz"
+RESULTS = ROOT / "benchmarks/results/commands.json"
+
+
+def kept(script):
+    """Returns the lines of a script that are run, as one text; "" if none is a command."""
+    lines = [line for line in script.lines if not any(map(commands.why_not_run, commands.commands_of(line)))]
+    return "\n".join(lines) if any(map(commands.commands_of, lines)) else ""
+
+
+def installations(page):
+    """Returns the commands that make the Python environment of a page, in their order."""
+    scripts = [*commands.of_page(ROOT / "README.md")[:3]] * (page in commands.PAGES) + commands.of_page(page)
+    lines = [line for script in scripts for line in kept(script).splitlines() if line.startswith("pip ")]
+    return tuple(dict.fromkeys(lines))
 
 
 def runnable():
-    """Returns {text: param} of every script, without the lines that aren't run."""
+    """Returns a param (installations, text) for every script, without the lines that aren't run."""
     found = {}
     for script in commands.scripts():
-        kept = [line for line in script.lines if not any(map(commands.why_not_run, commands.commands_of(line)))]
-        if any(map(commands.commands_of, kept)):
-            found.setdefault("\n".join(kept), pytest.param("\n".join(kept), id=str(script)))
-    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("pip")))
+        if text := kept(script):
+            # make has an environment of its own.
+            made_by = () if text.startswith("make") else installations(script.page)
+            found.setdefault((made_by, text), pytest.param(made_by, text, id=str(script)))
+    return list(found.values())
 
 
 def others():
-    """Returns {text: param} of every command that isn't run. The report shows the reason."""
+    """Returns a param for every command that isn't run. The report shows the reason."""
     shown = {" ".join(words): commands.why_not_run(words) for each in commands.scripts() for words in each.commands}
-    return {text: pytest.param(text, marks=pytest.mark.skip(reason=why)) for text, why in shown.items() if why}
+    return [pytest.param((), text, id=text, marks=pytest.mark.skip(reason=why)) for text, why in shown.items() if why]
+
+
+class Copy:
+    """A copy of the repository in the home of a new account, with the environments that its commands made."""
+
+    def __init__(self, home):
+        self.home, self.folder = home, home / "jaxcgx"
+        self.environments = {}  # {installations: folder}
+        self.rows = []  # of commands that worked
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.folder / name)
+        subprocess.run(["git", "init", "-q"], cwd=self.folder, check=True)
+        subprocess.run(
+            ["git", "add", "-A"], cwd=self.folder, check=True
+        )  # `make check` gets the list of files from git
+
+    def run(self, text, environment):
+        """Runs a script, with the Python of an environment if it isn't None."""
+        python = pathlib.Path(sys.base_prefix) / "bin"
+        # Without nvcc, because compiling the CUDA half takes minutes.
+        path = [*([] if environment is None else [environment / "bin"]), python, "/usr/sbin:/usr/bin:/sbin:/bin"]
+        cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}  # downloads are not tested
+        pips = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        env = cache | pips | ROOTS | {"HOME": str(self.home), "PATH": ":".join(map(str, path)), "LANG": "C.UTF-8"}
+        # The shell's `wait` forgets how processes in the background end.
+        each = "& pids+=($!); done; for pid in ${pids[@]}; do wait $pid; done"
+        line = ["bash", "-e", "-c", re.sub(r"&\s*done; wait", lambda _: each, text)]
+        done = subprocess.run(line, cwd=self.folder, env=env, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+    def environment(self, made_by):
+        """Returns the folder of the environment that some commands make; None without commands."""
+        if made_by and made_by not in self.environments:
+            folder = self.home / f"venv{len(self.environments)}"
+            python = pathlib.Path(sys.base_prefix) / "bin/python3"
+            subprocess.run([python, "-m", "venv", folder], check=True)
+            self.run("\n".join(made_by), folder)
+            self.environments[made_by] = folder
+        return self.environments.get(made_by)
+
+    def write_report(self):
+        """Writes the commands that worked, and how many others there are for each reason."""
+        reasons = collections.Counter(param.marks[0].kwargs["reason"] for param in others())
+        not_run = [{"commands": count, "reason": reason} for reason, count in reasons.most_common()]
+        data = results.origin("make test-commands") | {"rows": self.rows, "not_run": not_run}
+        results.write(RESULTS, data)
+        of = collections.defaultdict(list)
+        for row in self.rows:
+            of[row["environment"]].append(row)
+        lines = [f"Made by `make test-commands` on {data['date']}: {data['cpu']}, {data['threads']} threads.", ""]
+        for environment, rows in of.items():
+            lines += [f"In an environment with `{environment}`:" if environment else "With make's environment:", ""]
+            lines += ["| command | of | seconds |", "| --- | --- | ---: |"]
+            for row in rows:
+                text = row["command"].replace("\n", "; ").replace("|", "\\|")
+                lines.append(f"| `{text}` | {row['page']} | {row['seconds']} |")
+            lines.append("")
+        lines += ["Commands that are not run, because each", "", "| reason | commands |", "| --- | ---: |"]
+        lines += [f"| {row['reason']} | {row['commands']} |" for row in not_run]
+        RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The folder of a copy of the repository, and the environment."""
-    home = tmp_path_factory.mktemp("home")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    folder = home / "jaxcgx"
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)  # `make check` gets the list of files from git
-    python = pathlib.Path(sys.base_prefix) / "bin/python3"
-    subprocess.run([python, "-m", "venv", home / "venv"], check=True)
-    path = (
-        # Without nvcc, because compiling the CUDA half takes minutes.
-        f"{home}/venv/bin:{python.parent}:/usr/sbin:/usr/bin:/sbin:/bin"
-    )
-    cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}  # downloads are not tested
-    pips = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    return folder, cache | pips | ROOTS | {"HOME": str(home), "PATH": path, "LANG": "C.UTF-8"}
+    made = Copy(tmp_path_factory.mktemp("home"))
+    yield made
+    if len(made.rows) == len(runnable()):
+        made.write_report()
 
 
-def write_readers_files(folder):
-    """Writes the files that the reader of the pages has: train.py is the program in docs/mpi.md.
+def write_readers_files(folder, text):
+    """Writes the files that the reader of the pages has, for a script.
 
-    centers.py is that in docs/two-centers.md.
+    train.py is the program in docs/mpi.md for mpirun, else those of docs/first-step.md. centers.py is that in
+    docs/two-centers.md.
     """
-    (folder / "train.py").write_text(pages.programs("docs/mpi")[0])
+    programs = pages.programs("docs/mpi")[:1] if "mpirun" in text else pages.programs("docs/first-step")
+    (folder / "train.py").write_text("\n".join(programs))
     (folder / "centers.py").write_text(pages.programs("docs/two-centers")[-1])
     (folder / "shapes.json").write_text(json.dumps({"block/0/kernel": [768, 3072]}))
     np.savez(folder / "grads.npz", **{"block/0/kernel": np.ones((64, 128), np.float32)})
 
 
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize("text", [*runnable().values(), *others().values()])
-def test_it_works_as_printed(text, copy):
-    folder, env = copy
-    if not text.startswith("make"):  # a check of the checkout would find fault with them
-        write_readers_files(folder)
-    # The shell's `wait` forgets how processes in the background end.
-    each = "& pids+=($!); done; for pid in ${pids[@]}; do wait $pid; done"
-    line = ["bash", "-e", "-c", re.sub(r"&\s*done; wait", lambda _: each, text)]
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT)
-    for name in READERS_FILES:
-        (folder / name).unlink(missing_ok=True)
-    assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+@pytest.mark.parametrize("made_by, text", [*runnable(), *others()])
+def test_it_works_as_printed(made_by, text, copy, request):
+    environment = copy.environment(made_by)
+    rest = "\n".join(line for line in text.splitlines() if line not in made_by)
+    start = time.monotonic()
+    if rest:
+        if not rest.startswith("make"):  # a check of the checkout would find fault with them
+            write_readers_files(copy.folder, rest)
+        copy.run(rest, environment)
+        for name in READERS_FILES:
+            (copy.folder / name).unlink(missing_ok=True)
+    page = request.node.callspec.id.partition(":")[0]
+    row = {"page": page, "environment": "; ".join(made_by), "command": text}
+    copy.rows.append(row | {"seconds": round(time.monotonic() - start, 1)})
