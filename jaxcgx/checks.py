@@ -149,12 +149,12 @@ def check_field(instance: Any, name: str, check: Callable[..., Any], *args: Any)
     object.__setattr__(instance, name, check(type(instance).__name__, name, getattr(instance, name), *args))
 
 
-def check_array(function: str, argument: str, value: Any, path: Any = ()) -> jax.Array:
+def check_array(function: str, argument: str, value: Any, path: Any = (), *, remedy: str = "") -> jax.Array:
     """Returns the value as a JAX array."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError):
-        raise wrong(function, argument, "an array", repr(value), path=path, kind=TypeError) from None
+        raise wrong(function, argument, "an array", repr(value), remedy, path=path, kind=TypeError) from None
 
 
 def check_varying(

@@ -46,7 +46,9 @@ class Split:
         leaves: list[tuple[Any, Any, P | None]] = []
         keys: list[bool] = []
         for (path, x), spec in zip(arrays, (spec for spec, array in zip(given, is_array) if array)):
-            raw = _is_raw_key(x) and spec is None and not any(ranks.spec_of_batch(x) or ())
+            # What has no gradient in a differentiated argument, others[2], may be any two words.
+            known = ranks.spec_of_batch(x) if spec is None else spec
+            raw = _is_raw_key(x) and not any(known or ()) and path[0].idx < 2
             keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
             leaves.append((path, x, P() if keys[-1] else spec))
         specs = ranks.check_batch(leaves)

@@ -23,7 +23,8 @@ def call(traced: Any, *args: Any, mesh: Any) -> Any:
     lowered = jax.jit(evaluate).lower(consts, *flat)
     text = lowered.as_text()
     places = tuple(x.sharding if getattr(x, "committed", False) else None for x in (*consts, *flat))
-    key = text, places, mesh, jax.sharding.get_mesh()
+    dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
+    key = text, places, dtypes, mesh, jax.sharding.get_mesh()
     program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
     if program is None:
         program = _compiled[key] = lowered.compile()

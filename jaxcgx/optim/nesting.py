@@ -15,6 +15,17 @@ def has_rows(node: Any) -> bool:
     return hasattr(type(node), "per_rank")
 
 
+def check_opt_state(opt_state: Any) -> None:
+    """Refuses what is no optimizer's state of a `TrainStep`: a tuple whose first entry is that of the exchange."""
+    given = opt_state[:1] if type(opt_state) is tuple else ()
+    # With overlap="priority", the first entry is None while gradients travel.
+    if given == (None,) or any(map(has_rows, jax.tree_util.tree_leaves(given, is_leaf=has_rows))):
+        return
+    expected = "the optimizer's state that train.init or the step before returned"
+    remedy = "write train.step(params, opt_state, batch), or train.step(params, model_state, opt_state, batch)"
+    raise wrong("train.step", "opt_state", expected, f"a {type(opt_state).__name__}", remedy, kind=TypeError)
+
+
 def check_nesting(function: str, opt_state: Any) -> None:
     """Refuses transformations whose state depends on one rank's gradients but has no axis of ranks.
 

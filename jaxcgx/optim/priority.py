@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxcgx.optim.halves import Halves
+from jaxcgx.optim.nesting import check_opt_state
 from jaxcgx.optim.pending import InFlight, Pending
 from jaxcgx.optim.training import VALUE, Found, Training
 from jaxcgx.transports.axes import crosses
@@ -33,6 +34,7 @@ class PriorityTraining(Training):
         return params, model_state, (*opt_state, None)
 
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        check_opt_state(opt_state)
         *inner, pending = opt_state
         find, ends = self.prepare(params, model_state, sent=inner[0], batch=batch, key=key)
         # The parameters that the loss uses first have gradients that are ready last.

@@ -144,7 +144,7 @@ def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
     """Returns {path: shape} of the leaves of a checkpoint. The shape of text is None."""
     tree = getattr(checkpointer.metadata(path).item_metadata, "tree", None)
     if tree is None:
-        remedy = "a CheckpointManager has it in folder/step/default"
+        remedy = "pass an absolute path; a CheckpointManager has it in folder/step/default"
         raise wrong(OP, "path", "the folder of a tree that Orbax wrote", path, remedy, kind=FileNotFoundError)
     return {
         spell_path(path): getattr(found, "shape", None) for path, found in jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import spell_array, wrong
+from jaxcgx.checks import check_array, spell_array, wrong
 from jaxcgx.optim.accumulation import OP, Given, Output, Parts, addable, local_gradients, wide
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.backward import order_of
@@ -17,7 +17,7 @@ from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
 from jaxcgx.optim.halves import Early, after
 from jaxcgx.optim.model_state import ModelState, agree, put
-from jaxcgx.optim.nesting import has_rows
+from jaxcgx.optim.nesting import check_opt_state, has_rows
 from jaxcgx.optim.outputs import find_outputs
 from jaxcgx.optim.pending import check_arrived
 from jaxcgx.optim.placement import Placement
@@ -80,7 +80,7 @@ class Training:
     def init(self, params: Any, model_state: Any = None) -> tuple[Any, Any, Any]:
         """Returns (parameters, model state, optimizer state) before the first step, placed as `step` needs them."""
         self.state.check_given(model_state)
-        params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
+        params, model_state = _arrays("params", params), _arrays("model_state", model_state)
         self.sharded.check(params)
         placement, skipped = self.placement, self.skipped(params)
         specs, sending = placement.specs_of(params), self.sharded.freeze(skipped)
@@ -104,6 +104,7 @@ class Training:
 
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         """Returns (parameters, model state, optimizer state, Metrics) after a step of all ranks."""
+        check_opt_state(opt_state)
         check_arrived(opt_state)
         extra, batch = self._begin(params, opt_state[0], batch)
         find, order = self.prepare(params, model_state, sent=opt_state[0], batch=batch, key=key)
@@ -340,3 +341,10 @@ class Training:
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
         return self.optimizer.update(grads, rest, params)
+
+
+def _arrays(argument: str, tree: Any) -> Any:
+    """Returns a tree of parameters or of a model's state, an argument of `init`, as JAX arrays."""
+    remedy = "leave it out; in Equinox, params, static = eqx.partition(model, eqx.is_inexact_array)"
+    check = functools.partial(check_array, "train.init", argument, remedy=remedy)
+    return jax.tree_util.tree_map_with_path(lambda path, x: check(x, path), tree)

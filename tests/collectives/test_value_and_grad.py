@@ -722,6 +722,17 @@ def test_labels_that_every_rank_has_whole_are_no_part_of_a_split_batch():
     close(f(PARAMS, place(mesh, X), place(mesh, y)), jax.value_and_grad(fun)(PARAMS, X, y))
 
 
+@pytest.mark.parametrize("specs", [None, (P("data"), P())], ids=["guessed", "given"])
+def test_kinds_of_keys(specs):
+    """Each rank draws its own noise, with typed and with raw keys, one call after the other."""
+    noise = lambda params, x, key: (jnp.sum(params * x), jax.random.normal(key, len(x)))
+    f = cgx.value_and_grad(noise, "data", cgx.Raw(), has_aux=True, mesh=mesh_of(AxisType.Auto), batch_specs=specs)
+    for key in jax.random.PRNGKey(3), jax.random.key(3), jax.random.PRNGKey(4):
+        (_, drawn), _ = f(jnp.ones(30), X, key)
+        for rank, part in enumerate(jnp.split(drawn, RANKS)):
+            np.testing.assert_array_equal(part, jax.random.normal(jax.random.fold_in(key, rank), len(X) // RANKS))
+
+
 def test_two_words_or_a_batch_of_two():
     mesh, words = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jnp.uint32([1, 3])
     fun = lambda params, x, ids: (x @ params["w"] * params["b"][ids][:, None] + params["w"][ids][:, :1]).mean()

@@ -375,6 +375,17 @@ def test_a_state_from_another_plan():
         train.step(*other.init(PARAMS), X)
 
 
+@pytest.mark.parametrize("overlap", [None, "priority"])
+@pytest.mark.parametrize("state", [{"n": jnp.ones(3)}, OPTIMIZER.init(PARAMS)], ids=["swapped", "optimizer"])
+def test_what_is_no_state_of_a_step(state, overlap):
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC, overlap=overlap)
+    words = says(
+        "train.step", "opt_state", expected="train.init", got=f"a {type(state).__name__}", remedy="model_state"
+    )
+    with raises(TypeError, words):
+        train.step(PARAMS, state, X)
+
+
 MEAN = lambda w, x: (x @ w["w"]).mean()
 NUMBERS = {**PARAMS, "n": jnp.int32(3)}
 
@@ -415,13 +426,19 @@ NUMBERS = {**PARAMS, "n": jnp.int32(3)}
             ),
         ),
         (
+            {},
+            {**PARAMS, "act": jnp.tanh},
+            TypeError,
+            says("train.init", "params", at="leaf ['act']", expected="array", got="<", remedy="eqx.partition"),
+        ),
+        (
             dict(optimizer=cgx.compressed(OPTIMIZER, "data", CODEC)),
             PARAMS,
             ValueError,
             says("make_train_step", "optimizer", expected="without plan=", got="one", remedy="plain optax.adam"),
         ),
     ],
-    ids=["tuple", "no aux", "rows", "integer", "integer parameter", "compressed"],
+    ids=["tuple", "no aux", "rows", "integer", "integer parameter", "function", "compressed"],
 )
 def test_what_cannot_be_trained(arguments, params, error, words):
     options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mesh": mesh_of(4), "plan": cgx.Raw(), **arguments}
