@@ -17,6 +17,7 @@ import numpy as np
 from jaxcgx import _compat
 
 BOOL = bool | np.bool_
+MOST_SHOWN = 600  # the most characters of a wrong value in an error
 MOST = 2**40  # the most elements of a bucket, a leaf or a message; a limit that none reaches
 
 
@@ -41,7 +42,10 @@ def wrong(
       path: the JAX path of the leaf, if the argument is a tree.
       kind: the class of the error.
     """
-    return unexpected(f"{function}: argument '{argument}'{at(path)}", expected, got, remedy, kind=kind)
+    text = str(got)
+    if len(text) > MOST_SHOWN:  # of a tree of arrays
+        text = f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 2 :]}"
+    return unexpected(f"{function}: argument '{argument}'{at(path)}", expected, text, remedy, kind=kind)
 
 
 def unexpected(

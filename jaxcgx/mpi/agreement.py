@@ -16,6 +16,7 @@ from jaxcgx.checks import at, spell_array, unexpected
 from jaxcgx.mpi.waiting import Communicator, wait
 
 _SHOWN = 5  # the most differences that an error names
+_NEAR = 100  # the characters that are shown on each side of a difference
 
 
 def describe(op: str, arrays: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -59,7 +60,19 @@ def _difference(what: str, every: Sequence[Mapping[str, str]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(every):
         ranks.setdefault(one.get(what, "nothing"), []).append(rank)
-    return f"{what}: " + ", ".join(f"{value} on rank {' '.join(map(str, found))}" for value, found in ranks.items())
+    # Of long values, such as plans, only the part is shown in which they differ, and some text before and behind it.
+    first = max(_alike(list(ranks)) - _NEAR, 0)
+    last = max(_alike([value[:first:-1] for value in ranks]) - _NEAR, 0)
+    shown = {
+        f"{'...' * (first > 0)}{value[first : len(value) - last]}{'...' * (last > 0)}": found
+        for value, found in ranks.items()
+    }
+    return f"{what}: " + ", ".join(f"{value} on rank {' '.join(map(str, found))}" for value, found in shown.items())
+
+
+def _alike(values: Sequence[str]) -> int:
+    """Returns the number of characters with which all values begin alike."""
+    return next((i for i, each in enumerate(zip(*values)) if len(set(each)) > 1), min(map(len, values)))
 
 
 def _type(leaf: Any) -> str:

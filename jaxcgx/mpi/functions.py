@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxcgx.checks import check_choice, check_flag, check_integer, wrong
+from jaxcgx.codecs.checks import check_codec
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_whole
 from jaxcgx.collectives.state import State
@@ -256,6 +257,8 @@ def _check_ranks(name: str, comm: Any, check: Any, arrays: Mapping[str, Any], /,
     They compare them when the program runs, and with `check` also now.
     """
     check_flag(name, "check", check)
+    if not isinstance(settings.get("codec"), dict | Plan | None):
+        check_codec(name, settings["codec"])
     given = comm if isinstance(comm, Net) else check_communicator(name, "comm", comm)
     check_ready(name, given.comm if isinstance(given, Net) else given)
     mine = describe(name, arrays, settings)

@@ -197,5 +197,5 @@ class Settings:
                     argument,
                     f'the schedule "two_shot" or "one_shot" over {outermost!r} with feedback or telemetry',
                     '"ring", which encodes sums of several ranks on the way',
-                    'pass schedule="two_shot", or feedback=False without telemetry',
+                    'pass schedule="two_shot" (CGX_CROSS_REDUCTION_TYPE=SRA), or feedback=False without telemetry',
                 )

@@ -53,11 +53,12 @@ class Environment:
     dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, _FLAG)
 
 
-def read(environ: Mapping[str, str] = os.environ, op: str = "Plan.from_env") -> Environment:
-    """Returns the checked variables of an environment.
+def read(environ: Mapping[str, str] | None = None, op: str = "Plan.from_env") -> Environment:
+    """Returns the checked variables of an environment; None: of this process.
 
     Values that CGX doesn't have, and unknown names that begin with CGX_, are errors. Errors name the function `op`.
     """
+    environ = os.environ if environ is None else environ
     fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
         raise unexpected(f"{op}: variable {unknown[0]}", f"one of {', '.join(fields)}", repr(unknown[0]), "unset it")

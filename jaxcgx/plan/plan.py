@@ -156,7 +156,7 @@ class Plan(Assignment):
     def from_env(
         cls,
         axis_name: AxisName = None,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str] | None = None,
         *,
         bits: int | None = None,
         bucket_size: int | None = None,
@@ -171,7 +171,7 @@ class Plan(Assignment):
           axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: nodes, and ranks within a
             node. None or one name is a single network. Variables about two networks then have no effect, except
             CGX_INNER_REDUCTION_TYPE.
-          environ: the environment variables.
+          environ: the environment variables; None: those of this process.
           bits: the bits per element, 1 to 8; or 32: everything travels raw. None: from the variables.
           bucket_size: the elements of a bucket. None: from the variables.
           min_size: leaves with fewer elements travel raw, as with CGX's `layer_min_size`. Leaves with up to 16 elements
@@ -180,6 +180,8 @@ class Plan(Assignment):
         """
         op = "Plan.from_env"
         names, env = check_axis_names(op, axis_name, optional=True), environment.read(environ)
+        if names[:2] == ("inner", "cross"):  # jaxcgx.mpi.hierarchy() has these two
+            raise wrong(op, "axis_name", "the outermost axis first", names, 'write ("cross", "inner")')
         hierarchy = len(names) > 1
         bits = env.bits if bits is None else _check_bits(op, bits)
         size = env.bucket_size if bucket_size is None else check_integer(op, "bucket_size", bucket_size, 1, MOST)

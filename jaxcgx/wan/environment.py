@@ -73,7 +73,7 @@ class GeoMX:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def from_env(environ: Mapping[str, str] = os.environ) -> GeoMX:
+def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:
     """Reads GeoMX's environment variables.
 
         geomx = cgx.wan.from_env()
@@ -83,8 +83,9 @@ def from_env(environ: Mapping[str, str] = os.environ) -> GeoMX:
     All ranks must have the same variables.
 
     Args:
-      environ: the variables.
+      environ: the variables; None: those of this process.
     """
+    environ = os.environ if environ is None else environ
     for name in environ:
         near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.9)
         if near and name not in VARIABLES:

@@ -60,6 +60,11 @@ def in_a_mesh():
         ),
         (lambda x: allreduce(x, 4), TypeError, says("compressed_allreduce", "codec", expected="codec", got="4")),
         (
+            lambda x: allreduce(x, cgx.mpi.hierarchy()),
+            TypeError,
+            says("compressed_allreduce", "codec", expected="codec", got="Nodes("),
+        ),
+        (
             lambda x: allreduce(x, CODEC, schedule="star"),
             ValueError,
             says("compressed_allreduce", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
@@ -228,7 +233,13 @@ def test_nodes_of_different_sizes():
             "argument 'codec': MaxMin(bits=4, bucket_size=512, rounding='nearest', skip_incomplete=False, "
             "rotate=False) on rank 0",
         ),
-        (lambda x: allreduce(x, cgx.Plan(CODEC, min_size=(R == 1 and 9) or 5), check=True), "argument 'codec': Plan("),
+        (  # of a long plan, only the part that differs
+            lambda x: allreduce(
+                x, cgx.Plan(CODEC, rules=[(str(i), cgx.MaxMin(4 + (R == i == 1))) for i in range(9)]), check=True
+            ),
+            "... on rank 1",
+        ),
+        (lambda x: allreduce(x, cgx.Plan(CODEC, min_size=(R == 1 and 9) or 5), check=True), "argument 'codec': ..."),
         (
             lambda x: allreduce(x, CODEC, schedule="ring" if R == 1 else "auto", check=True),
             "argument 'schedule': 'auto' on rank 0",

@@ -141,6 +141,11 @@ def test_presets(plan, found):
             says("Plan.from_env", "axis_name", expected="name tuple names", got="[]"),
         ),
         (
+            lambda: cgx.Plan.from_env(("inner", "cross")),
+            ValueError,
+            says("Plan.from_env", "axis_name", expected="outermost", got="('inner'", remedy='("cross", "inner")'),
+        ),
+        (
             lambda: cgx.Plan.from_env(3),
             ValueError,
             says("Plan.from_env", "axis_name", expected="name tuple names", got="3"),
@@ -170,6 +175,7 @@ def test_presets(plan, found):
         "no axis for bsc",
         "pull",
         "environment",
+        "inside first",
         "number",
         "none",
         "variables",
