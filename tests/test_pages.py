@@ -121,7 +121,8 @@ def test_checkpoints(tmp_path):
     names, more = names_of(4), names_of(6)
     names |= step_of(names) | dict(orbax=orbax, path=tmp_path / "saved")
     before = names["state"]
-    names = walk("docs/checkpoints", names, {1: step_of(more), 2: dict(state=before, mesh=more["mesh"])})
+    changed = {1: dict(optimizer_state=before[1]), 2: step_of(more), 3: dict(state=before, mesh=more["mesh"])}
+    names = walk("docs/checkpoints", names, changed)
     residuals = [state[0].residuals for state in (before, names["state"])]
     assert [jax.tree.leaves(x)[0].shape[0] for x in residuals] == [4, 6]
 

@@ -154,7 +154,7 @@ def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
 def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
     """Checks that the template has the leaves of the checkpoint, with the same shapes except for the number of rows."""
     if missing := [name for name in saved if name not in {leaf.name for leaf in leaves}]:
-        remedy = "the template has the structure of what was saved"
+        remedy = "the template has the structure of what was saved, with the same plan and feedback"
         raise wrong(OP, "template", f"a leaf {missing[0]!r}, which the checkpoint has", "none", remedy)
     for leaf in leaves:
         if leaf.name not in saved:
