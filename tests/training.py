@@ -80,11 +80,12 @@ SHARDED = {"up": normal((30, 64), 1, scale=0.2), "bias": jnp.zeros(64), "down": 
 SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
 
 
-def tensor_parallel(model=4, **options):
+def tensor_parallel(model=4, optimizer=None, **options):
     def loss(params, x):
         return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
 
     mesh = jax.make_mesh(
         (2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * model]
     )
-    return cgx.make_train_step(loss, optax.sgd(0.5, momentum=0.5), mesh, param_specs=SPECS, **options)
+    optimizer = optimizer or optax.sgd(0.5, momentum=0.5)
+    return cgx.make_train_step(loss, optimizer, mesh, param_specs=SPECS, **options)

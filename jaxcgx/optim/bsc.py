@@ -55,21 +55,22 @@ def bsc(
     shares = warm_up(threshold, warmup_epochs, coeff=warmup_coeff, steps_per_epoch=steps_per_epoch, function=OP)
     large = dict(size_bound=size_bound, pull=pull, select=select)
     given = dict(momentum=momentum, momentum_masking=momentum_masking, **options)
-    return sparsified(OP, axis_name, shares=shares, large=large, options=given)
+    return sparsified(bsc, axis_name, shares=shares, large=large, options=given)
 
 
 def sparsified(
-    function: str, axis_name: AxisName, *, shares: dict[int, float], large: dict[str, Any], options: dict[str, Any]
+    maker: Any, axis_name: AxisName, *, shares: dict[int, float], large: dict[str, Any], options: dict[str, Any]
 ) -> "optax.GradientTransformation":
     """Makes a `compress_gradients` that sends the largest elements of large leaves.
 
     Args:
-      function: the public function that errors name.
+      maker: the public function, which errors name.
       axis_name: the `axis_name` of that function.
       shares: {first step: the fraction of a leaf's elements that is sent from this step on}.
       large: the other arguments of `sparsification`.
       options: the options of `compress_gradients`.
     """
+    function = maker.__name__
     refuse_plan(function, options, "threshold, size_bound, pull and select")
     names = check_ranks(function, axis_name).levels or None
     plans = {
@@ -77,4 +78,4 @@ def sparsified(
     }
     # If every element is always sent, no codec is sparse, and masking would be an error.
     masking = options["momentum_masking"] if min(shares.values()) < 1 else False
-    return compress_with(function, axis_name, plans, **options | dict(momentum_masking=masking))
+    return compress_with(function, axis_name, plans, maker=maker, **options | dict(momentum_masking=masking))

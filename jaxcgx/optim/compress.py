@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -129,10 +130,10 @@ def compress_gradients(
 
 
 def compress_with(
-    function: str, axis_name: AxisName, plan: Codec | Plan | dict[Any, Any], **options: Any
+    function: str, axis_name: AxisName, plan: Codec | Plan | dict[Any, Any], *, maker: Any = None, **options: Any
 ) -> "optax.GradientTransformationExtraArgs":
-    """Makes a `compress_gradients` for the public function `function`, which its errors name."""
-    return _transformation(check_settings(function, axis_name, plan, options))
+    """Makes a `compress_gradients` for the public function `function`. `check_settings` explains the arguments."""
+    return _transformation(check_settings(function, axis_name, plan, options, maker=maker))
 
 
 def scatter_with(
@@ -146,11 +147,23 @@ def scatter_with(
     return _transformation(dataclasses.replace(settings, scattered=dimensions, keyed=keyed))
 
 
-def check_settings(function: str, axis_name: AxisName, plan: Any, options: dict[str, Any]) -> Settings:
-    """Returns the checked arguments of `compress_gradients`. Missing options get their defaults."""
+def check_settings(
+    function: str, axis_name: AxisName, plan: Any, options: dict[str, Any], *, maker: Any = None
+) -> Settings:
+    """Returns the checked arguments of `compress_gradients`. Missing options get their defaults.
+
+    Args:
+      function: the public function that errors name.
+      axis_name: as in `compress_gradients`.
+      plan: as in `compress_gradients`.
+      options: the options of `compress_gradients`.
+      maker: the public function itself, if it has options of its own.
+    """
     defaults: dict[str, Any] = compress_gradients.__kwdefaults__ or {}
     if unknown := [name for name in options if name not in defaults]:
-        expected = f"an option of compress_gradients ({', '.join(defaults)})"
+        parameters = inspect.signature(maker or compress_gradients).parameters.values()
+        own = [each.name for each in parameters if each.default is not each.empty]
+        expected = f"an option of {function} ({', '.join(dict.fromkeys((*own, *defaults)))})"
         raise wrong(function, unknown[0], expected, repr(options[unknown[0]]), kind=TypeError)
     return Settings(function=function, axis_name=axis_name, plan=plan, **{**defaults, **options})
 

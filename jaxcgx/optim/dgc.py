@@ -103,6 +103,7 @@ def dgc(
         momentum_masking=momentum_masking,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
+        maker=dgc,
         **options,
     )
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcgx.checks import check_varying
 from jaxcgx.collectives.arguments import Dimension, Options, check_order
 from jaxcgx.collectives.psum_scatter import Scatter
 from jaxcgx.collectives.state import State
@@ -45,6 +46,9 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     """
     leaves = flatten(gradients)
     codecs = encoders(settings, plan, leaves)
+    sent = [i for i, each in enumerate(codecs) if each is not None]
+    paths, values = [leaves.paths[i] for i in sent], [leaves.values[i] for i in sent]
+    check_varying(settings.function, settings.ranks.net().names, paths, values, argument="updates")
     residuals = kept.residuals
     if settings.telemetry and not settings.feedback:  # telemetry needs residuals, which collect the errors
         zeros = lambda x: jnp.zeros((1, *x.shape), jnp.float32)

@@ -53,4 +53,4 @@ def mpq(
     shares = warm_up(threshold, warmup_epochs, coeff=warmup_coeff, steps_per_epoch=steps_per_epoch, function=OP)
     large = dict(size_bound=size_bound, pull=pull, select=select, tiny=Cast("float16"))
     given = dict(momentum=momentum, momentum_masking=momentum_masking, **options)
-    return sparsified(OP, axis_name, shares=shares, large=large, options=given)
+    return sparsified(mpq, axis_name, shares=shares, large=large, options=given)

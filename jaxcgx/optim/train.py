@@ -312,3 +312,8 @@ def _check_options(compress: Callable[..., Any], options: dict[str, Any]) -> Non
     if compress is compress_gradients and "plan" not in options:
         expected, remedy = "a codec, {axis: codec} or a Plan", "pass plan=jaxcgx.MaxMin(4), or compress=jaxcgx.dgc"
         raise wrong(OP, "plan", expected, "nothing", remedy, kind=TypeError)
+    if compress is compress_gradients and (unknown := [name for name in options if not _takes(compress, name)]):
+        known = ", ".join(compress_gradients.__kwdefaults__ or {})
+        expected = f"an option of make_train_step or of compress_gradients ({known})"
+        remedy = "options of jaxcgx.dgc need compress=jaxcgx.dgc, and those of jaxcgx.bsc need compress=jaxcgx.bsc"
+        raise wrong(OP, unknown[0], expected, repr(options[unknown[0]]), remedy, kind=TypeError)

@@ -26,7 +26,8 @@ def check_axes(op: str, axis_name: AxisName) -> Transport:
             raise NameError(
                 f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
                 f"a mesh with that axis (or pmap, or vmap with axis_name={name!r}); for the gradients of a program "
-                f"that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, {name!r}, codec)"
+                f"that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, {name!r}, codec), or with momentum "
+                "jaxcgx.make_train_step(loss_fn, optimizer, mesh, compress=jaxcgx.dgc)"
             ) from None
     marks = marked(axis_name)
     kinds = list(dict.fromkeys(type(mark) for mark in marks))

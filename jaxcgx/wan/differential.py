@@ -108,7 +108,7 @@ class Differential:
           **options: `feedback`, `seed`, `axis_size`, `schedule`, `own`, `leader`, `strict`, `fusion_mb` and `order` of
             `compress_gradients`.
         """
-        settings = check_settings(OP, axis_name, plan, options)
+        settings = check_settings(OP, axis_name, plan, options, maker=self)
         for name in REFUSED:
             if options.get(name):
                 moves = name not in ("skip_nonfinite", "telemetry")

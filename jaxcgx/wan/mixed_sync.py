@@ -92,7 +92,7 @@ def mixed_sync(
     """
     steps = check_integer(OP, "staleness", staleness, 1)
     check_number(OP, "compensation", compensation, lambda x: x >= 0, "a number of at least 0")
-    settings = check_settings(OP, axis_name, plan, options)
+    settings = check_settings(OP, axis_name, plan, options, maker=mixed_sync)
     inner = compress_with(OP, axis_name, plan, **options)
 
     def describe(_: Any, params: Any, ranks: int) -> Late:

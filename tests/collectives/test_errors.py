@@ -33,7 +33,8 @@ def psum(x, axis="a", codec=CODEC, **kwargs):
             NameError,
             "compressed_psum: argument 'axis_name': no axis 'rows' is bound here; call compressed_psum inside "
             "jax.shard_map over a mesh with that axis (or pmap, or vmap with axis_name='rows'); for the gradients of a "
-            "program that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, 'rows', codec)",
+            "program that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, 'rows', codec), or with "
+            "momentum jaxcgx.make_train_step(loss_fn, optimizer, mesh, compress=jaxcgx.dgc)",
         ),
         (
             lambda x, same: psum(x, ("a", "b"), {"a": CODEC, "c": CODEC}),

@@ -453,12 +453,44 @@ def test_sparse_local_steps():
         (
             lambda: cgx.dgc("data", fedback=True),
             TypeError,
-            says("dgc", "fedback", expected="option compress_gradients feedback", got="True"),
+            says("dgc", "fedback", expected="option of dgc (ratio, momentum, feedback", got="True"),
+        ),
+        (
+            lambda: cgx.mpq("data", thresold=0.1),
+            TypeError,
+            says("mpq", "thresold", expected="option of mpq (threshold, size_bound, feedback", got="0.1"),
+        ),
+        (
+            lambda: cgx.wan.mixed_sync("data", stalenes=2),
+            TypeError,
+            says("mixed_sync", "stalenes", expected="option of mixed_sync (plan, staleness, feedback", got="2"),
+        ),
+        (
+            lambda: cgx.wan.Differential()("data", plans=cgx.Raw()),
+            TypeError,
+            says("Differential", "plans", expected="option of Differential (plan, feedback", got="Raw()"),
+        ),
+        (
+            lambda: cgx.compressed(optax.sgd(0.1), "data", cgx.Raw(), ratio=0.1),
+            TypeError,
+            says("compressed", "ratio", expected="option of compressed (feedback", got="0.1"),
+        ),
+        (
+            lambda: jax.shard_map(
+                lambda g: cgx.dgc("data").update(g, cgx.dgc("data").init(g)),
+                mesh=mesh_of(2),
+                in_specs=P(),
+                out_specs=P(),
+            )(PARAMS),
+            ValueError,
+            says(
+                "dgc", "updates", at="leaf ['b']", expected="varies over 'data'", remedy="jaxcgx.local_value_and_grad"
+            ),
         ),
         (
             lambda: cgx.dgc("data", axis_size=2).update(PARAMS, ()),
             NameError,
-            says("dgc", "axis_name", expected="no axis 'data'"),
+            says("dgc", "axis_name", expected="no axis 'data'", remedy="jaxcgx.make_train_step compress=jaxcgx.dgc"),
         ),
         (
             lambda: jax.vmap(
@@ -515,6 +547,11 @@ def test_sparse_local_steps():
         "steps of BSC without epochs",
         "option",
         "no option",
+        "no option of MPQ",
+        "no option of mixed_sync",
+        "no option of Differential",
+        "no option of compressed",
+        "reduced gradients",
         "no axis",
         "no parameters",
         "mask",

@@ -31,8 +31,9 @@ def run(train, steps=5, params=PARAMS, x=X, key=None):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_as_by_hand(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
-    params, state, metrics = run(cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan=STOCHASTIC, momentum=0.5, seed=3))
-    expected = by_hand(cgx.compressed(OPTIMIZER, "data", STOCHASTIC, axis_size=4, momentum=0.5, seed=3))
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.2), mesh, plan=STOCHASTIC, momentum=0.5, seed=3)
+    params, state, metrics = run(train)
+    expected = by_hand(cgx.compressed(optax.sgd(0.2), "data", STOCHASTIC, axis_size=4, momentum=0.5, seed=3))
     assert_same_trees((params, state), expected[:2])
     assert [float(m.loss) for m in metrics] == expected[2]
     assert metrics[0].aux is metrics[0].telemetry is None
@@ -224,7 +225,7 @@ def test_a_hierarchy():
 def test_an_axis_for_the_partitioner():
     """Local shards are compressed. Nothing is gathered that is not gathered without compression."""
     train, plain = (
-        tensor_parallel(plan=cgx.MaxMin(4, 64), telemetry=True, momentum=0.5),
+        tensor_parallel(plan=cgx.MaxMin(4, 64), optimizer=optax.adagrad(0.1), telemetry=True, momentum=0.5),
         tensor_parallel(plan=cgx.Raw()),
     )
     params, state, metrics = run(train, 20, SHARDED)
@@ -234,7 +235,7 @@ def test_an_axis_for_the_partitioner():
     assert ("all-gather", "u8") in sent(program) and ("all-gather", "f32") not in sent(program)
     mesh = params["up"].sharding.mesh
     for name, spec in SPECS.items():
-        for leaf in (params[name], state[1][0].trace[name]):
+        for leaf in (params[name], state[1][0].sum_of_squares[name]):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
         for leaf in (state[0].residuals[name], state[0].momentum[name]):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *spec)), leaf.ndim)
@@ -277,7 +278,13 @@ def test_norms_are_those_of_all_shards():
     The momentum of raw leaves and of weight decay is sharded like the parameters.
     """
     options = dict(
-        compress=cgx.dgc, min_size=10**6, clip_norm=0.05, clip_global_norm=0.05, weight_decay=0.1, nesterov=True
+        optimizer=optax.sgd(0.5),
+        compress=cgx.dgc,
+        min_size=10**6,
+        clip_norm=0.05,
+        clip_global_norm=0.05,
+        weight_decay=0.1,
+        nesterov=True,
     )
     (params, state, _), (expected, _, _) = (run(tensor_parallel(model, **options), 5, SHARDED) for model in (4, 1))
     for name, spec in SPECS.items():
@@ -325,6 +332,17 @@ def test_explain_sees_the_step():
         (dict(has_aux=1), TypeError, says("make_train_step", "has_aux", expected="True False", got="1")),
         (dict(donate="no"), TypeError, says("make_train_step", "donate", expected="True False", got="'no'")),
         (dict(plan=4), TypeError, says("compress_gradients", "plan", expected="codec", got="4")),
+        (
+            dict(ratio=0.1),
+            TypeError,
+            says(
+                "make_train_step",
+                "ratio",
+                expected="option compress_gradients (feedback",
+                got="0.1",
+                remedy="jaxcgx.dgc",
+            ),
+        ),
         (
             dict(axis_size=4),
             TypeError,
