@@ -1,13 +1,15 @@
 """Checks the place of compress_gradients in an optimizer. Before it, gradients differ from rank to rank."""
 
 import itertools
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import callers_level, wrong
 from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.state import CompressState
 
 
 def has_rows(node: Any) -> bool:
@@ -37,6 +39,17 @@ def check_nesting(function: str, opt_state: Any) -> None:
     for chain in jax.tree_util.tree_leaves(opt_state, is_leaf=_is_chain):
         if _is_chain(chain):
             _check_before(function, chain)
+
+
+def warn_of_momentum(function: str, argument: str, opt_state: Any) -> None:
+    """Warns about a state in which an optimizer has momentum, and so do the gradients that it gets."""
+    trace = import_optax(function).TraceState
+    nodes = jax.tree_util.tree_leaves(opt_state, is_leaf=lambda node: isinstance(node, (CompressState, trace)))
+    moved = any(isinstance(node, CompressState) and node.momentum is not None for node in nodes)
+    if moved and any(isinstance(node, trace) for node in nodes):
+        expected = "none with momentum of its own, because gradients already have momentum (momentum=, dgc, bsc)"
+        error = wrong(function, argument, expected, "optax.trace", "write optax.sgd(rate)")
+        warnings.warn(str(error), stacklevel=callers_level())
 
 
 def _check_around(function: str, opt_state: Any, wrapper: type[Any], name: str) -> None:

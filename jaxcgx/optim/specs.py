@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.optim.nesting import check_nesting, has_rows
+from jaxcgx.optim.nesting import check_nesting, has_rows, warn_of_momentum
 from jaxcgx.transports.axes import check_axis_names, is_communicator
 from jaxcgx.typing import AxisName
 
@@ -36,6 +36,7 @@ def state_specs(opt_state: Any, axis_name: AxisName) -> Any:
         remedy = "over MPI a state is on one device, and needs no specs"
         raise wrong("state_specs", "axis_name", expected, f"a communicator, {axis_name!r}", remedy, kind=TypeError)
     check_nesting("state_specs", opt_state)
+    warn_of_momentum("state_specs", "opt_state", opt_state)
     return specs_per_rank(opt_state, check_axis_names("state_specs", axis_name), None)
 
 

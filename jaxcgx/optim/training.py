@@ -17,7 +17,7 @@ from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
 from jaxcgx.optim.halves import Early, after
 from jaxcgx.optim.model_state import ModelState, agree, put
-from jaxcgx.optim.nesting import check_opt_state, has_rows
+from jaxcgx.optim.nesting import check_opt_state, has_rows, warn_of_momentum
 from jaxcgx.optim.outputs import find_outputs
 from jaxcgx.optim.pending import check_arrived
 from jaxcgx.optim.placement import Placement
@@ -100,7 +100,9 @@ class Training:
             return own, self.state.first(model_state, placement.ranks), opt_state
 
         params = jax.device_put(params, placement.shardings(specs))
-        return make(params, put(model_state, placement.shardings(P())))
+        made = make(params, put(model_state, placement.shardings(P())))
+        warn_of_momentum(OP, "optimizer", made[2])
+        return made
 
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         """Returns (parameters, model state, optimizer state, Metrics) after a step of all ranks."""

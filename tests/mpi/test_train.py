@@ -69,7 +69,7 @@ CASES = {
 def test_as_on_a_mesh(case):
     """All bits agree, except for the means of loss and telemetry, which MPI and XLA add up in different orders."""
     sizes = GRID if "nodes" in case else (N,)
-    make = functools.partial(cgx.make_train_step, loss_fn, OPTIMIZER, **CASES[case])
+    make = functools.partial(cgx.make_train_step, loss_fn, optax.sgd(0.2), **CASES[case])
     got = run(make(data_axis=nodes() if "nodes" in case else COMM), MINE)
     params, (sent, rest), metrics = on_mesh(lambda mesh, names: run(make(mesh, data_axis=names), X), *sizes)
     assert_same_trees((got[0], got[1][1]), (params, rest))
@@ -210,7 +210,7 @@ def test_model_states(mode, tmp_path):
 def test_checkpoints(tmp_path):
     """With as many ranks, all bits return. With one more rank, residuals keep their sum over the ranks."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
-    train = cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC, momentum=0.5)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.2), data_axis=COMM, plan=CODEC, momentum=0.5)
     params, state, _ = run(train, MINE)
     whole, path = cgx.gather_state(state, COMM), COMM.bcast(tmp_path)
     if R == 0:

@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 from compressing import GRADS, RANKS, compress, pmean, run
+from errors import says
 from helpers import assert_same_trees
-from training import CODEC, PARAMS, train
+from training import CODEC, PARAMS, loss_fn, mesh_of, train
 
 import jaxcgx as cgx
 
@@ -82,3 +83,18 @@ def test_momentum_has_the_dtype_of_its_parameters():
     ((mean, state),) = run(compress(CODEC, momentum=0.5), 1, grads, compress(CODEC, momentum=0.5).init(PARAMS))
     assert_same_trees(state.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
     assert_same_trees(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
+
+
+@pytest.mark.parametrize("function", ["make_train_step", "state_specs"])
+def test_momentum_twice_is_a_warning(function):
+    """Elsewhere, a warning is an error."""
+    optimizer, options = optax.sgd(0.1, momentum=0.9), dict(plan=cgx.TopK(0.1), momentum=0.9)
+    with pytest.warns() as warned:
+        if function == "make_train_step":
+            cgx.make_train_step(loss_fn, optimizer, mesh_of(2), **options).init(PARAMS)
+        else:
+            cgx.state_specs(cgx.compressed(optimizer, "data", axis_size=2, **options).init(PARAMS), "data")
+    argument = "optimizer" if function == "make_train_step" else "opt_state"
+    words = says(function, argument, expected="none momentum", got="optax.trace", remedy="write optax.sgd(rate)")
+    words.check(str(warned[0].message))
+    assert len(warned) == 1 and warned[0].filename == __file__

@@ -17,7 +17,7 @@ AXES = "dc", "local"
 CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
 BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
 INNER = optax.sgd(0.1, momentum=0.9)
-SPARSE = dict(threshold=0.1, size_bound=100)
+SPARSE = dict(optimizer=optax.sgd(0.1), threshold=0.1, size_bound=100)
 CENTERS = 3
 TREES = Overlay((Tree((-1, 0, 1), 2), Tree((1, -1, 1), 1)))  # the first one is a chain
 OVERLAYS = TREES, Overlay((Tree((2, 0, -1), 1),)), Overlay.owners(CENTERS, [2, 1, 1])
@@ -59,9 +59,9 @@ def test_replicas_agree(technique):
     random = np.random.default_rng(0)
     batches = random.standard_normal((6, 12, 40), np.float32)
     params = {"w": random.standard_normal((40, 30), np.float32), "v": random.standard_normal(30, np.float32)}
-    options, changes = TECHNIQUES[technique], technique == "trees that change"
+    options, changes = {"optimizer": INNER, **TECHNIQUES[technique]}, technique == "trees that change"
     schedules = [dict(schedule={"dc": overlay, "local": "auto"}) for overlay in OVERLAYS] if changes else [{}]
-    trains = [cgx.make_train_step(loss_fn, INNER, mesh, data_axis=AXES, **options, **each) for each in schedules]
+    trains = [cgx.make_train_step(loss_fn, mesh=mesh, data_axis=AXES, **options, **each) for each in schedules]
     check = jax.jit(
         jax.shard_map(
             lambda tree: cgx.check_replicas(tree, AXES), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
