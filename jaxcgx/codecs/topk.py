@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,6 @@ class TopK(Codec):
 
     whole = True
     sparse = True
-    state: ClassVar[tuple[str, ...]] = ("residuals", "momentum")
     most = 2**31 - 1  # an index has 32 bits
 
     def __post_init__(self) -> None:
@@ -147,6 +146,11 @@ class TopK(Codec):
     def stochastic(self) -> bool:
         """Whether encoding draws noise, for the values or for a sample."""
         return self.values.stochastic or self.select != "exact"
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The state of a sum. If every element is sent, momentum isn't masked."""
+        return ("residuals", "momentum") if self.ratio < 1 else ("residuals",)
 
     @property
     def contracts(self) -> bool:

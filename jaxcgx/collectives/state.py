@@ -117,7 +117,7 @@ def _check_momentum(call: Call, given: Any) -> list[Any]:
     )
     for i, array in enumerate(found):
         codec = call.codecs[i][0]
-        if array is not None and i not in call.raw and not codec.sparse:
+        if array is not None and i not in call.raw and "momentum" not in codec.state:
             raise wrong(
                 call.op,
                 "momentum",

@@ -53,7 +53,7 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     if settings.telemetry and not settings.feedback:  # telemetry needs residuals, which collect the errors
         zeros = lambda x: jnp.zeros((1, *x.shape), jnp.float32)
         residuals = [zeros(x) if each else None for x, each in zip(leaves.values, codecs)]
-    masked = [settings.momentum_masking and bool(each) and each[0].sparse for each in codecs]
+    masked = [settings.momentum_masking and bool(each) and "momentum" in each[0].state for each in codecs]
     shapes = [factor_shape(x, each or ()) for x, each in zip(leaves.values, codecs)]
     given = Kept(
         residuals=residuals,

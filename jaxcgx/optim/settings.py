@@ -1,13 +1,14 @@
 """The checked arguments of compress_gradients."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from jaxcgx.checks import check_flag, check_integer, check_number, check_positive, wrong
+from jaxcgx.checks import callers_level, check_flag, check_integer, check_number, check_positive, wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.arguments import check_each, check_order, check_own, check_schedules
 from jaxcgx.exchange.overlay import Overlay
@@ -159,9 +160,16 @@ class Settings:
         fed = self.momentum_masking or self.beta is not None or self.reset_every is not None
         if fed and not self.feedback:
             raise wrong(self.function, "feedback", "True with 'beta', 'reset_every' or 'momentum_masking'", False)
-        if self.momentum_masking and not any(codec.sparse for plan in self.plans for codec in plan.codecs):
-            expected = "False without jaxcgx.TopK, the codec that sends some elements and not others"
+        if self.momentum_masking and not any("momentum" in codec.state for plan in self.plans for codec in plan.codecs):
+            expected = "False without jaxcgx.TopK(ratio < 1), the codec that sends some elements and not others"
             raise wrong(self.function, "momentum_masking", expected, True)
+        low = next((codec for plan in self.plans for codec in plan.codecs if codec.low_rank), None)
+        if low is not None and not self.feedback:
+            warnings.warn(
+                f"{self.function}: argument 'feedback': {spell(low)} may lose too much of gradients to train without "
+                "it; leave feedback=False out",
+                stacklevel=callers_level(),
+            )
 
     def _check_scattered(self) -> None:
         """Refuses options that need the whole mean of a leaf on every rank."""

@@ -261,7 +261,7 @@ class Diloco:
 
 def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
     """Warns if there is no feedback, and a codec of the plan may lose too much of outer gradients to train so."""
-    few = [codec for codec in plan.codecs if not codec.raw and _bits(codec) < FEW_BITS]
+    few = [codec for codec in plan.codecs if codec.makes_codes and _bits(codec) < FEW_BITS]
     if few and not feedback:
         warnings.warn(
             f"{op}: argument 'feedback': {spell(few[0])} may lose too much of outer gradients to train without it; "
@@ -271,8 +271,5 @@ def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
 
 
 def _bits(codec: Codec) -> float:
-    """Returns the bits of the code of an element. Scales don't count: they don't make codes finer.
-
-    Low-rank codecs count as 0, as they send a few numbers per row.
-    """
-    return 0 if codec.low_rank else codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
+    """Returns the bits of the code of an element. Scales don't count: they don't make codes finer."""
+    return codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13

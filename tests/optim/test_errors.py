@@ -102,6 +102,11 @@ ALLREDUCE = 'jaxcgx.mpi.compressed_allreduce op="mean"'
             says("compress_gradients", "momentum_masking", expected="False jaxcgx.TopK", got="True"),
         ),
         (
+            dict(plan=cgx.TopK(1), momentum=0.9, momentum_masking=True),  # sends every element
+            ValueError,
+            says("compress_gradients", "momentum_masking", expected="False jaxcgx.TopK", got="True"),
+        ),
+        (
             dict(plan=cgx.TopK(), momentum=0.9, momentum_masking=True, feedback=False),
             ValueError,
             says(
