@@ -277,8 +277,8 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     saving = min((e.saving for e in exchanges), default=1.0)
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
         saving /= 2  # a leader passes its result on, which takes half the bytes of a sum
-    # The fraction of the bytes that belongs to raw leaves, if XLA joined the collectives of raw leaves and factors.
-    plain = sum(c.bytes for c in calls) / max(size, 1) if exchanges else 0
+    # The fraction of the bytes that isn't factors, if XLA joined the collectives of factors and of other arrays.
+    plain = (sum(c.bytes for c in calls) + _others(found)) / max(size, 1) if exchanges else 0
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation,
@@ -296,6 +296,15 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
         leaves=tuple(itertools.chain(*(c.leaves for c in calls))),
         name=found.name,
     )
+
+
+def _others(found: hlo.Collective) -> int:
+    """Returns the bytes of the operands that aren't jaxcgx's. For operands a/b and a/c, XLA writes the name a/(b:c)."""
+    front, _, ends = found.name.partition("/(")
+    names = ends.split(":")
+    if scopes.read(front) or len(names) != len(found.operands):
+        return 0
+    return sum(size for name, (_, size) in zip(names, found.operands) if not scopes.read(name))
 
 
 def _joined(words: Iterable[str]) -> str:
