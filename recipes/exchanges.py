@@ -42,8 +42,10 @@ def _plan(around: Around, *, codec: Any, feedback: bool, **guards: Any) -> Excha
     return Exchange(dict(plan=cgx.Plan(_codec(codec), **guards), feedback=feedback), None)
 
 
-def _dgc(around: Around, *, values: Any, **options: Any) -> Exchange:
-    return _sparse(cgx.dgc, around, values=_codec(values), **options)
+def _dgc(around: Around, *, values: Any, ratio: float, **options: Any) -> Exchange:
+    if ratio == 1:
+        raise Wrong("config.compression.ratio: expected a number below 1, got 1; --compression=none sends everything")
+    return _sparse(cgx.dgc, around, values=_codec(values), ratio=ratio, **options)
 
 
 def _diloco(around: Around, *, codec: Any, every: int, **options: Any) -> Exchange:

@@ -180,12 +180,14 @@ def _finish(command: config.Command, job: Job, run: RunFolder, world: launch.Wor
     next_command = command.with_compression(other) if alone else f"the same command with --compression={other}"
     when = " after the warm-up" if job.exchange.settled else ""
     sent = f"{results['bytes']:,.0f} bytes a step{when}, uncompressed {results['raw_bytes']:,.0f}"
+    short = job.stop <= job.exchange.options.get("warmup_epochs", 0) * job.steps_per_epoch
+    warm = f"all {job.stop} steps belong to the warm-up, in which a rank sends more\n" if short else ""
     title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
     plot.draw(lines, title, run.path / "plot.png")
     run.say(
         f"{data}, step {results['step']}: test accuracy {results['test_accuracy']:.1%}, "
         f"test loss {results['test_loss']:.4f}\n"
-        f"a rank sends {sent}\n"
+        f"a rank sends {sent}\n{warm}"
         f"plot: {run.path / 'plot.png'}   curves: tensorboard --logdir {run.path.parent}\n"
         f"next: {next_command}"
     )

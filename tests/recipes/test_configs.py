@@ -77,6 +77,7 @@ def test_compressions(word, run, steps, tmp_path):
     log = next(tmp_path.glob("*/log.txt")).read_text()
     warms = word in ("dgc", "dgc-fp16")
     assert ("bytes a step after the warm-up" in log) == warms
+    assert ("all 20 steps belong to the warm-up, in which a rank sends more" in log) == warms
     # All is compiled before the first step. With DiLoCo, no step has exchanges in conditionals.
     assert steps == ["jit(step)", *["jit(step)"] * warms, *["jit(exchange)"] * (word == "diloco"), "sent"]
     if word == "none":
@@ -140,6 +141,7 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
         ({"model.hidden": (0,)}, r"config\.model: expected a size of at least 1, got 0"),
         ({"train.test_examples": -1}, r"config\.train: expected a test_examples of at least 0, got -1"),
         ({"compression": "dgc", "compression.ratio": 2.0}, r"config\.compression: dgc: argument 'ratio': expected"),
+        ({"compression": "dgc", "compression.ratio": 1.0}, r"\.ratio: expected .* got 1; --compression=none sends"),
         (
             {"compression": "dgc-wm0", "compression.warmup_coeff": 0.1},
             r"config\.compression\.warmup_coeff: nothing reads it, because warmup_epochs is 0",
