@@ -59,16 +59,16 @@ def test_what_it_refuses():
     for order, kind, got in (("ab", TypeError, "'ab'"), ((0, 0), ValueError, "(0, 0)")):
         with raises(kind, says("compress_gradients", "order", expected="numbers leaves", got=got)):
             exchange = cgx.compress_gradients("a", cgx.MaxMin(4), feedback=False, order=order, axis_size=4)
-            grads = [jnp.ones(8), jnp.ones(8)]
-            on_ranks(lambda x: exchange.update(grads, exchange.init(grads))[0], mesh(4))(jnp.ones(4))
+            on_ranks(lambda x: exchange.update([x, x], exchange.init([x, x]))[0], mesh(4))(jnp.ones((4, 8)))
     with raises(ValueError, says("make_train_step", "overlap", expected="'backward' 'priority'", got="'forward'")):
         cgx.make_train_step(chain(layer), optax.sgd(1.0), mesh(4), data_axis="a", plan=cgx.Raw(), overlap="forward")
 
 
-def train(steps=3, **options):
+def train(steps=3, optimizer=None, **options):
     params = {name: jax.random.normal(jax.random.key(i), (8, 8)) for i, name in enumerate("abc")}
     batch = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
-    init, step = cgx.make_train_step(chain(layer), optax.sgd(0.1, momentum=0.9), mesh(4), data_axis="a", **options)
+    optimizer = optimizer or optax.sgd(0.1, momentum=0.9)
+    init, step = cgx.make_train_step(chain(layer), optimizer, mesh(4), data_axis="a", **options)
     state = init(params)
     for _ in range(steps):
         *state, _ = step(*state, batch)
@@ -77,7 +77,10 @@ def train(steps=3, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(plan=cgx.MaxMin(4, 16)), dict(compress=cgx.dgc, ratio=0.1, min_size=0, skip_1d=False)],
+    [
+        dict(plan=cgx.MaxMin(4, 16)),
+        dict(optimizer=optax.sgd(0.1), compress=cgx.dgc, ratio=0.1, min_size=0, skip_1d=False),
+    ],
     ids=["feedback", "dgc"],
 )
 def test_overlap_changes_no_bit(options):
