@@ -77,6 +77,13 @@ MEMBER = re.compile(r"(?:,|\)\s*:)\s*\w+\s*$")  # a member that a constructor in
 BODY = re.compile(r"(?:\s*(?:const|noexcept|override|final|mutable|&&?|->[^;{}()=]*))*\s*(?:\{|:(?!:))")
 
 
+def none(wrong, rule):
+    """Checks that nothing is wrong. An error says the rule and the remedy, and then each wrong place on a line."""
+    lines = [str(each) for each in wrong]
+    if lines:  # assert would show the list twice
+        raise AssertionError("\n".join([f"{rule}:", *lines]))
+
+
 @functools.cache
 def modules():
     """Returns {name: syntax tree} of every module of the package. A package has the name of its folder."""
@@ -129,14 +136,20 @@ def storey(module):
 
 def test_every_module_has_a_storey():
     places = {name for names in STOREYS for name in names}
-    assert {name.split(".")[1] for name in modules() if name != "jaxcgx"} <= places
+    found = {name.split(".")[1] for name in modules() if name != "jaxcgx"}
+    none(sorted(found - places), "every module has a storey; add it to STOREYS and to docs/architecture.md")
 
 
 def test_nothing_imports_upward():
-    wrong = [
-        f"{name}:{line} imports {module}" for (name, module), line in edges().items() if storey(module) < storey(name)
-    ]
-    assert not wrong, "\n".join(wrong)
+    spelled = lambda module: f"{module} (storey {'/'.join(STOREYS[storey(module)])})"
+    none(
+        [
+            f"{name}:{line} imports {module}: {spelled(module)} is above {spelled(name)}"
+            for (name, module), line in edges().items()
+            if storey(module) < storey(name)
+        ],
+        "a module imports from its own storey and from those below it; move what both need down",
+    )
 
 
 def test_nothing_imports_in_a_circle():
@@ -146,7 +159,8 @@ def test_nothing_imports_in_a_circle():
     done, path = set(), []
 
     def walk(name):
-        assert name not in path, " imports ".join([*path[path.index(name) :], name])
+        circle = [*path[path.index(name) :], name] if name in path else []
+        none([" imports ".join(circle)] if circle else [], "imports make no circle; move what both need down")
         if name not in done:
             path.append(name)
             for module in graph[name]:
@@ -158,7 +172,8 @@ def test_nothing_imports_in_a_circle():
 
 
 def test_exceptions_are_needed():
-    assert set(EXCEPTIONS) <= {(name, module) for name in modules() for module, _, _ in imports(name)}
+    found = {(name, module) for name in modules() for module, _, _ in imports(name)}
+    none(EXCEPTIONS.keys() - found, "these imports are gone; remove them from EXCEPTIONS")
 
 
 def origin(module, name):
@@ -207,15 +222,19 @@ def test_functions_have_few_parameters():
         name, names = getattr(node, "name", "lambda"), parameters(node)
         if len(names) > MOST and not (top and (module, name) in MANY):
             wrong.append(f"{module}:{node.lineno} {name} has {len(names)}: {', '.join(names)}")
-    assert not wrong, "\n".join(wrong)
+    none(wrong, f"a function has at most {MOST} parameters; pass some as a class, or, if it is public, add it to MANY")
 
 
 def test_functions_with_many_parameters_are_public_and_take_them_by_name():
-    assert set(MANY) <= set(public())
+    none(MANY.keys() - set(public()), "only public functions are in MANY; remove these")
     found = {(module, node.name): node for module, node, top in functions() if top}
-    for name in MANY:
-        assert len(parameters(found[name])) > MOST, name
-        assert len(found[name].args.posonlyargs + found[name].args.args) <= MOST_IN_FRONT, name
+    few = [name for name in MANY if len(parameters(found[name])) <= MOST]
+    none(few, f"functions in MANY have more than {MOST} parameters; remove these")
+    in_front = {name: len(found[name].args.posonlyargs + found[name].args.args) for name in MANY}
+    none(
+        [f"{name}: {count}" for name, count in in_front.items() if count > MOST_IN_FRONT],
+        f"at most {MOST_IN_FRONT} parameters may be given without a name; write * before the others",
+    )
 
 
 def definitions():
@@ -244,7 +263,7 @@ def test_calls_name_their_arguments():
                 if name in known:
                     wrong.append(f"{module}:{node.lineno} {name} has {len(node.args)} arguments without a name")
     assert {"Grid", "_run"} <= known
-    assert not wrong, "\n".join(wrong)
+    none(wrong, f"a call has at most {MOST_BY_POSITION} arguments without a name; name the others")
 
 
 def codec_classes():
@@ -282,7 +301,10 @@ def test_code_asks_the_contract_what_a_codec_can_do():
         and (ast.unparse(node.value) == "codec" or getattr(node.value, "attr", None) in ("codec", "backward"))
     ]
     assert len(asked) > 100
-    assert not [f"{module}:{node.lineno} {ast.unparse(node)}" for module, node in asked if node.attr not in known]
+    none(
+        [f"{module}:{node.lineno} {ast.unparse(node)}" for module, node in asked if node.attr not in known],
+        "only jaxcgx/codecs knows one codec from another; ask base.Codec, with a new trait if it needs one",
+    )
 
 
 def test_code_does_not_ask_for_the_class_of_a_codec():
@@ -292,7 +314,9 @@ def test_code_does_not_ask_for_the_class_of_a_codec():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
             named = [getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.args[1])]
             found |= {(module, name) for name in named if name in classes}
-    assert found == set(CLASSES)
+    rule = "only jaxcgx/codecs asks for the class of a codec; ask base.Codec, or add it to CLASSES and say why"
+    none(found - CLASSES.keys(), rule)
+    none(CLASSES.keys() - found, "these questions are gone; remove them from CLASSES")
 
 
 def docstrings():
@@ -308,8 +332,14 @@ def test_docstrings_begin_with_a_summary():
     """The first line is a whole sentence. Details follow after an empty line."""
     found = [(module, line, text.split("\n")) for module, line, text in docstrings()]
     assert len(found) > 500
-    assert not [f"{module}:{line}" for module, line, lines in found if len(lines) > 1 and lines[1].strip()]
-    assert not [f"{module}:{line}" for module, line, lines in found if not lines[0].endswith((".", ":", "?"))]
+    none(
+        [f"{module}:{line}" for module, line, lines in found if len(lines) > 1 and lines[1].strip()],
+        "the second line of a docstring is empty; write a summary of one line",
+    )
+    none(
+        [f"{module}:{line}" for module, line, lines in found if not lines[0].endswith((".", ":", "?"))],
+        "the first line of a docstring is a whole sentence, with its full stop",
+    )
 
 
 def code(text):
@@ -365,7 +395,10 @@ def test_native_functions_have_few_parameters():
     assert {("cuda/load_store.cuh", "store_quad", 5), ("xla_ffi/handlers/tcp.cc", "exchange", 6)} <= {
         (path, name, count) for path, _, name, count in found
     }
-    assert not [f"{path}:{line} {name} has {count}" for path, line, name, count in found if count > MOST]
+    none(
+        [f"{path}:{line} {name} has {count}" for path, line, name, count in found if count > MOST],
+        f"a C++ function has at most {MOST} parameters; pass some as a struct",
+    )
 
 
 def test_native_code_asks_traits_which_codec_it_has():
@@ -378,9 +411,13 @@ def test_native_code_asks_traits_which_codec_it_has():
         if asks.search(line) and not own.search(line)
     ]
     needed = {key for key in KINDS for path, _, line in lines if path == key[0] and key[1] in line}
-    assert needed == set(KINDS)
+    none(KINDS.keys() - needed, "these lines are gone; remove them from KINDS")
     wrong = [line for line in lines if not any(line[0] == path and words in line[2] for path, words in KINDS)]
-    assert not wrong, "\n".join(f"{path}:{number} {line.strip()}" for path, number, line in wrong)
+    none(
+        [f"{path}:{number} {line.strip()}" for path, number, line in wrong],
+        "only codec/base.h, dispatch.h and traits.h know one codec from another; ask traits_of, with a new trait if it "
+        "needs one",
+    )
 
 
 @pytest.mark.parametrize("private", ["jax._src", "jax.extend", "jax.interpreters", "jaxlib"])
@@ -392,19 +429,24 @@ def test_private_imports_of_jax_are_in_compat(private):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             if any(name == private or name.startswith(f"{private}.") for name in names):
-                wrong.append(module)
-    allowed = {"jaxcgx.report.doctor"} if private == "jaxlib" else {"jaxcgx._compat"}
-    assert set(wrong) <= allowed
+                wrong.append(f"{module}:{node.lineno}")
+    allowed = "jaxcgx.report.doctor:" if private == "jaxlib" else "jaxcgx._compat:"
+    none(
+        [place for place in wrong if not place.startswith(allowed)],
+        f"only jaxcgx/_compat.py imports {private}; add a function there",
+    )
 
 
 def test_versions_of_jax_are_compared_in_compat():
-    compares = [
-        f"{module}:{node.lineno}"
-        for module, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr == "__version_info__" and module != "jaxcgx._compat"
-    ]
-    assert not compares
+    none(
+        [
+            f"{module}:{node.lineno}"
+            for module, tree in modules().items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr == "__version_info__" and module != "jaxcgx._compat"
+        ],
+        "only jaxcgx/_compat.py compares versions of JAX; add a function there",
+    )
 
 
 def test_the_package_is_typed():
@@ -416,5 +458,11 @@ def test_the_architecture_page_shows_the_storeys():
     page = (ROOT / "docs/architecture.md").read_text()
     built = {name.split(".")[1] for name in modules() if name != "jaxcgx"}
     shown = [names[0] for names in STOREYS[1:-1] if names[0] in built]
-    assert f"    {' --> '.join([*shown, 'ground'])}\n" in page
-    assert all(f"**{name}**" in page for name in shown)
+    arrows = f"    {' --> '.join([*shown, 'ground'])}\n"
+    none(
+        [] if arrows in page else [arrows], "the picture in docs/architecture.md shows the storeys; it lacks this line"
+    )
+    none(
+        [name for name in shown if f"**{name}**" not in page],
+        "docs/architecture.md describes each storey; add **name**",
+    )
