@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.rotation import padded, rotate, rotate_back
 from jaxcgx.codecs.scale import scale_of, scaled, unscaled
@@ -77,10 +78,15 @@ _SEED = np.zeros((1, 1), np.int32)  # the seed of all rotations; it is fixed, be
 class GridCodec(Codec):
     """A codec whose codes are `code_bits` wide.
 
-    Its metadata is the unit (meta = 1), or the unit and the base (meta = 2).
+    Its metadata is the unit (meta = 1), or the unit and the base (meta = 2). A subclass sets `code_bits`, and defines
+    `grid` and `quantize`. It defines `value` unless a code is its own value.
+
+    - Codes are integers from 0 to 2^code_bits - 1. Larger ones would overwrite other codes.
+    - Values are 0, or between 2^-16 and 2^16 in magnitude.
+    - With `symmetric_grid`, there are codes of the values 1 and -1. The unit of a constant bucket is its magnitude.
 
     Attributes:
-      code_bits: the number of bits of a code.
+      code_bits: the number of bits of a code, from 1 to 15.
     """
 
     meta = 1
@@ -88,6 +94,9 @@ class GridCodec(Codec):
     code_bits: int = 0
 
     def code_bytes(self, n: int, dtype: DType) -> int:
+        if not 1 <= self.code_bits <= 15:
+            place = f"{type(self).__name__}.code_bits"
+            raise unexpected(place, "the number of bits of a code, 1 to 15", self.code_bits, "set it in the class")
         return packed_bytes(padded(n) if self.rotate else n, self.code_bits)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:

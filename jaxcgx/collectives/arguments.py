@@ -55,11 +55,16 @@ class Dimensions(NamedTuple):
     tiled: bool
 
 
-def check_each(op: str, argument: str, given: dict[Any, Any], parts: Collection[Any], what: str) -> list[Any]:
+def check_each(
+    op: str, argument: str, given: dict[Any, Any], *, parts: Collection[Any], what: str, net: Transport | None = None
+) -> list[Any]:
     """Returns the values of a dict that has a key for each part of a transport, outermost first.
 
-    `what` describes a value in errors.
+    `what` describes a value in errors. `net` is the transport; None: it may be a communicator, which has no axes.
     """
+    if not parts and net is not None and net.names:
+        kind = type(net).__name__
+        raise wrong(op, argument, f"{what} for all ranks of {net.names}", given, f"{kind} has no levels: pass {what}")
     if not parts:  # a communicator without levels
         raise wrong(op, argument, f"{what} for all ranks of a communicator", given, "pass jaxcgx.mpi.hierarchy()")
     missing, unknown = [n for n in parts if n not in given], [n for n in given if n not in parts]
@@ -80,9 +85,8 @@ def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[St
     if not isinstance(codec, dict):
         one = check_codec(op, codec, argument)
         return (Stage(net, one, schedule="auto", backward=one),)
-    codecs = [
-        check_codec(op, codec, argument) for codec in check_each(op, argument, codec, parts=net.parts, what="a codec")
-    ]
+    each = check_each(op, argument, codec, parts=net.parts, what="a codec", net=net)
+    codecs = [check_codec(op, codec, argument) for codec in each]
     return tuple(Stage(part, codec, schedule="auto", backward=codec) for part, codec in zip(net.parts.values(), codecs))
 
 
@@ -139,10 +143,13 @@ def check_shared_key(
     return words
 
 
-def check_schedules(op: str, schedule: Any, parts: Collection[Any]) -> list[Any]:
-    """Returns the schedules that a caller asks for: a single one or, for a dict, one for each part, outermost first."""
+def check_schedules(op: str, schedule: Any, parts: Collection[Any], net: Transport | None = None) -> list[Any]:
+    """Returns the schedules that a caller asks for: a single one or, for a dict, one for each part, outermost first.
+
+    `net` is as in `check_each`.
+    """
     by_axis = isinstance(schedule, dict)
-    asked = check_each(op, "schedule", schedule, parts=parts, what="a schedule") if by_axis else [schedule]
+    asked = check_each(op, "schedule", schedule, parts=parts, what="a schedule", net=net) if by_axis else [schedule]
     for i, each in enumerate(asked):
         if i and (each == "tree" or isinstance(each, Overlay)):
             remedy = 'pass "auto" for inner axes'

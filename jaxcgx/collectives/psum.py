@@ -188,7 +188,7 @@ class Reduction:
             leader, prefer, network = leader or codec.leader, codec.prefer, codec.network
             if schedule == "auto":
                 schedule, self.said = codec.schedule, " of the plan"
-        asked = check_schedules(op, schedule, net.parts)
+        asked = check_schedules(op, schedule, net.parts, net)
         # Raw leaves also travel along an overlay. Over Tcp, their exchange overlaps with the program, unlike lax.psum.
         if asked[0] == "tree" or isinstance(asked[0], Overlay) or (net.begin_sum and asked[0] != "ring"):
             options = options._replace(join_raw=True)

@@ -69,7 +69,7 @@ def subtract(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def multiply(unit: jax.Array, value: ArrayLike) -> jax.Array:
-    """Returns unit * value. `value` must be 0 or between 2^-16 and 2^16."""
+    """Returns unit * value. `value` must be 0, or between 2^-16 and 2^16 in magnitude."""
     return jnp.where(jnp.abs(unit) < TINY, down(up(unit) * value), unit * value)
 
 

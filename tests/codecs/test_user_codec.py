@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
+from jaxcgx.codecs.grid import GridCodec
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
@@ -107,3 +108,11 @@ def test_a_codec_without_its_methods_says_so():
 
     with pytest.raises(NotImplementedError, match="Nothing.code_bytes"):
         cgx.encode(jnp.zeros(3), Nothing())
+
+
+def test_a_codec_without_code_bits_says_so():
+    class Widthless(GridCodec):
+        bucket_size = 8
+
+    with pytest.raises(ValueError, match="Widthless.code_bits: expected the number of bits .* got 0; set it"):
+        cgx.encode(jnp.zeros(3), Widthless())

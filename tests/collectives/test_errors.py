@@ -10,6 +10,15 @@ from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
 import jaxcgx as cgx
+from jaxcgx.collectives.arguments import check_schedules, check_stages
+from jaxcgx.transports.base import Transport
+
+
+class Levelless(Transport):
+    """A user's transport over an axis, without `parts`."""
+
+    names = ("a",)
+
 
 CODEC, STOCHASTIC = cgx.MaxMin(4), cgx.MaxMin(4, rounding="stochastic")
 KEY = jax.random.key(0)
@@ -487,3 +496,12 @@ def test_numbers_of_python_and_numpy():
         "numpy": ((3,), "float32"),
         "x": ((3,), "float32"),
     }
+
+
+def test_a_transport_without_levels():
+    """Only errors about communicators name jaxcgx.mpi.hierarchy()."""
+    net = Levelless()
+    with raises(ValueError, says("psum", "codec", expected="codec all ranks 'a'", remedy="Levelless no levels")):
+        check_stages("psum", "codec", {"a": CODEC}, net)
+    with raises(ValueError, says("psum", "schedule", expected="schedule all ranks 'a'", remedy="Levelless no levels")):
+        check_schedules("psum", {"a": "ring"}, net.parts, net)

@@ -37,6 +37,10 @@ inline ffi::Error invalid(const std::string& op, const std::string& what) {
 // Returns the fault of a codec's settings; empty if they are valid.
 inline std::string fault_of(const Codec& c) {
   const Traits traits = traits_of(c.kind);
+  if (traits.most_bits < traits.least_bits) {
+    return "no codec of kind " + std::to_string(static_cast<int32_t>(c.kind)) +
+           " in this native module; if its C++ code is new, run `make build`";
+  }
   if (c.bits < traits.least_bits || c.bits > traits.most_bits) {
     return "no codec of kind " + std::to_string(static_cast<int32_t>(c.kind)) + " with " + std::to_string(c.bits) +
            " bits";
