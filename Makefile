@@ -89,11 +89,13 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 	try() { echo "== $$1"; shift; "$$@" || failed=yes; }; \
 	try "format of Python files" ruff format --quiet --check --diff; \
 	try "lint" ruff check --quiet; \
-	try "format of C++ files" clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh'); \
+	try "format of C++ files" clang-format --dry-run -Werror \
+		$$(git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.cuh'); \
 	try "types" pyright; \
 	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python \
 		--verifytypes jaxcgx --ignoreexternal; \
-	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }
+	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }; \
+	echo "make check: passed"
 
 docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warning is an error
 	@$(call EXTRA,docs)
