@@ -122,6 +122,11 @@ class Transport:
     # Collectives of uncompressed arrays, like the collectives of `lax` without "plain_" in the name.
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
+        """Returns the sum over all ranks.
+
+        As with `lax.psum`, the type of the result must not vary over `names`, because results that shard_map takes as
+        replicated (out_specs P()) may contain it.
+        """
         raise NotImplementedError(f"{type(self).__name__}.plain_psum")
 
     def plain_pmean(self, x: jax.Array) -> jax.Array:
