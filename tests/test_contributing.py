@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -13,7 +14,13 @@ from jaxcgx.native import registration
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-CODEC, KERNELS, TRANSPORT = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+DIFFS = dict(
+    zip(
+        ("Add a codec", "Add its kernels", "Add a transport"),
+        re.findall(r"^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE),
+        strict=True,
+    )
+)
 
 # An editable install would find the package of the checkout first.
 USE_THE_COPY = """
@@ -53,23 +60,28 @@ sys.exit(pytest.main(["tests/transports/test_gathered.py", "-q", "-p", "no:cache
 """
 
 
-def apply(diff, where, *options):
-    return subprocess.run(["git", "apply", *options, "-"], cwd=where, input=diff, text=True, capture_output=True)
+def apply(section, where):
+    """Applies the diff of a section of the page."""
+    done = subprocess.run(["git", "apply", "-"], cwd=where, input=DIFFS[section], text=True, capture_output=True)
+    files = dict.fromkeys(re.findall(r"^error: (?:patch failed: )?([^ :]+):", done.stderr, re.MULTILINE))
+    fits = f'the diff in CONTRIBUTING.md, "{section}", no longer fits {", ".join(files) or "its own line counts"}'
+    assert done.returncode == 0, f"{fits}: update its lines\n{done.stderr}"
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of the package and its tests, with the native module, the codec and the transport."""
     where = tmp_path_factory.mktemp("copy")
-    leave = shutil.ignore_patterns("__pycache__", "cpp", "results", ".hypothesis")
+    leave = shutil.ignore_patterns("__pycache__", "results", ".hypothesis")
     for name in ("jaxcgx", "tests", "xla_ffi"):
         shutil.copytree(ROOT / name, where / name, ignore=leave)
-    shutil.copy(ROOT / "pyproject.toml", where)
+    (where / "docs").mkdir()
+    for name in ("pyproject.toml", "docs/api.md"):
+        shutil.copy(ROOT / name, where / name)
     if registration.MODULE and not list((where / "jaxcgx" / "native").glob("_native*")):
         shutil.copy(registration.MODULE.__file__, where / "jaxcgx" / "native")
-    for diff in (CODEC, TRANSPORT):
-        done = apply(diff, where)
-        assert done.returncode == 0, done.stderr
+    for section in ("Add a codec", "Add a transport"):
+        apply(section, where)
     return where
 
 
@@ -87,14 +99,25 @@ def test_the_transport_works(copy):
     run(TESTS_OF_THE_TRANSPORT, copy)
 
 
+def test_a_diff_that_no_longer_fits(tmp_path):
+    (tmp_path / "jaxcgx").mkdir()
+    (tmp_path / "jaxcgx/__init__.py").write_text("other lines\n")
+    with pytest.raises(AssertionError, match=r'"Add a codec", no longer fits jaxcgx/__init__.py, .*: update its lines'):
+        apply("Add a codec", tmp_path)
+
+
 def test_its_kernels_compile(copy):
     """Compiles the kernels. Running them would need a build of the native module."""
-    done = apply(KERNELS, copy)
-    assert done.returncode == 0, done.stderr
+    apply("Add its kernels", copy)
     assert "native_codec(Kind.LOG2" in (copy / "jaxcgx" / "codecs" / "log2.py").read_text()
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
         pytest.skip("there is no C++ compiler")
-    command = [compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", "xla_ffi/cpu/kernels_portable.cc"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    vectors = {"avx2": ["-mavx2"], "avx512": [f"-mavx512{each}" for each in ("f", "bw", "dq", "vl")]}
+    files = {"xla_ffi/cpu/kernels_portable.cc": [], "tests/cpp/test_bounds.cc": ["-Werror=switch"]}
+    if platform.machine() == "x86_64":
+        files |= {f"xla_ffi/cpu/kernels_{name}.cc": ["-mfma", *options] for name, options in vectors.items()}
+    for file, options in files.items():
+        command = [compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", *options, file]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr

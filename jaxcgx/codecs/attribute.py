@@ -12,7 +12,17 @@ import numpy as np
 class Kind(enum.IntEnum):
     """The codec that the kernels run, as Kind in xla_ffi/codec/base.h."""
 
-    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK, EDEN, MICRO, LOSSLESS = range(11)
+    RAW = 0
+    MAXMIN = 1
+    BYTEGRAD = 2
+    ABSMAX = 3
+    FLOAT8 = 4
+    CAST = 5
+    SIGN = 6
+    TOPK = 7
+    EDEN = 8
+    MICRO = 9
+    LOSSLESS = 10
 
 
 # {name: type on the FFI boundary}. Flags and enumerations are int32 there.

@@ -249,6 +249,35 @@ void scalar_codecs() {
   }
 }
 
+// ---- codec/traits.h: `exact`
+
+// Units are multiples of 2^-149. Where they are denormal, a product with a fraction is rounded.
+template <class C, int kBits>
+void exact_products(const Codec& codec) {
+  for (int code = 0; code < 1 << kBits; ++code) {
+    const float value = C::template value<Scalar, kBits>(code);
+    bool same = true;
+    for (int i = 1; i < 0x10000; i += i < 0x100 ? 1 : 0xff) {
+      for (const float quantum : {0x1p-149f, 0x1p-140f, 0x1p-16f}) {
+        const float unit = static_cast<float>(i) * quantum;
+        same &= static_cast<double>(unit * value) == static_cast<double>(unit) * static_cast<double>(value);
+      }
+    }
+    CHECK(same, "kind " + std::to_string(static_cast<int>(codec.kind)) + ", code " + std::to_string(code) +
+                    ": a product is rounded, so traits_of must not set `exact`");
+  }
+}
+
+void exact_codecs() {
+  for (const Codec& codec : codecs(33)) {
+    if (codec.stochastic || codec.skip_incomplete || codec.compatible || !traits_of(codec.kind).exact) continue;
+    with_decoder(codec, [&](auto variant) {
+      using V = decltype(variant);
+      if constexpr (traits_of(V::Codec::kKind).exact) exact_products<typename V::Codec, V::bits>(codec);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace jaxcgx::test
 
@@ -259,6 +288,7 @@ int main() {
   const Format bfloat16{8, 7, 127}, float16{5, 10, 15};
   stochastic_halves<DType::kBF16>(bfloat16);
   stochastic_halves<DType::kF16>(float16);
+  exact_codecs();
   // If instruction sets agree (test_kernels), these tests are needed only once. Instrumented portable code is slow.
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;

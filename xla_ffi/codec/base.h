@@ -2,8 +2,8 @@
 // the operations in which codecs are written.
 //
 // A codec's arithmetic is a template over a number type: `float` in a GPU thread, a vector of 16 on a CPU
-// (cpu/simd.h). Both types have the same operations under the same names. So each formula is written once, and CPU and
-// GPU agree byte for byte.
+// (cpu/simd.h). Both types have the operations from `Scalar` on under the same names. So each formula is written once,
+// and CPU and GPU agree byte for byte.
 //
 // These rules keep all implementations bitwise equal, including the one in jnp:
 //  - IEEE arithmetic, round to nearest even, denormals kept;
@@ -42,7 +42,7 @@ enum class Kind : int32_t {
   kTopK = 7,
   kEden = 8,
   kMicro = 9,
-  kLossless = 10
+  kLossless = 10,
 };
 
 // How TopK selects elements. Select crosses the FFI boundary, too: jaxcgx/codecs/topk.py has the same values.
@@ -92,10 +92,12 @@ CGX_HD float float_of(uint32_t u) {
   memcpy(&x, &u, 4);
   return x;
 }
+CGX_HD float abs(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
+CGX_HD bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 CGX_HD int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 CGX_HD int64_t align16(int64_t n) { return (n + 15) & ~int64_t{15}; }
 
-// The number type of one element, for GPU threads. cpu/simd.h has the same names for vectors.
+// The number type of one element, for GPU threads. cpu/simd.h has each of the names below for vectors, too.
 struct Scalar {
   using F = float;
   using I = int32_t;
@@ -107,11 +109,9 @@ CGX_HD float as_float(int32_t i) { return float_of(static_cast<uint32_t>(i)); }
 CGX_HD float to_float(int32_t i) { return static_cast<float>(i); }
 CGX_HD int32_t shl(int32_t i, int n) { return static_cast<int32_t>(static_cast<uint32_t>(i) << n); }
 CGX_HD int32_t shr(int32_t i, int n) { return static_cast<int32_t>(static_cast<uint32_t>(i) >> n); }
-CGX_HD float abs(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 CGX_HD float min(float a, float b) { return a < b ? a : b; }
 CGX_HD float max(float a, float b) { return a > b ? a : b; }
 CGX_HD int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
-CGX_HD bool less(float a, float b) { return a < b; }
 CGX_HD bool less(int32_t a, int32_t b) { return a < b; }
 CGX_HD float select(bool c, float a, float b) { return c ? a : b; }
 CGX_HD int32_t select(bool c, int32_t a, int32_t b) { return c ? a : b; }
@@ -128,6 +128,5 @@ CGX_HD int32_t round_int(float x) {
   return static_cast<int32_t>(round(x));
 #endif
 }
-CGX_HD bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
 }  // namespace jaxcgx

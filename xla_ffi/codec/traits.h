@@ -28,7 +28,8 @@ struct Traits {
   bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/sign.h)
   bool rotates = false;               // has a rotation (codec/rotation.h)
   bool table = false;                 // always rotates; takes levels from a table and seeds from noise (codec/eden.h)
-  bool exact = false;                 // unit * value(code) is exact: a fused multiply-add gives the same bits
+  bool exact = false;                 // unit * value(code) is exact for every unit that is a multiple of 2^-149 and has
+                                      // 16 significant bits: a fused multiply-add gives the same bits
   bool scales = false;                // each block of codes has scales (codec/micro.h)
 };
 
