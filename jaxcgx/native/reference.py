@@ -4,8 +4,10 @@ Kernels are tested against these functions. Platforms and codecs without kernels
 programs do. This file handles messages. The arithmetic of a bucket is in the codec (codecs/*.py).
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,10 +125,14 @@ def _encode_chunk(
     return jnp.concatenate(parts), kept
 
 
-def _lost(x: jax.Array, decoded: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns the new residual: x - decoded, or `old` where the difference is not finite."""
-    new = ieee.subtract(x, decoded)
-    return jnp.where(ieee.magnitude_bits(new) < 0x7F800000, new, old)
+def _feed_back(lost: list[jax.Array], kept: list[tuple[int, int, jax.Array, jax.Array]]) -> list[jax.Array]:
+    """Returns the new residuals: numbers - decoded numbers, or the old ones where the difference is not finite."""
+    lost = list(lost)
+    for leaf, first, x, decoded in kept:
+        stretch, new = slice(first, first + x.size), ieee.subtract(x, decoded)
+        new = jnp.where(ieee.magnitude_bits(new) < 0x7F800000, new, lost[leaf][stretch])
+        lost[leaf] = lost[leaf].at[stretch].set(new)
+    return lost
 
 
 def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]]:
@@ -143,9 +149,7 @@ def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]
         chunk, kept = _encode_chunk(layout, c, fetch=fetch, draw=_noise(layout, operands.key))
         chunks.append(chunk)
         if lost:
-            for leaf, first, x, decoded in kept:
-                stretch = slice(first, first + x.size)
-                lost[leaf] = lost[leaf].at[stretch].set(_lost(x, decoded, lost[leaf][stretch]))
+            lost = _feed_back(lost, kept)
     return jnp.stack(chunks), [r.reshape(s) for r, s in zip(lost, layout.shapes)]
 
 
@@ -155,11 +159,22 @@ def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.A
     return _encode_chunk(layout, 0, fetch=part(x), draw=part(drawn))[0]
 
 
-def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
-    """Yields the stretches of a piece: (first element, count, meta, codes, elements of a bucket).
+class _Stretch(NamedTuple):
+    """Encoded elements of a piece. The raw tail has neither metadata nor buckets: its `meta` and `size` are None."""
 
-    The raw tail has neither metadata nor buckets. For the tail, meta and the elements of a bucket are None.
-    """
+    first: int  # the first element, counted in the leaf
+    length: int
+    meta: Any  # float32[buckets, codec.meta]
+    codes: jax.Array  # uint8[buckets, bytes of a bucket]; the bytes of the raw tail
+    size: Any  # the elements of a bucket
+
+    def of(self, array: jax.Array) -> jax.Array:
+        """Returns these elements of an array that has the shape of the leaf."""
+        return array.reshape(-1)[self.first :][: self.length]
+
+
+def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[_Stretch]:
+    """Yields the stretches of a piece."""
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
     for first, number, size in p.buckets():
@@ -168,9 +183,10 @@ def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...
         code_at += number * width
         meta = from_bytes(chunk[meta_at : meta_at + number * 4 * codec.meta], jnp.float32).reshape(number, codec.meta)
         meta_at += number * 4 * codec.meta
-        yield first, number * size, meta, codes.reshape(number, width), size
+        yield _Stretch(p.start + first, number * size, meta=meta, codes=codes.reshape(number, width), size=size)
     if p.raw:
-        yield p.coded, p.raw, None, chunk[p.tail : p.tail + p.raw * dtype.itemsize], None
+        tail = chunk[p.tail : p.tail + p.raw * dtype.itemsize]
+        yield _Stretch(p.start + p.coded, p.raw, meta=None, codes=tail, size=None)
 
 
 def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
@@ -191,7 +207,7 @@ def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
                 else:
                     x = narrow(layout.codec.decode_buckets(meta, codes, size).reshape(-1), dtype)
                 x = lax.bitcast_convert_type(x, flat[p.leaf].dtype)
-                flat[p.leaf] = flat[p.leaf].at[p.start + first : p.start + first + count].set(x)
+                flat[p.leaf] = flat[p.leaf].at[first : first + count].set(x)
     return [lax.bitcast_convert_type(x, d).reshape(s) for x, d, s in zip(flat, layout.dtypes, layout.shapes)]
 
 
@@ -202,9 +218,41 @@ def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
         for p in pieces:
             for first, count, _, codes, _ in _read(layout, operands.payload[c], p):
                 at = layout.codec.indices(codes[0], count)
-                at = jnp.where(at < count, p.start + first + at, flat[p.leaf].size)
+                at = jnp.where(at < count, first + at, flat[p.leaf].size)
                 flat[p.leaf] = flat[p.leaf].at[at].set(0, mode="drop")
     return [x.reshape(s) for x, s in zip(flat, layout.shapes)]
+
+
+def _terms(layout: Layout, p: Piece, sent: _Stretch) -> list[jax.Array]:
+    """Returns the terms whose sum is the decoded stretch: with buckets [bases, values], without [values]."""
+    if sent.meta is None:
+        return [widen(from_bytes(sent.codes, layout.dtypes[p.leaf]))]
+    base, values = layout.codec.split_buckets(sent.meta, sent.codes, sent.size)
+    return [base, values] if p.bucket else [values]
+
+
+def _sums(layout: Layout, operands: Reduce, c: int) -> dict[tuple[int, int], jax.Array]:
+    """Returns the sum of the payloads of chunk c and of the residuals, as {(leaf, first element): numbers}."""
+    payloads, own, residuals = operands.payloads, operands.own, operands.residuals
+    if layout.codec.carrier is not None:
+        unpacked = jax.vmap(lambda chunk: layout.codec.unpack_chunk(layout, c, chunk))(payloads)
+        return _sums(layout.carried, operands._replace(payloads=unpacked), c)
+    sums = {}
+    for p in layout.pieces[c]:
+        for stretches in zip(*(_read(layout, chunk, p) for chunk in payloads)):
+            stretch = stretches[0]
+            terms = [_terms(layout, p, sent) for sent in stretches]
+            if own is not None:
+                mine = widen(stretch.of(own[p.leaf]))
+                for r, (*bases, values) in enumerate(terms):
+                    choose = functools.partial(jnp.where, operands.where[1] == r)
+                    terms[r] = [*(choose(0, b) for b in bases), choose(mine.reshape(values.shape), values)]
+            # This order is part of the wire format: the bases of all ranks, then the values of one rank after another.
+            total = functools.reduce(ieee.add, itertools.chain(*zip(*terms))).reshape(-1)
+            if len(terms[0]) == 2:
+                total = ieee.positive_zero(total)  # as decode_buckets in codecs/grid.py
+            sums[p.leaf, stretch.first] = total if residuals is None else ieee.add(total, stretch.of(residuals[p.leaf]))
+    return sums
 
 
 def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool = False) -> Any:
@@ -212,74 +260,26 @@ def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool
 
     Returns float32 leaves or, with `encoded`, (the sum encoded again, new residuals).
     """
-    payloads, where = operands.payloads, operands.where
-    ranks = payloads.shape[0]
-    sum_layout = layout.of_sum(ranks)
-    carried = layout if layout.codec.carrier is None else layout.carried
-    own = None if operands.own is None else _flat(operands.own)
-    lost = _flat(operands.residuals or [])
+    divided = lambda x: x if divisor == 1.0 else ieee.divide(x, divisor)
+    multiplied = lambda x: x if divisor == 1.0 else ieee.multiply(x, divisor)
 
-    def reduce_chunk(c: int) -> dict[tuple[int, int], jax.Array]:
-        """Returns the sum of the payloads as {(leaf, first element): numbers}."""
-        pieces, chunks = carried.pieces[c], payloads
-        if layout.codec.carrier is not None:
-            chunks = jax.vmap(lambda chunk: layout.codec.unpack_chunk(layout, c, chunk))(payloads)
-        sums = {}
-        for p in pieces:
-            read = [list(_read(carried, chunks[r], p)) for r in range(ranks)]
-            for stretch in zip(*read):
-                first, count, meta, _, size = stretch[0]
-                mine: Any = None if own is None else widen(own[p.leaf][p.start + first :][:count])
-                is_own = lambda r: where[1] == r
-                total: Any = None
-                split: list[tuple[jax.Array, jax.Array]] = []
-                if meta is None:
-                    terms = [widen(from_bytes(s[3], layout.dtypes[p.leaf])) for s in stretch]
-                else:
-                    split = [layout.codec.split_buckets(s[2], s[3], size) for s in stretch]
-                    terms = [value.reshape(-1) for _, value in split]
-                if meta is not None and p.bucket:
-                    bases = [
-                        base if own is None else jnp.where(is_own(r), 0, base) for r, (base, _) in enumerate(split)
-                    ]
-                    total = bases[0]
-                    for base in bases[1:]:
-                        total = ieee.add(total, base)
-                    total = jnp.broadcast_to(total, (count // size, size)).reshape(-1)
-                for r, term in enumerate(terms):
-                    if own is not None:
-                        term = jnp.where(is_own(r), mine, term)
-                    total = term if total is None else ieee.add(total, term)
-                if meta is not None and p.bucket:
-                    total = ieee.positive_zero(total)  # as decode_buckets in codecs/grid.py
-                if lost:
-                    total = ieee.add(total, lost[p.leaf][p.start + first :][:count])
-                sums[p.leaf, p.start + first] = total
-        return sums
-
-    def divided(x: jax.Array) -> jax.Array:
-        return x if divisor == 1.0 else ieee.divide(x, divisor)
+    def to_payload(c: int) -> tuple[jax.Array, list[jax.Array]]:
+        sums = _sums(layout, operands, c)
+        fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
+        sum_layout = layout.of_sum(len(operands.payloads))
+        chunk, kept = _encode_chunk(sum_layout, c, fetch=fetch, draw=_noise(layout, operands.key))
+        new = operands.residuals or []
+        if new:  # of the undivided sum
+            undivided = [(leaf, first, sums[leaf, first], multiplied(decoded)) for leaf, first, _, decoded in kept]
+            new = _feed_back(_flat(new), undivided)
+        # An empty chunk doesn't vary by itself.
+        chunk = _compat.match_varying(chunk, operands.payloads, *(operands.own or []))[0]
+        return chunk, [r.reshape(s) for r, s in zip(new, layout.shapes)]
 
     if encoded:
-
-        def chunk(c: int) -> Any:
-            sums = reduce_chunk(c)
-            fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
-            encoded, kept = _encode_chunk(sum_layout, c, fetch=fetch, draw=_noise(layout, operands.key))
-            new = list(lost)
-            for leaf, first, x, decoded in kept if lost else ():
-                stretch, given = (
-                    slice(first, first + x.size),
-                    decoded if divisor == 1.0 else ieee.multiply(decoded, divisor),
-                )
-                new[leaf] = new[leaf].at[stretch].set(_lost(sums[leaf, first], given, lost[leaf][stretch]))
-            encoded = _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk doesn't vary by itself
-            return encoded, [r.reshape(s) for r, s in zip(new, layout.shapes)]
-
-        if layout.chunks == 1:
-            return chunk(0)
-        return lax.switch(where[0], [lambda c=c: chunk(c) for c in range(layout.chunks)])
+        chunks = [functools.partial(to_payload, c) for c in range(layout.chunks)]
+        return chunks[0]() if len(chunks) == 1 else lax.switch(operands.where[0], chunks)
     leaves = [jnp.zeros(n, jnp.float32) for n in layout.sizes]
-    for (leaf, first), x in reduce_chunk(0).items():
+    for (leaf, first), x in _sums(layout, operands, 0).items():
         leaves[leaf] = leaves[leaf].at[first : first + x.size].set(divided(x))
     return [x.reshape(s) for x, s in zip(leaves, layout.shapes)]
