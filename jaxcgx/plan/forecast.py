@@ -1,5 +1,6 @@
 """Plan.explain: finds the codec, the message and the bytes of every leaf. It needs no program."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -100,37 +101,30 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
     if isinstance(schedule, dict):
         _check_axes(schedule, axes, axis_size)
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
     for path, leaf in found:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             place = f"{_OP}: argument 'tree', leaf {spell_path(path)!r}"
             raise unexpected(place, "an array or a jax.ShapeDtypeStruct", repr(leaf), kind=TypeError)
+    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+    nothing: dict[str, Any] = dict(codec=Raw(), message=None, raw_bytes=0, bytes=0, why=None)
+    unsent = [Row(spell_path(path), tuple(x.shape), dtype=str(x.dtype), axes=axes, **nothing) for path, x in found]
+    rows: list[list[Row]] = [[] for _ in found]
+    sent, raw = collections.Counter[Any](), collections.Counter[Any]()  # the bytes by axes
 
-    rows: list[list[Row]] = [[] for _ in leaves]
-    totals: dict[Any, tuple[int, int]] = {}
-
-    def add(i: int, axes: tuple[Any, ...], **fields: Any) -> None:
-        leaf = leaves[i]
-        rows[i].append(Row(spell_path(paths[i]), tuple(leaf.shape), dtype=str(leaf.dtype), axes=axes, **fields))
-
-    def count(axes: tuple[Any, ...], sent: int, raw: int) -> None:
-        before = totals.get(axes, (0, 0))
-        totals[axes] = before[0] + sent, before[1] + raw
-
+    alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
     coded: dict[Codecs, list[int]] = {}
     for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths=paths, leaves=leaves)):
         if isinstance(codec, dict):
             _check_axes(codec, axes, axis_size)
         if skips(codec):
-            add(i, axes, codec=codec, message=None, raw_bytes=0, bytes=0, why=None)
-            continue
-        alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
-        if why := why or why_raw(leaves[i], values(codec)) or alone:
+            rows[i] = [dataclasses.replace(unsent[i], codec=codec)]
+        elif why := why or why_raw(leaves[i], values(codec)) or alone:
             apart = isinstance(codec, dict) and all(each.raw for each in codec.values()) and alone is None
             for over, n in _shares(sizes, leaves[i].size) if apart else [(axes, leaves[i].size)]:
                 size = n * leaves[i].dtype.itemsize
-                add(i, over, codec=Raw(), message=None, raw_bytes=size, bytes=size, why=why)
-                count(over, size, size)
+                rows[i].append(dataclasses.replace(unsent[i], axes=over, raw_bytes=size, bytes=size, why=why))
+                sent[over] += size
+                raw[over] += size
         else:
             coded.setdefault(codec, []).append(i)
     groups = [
@@ -140,13 +134,14 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
     ]
     for number, (codec, ids) in enumerate(groups, 1):
         for exchange in _exchanges(codec, sizes, leaves=[leaves[i] for i in ids], leader=leader):
-            sent = exchange.bytes
-            raw = [exchange.times * n * leaves[i].dtype.itemsize for i, n in zip(ids, exchange.layout.sizes)]
-            for i, raw_bytes, own in zip(ids, raw, sent):
-                fields = dict(codec=exchange.layout.codec, message=number, raw_bytes=raw_bytes, bytes=own, why=None)
-                add(i, exchange.axes, **fields)
-            count(exchange.axes, exchange.message_bytes if exchange.padded else sum(sent), sum(raw))
-    return Forecast(tuple(itertools.chain(*rows)), totals)
+            over, own = exchange.axes, exchange.bytes
+            for i, n, size in zip(ids, exchange.layout.sizes, own):
+                whole = exchange.times * n * leaves[i].dtype.itemsize
+                fields = dict(axes=over, codec=exchange.layout.codec, message=number, raw_bytes=whole, bytes=size)
+                rows[i].append(dataclasses.replace(unsent[i], **fields))
+                raw[over] += whole
+            sent[over] += exchange.message_bytes if exchange.padded else sum(own)
+    return Forecast(tuple(itertools.chain(*rows)), {axes: (sent[axes], raw[axes]) for axes in sent})
 
 
 def _check_sizes(axis_size: Any) -> dict[Any, int]:
