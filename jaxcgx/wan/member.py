@@ -1,9 +1,6 @@
-"""A center in decoupled training: the state that it holds, and the messages that it sends and applies."""
+"""A center in decoupled training: the state that it holds, and the rounds that change it."""
 
 import enum
-import math
-import struct
-import threading
 import time
 import warnings
 from typing import Any, NamedTuple
@@ -13,20 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxcgx.checks import callers_level, check_integer, check_positive, spell_array, unexpected, wrong
+from jaxcgx.checks import callers_level, check_integer, check_positive, spell_array, wrong
 from jaxcgx.optim.leaves import check_arrays, check_real
 from jaxcgx.plan.leaves import spell_path
-from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
+from jaxcgx.wan.assembly import Contribution, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
+from jaxcgx.wan.inbox import OP, Inbox
 from jaxcgx.wan.moves import Moves, number_of, on_auto_axes, on_axes_of, put_like, shardings_of
 from jaxcgx.wan.outer import init_outer
-from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
-
-OP = "Decoupled.join"
-WEIGHT = struct.Struct("!d")
-NAMED = struct.Struct("!II")  # an entry of a decision: place, checksum
-REMEDY = "give all centers the same model, frozen parameters, plan, optimizer and options"
-TICK = 0.02  # seconds between two checks of a round that waits for further centers
+from jaxcgx.wan.peers import Frame, Terms
 
 
 class DecoupledState(NamedTuple):
@@ -117,39 +109,16 @@ class Member:
         self._steps, self._tokens = 0, 0.0  # since this center last took part
         self.last: Round | None = None
         self.waited: float = 0.0
-        self._changed = threading.Condition()  # guards the attributes below
-        # A round waits for half of the grace, so that its end reaches steps before they have waited for all of it.
-        self._assembly = Assembly(given.place, given.quorum, given.grace / 2)
-        self._assembly.advance(self._held.version)
-        self._outcome: dict[int, Contribution] = {}  # of the round that ends
-        self._arrived: Frame | None = None  # a STATE frame to adopt
-        self._asked: int | None = None  # the place of the center that was asked for a STATE
-        self._difference: Exception | None = None
-        self._joined = self._closed = False
-        self._peers: Any = None  # a Peers in the first process, None in the others
+        self._arrived: Frame | None = None  # the state to adopt
+        self._outcome: dict[int, Contribution] = {}  # of the round that has ended
         terms = self._terms()  # in every process, because it computes checksums of their common arrays
-        if jax.process_index() == 0:
-            sizes = {
-                Kind.BEAT: [0],
-                Kind.CONTRIBUTION: [WEIGHT.size + packing.bytes],
-                Kind.DECISION: [NAMED.size * count for count in range(1, len(given.hosts) + 1)],
-                Kind.FETCH: [0],
-                Kind.STATE: [self._state_bytes],
-            }
-            events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
-            try:
-                self._peers = Peers(
-                    given.place, given.hosts, given.secret.encode(), terms=terms, sizes=sizes, events=events
-                )
-            except OSError as error:
-                expected = f"an address of this machine, with a free port, at place {given.place}"
-                remedy = "correct 'addresses' or 'place', or end the program that has the port"
-                got = f"{given.addresses[given.place]!r}: {error}"
-                raise wrong(OP, "addresses", expected, got, remedy, kind=OSError) from None
-            self._peers.start()
-            threading.Thread(target=self._preside, name="jaxcgx-preside", daemon=True).start()
+        # The other processes follow the first one.
+        self._inbox = Inbox(given, terms, packing.bytes, self._sendable) if jax.process_index() == 0 else None
         try:
-            self._begin()
+            if self._inbox:
+                self._arrived = self._inbox.meet()
+            if self._agreed(_Act.ADOPT if self._arrived else _Act.GO_ON) == _Act.ADOPT:
+                self._adopt(None)
         except BaseException:
             self.leave()
             raise
@@ -170,8 +139,7 @@ class Member:
     @property
     def centers(self) -> tuple[int, ...]:
         """The places of the connected centers and of this center."""
-        with self._changed:
-            return tuple(sorted([self._given.place, *self._assembly.others]))
+        return tuple(sorted([self._given.place, *(self._inbox.others if self._inbox else ())]))
 
     def step(self, params: Any, tokens: float = 1.0) -> Any:
         """Returns the parameters to go on with. Call it after each step of the inner optimizer.
@@ -192,11 +160,8 @@ class Member:
 
     def leave(self) -> None:
         """Ends this center's connections. The other centers go on without it."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._peers:
-            self._peers.close()
+        if self._inbox:
+            self._inbox.close()
 
     def __enter__(self) -> "Member":
         return self
@@ -208,25 +173,21 @@ class Member:
 
     def _next(self) -> _Act:
         """Returns the next action. First it waits for the other centers, if this step has to wait for the round."""
-        if not self._peers:
+        if not self._inbox:
             return _Act.GO_ON  # the first process decides
-        given, assembly = self._given, self._assembly
-        with self._changed:
-            now = time.monotonic()
-            if self._sent and self._waits and self._steps - self._sent.steps >= given.overlap:
-                self._waits = False
-                self._changed.wait_for(lambda: self._arrived or assembly.outcome(), given.grace - self.waited)
-                self.waited += time.monotonic() - now
-            if assembly.must_fetch(now):
-                self._ask()
-            if self._arrived:
-                return _Act.ADOPT
-            if outcome := assembly.outcome():
-                self._outcome = outcome
-                return _Act.MOVE
-            due = self._steps >= given.every or (self._steps > 0 and assembly.gathers(now))
-            # A step that has already waited sends nothing: a center that a round left out sends in its next step.
-            return _Act.SEND if due and not (self._sent or self.waited) else _Act.GO_ON
+        given, now = self._given, time.monotonic()
+        if self._sent and self._waits and self._steps - self._sent.steps >= given.overlap:
+            self._waits = False
+            self._inbox.wait(given.grace - self.waited)
+            self.waited += time.monotonic() - now
+        self._arrived, self._outcome = self._inbox.look(now)
+        if self._arrived:
+            return _Act.ADOPT
+        if self._outcome:
+            return _Act.MOVE
+        due = self._steps >= given.every or (self._steps > 0 and self._inbox.gathers(now))
+        # A step that has already waited sends nothing: a center that a round left out sends in its next step.
+        return _Act.SEND if due and not (self._sent or self.waited) else _Act.GO_ON
 
     def _send(self, params: Any) -> Any:
         """Sends this center's outer gradient."""
@@ -234,13 +195,10 @@ class Member:
         numbers = np.array([self._given.place, version.round], np.int32)
         row, own, residuals = self._moves.encode(outer, params, self._residuals, numbers)
         contribution, steps, tokens = None, self._steps, self._tokens
-        if self._peers:
+        if self._inbox:
             weight = float(WEIGHTS[self._given.weights](tokens, steps))
             contribution = Contribution(version, weight, np.asarray(row).tobytes())
-            with self._changed:
-                self._assembly.contribute(self._given.place, contribution)
-                self._peers.send_all(_contribution(contribution))
-                self._changed.notify_all()
+            self._inbox.contribute(contribution)
         self._sent, self._waits = _Sent(contribution, own, residuals, steps=steps, tokens=tokens), True
         return params
 
@@ -271,8 +229,9 @@ class Member:
     def _adopt(self, params: Any) -> Any:
         """Goes on from the outer parameters and the optimizer's state that another center has sent."""
         _, outer, optimizer, merged = self._held
-        words, body, included = np.zeros(6, np.uint32), np.zeros(self._state_bytes, np.uint8), False
-        if self._peers and self._arrived:
+        size = sum(x.nbytes for x in self._sendable()[1])
+        words, body, included = np.zeros(6, np.uint32), np.zeros(size, np.uint8), False
+        if self._arrived:
             words[:] = [word for number in self._arrived.version for word in divmod(number, 2**32)]
             body[:] = np.frombuffer(self._arrived.body, np.uint8)
             merged = body[: merged.nbytes].view(merged.dtype).reshape(merged.shape).copy()
@@ -286,17 +245,39 @@ class Member:
         outer = self._moves.packing.trained.put(outer, trained)
         if self._sent and included:
             self._residuals = self._sent.residuals
-        self._steps, self._tokens, self._arrived = 0, 0.0, None
-        self._hold(_Held(version, outer, optimizer, merged))
+        self._steps, self._tokens = 0, 0.0
+        self._hold(_Held(version, outer, optimizer, merged), adopted=True)
         return self._moves.copy(outer)
 
-    def _hold(self, held: _Held) -> None:
-        with self._changed:
-            self._held, self._sent = held, None
-            self._assembly.advance(held.version)
-            if self._peers:
-                self._peers.send_all(self._beat())
-            self._changed.notify_all()
+    def _hold(self, held: _Held, adopted: bool = False) -> None:
+        self._held, self._sent = held, None
+        if self._inbox:
+            self._inbox.advance(held.version, adopted)
+
+    def _sendable(self) -> tuple[Version, list[Any]]:
+        """Returns the state that other centers fetch, (version, arrays). Threads call it, so it reads `_held` once."""
+        version, outer, optimizer, merged = self._held
+        return version, jax.tree_util.tree_leaves((merged, self._moves.packing.trained.take(outer), optimizer))
+
+    def _terms(self) -> Terms:
+        given, held, packing = self._given, self._held, self._moves.packing
+        leaves = {
+            leaf.name: f"{leaf.dtype}{list(leaf.shape)} in {leaf.codec}, average {'radial' if leaf.radial else 'mean'}"
+            for leaf in packing.leaves
+        }
+        # Frozen parameters are never sent. So each center must begin with the same ones.
+        for (path, x), at in zip(jax.tree_util.tree_flatten_with_path(held.outer)[0], packing.trained.rows):
+            if at is None:
+                check = number_of(self._moves.checksums(x, ()))
+                leaves[spell_path(path)] = f"{spell_array(x)}, frozen, with the checksum {check:016x}"
+        for path, x in jax.tree_util.tree_flatten_with_path(held.optimizer)[0]:
+            leaves[f"outer state {jax.tree_util.keystr(path)}"] = spell_array(x)
+        options = {
+            "addresses": ", ".join(given.addresses),
+            "weights": repr(given.weights),
+            "outer": f"the optimizer with the digest {self._moves.rule(held.outer, held.optimizer)}",
+        }
+        return Terms(options, leaves)
 
     def _compile(self) -> None:
         """Compiles the programs by running them, before other centers wait for this one."""
@@ -319,143 +300,6 @@ class Member:
     def _shared(self, tree: Any) -> Any:
         """Returns the first process's tree, on all processes."""
         return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
-
-    # The communication between centers.
-
-    def _begin(self) -> None:
-        """Meets the other centers, and adopts the chair's state if it differs from this center's."""
-        if self._peers:
-            self._meet()
-        if self._agreed(_Act.ADOPT if self._arrived else _Act.GO_ON) == _Act.ADOPT:
-            self._adopt(None)
-
-    def _meet(self) -> None:
-        """Waits for the other centers, and for the chair's state if it differs from this center's."""
-        given = self._given
-        with self._changed:
-            met = lambda: self._difference or len(self._assembly.others) == len(given.addresses) - 1
-            self._changed.wait_for(met, given.grace)
-            self._changed.wait_for(self._ready)
-            if self._difference:
-                raise self._difference
-            self._joined, here = True, {given.place, *self._assembly.others}
-        if missing := [place for place in range(len(given.addresses)) if place not in here]:
-            reasons = self._peers.why_missing(missing)
-            each = "; ".join(f"center {place} at {given.addresses[place]}: {why}" for place, why in reasons.items())
-            text = f"{OP}: this center begins without others after {given.grace} s ({each})"
-            warnings.warn(text, stacklevel=callers_level())
-
-    def _ready(self) -> bool:
-        """Returns whether the wait for the chair's state is over, and asks the chair for its state otherwise.
-
-        It is over if this center has the chair's version, if the state has arrived, or if another center has other
-        terms.
-        """
-        assembly = self._assembly
-        same = assembly.others.get(assembly.chair, assembly.version) == assembly.version
-        if not same and not self._difference and not self._arrived:
-            self._ask()
-        return bool(same or self._difference or self._arrived)
-
-    def _ask(self) -> None:
-        """Asks the chair for its state, unless a request is already open."""
-        assembly = self._assembly
-        if self._asked is None:
-            self._asked = assembly.chair
-            assembly.fetching = assembly.others[assembly.chair].round
-            self._peers.send(assembly.chair, Frame(Kind.FETCH, assembly.version))
-
-    def _preside(self) -> None:
-        """Decides rounds whenever this center is the chair. It runs in a thread until the center leaves."""
-        with self._changed:
-            while not self._closed:
-                now = time.monotonic()
-                if decision := self._assembly.decide(now):
-                    named = b"".join(NAMED.pack(*each) for each in decision.members)
-                    self._peers.send_all(Frame(Kind.DECISION, decision.version, named))
-                    self._changed.notify_all()
-                self._changed.wait(TICK if self._assembly.gathers(now) else None)
-
-    def _terms(self) -> Terms:
-        given, held, packing = self._given, self._held, self._moves.packing
-        leaves = {
-            leaf.name: f"{leaf.dtype}{list(leaf.shape)} in {leaf.codec}, average {'radial' if leaf.radial else 'mean'}"
-            for leaf in packing.leaves
-        }
-        # Frozen parameters are never sent. So each center must begin with the same ones.
-        for (path, x), at in zip(jax.tree_util.tree_flatten_with_path(held.outer)[0], packing.trained.rows):
-            if at is None:
-                check = number_of(self._moves.checksums(x, ()))
-                leaves[spell_path(path)] = f"{spell_array(x)}, frozen, with the checksum {check:016x}"
-        for path, x in jax.tree_util.tree_flatten_with_path(held.optimizer)[0]:
-            leaves[f"outer state {jax.tree_util.keystr(path)}"] = spell_array(x)
-        options = {
-            "addresses": ", ".join(given.addresses),
-            "weights": repr(given.weights),
-            "outer": f"the optimizer with the digest {self._moves.rule(held.outer, held.optimizer)}",
-        }
-        return Terms(options, leaves)
-
-    @property
-    def _state_bytes(self) -> int:
-        like = self._held.merged, self._moves.packing.trained.take(self._held.outer), self._held.optimizer
-        return sum(x.nbytes for x in jax.tree_util.tree_leaves(like))
-
-    # The events of `Peers`. They are called in its threads.
-
-    def _beat(self) -> Frame:
-        """Returns a frame that says that this center is alive, with its version."""
-        return Frame(Kind.BEAT, self._held.version)
-
-    def _came(self, place: int) -> None:
-        """Handles the connection of a center."""
-        with self._changed:
-            self._asked = None if self._asked == place else self._asked  # a request over the old connection is lost
-            self._peers.send(place, self._beat())
-            if own := self._assembly.present().get(self._given.place):
-                self._peers.send(place, _contribution(own))
-
-    def _left(self, place: int) -> None:
-        """Handles the loss of a center."""
-        with self._changed:
-            self._assembly.others.pop(place, None)
-            self._asked = None if self._asked == place else self._asked
-            self._changed.notify_all()
-
-    def _differs(self, place: int, difference: tuple[str, str, str, str]) -> None:
-        """Handles a center with other terms: an error while this center joins, a warning after that."""
-        argument, leaf, mine, theirs = difference
-        where = f"{OP}: argument '{argument}'" + (f", leaf {leaf!r}" if leaf else "")
-        expected = f"{theirs}, which center {place} at {self._given.addresses[place]} has"
-        error = unexpected(where, expected, mine, REMEDY)
-        with self._changed:
-            if self._joined:
-                warnings.warn(f"a center was turned away: {error}", stacklevel=callers_level())
-                return
-            self._difference = error
-            self._changed.notify_all()
-
-    def _got(self, place: int, frame: Frame) -> None:
-        """Handles a frame from a center."""
-        kind, version, body = frame
-        if kind == Kind.FETCH:
-            held = self._held
-            like = held.merged, self._moves.packing.trained.take(held.outer), held.optimizer
-            state = b"".join(np.asarray(x).tobytes() for x in jax.tree_util.tree_leaves(like))
-            self._peers.send(place, Frame(Kind.STATE, held.version, state))
-        with self._changed:
-            self._assembly.others[place] = version
-            if kind == Kind.CONTRIBUTION:
-                (weight,) = WEIGHT.unpack_from(body)
-                if math.isfinite(weight) and weight > 0:
-                    self._assembly.contribute(place, Contribution(version, weight, memoryview(body)[WEIGHT.size :]))
-            elif kind == Kind.DECISION:
-                self._assembly.learn(Decision(version, tuple(NAMED.iter_unpack(body))))
-            elif kind == Kind.STATE:
-                self._asked, own = None, self._assembly.version
-                if version.merged >= own.merged and version != own:
-                    self._arrived = frame
-            self._changed.notify_all()
 
 
 def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
@@ -490,11 +334,6 @@ def _check_like(function: str, argument: str, given: Any, wanted: Any, remedy: s
 def _named(contribution: Contribution) -> tuple[int, int]:
     """Returns the number of the round to which a contribution was sent, and its checksum."""
     return contribution.version.round + 1, contribution.check
-
-
-def _contribution(contribution: Contribution) -> Frame:
-    body = WEIGHT.pack(contribution.weight) + contribution.payload
-    return Frame(Kind.CONTRIBUTION, contribution.version, body)
 
 
 def _from_bytes(like: Any, body: np.ndarray) -> Any:

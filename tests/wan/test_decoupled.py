@@ -299,7 +299,7 @@ def test_a_center_comes_late_dies_and_comes_back():
     (own, late), two = joined[2], joined[:2]  # the third center is in a long step
     before, residuals = late.params, late.state.residuals
     two = together(two)
-    until(lambda: None, lambda _: late._assembly.outcome())
+    until(lambda: None, lambda _: late._inbox.assembly.outcome())
     params = late.step(learn(own, 2))
     assert late.last.centers == (0, 1)
     for name, x in late.params.items():
@@ -323,10 +323,10 @@ def test_a_center_comes_late_dies_and_comes_back():
 def test_a_fetched_state_may_have_what_was_sent(lost, monkeypatch):
     """Then residuals are those of the outer gradient that was sent. Otherwise they stay as they were."""
     (own, chair), (params, member) = join(decoupled(2, quorum=1, grace=1.0, plan=cgx.MaxMin(4, 8)))
-    monkeypatch.setattr(member._assembly, "outcome", lambda: None)  # so it must fetch
-    send = member._peers.send_all
+    monkeypatch.setattr(member._inbox.assembly, "outcome", lambda: None)  # so it must fetch
+    peers, send = member._inbox.peers, member._inbox.peers.send_all
     if lost:
-        monkeypatch.setattr(member._peers, "send_all", lambda frame: frame.kind == Kind.CONTRIBUTION or send(frame))
+        monkeypatch.setattr(peers, "send_all", lambda frame: frame.kind == Kind.CONTRIBUTION or send(frame))
     fresh = residuals = member.state.residuals
 
     def step():
@@ -373,9 +373,9 @@ def alone(**options):
 
 def decided(member, params, count):
     """Returns the parameters after some steps, when the round for which they were sent is decided."""
-    with member._changed:  # the round can't be decided before the steps end
+    with member._inbox.changed:  # the round can't be decided before the steps end
         params, _ = steps(params, member, 0, count)
-    until(lambda: None, lambda _: member._assembly.outcome())
+    until(lambda: None, lambda _: member._inbox.assembly.outcome())
     return params
 
 
@@ -471,7 +471,7 @@ def test_a_step_waits_for_one_round(monkeypatch):
             return {1: member._sent.contribution}
         return None
 
-    monkeypatch.setattr(member._assembly, "outcome", of_the_other)
+    monkeypatch.setattr(member._inbox.assembly, "outcome", of_the_other)
     params, _ = steps(params, member, 0, count=2)
     assert member.last.centers == (1,) and member.last.number == 1 and member._steps == 2 and not member._sent
     steps(params, member, 0, count=1)

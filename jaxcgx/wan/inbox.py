@@ -1,0 +1,217 @@
+"""The messages of the other centers in decoupled training: threads receive them, and steps look at them."""
+
+import math
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxcgx.checks import callers_level, unexpected, wrong
+from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
+from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
+
+OP = "Decoupled.join"
+WEIGHT = struct.Struct("!d")
+NAMED = struct.Struct("!II")  # an entry of a decision: place, checksum
+REMEDY = "give all centers the same model, frozen parameters, plan, optimizer and options"
+TICK = 0.02  # seconds between two checks of a round that waits for further centers
+
+
+class Inbox:
+    """What a center knows of the other centers, and its connections to them.
+
+    The condition `changed` guards all attributes that change. `state()`, which threads call, returns (version, arrays)
+    of the state that another center may fetch. `payload` is the number of bytes of an outer gradient.
+    """
+
+    def __init__(self, given: Any, terms: Terms, payload: int, state: Callable[[], tuple[Version, list[Any]]]) -> None:
+        self._given, self._state = given, state
+        version, arrays = state()
+        # A round waits for half of the grace, so that its end reaches steps before they have waited for all of it.
+        self.assembly: Assembly = Assembly(given.place, given.quorum, given.grace / 2)
+        self.assembly.advance(version)
+        self._arrived: Frame | None = None  # a STATE frame to adopt
+        self._asked: int | None = None  # the place of the center that was asked for a STATE
+        self._difference: Exception | None = None
+        self._joined = self._closed = False
+        self.changed: threading.Condition = threading.Condition()
+        sizes = {
+            Kind.BEAT: [0],
+            Kind.CONTRIBUTION: [WEIGHT.size + payload],
+            Kind.DECISION: [NAMED.size * count for count in range(1, len(given.hosts) + 1)],
+            Kind.FETCH: [0],
+            Kind.STATE: [sum(x.nbytes for x in arrays)],
+        }
+        events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
+        try:
+            self.peers: Peers = Peers(
+                given.place, given.hosts, given.secret.encode(), terms=terms, sizes=sizes, events=events
+            )
+        except OSError as error:
+            expected = f"an address of this machine, with a free port, at place {given.place}"
+            remedy = "correct 'addresses' or 'place', or end the program that has the port"
+            got = f"{given.addresses[given.place]!r}: {error}"
+            raise wrong(OP, "addresses", expected, got, remedy, kind=OSError) from None
+        self.peers.start()
+        threading.Thread(target=self._preside, name="jaxcgx-preside", daemon=True).start()
+
+    # The methods for steps.
+
+    def meet(self) -> Frame | None:
+        """Waits for the other centers. Returns the chair's state if it differs from this center's."""
+        given, assembly = self._given, self.assembly
+        with self.changed:
+            met = lambda: self._difference or len(assembly.others) == len(given.addresses) - 1
+            self.changed.wait_for(met, given.grace)
+            self.changed.wait_for(self._ready)
+            if self._difference:
+                raise self._difference
+            self._joined, here = True, {given.place, *assembly.others}
+        if missing := [place for place in range(len(given.addresses)) if place not in here]:
+            reasons = self.peers.why_missing(missing)
+            each = "; ".join(f"center {place} at {given.addresses[place]}: {why}" for place, why in reasons.items())
+            text = f"{OP}: this center begins without others after {given.grace} s ({each})"
+            warnings.warn(text, stacklevel=callers_level())
+        return self._arrived
+
+    @property
+    def others(self) -> list[int]:
+        """The places of the connected centers."""
+        with self.changed:
+            return list(self.assembly.others)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until `look` finds a state or a round."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._arrived or self.assembly.outcome(), seconds)
+
+    def look(self, now: float) -> tuple[Frame | None, dict[int, Contribution]]:
+        """Returns (a state to adopt or None, the contributions of a round that has ended or {})."""
+        with self.changed:
+            if self.assembly.must_fetch(now):
+                self._ask()
+            return self._arrived, self.assembly.outcome() or {}
+
+    def gathers(self, now: float) -> bool:
+        """Returns whether this center should send soon, because others wait for it."""
+        with self.changed:
+            return self.assembly.gathers(now)
+
+    def contribute(self, contribution: Contribution) -> None:
+        """Sends this center's contribution to all centers."""
+        with self.changed:
+            self.assembly.contribute(self._given.place, contribution)
+            self.peers.send_all(_frame(contribution))
+            self.changed.notify_all()
+
+    def advance(self, version: Version, adopted: bool) -> None:
+        """Goes on with another version. `adopted` says whether it is that of the state that arrived."""
+        with self.changed:
+            self._arrived = None if adopted else self._arrived
+            self.assembly.advance(version)
+            self.peers.send_all(self._beat())
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        self.peers.close()
+
+    # The caller of these two holds the condition.
+
+    def _ready(self) -> bool:
+        """Returns whether the wait for the chair's state is over, and asks the chair for its state otherwise.
+
+        It is over if this center has the chair's version, if the state has arrived, or if another center has other
+        terms.
+        """
+        assembly = self.assembly
+        same = assembly.others.get(assembly.chair, assembly.version) == assembly.version
+        ready = same or self._difference is not None or self._arrived is not None
+        if not ready:
+            self._ask()
+        return ready
+
+    def _ask(self) -> None:
+        """Asks the chair for its state, unless a request is already open."""
+        assembly = self.assembly
+        if self._asked is None:
+            self._asked = assembly.chair
+            assembly.fetching = assembly.others[assembly.chair].round
+            self.peers.send(assembly.chair, Frame(Kind.FETCH, assembly.version))
+
+    # The threads: one that decides, and those of `Peers`, which call the methods below it.
+
+    def _preside(self) -> None:
+        """Decides rounds whenever this center is the chair. It runs until the center leaves."""
+        with self.changed:
+            while not self._closed:
+                now = time.monotonic()
+                if decision := self.assembly.decide(now):
+                    named = b"".join(NAMED.pack(*each) for each in decision.members)
+                    self.peers.send_all(Frame(Kind.DECISION, decision.version, named))
+                    self.changed.notify_all()
+                self.changed.wait(TICK if self.assembly.gathers(now) else None)
+
+    def _beat(self) -> Frame:
+        """Returns a frame that says that this center is alive, with its version."""
+        return Frame(Kind.BEAT, self.assembly.version)
+
+    def _came(self, place: int) -> None:
+        """Handles the connection of a center."""
+        with self.changed:
+            self._asked = None if self._asked == place else self._asked  # a request over the old connection is lost
+            self.peers.send(place, self._beat())
+            if own := self.assembly.present().get(self._given.place):
+                self.peers.send(place, _frame(own))
+
+    def _left(self, place: int) -> None:
+        """Handles the loss of a center."""
+        with self.changed:
+            self.assembly.others.pop(place, None)
+            self._asked = None if self._asked == place else self._asked
+            self.changed.notify_all()
+
+    def _differs(self, place: int, difference: tuple[str, str, str, str]) -> None:
+        """Handles a center with other terms: an error while this center joins, a warning after that."""
+        argument, leaf, mine, theirs = difference
+        where = f"{OP}: argument '{argument}'" + (f", leaf {leaf!r}" if leaf else "")
+        expected = f"{theirs}, which center {place} at {self._given.addresses[place]} has"
+        error = unexpected(where, expected, mine, REMEDY)
+        with self.changed:
+            if self._joined:
+                warnings.warn(f"a center was turned away: {error}", stacklevel=callers_level())
+                return
+            self._difference = error
+            self.changed.notify_all()
+
+    def _got(self, place: int, frame: Frame) -> None:
+        """Handles a frame from a center."""
+        kind, version, body = frame
+        if kind == Kind.FETCH:
+            own, arrays = self._state()
+            self.peers.send(place, Frame(Kind.STATE, own, b"".join(np.asarray(x).tobytes() for x in arrays)))
+        with self.changed:
+            self.assembly.others[place] = version
+            if kind == Kind.CONTRIBUTION:
+                (weight,) = WEIGHT.unpack_from(body)
+                if math.isfinite(weight) and weight > 0:
+                    self.assembly.contribute(place, Contribution(version, weight, memoryview(body)[WEIGHT.size :]))
+            elif kind == Kind.DECISION:
+                self.assembly.learn(Decision(version, tuple(NAMED.iter_unpack(body))))
+            elif kind == Kind.STATE:
+                self._asked, own = None, self.assembly.version
+                if version.merged >= own.merged and version != own:
+                    self._arrived = frame
+            self.changed.notify_all()
+
+
+def _frame(contribution: Contribution) -> Frame:
+    body = WEIGHT.pack(contribution.weight) + contribution.payload
+    return Frame(Kind.CONTRIBUTION, contribution.version, body)
