@@ -25,6 +25,8 @@ from jaxcgx.native.operands import places
 from jaxcgx.native.rules import in_front
 from jaxcgx.transports.base import Transport
 
+Batch = tuple[tuple[int, Any], ...]
+
 
 def bind(primitive: Any, message: Message, **params: Any) -> Message:
     """Binds the primitive, and returns the message of results: leaves, and the new arrays of each kind of state."""
@@ -63,6 +65,63 @@ def _put_leaves(tree: Any, values: Sequence[Any], leaves: Sequence[Any]) -> list
     return values
 
 
+def _lower(run: Callable[..., Message], *operands: Any, batch: Batch, tree: Any, **params: Any) -> list[jax.Array]:
+    mapped: Callable[[Message], Message] = functools.partial(run, **params)
+    for _, axis in reversed(batch):
+        mapped = jax.vmap(mapped, axis_name=axis)
+    return jax.tree_util.tree_leaves(mapped(tree.unflatten(operands)))
+
+
+def _abstract_eval(shape: Any, invarying: Any, *avals: Any, batch: Batch, tree: Any, **params: Any) -> tuple[Any, Any]:
+    net, sizes, n = params["net"], tuple(size for size, _ in batch), len(batch)
+    gone = net.names if invarying(**params) else ()
+    message = tree.unflatten(avals)
+    leaves = [
+        _compat.result_aval([x], sizes + shape(x.shape[n:], i, **params), dtype=x.dtype, rows=n, invarying=gone)
+        for i, x in enumerate(message.leaves)
+    ]
+    like = lambda x: _compat.result_aval([x], x.shape, x.dtype, rows=n)
+    results = jax.tree_util.tree_map(like, message.replace(leaves=[], key=None)).replace(leaves=leaves)
+    bound = set(net.names) - {name for _, name in batch}
+    return jax.tree_util.tree_leaves(results), _compat.axis_effects(bound) | net.effects
+
+
+def _batch(primitive: Any, same: bool, axis: Any, operands: Any, dims: Any, *, batch: Batch, **params: Any) -> Any:
+    ours = axis.name in params["net"].names
+    if not ours and all(d is None for d in dims):  # vmap calls this rule even if it maps no operand
+        results = primitive.bind(*operands, batch=batch, **params)
+        return results, [None] * len(results)
+    batch = ((axis.size, axis.name if ours else None), *batch)
+    results = primitive.bind(*in_front(operands, dims, axis.size), batch=batch, **params)
+    dims = [0] * len(results)
+    if ours and same:
+        of_results = places(_results(params["tree"]))
+        for place in jax.tree_util.tree_leaves([getattr(of_results, field) for field in ("leaves", *SHARED)]):
+            results[place], dims[place] = results[place][0], None
+    return results, dims
+
+
+def _jvp(primitive: Any, primals: Any, tangents: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:
+    results = primitive.bind(*primals, tree=tree, **params)
+    zeros = [_compat.zero_tangent(r) for r in results]
+    message, moving = tree.unflatten(primals), tree.unflatten(tangents).leaves
+    if all(type(t) is ad.Zero for t in moving):
+        return results, zeros
+    moved = bind(primitive, Message(message.ids, list(map(ad.instantiate_zeros, moving)), message.key), **params)
+    return results, _put_leaves(_results(tree), zeros, moved.leaves)
+
+
+def _transposed(transpose: Any, cts: Any, *operands: Any, tree: Any, **params: Any) -> list[Any]:
+    message = tree.unflatten(operands)
+    avals = [x.aval for x in message.leaves]
+    if all(type(ct) is ad.Zero for ct in cts):
+        back = list(map(ad.Zero, avals))
+    else:
+        back = transpose(message.replace(leaves=avals), list(map(ad.instantiate_zeros, cts)), **params)
+        back = [_compat.vary(ct, _compat.varying_axes(aval)) for ct, aval in zip(back, avals)]
+    return _put_leaves(tree, [None] * len(operands), back)
+
+
 def define(
     name: str,
     run: Callable[..., Message],
@@ -84,72 +143,10 @@ def define(
     """
     primitive = _compat.Primitive(name)
     primitive.multiple_results = True
-
     define_impl(primitive)
-
-    def lower(*operands: Any, batch: tuple[Any, ...], tree: Any, **params: Any) -> list[jax.Array]:
-        mapped: Callable[..., Any] = lambda *operands: jax.tree_util.tree_leaves(
-            run(tree.unflatten(operands), **params)
-        )
-        for _, axis in reversed(batch):
-            mapped = jax.vmap(mapped, axis_name=axis)
-        return mapped(*operands)
-
-    mlir.register_lowering(primitive, mlir.lower_fun(lower, multiple_results=True))
-
-    def abstract(*avals: Any, batch: tuple[Any, ...], tree: Any, net: Transport, **params: Any) -> tuple[Any, Any]:
-        bound = [axis for axis in net.names if axis not in [name for _, name in batch]]
-        sizes, n = tuple(size for size, _ in batch), len(batch)
-        gone = net.names if invarying(**params) else ()
-        message = tree.unflatten(avals)
-        state = message.replace(leaves=[], key=None)
-        results = jax.tree_util.tree_map(lambda x: _compat.result_aval([x], x.shape, x.dtype, rows=n), state).replace(
-            leaves=[
-                _compat.result_aval([x], sizes + shape(x.shape[n:], i, **params), dtype=x.dtype, rows=n, invarying=gone)
-                for i, x in enumerate(message.leaves)
-            ]
-        )
-        return jax.tree_util.tree_leaves(results), _compat.axis_effects(bound) | net.effects
-
-    primitive.def_effectful_abstract_eval(abstract)
-
-    def batched(
-        axis: Any, operands: Any, dims: Any, *, batch: tuple[Any, ...], tree: Any, net: Transport, **params: Any
-    ) -> tuple[Any, Any]:
-        ours = axis.name in net.names
-        if not ours and all(d is None for d in dims):  # vmap calls this rule even if it maps no operand
-            results = primitive.bind(*operands, batch=batch, tree=tree, net=net, **params)
-            return results, [None] * len(results)
-        batch = ((axis.size, axis.name if ours else None), *batch)
-        results = primitive.bind(*in_front(operands, dims, axis.size), batch=batch, tree=tree, net=net, **params)
-        of_results, dims = places(_results(tree)), [0] * len(results)
-        if ours and same:
-            for place in jax.tree_util.tree_leaves([getattr(of_results, field) for field in ("leaves", *SHARED)]):
-                results[place], dims[place] = results[place][0], None
-        return results, dims
-
-    batching.fancy_primitive_batchers[primitive] = batched
-
-    def jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:
-        results = primitive.bind(*primals, tree=tree, **params)
-        zeros = [_compat.zero_tangent(r) for r in results]
-        message, moving = tree.unflatten(primals), tree.unflatten(tangents).leaves
-        if all(type(t) is ad.Zero for t in moving):
-            return results, zeros
-        moved = bind(primitive, Message(message.ids, list(map(ad.instantiate_zeros, moving)), message.key), **params)
-        return results, _put_leaves(_results(tree), zeros, moved.leaves)
-
-    ad.primitive_jvps[primitive] = jvp
-
-    def transposed(cts: Any, *operands: Any, tree: Any, **params: Any) -> list[Any]:
-        message = tree.unflatten(operands)
-        avals = [x.aval for x in message.leaves]
-        if all(type(ct) is ad.Zero for ct in cts):
-            back = list(map(ad.Zero, avals))
-        else:
-            back = transpose(message.replace(leaves=avals), list(map(ad.instantiate_zeros, cts)), **params)
-            back = [_compat.vary(ct, _compat.varying_axes(aval)) for ct, aval in zip(back, avals)]
-        return _put_leaves(tree, [None] * len(operands), back)
-
-    ad.primitive_transposes[primitive] = transposed
+    mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(_lower, run), multiple_results=True))
+    primitive.def_effectful_abstract_eval(functools.partial(_abstract_eval, shape, invarying))
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, same)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    ad.primitive_transposes[primitive] = functools.partial(_transposed, transpose)
     return primitive
