@@ -177,41 +177,8 @@ class ValueAndGrad:
             raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
         others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
         if inside:
-            positional, keywords, fixed = others
-            arguments = lambda *params: (insert(positional, places, params, fixed), keywords)
-            value, (aux, changed), grads, _ = self.on_this_rank(arguments, params)
-            if changed:
-                expected, got = (
-                    "a function that leaves modules as they are inside of shard_map",
-                    "one that changes them",
-                )
-                raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
-            grads, _ = _mean(self, grads, residuals=None, key=codec_key)
-            return (value, aux) if self.has_aux else value, self.as_argument(grads)
-        ranks = self._ranks((params, others))
-        param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
-        self._check_residuals(ranks, residuals)
-        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
-        given = params, split.arrays(others), self.as_list(residuals), codec_key
-        # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
-        # because values that the loss closes over may have changed.
-        program = jax.jit(functools.partial(_run, self, split, self.has_aux))
-        try:
-            try:
-                traced = program.trace(*given)
-            except _Changed:
-                program = jax.jit(functools.partial(_run, self, split, True))
-                traced = program.trace(*given)
-        except TypeError as error:
-            if "shape" in str(error):  # a part's shape may not match an array that is closed over
-                error.add_note(
-                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
-                    "each example must be an argument of the call, too, and not closed over."
-                )
-            raise
-        check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)
-        split.check_closure(self.call_loss, *given[:2])
-        done = eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
+            return self._inside(places, params, others, key=codec_key)
+        done = self._outside(places, params, others, residuals=residuals, key=codec_key)
         aux, changed = done.extras
         for i, new in changed.items():
             whole = list(args), kwargs
@@ -219,6 +186,46 @@ class ValueAndGrad:
         value = (done.value, aux) if self.has_aux else done.value
         result = value, self.as_argument(done.grads)
         return (result, self.as_argument(done.residuals)) if self.feedback else result
+
+    def _inside(self, places: tuple[int, ...], params: Any, others: Any, key: Any) -> Any:
+        """Returns the result of a call inside of shard_map, pmap or vmap."""
+        positional, keywords, fixed = others
+        arguments = lambda *params: (insert(positional, places, params, fixed), keywords)
+        value, (aux, changed), grads, _ = self.on_this_rank(arguments, params)
+        if changed:
+            expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
+            raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
+        grads, _ = _mean(self, grads, residuals=None, key=key)
+        return (value, aux) if self.has_aux else value, self.as_argument(grads)
+
+    def _outside(self, places: tuple[int, ...], params: Any, others: Any, residuals: Any, key: Any) -> "_Done":
+        """Splits the arguments over the ranks, and runs the step on all ranks."""
+        ranks = self._ranks((params, others))
+        param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
+        self._check_residuals(ranks, residuals)
+        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
+        given = params, split.arrays(others), self.as_list(residuals), key
+        program, traced = self._traced(split, given, extras=self.has_aux)
+        check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)
+        split.check_closure(self.call_loss, *given[:2])
+        return eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
+
+    def _traced(self, split: Split, given: tuple[Any, ...], extras: bool) -> tuple[Any, Any]:
+        """Returns (the program of `_run`, its trace). Without `extras`, it is traced again if the loss has extras."""
+        # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
+        # because values that the loss closes over may have changed.
+        program = jax.jit(functools.partial(_run, self, split, extras))
+        try:
+            return program, program.trace(*given)
+        except _Changed:
+            return self._traced(split, given, extras=True)
+        except TypeError as error:
+            if "shape" in str(error):  # a part's shape may not match an array that is closed over
+                error.add_note(
+                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {split.ranks.size}. What else has a row "
+                    "for each example must be an argument of the call, too, and not closed over."
+                )
+            raise
 
     def init(self, params: Any) -> Any:
         """Returns residuals of zeros, with a row for each rank, sharded over the axis.
@@ -359,6 +366,9 @@ def _run(
     how these outputs are split over the ranks.
     """
     ranks, names = split.ranks, split.ranks.names
+    tree, specs_of_extras = jax.tree_util.tree_structure((None, {})), []
+    if extras:
+        tree, specs_of_extras = split.aux_specs(call.call_loss, params, arrays=arrays)
 
     def of_rank(params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
         rank = lax.axis_index(names)
@@ -366,19 +376,7 @@ def _run(
         value, found, grads, share = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
         if not extras and jax.tree_util.tree_leaves(found):
             raise _Changed
-        mean = functools.partial(_mean, call)
-        if ranks.others:
-            specs = split.param_specs
-            row = lambda x, spec: None if x is None else P(None, *spec)
-            rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
-            mean = jax.shard_map(
-                mean,
-                in_specs=(specs, rows, P()),
-                out_specs=(specs, rows),
-                axis_names=set(ranks.others),
-                check_vma=False,
-            )
-        grads, kept = mean(grads, residuals, codec_key)
+        grads, kept = _mean_of_shards(call, split, grads, residuals=residuals, key=codec_key)
         counted = lambda x: jnp.where(share == 0, 0, x * share)  # a mean over no tokens may be NaN
         net = check_axes(OP, call.axis_name)
         mean_of = lambda x: plain_reduce(OP, counted(x), net, mean=True).astype(jnp.result_type(x))
@@ -386,9 +384,6 @@ def _run(
         shown = [mean_of(x) if spec == P() else jnp.asarray(x) for x, spec in extra]
         return _Done(value, shown, grads, kept)
 
-    tree, specs_of_extras = jax.tree_util.tree_structure((None, {})), []
-    if extras:
-        tree, specs_of_extras = split.aux_specs(call.call_loss, params, arrays=arrays)
     arrays = [ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
     out_specs = _Done(P(), [spec or P() for spec in specs_of_extras], P(), P(names))
     step = ranks.map(of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=out_specs)
@@ -400,6 +395,16 @@ def _run(
         expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
         raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
     return done._replace(extras=tree.unflatten(done.extras))
+
+
+def _mean_of_shards(call: ValueAndGrad, split: Split, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
+    """Returns `_mean`, for each shard if other axes of the mesh shard the parameters."""
+    mean, specs = functools.partial(_mean, call), split.param_specs
+    if others := set(split.ranks.others):
+        row = lambda x, spec: None if x is None else P(None, *spec)
+        shards = specs, residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
+        mean = jax.shard_map(mean, in_specs=(*shards, P()), out_specs=shards, axis_names=others, check_vma=False)
+    return mean(grads, residuals, key)
 
 
 def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tuple[Any, Any]:
