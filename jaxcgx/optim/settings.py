@@ -91,6 +91,8 @@ class Settings:
         self._check_combinations()
         if self.feedback or self.telemetry:
             self._check_rings()
+        if self.feedback:
+            self._warn_of_order()
         if any(dimension is not None for dimension in self.scattered):
             self._check_scattered()
 
@@ -192,6 +194,21 @@ class Settings:
                 expected = f"one codec over all axes {sharded}, with feedback or telemetry"
                 remedy = "pass feedback=False without telemetry, or one codec"
                 raise wrong(self.function, "plan", expected, "a codec per axis", remedy)
+
+    def _warn_of_order(self) -> None:
+        """Warns of axes in the wrong order: feedback covers the losses of the exchange over the outermost axis only."""
+        for codec in (codec for plan in self.plans for codec in (plan.default, *(rule.codec for rule in plan.rules))):
+            if not isinstance(codec, dict):
+                continue
+            (outermost, outer), *inner = [(name, codec[name]) for name in self.ranks.levels]
+            lossy = next(((name, each) for name, each in inner if not each.raw), None)
+            if outer.raw and lossy is not None:
+                warnings.warn(
+                    f"{self.function}: argument 'plan': feedback covers only the outermost axis, {outermost!r}, not "
+                    f"{spell(lossy[1])} for {lossy[0]!r}; axis_name, or data_axis of make_train_step, lists the "
+                    "outermost axis first",
+                    stacklevel=callers_level(),
+                )
 
     def _check_rings(self) -> None:
         """Refuses a ring over the outermost axis. It encodes partial sums on the way, and no rank gets their errors."""

@@ -363,3 +363,13 @@ def test_feedback_matters():
     start = float((curvature * centers.mean(0) ** 2).sum())
     assert train(cgx.Raw()) < 1e-2 * start
     assert train(cgx.MaxMin(2, 64)) < 0.02 * start < 0.1 * start < train(cgx.MaxMin(2, 64), feedback=False)
+
+
+def test_axes_in_the_wrong_order_are_a_warning():
+    plan = {"dc": cgx.MaxMin(4), "local": cgx.Raw()}
+    make = lambda axes, **options: cgx.compress_gradients(axes, plan, **options)
+    make(("dc", "local")), make(("local", "dc"), feedback=False)  # a warning would be an error
+    with pytest.warns(
+        UserWarning, match=r"'plan': .* not MaxMin\(bits=4\) for 'dc'; .* lists the outermost axis first"
+    ):
+        make(("local", "dc"))
