@@ -147,6 +147,7 @@ def make_train_step(
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
+    _check_functions(loss_fn, optimizer, compress)
     if diloco is not None:
         _check_axes(mesh, data_axis)
     placement = check_placement(
@@ -161,7 +162,6 @@ def make_train_step(
     sharded = Sharded(
         placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
     )
-    _check_functions(loss_fn, optimizer, compress)
     for name, flag in (("has_aux", has_aux), ("weighted", weighted), ("donate", donate)):
         check_flag(OP, name, flag)
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
@@ -174,8 +174,7 @@ def make_train_step(
         remedy = "leave it out: what centers exchange travels while they go on training"
         raise wrong(OP, "overlap", "None or 'backward' with 'diloco'", repr(overlap), remedy)
     if overlap is not None and centers is not None and not centers.inner:
-        expected = "None, as a center has one rank, which exchanges nothing in the backward pass"
-        raise wrong(OP, "overlap", expected, repr(overlap), "leave it out")
+        raise wrong(OP, "overlap", f"None, as {centers.why_none}", repr(overlap), "leave it out")
     if overlap is not None and not _takes(compress, "fusion_mb"):
         name = getattr(compress, "__name__", repr(compress))
         expected = f"None with compress={name}, whose exchange has no messages"
@@ -279,6 +278,13 @@ def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:
         raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
+    form = getattr(compress, "function", None) if hasattr(compress, "over") else None
+    if inspect.isfunction(compress) and next(iter(inspect.signature(compress).parameters), "") == "inner":
+        form = compress.__name__  # `diloco` and its forms take the inner optimizer first
+    if form is not None:
+        expected = "a function that makes an exchange of gradients, such as jaxcgx.dgc"
+        remedy = f"pass diloco=jaxcgx.wan.{form}(optimizer, ...)"
+        raise wrong(OP, "compress", expected, f"jaxcgx.wan.{form}", remedy, kind=TypeError)
     if not callable(compress):
         expected = "jaxcgx.compress_gradients, jaxcgx.dgc or jaxcgx.bsc"
         raise wrong(OP, "compress", expected, repr(compress), kind=TypeError)

@@ -144,21 +144,6 @@ class One(MeshRanks):
         return jax.value_and_grad(objective, has_aux=True)
 
 
-def _no_exchange(axis_name: AxisName, **options: Any) -> Any:
-    """Makes the transformation of a center with one rank. The rank's gradients are already their mean."""
-    if given := [name for name, value in options.items() if value is not None]:
-        expected = "none, as a center has one rank, which exchanges nothing"
-        remedy = f"give it to jaxcgx.wan.diloco, which exchanges outer gradients (or leave {given[0]} out)"
-        raise wrong(OP, given[0], expected, repr(options[given[0]]), remedy)
-
-    def init(params: Any) -> CompressState:
-        # The structure is that of centers with several ranks that exchange raw gradients, for checkpoints.
-        nothing = jax.tree_util.tree_map(lambda _: None, params)
-        return CompressState(count=None, key=None, residuals=nothing, momentum=None, telemetry=None)
-
-    return import_optax(OP).GradientTransformation(init, lambda grads, state, params=None: (grads, state))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Centers:
     """The centers of a mesh.
@@ -179,6 +164,11 @@ class Centers:
         """The axes of a center's ranks."""
         return self.placement.names[1:]
 
+    @property
+    def why_none(self) -> str:
+        """Why there is no exchange of gradients, if `inner` has no axes."""
+        return "a center has one rank, which exchanges nothing"
+
     def inside(self, compress: Callable[..., Any], options: dict[str, Any]) -> tuple[Any, ...]:
         """Returns (placement, ranks, compress, options), the parts of a step inside a center.
 
@@ -188,10 +178,25 @@ class Centers:
             if compress is not compress_gradients:
                 options = {"compress": compress, **options}
             alone = RankOfCenter(self.name, self.placement.batch_specs)
-            return alone, One(OP, self.name), _no_exchange, {"plan": None, **options}
+            return alone, One(OP, self.name), self._no_exchange, {"plan": None, **options}
         axis = self.axis[1:] if len(self.axis) > 2 else self.axis[1]
         raw = {"plan": Raw()} if compress is compress_gradients else {}
         return RankOfCenter(axis, self.placement.batch_specs), MeshRanks(OP, axis), compress, {**raw, **options}
+
+    def _no_exchange(self, axis_name: AxisName, **options: Any) -> Any:
+        """Makes the transformation of a rank that exchanges no gradients. They are already their mean."""
+        if given := [name for name, value in options.items() if value is not None]:
+            (name, *_), form = given, self.diloco.function
+            remedy = f"give it to jaxcgx.wan.{form}, for the exchange between centers (or leave {name} out)"
+            got = getattr(options[name], "__name__", repr(options[name]))
+            raise wrong(OP, name, f"none, as {self.why_none}", got, "leave it out" if name == "compress" else remedy)
+
+        def init(params: Any) -> CompressState:
+            # The structure is that of centers with several ranks that exchange raw gradients, for checkpoints.
+            nothing = jax.tree_util.tree_map(lambda _: None, params)
+            return CompressState(count=None, key=None, residuals=nothing, momentum=None, telemetry=None)
+
+        return import_optax(OP).GradientTransformation(init, lambda grads, state, params=None: (grads, state))
 
     def train_step(self, training: Training, donate: bool) -> TrainStep:
         """Returns the functions of a training loop."""

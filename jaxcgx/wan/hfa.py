@@ -114,6 +114,10 @@ class Workers(Centers):
         return ()
 
     @property
+    def why_none(self) -> str:
+        return "the ranks of a center average parameters, uncompressed, and exchange no gradients"
+
+    @property
     def _inside(self) -> tuple[Any, ...]:
         """The axes of a center's ranks, which average their parameters."""
         return self.placement.names[1:]

@@ -752,6 +752,10 @@ def test_an_overlap_that_can_not_cross_steps_is_a_warning(monkeypatch):
             dict(plan=cgx.MaxMin(4)),
             says("make_train_step", "plan", expected="one rank", got="MaxMin", remedy="jaxcgx.wan.diloco"),
         ),
+        (
+            dict(compress=cgx.dgc, ratio=0.1),
+            says("make_train_step", "compress", expected="one rank", got="dgc", remedy="leave it out"),
+        ),
     ],
 )
 def test_bad_steps(arguments, words):
@@ -795,6 +799,21 @@ def test_diloco_itself():
     words = says("make_train_step", "diloco", expected="jaxcgx.wan.diloco(optimizer, ...)", got="<function diloco")
     with raises(TypeError, words):
         cgx.make_train_step(quadratic, INNER, mesh_of(), data_axis="dc", diloco=cgx.wan.diloco)
+
+
+@pytest.mark.parametrize("form", ["diloco", "sparseloco", "hfa"])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_form_of_diloco_is_no_exchange_of_gradients(form, called):
+    make = getattr(cgx.wan, form)
+    words = says(
+        "make_train_step",
+        "compress",
+        expected="exchange of gradients",
+        got=f"jaxcgx.wan.{form}",
+        remedy=f"pass diloco=jaxcgx.wan.{form}(optimizer, ...)",
+    )
+    with raises(TypeError, words):
+        cgx.make_train_step(quadratic, INNER, mesh_of(), data_axis="dc", compress=make(INNER) if called else make)
 
 
 def test_a_state_of_something_else():

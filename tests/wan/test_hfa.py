@@ -121,3 +121,25 @@ def test_bad_input():
     for options, mesh, words in wrong:
         with raises(ValueError, words):
             trainer(mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "got", "remedy"),
+    [
+        (dict(plan=cgx.MaxMin(8)), "MaxMin", "jaxcgx.wan.hfa between centers leave plan out"),
+        (dict(compress=cgx.dgc, ratio=0.1), "dgc", "leave it out"),
+        (dict(overlap="backward"), "'backward'", "leave it out"),
+    ],
+)
+def test_ranks_exchange_no_gradients(options, got, remedy):
+    mesh, hfa = mesh_of(2, 2), cgx.wan.hfa(INNER, k1=K1, k2=K2)
+    expected = "None" if "overlap" in options else "none"
+    words = says(
+        "make_train_step",
+        next(iter(options)),
+        expected=f"{expected} ranks average parameters, uncompressed",
+        got=got,
+        remedy=remedy,
+    )
+    with raises(ValueError, words):
+        cgx.make_train_step(quadratic, INNER, mesh, data_axis=mesh.axis_names, diloco=hfa, **options)
