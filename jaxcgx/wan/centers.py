@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
@@ -31,6 +32,7 @@ from jaxcgx.optim.training import Training
 from jaxcgx.transports.axes import crosses
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
+from jaxcgx.wan.agreement import check_same
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
 from jaxcgx.wan.turns import CentersStep, Ongoing
@@ -247,6 +249,7 @@ class Centers:
         training.state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self._check(training, params)
+        self._compare(training, params)
 
         def of_rank(params: Any, model_state: Any) -> tuple[Any, ...]:
             center = lax.axis_index(self.name)
@@ -406,6 +409,14 @@ class Centers:
 
     def _cut(self, training: Training, params: Any) -> tuple[Fragment, ...]:
         return cut(self.diloco.function, params, training.skipped(params), self.diloco.fragments)
+
+    def _compare(self, training: Training, params: Any) -> None:
+        """Checks that all processes of the mesh have the same settings. While JAX traces, nothing can be compared."""
+        mesh = self.placement.mesh
+        several = len({device.process_index for device in mesh.devices.flat}) > 1
+        if several and not any(isinstance(x, Tracer) for x in jax.tree_util.tree_leaves(params)):
+            fragments = [jax.eval_shape(each.take, params) for each in self._cut(training, params)]
+            check_same(self.diloco.function, self.diloco.shared(fragments), mesh)
 
     def _check(self, training: Training, params: Any) -> None:
         """Checks that each rule of the plan holds for a parameter, and that both plans freeze the same parameters."""

@@ -20,7 +20,7 @@ from jaxcgx.transports.axes import axis_names, check_axis_names, crosses
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.between import Between, by_leaf
 from jaxcgx.wan.centers import Centers, check_several
-from jaxcgx.wan.outer import check_outer
+from jaxcgx.wan.outer import check_outer, digest_of
 
 if TYPE_CHECKING:
     import optax
@@ -199,6 +199,20 @@ class Diloco:
     def period(self) -> int:
         """The number of steps from the exchange of one fragment to the exchange of the next fragment."""
         return self.every // self.fragments
+
+    def shared(self, fragments: Any) -> dict[str, str]:
+        """Returns the settings that all processes must share, {argument: text}, except what messages already compare.
+
+        `fragments` are the shapes of the parameters of all fragments.
+        """
+        names = "every", "fragments", "overlap", "alpha", "eager", "decay", "telemetry", "feedback", "seed"
+
+        def moved(fragments: Any) -> Any:
+            states = [self.outer.init(params) for params in fragments]
+            return [self.outer.update(params, state, params) for params, state in zip(fragments, states)]
+
+        outer = f"an optimizer with the digest {digest_of(moved, fragments)} for these parameters"
+        return {name: str(getattr(self, name)) for name in names} | {"outer": outer}
 
     def _check_rhythm(self) -> None:
         if self.every % self.fragments:

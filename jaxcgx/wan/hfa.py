@@ -85,6 +85,12 @@ class Hfa(Diloco):
 
     k1: int
 
+    def shared(self, fragments: Any) -> dict[str, str]:
+        """Returns the settings that all processes must share. `Diloco` has the arguments."""
+        found = super().shared(fragments)
+        every = int(found.pop("every"))
+        return {"k1": str(self.k1), "k2": str(every // self.k1)} | found
+
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
         """Returns the `Workers` of a mesh, from the `placement`, `optimizer` and `data_axis` of make_train_step."""
         name = axis_names(self.axis_name)[0]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import re
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.require import import_optax
 from jaxcgx.wan.contributions import Packing
+from jaxcgx.wan.outer import digest_of
 from jaxcgx.wan.rounds import choose, finite, wide
 
 _program = functools.partial(jax.jit, static_argnums=0)
@@ -41,10 +41,7 @@ class Moves:
         """
         shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, state))
         before = self.packing.trained.take(shapes[0])
-        program = jax.make_jaxpr(self.optimizer.update)(before, shapes[1], before)
-        text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
-        constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
-        return hashlib.sha256(text.encode() + constants).hexdigest()[:8]
+        return digest_of(self.optimizer.update, before, shapes[1], before)
 
     @_program
     def copy(self, tree: Any) -> Any:

@@ -1,9 +1,13 @@
 """The outer optimizer, which moves the outer parameters by the mean of the centers' outer gradients."""
 
+import hashlib
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.checks import check_number, wrong
 from jaxcgx.optim.nesting import has_rows
@@ -32,6 +36,17 @@ def init_outer(op: str, outer: Any, params: Any) -> Any:
         remedy = f"pass the plain one, such as optax.sgd(0.7, momentum=0.9, nesterov=True), and plan= to {op}"
         raise wrong(op, "outer", "an optimizer whose state all centers share", "one with arrays per rank", remedy)
     return state
+
+
+def digest_of(function: Callable[..., Any], *args: Any) -> str:
+    """Returns a digest of what a function computes from such arguments, with its constants.
+
+    Processes compare it to check that they have the same outer optimizer.
+    """
+    program = jax.make_jaxpr(function)(*args)
+    text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
+    constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
+    return hashlib.sha256(text.encode() + constants).hexdigest()[:8]
 
 
 def effective(learning_rate: float, momentum: float, rho: float) -> float:
