@@ -207,7 +207,7 @@ class Overlay:
         return found
 
     def __str__(self) -> str:
-        return "overlay"
+        return f"Overlay({len(self.trees)} trees over {self.ranks} ranks, depth {self.depth})"
 
 
 def star(ranks: int, root: int, share: int = 1) -> Tree:

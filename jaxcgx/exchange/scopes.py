@@ -85,7 +85,7 @@ class ExchangeScope:
         """
         size = sum(n * dtype.itemsize for n, dtype in zip(layout.sizes, layout.dtypes))
         return cls(
-            str(schedule),
+            schedule if isinstance(schedule, str) else "overlay",
             layout.codec,
             part * size / max(layout.chunks * layout.chunk_bytes if sent is None else sent, 1),
         )

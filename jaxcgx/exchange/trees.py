@@ -124,7 +124,7 @@ def allreduce(stage: Stage, overlay: Overlay, message: Message, how: Sum) -> Sum
     climb = _Climb(stage, overlay, message, how)
     size = sum(x.size * x.dtype.itemsize for x in message.leaves)
     sent = len(up) and sum(len(each.rounds) for each in up) * (climb.layout.chunk_bytes + climb.sum_layout.chunk_bytes)
-    with scope(ExchangeScope(str(overlay), stage.codec, 2 * (net.size - 1) / net.size * size / max(sent, 1))):
+    with scope(ExchangeScope("overlay", stage.codec, 2 * (net.size - 1) / net.size * size / max(sent, 1))):
         for depth, rounds in reversed(list(enumerate(up))):
             climb.level(depth, rounds)
         sums = climb.sums

@@ -120,7 +120,8 @@ class Advice:
         sure = "sure" if self.sure else "not sure"
         low, high = ((1 + sign * SPREAD) * self.best.exposed for sign in (-1, 1))
         step = self.best.step - self.best.exposed
-        interval = f"a step of {(step + low) * 1e3:.4g} to {(step + high) * 1e3:.4g} ms"
+        spell_ms = lambda seconds: f"{seconds * 1e3:.4g}" if seconds < 9.9995 else f"{seconds * 1e3:,.0f}"
+        interval = f"a step of {spell_ms(step + low)} to {spell_ms(step + high)} ms"
         words = {0.0: "Compression gains nothing at any rate.", math.inf: "It gains at every rate."}.get(
             self.break_even, f"Compression gains below {spell_rate(float(f'{self.break_even:.3g}'))}."
         )
@@ -134,7 +135,7 @@ class Advice:
                 )
             return f"Don't compress: {interval} ({sure}). {words}"
         where = f"{spell(best.codec)} by {best.schedule} over {best.mover}"
-        return f"Compress with {where}: {interval} against {raw.step * 1e3:.4g} ms ({sure}). {words}"
+        return f"Compress with {where}: {interval} against {spell_ms(raw.step)} ms ({sure}). {words}"
 
 
 def advise(

@@ -176,6 +176,10 @@ def test_what_is_no_overlay(make, error):
         make()
 
 
+def test_text():
+    assert str(Overlay.owners(4, 2)) == "Overlay(2 trees over 4 ranks, depth 1)"
+
+
 @pytest.mark.parametrize(
     ("codec", "schedule", "expected"),
     [

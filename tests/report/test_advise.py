@@ -112,6 +112,7 @@ def test_the_plan_is_the_one_that_was_predicted(tmp_path):
     assert cgx.Plan.load(tmp_path / "plan.toml") == found.plan
     assert found.plan.network.encode == 10e9
     assert "Compress with MaxMin(bits=4) by two_shot over gloo" in str(found)
+    assert "e+" not in advice(shapes.read("gpt2"), link="10mbit").verdict  # a step takes minutes
 
 
 def test_a_small_last_message_changes_no_choice():
