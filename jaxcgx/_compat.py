@@ -22,7 +22,7 @@ from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # the cont
 from jax._src.xla_bridge import backends_are_initialized  # not public
 from jax.core import ShapedArray
 from jax.extend.core import Primitive  # jax.extend may change in any version
-from jax.interpreters import ad, batching, mlir  # jax.interpreters may change in any version
+from jax.interpreters import ad, batching, mlir, partial_eval  # jax.interpreters may change in any version
 
 __all__ = [
     "GLOO_SCATTERS_WRONGLY",
@@ -49,6 +49,7 @@ __all__ = [
     "reduce_scatter_is_wrong",
     "rendezvous",
     "result_aval",
+    "slice_program",
     "tracked_axes",
     "transposed_axes",
     "vary",
@@ -270,6 +271,16 @@ def counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
     return len(list(consts)), len(list(carry))
+
+
+def slice_program(program: Any, results: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Returns (the part of a traced program that computes these results, for each input whether it is needed).
+
+    Operations with effects, such as callbacks, are left out, even if their results are needed.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    pure = [eqn for eqn in jaxpr.eqns if all(isinstance(effect, NamedAxisEffect) for effect in eqn.effects)]
+    return partial_eval.dce_jaxpr(jaxpr.replace(eqns=pure), list(results))
 
 
 def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callable[..., Any]:

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.collectives.differing import constants, differing
+from jaxcgx.collectives.counting import counted, remedy_of_counts
+from jaxcgx.collectives.differing import differing
 from jaxcgx.collectives.splitting import Ranks, check_spans, examples
 
 
@@ -101,9 +102,12 @@ class Split:
         """Returns the shapes of a rank's parts of the other arrays."""
         return [self.ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
 
-    def _trace(self, call: Callable[..., Any], params: Any, arrays: Any) -> Any:
-        """Traces `call` for arrays of these shapes. Returns (program, shapes of its results)."""
-        axes = [(name, self.ranks.mesh.shape[name]) for name in self.ranks.names]  # a loss may average over these axes
+    def _trace(self, call: Callable[..., Any], params: Any, arrays: Any, alone: bool = False) -> Any:
+        """Traces `call` for arrays of these shapes. Returns (program, shapes of its results).
+
+        A loss may average over the axes of the ranks. With `alone`, these axes have size 1.
+        """
+        axes = [(name, 1 if alone else self.ranks.mesh.shape[name]) for name in self.ranks.names]
         traced = lambda params, arrays: call(self.arguments(params, arrays))
         shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
         return jax.make_jaxpr(traced, axis_env=axes, return_shape=True)(
@@ -132,10 +136,21 @@ class Split:
         differ = differing(of_part, of_rank, ranks.names)
         specs: list[P | None] = []
         found = jax.tree_util.tree_flatten_with_path(whole)[0]
-        for (path, _), value, part in zip(found, constants(of_all), constants(of_part)):
-            if value != part:
-                expected = "auxiliary outputs that don't depend on the number of examples"
-                raise wrong(ranks.op, "loss_fn", expected, f"{part} of a rank's part, {value} of all", path=path[1:])
+        wrong_counts = counted(
+            of_part,
+            lambda: of_all,
+            lambda: self._trace(aux, params, arrays, alone=True)[0],
+            inputs=of_rank,
+            results=[True] * len(found),
+            sizes={name: ranks.mesh.shape[name] for name in ranks.names},
+        )
+        for i, got in wrong_counts.items():
+            (output, *path), what = found[i][0], "auxiliary outputs"
+            if output.idx:  # it is a variable that the loss has changed
+                given = jax.tree_util.tree_leaves_with_path(self.arguments(params, arrays))
+                path, what = given[path[0].key][0], "variables of a module"
+            expected = f"{what} that don't depend on the number of examples in a rank's part"
+            raise wrong(ranks.op, "loss_fn", expected, got, remedy_of_counts(ranks.names), path=path)
         for (path, x), part, differs in zip(found, jax.tree_util.tree_leaves(local), differ):
             cut = [k for k, (n, m) in enumerate(zip(x.shape, part.shape)) if n != m]
             if cut and (len(cut) > 1 or x.shape[cut[0]] != ranks.size * part.shape[cut[0]]):

@@ -1,9 +1,7 @@
-"""Finds the results of a traced program that may differ between ranks, and the results that are constants."""
+"""Finds the results of a traced program that may differ between ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxcgx import _compat
 
@@ -67,9 +65,3 @@ def _of_loop(body: Callable[..., list[bool]], consts: list[bool], carry: list[bo
         if after == carry:
             return [*carry, *results[len(carry) :]]
         carry = after
-
-
-def constants(jaxpr: Any) -> list[str | None]:
-    """Returns for each result of a program its value as text if it is a constant, else None."""
-    results = getattr(jaxpr, "jaxpr", jaxpr).outvars
-    return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]

@@ -92,10 +92,9 @@ class ModelState:
         rank = self.ranks.net().rank
         return jax.tree_util.tree_map(lambda x: x if addable(x) else fold(x, rank), state)
 
-    def counts(self, state: Any) -> bool:
-        """Returns whether the ranks share integers or flags, which must then be the same on all ranks after a step."""
-        number = lambda x: addable(x) and not jnp.issubdtype(x.dtype, jnp.inexact)
-        return self.mode == "mean" and any(map(number, jax.tree_util.tree_leaves(state)))
+    def shared(self, state: Any) -> bool:
+        """Returns whether the ranks share numbers or flags, for which a loss function must be checked."""
+        return self.mode == "mean" and any(map(addable, jax.tree_util.tree_leaves(state)))
 
     def own(self, state: Any) -> list[bool] | None:
         """Returns for each leaf of the state whether it differs between ranks before a step.

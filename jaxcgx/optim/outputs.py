@@ -1,5 +1,6 @@
 """Finds how the auxiliary outputs of a loss function are combined, by comparing its programs for two batch sizes."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.collectives.differing import constants, differing
+from jaxcgx.collectives.counting import counted, remedy_of_counts
+from jaxcgx.collectives.differing import differing
 from jaxcgx.optim.accumulation import OP, Given, Output, Parts, addable
 
 
@@ -37,20 +39,22 @@ def find_outputs(
     leaves, tree = jax.tree_util.tree_flatten(given.batch)
     first = lambda x, d: jax.lax.slice_in_dim(x, 0, max(x.shape[d] // parts.number, 1), axis=d)
     small = [x if d is None else first(x, d) for x, d in zip(leaves, parts.dimensions)]
-    double = [x if d is None else jnp.concatenate([x, x], d) for x, d in zip(small, parts.dimensions)]
+    times = lambda n: [x if d is None else jnp.concatenate([x] * n, d) for x, d in zip(small, parts.dimensions)]
 
     def results(params: Any, model_state: Any, batch: list[Any], key: Any) -> tuple[Any, Any]:
         own = given._replace(model_state=model_state, batch=tree.unflatten(batch), key=key)
         _, (_, new, aux) = objective(params, own)
         return new, jax.tree_util.tree_map(jnp.asarray, aux)
 
-    trace = lambda batch: Traced(
-        *jax.make_jaxpr(results, return_shape=True)(params, given.model_state, batch, given.key)
-    )
+    def trace(batch: list[Any], axes: Sequence[tuple[Any, int]] = ()) -> Traced:
+        traced = jax.make_jaxpr(results, axis_env=axes, return_shape=True)
+        return Traced(*traced(params, given.model_state, batch, given.key))
+
     traced = other = trace(small)
+    double = lambda: trace(times(2))
     if jax.tree_util.tree_leaves(traced.shapes[1]):
         try:
-            other = trace(double)
+            other = double()
         except (TypeError, ValueError) as error:
             if not parts.guessed:  # a wrong guess is no error: the batch may have no examples
                 expected, got = "a function of any number of examples, with has_aux", "one that fails for twice as many"
@@ -78,7 +82,24 @@ def find_outputs(
         _check_states(traced.shapes[0], differ(names, several), states)
     # With several micro-batches, a result that is the same on all ranks may still differ between micro-batches.
     of_aux = differ(() if several else names, several)[len(states) :]
-    return jax.tree_util.tree_structure(traced.shapes[1]), _of_aux(traced, other, of_aux, of_states=len(states))
+    outputs = _of_aux(traced, other, of_aux)
+    found = jax.tree_util.tree_leaves_with_path(traced.shapes)
+    sizes = {name: jax.lax.axis_size(name) for name in names}
+    alone, examples = [(name, 1) for name in names], math.prod(sizes.values())
+    wrong_counts = counted(
+        traced.jaxpr,
+        lambda: (double() if other is traced else other).jaxpr,
+        (lambda: trace(times(examples), alone).jaxpr) if names else None,
+        inputs=[*known[0], *of_state, *known[1], *keys],
+        results=[path[0].idx == 1 or (own is not None and bool(names)) for path, _ in found],
+        sizes=sizes,
+    )
+    for i, got in wrong_counts.items():
+        (result, *path), _ = found[i]
+        what = "auxiliary outputs that don't" if result.idx else "a model state that doesn't"
+        expected = f"{what} depend on the number of examples in a rank's part"
+        raise wrong(OP, "loss_fn", expected, got, remedy_of_counts(names), path=path)
+    return jax.tree_util.tree_structure(traced.shapes[1]), outputs
 
 
 def _check_states(shapes: Any, differ: list[bool], states: list[Any]) -> None:
@@ -90,20 +111,16 @@ def _check_states(shapes: Any, differ: list[bool], states: list[Any]) -> None:
             raise wrong(OP, "loss_fn", expected, f"{spell_array(x)} that do", remedy, path=path)
 
 
-def _of_aux(traced: Traced, other: Traced, differ: Sequence[bool], of_states: int) -> list[Output]:
+def _of_aux(traced: Traced, other: Traced, differ: Sequence[bool]) -> list[Output]:
     """Returns an `Output` for each auxiliary output, from the programs for two batch sizes."""
     outputs: list[Output] = []
     found = jax.tree_util.tree_leaves_with_path(traced.shapes[1])
-    fixed = (constants(each.jaxpr)[of_states:] for each in (traced, other))
-    for (path, x), y, differs, one, two in zip(found, jax.tree_util.tree_leaves(other.shapes[1]), differ, *fixed):
+    for (path, x), y, differs in zip(found, jax.tree_util.tree_leaves(other.shapes[1]), differ):
         rows = [i for i, (n, m) in enumerate(zip(x.shape, y.shape)) if n != m]
         if len(rows) > 1 or x.ndim != y.ndim or any(y.shape[i] != 2 * x.shape[i] for i in rows):
             expected = "auxiliary outputs that have the examples along one dimension, or along none"
             got = f"{spell_array(x)}, and {spell_array(y)} for twice as many examples"
             raise wrong(OP, "loss_fn", expected, got, path=path)
-        if one != two:
-            expected = "auxiliary outputs that don't depend on the number of examples"
-            raise wrong(OP, "loss_fn", expected, f"{one}, and {two} for twice as many", path=path)
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
         if differs and not rows and not inexact and addable(x):
             expected = "auxiliary outputs that are means in floating point, or have a row for each example"

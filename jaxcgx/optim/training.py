@@ -160,7 +160,7 @@ class Training:
         in_specs = placement.params_of_rank, spec, batch_specs, P()
         guessed = placement.mesh is None and self.accumulate == 1 and placement.batch_specs is None
         parts, of_aux = Parts(self.accumulate, dimensions(batch_specs), guessed=guessed), None
-        if self.has_aux or self.state.counts(model_state):
+        if self.has_aux or self.state.shared(model_state):
             of_aux, outputs = self._look(parts, in_specs, given(params, sent))
             parts = parts._replace(outputs=outputs)
         aux_specs = [P() if y.rows is None else P(*[None] * y.rows, *placement.rows) for y in parts.outputs]

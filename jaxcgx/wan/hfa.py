@@ -86,7 +86,11 @@ class Hfa(Diloco):
     k1: int
 
     def shared(self, fragments: Any) -> dict[str, str]:
-        """Returns the settings that all processes must share. `Diloco` has the arguments."""
+        """Returns the settings that all processes must share, {argument: text}.
+
+        Args:
+          fragments: as in `Diloco`, the shapes of the parameters of all fragments.
+        """
         found = super().shared(fragments)
         every = int(found.pop("every"))
         return {"k1": str(self.k1), "k2": str(every // self.k1)} | found

@@ -371,6 +371,79 @@ def test_a_module_that_changes():
     close(*(jax.tree.map(in_numbers, tree) for tree in (found, expected)))
 
 
+# Functions of (parameters, a rank's part): what a rank and all ranks have, or what plain JAX has for the whole batch.
+COUNTS = {
+    "rank": (lambda params, x: len(x), ("6", "24")),
+    "traced": (lambda params, x: len(x) * jnp.ones(()), ("6.0", "24.0")),
+    "parameter": (lambda params, x: len(x) + 0 * params["b"][0], ("6.0", "24.0")),
+    "axis_size": (lambda params, x: len(x) * lax.axis_size("data"), 24),
+    "psum": (lambda params, x: lax.psum(len(x), "data"), 24),
+    "psum of an array": (lambda params, x: lax.psum(jnp.ones(len(x)).sum(), "data"), 24),
+    "mean": (lambda params, x: jnp.ones(len(x)).mean(), 1),
+    "of each rank": (lambda params, x: lax.all_gather(x.shape[1] * jnp.ones(()), "data"), [30] * 4),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_of_examples(name, kind):
+    count, expected = COUNTS[name]
+    loss = lambda params, x: (loss_fn(params, x), {"n": count(params, x)})
+    call = lambda: called(
+        "context", mesh_of(kind), cgx.value_and_grad(loss, "data", cgx.Raw(), has_aux=True), PARAMS, X
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        if not isinstance(expected, tuple):
+            (_, aux), _ = call()
+            assert aux["n"].tolist() == expected
+            return
+        words = says(
+            "value_and_grad",
+            "loss_fn",
+            "leaf ['n']",
+            expected="auxiliary outputs number of examples in a rank's part",
+            got="{} of a rank's part, {} of all".format(*expected),
+            remedy='multiply x.shape[0] by jax.lax.axis_size("data")',
+        )
+        with raises(ValueError, words):
+            call()
+
+
+def test_a_module_that_counts_examples():
+    """NNX: a count of a rank's examples is an error, and a count of all examples is that of plain NNX."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, dtype):
+            self.linear = nnx.Linear(30, 8, rngs=nnx.Rngs(0))
+            self.seen = nnx.Variable(jnp.zeros((), dtype))
+
+    def train(dtype, ranks):
+        def loss(model, x):
+            model.seen[...] += jnp.asarray(len(x) * ranks(), dtype)
+            return (model.linear(x) ** 2).mean()
+
+        model = Model(dtype)
+        with jax.set_mesh(mesh_of(AxisType.Auto)):
+            step = nnx.jit(cgx.value_and_grad(loss, "data", cgx.Raw()))
+            for _ in range(2):
+                step(model, place(mesh_of(AxisType.Auto), X))
+        return model.seen[...]
+
+    for dtype, part, whole in ((jnp.int32, "6", "24"), (jnp.float32, "6.0", "24.0")):
+        assert train(dtype, lambda: lax.axis_size("data")) == 48
+        words = says(
+            "value_and_grad",
+            "loss_fn",
+            "leaf [0][0].seen.value",
+            expected="variables number of examples",
+            got=f"{part} of a rank's part, {whole} of all",
+            remedy='jax.lax.axis_size("data")',
+        )
+        with raises(ValueError, words):
+            train(dtype, lambda: 1)
+
+
 def test_modules_that_a_pytree_does_not_have():
     """NNX: a variable in two places, a new attribute, and a changed attribute that is not an array."""
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")

@@ -218,7 +218,9 @@ STATE = dict(model_state="mean")
     ("found", "options", "words"),
     [
         (lambda y: (y == 0).sum(), AUX, dict(expected="means row", got="int32[]", remedy="return mean")),
-        (lambda y: len(y), AUX, dict(expected="number of examples", got="4, and 8")),
+        (lambda y: len(y), AUX, dict(expected="number of examples", got="4 of a rank's part, 16 of all")),
+        (lambda y: len(y) * jax.lax.axis_size("data") // 8, AUX, None),
+        (lambda y: jax.lax.psum(len(y), "data") // 4, dict(AUX, accumulate=2), None),
         (lambda y: jnp.outer(y, y), AUX, dict(expected="along one", got="int32[4, 4], and int32[8, 8]")),
         (lambda y: y.reshape(4), AUX, dict(expected="any number", got="one that fails", remedy="sizes shapes")),
         (lambda y: jax.lax.psum((y == 0).sum(), "data"), AUX, None),

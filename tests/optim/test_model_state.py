@@ -235,6 +235,71 @@ def test_flax_nnx():
     assert len(np.unique(rest.rows["norm"]["mean"][...], axis=0)) == 4
 
 
+def more_by(steps):
+    """Returns a function of (n, x) that adds something to n in a program inside of the loss."""
+    return lambda n, x: jax.lax.scan(lambda c, _: ((c[0] + steps(x), c[1] * 2), None), (n, x), length=3)[0][0]
+
+
+# Counters of a loss: the numbers of a rank's part and of all, or what plain JAX adds for the whole batch.
+COUNTERS = {
+    "rank": (lambda n, x: n + jnp.asarray(len(x), n.dtype), (3, 12)),
+    "jit": (lambda n, x: jax.jit(lambda n, x: (n + jnp.asarray(len(x), n.dtype), 2 * x))(n, x)[0], (3, 12)),
+    "checkpoint": (lambda n, x: jax.checkpoint(lambda n: n + jnp.asarray(len(x), n.dtype))(n), (3, 12)),
+    "array": (lambda n, x: n + jnp.asarray(np.full(2, len(x)))[0].astype(n.dtype), (3, 12)),
+    "pmean": (lambda n, x: jax.lax.pmean(n.astype(float) + len(x), "data").astype(n.dtype), (3, 12)),
+    "sum": (lambda n, x: n + jnp.ones(len(x)).sum().astype(n.dtype), (3, 12)),
+    "scan": (more_by(lambda x: len(x)), (9, 36)),
+    "axis_size": (lambda n, x: n + jnp.asarray(len(x) * jax.lax.axis_size("data"), n.dtype), 12),
+    "psum": (lambda n, x: n + jnp.asarray(jax.lax.psum(len(x), "data"), n.dtype), 12),
+    "psum of an array": (lambda n, x: n + jax.lax.psum(jnp.asarray(len(x), n.dtype), "data"), 12),
+    "steps": (lambda n, x: n + jnp.asarray(1, n.dtype), 1),
+    "mean": (lambda n, x: n + jnp.ones(len(x)).mean().astype(n.dtype), 1),
+    "mean of steps": (lambda n, x: jax.lax.pmean(n.astype(float) + 1, "data").astype(n.dtype), 1),
+    "steps in a scan": (more_by(lambda x: 1), 3),
+    "only 3 examples": (lambda n, x: n + jnp.asarray(x.reshape(3, 30).shape[0], n.dtype), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+@pytest.mark.parametrize("name", COUNTERS)
+def test_counters(name, dtype):
+    """A counter of a rank's examples is an error, and a counter of all examples is that of plain JAX."""
+    count, expected = COUNTERS[name]
+
+    def loss(w, state, x):
+        return ((x @ w) ** 2).mean(), {"n": count(state["n"], x), "mean": 0.5 * state["mean"] + x.mean(0)}
+
+    for accumulate in (1, 4):
+        options = dict(plan=cgx.Raw(), model_state="mean", accumulate=accumulate)
+        train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(4), **options)
+        given = train.init(W, {"n": dtype(0), "mean": jnp.zeros(30)})
+        x = jnp.tile(X[:12], (accumulate, 1))
+        with jax.numpy_dtype_promotion("standard"):
+            if isinstance(expected, tuple):
+                part, whole = (str(dtype(n)) for n in expected)
+                words = says(
+                    "make_train_step",
+                    "loss_fn",
+                    "leaf ['n']",
+                    expected="model state number of examples in a rank's part",
+                    got=f"{part} of a rank's part, {whole} of all",
+                    remedy='multiply x.shape[0] by jax.lax.axis_size("data")',
+                )
+                with raises(ValueError, words):
+                    train.step(*given, x)
+            else:
+                _, state, *_ = train.step(*given, x)
+                assert state["n"] == (3 if expected is None else expected) * accumulate
+
+
+def test_counters_of_each_rank():
+    """Each rank may count its own examples."""
+    loss = lambda w, n, x: ((x @ w).mean(), n + x.shape[0])
+    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(4), plan=cgx.Raw(), model_state="per_rank")
+    _, state, *_ = train.step(*train.init(W, 0), X)
+    assert state.rows.tolist() == [6] * 4
+
+
 @pytest.mark.parametrize(
     ("new", "words"),
     [
