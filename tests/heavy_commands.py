@@ -2,7 +2,7 @@
 
 The commands get the environment of a new account, and a Python environment with what README's first installation and
 those of their own page install, for a program what its docstring says. Pages that install the same share one. Commands
-in `NOT_RUN` are left out. If all others work, benchmarks/results/commands.md lists them.
+in `NOT_RUN` are left out. benchmarks/results/commands.md lists those that worked when they last ran.
 """
 
 import collections
@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import commands
 import numpy as np
@@ -69,7 +68,7 @@ class Copy:
     def __init__(self, home):
         self.home, self.folder = home, home / "jaxcgx"
         self.environments = {}  # {installations: folder}
-        self.rows = []  # of commands that worked
+        self.worked = {}  # {(installations, text): whether it did}
         listed = subprocess.run(
             ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -106,34 +105,46 @@ class Copy:
             self.environments[made_by] = folder
         return self.environments.get(made_by)
 
-    def write_report(self):
-        """Writes the commands that worked, and how many others there are for each reason."""
-        reasons = collections.Counter(param.marks[0].kwargs["reason"] for param in others())
-        not_run = [{"commands": count, "reason": reason} for reason, count in reasons.most_common()]
-        data = results.origin("make test-commands") | {"rows": self.rows, "not_run": not_run}
-        results.write(RESULTS, data)
-        of = collections.defaultdict(list)
-        for row in self.rows:
-            of[row["environment"]].append(row)
-        lines = [f"Made by `make test-commands` on {data['date']}: {data['cpu']}, {data['threads']} threads.", ""]
-        for environment, rows in of.items():
-            lines += [f"In an environment with `{environment}`:" if environment else "With make's environment:", ""]
-            lines += ["| command | of | seconds |", "| --- | --- | ---: |"]
-            for row in rows:
-                text = row["command"].replace("\n", "; ").replace("|", "\\|")
-                lines.append(f"| `{text}` | {row['page']} | {row['seconds']} |")
-            lines.append("")
-        lines += ["Commands that are not run, because each", "", "| reason | commands |", "| --- | ---: |"]
-        lines += [f"| {row['reason']} | {row['commands']} |" for row in not_run]
-        RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+def write_report(worked):
+    """Writes which commands worked, and how many others there are for each reason.
+
+    `worked` is {(installations, text): whether it did} of this run. Of others, it keeps what the last run wrote.
+    """
+    before = results.read(RESULTS)["rows"] if RESULTS.exists() else []
+    known = {(row["environment"], row["command"]): True for row in before}
+    known |= {("; ".join(made_by), text): found for (made_by, text), found in worked.items()}
+    rows = [
+        {"environment": "; ".join(made_by), "command": text, "page": str(param.id).partition(":")[0]}
+        for param in runnable()
+        for made_by, text in [param.values]
+        if known.get(("; ".join(made_by), text))
+    ]
+    reasons = collections.Counter(param.marks[0].kwargs["reason"] for param in others())
+    not_run = [{"commands": count, "reason": reason} for reason, count in reasons.most_common()]
+    data = results.origin("make test-commands") | {"rows": rows, "not_run": not_run}
+    results.write(RESULTS, data)
+    lines = [f"Made by `make test-commands` on {data['date']}: {data['cpu']}, {data['threads']} threads.", ""]
+    lines += [f"{len(rows)} of {len(runnable())} commands and blocks of commands work as printed.", ""]
+    for environment in dict.fromkeys(row["environment"] for row in rows):
+        lines += [f"In an environment with `{environment}`:" if environment else "In make's environment:", ""]
+        lines += ["| command | first on |", "| --- | --- |"]
+        for row in rows:
+            if row["environment"] == environment:
+                lines.append(
+                    f"| `{row['command'].replace(chr(10), '; ').replace('|', chr(92) + '|')}` | {row['page']} |"
+                )
+        lines.append("")
+    lines += ["Commands that are not run, because each", "", "| reason | commands |", "| --- | ---: |"]
+    lines += [f"| {row['reason']} | {row['commands']} |" for row in not_run]
+    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     made = Copy(tmp_path_factory.mktemp("home"))
     yield made
-    if len(made.rows) == len(runnable()):
-        made.write_report()
+    write_report(made.worked)
 
 
 def write_readers_files(folder, text):
@@ -151,16 +162,13 @@ def write_readers_files(folder, text):
 
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("made_by, text", [*runnable(), *others()])
-def test_it_works_as_printed(made_by, text, copy, request):
+def test_it_works_as_printed(made_by, text, copy):
+    copy.worked[made_by, text] = False
     environment = copy.environment(made_by)
-    rest = "\n".join(line for line in text.splitlines() if line not in made_by)
-    start = time.monotonic()
-    if rest:
+    if rest := "\n".join(line for line in text.splitlines() if line not in made_by):
         if not rest.startswith("make"):  # a check of the checkout would find fault with them
             write_readers_files(copy.folder, rest)
         copy.run(rest, environment)
         for name in READERS_FILES:
             (copy.folder / name).unlink(missing_ok=True)
-    page = request.node.callspec.id.partition(":")[0]
-    row = {"page": page, "environment": "; ".join(made_by), "command": text}
-    copy.rows.append(row | {"seconds": round(time.monotonic() - start, 1)})
+    copy.worked[made_by, text] = True
