@@ -77,9 +77,8 @@ class Copy:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.folder / name)
         subprocess.run(["git", "init", "-q"], cwd=self.folder, check=True)
-        subprocess.run(
-            ["git", "add", "-A"], cwd=self.folder, check=True
-        )  # `make check` gets the list of files from git
+        # `make check` gets the list of files from git.
+        subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)
 
     def run(self, text, environment):
         """Runs a script, with the Python of an environment if it isn't None."""
@@ -131,9 +130,8 @@ def write_report(worked):
         lines += ["| command | first on |", "| --- | --- |"]
         for row in rows:
             if row["environment"] == environment:
-                lines.append(
-                    f"| `{row['command'].replace(chr(10), '; ').replace('|', chr(92) + '|')}` | {row['page']} |"
-                )
+                command = "; ".join(row["command"].splitlines()).replace("|", r"\|")
+                lines.append(f"| `{command}` | {row['page']} |")
         lines.append("")
     lines += ["Commands that are not run, because each", "", "| reason | commands |", "| --- | ---: |"]
     lines += [f"| {row['reason']} | {row['commands']} |" for row in not_run]
