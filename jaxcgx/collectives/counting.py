@@ -41,8 +41,9 @@ def counted(
       results: for each result, whether to look at it.
       sizes: the number of ranks along each axis.
     """
-    given = set(getattr(part, "jaxpr", part).invars)
-    unchanged = [not hasattr(x, "val") and x in given for x in getattr(part, "jaxpr", part).outvars]
+    program = getattr(part, "jaxpr", part)
+    given = set(program.invars)
+    unchanged = [not hasattr(x, "val") and x in given for x in program.outvars]
     differ = differing(part, inputs, names=())
     chosen = [wanted and not (differs or same) for wanted, differs, same in zip(results, differ, unchanged)]
     if not any(chosen) or (larger := _attempt(more)) is None or _same(part, larger, chosen):

@@ -80,7 +80,7 @@ class Training:
     def init(self, params: Any, model_state: Any = None) -> tuple[Any, Any, Any]:
         """Returns (parameters, model state, optimizer state) before the first step, placed as `step` needs them."""
         self.state.check_given(model_state)
-        params, model_state = _arrays("params", params), _arrays("model_state", model_state)
+        params, model_state = as_arrays("params", params), as_arrays("model_state", model_state)
         self.sharded.check(params)
         placement, skipped = self.placement, self.skipped(params)
         specs, sending = placement.specs_of(params), self.sharded.freeze(skipped)
@@ -345,7 +345,7 @@ class Training:
         return self.optimizer.update(grads, rest, params)
 
 
-def _arrays(argument: str, tree: Any) -> Any:
+def as_arrays(argument: str, tree: Any) -> Any:
     """Returns a tree of parameters or of a model's state, an argument of `init`, as JAX arrays."""
     remedy = "leave it out; in Equinox, params, static = eqx.partition(model, eqx.is_inexact_array)"
     check = functools.partial(check_array, "train.init", argument, remedy=remedy)

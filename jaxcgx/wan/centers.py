@@ -28,7 +28,7 @@ from jaxcgx.optim.ranks import MeshRanks, Ranks
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.train import TrainStep
-from jaxcgx.optim.training import Training
+from jaxcgx.optim.training import Training, as_arrays
 from jaxcgx.transports.axes import crosses
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
@@ -247,7 +247,7 @@ class Centers:
         The model states are a PerRank with a row for each center.
         """
         training.state.check_given(model_state)
-        params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
+        params, model_state = as_arrays("params", params), as_arrays("model_state", model_state)
         self._check(training, params)
         self._compare(training, params)
 

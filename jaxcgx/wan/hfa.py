@@ -92,8 +92,8 @@ class Hfa(Diloco):
           fragments: as in `Diloco`, the shapes of the parameters of all fragments.
         """
         found = super().shared(fragments)
-        every = int(found.pop("every"))
-        return {"k1": str(self.k1), "k2": str(every // self.k1)} | found
+        del found["every"]  # the user gave k1 and k2
+        return {"k1": str(self.k1), "k2": str(self.every // self.k1)} | found
 
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
         """Returns the `Workers` of a mesh, from the `placement`, `optimizer` and `data_axis` of make_train_step."""

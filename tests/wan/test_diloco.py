@@ -823,3 +823,10 @@ def test_a_state_of_something_else():
     _, state, _ = trainer(diloco(every=4, fragments=2)).step(*trainer(diloco(every=4, fragments=2)).init(PARAMS), X[0])
     with raises(ValueError, says("train.step", "opt_state", expected="state of 1 fragments", got="2")):
         trainer(diloco(every=4)).step(PARAMS, state, X[0])
+
+
+def test_parameters_that_are_no_arrays():
+    train = trainer(cgx.wan.diloco(optax.sgd(0.1), every=2))
+    words = says("train.init", "params", at="leaf ['act']", expected="array", got="<", remedy="eqx.partition")
+    with raises(TypeError, words):
+        train.init({**PARAMS, "act": jnp.tanh})
