@@ -524,7 +524,7 @@ def main():
     if not (data["rows"] or data["leaves"] or data["temporaries"]):
         sys.exit(f"kernels.py: no row matches {args.rows!r}")
     if args.out:
-        report.write(args.out, "cpu-kernels")
+        report.write(args.out, f"cpu-kernels-{data['native']['kernels']}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from report import RESULTS, Report, header, line
 from jaxcgx.exchange import costs
 from jaxcgx.transports.network import PAYLOAD, Network
 
-# Constants of the machine, from make bench (results/cpu-kernels.md), in bytes of float32 per second.
+# Constants of the machine, from make bench (results/cpu-kernels-avx512.md), in bytes of float32 per second.
 KERNELS = dict(encode=27e9, decode=27e9, reduce=54e9)
 STACK = 2.2e9  # bytes per second that the network stack of both processors moves (loopback in results/collectives.md)
 # {Mbit/s: seconds of traffic that pass a link at once, in effect} (the lab's token bucket: 1 ms)

@@ -241,7 +241,7 @@ def test_the_demonstration():
 
 def test_shares_of_kernels():
     _, rows = table("speed", ["operation", "share"])
-    measured = {row["name"]: row for row in result("cpu-kernels")["rows"]}
+    measured = {row["name"]: row for row in result("cpu-kernels-avx512")["rows"]}
     for name, share, goal, _ in rows:
         row = measured[name.partition(":")[0]]
         assert_printed(row["share"], share, 0)

@@ -106,12 +106,16 @@ void pack_codes(const int32_t* codes, int64_t n, uint8_t* out) {
 }
 template <int kBits>
 void unpack_codes(const uint8_t* in, int64_t n, int32_t* codes) {
-  for (; n > 0; n -= kBlock, codes += kBlock, in += kLanes * kBits) {
-    const int lanes = lanes_of(n);
-    const auto words = get_block<kBits>(in, lanes, lanes);
+  for (; n >= kBlock; n -= kBlock, codes += kBlock, in += kLanes * kBits) {
+    const auto words = get_block<kBits>(in, kLanes);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) store_words(codes + row * lanes, words.get(row), in_row(n, lanes, row));
+    for (int row = 0; row < kRows; ++row) store_words(codes + row * kLanes, words.get(row));
   }
+  if (n == 0) return;
+  const int lanes = lanes_of(n);
+  const auto words = get_block<kBits>(in, lanes, lanes);
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) store_words(codes + row * lanes, words.get(row), in_row(n, lanes, row));
 }
 void pack(const int32_t* codes, int64_t n, int bits, uint8_t* out) {
   static constexpr decltype(&pack_codes<1>) kTable[] = {pack_codes<1>, pack_codes<2>, pack_codes<3>, pack_codes<4>,

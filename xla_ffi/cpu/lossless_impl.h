@@ -146,76 +146,125 @@ void pack_blocks_of(const void* x, int64_t n, uint8_t* heads, uint8_t* planes, u
   }
 }
 
+// Unpacks a list of n digits, and returns how many of them are 3. It reads and writes whole vectors: `list` has room
+// for one more, and `digits` for two.
+CGX_HD int64_t unpack_level(const uint8_t* list, int64_t n, int32_t* digits) {
+  int64_t threes = 0;
+  for (; n > 0; n -= kBlock, list += 2 * kLanes, digits += kBlock) {
+    const int in_block = lanes_of(n);
+    const auto words = get_block<2>(list, in_block);
+    // Each row overwrites what the row before it has in lanes past those of the block.
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) store_words(digits + row * in_block, words.get(row));
+    for (int64_t i = 0; i < n && i < kBlock; i += kLanes) {
+      const M three = less(splat_i(2), load_words(digits + i)) & less(iota(), splat_i(static_cast<int32_t>(n - i)));
+      threes += __builtin_popcount(lanes(three));
+    }
+  }
+  return threes;
+}
+// Returns how many of the n first digits of a block are 3.
+CGX_HD int64_t count_threes(const uint8_t* planes, int64_t n) {
+  int64_t threes = 0;
+  for (; n >= kBlock; n -= kBlock, planes += 2 * kLanes) {
+    for (int at = 0; at < 2 * kLanes; at += 8) {
+      uint64_t digits;
+      memcpy(&digits, planes + at, 8);
+      threes += __builtin_popcountll(digits & digits >> 1 & 0x5555555555555555u);
+    }
+  }
+  if (n == 0) return threes;
+  uint8_t list[2 * kLanes] = {};
+  int32_t digits[kBlock + 2 * kLanes];
+  memcpy(list, planes, static_cast<size_t>(packed_bytes(n, 2)));
+  return threes + unpack_level(list, n, digits);
+}
+
+// lossless_most_bytes of a block, and the most digits that unpack_overflow unpacks.
+constexpr int64_t kMostOverflow = kLosslessBlock / kRows * 6, kMostDigits = 4 * kMostOverflow + kLosslessBlock;
+
+// Unpacks the exponents of the `count` elements of a block whose first digit is 3. `out` has room for kMostDigits and
+// two vectors.
+template <DType kType>
+CGX_HD void unpack_overflow(int64_t count, uint8_t center, const uint8_t* overflow, int64_t bytes, int32_t* out) {
+  uint8_t padded[kMostOverflow + kLosslessBlock / 4];  // digits past the last byte are 0
+  memset(padded + bytes, 0, sizeof padded - static_cast<size_t>(bytes));
+  memcpy(padded, overflow, static_cast<size_t>(bytes));
+  // The lists of digits, one level after another. They are joined from the last to the first: each digit 3 is replaced
+  // by the code of its element in the next list plus 4, so that the first list has the codes of all elements, less 4.
+  int64_t begin[kMostOverflow / 2 + 3], lists = 0, at = 0;
+  begin[0] = 0;
+  while (count > 0) {
+    const uint8_t* const list = padded + (at < bytes ? at : bytes);
+    begin[lists + 1] = begin[lists] + count;
+    at += packed_bytes(count, 2);
+    count = unpack_level(list, count, out + begin[lists++]);
+  }
+  const auto each = [&](int64_t list, auto of) {
+    for (int64_t i = begin[list]; i < begin[list + 1]; i += kLanes) store_words(out + i, of(load_words(out + i)));
+  };
+  for (int64_t list = lists - 2; list >= 0; --list) {
+    const int32_t* from = out + begin[list + 1];
+    each(list, [&](I digit) {
+      const M later = less(splat_i(2), digit);
+      const I more = expand(later, from) + splat_i(4);
+      from += __builtin_popcount(lanes(later));
+      return select(later, more, digit);
+    });
+  }
+  if (lists > 0) each(0, [&](I c) { return Lossless<kType>::template exponent_of<Vector>(c + splat_i(4), center); });
+}
+
 template <DType kType>
 void unpack_block_of(int64_t n, uint8_t center, const uint8_t* planes, const uint8_t* overflow, int64_t bytes,
                      void* x) {
   using L = Lossless<kType>;
-  constexpr bool kWide = kType == DType::kF32;
-  constexpr int64_t kMost = kLosslessBlock / kRows * 6;  // lossless_most_bytes
-  // The digits, one level after another. The levels are joined from the last to the first: each digit 3 is replaced by
-  // the code of its element in the next level plus 4, so that level 0 has the codes of all elements.
-  alignas(64) int32_t code[kLosslessBlock + 4 * kMost + kLosslessBlock + kLanes];
-  int32_t high[kLosslessBlock];
-  uint8_t padded[kMost + kLosslessBlock / 4];  // digits past the last byte are 0
-  unpack_codes<2>(planes, n, code);
-  const bool raw = bytes == lossless_most_bytes(kType, n);
-  if (raw) {
-    unpack_codes<L::kExponent - 2>(overflow, n, high);
-  } else {
-    memset(padded + bytes, 0, sizeof padded - static_cast<size_t>(bytes));
-    memcpy(padded, overflow, static_cast<size_t>(bytes));
-    int64_t begin[kMost / 2 + 3], levels = 1, at = 0;
-    begin[0] = 0, begin[1] = n;
-    const auto threes = [&](const int32_t* digit, int64_t count) {
-      int64_t found = 0;
-      each_vector(
-          count, [&](int64_t i) { found += __builtin_popcount(lanes(less(splat_i(2), load_words(digit + i)))); },
-          [&](int64_t i, int k) { found += __builtin_popcount(lanes(less(splat_i(2), load_words(digit + i, k)))); });
-      return found;
-    };
-    for (int64_t count = n; (count = threes(code + begin[levels - 1], count)) > 0; ++levels) {
-      begin[levels + 1] = begin[levels] + count;
-      unpack_codes<2>(padded + (at < bytes ? at : bytes), count, code + begin[levels]);
-      at += packed_bytes(count, 2);
-    }
-    for (int64_t level = levels - 2; level >= 0; --level) {
-      const int32_t* from = code + begin[level + 1];
-      const auto join = [&](int64_t i, auto... k) {
-        const I digit = load_words(code + i, k...);
-        const M later = less(splat_i(2), digit);
-        const I more = expand(later, from) + splat_i(4);
-        from += __builtin_popcount(lanes(later));
-        store_words(code + i, select(later, more, digit), k...);
-      };
-      const int64_t first = begin[level];
-      each_vector(
-          begin[level + 1] - first, [&](int64_t i) { join(first + i); }, [&](int64_t i, int k) { join(first + i, k); });
-    }
-  }
-  const uint8_t* const low = planes + packed_bytes(n, 2);
+  alignas(64) int32_t further[kMostDigits + 2 * kLanes];  // exponents, or their upper bits if they are stored directly
   int32_t top[kLosslessBlock];
+  const bool raw = bytes == lossless_most_bytes(kType, n);
+  if (raw)
+    unpack_codes<L::kExponent - 2>(overflow, n, further);
+  else
+    unpack_overflow<kType>(count_threes(planes, n), center, overflow, bytes, further);
+  const uint8_t* const low = planes + packed_bytes(n, 2);
   if constexpr (kType == DType::kF16) unpack_codes<3>(low + n, n, top);
-  auto* const out = static_cast<uint8_t*>(x);
-  const auto unite = [&](int64_t i, auto... k) {
-    I rest;
-    if constexpr (kWide)
+  const auto exponent = [](int e) { return e & L::kLargest; };
+  const int32_t near[3] = {exponent(center), exponent(center - 1), exponent(center + 1)};  // of the digits 0 to 2
+  const int32_t* next = further;
+  // Unpacks the elements from i on. `three` is negative where the digit is 3.
+  const auto unite = [&](int64_t i, I digit, I three, auto... k) {
+    I rest, e;
+    if constexpr (kType == DType::kF32)
       rest = load_halves(low + 2 * i, k...) | shl(load_bytes(low + 2 * n + i, k...), 16);
     else
       rest = load_bytes(low + i, k...);
     if constexpr (kType == DType::kF16) rest = rest | shl(load_words(top + i, k...), 8);
-    const I c = load_words(code + i, k...);
-    I e;
-    if (raw)
-      e = c | shl(load_words(high + i, k...), 2);
-    else
-      e = L::template exponent_of<Vector>(c, center);
+    if (raw) {
+      e = (digit & splat_i(3)) | shl(load_words(further + i, k...), 2);
+    } else {
+      const M later = less(three, splat_i(0));
+      e = select(later, expand(later, next), choose(digit, near));
+      next += __builtin_popcount(lanes(later));
+    }
     const I bits = L::template bits<Vector>(e, rest);
-    if constexpr (kWide)
-      store_words(out + 4 * i, bits, k...);
+    if constexpr (kType == DType::kF32)
+      store_words(static_cast<uint32_t*>(x) + i, bits, k...);
     else
-      store_halves(out + 2 * i, bits, k...);
+      store_halves(static_cast<uint16_t*>(x) + i, bits, k...);
   };
-  each_vector(n, [&](int64_t i) { unite(i); }, [&](int64_t i, int k) { unite(i, k); });
+  for (int64_t at = 0; at < n; at += kBlock, planes += 2 * kLanes) {
+    const int lanes = lanes_of(n - at);
+    const bool whole = n - at >= kBlock;
+    const I digits = whole ? load_halves(planes) : load_halves(planes, lanes), threes = digits & shr(digits, 1);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const I digit = shr(digits, 2 * row), three = shl(threes, 31 - 2 * row);
+      if (whole)
+        unite(at + row * kLanes, digit, three);
+      else
+        unite(at + row * lanes, digit, three, in_row(n - at, lanes, row));
+    }
+  }
 }
 
 void pack_blocks(DType dtype, const void* x, int64_t n, uint8_t* heads, uint8_t* planes, uint8_t* overflow) {

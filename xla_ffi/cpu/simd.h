@@ -101,6 +101,11 @@ struct Table {
     return {_mm512_permutex2var_ps(low, i.v, high)};
   }
 };
+// Returns of[i % 4] for each lane; 0 for 3.
+CGX_HD I choose(I i, const int32_t (&of)[3]) {
+  const __m512i table = _mm512_set4_epi32(0, of[2], of[1], of[0]);
+  return {_mm512_castps_si512(_mm512_permutevar_ps(_mm512_castsi512_ps(table), i.v))};
+}
 // Returns a vector whose lane i is the highest lane of x[i]. No lane of x may be negative. Lanes from kMany on are
 // undefined.
 template <int kMany>
@@ -267,8 +272,10 @@ struct Table {
     const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i);
     if constexpr (kUsed <= 8) return low;
     const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), i);
-    if constexpr (kUsed <= 16) return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
-    return _mm256_i32gather_ps(table, i, 4);
+    const __m256 half = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    if constexpr (kUsed <= 16) return half;
+    const __m256 upper = Table<16>(table + 16).part(i);  // a gather takes several times as long
+    return _mm256_blendv_ps(half, upper, _mm256_castsi256_ps(_mm256_slli_epi32(i, 27)));
   }
   CGX_HD F operator[](I i) const { return {part(i.a), part(i.b)}; }
 };
@@ -291,6 +298,72 @@ CGX_HD void mul_wide(PhiloxWord x, uint32_t b, PhiloxWord* high, PhiloxWord* low
   }
 }
 CGX_HD I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
+CGX_HD I choose(I i, const int32_t (&of)[3]) {
+  const __m256 table = _mm256_castsi256_ps(_mm256_setr_epi32(of[0], of[1], of[2], 0, of[0], of[1], of[2], 0));
+  return bits(F{_mm256_permutevar_ps(table, i.a), _mm256_permutevar_ps(table, i.b)});
+}
+template <int kMany>
+CGX_HD I highest_of_each(const I (&x)[kMany]) {
+  static_assert(kMany == 4 || kMany == 8);
+  __m256i v[kMany / 2];
+  for (int i = 0; i < kMany / 2; ++i) {
+    const __m256i even = _mm256_max_epi32(x[2 * i].a, x[2 * i].b),
+                  odd = _mm256_max_epi32(x[2 * i + 1].a, x[2 * i + 1].b);
+    v[i] = _mm256_max_epi32(_mm256_unpacklo_epi32(even, odd), _mm256_unpackhi_epi32(even, odd));
+  }
+  for (int i = 0; i < kMany / 4; ++i)
+    v[i] =
+        _mm256_max_epi32(_mm256_unpacklo_epi64(v[2 * i], v[2 * i + 1]), _mm256_unpackhi_epi64(v[2 * i], v[2 * i + 1]));
+  const __m256i other = v[kMany / 4 - 1];
+  const __m256i most =
+      _mm256_max_epi32(_mm256_permute2x128_si256(v[0], other, 0x20), _mm256_permute2x128_si256(v[0], other, 0x31));
+  return {most, most};
+}
+CGX_HD float lowest(F x) {
+  __m256 r = _mm256_min_ps(x.a, x.b);
+  r = _mm256_min_ps(r, _mm256_permute2f128_ps(r, r, 1));
+  r = _mm256_min_ps(r, _mm256_permute_ps(r, 0x4e));
+  return _mm256_cvtss_f32(_mm256_min_ps(r, _mm256_permute_ps(r, 0xb1)));
+}
+CGX_HD float highest(F x) {
+  __m256 r = _mm256_max_ps(x.a, x.b);
+  r = _mm256_max_ps(r, _mm256_permute2f128_ps(r, r, 1));
+  r = _mm256_max_ps(r, _mm256_permute_ps(r, 0x4e));
+  return _mm256_cvtss_f32(_mm256_max_ps(r, _mm256_permute_ps(r, 0xb1)));
+}
+// For each mask of eight lanes: `taken` has the lanes that it selects, one after another, and `place` has for each of
+// them how many come before it.
+constexpr struct LanesOfMasks {
+  uint8_t taken[256][8] = {}, place[256][8] = {};
+  constexpr LanesOfMasks() {
+    for (int mask = 0; mask < 256; ++mask) {
+      uint8_t number = 0;
+      for (uint8_t lane = 0; lane < 8; ++lane) {
+        if (!(mask >> lane & 1)) continue;
+        place[mask][lane] = number;
+        taken[mask][number++] = lane;
+      }
+    }
+  }
+} kLanesOf;
+CGX_HD __m256i permuted(__m256i x, const uint8_t (&order)[8]) {
+  return _mm256_permutevar8x32_epi32(x, _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(order))));
+}
+CGX_HD int compress(M m, I x, int32_t* to) {
+  const uint32_t all = lanes(m), low = all & 255, high = all >> 8;
+  store_words(to, I{permuted(x.a, kLanesOf.taken[low]), splat_i(0).b});
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + __builtin_popcount(low)), permuted(x.b, kLanesOf.taken[high]));
+  return __builtin_popcount(all);
+}
+CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
+  compress(m, i, to_i);
+  return compress(m, bits(x), reinterpret_cast<int32_t*>(to_x));
+}
+CGX_HD I expand(M m, const int32_t* from) {
+  const uint32_t all = lanes(m), low = all & 255, high = all >> 8;
+  const I x = {load_words(from).a, load_words(from + __builtin_popcount(low)).a};
+  return I{permuted(x.a, kLanesOf.place[low]), permuted(x.b, kLanesOf.place[high])} & I{m.a, m.b};
+}
 
 #else
 
@@ -480,6 +553,14 @@ CGX_HD void store_bytes(void* p, I x, int n) {
   uint8_t b[16];
   store_bytes(b, x);
   memcpy(p, b, static_cast<size_t>(n));
+}
+#endif
+
+#if !defined(__AVX2__)
+CGX_HD I choose(I i, const int32_t (&of)[3]) {
+  const M odd = shl(i, 31), upper = shl(i, 30);
+  const I even = select(less(upper, splat_i(0)), splat_i(of[2]), splat_i(of[0]));
+  return select(less(odd, splat_i(0)), select(less(upper, splat_i(0)), splat_i(0), splat_i(of[1])), even);
 }
 CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   int32_t b[16];
