@@ -1,7 +1,7 @@
 """All code that depends on the version of JAX, and all private imports of JAX. Supported: 0.9 to 0.12."""
 
 import contextlib
-import inspect
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -89,21 +89,30 @@ def tracked_axes(names: Iterable[Any]) -> frozenset[Any]:
     return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
 
 
-# No type and no context of JAX has these axes, so they are read from the call stack. To transpose a shard_map, JAX
-# calls shard_map's transpose rule, and in that call the rules of the operations in its body.
+# No type and no context of JAX has these axes, so jaxcgx wraps the rule with which JAX transposes a shard_map. The
+# context is part of the keys of JAX's caches. Otherwise, a jitted function that was differentiated inside of a
+# shard_map would have the same backward pass when JAX differentiates another shard_map from outside.
+_TRANSPOSED: Any = jax.make_user_context(frozenset())
+
+
 def transposed_axes() -> frozenset[Any]:
     """Returns the axes of the `shard_map`s that JAX is transposing, because they are differentiated from outside."""
-    found, frame = frozenset[Any](), inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _transpose_shard_map:
-            known = frame.f_locals
-            found |= frozenset(known["newly_manual_axes"] if "newly_manual_axes" in known else known["manual_axes"])
-        frame = frame.f_back
-    return found
+    return _TRANSPOSED.value
 
 
-_rules: Any = getattr(private_ad, "fancy_transposes", {})  # has shard_map's rule in newer versions
-_transpose_shard_map = (ad.primitive_transposes | _rules)[shard_map.shard_map_p].__code__
+def _with_transposed_axes(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rule)
+    def transpose(*args: Any, **params: Any) -> Any:
+        axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+        with _TRANSPOSED(transposed_axes() | frozenset(axes)):
+            return rule(*args, **params)
+
+    return transpose
+
+
+for _rules in (ad.primitive_transposes, getattr(private_ad, "fancy_transposes", {})):  # newer versions have the latter
+    if shard_map.shard_map_p in _rules:
+        _rules[shard_map.shard_map_p] = _with_transposed_axes(_rules[shard_map.shard_map_p])
 
 
 def result_aval(

@@ -128,6 +128,25 @@ def test_a_gradient_from_outside_is_that_of_plain_jax(inside, out, jit):
         np.testing.assert_allclose(np.float32(found[k]), np.float32(g), atol=rounded * np.abs(np.float32(g)).max())
 
 
+@pytest.mark.short
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("order", ["inside first", "outside first"])
+def test_one_function_for_gradients_from_inside_and_outside(wrap, order):
+    """JAX caches the backward pass of a jitted function. It must not take the one for the other place."""
+    synced = wrap(lambda params, x: loss(cgx.sync_in_backward(params, "data", cgx.Raw()), x))
+    mean = jax.shard_map(
+        lambda params, x: lax.pmean(synced(params, x), "data"), mesh=MESH, in_specs=(P(), P("data")), out_specs=P()
+    )
+    inside = on_mesh(lambda params, x: gradients(synced, params, x), True)
+    outside = jax.jit(lambda params, x: gradients(mean, params, x))
+    expected = gradients(loss, PARAMS, X)
+    for found in (inside, outside) if order == "inside first" else (outside, inside):
+        got = found(PARAMS, X)
+        for k, g in expected.items():
+            rounded = 2**-7 if g.dtype == jnp.bfloat16 else 1e-5
+            np.testing.assert_allclose(np.float32(got[k]), np.float32(g), atol=rounded * np.abs(np.float32(g)).max())
+
+
 def test_a_gradient_from_outside_has_the_bits_of_one_from_inside():
     def inside(params, x):
         return gradients(lambda p, x: loss(cgx.sync_in_backward(p, "data", CODEC), x), params, x)
