@@ -214,6 +214,14 @@ def test_numbers_that_are_equal_are_not_the_same():
     np.testing.assert_allclose((five, four), (three * 5 / 3, three * 4 / 3), rtol=1e-5)
 
 
+def test_without_jit():
+    """Under jax.disable_jit, a call is still one program of all ranks."""
+    f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto))
+    expected = jax.value_and_grad(loss_fn)(PARAMS, X)
+    with jax.disable_jit():
+        close(f(PARAMS, X), expected)
+
+
 def test_a_loop_outside_of_jit():
     """Arrays that a loss closes over are read at every call. Other arrays or a new loss function compile nothing."""
     compiled = []
