@@ -139,7 +139,15 @@ def plain_reduce(op: str, x: Any, net: Transport, *, mean: bool) -> Any:
     if net.begin_sum and whole:  # over Tcp, numbers travel like gradients: errors of lax's collectives name no rank
         return reduce(op, x, net=net, codec=Raw(), options=Options(), state=State(), mean=mean)
     total, tracked = net.plain_pmean if mean else net.plain_psum, _compat.tracked_axes(net.names)
-    return jax.tree_util.tree_map(lambda leaf: total(_compat.vary(jnp.asarray(leaf), tracked)), x)
+
+    def of_leaf(leaf: Any) -> jax.Array:
+        own = _compat.vary(jnp.asarray(leaf), tracked)
+        if whole or not jnp.issubdtype(own.dtype, jnp.floating) or own.dtype.itemsize > 2:
+            return total(own)
+        # XLA on CPUs aborts when it compiles a sum of 16-bit numbers beside axes that are left to its partitioner.
+        return total(own.astype(jnp.float32)).astype(own.dtype)
+
+    return jax.tree_util.tree_map(of_leaf, x)
 
 
 def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route], Message]) -> Any:

@@ -547,6 +547,22 @@ def test_other_axes_stay_sharded(kind):
     assert ("all-gather", "u8") in sent(text)
 
 
+@KINDS
+def test_16_bits_beside_another_axis(kind):
+    """XLA on CPUs aborts when it compiles a sum of 16-bit numbers over ranks beside an axis of the partitioner."""
+    if jax.__version_info__ < (0, 10):
+        pytest.skip("JAX 0.9 can't lower axis_index in a shard_map within a shard_map")
+    mesh = mesh_of(kind, ("data", 2), ("model", 2))
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
+    fun = lambda params, x: (loss_fn(params, x), x.max().astype(jnp.float16))
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True, param_specs={"w": P(), "b": P()})
+    with jax.set_mesh(mesh):
+        (value, aux), _ = jax.jit(f)(place(mesh, params, P()), place(mesh, x))
+    assert value.dtype == jnp.bfloat16 and aux.dtype == jnp.float16
+    np.testing.assert_allclose(value, loss_fn(PARAMS, X), rtol=0.02)
+    np.testing.assert_allclose(aux, X.reshape(2, -1).max(1).mean(), rtol=0.01)
+
+
 def test_stochastic_rounding_takes_a_key():
     mesh, codec = mesh_of(AxisType.Auto), cgx.MaxMin(2, 64, rounding="stochastic")
     f = cgx.value_and_grad(loss_fn, "data", codec, mesh=mesh)

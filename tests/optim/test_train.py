@@ -245,6 +245,16 @@ def test_an_axis_for_the_partitioner():
 
 
 @NESTED
+def test_a_loss_of_16_bits_beside_an_axis_for_the_partitioner():
+    """XLA on CPUs aborts when it compiles a sum of 16-bit numbers over ranks beside an axis of the partitioner."""
+    half = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+    params, _, metrics = run(tensor_parallel(plan=cgx.Raw()), 2, half(SHARDED), half(X))
+    expected = run(tensor_parallel(plan=cgx.Raw()), 2, SHARDED, X)
+    assert metrics[1].loss.dtype == params["up"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(metrics[1].loss, expected[2][1].loss, rtol=0.02)
+
+
+@NESTED
 def test_shards_have_factors_of_their_own():
     params, state, metrics = run(tensor_parallel(plan=cgx.PowerSGD(2)), 20, SHARDED)
     assert metrics[-1].loss < 0.95 * metrics[0].loss
