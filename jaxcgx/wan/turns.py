@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.stages import Compiled
 
+from jaxcgx import _compat
 from jaxcgx.optim.train import Step
 from jaxcgx.optim.training import Training
 
@@ -51,7 +51,7 @@ class CentersStep(Step):
             return super().__call__(*args, **kwargs)  # jit raises the error
         state, batch, params = (given[name] for name in ("opt_state", "batch", "params"))
         self._centers.check(state)
-        if isinstance(state.count, Tracer):
+        if not _compat.is_eager():
             return super().__call__(*args, **kwargs)
         last, number = self._last
         now = [state.count, *jax.tree_util.tree_leaves(params)]
@@ -64,8 +64,7 @@ class CentersStep(Step):
             params, count, center, exchanges[p] = self._act(act, p, Ongoing(params, count, center, exchanges[p]))
         rows = centers.rows._replace(params=center[0], start=center[1])
         state = state._replace(count=count, centers=centers._replace(rows=rows), exchanges=tuple(exchanges))
-        if not isinstance(count, Tracer):  # in a traced call, it is one even with a concrete state
-            self._last = [count, *jax.tree_util.tree_leaves(params)], number + 1
+        self._last = [count, *jax.tree_util.tree_leaves(params)], number + 1
         metrics = self._centers.measured(metrics, state.exchanges)
         if self._donate:  # the state's own arrays may be donated to a later step
             metrics = metrics._replace(outer=jax.tree_util.tree_map(jnp.copy, metrics.outer))
@@ -78,8 +77,6 @@ class CentersStep(Step):
         because compiling an exchange over a Tcp connects its processes: without this they would wait for one another in
         the first exchange.
         """
-        if any(isinstance(x, Tracer) for x in jax.tree_util.tree_leaves((params, state))):
-            return self._number(state.count), params, state
         params, state = self._centers.placed(params, state)
         given = params, state.count, state.centers.rows.params, state.centers.rows.start, state.exchanges
         leaves, tree = jax.tree_util.tree_flatten(given)

@@ -146,6 +146,15 @@ def test_traced_calls_are_the_same(local, given):
         assert_same_trees(tuple(first), tuple(other))
 
 
+def test_a_traced_call_that_closes_over_its_state():
+    train = trainer(diloco(every=2), donate=False)
+    state = train.init(PARAMS)
+    for x in jnp.asarray(X[:3]):
+        found = jax.jit(lambda x, state=state: train.step(*state, x))(x)
+        *state, metrics = train.step(*state, x)
+        assert_same_trees(found, (*state, metrics))
+
+
 def test_optimizers_that_vmap_would_change():
     """Schedules may call Python, and a branch that isn't taken doesn't run."""
     calls = []
