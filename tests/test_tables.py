@@ -240,12 +240,15 @@ def test_the_demonstration():
 
 
 def test_shares_of_kernels():
-    _, rows = table("speed", ["operation", "share"])
-    measured = {row["name"]: row for row in result("cpu-kernels-avx512")["rows"]}
-    for name, share, goal, _ in rows:
-        row = measured[name.partition(":")[0]]
-        assert_printed(row["share"], share, 0)
-        assert_printed(row["share_goal"], goal, 0)
+    _, rows = table("speed", ["operation", "AVX-512: share"])
+    measured = [{row["name"]: row for row in result(f"cpu-kernels-{isa}")["rows"]} for isa in ("avx512", "avx2")]
+    for name, *cells, goal in rows:
+        for of_isa, share, faster in zip(measured, cells[::2], cells[1::2], strict=True):
+            row = of_isa[name.partition(":")[0]]
+            assert_printed(row["share"], share, 0)
+            assert_printed(row["share_goal"], goal, 0)
+            if faster:
+                assert_printed(row["speedup"], faster.removesuffix(" times"), 0)
 
 
 def test_shares_of_gpu_kernels():
