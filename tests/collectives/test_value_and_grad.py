@@ -12,6 +12,7 @@ from helpers import assert_same_trees, assert_trees, normal, sent
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import NESTED
 
 import jaxcgx as cgx
 
@@ -516,11 +517,10 @@ def test_a_change_that_would_be_lost_is_refused():
     close(popped(PARAMS, {"x": X}), jax.value_and_grad(loss_fn)(PARAMS, X))
 
 
+@NESTED
 @KINDS
 def test_other_axes_stay_sharded(kind):
     """Shards over "model" are compressed on their devices."""
-    if jax.__version_info__ < (0, 10):
-        pytest.skip("JAX 0.9 can't lower axis_index in a shard_map within a shard_map")
     mesh = mesh_of(kind, ("data", 2), ("model", 2))
     specs = {"w": P(None, "model"), "b": P("model")}
     params = jax.tree.map(lambda x, spec: place(mesh, x, spec), PARAMS, specs)
@@ -547,11 +547,10 @@ def test_other_axes_stay_sharded(kind):
     assert ("all-gather", "u8") in sent(text)
 
 
+@NESTED
 @KINDS
 def test_16_bits_beside_another_axis(kind):
     """XLA on CPUs aborts when it compiles a sum of 16-bit numbers over ranks beside an axis of the partitioner."""
-    if jax.__version_info__ < (0, 10):
-        pytest.skip("JAX 0.9 can't lower axis_index in a shard_map within a shard_map")
     mesh = mesh_of(kind, ("data", 2), ("model", 2))
     params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
     fun = lambda params, x: (loss_fn(params, x), x.max().astype(jnp.float16))
