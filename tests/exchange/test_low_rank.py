@@ -122,7 +122,7 @@ def test_residuals_stay_bounded_where_ranks_differ():
 
     _, lost, _ = run(train, 2)(own, jnp.zeros((2, 16, 16)), jnp.zeros((2, 16)))
     each, mean = np.linalg.norm(lost, axis=(1, 2)), np.linalg.norm(lost.mean(0))
-    assert each.max() < 4 * mean  # it is 1.7 to 2.2 times the mean, by the noise and by the processor's rounding
+    assert each.max() < 2.5 * mean  # eight keys of the noise gave 1.8 to 2.2, and rounding differs by processor
 
 
 def test_numbers_of_any_size():
