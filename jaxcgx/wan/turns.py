@@ -84,10 +84,7 @@ class CentersStep(Step):
         if kind not in self._known:
             self.exchanges(params, state)
             self._known.add(kind)
-        return self._number(state.count), params, state
-
-    def _number(self, count: Any) -> int:
-        return int(count.addressable_data(0) if isinstance(count, jax.Array) else count)
+        return int(state.count.addressable_data(0)), params, state
 
     def programs(self, *args: Any, **kwargs: Any) -> list[Compiled]:
         given = self._signature.bind(*args, **kwargs).arguments
