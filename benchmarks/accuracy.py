@@ -141,10 +141,14 @@ NOTES = """\
 - A row without all seeds of float32 has no mean and no mark.
 - lost: against float32 with the same seed, the mean over seeds: points of accuracy, or % of the loss. spread: the
   standard deviation over seeds. Goals are those of 4 bits (0.3 points, 0.5 %) and of 2 bits (1 point, 1.5 %) with
-  feedback.
+  feedback. They are for the mean, because single seeds scatter.
+- The batch is divided among 4 ranks, whose gradients are averaged.
 - bytes/step: what a rank sends in all collectives of the compiled step, as jaxcgx.explain finds them. fewer: the bytes
   of float32 over these bytes.
 - Tasks, rows and seeds that are missing have not been run, because they take hours. `make bench-accuracy` runs them.
+- PowerSGD, DGC, BSC, MPQ and Sign have no goal. The transformer loses most with them, probably because Adam needs small
+  errors relative to each element ([feedback](../../docs/feedback.md#before-adam)), and because 400 steps are few for
+  elements that are sent rarely.
 - DGC, BSC and MPQ have their own momentum, and the optimizer after them has none (Adam: b1=0). DGC's ratio decreases to
   0.1 % in the first 40 % of the steps. BSC and MPQ compress weights of more than 10,000 elements.
 - Fashion-MNIST: a network with hidden layers of 256 and 128. transformer: byte-level, on the documentation that Python

@@ -122,6 +122,10 @@ def rows():
     for name in ("AbsMax 8", "Float8 e4m3", "Cast bfloat16", "Sign", "ByteGrad"):
         table[f"encode {name}"] = loop, kernels.encode, kernels.CODECS[name], "float32", None
         table[f"decode {name}"] = loop, kernels.decode, kernels.CODECS[name], "float32", 0.9
+    others = {name: kernels.CODECS[name] for name in ("Eden 4", "MaxMin 4 rotated", "Micro nvfp4", "Micro mxfp8")}
+    for name, codec in (others | {"Lossless": cgx.Lossless()}).items():
+        for operation in (kernels.encode, kernels.decode):
+            table[f"{operation.__name__} {name}"] = loop, operation, codec, "float32", None
     for ratio in (0.01, 0.001):
         for select, goal in (("exact", 0.35), ("sampled", 0.7), ("fitted", None)):
             codec = cgx.TopK(ratio, select=select)

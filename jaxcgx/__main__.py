@@ -162,8 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         "--bits",
         type=int,
         nargs="+",
-        default=list(range(2, 9)),
-        help="what lgreco may choose from, besides the plan's own (2 to 8)",
+        help="what lgreco may choose from, besides the plan's own (by default 2 to 8, as far as its codec has them)",
     )
     added = command("plan", plan, "say what compression would gain on a network, and which plan to take, or none")
     added.add_argument(

@@ -29,13 +29,14 @@ Step = dict[str, np.ndarray[Any, Any]]  # {leaf's path: gradient}
 Assigned = list[tuple[Codec, str | None]]  # for each leaf: its codec, and the reason if it travels raw, else None
 
 
-def tune(gradients: Path, plan: Path | None, bits: Sequence[int], **options: Any) -> tuple[Plan, str]:
+def tune(gradients: Path, plan: Path | None, bits: Sequence[int] | None, **options: Any) -> tuple[Plan, str]:
     """Returns (plan adapted to saved gradients, text that describes it).
 
     Args:
       gradients: an .npz file.
       plan: a TOML file with the plan to adapt. None: Plan.cgx().
-      bits: the numbers of bits that are candidates, in addition to the plan's own.
+      bits: the numbers of bits that are candidates, in addition to the plan's own. None: those from 2 to 8 that the
+        plan's codec can have.
       **options: options of Plan.adapt.
     """
     base = Plan.cgx() if plan is None else Plan.load(plan)
@@ -45,10 +46,20 @@ def tune(gradients: Path, plan: Path | None, bits: Sequence[int], **options: Any
         raise unexpected("argument '--plan'", expected, spell(base.default))
     steps = read(gradients)
     before = _assign(base, steps[0])  # before the measurement, to report errors in the rules at once
+    if bits is None:
+        bits = [n for n in range(2, 9) if _can_have(found[0], n)]
     candidates: list[Codec] = [dataclasses.replace(found[0], bits=n) for n in sorted({*bits, found[0].bits})]
     measured = statistics(steps, candidates)
     adapted = base.adapt(measured, **options)
     return adapted, describe(steps, measured, {"before": before, "adapted": _assign(adapted, steps[0])})
+
+
+def _can_have(codec: Any, bits: int) -> bool:
+    try:
+        dataclasses.replace(codec, bits=bits)
+    except ValueError:
+        return False
+    return True
 
 
 def read(path: Path) -> list[Step]:

@@ -76,10 +76,11 @@ def test_sums_of_codecs():
 
 
 def test_feedback():
-    codec, x = cgx.MaxMin(2, 64), {"w": normal((N, 900))}
-    f = lambda sums: lambda x: sums(x, jax.tree.map(lambda leaf: leaf / 8, x))
-    expected = on_mesh(f(lambda x, lost: cgx.compressed_psum(x, "a", codec, residuals=lost)), x)
-    same(jax.jit(f(lambda x, lost: cgx.mpi.compressed_allreduce(x, codec, residuals=lost)))(mine(x)), expected)
+    codecs, x = [cgx.MaxMin(2, 64), cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless()], {"w": normal((N, 900))}
+    lost = lambda x: jax.tree.map(lambda leaf: leaf / 8, x)
+    over_mpi = lambda x: [cgx.mpi.compressed_allreduce(x, c, key=key(c), residuals=lost(x)) for c in codecs]
+    over_mesh = lambda x: [cgx.compressed_psum(x, "a", c, key=key(c), residuals=lost(x)) for c in codecs]
+    same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x))
 
 
 def test_sparse_sums():

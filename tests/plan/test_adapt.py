@@ -95,6 +95,7 @@ def test_candidates_of_any_kind():
     draws = dict(normal=rng.standard_normal, heavy=functools.partial(rng.standard_t, 2), even=rng.random)
     tree = {name: jnp.asarray(draw(size=(2, 64, 128)), jnp.float32) for name, draw in draws.items()}
     candidates = [FOUR, cgx.MaxMin(3, rounding="stochastic"), cgx.AbsMax(5), cgx.Float8(), cgx.Sign(), cgx.TopK(0.1)]
+    candidates += [cgx.Eden(3), cgx.Micro("nvfp4")]
     spec = dict(mesh=mesh(2), in_specs=P("a"), out_specs=P())
 
     @jax.jit

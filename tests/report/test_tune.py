@@ -105,6 +105,17 @@ def test_a_plan_of_ones_own(saved, tmp_path, budget, alpha):
     assert cgx.Plan.load(out) == base.adapt(statistics, budget=budget, alpha=alpha)
 
 
+def test_default_bits_of_a_codec_that_lacks_some(saved, tmp_path):
+    gradients, out = saved(arrays())
+    cgx.Plan(cgx.Eden(4, 128)).save(tmp_path / "base.toml")
+    __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml")])
+    candidates = [cgx.Eden(bits, 128) for bits in range(2, 7)]
+    measure = functools.partial(cgx.gradient_statistics, codecs=candidates, key=jax.random.fold_in(jax.random.key(0), 0))
+    assert cgx.Plan.load(out) == cgx.Plan(cgx.Eden(4, 128)).adapt(jax.jit(measure)(arrays()))
+    with pytest.raises(SystemExit, match="Eden.* 1 to 6, got 8"):
+        __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "8"])
+
+
 def test_stochastic_candidates(saved, tmp_path):
     gradients, out = saved(arrays())
     cgx.Plan.cgx(rounding="stochastic").save(tmp_path / "base.toml")
