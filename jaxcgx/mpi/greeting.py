@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 
 from jaxcgx import _compat
-from jaxcgx._compat import mlir
+from jaxcgx._compat import batching, mlir
 from jaxcgx.mpi.agreement import compare
 from jaxcgx.mpi.waiting import Communicator
 from jaxcgx.native.eager import define_impl
+from jaxcgx.native.rows import one_of_same
 from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
 
 _BYTES = 16
@@ -76,7 +77,12 @@ def _explain(mine: Any, net: Net) -> None:
     compare(every[0]["function"], every)
 
 
+def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, net: Net) -> tuple[list[jax.Array], list[int]]:
+    return greet_p.bind(one_of_same(operands[0], dims[0]), net=net), []
+
+
 define_impl(greet_p)
+batching.primitive_batchers[greet_p] = _batch
 for _primitive, _rule in (greet_p, mlir.lower_fun(_run, multiple_results=True)), (_differ_p, _lower_differ):
     _primitive.def_effectful_abstract_eval(lambda mine, net: ([], EFFECTS))
     mlir.register_lowering(_primitive, _rule)

@@ -18,7 +18,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
-from jaxcgx.native.rows import exchanged_shape, mapped_axes
+from jaxcgx.native.rows import exchanged_shape, mapped_axes, one_of_same
 from jaxcgx.native.terms import digest
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
@@ -109,7 +109,8 @@ def _abstract(x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net
 
 # vmap makes one exchange of longer rows.
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: Any) -> tuple[jax.Array, int]:
-    (x, who), (dim, _), (before, after) = operands, dims, mapped_axes(operation)
+    (x, who), (dim, of_who), (before, after) = operands, dims, mapped_axes(operation)
+    who = one_of_same(who, of_who)
     return tcp_exchange_p.bind(jnp.moveaxis(x, dim, before), who, operation=operation, **params), after
 
 

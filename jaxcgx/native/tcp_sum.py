@@ -21,6 +21,7 @@ from jaxcgx._compat import batching, mlir
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import places
 from jaxcgx.native.rng import kernel_key
+from jaxcgx.native.rows import one_of_same
 from jaxcgx.native.rules import in_front
 from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 from jaxcgx.native.terms import digest
@@ -275,7 +276,7 @@ def _batch_begin(
     operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
     moved, who = in_front(operands, dims), places(tree).who
-    moved[who] = operands[who]
+    moved[who] = one_of_same(operands[who], dims[who])
     results = tcp_begin_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
 

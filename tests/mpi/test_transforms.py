@@ -54,6 +54,10 @@ def test_jit_and_vmap(f):
     equal(got[:, :, 2], f(X - 1))
     nested = jax.vmap(jax.vmap(f))(jnp.stack([X, 2 * X, X, X - 1]).reshape(2, 2, *X.shape))
     equal(nested[1, 1], got[:, :, 2])
+    either = lambda first, x: jax.lax.cond(first, f, lambda x: f(2 * x), x)
+    chosen = jax.jit(jax.vmap(either))(jnp.array([True, False]), jnp.stack([X, X]))
+    equal(chosen[0], expected)
+    equal(chosen[1], got[:, :, 1])
 
 
 @pytest.mark.parametrize("comm", [None, cgx.mpi.hierarchy()], ids=["mpi", "memory"])

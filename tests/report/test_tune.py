@@ -110,8 +110,9 @@ def test_default_bits_of_a_codec_that_lacks_some(saved, tmp_path):
     cgx.Plan(cgx.Eden(4, 128)).save(tmp_path / "base.toml")
     __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml")])
     candidates = [cgx.Eden(bits, 128) for bits in range(2, 7)]
-    measure = functools.partial(cgx.gradient_statistics, codecs=candidates, key=jax.random.fold_in(jax.random.key(0), 0))
-    assert cgx.Plan.load(out) == cgx.Plan(cgx.Eden(4, 128)).adapt(jax.jit(measure)(arrays()))
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    statistics = jax.jit(functools.partial(cgx.gradient_statistics, codecs=candidates, key=key))(arrays())
+    assert cgx.Plan.load(out) == cgx.Plan(cgx.Eden(4, 128)).adapt(statistics)
     with pytest.raises(SystemExit, match="Eden.* 1 to 6, got 8"):
         __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "8"])
 

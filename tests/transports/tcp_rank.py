@@ -86,6 +86,15 @@ def under_vmap(axes, x):
     return jax.vmap(lambda x: cgx.compressed_psum(x, axes, NOISY, key=key(), schedule="two_shot"))(x)
 
 
+def in_a_mapped_branch(axes, x):
+    def parts(x):
+        ticket = cgx.begin_pmean(x, axes, cgx.MaxMin(4))
+        return cgx.end_pmean(ticket), cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8))
+
+    either = lambda first, x: jax.lax.cond(first, parts, lambda x: parts(jax.tree.map(lambda y: -y, x)), x)
+    return jax.vmap(either)(jnp.arange(len(x["w"])) % 2 == 0, x)
+
+
 def derivative(axes, x):
     def loss(x):
         parts = (
@@ -157,6 +166,7 @@ CASES = {
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
     "scan": (ROWS, "data", in_a_scan),
     "vmap": (ROWS, "data", under_vmap),
+    "branches of vmap": (ROWS, "data", in_a_mapped_branch),
     "denormals": (
         ROWS,
         "data",
