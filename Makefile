@@ -243,7 +243,7 @@ bench-topology: $(INSTALLED) ## as root, measure what overlays gain if one of fo
 	@.venv/bin/python benchmarks/topology.py
 	@.venv/bin/python benchmarks/topology_training.py
 
-bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
+bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange training steps hide
 	@.venv/bin/python benchmarks/overlap.py
 
 bench-priority: $(INSTALLED) ## as root, compare steps with the longer of computation and communication (P3)
