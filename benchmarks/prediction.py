@@ -1,13 +1,16 @@
-"""Compares the times that exchange/costs.py predicts with measured ones.
+"""Compares the times that exchange/costs.py and report/steps.py predict with measured ones.
 
     python benchmarks/prediction.py [--measure] [--networks REGEX] [--repeats 5] [--size MIB ...] [--out DIR]
 
-The measured times are those of results/collectives.json, from which constants of the model come. With --measure, they
-also include other networks: more hosts, other rates (needs root). The latency of each network comes from its smallest
-message, whose rows don't count as predictions.
+The measured times are those of results/collectives.json, from which constants of the model come, and of other networks:
+more hosts, other rates. --measure measures these again (needs root). Otherwise they come from results/prediction.json.
+The latency of each network comes from its smallest message, whose rows don't count as predictions. Training steps are
+those of results/training-speed.json.
 """
 
 import argparse
+import dataclasses
+import datetime
 import json
 import pathlib
 import re
@@ -15,9 +18,13 @@ import shlex
 
 import collectives
 import numpy as np
-from report import RESULTS, Report, header, line
+import training_speed_data
+from report import RESULTS, Report, header, line, median
 
+import jaxcgx as cgx
 from jaxcgx.exchange import costs
+from jaxcgx.report.advise import Case
+from jaxcgx.report.steps import local_steps
 from jaxcgx.transports.network import PAYLOAD, Network
 
 # Constants of the machine, from make bench (results/cpu-kernels-avx512.md), in bytes of float32 per second.
@@ -28,7 +35,9 @@ BURST = {1000: 0.8e-3, 10_000: 0.8e-3}
 LEAST = 16_000  # bytes that pass slower links at once
 KEPT = RESULTS.parents[1] / "build" / "prediction"
 PROGRAMS = "psum", "two_shot", "one_shot", "ring", "Tcp"
-FIXED = "psum", "two_shot", "one_shot"  # a ring rounds at every hop, so "auto" never takes it
+FIXED = "psum", "two_shot", "one_shot"  # the choices over Gloo, beside which psum is shown
+GLOO = *FIXED, "ring"
+NEW = "New runs"
 GOAL = 0.15
 SLOWER = 0.10  # goal: "auto" takes at most this much longer than the best fixed choice
 NETWORKS = [
@@ -36,13 +45,39 @@ NETWORKS = [
     for hosts in (2, 4, 8)
     for name, mbit in (("100 Mbit/s", 100), ("300 Mbit/s", 300), ("1 Gbit/s", 1000))
 ]
+NONE = "no exchange"
+EACH = 1e-6  # fusion_mb with which every array is a message
+# {method of training_speed.py: (codec, mover, fusion_mb, overlap)}. The planner has no model of the methods that are
+# written by hand, of overlap="priority", and of PyTorch.
+METHODS = {
+    "psum, float32": (cgx.Raw(), "gloo", EACH, False),
+    "psum, one array": (cgx.Raw(), "gloo", 64, False),
+    "MaxMin(4), Gloo": (cgx.MaxMin(4), "gloo", 64, False),
+    "MaxMin(4), Tcp": (cgx.MaxMin(4), "tcp", 64, False),
+    "MaxMin(4), backward": (cgx.MaxMin(4), "tcp", 4, True),
+    "Eden(4), Tcp": (cgx.Eden(4), "tcp", 64, False),
+    "ByteGrad, Tcp": (cgx.ByteGrad(), "tcp", 64, False),
+    "DGC 1 %, Tcp": (cgx.TopK(0.01), "tcp", 64, False),
+    "PowerSGD(4), Gloo": (cgx.PowerSGD(4), "gloo", 64, False),
+    "DiLoCo, 4 bits, H 20": (cgx.MaxMin(4), "tcp", 64, False),
+    "DiLoCo, 4 bits, H 20, streaming": (cgx.MaxMin(4), "tcp", 64, True),
+}
+ROUND = 20  # steps of a round of DiLoCo
 NOTES = f"""\
 - ms, predicted: the time of one exchange in a loop, with MaxMin 4. off: the prediction over the measurement, minus 1.
 - Constants of the model come from results/collectives.json. So the first table shows how well the model fits, and the
-  others how well it predicts. Every network's latency comes from its 64 KiB rows, which are therefore left out.
+  others how well it predicts. Every network's latency comes from its 64 KiB rows, which are therefore left out, also
+  where choices of "auto" are counted.
 - All hosts share 2 processors, so with N hosts kernels take N times as long. A step of Gloo takes 1.2 ms with 4
   processes on 2 processors, and 0.3 ms with 2 processes.
-- If the plan has no network, "auto" assumes 1 Gbit/s. Its cases include the 64 KiB rows.
+- If the plan has no network, "auto" assumes 1 Gbit/s. It chooses between two_shot and one_shot. A ring rounds at every
+  hop, so its error grows with the number of ranks, and it allows no feedback. So "auto" never takes it, and its choice
+  over Gloo is compared with rings in a sentence of its own.
+- steps: ms of a training step, and off. The prediction is the planner's (report/advise.py, report/steps.py), with the
+  latencies of Cluster. Its computation is that of a step without exchange in the same turn, and off is the median of
+  the turns. Hosts share 2 processors here, too. The steps were measured on an Intel Xeon, whose kernels weren't
+  measured. So the speeds of kernels are those of another processor, an AMD EPYC (results/cpu-kernels-avx512.json).
+  Codecs that don't have all kernels there get those of MaxMin 4.
 - goals: within {100 * GOAL:.0f} %; "auto" at most {100 * SLOWER:.0f} % slower than the best fixed choice.
 """
 
@@ -85,10 +120,10 @@ def rate(name):
 def predicted(rows):
     """Returns the rows of a network with predictions, without those of its smallest message."""
     mbit, smallest = rate(rows[0]["network"]), min(rows, key=lambda row: row["size_bytes"])
-    latency = latencies(smallest, mbit)
+    latency = smallest.get("latency") or latencies(smallest, mbit)
     found = []
     for row in rows:
-        if row is smallest:
+        if row is smallest and "latency" not in row:
             continue
         times = {}
         for program in PROGRAMS:
@@ -104,10 +139,12 @@ def predicted(rows):
 def show(report, title, networks):
     """Shows a table of {network: rows}, and adds the rows to the data."""
     report.show("", title, "", *header("network, size", *PROGRAMS))
-    every, chosen = [], []
+    every, known, unknown = [], [], []
     for rows in networks.values():
+        choices = {row["size_bytes"]: row["auto"] for row in rows}
         for row in predicted(rows):
-            chosen.append((row, costs.faster(*(row["predicted_ms"][name] for name in ("one_shot", "two_shot")))))
+            known.append((row, costs.faster(*(row["predicted_ms"][name] for name in ("one_shot", "two_shot")))))
+            unknown.append((row, choices[row["size_bytes"]]))
             report.data["rows"].append(row | dict(table=title))
             every += row["off"].values()
             cells = [
@@ -119,25 +156,40 @@ def show(report, title, networks):
     report.show(
         "",
         f"{(off <= GOAL).sum()} of {len(off)} within 15 %, median {100 * np.median(off):.1f} %.",
-        automatic('"auto"', [(row, row["auto"]) for rows in networks.values() for row in rows]),
-        automatic('"auto" of a plan that has the network', chosen),
+        automatic('"auto" over Gloo', unknown, FIXED),
+        automatic('"auto" over Gloo, of a plan that has the network,', known, FIXED),
+        automatic('"auto" over Gloo, with rings counted,', unknown, GLOO),
+        automatic('"auto" over Gloo, of a plan that has the network, with rings counted,', known, GLOO),
+        automatic('"auto" over Tcp', [(row, "Tcp") for row, _ in known], PROGRAMS),
     )
 
 
-def automatic(name, chosen):
-    """Compares the choices over Gloo, [(row, program)], with the best fixed choice. Returns a sentence."""
+def automatic(name, chosen, others):
+    """Compares the choices of "auto", [(row, program)], with the fastest of `others`. Returns a sentence."""
     slower = {
         f"{row['network']}, {collectives.megabytes(row['size_bytes'] / 2**20)}": (
-            row["ms"][program] / min(row["ms"][fixed] for fixed in FIXED) - 1
+            row["ms"][program] / min(row["ms"][other] for other in others) - 1
         )
         for row, program in chosen
     }
     over = {case: value for case, value in slower.items() if value > SLOWER}
     exceptions = "; ".join(f"{case}: {100 * value:.0f} %" for case, value in over.items())
     return (
-        f"{name} takes at most {100 * SLOWER:.0f} % longer than the fastest of {', '.join(FIXED)} in "
+        f"{name} takes at most {100 * SLOWER:.0f} % longer than the fastest of {', '.join(others)} in "
         f"{len(slower) - len(over)} of {len(slower)} cases" + (f" ({exceptions})." if over else ".")
     )
+
+
+def committed(old):
+    """Returns {network: rows} of the new runs of an older report, which have the latency of their network."""
+    found = {}
+    for row in old["rows"]:
+        if row["table"] == NEW:
+            network = collectives.Network(row["network"], row["processes"], rate(row["network"]), [])
+            times = {program: [ms] for program, ms in row["ms"].items()}
+            full = collectives.row(network, row["size_bytes"] / 2**20, "loop", times)
+            found.setdefault(row["network"], []).append(full | dict(latency=row["latency"]))
+    return found
 
 
 def measured(networks, repeats):
@@ -162,6 +214,68 @@ def measured(networks, repeats):
     return found
 
 
+def kernels(codec):
+    """Returns the speeds of a codec's kernels, with feedback, from results/cpu-kernels-avx512.json.
+
+    It has all kernels of Eden and MaxMin. Other codecs get those of MaxMin.
+    """
+    found = json.loads((RESULTS / "cpu-kernels-avx512.json").read_text())
+    ms, size = {row["name"]: row["ms"] for row in found["rows"]}, found["size_bytes"] * 1e3
+    name = "Eden 4" if codec == cgx.Eden(4) else "MaxMin 4"
+    encode, decode, reduce = (ms[f"{kernel} {name}"] for kernel in ("encode with feedback", "decode", "reduce"))
+    return dict(encode=size / encode, decode=size / decode, reduce=found["ranks"] * size / reduce)
+
+
+def step_of(method, hosts, mbit, compute, tree):
+    """Returns the seconds of a step that the planner predicts, from those of its computation."""
+    codec, mover, fusion_mb, overlap = METHODS[method]
+    cluster = cgx.Cluster(world=hosts, link=f"{mbit}mbit")
+    network = dataclasses.replace(cluster.between(mover), sharing=hosts, **kernels(codec))
+    case = Case(
+        tree=tree, nodes=hosts, each=1, compute=compute, overlap=overlap, fusion_mb=fusion_mb, inner=cluster.inside()
+    )
+    if codec.raw:
+        return case.plain(network).step
+    schedules = ["psum"] if codec.low_rank else ["one_shot", "two_shot"]
+    choices = [case.choice(codec, schedule, network=network, error=0.0) for schedule in schedules]
+    (chosen,) = (choice for choice in choices if choice.auto)
+    if "DiLoCo" in method:
+        return local_steps(compute, chosen.exchange, every=ROUND, overlap=overlap)
+    return chosen.step
+
+
+def show_steps(report):
+    """Shows a table of the steps of results/training-speed.json, and adds its rows to the data.
+
+    The speed of a machine changes from turn to turn. So predictions begin with the computation of the same turn.
+    """
+    rows = json.loads((RESULTS / "training-speed.json").read_text())["rows"]
+    turns = {(row["network"], row["mbit"], row["method"]): np.array(row["ms_of_turns"]) for row in rows}
+    trees = {name: make[0](np.random.default_rng(0)) for name, make in training_speed_data.MAKERS.items()}
+    report.show("", "Steps of training runs (results/training-speed.json)", "", *header("network", *METHODS))
+    for network, mbit in dict.fromkeys((row["network"], row["mbit"]) for row in rows):
+        model, hosts = network.split(", ")
+        cells = [f"{network}, {mbit} Mbit/s"]
+        for method in METHODS:
+            ms = turns[network, mbit, method]
+            found = [
+                1e3 * step_of(method, int(hosts.split()[0]), mbit, compute=each / 1e3, tree=trees[model])
+                for each in turns[network, mbit, NONE]
+            ]
+            off = median(np.divide(found, ms) - 1)
+            row = dict(network=network, mbit=mbit, method=method, ms=median(ms), predicted_ms=median(found), off=off)
+            report.data["steps"].append(row)
+            cells.append(f"{row['ms']:.1f} {100 * off:+.0f} %" + " ✗" * (abs(off) > GOAL))
+        report.show(line(cells))
+    within = {name: [abs(r["off"]) <= GOAL for r in report.data["steps"] if r["method"] == name] for name in METHODS}
+    off = np.abs([row["off"] for row in report.data["steps"]])
+    report.show(
+        "",
+        f"{(off <= GOAL).sum()} of {len(off)} steps within 15 %, median {100 * np.median(off):.1f} %.",
+        "By method: " + "; ".join(f"{name}: {sum(each)} of {len(each)}" for name, each in within.items()) + ".",
+    )
+
+
 def parse():
     parser = argparse.ArgumentParser(description="Predicted times of exchanges against measured ones.")
     parser.add_argument(
@@ -183,17 +297,26 @@ def main():
     given += [f"--repeats {args.repeats}"] if args.repeats != 5 else []
     plain = "make bench-prediction" + " MEASURE=yes" * args.measure
     options = " ".join(["python benchmarks/prediction.py", *["--measure"] * args.measure, *given])
-    report = Report(options if given else plain, goal=GOAL, rows=[])
-    committed = {}
+    today = datetime.date.today().isoformat()
+    report = Report(options if given else plain, goal=GOAL, measured=today, rows=[], steps=[])
+    fitted = {}
     for row in json.loads((RESULTS / "collectives.json").read_text())["rows"]:
         if row["what"] == "loop" and rate(row["network"]) and "kept" not in row["network"]:
-            committed.setdefault(row["network"], []).append(row)
-    show(report, "Where the constants come from (results/collectives.json)", committed)
+            fitted.setdefault(row["network"], []).append(row)
+    show(report, "Where the constants come from (results/collectives.json)", fitted)
     if args.measure:
         networks = [n for n in NETWORKS if re.search(args.networks or "", n.name)]
         for network in networks:
             network.sizes = args.size or network.sizes
-        show(report, "New runs", measured(networks, args.repeats))
+        show(report, NEW, measured(networks, args.repeats))
+    else:
+        old = json.loads((RESULTS / "prediction.json").read_text())
+        report.data["measured"] = old.get("measured", old["date"])
+        show(report, NEW, committed(old))
+        report.show(
+            "", f"The new runs were measured on {report.data['measured']}, by `make bench-prediction MEASURE=yes`."
+        )
+    show_steps(report)
     report.show("", *NOTES.splitlines())
     report.write(args.out, "prediction")
 

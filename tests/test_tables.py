@@ -123,6 +123,40 @@ def test_the_derived_errors():
     assert_printed(7 / 8 * 0.0138 + 0.0138, re.search(r"7/8 \\cdot 0.0138 \+ 0.0138 = ([\d.]+)\$", text)[1], 0)
 
 
+def test_the_planner_against_measurements():
+    """docs/planner.md counts the rows of prediction.json."""
+    text, found = page("planner")[0].replace(" %", "%"), result("prediction")
+    new, old = ([row for row in found["rows"] if (row["table"] == "New runs") is kind] for kind in (True, False))
+    count = lambda offs: f"{sum(abs(off) <= found['goal'] for off in offs)} of {len(offs)}"
+    offs = lambda rows: [off for row in rows for off in row["off"].values()]
+    two, four, eight = (count(offs([r for r in new if r["processes"] == hosts])) for hosts in (2, 4, 8))
+    within = f"{count(offs(new))} predictions are within 15%: {two} between 2 hosts, {four.split()[0]} between 4, "
+    assert f"{within}{eight.split()[0]} between 8. The median error is {np.median(np.abs(offs(new))):.0%}" in text
+    assert f"{count(offs(old))} are within 15%" in text
+
+    fast = lambda rows, ways, of: f"{sum(r['ms'][of(r)] <= 1.1 * min(r['ms'][way] for way in ways) for r in rows)}"
+    load = lambda row: costs.Load(
+        row["processes"], row["size_bytes"], cgx.MaxMin(4).wire_bytes((row["size_bytes"] // 4,), jnp.float32)
+    )
+    auto = lambda row: costs.choose(load(row), Network(mover="gloo"))
+    tcp, choices = (lambda _: "Tcp"), ("psum", "one_shot", "two_shot")
+    assert fast(old, old[0]["ms"], tcp) == "8" and f"and in {fast(new, new[0]['ms'], tcp)} of {len(new)} cases" in text
+    assert fast(old, choices, auto) == "8" and f"in all of the 8 cases, and in {fast(new, choices, auto)} of" in text
+    rings = *choices, "ring"
+    assert f"in {fast(old, rings, auto)} of the 8 and in {fast(new, rings, auto)} of the 27 cases" in text
+
+    steps = found["steps"]
+    of = lambda name, **where: count([r["off"] for r in steps if name in r["method"] and where.items() <= r.items()])
+    median = np.median([abs(r["off"]) for r in steps])
+    assert f"{of('')} steps are within 15%, and the median error is {median:.0%}" in text
+    assert of("psum, one array") == "12 of 12"
+    both = [r["off"] for r in steps if r["method"] in ("MaxMin(4), Gloo", "MaxMin(4), Tcp")]
+    assert f"`MaxMin(4)` over Gloo and over `Tcp`, {count(both)}." in text
+    assert f"A psum of each array: {of('psum, float32')}." in text
+    assert f"`PowerSGD(4)`: {of('PowerSGD')}." in text and f"DiLoCo: {of('DiLoCo')}." in text
+    assert f"at 100 Mbit/s: {of('', network='ResNet-20, 4 hosts', mbit=100)}." in text
+
+
 def test_whole_training_runs():
     header, rows = table("speed", ["hosts", "link"])
     seconds = {(row["network"], row["mbit"], row["method"]): row["seconds"] for row in result("training-speed")["rows"]}
