@@ -313,8 +313,10 @@ def main():
     torch = args.torch and version(args.torch)
     if args.torch and not torch:
         sys.exit(f"training_speed.py: {args.torch} has no torch")
-    report = Report(args.command, args.repeats, torch=torch, rows=[], losses=[], charts=CHARTS)
-    report.show("", f"PyTorch: {torch or 'not measured; name a Python that has it: --torch PYTHON'}.")
+    report = Report(args.command, args.repeats, torch=torch, images=data.IMAGES, rows=[], losses=[], charts=CHARTS)
+    report.show(
+        "", f"PyTorch: {torch or 'not measured; name a Python that has it: --torch PYTHON'}. ResNet-20: {data.IMAGES}."
+    )
     networks = {}
     for model in data.MODELS:
         if re.search(args.models or "", model):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
+IMAGES = "Fashion-MNIST" if FASHION.is_dir() else "digits"  # that ResNet-20 sees
 HELD_OUT = {"transformer": 64, "ResNet-20": 512}  # examples for the loss that is compared
 
 # The transformer predicts the next byte from bytes.
@@ -108,11 +109,8 @@ def fashion_mnist():
 
 @functools.cache
 def normalized_images():
-    """Returns ((images [n, side, side, 1], labels), the same for tests).
-
-    The images are Fashion-MNIST, or digits if it is missing.
-    """
-    train, test = fashion_mnist() if FASHION.is_dir() else digits()
+    """Returns ((images [n, side, side, 1], labels), the same for tests) of IMAGES."""
+    train, test = fashion_mnist() if IMAGES == "Fashion-MNIST" else digits()
     mean, std, side = train[0].mean(), train[0].std(), round(train[0].shape[1] ** 0.5)
     return tuple(
         (((pixels - mean) / std).reshape(-1, side, side, 1).astype(np.float32), labels.astype(np.int32))
