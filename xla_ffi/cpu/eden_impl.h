@@ -36,6 +36,15 @@ CGX_HD F butterfly(F x) {
   return multiply_add(x, sign, swap_lanes<kApart>(x));
 }
 
+// Does the steps within vectors for elements up to kApart apart. Vectors take each step together: a vector's steps
+// depend on one another, and the processor looks only a few vectors ahead.
+template <int kApart, int kMany>
+CGX_HD void butterflies(F (&v)[kMany]) {
+#pragma GCC unroll 16
+  for (int k = 0; k < kMany; ++k) v[k] = butterfly<kApart>(v[k]);
+  if constexpr (kApart > 1) butterflies<kApart / 2>(v);
+}
+
 // The transform of kVectors vectors, in two passes over them, and in more where registers are few. The first pass takes
 // vectors together that are far apart, the last one takes neighbours.
 template <int kVectors>
@@ -49,8 +58,9 @@ struct Transform {
   static constexpr int kFirst = kVectors / kLast < kTogether ? kVectors / kLast : kTogether;
 
   // Does the steps of a pass: adds and subtracts vectors that are less than kGroup apart, and at least kGroup / kMany.
-  // of(row) returns a vector. put(row, x) takes the one that replaces it.
-  template <int kGroup, int kMany, class Of, class Put>
+  // If kWithin, also does the steps within vectors. of(row) returns a vector. put(row, x) takes the one that replaces
+  // it.
+  template <int kGroup, int kMany, bool kWithin, class Of, class Put>
   CGX_HD static void pass(Of of, Put put) {
     constexpr int kApart = kGroup / kMany;
     for (int group = 0; group < kVectors; group += kGroup) {
@@ -67,6 +77,7 @@ struct Transform {
             v[k] = a + b, v[k + half] = a - b;
           }
         }
+        if constexpr (kWithin) butterflies<8>(v);
 #pragma GCC unroll 16
         for (int k = 0; k < kMany; ++k) put(row + k * kApart, v[k]);
       }
@@ -74,21 +85,25 @@ struct Transform {
   }
   template <class Of, class Put>
   CGX_HD static void first(Of of, Put put) {
-    pass<kVectors, kFirst>(of, put);
+    pass<kVectors, kFirst, false>(of, put);
   }
   template <int kGroup = kVectors / kFirst>
   CGX_HD static void between(float* x) {
     if constexpr (kGroup > kLast) {
       constexpr int kMany = kGroup / kLast < kTogether ? kGroup / kLast : kTogether;
-      pass<kGroup, kMany>([=](int row) { return load(x + row * kLanes); },
-                          [=](int row, F v) { store(x + row * kLanes, v); });
+      pass<kGroup, kMany, false>([=](int row) { return load(x + row * kLanes); },
+                                 [=](int row, F v) { store(x + row * kLanes, v); });
       between<kGroup / kMany>(x);
     }
   }
-  CGX_HD static void last(float* x) {  // and the steps within vectors
-    pass<kLast, kLast>(
-        [=](int row) { return load(x + row * kLanes); },
-        [=](int row, F v) { store(x + row * kLanes, butterfly<1>(butterfly<2>(butterfly<4>(butterfly<8>(v))))); });
+  // Prefetches the bucket at `next`, if any.
+  CGX_HD static void last(float* x, const float* next = nullptr) {
+    pass<kLast, kLast, true>(
+        [=](int row) {
+          if (next != nullptr) __builtin_prefetch(next + row * kLanes, 0, 2);
+          return load(x + row * kLanes);
+        },
+        [=](int row, F v) { store(x + row * kLanes, v); });
   }
 };
 // Calls f(the vectors of a rotated bucket, as a constant).
@@ -101,20 +116,22 @@ CGX_HD void with_vectors(int64_t size, Fn f) {
 }
 
 template <int kVectors>
-void rotate_vectors(const float* x, float factor, uint32_t seed, float* out) {
+void rotate_vectors(const float* x, const Rotation& r, uint32_t seed, float* out) {
   using T = Transform<kVectors>;
   const Signs signs(kVectors * kLanes, seed);
+  const F power = splat_f(r.power);
+  // Numbers below kDropped after the multiplication, and zeros of both signs.
+  const I dropped = max(bits(splat_f(kDropped * r.inverse)) - splat_i(1), splat_i(0));
   T::first(
       [&](int row) {
-        // The next bucket: this one is in the cache, so memory is idle.
-        __builtin_prefetch(x + (kVectors + row) * kLanes, 0, 2);
-        const F scaled = load(x + row * kLanes) * splat_f(factor);
-        const M drop = less(bits(scaled) & splat_i(INT32_MAX), bits(splat_f(kDropped)));
-        return signs.flip(select(drop, splat_f(0.0f), scaled), static_cast<unsigned>(row));
+        const F v = load(x + row * kLanes);
+        const M keep = less(dropped, bits(v) & splat_i(INT32_MAX));
+        return signs.flip(multiply_where(keep, v, power), static_cast<unsigned>(row));
       },
       [&](int row, F v) { store(out + row * kLanes, v); });
   T::between(out);
-  T::last(out);
+  // The next bucket: this one is in the cache, so memory is idle. The first pass waits for its loads already.
+  T::last(out, x + kVectors * kLanes);
 }
 void rotate(const float* x, int64_t n, const Rotation& rotation, uint32_t seed, float* out) {
   const Rotation r = rotation;
@@ -124,7 +141,7 @@ void rotate(const float* x, int64_t n, const Rotation& rotation, uint32_t seed, 
     memset(out + n, 0, static_cast<size_t>(size - n) * sizeof(float));
     x = out;
   }
-  with_vectors(size, [&](auto vectors) { rotate_vectors<decltype(vectors)::value>(x, r.power, seed, out); });
+  with_vectors(size, [&](auto vectors) { rotate_vectors<decltype(vectors)::value>(x, r, seed, out); });
 }
 
 template <int kVectors>
@@ -200,6 +217,11 @@ constexpr NormalTables<kBits> kNormal;
 template <int kBits>
 float normal_codes_of(const float* x, int64_t size, uint8_t* codes) {
   constexpr int kHalf = 1 << (kBits - 1);
+#if defined(__AVX512F__)
+  constexpr int kTogether = kRows;  // vectors take each step together, as in butterflies
+#else
+  constexpr int kTogether = 1;  // there are few registers
+#endif
   F of_block[kMostRotated / kBlock];
   of_block[0] = splat_f(0.0f);  // avoids a warning: gcc doesn't know that there is at least one block
   const int64_t blocks = size / kBlock;
@@ -223,17 +245,28 @@ float normal_codes_of(const float* x, int64_t size, uint8_t* codes) {
     Words<Vector, kBits> words;
     words.clear();
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      const F v = load(x + b * kBlock + row * kLanes), squared = v * v;
-      I index = splat_i(0);
+    for (int row = 0; row < kRows; row += kTogether) {
+      F v[kTogether];
+      I squared[kTogether], index[kTogether];
+#pragma GCC unroll 8
+      for (int k = 0; k < kTogether; ++k) {
+        v[k] = load(x + b * kBlock + (row + k) * kLanes);
+        squared[k] = bits(v[k] * v[k]), index[k] = splat_i(0);
+      }
 #pragma GCC unroll 5
       for (int b = kBits - 2; b >= 0; --b) {
-        const F bound = b == kBits - 2 ? splat_f(bounds[b][0]) : Table<kHalf>(bounds[b])[index];
-        index = add_where(less(bits(bound), bits(squared)), index, splat_i(1 << b));
+#pragma GCC unroll 8
+        for (int k = 0; k < kTogether; ++k) {
+          const F bound = b == kBits - 2 ? splat_f(bounds[b][0]) : Table<kHalf>(bounds[b])[index[k]];
+          index[k] = add_where(less(bits(bound), squared[k]), index[k], splat_i(1 << b));
+        }
       }
-      const F term = as_float(bits(v * level[index]) & splat_i(0x7fffff00));  // short_product of |v|
-      total = row == 0 ? term : total + term;
-      words.put(row, index ^ (sign_of(bits(v)) & splat_i(2 * kHalf - 1)));
+#pragma GCC unroll 8
+      for (int k = 0; k < kTogether; ++k) {
+        const F term = as_float(bits(v[k] * level[index[k]]) & splat_i(0x7fffff00));  // short_product of |v|
+        total = row + k == 0 ? term : total + term;
+        words.put(row + k, index[k] ^ (sign_of(bits(v[k])) & splat_i(2 * kHalf - 1)));
+      }
     }
     // A code is half + index, or half - 1 - index, which has all bits inverted. So far, half has not been added.
     words.invert_highest();

@@ -81,6 +81,7 @@ CGX_HD bool any(M m) { return m.v != 0; }
 CGX_HD M none() { return {0}; }
 CGX_HD uint32_t lanes(M m) { return m.v; }  // one bit per lane
 CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
+CGX_HD F multiply_where(M m, F a, F b) { return {_mm512_maskz_mul_ps(m.v, a.v, b.v)}; }  // m ? a * b : 0
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
 CGX_HD I add_where(M m, I a, I b) { return {_mm512_mask_add_epi32(a.v, m.v, a.v, b.v)}; }  // m ? a + b : a
 // Returns x with its lanes swapped: lane j gets lane j ^ kApart.
@@ -504,6 +505,7 @@ CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{
 
 #if !(defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
 CGX_HD I add_where(M m, I a, I b) { return a + select(m, b, splat_i(0)); }
+CGX_HD F multiply_where(M m, F a, F b) { return select(m, a * b, splat_f(0.0f)); }
 CGX_HD F largest(F a, F b) {
   const I magnitude = splat_i(INT32_MAX);
   return as_float(max(bits(a) & magnitude, bits(b) & magnitude));
