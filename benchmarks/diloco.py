@@ -1,11 +1,11 @@
 """Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
 
     python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 3000] [--centers 2]
-        [--hosts 2 4] [--torch PYTHON] [--out DIR]
+        [--hosts 2 4] [--methods REGEX] [--torch PYTHON] [--out DIR]
 
 The times need root (jaxcgx.lab). --torch names a Python that has torch. Rows that the same command has already written
 to the result file are not measured again, so a run that was interrupted continues. Remove the file to measure all of
-them.
+them. With --methods, the times of these methods are measured again, and other methods keep their rows.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from training_speed_models import make_loss
 
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, signals_raise, why_not
+from jaxcgx.report import results
 
 BATCH = 4  # windows per center and step
 BEGUN = 4000  # steps in float32 that made the first weights of a seed
@@ -43,7 +44,6 @@ HELD_OUT = 256  # windows
 WORSE = 0.02  # goal: the largest allowed increase over the dense run's final loss
 MBIT = 100
 SLOW = 30  # Mbit/s in the picture
-SPAN = 20  # steps of a turn, which is a round of the streaming method in training_speed_jax.py
 METHODS = "bfloat16|psum, float32|4 bits|MaxMin|DiLoCo|PowerSGD"
 BUSY = 0.9  # goal of streaming; plain data parallelism reaches less than a tenth
 
@@ -100,9 +100,10 @@ OF_PICTURE = f"""\
   from its beginning until its result is applied.
 """
 OF_TIMES = f"""\
-- Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step. Turns have
-  {SPAN} steps. Goal: at least {BUSY} for streaming. seconds: the time to the loss
-  {data.MODELS["transformer"].target}, which is measured every {SPAN} steps, as in training_speed.py.
+- Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step, the median over
+  turns. Turns have {speed.SPAN} steps, and begin and end when no exchange is in flight. Goal: at least {BUSY} for
+  streaming. seconds: the time to the loss
+  {data.MODELS["transformer"].target}, which is measured every {speed.SPAN} steps, as in training_speed.py.
 """
 
 
@@ -164,24 +165,26 @@ def losses(report, args):
 
 def times(report, args):
     """Measures times as training_speed.py does, in turns that have as many steps as there are between two exchanges."""
-    given = argparse.Namespace(torch=args.torch, methods=args.methods)
     model = data.MODELS["transformer"]
     for count in args.hosts:
-        if report.has("times", hosts=count):
+        if not args.methods and report.has("times", hosts=count):
             continue
         with contextlib.ExitStack() as stack:
             path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
             data.write(path, "transformer", count)
             lab = stack.enter_context(Lab(count, speed.link(speed.UNLIMITED)))
             settings = dict(model="transformer", rate=model.rate, data=str(path))
-            hosts = Hosts(stack, lab, speed.commands(given.torch), settings, methods=given.methods)
-            curves = speed.curves(hosts, model.target, args.most or model.most, every=SPAN)
-            steps = {method: speed.steps_to(values, model.target, every=SPAN) for method, values in curves.items()}
+            hosts = Hosts(stack, lab, speed.commands(args.torch), settings, methods=args.methods or METHODS)
+            curves = speed.curves(hosts, model.target, args.most or model.most, every=speed.SPAN)
+            steps = {
+                method: speed.steps_to(values, model.target, every=speed.SPAN) for method, values in curves.items()
+            }
             hosts.limit(speed.link(MBIT))
-            found = speed.figures(hosts, steps, speed.turns(hosts, SPAN, args.repeats))
-            alone = {hosts.methods[name][0]: r["ms"] for name, r in found.items() if r["kind"] == "alone"}
-            busy = {name: round(alone[hosts.methods[name][0]] / r["ms"], 3) for name, r in found.items()}
-            report.add("times", *(dict(hosts=count, method=name, busy=busy[name]) | r for name, r in found.items()))
+            found = speed.figures(hosts, steps, speed.turns(hosts, speed.SPAN, args.repeats))
+            rows = {(count, name): dict(hosts=count, method=name) | r for name, r in found.items()}
+            kept = [rows.pop((row["hosts"], row["method"]), row) for row in report.data["times"]]
+            report.data["times"] = [*kept, *rows.values()]
+            results.write(report.file, report.data)
 
 
 def picture(out):
@@ -238,7 +241,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--runs", default="", metavar="REGEX", help="only matching rows of the first table")
-    parser.add_argument("--methods", default=METHODS, metavar="REGEX", help="only matching methods between hosts")
+    parser.add_argument(
+        "--methods", metavar="REGEX", help="measure matching methods between hosts again, and keep the rows of others"
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the first table (default: 3)")
     parser.add_argument("--steps", type=int, default=3000, metavar="N", help="steps of its runs (default: 3000)")
     parser.add_argument("--centers", type=int, default=2, metavar="N", help="centers of its runs (default: 2)")

@@ -24,6 +24,7 @@ import numpy as np
 import training_speed_data as data
 from hosts import Hosts
 from report import RESULTS, Report, header, line, median, rounded
+from training_speed_jax import STREAMING
 
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 
@@ -34,7 +35,9 @@ RATES = {100: 2, 1000: 3, 10_000: 3}  # {Mbit/s: steps of a turn}
 UNLIMITED = 100_000  # Mbit/s for runs in which only the losses count
 EVERY = 10  # steps between two losses
 AGREE = 1e-3  # the largest relative difference between the first losses of all methods
-ACROSS, SPAN = "priority|DiLoCo", 20  # methods whose exchanges cross steps, and the steps of their turns
+ACROSS, SPAN = "priority|DiLoCo", STREAMING["every"]  # methods whose exchanges cross steps, the steps of their turns
+ROUND, PARTS = "DiLoCo, 4 bits, H 20", "DiLoCo, 4 bits, H 20, streaming"  # both send the same in a whole round
+SAME = 0.02  # the largest relative difference between the bytes that these two send
 SMOOTH = 3  # losses that are averaged, because a single loss is noisy
 BASELINES = "psum, float32", "by hand, bfloat16"
 BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # methods of Bagua's claim
@@ -47,8 +50,8 @@ CHARTS = [
 NOTES = f"""\
 - Every host is a network namespace, with its own processors if there are enough. Both frameworks use the same
   processors. All methods take turns, some steps in a row, and the processes of a framework wait while the other one
-  runs. If exchanges cross steps, a turn has {SPAN} steps, and ends when no exchange is in flight (priority) or after a
-  whole round (DiLoCo).
+  runs. If exchanges cross steps, a turn has {SPAN} steps, and begins and ends when no exchange is in flight. These
+  steps are a whole round of DiLoCo.
 - step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
@@ -119,16 +122,20 @@ def steps_to(losses, target, every=EVERY):
 
 
 def turns(hosts, steps, repeats):
-    """Measures the turns of all methods.
+    """Measures the turns of all methods. They begin after a multiple of SPAN / STREAMING["fragments"] steps.
 
     Returns {method: {"ms": of each turn, on the slowest host, "sent": bytes of a step, by the host that sends most}}.
     """
     found = {method: dict(ms=[], sent=[]) for method in hosts.methods}
     for turn in range(repeats + 1):  # the first turn doesn't count
         for method in hosts.methods:
-            told = hosts.ask(method, SPAN if re.search(ACROSS, method) else steps)
+            # The last step of a round begins an exchange. Turns of streaming end when its result has been applied.
+            late = STREAMING["overlap"] * (method == PARTS and turn == 0)
+            told = hosts.ask(method, (SPAN if re.search(ACROSS, method) else steps) + late)
             for what, values in found[method].items():
                 values += [max(told[what])] * (turn > 0)
+    if PARTS in hosts.methods:
+        hosts.ask(PARTS, SPAN - STREAMING["overlap"])  # to where the next turns may begin
     return found
 
 
@@ -143,6 +150,7 @@ def figures(hosts, steps, found):
             ms=median(ms),
             quartiles=rounded(np.percentile(ms, [25, 75])),
             exposed_ms=median(ms - alone[framework]),
+            busy=median(alone[framework] / ms),
             sent_bytes=round(median(found[method]["sent"])),
             steps=taken,
             seconds=taken and round(taken * median(ms) / 1e3, 3),
@@ -150,6 +158,10 @@ def figures(hosts, steps, found):
         )
     for r in rows.values():
         r["sooner"] = {plain: sooner(r, rows.get(plain)) for plain in BASELINES}
+    if ROUND in rows and PARTS in rows:
+        whole, parts = rows[ROUND]["sent_bytes"], rows[PARTS]["sent_bytes"]
+        if abs(parts / whole - 1) > SAME:
+            raise RuntimeError(f"training_speed.py: {PARTS} sends {parts:,} bytes in a step, {ROUND} {whole:,}")
     return rows
 
 
