@@ -70,6 +70,10 @@ class Ranks(Protocol):
         ...
 
 
+class UnknownRanksError(ValueError):
+    """`init` can't see the number of ranks."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshRanks:
     """The ranks along named axes. `Ranks` documents the members."""
@@ -107,6 +111,7 @@ class MeshRanks:
                 None,
                 "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "
                 "axis_size=1, and replicate the state",
+                kind=UnknownRanksError,
             )
         return Rows(count, frozenset(), count == found)
 

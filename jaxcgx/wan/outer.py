@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxcgx.checks import check_number, wrong
 from jaxcgx.optim.nesting import has_rows
+from jaxcgx.optim.ranks import UnknownRanksError
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.telemetry import TINY
 
@@ -31,10 +32,15 @@ def check_outer(op: str, outer: Any) -> Any:
 
 def init_outer(op: str, outer: Any, params: Any) -> Any:
     """Returns the initial state of the outer optimizer. Checks that it can be the same in every center."""
-    state = outer.init(params)
-    if any(map(has_rows, jax.tree_util.tree_leaves(state, is_leaf=has_rows))):
+    try:
+        state = outer.init(params)
+        rows = any(map(has_rows, jax.tree_util.tree_leaves(state, is_leaf=has_rows)))
+    except UnknownRanksError:  # in Decoupled, where no axis of ranks is in sight
+        state, rows = None, True
+    if rows:
         remedy = f"pass the plain one, such as optax.sgd(0.7, momentum=0.9, nesterov=True), and plan= to {op}"
-        raise wrong(op, "outer", "an optimizer whose state all centers share", "one with arrays per rank", remedy)
+        expected = "an optimizer whose state all centers share"
+        raise wrong(op, "outer", expected, "one with arrays per rank", remedy) from None
     return state
 
 
