@@ -56,8 +56,9 @@ NOTES = f"""\
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
 - steps: until the loss on held-out data reaches the target, on a straight line between two losses. The loss is measured
-  every {EVERY} steps, and the mean of the last {SMOOTH} counts. It doesn't depend on the link, so every method is
-  trained once for each number of hosts. seconds: steps x the median time of a step. "-": not reached.
+  every {EVERY} steps. The mean of {SMOOTH} losses in a row counts as the loss at the step of the middle one. It doesn't
+  depend on the link, so every method is trained once for each number of hosts. seconds: steps x the median time of a
+  step. "-": not reached.
 - There is one seed, so the steps of close methods differ by chance. The transformer starts from weights after
   {data.MODELS["transformer"].begun} steps of one process. Before that, the loss is on a plateau, where the model knows
   only the frequencies of bytes. When it leaves this plateau is a matter of chance (60 to 110 steps of float32 with
@@ -71,6 +72,8 @@ NOTES = f"""\
   bfloat16 in float32, which sends the bytes of float32. by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4
   bits are buckets of 512 elements in jnp. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over
   Gloo; with PowerSGD all gradients are one bucket, as its hooks of several buckets don't agree on an order over Gloo.
+- DiLoCo: [diloco.md](diloco.md) has newer times. Since the results of 23 November 2026, its step updates parameters and
+  moments in place, which makes it faster, and turns of streaming have a whole round.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
 """
 
@@ -113,12 +116,15 @@ def curves(hosts, target, most, every=EVERY):
 
 
 def steps_to(losses, target, every=EVERY):
-    """Returns the steps to the target, on a straight line between the last two losses, or None if it is not reached."""
-    losses = smooth(losses)
-    if losses[-1] > target:
+    """Returns the steps to the target, on a straight line between two means of losses, or None if it is not reached.
+
+    A mean of losses is taken for the loss after the mean of their steps.
+    """
+    means, steps = smooth(losses), smooth([every * i for i in range(len(losses))])
+    if means[-1] > target:
         return None
-    before, after = losses[-2:]
-    return round(every * (len(losses) - 2 + (before - target) / (before - after)), 1)
+    part = (means[-2] - target) / (means[-2] - means[-1])
+    return round(steps[-2] + part * (steps[-1] - steps[-2]), 1)
 
 
 def turns(hosts, steps, repeats):

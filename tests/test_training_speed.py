@@ -1,4 +1,4 @@
-"""Tests benchmarks/training_speed.py: the sizes of its models, and the quantization that is written by hand."""
+"""Tests benchmarks/training_speed.py: its models, the quantization that is written by hand, the steps to a loss."""
 
 import functools
 import pathlib
@@ -51,3 +51,13 @@ def test_the_quantization_by_hand_is_within_its_bound(bits):
         np.abs(got[0] - sums.mean(0)) <= 2.2 * half.mean(0)
     ).all()  # ranges of means are no larger, except for rounding
     np.testing.assert_allclose(got[0], (sums - left).mean(0), atol=1.1 * half.mean(0).max())
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_the_steps_to_a_loss_have_no_lag(count):
+    from training_speed import steps_to
+
+    losses = 5.0 - np.arange(count)  # the loss after `every` * i steps
+    target = float(losses[-2]) + 0.25
+    assert steps_to(losses, target, every=10) == pytest.approx(10 * (count - 2.25), abs=0.1)
+    assert steps_to(losses, losses[-2] - 0.01, every=10) is None
