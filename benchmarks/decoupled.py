@@ -1,4 +1,4 @@
-"""Measures cgx.wan.Decoupled with four centers, one of which is killed and comes back after a minute.
+"""Measures cgx.wan.Decoupled with four centers, one of which is killed or frozen and comes back after a minute.
 
     python benchmarks/decoupled.py [--seeds 1] [--rounds 32] [--out DIR]
 
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -31,17 +32,23 @@ LIMIT = 3000.0  # seconds for a run
 LATE = 0.1  # seconds that the system may need to wake a process
 WORSE = 0.02  # goal: the largest allowed increase of the loss over the undisturbed run
 HELD_OUT = 256  # windows
-ROWS = {"undisturbed": "undisturbed", "killed": f"killed, started anew {AWAY:g} s later"}
+ROWS = {
+    "undisturbed": "undisturbed",
+    "killed": f"killed, started anew {AWAY:g} s later",
+    "stopped": f"frozen for {AWAY:g} s",
+}
 CHARTS = [dict(table="rounds", title="Centers in a round", x="seconds", y=["centers"], by="row")]
 NOTES = f"""\
 - A network of one hidden layer predicts bytes of the documentation that Python ships from the {SEEN} before them: Adam
   inside, SGD of rate 1 outside, {EVERY} steps a round, {BITS} bits with feedback, quorum {QUORUM}, grace {GRACE:g} s. A
-  step takes at least {PACE:g} s. Both runs end after the same number of rounds. At a quarter of them the last center is
-  killed (kill -9). The process that takes its place has compiled its programs before, and has no other state.
+  step takes at least {PACE:g} s. All runs end after the same number of rounds. At a quarter of them the last center is
+  killed (kill -9) or frozen (kill -STOP). The process that takes the place of a killed one has compiled its programs
+  before, and has no other state. A frozen process goes on where it was (kill -CONT).
 - longest wait: the longest time that a step of the three other centers waited for a round. Goal: at most the grace (and
   {LATE:g} s, in which the system wakes a process).
 - rounds of three: rounds that ended without the last center. away: seconds from the event to the first round that has
-  it again. For {AWAY:g} s of these, its process didn't run.
+  it again. For {AWAY:g} s of these, its process didn't run. A frozen center's connections stay open, so the others
+  notice only after 10 s of silence that it is gone. Until then, each of their rounds waits half of the grace for it.
 - loss: the final loss of the outer parameters on held-out text. Goal: at most {WORSE:.0%} more than undisturbed, the
   mean over seeds. agree: whether all four centers end with the same outer parameters, bit for bit.
 """
@@ -146,13 +153,17 @@ def measure(row, seed, rounds):
             time.sleep(0.2)
             if time.monotonic() > deadline or any(process.poll() for process in running[:VICTIM]):
                 sys.exit(f"{row}: a center failed, or takes too long")
-            if spare and event is None and any(line.get("round", 0) >= rounds // 4 for line in lines(folder, 0)):
-                event = time.monotonic()
-                running[VICTIM].kill()
-                running[VICTIM].wait()
+            begun = any(line.get("round", 0) >= rounds // 4 for line in lines(folder, 0))
+            if row != "undisturbed" and event is None and begun:
+                event, victim = time.monotonic(), running[VICTIM]
+                victim.send_signal(signal.SIGKILL if spare else signal.SIGSTOP)
                 time.sleep(AWAY)
-                (folder / "go").touch()
-                running[VICTIM] = spare
+                if spare:
+                    victim.wait()
+                    (folder / "go").touch()
+                    running[VICTIM] = spare
+                else:
+                    victim.send_signal(signal.SIGCONT)
         return [lines(folder, place) for place in range(CENTERS)], event
 
 
@@ -168,7 +179,7 @@ def main():
     args = parser.parse_args()
     report = Report("make bench-decoupled", rows=[], rounds=[], goal=WORSE, charts=CHARTS)
     for seed in range(args.seeds):
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # both runs at the same time
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # all runs at the same time
             each = list(pool.map(lambda row, seed=seed: measure(row, seed, args.rounds), ROWS))
         for row, (found, event) in zip(ROWS, each):
             report.data["rows"].append(summary(row, seed, found, event))
@@ -217,9 +228,11 @@ def show(report):
         away = "" if row["away"] is None else f"{row['away']:.0f}"
         values = (ROWS[row["row"]], row["seed"], row["loss"], f"{row['seconds']:.0f}", row["rounds"], row["without"])
         report.show(f"| {' | '.join(map(str, (*values, away, waited, mark(row['agree']))))} |")
-    more = means["killed"] / means["undisturbed"] - 1
-    report.show("", f"Loss with the last center killed, over that undisturbed: {more:+.1%} {mark(more <= WORSE)}")
-    report.show("", NOTES.rstrip())
+    report.show("")
+    for name in "killed", "stopped":
+        more = means[name] / means["undisturbed"] - 1
+        report.show(f"Loss with the last center {name}, over that undisturbed: {more:+.1%} {mark(more <= WORSE)}", "")
+    report.show(NOTES.rstrip())
 
 
 if __name__ == "__main__":
