@@ -1,13 +1,18 @@
 """A rank that test_crossing.py starts:
 
-    python diloco_rank.py PORT RANK CENTERS LOCAL FOLDER
+    python diloco_rank.py FORM PORT RANK CENTERS LOCAL FOLDER
 
-An exchange begins in some step. The last center reaches this step only after the first center has done the next step.
+FORM is
+
+- streaming, eager: an exchange begins in some step. The last center reaches this step only after the first center has
+  done the next step.
+- dies: the last center kills itself in mid-round. The first one prints the error of its step.
 """
 
 import ctypes
 import hashlib
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -22,8 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 
-EVERY, FRAGMENTS, OVERLAP, STEPS = 8, 2, 2, 14  # no exchange is in progress after these steps
+EVERY, FRAGMENTS, OVERLAP = 8, 2, 2
+STEPS = {"streaming": 14, "eager": 22}  # no exchange is in progress after 14 steps. 20 steps have applied residuals
 LIMIT = 100  # seconds
+DIES = 10  # steps of the center that dies. Two exchanges have ended then
 
 
 class Run:
@@ -33,13 +40,14 @@ class Run:
       state: [parameters, state].
     """
 
-    def __init__(self, axis, centers, local):
+    def __init__(self, axis, centers, local, form):
         sizes, names = ((centers, local), ("dc", "local")) if local > 1 else ((centers,), ("dc",))
         devices = jax.devices()[: centers * local]
         mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
         inner = optax.sgd(0.5, momentum=0.9)
         plan = cgx.Plan(cgx.MaxMin(4, 64, "stochastic"), min_size=100)
-        options = dict(every=EVERY, fragments=FRAGMENTS, overlap=OVERLAP, alpha=0.5, telemetry=True)
+        options = dict(every=EVERY, fragments=FRAGMENTS, telemetry=True)
+        options |= dict(eager=True) if form == "eager" else dict(overlap=OVERLAP, alpha=0.5)
         given = cgx.wan.diloco(inner, axis_name=axis, plan=plan, **options)
         loss = lambda p, x: ((jnp.tanh(x @ p["up"]) @ p["down"] + p["b"] - x) ** 2).mean()
         self.steps = cgx.make_train_step(loss, inner, mesh, data_axis=names, diloco=given, donate=False)
@@ -53,10 +61,13 @@ class Run:
         *self.state, _ = jax.block_until_ready(self.steps.step(*self.state, self.batch))
 
     def digests(self):
-        """Returns {device: digest of its last arrays}."""
+        """Returns {device: digest of its last arrays}, without those that change when an exchange in progress ends."""
         found = {}
         params, state = self.state
-        each = [(x.outer, x.sent.residuals, x.telemetry) for x in state.exchanges]
+        each = [
+            (x.outer, x.sent.residuals if state.centers.rows.start is None else None, x.telemetry)
+            for x in state.exchanges
+        ]
         for leaf in jax.tree.leaves((params, state.centers, each)):
             for shard in leaf.addressable_shards:
                 digest = found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256())
@@ -64,9 +75,9 @@ class Run:
         return {device: digest.hexdigest() for device, digest in found.items()}
 
 
-def train(axis, centers, local):
-    run = Run(axis, centers, local)
-    for _ in range(STEPS):
+def train(axis, centers, local, form):
+    run = Run(axis, centers, local, form)
+    for _ in range(STEPS[form]):
         run.step()
     return run.digests()
 
@@ -96,14 +107,42 @@ def restored_in_mid_exchange(run, path):
     return any(x.any() for x in own(begun)), [differ(part) for part in parts]
 
 
+def end_without(run, last, path):
+    """Trains until the last center dies.
+
+    Returns (the error of a step, the number of this step, its seconds, whether its inputs can be saved as they were).
+    """
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    arrays = lambda: own([x for x in jax.tree.leaves(run.state) if not is_key(x)])
+    t = 0
+    while True:
+        t += 1
+        if last and t > DIES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before, start = arrays(), time.monotonic()
+        try:
+            run.step()
+        except jax.errors.JaxRuntimeError as error:
+            seconds = time.monotonic() - start
+            np.savez(path, *arrays())
+            with np.load(path) as saved:
+                same = [x.tobytes() == saved[f"arr_{i}"].tobytes() for i, x in enumerate(before)]
+            return str(error), t, seconds, all(same) and len(same) == len(saved.files)
+
+
 def main():
-    port, rank, centers, local = map(int, sys.argv[1:5])
-    folder = pathlib.Path(sys.argv[5])
+    form, *numbers, folder = sys.argv[1:]
+    port, rank, centers, local = map(int, numbers)
+    folder = pathlib.Path(folder)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", centers * local, rank)
-    passed, begins, run = folder / "passed", EVERY // FRAGMENTS, Run(cgx.Tcp("dc"), centers, local)
-    for t in range(1, STEPS + 1):
+    passed, begins = folder / "passed", EVERY // FRAGMENTS
+    run = Run(cgx.Tcp("dc", timeout=LIMIT), centers, local, form)
+    if form == "dies":
+        print("RESULT", json.dumps(end_without(run, rank == centers - 1, folder / "state.npz")), flush=True)
+        os._exit(0)  # JAX would wait for the other center
+    for t in range(1, STEPS[form] + 1):
         deadline = time.monotonic() + LIMIT
         while rank // local == centers - 1 and t == begins and not passed.exists():
             if time.monotonic() > deadline:
@@ -112,7 +151,8 @@ def main():
         run.step()
         if rank == 0 and t == begins + OVERLAP - 1:
             passed.touch()
-    print("RESULT", json.dumps([run.digests(), restored_in_mid_exchange(run, folder / "state")]), flush=True)
+    restored = restored_in_mid_exchange(run, folder / "state") if form == "streaming" else None
+    print("RESULT", json.dumps([run.digests(), restored]), flush=True)
 
 
 if __name__ == "__main__":

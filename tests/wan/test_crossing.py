@@ -1,4 +1,4 @@
-"""Tests that exchanges between centers over Tcp continue during the next steps, with the bits of plain axes."""
+"""Tests exchanges between centers over Tcp: they continue during the next steps, with the bits of plain axes."""
 
 import json
 import os
@@ -14,20 +14,14 @@ RANK = pathlib.Path(__file__).with_name("diloco_rank.py")
 LIMIT = 300  # seconds, after which processes count as hung
 
 
-@pytest.mark.parametrize("local", [1, 2])
-def test_an_exchange_crosses_steps(local, tmp_path, monkeypatch):
-    """The second center takes part only after the first one has continued.
-
-    If an exchange blocked, both would wait forever. A state that was saved in mid-exchange continues as if the exchange
-    had not begun: the outer parameters and the state of the exchanges stay as they are, and centers keep what they have
-    learnt.
-    """
+def results(form, local, folder):
+    """Returns the result of each rank of two centers, or None for a rank that ended without a result."""
     # XLA crashes if it has to keep a program of several processes.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    command = [sys.executable, RANK, str(random.randrange(20_000, 32_000))]
+    command = [sys.executable, RANK, form, str(random.randrange(20_000, 32_000))]
     running = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(local), tmp_path],
+            [*command, str(rank), "2", str(local), folder],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -36,16 +30,39 @@ def test_an_exchange_crosses_steps(local, tmp_path, monkeypatch):
         for rank in range(2 * local)
     ]
     try:
-        found = {}
+        found = []
         for process in running:
             output, _ = process.communicate(timeout=LIMIT)
             lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-            assert lines, "a rank failed, see above"
-            digests, (begun, changed) = json.loads(lines[0].removeprefix("RESULT "))
-            assert begun and changed == [False, False, True]
-            found |= digests
+            found.append(json.loads(lines[0].removeprefix("RESULT ")) if lines else None)
     finally:
         for process in running:
             process.kill()
             process.wait()
-    assert found == load_script(RANK, monkeypatch).train("dc", 2, local)
+    return found
+
+
+@pytest.mark.parametrize("form, local", [("streaming", 1), ("streaming", 2)])
+def test_an_exchange_crosses_steps(form, local, tmp_path, monkeypatch):
+    """The second center takes part only after the first one has continued.
+
+    If an exchange blocked, both would wait forever. A streaming state that was saved in mid-exchange continues as if
+    the exchange had not begun: the outer parameters and the state of the exchanges stay as they are, and centers keep
+    what they have learnt.
+    """
+    found = {}
+    for result in results(form, local, tmp_path):
+        assert result, "a rank failed, see above"
+        digests, restored = result
+        assert restored == ([True, [False, False, True]] if form == "streaming" else None)
+        found |= digests
+    assert found == load_script(RANK, monkeypatch).train("dc", 2, local, form)
+
+
+def test_a_center_that_dies_in_mid_round(tmp_path, monkeypatch):
+    """The other center's step raises before the timeout. Its inputs, which it didn't donate, can be saved."""
+    script = load_script(RANK, monkeypatch)
+    (error, step, seconds, saved), nothing = results("dies", 1, tmp_path)
+    assert "rank 0 waits for rank 1" in error and "has ended or left" in error
+    assert script.DIES < step <= script.DIES + 4 and seconds < script.LIMIT
+    assert saved and nothing is None
