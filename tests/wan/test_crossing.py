@@ -42,7 +42,7 @@ def results(form, local, folder):
     return found
 
 
-@pytest.mark.parametrize("form, local", [("streaming", 1), ("streaming", 2)])
+@pytest.mark.parametrize("form, local", [("streaming", 1), ("streaming", 2), ("eager", 1)])
 def test_an_exchange_crosses_steps(form, local, tmp_path, monkeypatch):
     """The second center takes part only after the first one has continued.
 
