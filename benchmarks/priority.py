@@ -30,7 +30,7 @@ from jaxcgx.lab import signals_raise, why_not
 
 LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
 RATE = "50mbit"
-BATCHES = [704, 1024, 2048, 3072]
+BATCHES = [704, 1024, 1440, 2048, 3072]
 CODEC = cgx.MaxMin(4)
 MORE = 0.15  # goal: how much longer a step may take than the longer of computation and communication
 ALIKE = 0.6, 1.67  # the ratio of communication to computation for which the goal counts
@@ -63,6 +63,9 @@ NOTES = f"""\
 - less: how much less time a step with DGT takes than the plain step, goal {LESS}. DGT hides half of the exchange, but
   not more than the time of the rest of the step. So it can hide at most a quarter of the plain step if both are equal,
   and a third if communicate takes twice as long as compute.
+- In the picture, a bar begins when a layer's gradients are sent, and ends when the next step has waited for them. A
+  step waits for the first layer first. Gradients that arrived before the step waited for them have too long a bar,
+  because the trace doesn't have the moment of their arrival.
 """
 
 
@@ -194,7 +197,11 @@ def main():
         report.data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in spans[alike]]
         report.show("", f"Steps with batch {alike}: [priority.png](priority.png).")
         report.write(out, "priority")
-        draw(out / "priority.png", spans[alike], f"Batch {alike}: gradients travel until the next step needs them")
+        draw(
+            out / "priority.png",
+            spans[alike],
+            f"Batch {alike}: a bar ends where the next step has waited for its gradients",
+        )
 
 
 if __name__ == "__main__":
