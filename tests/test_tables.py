@@ -200,6 +200,41 @@ def test_what_techniques_for_wide_areas_gain():
         assert at_equal_time.startswith(">") == row["all_done"]
 
 
+def test_what_dgt_hides_at_best():
+    """It hides half of the time on the wire, but not more than the rest of the step."""
+    measured = {(row["network"], row["technique"]): row for row in result("wan")["rows"]}
+    links = {"100 Mbit/s": (1e8, 1e8), "1 Gbit/s": (1e9, 1e9), "110 up, 500 down": (1.1e8, 5e8)}  # bits/s up, down
+    shares = []
+    for network, (up, down) in links.items():
+        for technique in "float32", "4 bits":
+            row = measured[f"2 centers of 2 ranks, {network}", technique]
+            wire = 8e3 * max(max(row["up_bytes"]) / up, max(row["down_bytes"]) / down)
+            shares.append(100 * min(wire / 2, row["ms"] - wire) / row["ms"])
+    assert f"at best {min(shares):.0f} to {max(shares):.0f} % of these steps" in page("wan")[0] and max(shares) < 25
+
+
+def test_how_fast_two_hosts_reach_a_loss():
+    words = re.search(r"DiLoCo reaches the loss in ([\d.]+) s, and 4 bits with P3 in ([\d.]+) s", page("wan")[0])
+    seconds = {row["method"]: row["seconds"] for row in result("diloco")["times"] if row["hosts"] == 2}
+    for method, text in zip(("DiLoCo, 4 bits, H 20", "MaxMin(4), priority"), words.groups(), strict=True):
+        assert_printed(seconds[method], text, 0)
+
+
+def test_overlays_beside_the_fixed_ring():
+    text = page("wan")[0]
+    words = re.search(r"an exchange is ([\d.]+) times as fast .* the exchange is ([\d.]+) times as fast", text)
+    exchanges = {row["setup"]: row["faster"] for row in result("topology")["rows"] if row["schedule"] == "topology"}
+    for setup, printed in zip(("line", "pair"), words.groups(), strict=True):
+        assert_printed(exchanges[setup], printed, 0)
+    words = re.search(
+        r"they are ([\d.]+) times as fast .* and ([\d.]+) times .* it is ([\d.]+) and ([\d.]+) times", text
+    )
+    steps = {(row["when"], row["setup"]): row for row in result("topology-training")["rows"]}
+    where = [(when, setup) for when in ("before", "after") for setup in ("line", "pair")]
+    for key, printed in zip(where, words.groups(), strict=True):
+        assert_printed(steps[key]["ring_ms"] / steps[key]["topology_ms"], printed, 0)
+
+
 def test_few_exchanges():
     rows = result("diloco")["rows"]
     runs = [
