@@ -4,10 +4,11 @@ import dataclasses
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxcgx.checks import unexpected
+from jaxcgx.checks import callers_level, unexpected
 from jaxcgx.wan.differential import Differential
 
 OP = "wan.from_env"
@@ -42,6 +43,12 @@ VARIABLES: dict[str, tuple[Any, Callable[[str], Any], str]] = {
     "ENABLE_P3": (False, _flag, "one of 0, 1"),
     "DMLC_NUM_GLOBAL_SERVER": (1, _integer(1), "an integer of at least 1"),
     "DMLC_NUM_SERVER": (1, _integer(1), "an integer of at least 1"),
+}
+# {variable: why a value other than its default changes no training step}
+UNUSED = {
+    "DMLC_UDP_CHANNEL_NUM": "deferred blocks are kept in the optimizer's state, not in channels",
+    "ENABLE_INTRA_TS": "only the outermost axis takes an overlay",
+    "DMLC_NUM_SERVER": "only the outermost axis takes an overlay",
 }
 
 
@@ -80,7 +87,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:
         train = cgx.make_train_step(loss_fn, optimizer, mesh, data_axis=("dc", "local"), **geomx.train_options)
 
     A value that GeoMX doesn't have is an error. So is a variable whose name is nearly that of one of GeoMX's variables.
-    All ranks must have the same variables.
+    A value of which nothing in jaxcgx makes use is a warning. All ranks must have the same variables.
 
     Args:
       environ: the variables; None: those of this process.
@@ -91,6 +98,10 @@ def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:
         if near and name not in VARIABLES:
             raise unexpected(f"{OP}: variable {name}", "one of GeoMX's", "none of these", f"it may be {near[0]}")
     said = {name: _read(environ, name) for name in VARIABLES}
+    for name, why in UNUSED.items():
+        if said[name] != VARIABLES[name][0]:
+            text = f"{OP}: variable {name}: {environ[name]!r} has no effect on training: {why}"
+            warnings.warn(text, stacklevel=callers_level())
     k, dgt = said["DMLC_K"], said["ENABLE_DGT"]
     # GeoMX has no variable for the smallest share. It uses 0.2 with its default k of 0.8.
     adaptive = k / 4 if said["ADAPTIVE_K_FLAG"] else None

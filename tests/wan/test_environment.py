@@ -4,7 +4,7 @@ import pytest
 from errors import raises, says
 
 from jaxcgx.wan import Differential, from_env
-from jaxcgx.wan.environment import VARIABLES
+from jaxcgx.wan.environment import UNUSED, VARIABLES
 
 
 def test_defaults_turn_nothing_on():
@@ -29,15 +29,27 @@ def test_the_others():
             "MAX_GREED_RATE_TS": "0.75",
             "MXNET_KVSTORE_SIZE_LOWER_BOUND": "1000",
             "DMLC_NUM_GLOBAL_SERVER": "2",
-            "DMLC_NUM_SERVER": "3",
-            "DMLC_UDP_CHANNEL_NUM": "7",
+            "DMLC_UDP_CHANNEL_NUM": "3",
             "MXNET_KVSTORE_USE_HFA": "1",
             "MXNET_KVSTORE_HFA_K2": "5",
         }
     )
     assert found.hfa == {"k1": 20, "k2": 5}
     assert found.train_options == {"overlap": "priority"} and found.greed == {"dc": 0.75}
-    assert found.owners == {"dc": 2, "local": 3} and found.size_bound == 1000
+    assert found.owners == {"dc": 2} and found.size_bound == 1000
+
+
+@pytest.mark.parametrize(
+    "name, value", [("ENABLE_INTRA_TS", "1"), ("DMLC_NUM_SERVER", "3"), ("DMLC_UDP_CHANNEL_NUM", "7")]
+)
+def test_values_that_have_no_effect(name, value):
+    """Each gives a warning of one line that names the variable. The default value, as in other tests, gives none."""
+    with pytest.warns(UserWarning, match="has no effect") as seen:
+        found = from_env({name: value})
+    assert str(seen[0].message) == f"wan.from_env: variable {name}: {value!r} has no effect on training: {UNUSED[name]}"
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert found.greed == ({"local": 0.9} if name == "ENABLE_INTRA_TS" else {})
+    assert found.owners == ({"local": 3} if name == "DMLC_NUM_SERVER" else {})
 
 
 @pytest.mark.parametrize("name", VARIABLES)
