@@ -71,7 +71,7 @@ class Growing(Report):
         with contextlib.suppress(FileNotFoundError):
             old = results.read(file)
             if old["command"] == command:
-                self.data |= {name: old[name] for name in tables}
+                self.data |= {name: old[name] for name in tables if name in old}
 
     def has(self, table, **where):
         """Returns whether a table has a row with these values."""
