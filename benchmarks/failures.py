@@ -1,11 +1,11 @@
 """Measures the claims of docs/failures.md: when one rank fails, how soon the other one gets an error, and which error.
 
-    python benchmarks/failures.py [--over Tcp tree step memory MPI Gloo] [--rows killed late ...] [--out DIR]
+    python benchmarks/failures.py [--over Tcp tree step centers update memory MPI Gloo] [--rows killed ...] [--out DIR]
 
 Two processes send each other 64 MiB again and again, until something happens to the last one. With "tree" there are
-three processes, which sum along a tree, and the first one has no connection to the last. With "step" they train. Rows
-run one after another.
-Rows that cut a link need root, because each process then runs in a host of jaxcgx.lab.
+three processes, which sum along a tree, and the first one has no connection to the last. With "step" they train. With
+"centers" four processes in two centers train, and with "update" they only update a Topology. Rows run one after
+another. Rows that cut a link need root, because each process, or each center, then runs in a host of jaxcgx.lab.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from report import RESULTS, Report
 
 from jaxcgx.lab import Lab
 
-OVER = "Tcp", "tree", "step", "memory", "MPI", "Gloo"
-ON_MESH = "Tcp", "tree", "step", "Gloo"
+OVER = "Tcp", "tree", "step", "centers", "update", "memory", "MPI", "Gloo"
+ON_MESH = "Tcp", "tree", "step", "centers", "update", "Gloo"
+IN_CENTERS = "centers", "update"  # two centers of two ranks; these rows only cut a link
 ROWS = {
     "killed": "is killed (kill -9)",
     "forked": "has a child (fork), and is killed",
@@ -50,6 +51,9 @@ NOTES = """\
   only to the second one. step: a step of `make_train_step` over Tcp. Gloo: a plain axis. memory:
   `jaxcgx.transports.shm`, of processes without jax.distributed. MPI: `jaxcgx.mpi` under `mpirun python -m mpi4py`. All
   timeouts are the defaults.
+- centers: a step of `make_train_step` on a mesh ("dc", "local") of 2 x 2 ranks, over Tcp between the centers and Gloo
+  inside of them. update: `Topology.update()` on this mesh, which probes the links in every call (greed=0). Each center
+  is a host.
 """
 
 
@@ -74,7 +78,7 @@ class Files:
 
 
 def ranks_of(over):
-    return 3 if over == "tree" else 2
+    return 4 if over in IN_CENTERS else 3 if over == "tree" else 2
 
 
 def on_mesh(over):
@@ -84,10 +88,16 @@ def on_mesh(over):
 
     import jaxcgx as cgx
 
+    if over in IN_CENTERS:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("dc", "local"))
+        if over == "centers":
+            return training(mesh, (cgx.Tcp("dc"), "local"), {"dc": cgx.MaxMin(4), "local": cgx.Raw()})
+        topology = cgx.wan.Topology(mesh, cgx.Tcp("dc"), greed=0)
+        return lambda _: topology.update(), None
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     spec = jax.P("data")
     if over == "step":
-        return training(mesh, spec)
+        return training(mesh, cgx.Tcp("data"), cgx.MaxMin(4))
     array = np.ones(ELEMENTS * mesh.size, np.float32)
     x = jax.make_array_from_callback(array.shape, jax.NamedSharding(mesh, spec), lambda at: array[at])
     axis, codec = "data" if over == "Gloo" else cgx.Tcp("data"), cgx.Cast("bfloat16")
@@ -101,8 +111,8 @@ def on_mesh(over):
     return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x
 
 
-def training(mesh, spec):
-    """Returns a program of one training step, and its batch."""
+def training(mesh, axes, plan):
+    """Returns a program of one training step over these axes, and its batch."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -111,7 +121,7 @@ def training(mesh, spec):
     import jaxcgx as cgx
 
     loss_fn = lambda weights, x: jnp.mean((x @ weights) ** 2)
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=cgx.Tcp("data"), plan=cgx.MaxMin(4))
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
     state = list(train.init(np.zeros((4096, 4096), np.float32)))
     batch = np.ones((4 * mesh.size, 4096), np.float32)
 
@@ -119,7 +129,8 @@ def training(mesh, spec):
         *state[:], metrics = train.step(*state, x)
         return metrics
 
-    return step, jax.make_array_from_callback(batch.shape, jax.NamedSharding(mesh, spec), lambda at: batch[at])
+    sharding = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+    return step, jax.make_array_from_callback(batch.shape, sharding, lambda at: batch[at])
 
 
 def exchange_over(over, folder, rank, address):
@@ -187,14 +198,19 @@ def rank_main(over, row, folder, rank, address):
 
 @contextlib.contextmanager
 def hosts(over, row, folder, port):
-    """Starts each rank in its own host. Yields the first rank's process, and a function that cuts the last link."""
-    ranks = ranks_of(over)
-    with Lab(ranks, "10gbit") as lab, contextlib.ExitStack() as files:
+    """Starts each rank, or each center, in its own host.
+
+    Yields the first rank's process, and a function that cuts the last host's link.
+    """
+    ranks, together = ranks_of(over), 2 if over in IN_CENTERS else 1
+    with Lab(ranks // together, "10gbit") as lab, contextlib.ExitStack() as files:
         each = [
-            lab.start(rank, [*row, folder, rank, f"{lab.address(0)}:{port}"], **options(folder, rank, files))
+            lab.start(
+                rank // together, [*row, folder, rank, f"{lab.address(0)}:{port}"], **options(folder, rank, files)
+            )
             for rank in range(ranks)
         ]
-        yield each[0], lambda: lab.cut(ranks - 1)
+        yield each[0], lambda: lab.cut(lab.hosts - 1)
 
 
 @contextlib.contextmanager
@@ -278,7 +294,9 @@ def measure(over, row):
 
 def possible(over, row):
     """Returns whether the row exists. Shared memory and mpirun run on one host, without a link to cut."""
-    return row != "cut" or (over in ON_MESH and os.geteuid() == 0)
+    if row != "cut":
+        return over not in IN_CENTERS
+    return over in ON_MESH and os.geteuid() == 0
 
 
 def main():
