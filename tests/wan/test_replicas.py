@@ -1,4 +1,7 @@
-"""Tests that every technique keeps the replicas the same at every step, with few bits."""
+"""Tests that every technique keeps the replicas the same at every step, with few bits.
+
+This holds for the parameters, and for all of the optimizer's state that isn't an array per rank.
+"""
 
 import itertools
 
@@ -52,6 +55,24 @@ TECHNIQUES = {
 }
 
 
+def replicated(tree):
+    """Returns {path: array} of the arrays that every rank has whole. The others are arrays per rank or per center."""
+    return {
+        jax.tree_util.keystr(path): x
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if x.sharding.is_fully_replicated
+    }
+
+
+def assert_same_parts(tree):
+    """Checks that ranks which have the same part of an array have the same bits, such as the ranks of a center."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        parts = {}
+        for shard in x.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            assert parts.setdefault(str(shard.index), bits) == bits, jax.tree_util.keystr(path)
+
+
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_replicas_agree(technique):
     mesh = jax.make_mesh((CENTERS, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * CENTERS])
@@ -67,11 +88,19 @@ def test_replicas_agree(technique):
             lambda tree: cgx.check_replicas(tree, AXES), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
         )
     )
-    state, seen = trains[0].init(params), [params["w"]]
-    for batch, train in zip(batches, itertools.cycle(trains)):
+    state, seen, k1 = trains[0].init(params), [params["w"]], getattr(options.get("diloco"), "k1", None)
+    for step, (batch, train) in enumerate(zip(batches, itertools.cycle(trains)), 1):
         *state, _ = train.step(*state, batch)
-        check(state[0]).check()
+        same = replicated(state)
+        assert len(same) > len(params), "the optimizer's state has no replicated array"
+        check(same).check()
+        assert_same_parts(state)
+        if k1 and step % k1 == 0:  # the ranks of a center have just averaged their parameters
+            for x in jax.tree.leaves(state[1].centers.rows.params):
+                first, second = np.asarray(x).reshape(CENTERS, 2, -1).swapaxes(0, 1)
+                np.testing.assert_array_equal(first, second)
         seen.append(np.asarray(state[0]["w"]))
-    last, _ = trains[0].finish(*state)
-    check(last).check()
+    last, left = trains[0].finish(*state)
+    check(replicated((last, left))).check()
+    assert_same_parts((last, left))
     assert np.abs(np.asarray(last["w"]) - seen[0]).max() > 1e-3 and np.isfinite(last["w"]).all()
