@@ -1,11 +1,12 @@
 """Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
 
     python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 3000] [--centers 2]
-        [--hosts 2 4] [--methods REGEX] [--torch PYTHON] [--out DIR]
+        [--hosts 2 4] [--methods REGEX] [--torch PYTHON] [--out DIR] [--busy]
 
 The times need root (jaxcgx.lab). --torch names a Python that has torch. Rows that the same command has already written
 to the result file are not measured again, so a run that was interrupted continues. Remove the file to measure all of
-them. With --methods, the times of these methods are measured again, and other methods keep their rows.
+them. With --methods, the times of these methods are measured again, and other methods keep their rows. --busy measures
+only how busy hosts are with DiLoCo, streaming and a plain psum, and writes a table of its own.
 """
 
 import argparse
@@ -45,6 +46,7 @@ WORSE = 0.02  # goal: the largest allowed increase over the dense run's final lo
 MBIT = 100
 SLOW = 30  # Mbit/s in the picture
 METHODS = "bfloat16|psum, float32|4 bits|MaxMin|DiLoCo|PowerSGD"
+BUSIEST = "psum, float32|DiLoCo"  # methods of --busy
 BUSY = 0.9  # goal of streaming; plain data parallelism reaches less than a tenth
 
 
@@ -87,13 +89,13 @@ CHARTS = [
     dict(table="curves", title="Loss by step", x="steps", y=["loss"], by="run"),
     dict(table="times", title="A step", x="method", y=["ms"], panel="hosts", log=True),
 ]
+MODEL = "- A byte-level transformer of 3.3 million parameters learns the documentation that Python ships.\n"
 NOTES = f"""\
-- A byte-level transformer of 3.3 million parameters learns the documentation that Python ships. Adam with a cosine
-  rate of at most {RATE} inside. All runs of a seed begin with the same weights, and see the same batches. {BEGUN:,}
-  steps in float32 have made these weights: DiLoCo is for training that is under way. A network learns so much in its
-  first steps that exchanges after 100 steps come too late for it. loss: of the outer parameters on held-out text, after
-  the last step. With streaming, they lack the last exchange of one fragment. More: how much more than the dense run of
-  the same seed, the mean over seeds. A run without all seeds isn't complete.
+- Adam with a cosine rate of at most {RATE} inside. All runs of a seed begin with the same weights, and see the same
+  batches. {BEGUN:,} steps in float32 have made these weights: DiLoCo is for training that is under way. A network
+  learns so much in its first steps that exchanges after 100 steps come too late for it. loss: of the outer parameters
+  on held-out text, after the last step. With streaming, they lack the last exchange of one fragment. More: how much
+  more than the dense run of the same seed, the mean over seeds. A run without all seeds isn't complete.
 - bytes: what a center sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: the bytes
   of float32 in every step over these bytes.
 - Goals: at most {WORSE:.0%} more than the dense run, with the named factor fewer bytes. Without feedback, the loss must
@@ -207,7 +209,8 @@ def show(report):
     rows = report.data["rows"]
     mean = lambda name, key: np.mean([row[key] for row in rows if row["run"] == name])
     dense = {row["seed"]: row for row in rows if row["run"] == next(iter(RUNS))}
-    report.show("", *header("run", "loss", "of seeds", "more", "bytes", "fewer", "gain", "rho", "goals"))
+    if rows:
+        report.show("", *header("run", "loss", "of seeds", "more", "bytes", "fewer", "gain", "rho", "goals"))
     for name, run in RUNS.items():
         mine = [row for row in rows if row["run"] == name and row["seed"] in dense]
         if not mine:
@@ -237,7 +240,7 @@ def show(report):
         cells = [row["method"], str(row["hosts"]), f"{row['ms']:.1f}", f"{row['busy']:.2f}"]
         cells += [f"{row['sent_bytes'] / 1e6:.3f}", speed.cell(row["steps"], ".0f"), speed.cell(row["seconds"], ".1f")]
         report.show(line([*cells, goal]))
-    notes = [NOTES]
+    notes = [MODEL] + [NOTES] * bool(rows)
     notes += [OF_PICTURE] * report.file.with_suffix(".png").exists() + [OF_TIMES] * bool(report.data["times"])
     report.show("", *"".join(notes).splitlines())
 
@@ -257,17 +260,21 @@ def main():
     parser.add_argument("--most", type=int, metavar="N", help="the most steps of a training run between hosts")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="counted turns (default: 5)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the results")
+    parser.add_argument("--busy", action="store_true", help="only measure how busy hosts are with few methods")
     args = parser.parse_args()
+    if args.busy:
+        args.parts, args.methods = ["times"], BUSIEST
     chosen = {
         name: value
         for name in ("seeds", "steps", "centers")
         if (value := getattr(args, name)) != parser.get_default(name)
     }
-    command = " ".join(["make bench-diloco", *(f"--{name} {value}" for name, value in chosen.items())])
+    name = "diloco-busy" if args.busy else "diloco"
+    command = " ".join([f"make bench-{name}", *(f"--{name} {value}" for name, value in chosen.items())])
     if chosen and args.out == RESULTS:
         parser.error("with other seeds, steps or centers than the committed results' pass --out")
     tables = "rows", "curves", "times"
-    report = Growing(command, args.out / "diloco.json", tables, goal=WORSE, charts=CHARTS)
+    report = Growing(command, args.out / f"{name}.json", tables, goal=WORSE, charts=CHARTS[2:] if args.busy else CHARTS)
     if "losses" in args.parts:
         losses(report, args)
     if "times" in args.parts:
@@ -278,7 +285,7 @@ def main():
     if "picture" in args.parts and not why_not():
         picture(args.out)
     show(report)
-    report.write(args.out, "diloco")
+    report.write(args.out, name)
 
 
 if __name__ == "__main__":
