@@ -137,12 +137,12 @@ RUNS = {
 }
 
 
-NOTES = """\
+NOTES = f"""\
 - A row without all seeds of float32 has no mean and no mark.
 - lost: against float32 with the same seed, the mean over seeds: points of accuracy, or % of the loss. spread: the
   standard deviation over seeds. Goals are those of 4 bits (0.3 points, 0.5 %) and of 2 bits (1 point, 1.5 %) with
   feedback. They are for the mean, because single seeds scatter.
-- The batch is divided among 4 ranks, whose gradients are averaged.
+- The batch is divided among {RANKS} ranks, whose gradients are averaged.
 - bytes/step: what a rank sends in all collectives of the compiled step, as jaxcgx.explain finds them. fewer: the bytes
   of float32 over these bytes.
 - Tasks, rows and seeds that are missing have not been run, because they take hours. `make bench-accuracy` runs them.

@@ -35,7 +35,7 @@ HELD_OUT = 256  # windows
 ROWS = {
     "undisturbed": "undisturbed",
     "killed": f"killed, started anew {AWAY:g} s later",
-    "stopped": f"frozen for {AWAY:g} s",
+    "frozen": f"frozen for {AWAY:g} s",
 }
 CHARTS = [dict(table="rounds", title="Centers in a round", x="seconds", y=["centers"], by="row")]
 NOTES = f"""\
@@ -229,7 +229,7 @@ def show(report):
         values = (ROWS[row["row"]], row["seed"], row["loss"], f"{row['seconds']:.0f}", row["rounds"], row["without"])
         report.show(f"| {' | '.join(map(str, (*values, away, waited, mark(row['agree']))))} |")
     report.show("")
-    for name in "killed", "stopped":
+    for name in "killed", "frozen":
         more = means[name] / means["undisturbed"] - 1
         report.show(f"Loss with the last center {name}, over that undisturbed: {more:+.1%} {mark(more <= WORSE)}", "")
     report.show(NOTES.rstrip())

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import training
 import training_speed_data as data
 from jax.sharding import AxisType
 from report import RESULTS, Growing, header, line, mark
@@ -83,14 +84,6 @@ def digits(rng, shape, held_out):
     return tuple(part[chosen] for part in train), tuple(part[:held_out] for part in test)
 
 
-def loss_of_digits(weights, batch):
-    x, labels = batch
-    for layer in weights[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    logits = x @ weights[-1]["w"] + weights[-1]["b"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 TASKS = {
     MODEL: Task(
         tables="",
@@ -105,7 +98,7 @@ TASKS = {
     ),
     "digits": Task(
         tables="digits_",
-        loss=loss_of_digits,
+        loss=training.loss_fn,
         weights=layers,
         batches=digits,
         optimizer=optax.sgd(0.01, momentum=0.9),

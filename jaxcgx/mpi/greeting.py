@@ -20,7 +20,7 @@ from jaxcgx._compat import batching, mlir
 from jaxcgx.mpi.agreement import compare
 from jaxcgx.mpi.waiting import Communicator
 from jaxcgx.native.eager import define_impl
-from jaxcgx.native.rows import one_of_same
+from jaxcgx.native.rules import one_of_same
 from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
 
 _BYTES = 16

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def add(rows: jax.Array) -> jax.Array:
@@ -22,11 +21,3 @@ def exchanged_shape(operation: str, x: Any, ranks: int) -> tuple[int, ...]:
 def mapped_axes(operation: str) -> tuple[int, int]:
     """Returns vmap's axis in the operand and in the result of an engine's exchange: behind the axis of the ranks."""
     return int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))
-
-
-def one_of_same(x: jax.Array, dim: int | None) -> jax.Array:
-    """Returns an operand without its batch dimension, along which it is the same.
-
-    The vmap of a lax.cond with a mapped predicate gives all operands such a dimension, also constants.
-    """
-    return x if dim is None else lax.index_in_dim(x, 0, dim, keepdims=False)

@@ -94,6 +94,14 @@ def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | No
     ]
 
 
+def one_of_same(x: jax.Array, dim: int | None) -> jax.Array:
+    """Returns an operand without its batch dimension, along which it is the same.
+
+    The vmap of a lax.cond with a mapped predicate gives all operands such a dimension, also constants.
+    """
+    return x if dim is None else lax.index_in_dim(x, 0, dim, keepdims=False)
+
+
 def batch_rule(
     primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple[Any, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:

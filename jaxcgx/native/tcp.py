@@ -18,7 +18,8 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
-from jaxcgx.native.rows import exchanged_shape, mapped_axes, one_of_same
+from jaxcgx.native.rows import exchanged_shape, mapped_axes
+from jaxcgx.native.rules import one_of_same
 from jaxcgx.native.terms import digest
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them

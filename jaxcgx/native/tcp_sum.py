@@ -21,8 +21,7 @@ from jaxcgx._compat import batching, mlir
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import places
 from jaxcgx.native.rng import kernel_key
-from jaxcgx.native.rows import one_of_same
-from jaxcgx.native.rules import in_front
+from jaxcgx.native.rules import in_front, one_of_same
 from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 from jaxcgx.native.terms import digest
 
