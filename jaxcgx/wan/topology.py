@@ -1,11 +1,11 @@
 """Topology: measures links while training goes on, and finds the best overlay for them."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -94,6 +94,18 @@ class Topology:
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         self._before: Any = None  # the kernel's counters at the last measurement
         self._programs: dict[tuple[tuple[int, int], ...], Callable[[], Any]] = {}
+        # All processes speak over the connections of the axis. So a link that ends is an error that names it.
+        every = dataclasses.replace(axis, name="every")
+        self._every = NamedSharding(Mesh(mesh.devices.reshape(-1), "every"), P("every"))
+        self._gather = jax.jit(
+            jax.shard_map(
+                lambda row: check_axes("Topology", every).all_gather(row[0]),
+                mesh=self._every.mesh,
+                in_specs=P("every"),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )
 
     def update(self) -> bool:
         """Takes the measurements since the last call, may probe links, and decides on an overlay.
@@ -184,7 +196,7 @@ class Topology:
         now = np.array(connections.sent() or [(0.0, 0.0)] * jax.process_count())
         before = np.zeros_like(now) if self._before is None else self._before
         self._before = now
-        all_sent = np.asarray(multihost_utils.process_allgather(np.asarray(now - before, np.float32)))
+        all_sent = self._gathered(np.asarray(now - before, np.float32))
         ranks = len(self.links.rates)
         sent, busy = np.zeros((2, ranks, ranks))
         for group in self._groups():
@@ -198,11 +210,16 @@ class Topology:
         place = self._mesh.axis_names.index(self._axis.name)
         return np.moveaxis(self._processes, place, -1).reshape(-1, len(self.links.rates))
 
+    def _gathered(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns the arrays of all processes, by process."""
+        rows = self._gather(jax.make_array_from_process_local_data(self._every, row[None]))
+        return np.asarray(rows.addressable_data(0))[np.argsort(self._processes, axis=None)]
+
     def _same(self, words: Any) -> np.ndarray[Any, Any]:
         """Returns process 0's integers, on all processes."""
-        count = int(multihost_utils.broadcast_one_to_all(np.int32(np.size(words))))
+        count = self._gathered(np.array(np.size(words), np.int32))[0]
         words = np.asarray(words, np.int32) if jax.process_index() == 0 else np.zeros(count, np.int32)
-        return np.asarray(multihost_utils.broadcast_one_to_all(words.reshape(count)))
+        return self._gathered(words.reshape(count))[0]
 
     def _probe(self, pairs: list[tuple[int, int]]) -> None:
         """Sends bytes between pairs of ranks, in both directions at once."""

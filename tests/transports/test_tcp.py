@@ -54,7 +54,7 @@ def results(action, processes):
         for process in running:
             lines = [line for line in process.stdout if line.startswith("RESULT ")]
             found.append(json.loads(lines[0].removeprefix("RESULT ")) if lines else None)
-            if action == "stay_away":  # the last process never ends
+            if action in ("stay_away", "update"):  # the last process never ends
                 running[-1].send_signal(signal.SIGKILL)
         return found
     finally:
@@ -182,9 +182,11 @@ def test_programs_that_differ_are_an_error_of_every_rank():
     assert all(words in each or "gave up" in each or "has ended or left" in each for each in errors)
 
 
-def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
-    error, nothing = results("stay_away", 2)
-    assert re.search(r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within 1000 ms", error)
+@pytest.mark.parametrize(("action", "ms"), [("stay_away", 1000), ("update", 3000)])
+def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(action, ms):
+    """The same holds in the update of a Topology, which is not a step."""
+    error, nothing = results(action, 2)
+    assert re.search(rf"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within {ms} ms", error)
     assert nothing is None
 
 
