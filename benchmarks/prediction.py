@@ -5,7 +5,8 @@
 The measured times are those of results/collectives.json, from which constants of the model come, and of other networks:
 more hosts, other rates. --measure measures these again (needs root). Otherwise they come from results/prediction.json.
 The latency of each network comes from its smallest message, whose rows don't count as predictions. Training steps are
-those of results/training-speed.json.
+those of results/training-speed.json. Hierarchies come from results/wan.json, and a slow line from
+results/topology.json.
 """
 
 import argparse
@@ -63,6 +64,13 @@ METHODS = {
     "DiLoCo, 4 bits, H 20, streaming": (cgx.MaxMin(4), "tcp", 64, True),
 }
 ROUND = 20  # steps of a round of DiLoCo
+LINES = {
+    "100 Mbit/s": dict(link="100mbit"),
+    "1 Gbit/s": dict(link="1gbit"),
+    "110 up, 500 down": dict(link="500mbit", up="110mbit"),
+}
+SLOW = dict(world=4, link="10mbit")  # the line of results/topology.json to which a synchronous exchange slows down
+SLOW_SIZE = 2**24  # bytes of float32
 NOTES = f"""\
 - ms, predicted: the time of one exchange in a loop, with MaxMin 4. off: the prediction over the measurement, minus 1.
 - Constants of the model come from results/collectives.json. So the first table shows how well the model fits, and the
@@ -78,6 +86,9 @@ NOTES = f"""\
   the turns. Hosts share 2 processors here, too. The steps were measured on an Intel Xeon, whose kernels weren't
   measured. So the speeds of kernels are those of another processor, an AMD EPYC (results/cpu-kernels-avx512.json).
   Codecs that don't have all kernels there get those of MaxMin 4.
+- hierarchy: how much longer a step with float32 takes than one with MaxMin 4, which has the same computation. The ranks
+  of a center share its link. slow line: an exchange over Tcp, {SLOW_SIZE >> 20} MiB, if one of the lines has a tenth of
+  the rate of the others. The prediction is that of hosts which all have this line.
 - goals: within {100 * GOAL:.0f} %; "auto" at most {100 * SLOWER:.0f} % slower than the best fixed choice.
 """
 
@@ -276,6 +287,46 @@ def show_steps(report):
     )
 
 
+def network_between(cluster):
+    """Returns the network of a cluster over Tcp. All of its ranks share the processors of one machine."""
+    return dataclasses.replace(cluster.between("tcp"), sharing=cluster.world, **kernels(cgx.MaxMin(4)))
+
+
+def hierarchies():
+    """Yields (what was measured, ms, predicted ms) between two centers of two ranks."""
+    rows = json.loads((RESULTS / "wan.json").read_text())["rows"]
+    ms = {(row["network"], row["technique"]): row["ms"] for row in rows}
+    tree = training_speed_data.MAKERS["transformer"][0](np.random.default_rng(0))
+    for name, links in LINES.items():
+        cluster = cgx.Cluster(world=4, nodes=2, **links)
+        network = network_between(cluster)
+        case = Case(tree=tree, nodes=2, each=2, compute=0, overlap=False, fusion_mb=64, inner=cluster.inside())
+        coded = case.choice(cgx.MaxMin(4), "one_shot", network=network, error=0.0)
+        place = f"2 centers of 2 ranks, {name}"
+        less = ms[place, "float32"] - ms[place, "4 bits"]
+        yield f"hierarchy, {name}", less, 1e3 * (case.plain(network).step - coded.step)
+
+
+def slow_lines():
+    """Yields (what was measured, ms, predicted ms) of hosts, one of which has a slow line."""
+    rows = json.loads((RESULTS / "topology.json").read_text())["rows"]
+    ms = {row["schedule"]: row["ms"] for row in rows if row["setup"] == "line"}
+    load = costs.Load(SLOW["world"], SLOW_SIZE, cgx.MaxMin(4).wire_bytes((SLOW_SIZE // 4,), np.float32))
+    for schedule in "two_shot", "ring":
+        found = costs.seconds(schedule, load, network_between(cgx.Cluster(**SLOW))).total
+        yield f"slow line, {schedule}", ms[schedule], 1e3 * found
+
+
+def show_others(report):
+    """Shows a table of hierarchies and of a slow line, and adds its rows to the data."""
+    report.show("", "Hierarchies (results/wan.json) and a slow line (results/topology.json)", "")
+    report.show(*header("what", "ms", "predicted", "off"))
+    for what, ms, found in [*hierarchies(), *slow_lines()]:
+        off = found / ms - 1
+        report.data["others"].append(dict(what=what, ms=ms, predicted_ms=round(found, 4), off=round(off, 4)))
+        report.show(line([what, f"{ms:.1f}", f"{found:.1f}", f"{100 * off:+.0f} %" + " ✗" * (abs(off) > GOAL)]))
+
+
 def parse():
     parser = argparse.ArgumentParser(description="Predicted times of exchanges against measured ones.")
     parser.add_argument(
@@ -298,7 +349,7 @@ def main():
     plain = "make bench-prediction" + " MEASURE=yes" * args.measure
     options = " ".join(["python benchmarks/prediction.py", *["--measure"] * args.measure, *given])
     today = datetime.date.today().isoformat()
-    report = Report(options if given else plain, goal=GOAL, measured=today, rows=[], steps=[])
+    report = Report(options if given else plain, goal=GOAL, measured=today, rows=[], steps=[], others=[])
     fitted = {}
     for row in json.loads((RESULTS / "collectives.json").read_text())["rows"]:
         if row["what"] == "loop" and rate(row["network"]) and "kept" not in row["network"]:
@@ -317,6 +368,7 @@ def main():
             "", f"The new runs were measured on {report.data['measured']}, by `make bench-prediction MEASURE=yes`."
         )
     show_steps(report)
+    show_others(report)
     report.show("", *NOTES.splitlines())
     report.write(args.out, "prediction")
 

@@ -1,6 +1,6 @@
 """Measures how far steps hide communication (P3 and DGT), over Tcp between two hosts.
 
-    python benchmarks/priority.py [--batches N ...] [--repeats 5] [--out DIR]
+    python benchmarks/priority.py [--rates RATE ...] [--repeats 5] [--out DIR]
 
 The hosts are network namespaces, which need root. Each computes on one processor. The script also draws some steps.
 """
@@ -29,8 +29,7 @@ import jaxcgx as cgx
 from jaxcgx.lab import signals_raise, why_not
 
 LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
-RATE = "50mbit"
-BATCHES = [704, 1024, 1440, 2048, 3072]
+BATCHES = {"50mbit": [704, 1024, 1440, 2048, 3072], "25mbit": [2880]}  # {rate of the links: batches}
 CODEC = cgx.MaxMin(4)
 MORE = 0.15  # goal: how much longer a step may take than the longer of computation and communication
 ALIKE = 0.6, 1.67  # the ratio of communication to computation for which the goal counts
@@ -49,16 +48,19 @@ CHART = dict(
     title="A step",
     x="batch",
     y=["ms compute", "ms communicate", "ms plain", "ms priority", "ms DGT", "ms mixed sync"],
+    panel="rate",
 )
 
 NOTES = f"""\
-- {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts at {RATE}, each on one processor.
+- {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts, each on one processor.
 - compute: the same step without any exchange. communicate: the exchange of such gradients without any computation.
   plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and "priority". DGT: with
   compress=Differential(k=0.5). mixed sync: with compress=mixed_sync. {RUN} steps in a row are timed together, after one
   that isn't timed. Each turn runs all programs. Ratios are formed within a turn, and the table has their medians.
-- more: how much longer a step with "priority" takes than the longer of compute and communicate. The gradient of the
-  first layer is ready last and needed first. So if compute is the longer one, communicate / {LAYERS} can't be hidden.
+- more: how much longer a step with "priority" takes than the longer of compute and communicate. at best: the same if
+  kernels took no time and the wire always sent the first layer that it can. The gradient of the first layer is ready
+  last and needed first, so its exchange can't be hidden. That of the last layer is ready first, but from its arrival
+  until its next gradient, the wire has nothing to send.
 - Goal: more is at most {MORE} if communicate takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
 - less: how much less time a step with DGT takes than the plain step, goal {LESS}. DGT hides half of the exchange, but
   not more than the time of the rest of the step. So it can hide at most a quarter of the plain step if both are equal,
@@ -146,15 +148,41 @@ def events(program):
     return [[what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)] for what, start, end in spans]
 
 
-def figures(batch, ms):
+def at_best(compute, wire):
+    """Returns how much longer than the longer of the two a step takes if nothing but the order of layers limits it.
+
+    A layer has three products of matrices, the first layer two.
+    """
+    product, left = compute / (3 * LAYERS - 1), np.zeros(LAYERS)  # left: the time on the wire of unsent gradients
+
+    def send(time):
+        for i, each in enumerate(left):
+            left[i] -= min(time, each)
+            time -= each - left[i]
+
+    for _ in range(RUN):
+        waited = 0.0
+        for i in range(LAYERS):
+            waits = left[: i + 1].sum()
+            send(waits + product)
+            waited += waits
+        for i in reversed(range(LAYERS)):
+            send(2 * product if i else product)
+            left[i] = wire / LAYERS
+    return (compute + waited) / max(compute, wire) - 1
+
+
+def figures(rate, batch, ms):
     compute, wire, late = (np.array(ms[name]) for name in ("compute", "communicate", "priority"))
     ratio, more = median(wire / compute), median(late / np.maximum(compute, wire) - 1)
     less = median(1 - np.array(ms["DGT"]) / np.array(ms["plain"]))
     found = dict(
+        rate=rate,
         batch=batch,
         ms={name: median(each) for name, each in ms.items()},
         communicate_over_compute=ratio,
         more=more,
+        at_best=at_best(median(compute), median(wire)),
         less=less,
         less_reached=less >= LESS,
         ms_of_repetitions={name: rounded(each) for name, each in ms.items()},
@@ -164,7 +192,7 @@ def figures(batch, ms):
 
 def main():
     parser = argparse.ArgumentParser(description="Whether steps take as long as the longer of computation and wire.")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, metavar="N", help="rows of a rank's batch")
+    parser.add_argument("--rates", nargs="+", choices=BATCHES, default=BATCHES, help="of the links (default: all)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns (default: 5)")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -176,31 +204,33 @@ def main():
         sys.exit(f"priority.py: {why}")
     given = sys.argv[1:]
     command = shlex.join(["python", "benchmarks/priority.py", *given]) if given else "make bench-priority"
-    report = Report(command, args.repeats, codec=str(CODEC), rate=RATE, rows=[], goal=MORE, charts=[CHART])
+    report = Report(command, args.repeats, codec=str(CODEC), rows=[], goal=MORE, charts=[CHART])
     names = ["compute", "communicate", *STEPS]
-    report.show(
-        "", *header("batch", *(f"{n} ms" for n in names), "comm./comp.", "more", "goal", "less", "goal", width=6)
-    )
-    spans = {}
-    for batch in args.batches:
+    columns = *(f"{n} ms" for n in names), "comm./comp.", "at best", "more", "goal", "less", "goal"
+    report.show("", *header("links, batch", *columns, width=14))
+    spans = []
+    for rate, batch in [(each, batch) for each in args.rates for batch in BATCHES[each]]:
         rank = [pathlib.Path(__file__).resolve(), "--rank"]
-        found = of_rank_0(rank, RATE, LIMIT, batch=batch, repeats=args.repeats)
-        row, spans[batch] = figures(batch, found["ms"]), found["events"]
+        found = of_rank_0(rank, rate, LIMIT, batch=batch, repeats=args.repeats)
+        row = figures(rate, batch, found["ms"])
+        spans.append(found["events"])
         report.data["rows"].append(row)
-        shares = [f"{row[name]:.2f}" for name in ("communicate_over_compute", "more")]
+        shares = [f"{row[name]:.2f}" for name in ("communicate_over_compute", "at_best", "more")]
         reached = mark(row["reached"]) if "reached" in row else ""
         shares += [reached, f"{row['less']:.2f}", mark(row["less_reached"])]
-        report.show(line([str(batch), *(f"{row['ms'][n]:.1f}" for n in names), *shares], 6))
+        report.show(line([f"{rate}, {batch}", *(f"{row['ms'][n]:.1f}" for n in names), *shares], 14))
     report.show("", *NOTES.splitlines())
     if out := args.out or (None if given else RESULTS):
-        alike = min(report.data["rows"], key=lambda row: abs(row["communicate_over_compute"] - 1))["batch"]
+        rows = report.data["rows"]
+        alike = min(range(len(rows)), key=lambda i: abs(rows[i]["communicate_over_compute"] - 1))
+        which = f"with batch {rows[alike]['batch']} at {rows[alike]['rate']}"
         report.data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in spans[alike]]
-        report.show("", f"Steps with batch {alike}: [priority.png](priority.png).")
+        report.show("", f"Steps {which}: [priority.png](priority.png).")
         report.write(out, "priority")
         draw(
             out / "priority.png",
             spans[alike],
-            f"Batch {alike}: a bar ends where the next step has waited for its gradients",
+            f"Steps {which}: a bar ends where the next step has waited for its gradients",
         )
 
 

@@ -145,6 +145,23 @@ def test_the_planner_against_measurements():
     rings = *choices, "ring"
     assert f"in {fast(old, rings, auto)} of the 8 and in {fast(new, rings, auto)} of the 27 cases" in text
 
+    others = {row["what"]: row for row in found["others"]}
+    assert len(others) == 5
+    assert all(abs(others[f"hierarchy, {line}"]["off"]) <= 0.025 for line in ("100 Mbit/s", "110 up, 500 down"))
+    fast = others["hierarchy, 1 Gbit/s"]
+    assert f"gains {fast['ms']:.0f} ms of a step in place of {fast['predicted_ms']:.0f}," in text
+    assert abs(others["slow line, two_shot"]["off"]) <= 0.01
+    ring = others["slow line, ring"]
+    assert f"and a ring {ring['ms'] / ring['predicted_ms'] - 1:.0%} longer than predicted" in text
+
+    size, place = 2**24, ("loopback, 2 processes", "calls")
+    (calls,) = (
+        row["ms"]
+        for row in result("collectives")["rows"]
+        if row["size_bytes"] == size and (row["network"], row["what"]) == place
+    )
+    assert f"of 16 MiB take {calls['Tcp'] / calls['one_shot']:.2f} times as long as `one_shot` over Gloo" in text
+
     steps = found["steps"]
     of = lambda name, **where: count([r["off"] for r in steps if name in r["method"] and where.items() <= r.items()])
     median = np.median([abs(r["off"]) for r in steps])
@@ -211,6 +228,21 @@ def test_what_dgt_hides_at_best():
             wire = 8e3 * max(max(row["up_bytes"]) / up, max(row["down_bytes"]) / down)
             shares.append(100 * min(wire / 2, row["ms"] - wire) / row["ms"])
     assert f"at best {min(shares):.0f} to {max(shares):.0f} % of these steps" in page("wan")[0] and max(shares) < 25
+
+
+def test_what_priority_cannot_hide():
+    """docs/overlap.md and docs/wan.md have the rows of priority.json."""
+    rows, text = result("priority")["rows"], page("overlap")[0].replace(" %", "%")
+    equal = [row for row in rows if 0.9 <= row["communicate_over_compute"] <= 1.1]
+    less, more = (
+        next(row for row in rows if f"{row['communicate_over_compute']:.1f}" == ratio) for ratio in ("0.7", "1.4")
+    )
+    assert f"a step took {100 * less['more']:.0f} and {more['more']:.0%} longer than the longer of the two" in text
+    low, high = sorted(row["more"] for row in equal)
+    assert f"it took {100 * low:.0f} and {high:.0%} longer, above the goal of 15%" in text and low > 0.15
+    assert {f"{row['at_best']:.0%}" for row in equal} == {"16%"} and "16% can't be hidden" in text
+    assert f"a step takes {100 * more['more']:.0f} to {high:.0%} longer" in page("wan")[0].replace(" %", "%")
+    assert all(row["at_best"] < row["more"] for row in rows)
 
 
 def test_how_fast_two_hosts_reach_a_loss():

@@ -167,7 +167,8 @@ def test_gradients_decide_about_errors():
 def test_auto_is_at_most_a_tenth_slower_than_the_best():
     """This holds on the measured networks: over Gloo among its choices and psum, over Tcp among everything measured.
 
-    Smaller messages of 4 processes on 2 processors are noise. "auto" never chooses a ring, which rounds at every hop.
+    docs/planner.md names the exceptions: over Tcp, one on loopback and one of the other runs. Smaller messages of 4
+    processes on 2 processors are noise. "auto" never chooses a ring, which rounds at every hop.
     """
     rows = json.loads((RESULTS / "collectives.json").read_text())["rows"]
     rows = [row for row in rows if row["size_bytes"] >= 2**20]
@@ -176,7 +177,9 @@ def test_auto_is_at_most_a_tenth_slower_than_the_best():
         times = {name: ms for name, ms in row["ms"].items() if name not in ("Tcp", "ring")}
         load = costs.Load(row["processes"], row["size_bytes"], row["wire_bytes"])
         assert times[costs.choose(load, cgx.Network(mover="gloo"))] <= 1.1 * min(times.values()), row["network"]
-        assert row["ms"]["Tcp"] <= 1.1 * min(row["ms"].values()), row["network"]
+    slow = [row for row in rows if row["ms"]["Tcp"] > 1.1 * min(row["ms"].values())]
+    cases = [(row["network"], row["what"], row["size_bytes"]) for row in slow]
+    assert cases == [("loopback, 2 processes", "calls", 2**24)]
     rows = [row for row in json.loads((RESULTS / "prediction.json").read_text())["rows"] if row["table"] == "New runs"]
     late = [row["network"] for row in rows if row["ms"]["Tcp"] > 1.1 * min(row["ms"].values())]
     assert len(rows) == 27 and len(late) <= 1, late
@@ -221,8 +224,8 @@ def test_steps_against_measured_steps():
             found = case.choice(FOUR, "one_shot", network=network, error=0.0).step
             off.setdefault((name, row["rate"]), []).append(1e3 * found / row["ms"][name] - 1)
     ends = [*off["at the end", "1gbit"], *off["at the end", "200mbit"]]
-    assert max(map(abs, ends)) <= 0.04 and len(ends) == 7
-    for rate, low, high in ("200mbit", -0.16, -0.04), ("1gbit", -0.32, -0.17):
+    assert max(map(abs, ends)) <= 0.02 and len(ends) == 7
+    for rate, low, high in ("200mbit", -0.12, -0.01), ("1gbit", -0.20, -0.05):
         found = off["overlapped", rate]
         assert low - 0.005 <= min(found) and max(found) <= high + 0.005
 

@@ -22,6 +22,7 @@ inline std::string reason() { return std::strerror(errno); }
 inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
 constexpr int64_t kSlice = 128 << 10;  // bytes of a message that one connection carries at a time
+constexpr int kUnsent = 16 << 10;      // bytes that may wait in a socket when messages overtake: 2.6 ms at 50 Mbit/s
 
 // The header before every slice. Both ends must have the same byte order.
 struct Net::Header {
@@ -107,8 +108,7 @@ struct Net::Peer {
   void keep_little_in_sockets() {
     if (std::exchange(overtaken, true)) return;
     for (const Lane& lane : lanes) {
-      const int bytes = kSlice;
-      setsockopt(lane.socket.number(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof bytes);
+      setsockopt(lane.socket.number(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent);
     }
   }
   // Returns whether a message to this peer is not completely sent.
