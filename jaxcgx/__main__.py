@@ -24,10 +24,11 @@ def tune(options: argparse.Namespace) -> None:
     try:
         how = dict(method=options.method, budget=options.budget, alpha=options.alpha)
         plan, words = tune.tune(options.gradients, plan=options.plan, bits=options.bits, **how)
+        print(f"{words}\n")
         plan.save(options.out)
     except (OSError, TypeError, ValueError) as error:
         sys.exit(f"python -m jaxcgx tune: {str(error).removeprefix('tune: ')}")
-    print(f"{words}\n\nsaved to {options.out}")
+    print(f"saved to {options.out}")
 
 
 def plan(options: argparse.Namespace) -> None:

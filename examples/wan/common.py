@@ -151,6 +151,10 @@ def demonstrate(doc, techniques):
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps: expected at least 1")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     jax.config.update("jax_platforms", "cpu")
     if args.local:
         jax.config.update("jax_num_cpu_devices", CENTERS * LOCAL)
