@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.optim.accumulation import OP, Given
+from jaxcgx.optim.accumulation import OP, Given, wide
 from jaxcgx.optim.model_state import check_renewed
 
 
@@ -47,7 +47,8 @@ def make_objective(
             raise wrong(OP, "loss_fn", f"a function that returns ({value})", f"one that returns {found}") from None
         loss = _scalar(loss, "sum" if weighted else "loss")
         if weighted:
-            loss, weight = loss.astype(float), _constant(_scalar(weight, "weight").astype(float))
+            loss = loss.astype(wide(loss.dtype))
+            weight = _constant(_scalar(weight, "weight").astype(loss.dtype))
         return loss, (weight, check_renewed(given.model_state, model_state), aux)
 
     return objective

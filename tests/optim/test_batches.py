@@ -142,6 +142,15 @@ def test_weighted_means(accumulate):
     )
 
 
+def test_the_type_of_weighted_means():
+    """It is that of the sum, also where JAX has numbers of 64 bits."""
+    with jax.enable_x64(True):
+        train = cgx.make_train_step(sums, optax.sgd(1.0), mesh_of(4), plan=cgx.Raw(), weighted=True)
+        given = jax.eval_shape(train.init, W), {"x": BATCH["x"], "mask": MASK}
+        params, _, metrics = jax.eval_shape(train.step, *given[0], given[1])
+    assert params.dtype == metrics.loss.dtype == jnp.float32
+
+
 def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
     """Averages of auxiliary outputs and of the state use the weights of the examples. Some ranks have no weight."""
     masked = lambda batch: (batch["x"].mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
