@@ -299,14 +299,14 @@ def _slices(
     overlap: str | None, slice_elements: Any, options: dict[str, Any], placement: Placement | Alone
 ) -> dict[str, Any]:
     """Returns the options of `compress` that slice messages."""
+    if overlap is not None and placement.mesh is None:
+        remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
+        raise wrong(OP, "overlap", "None between the processes of mpirun", repr(overlap), remedy)
     if overlap != "priority":
         if slice_elements is not None:
             remedy = 'pass overlap="priority", or leave it out'
             raise wrong(OP, "slice_elements", f"None with overlap={overlap!r}", slice_elements, remedy)
         return {}
-    if placement.mesh is None:
-        remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
-        raise wrong(OP, "overlap", "None between the processes of mpirun", repr(overlap), remedy)
     elements = check_integer(OP, "slice_elements", SLICE if slice_elements is None else slice_elements, 1)
     return {"fusion_mb": 4 * elements / 2**20, **options, "slice_elements": elements}
 

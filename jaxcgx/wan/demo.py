@@ -17,6 +17,8 @@ from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.exchange.sums import same
+from jaxcgx.native import ops
+from jaxcgx.native.layout import layout_of
 from jaxcgx.optim.leaves import check_arrays, check_real, flatten
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import check_ranks
@@ -152,7 +154,8 @@ def demo(
         means: list[jax.Array] = []
         for x, rows, cut in zip(leaves.values, _gathered(net, payloads), blocks):
             each = jax.vmap(lambda row, cut=cut: _decoded(row, codec, cut))(rows)
-            mean = cut.restore(each.sum(0) / jnp.maximum((each != 0).sum(0), 1).astype(jnp.float32))
+            senders = jax.vmap(lambda row, cut=cut: _sent(row, codec, cut))(rows).sum(0)
+            mean = cut.restore(each.sum(0) / jnp.maximum(senders, 1))
             means.append(same(mean.astype(x.dtype), net.names))
         return leaves.tree(means), DemoState(leaves.tree(kept))
 
@@ -165,9 +168,16 @@ def _decoded(payload: jax.Array, codec: Any, cut: Blocks) -> jax.Array:
     return jax.vmap(lambda row: decode(row, codec(n), (n,), jnp.float32))(payload)
 
 
+def _sent(payload: jax.Array, codec: Any, cut: Blocks) -> jax.Array:
+    """Returns 1 for the coefficients of a leaf's blocks that a rank sent, also for those that are 0. Otherwise 0."""
+    n = math.prod(cut.block)
+    layout, ones = layout_of(codec(n), (n,), jnp.float32), jnp.ones(n, jnp.float32)
+    return jax.vmap(lambda row: 1 - ops.clear(layout, row[None], [ones])[0])(payload)
+
+
 def _gathered(net: Any, payloads: Sequence[jax.Array]) -> list[jax.Array]:
     """Gathers every rank's payloads in one exchange. Returns an array [ranks, *shape] for each payload."""
     rows = net.all_gather(jnp.concatenate([payload.reshape(-1) for payload in payloads]))
     ends = np.cumsum([payload.size for payload in payloads])[:-1]
     parts = jnp.split(rows, ends, axis=1)
-    return [part.reshape(-1, *payload.shape) for part, payload in zip(parts, payloads)]
+    return [part.reshape(len(rows), *payload.shape) for part, payload in zip(parts, payloads)]

@@ -273,6 +273,11 @@ STEP, GRADIENTS = "make_train_step", "compress_gradients"
             says(STEP, "overlap", expected="None processes mpirun", got="'priority'", remedy="wait for one another"),
         ),
         (
+            lambda: cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC, overlap="backward"),
+            ValueError,
+            says(STEP, "overlap", expected="None processes mpirun", got="'backward'", remedy="wait for one another"),
+        ),
+        (
             lambda: cgx.dgc(MPI.COMM_NULL),
             TypeError,
             says("dgc", "axis_name", expected="mpi4py communicator", got="MPI.COMM_NULL"),

@@ -30,15 +30,15 @@ def test_the_cosine_transform_of_blocks():
 def numpy_step(gradients, momenta, k):
     """Returns the step for a matrix of one block: (the common update of all ranks, momenta)."""
     cosines = Blocks(gradients[0].shape, 64)
-    sent, kept = [], []
+    sent, kept, senders = [], [], np.full(gradients[0].size, len(gradients))
     for g, m in zip(gradients, momenta):
         m = 0.9 * m + g
         c = np.array(cosines.coefficients(jnp.asarray(m))).reshape(-1)
-        c[np.argsort(-np.abs(c))[k:]] = 0
+        c[rest := np.argsort(-np.abs(c))[k:]] = 0
         sent.append(c)
+        senders[rest] -= 1
         kept.append(m - np.asarray(cosines.restore(jnp.asarray(c))))
-    senders = np.maximum(sum(c != 0 for c in sent), 1)
-    return np.asarray(cosines.restore(jnp.asarray(np.float32(sum(sent) / senders)))), kept
+    return np.asarray(cosines.restore(jnp.asarray(np.float32(sum(sent) / np.maximum(senders, 1))))), kept
 
 
 def test_as_its_paper_has_it():
@@ -62,6 +62,23 @@ def test_as_its_paper_has_it():
         expected, momenta = numpy_step(scale * np.asarray(gradients), momenta, 20)
         np.testing.assert_allclose(found, expected, atol=1e-5)
         np.testing.assert_allclose(state.momentum, momenta, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [cgx.Raw(), cgx.AbsMax(4)], ids=str)
+def test_a_coefficient_of_zero_counts_if_it_is_sent(values):
+    """If all coefficients are sent, the update is the mean over all ranks of what left their momenta."""
+    gradients = normal((4, 5, 13), 1).at[1].set(0.0)
+    mesh = mesh_of(4)
+
+    def step(g):
+        optimizer = cgx.wan.demo("data", k=65, values=values)
+        tree = {"w": g[0], "b": g[0, 0, 0], "empty": jnp.zeros((0, 3))}
+        return optimizer.update(tree, optimizer.init(tree))
+
+    found, state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data"))))(gradients)
+    np.testing.assert_allclose(found["w"], (gradients - state.momentum["w"]).mean(0), atol=1e-5)
+    np.testing.assert_allclose(found["b"], (gradients[:, 0, 0] - state.momentum["b"]).mean(), atol=1e-5)
+    assert values == cgx.Raw() or np.any(state.momentum["w"])
 
 
 def test_training():
