@@ -151,7 +151,8 @@ def events(program):
 def at_best(compute, wire):
     """Returns how much longer than the longer of the two a step takes if nothing but the order of layers limits it.
 
-    A layer has three products of matrices, the first layer two.
+    A layer has three products of matrices, the first layer two. In the backward pass, the first product of a layer is
+    its gradient.
     """
     product, left = compute / (3 * LAYERS - 1), np.zeros(LAYERS)  # left: the time on the wire of unsent gradients
 
@@ -167,8 +168,10 @@ def at_best(compute, wire):
             send(waits + product)
             waited += waits
         for i in reversed(range(LAYERS)):
-            send(2 * product if i else product)
+            send(product)
             left[i] = wire / LAYERS
+            if i:
+                send(product)
     return (compute + waited) / max(compute, wire) - 1
 
 

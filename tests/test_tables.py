@@ -147,7 +147,8 @@ def test_the_planner_against_measurements():
 
     others = {row["what"]: row for row in found["others"]}
     assert len(others) == 5
-    assert all(abs(others[f"hierarchy, {line}"]["off"]) <= 0.025 for line in ("100 Mbit/s", "110 up, 500 down"))
+    slow, uneven = (others[f"hierarchy, {line}"]["off"] for line in ("100 Mbit/s", "110 up, 500 down"))
+    assert f"are {slow:.0%} too high at 100 Mbit/s, and {uneven:.0%} between lines of" in text
     fast = others["hierarchy, 1 Gbit/s"]
     assert f"gains {fast['ms']:.0f} ms of a step in place of {fast['predicted_ms']:.0f}," in text
     assert abs(others["slow line, two_shot"]["off"]) <= 0.01
@@ -240,8 +241,10 @@ def test_what_priority_cannot_hide():
     assert f"a step took {100 * less['more']:.0f} and {more['more']:.0%} longer than the longer of the two" in text
     low, high = sorted(row["more"] for row in equal)
     assert f"it took {100 * low:.0f} and {high:.0%} longer, above the goal of 15%" in text and low > 0.15
-    assert {f"{row['at_best']:.0%}" for row in equal} == {"16%"} and "16% can't be hidden" in text
-    assert f"a step takes {100 * more['more']:.0f} to {high:.0%} longer" in page("wan")[0].replace(" %", "%")
+    (best,) = {f"{row['at_best']:.0%}" for row in equal}
+    assert f"At least {best} longer is unavoidable" in text
+    words = f"0.7 to 1.4 times as long as computation: a step takes {100 * more['more']:.0f} to {high:.0%} longer"
+    assert words in page("wan")[0].replace(" %", "%")
     assert all(row["at_best"] < row["more"] for row in rows)
 
 
@@ -273,10 +276,12 @@ def test_few_exchanges():
         "4 bits, H 20",
         "4 bits, H 100, SGD 1.5",
         "4 bits, H 20, streaming",
+        "4 bits, H 20, Nesterov 0.9",
         "SparseLoCo, 1 %, 2 bits, H 15",
         "SparseLoCo, no feedback",
         "2 bits, H 20",
         "2 bits, H 20, no feedback",
+        "2 bits, H 20, large buckets, no feedback",
     ]
     dense = {row["seed"]: row for row in rows if row["run"] == "float32, every step"}
     for run, (_, fewer, loss) in zip(runs, table("diloco", ["form", "fewer bytes in a step"])[1], strict=True):

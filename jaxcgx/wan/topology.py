@@ -94,7 +94,7 @@ class Topology:
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         self._before: Any = None  # the kernel's counters at the last measurement
         self._programs: dict[tuple[tuple[int, int], ...], Callable[[], Any]] = {}
-        # All processes speak over the connections of the axis. So a link that ends is an error that names it.
+        # XLA's own collectives would wait for JAX's heartbeat timeout if a link ends, and name no rank.
         every = dataclasses.replace(axis, name="every")
         self._every = NamedSharding(Mesh(mesh.devices.reshape(-1), "every"), P("every"))
         self._gather = jax.jit(
@@ -253,6 +253,10 @@ def _check_mesh(mesh: Any, axis: Any) -> Any:
         raise wrong("Topology", "axis", "a jaxcgx.Tcp, whose connections are measured", repr(axis), remedy)
     if axis.name not in mesh.shape:
         raise wrong("Topology", "axis", f"one of the axes {', '.join(map(repr, mesh.axis_names))}", repr(axis.name))
+    if 1 < jax.process_count() != mesh.size:
+        raise wrong(
+            "Topology", "mesh", f"one device of each of {jax.process_count()} processes", f"{mesh.size} devices"
+        )
     if mesh.shape[axis.name] < 2:
         raise wrong("Topology", "mesh", f"two or more ranks along {axis.name!r}", f"{mesh.shape[axis.name]}")
     return mesh

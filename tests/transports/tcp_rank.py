@@ -580,7 +580,7 @@ def adapted():
 
 
 def sum_until(action, last):
-    mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout={"stay_away": 1.0, "update": 3.0}.get(action, 60.0))
+    mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout={"stay_away": 1.0, "update": 10.0}.get(action, 60.0))
     x = array(mesh, (200_000,), "float32", 0)
     collective = cgx.compressed_pmean if action == "differ" and last else cgx.compressed_psum
     schedule = "tree" if action in ("raise", "stay_away") else "two_shot"

@@ -182,7 +182,7 @@ def test_programs_that_differ_are_an_error_of_every_rank():
     assert all(words in each or "gave up" in each or "has ended or left" in each for each in errors)
 
 
-@pytest.mark.parametrize(("action", "ms"), [("stay_away", 1000), ("update", 3000)])
+@pytest.mark.parametrize(("action", "ms"), [("stay_away", 1000), ("update", 10_000)])
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(action, ms):
     """The same holds in the update of a Topology, which is not a step."""
     error, nothing = results(action, 2)

@@ -5,6 +5,7 @@ tests/transports/test_tcp.py tests one between processes.
 
 import types
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -149,6 +150,12 @@ def test_a_codec_that_can_not_go_along_trees_is_an_error_of_the_first_step():
 def test_errors_of_the_mesh(arguments, error):
     with raises(ValueError, error):
         Topology(*arguments())
+
+
+def test_a_mesh_of_some_of_the_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 6)
+    with raises(ValueError, says("Topology", "mesh", expected="one device of each of 6 processes", got="4 devices")):
+        Topology(mesh(4), cgx.Tcp("a"))
 
 
 @pytest.mark.parametrize(
