@@ -24,7 +24,7 @@ from collectives import Call, Mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from report import RESULTS, Report, header, line, mark, median, rounded
-from timeline import draw, of_rank_0
+from timeline import draw, most_alike, of_rank_0
 
 import jaxcgx as cgx
 from jaxcgx.lab import signals_raise, why_not
@@ -216,13 +216,10 @@ def main():
     report.show("", *NOTES.splitlines())
     out = args.out or (None if given else RESULTS)
     if out:
-        rows = report.data["rows"]
-        alike = min(range(len(rows)), key=lambda i: abs(rows[i]["exchange_over_compute"] - 1))
-        which = f"with batch {rows[alike]['batch']} at {rows[alike]['rate']}"
-        report.data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in spans[alike]]
+        alike, which = most_alike(report.data, spans, "exchange_over_compute")
         report.show("", f"One overlapped step {which}: [overlap.png](overlap.png).")
         report.write(out, "overlap")
-        draw(out / "overlap.png", spans[alike], f"One step {which}: messages travel while the backward pass goes on")
+        draw(out / "overlap.png", alike, f"One step {which}: messages travel while the backward pass goes on")
 
 
 if __name__ == "__main__":

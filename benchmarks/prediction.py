@@ -12,6 +12,7 @@ results/topology.json.
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import pathlib
 import re
@@ -225,6 +226,7 @@ def measured(networks, repeats):
     return found
 
 
+@functools.cache
 def kernels(codec):
     """Returns the speeds of a codec's kernels, with feedback, from results/cpu-kernels-avx512.json.
 
@@ -237,11 +239,16 @@ def kernels(codec):
     return dict(encode=size / encode, decode=size / decode, reduce=found["ranks"] * size / reduce)
 
 
+def network_between(cluster, mover, codec):
+    """Returns the network of a cluster, all of whose ranks share the processors of one machine."""
+    return dataclasses.replace(cluster.between(mover), sharing=cluster.world, **kernels(codec))
+
+
 def step_of(method, hosts, mbit, compute, tree):
     """Returns the seconds of a step that the planner predicts, from those of its computation."""
     codec, mover, fusion_mb, overlap = METHODS[method]
     cluster = cgx.Cluster(world=hosts, link=f"{mbit}mbit")
-    network = dataclasses.replace(cluster.between(mover), sharing=hosts, **kernels(codec))
+    network = network_between(cluster, mover, codec)
     case = Case(
         tree=tree, nodes=hosts, each=1, compute=compute, overlap=overlap, fusion_mb=fusion_mb, inner=cluster.inside()
     )
@@ -287,11 +294,6 @@ def show_steps(report):
     )
 
 
-def network_between(cluster):
-    """Returns the network of a cluster over Tcp. All of its ranks share the processors of one machine."""
-    return dataclasses.replace(cluster.between("tcp"), sharing=cluster.world, **kernels(cgx.MaxMin(4)))
-
-
 def hierarchies():
     """Yields (what was measured, ms, predicted ms) between two centers of two ranks."""
     rows = json.loads((RESULTS / "wan.json").read_text())["rows"]
@@ -299,7 +301,7 @@ def hierarchies():
     tree = training_speed_data.MAKERS["transformer"][0](np.random.default_rng(0))
     for name, links in LINES.items():
         cluster = cgx.Cluster(world=4, nodes=2, **links)
-        network = network_between(cluster)
+        network = network_between(cluster, "tcp", cgx.MaxMin(4))
         case = Case(tree=tree, nodes=2, each=2, compute=0, overlap=False, fusion_mb=64, inner=cluster.inside())
         coded = case.choice(cgx.MaxMin(4), "one_shot", network=network, error=0.0)
         place = f"2 centers of 2 ranks, {name}"
@@ -313,7 +315,7 @@ def slow_lines():
     ms = {row["schedule"]: row["ms"] for row in rows if row["setup"] == "line"}
     load = costs.Load(SLOW["world"], SLOW_SIZE, cgx.MaxMin(4).wire_bytes((SLOW_SIZE // 4,), np.float32))
     for schedule in "two_shot", "ring":
-        found = costs.seconds(schedule, load, network_between(cgx.Cluster(**SLOW))).total
+        found = costs.seconds(schedule, load, network_between(cgx.Cluster(**SLOW), "tcp", cgx.MaxMin(4))).total
         yield f"slow line, {schedule}", ms[schedule], 1e3 * found
 
 

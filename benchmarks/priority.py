@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from overlap import alone, exchanged
 from report import RESULTS, Report, header, line, mark, median, rounded
-from timeline import draw, of_rank_0
+from timeline import draw, most_alike, of_rank_0
 
 import jaxcgx as cgx
 from jaxcgx.lab import signals_raise, why_not
@@ -224,17 +224,10 @@ def main():
         report.show(line([f"{rate}, {batch}", *(f"{row['ms'][n]:.1f}" for n in names), *shares], 14))
     report.show("", *NOTES.splitlines())
     if out := args.out or (None if given else RESULTS):
-        rows = report.data["rows"]
-        alike = min(range(len(rows)), key=lambda i: abs(rows[i]["communicate_over_compute"] - 1))
-        which = f"with batch {rows[alike]['batch']} at {rows[alike]['rate']}"
-        report.data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in spans[alike]]
+        alike, which = most_alike(report.data, spans, "communicate_over_compute")
         report.show("", f"Steps {which}: [priority.png](priority.png).")
         report.write(out, "priority")
-        draw(
-            out / "priority.png",
-            spans[alike],
-            f"Steps {which}: a bar ends where the next step has waited for its gradients",
-        )
+        draw(out / "priority.png", alike, f"Steps {which}: a bar ends where the next step has waited for its gradients")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,13 @@ def of_rank_0(command, rate, limit, **worker):
     raise RuntimeError(f"{command[0]}: rank 0 failed")
 
 
+def most_alike(data, spans, ratio):
+    """Returns (its spans, its name) of the row whose `ratio` is nearest to 1. These spans become a table of `data`."""
+    row, chosen = min(zip(data["rows"], spans, strict=True), key=lambda each: abs(each[0][ratio] - 1))
+    data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in chosen]
+    return chosen, f"with batch {row['batch']} at {row['rate']}"
+
+
 def draw(path, spans, title):
     """Draws spans [what, ms of its start, ms of its end]: a lane for each exchange, and one for "compute"."""
     import matplotlib

@@ -29,6 +29,12 @@ def check_ranks(function: str, axis_name: AxisName, argument: str = "axis_name")
     return MeshRanks(function, axis_name)
 
 
+def not_over_mpi(function: str, argument: str, value: Any) -> Exception:
+    """Returns the error for an argument that orders exchanges or lets them overlap."""
+    remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
+    return wrong(function, argument, "None between the processes of mpirun", repr(value), remedy)
+
+
 def check_hyperparameter(function: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
     """Checks a number. It may be a scalar array, as from optax.inject_hyperparams.
 
@@ -129,9 +135,7 @@ class Settings:
         """Checks `order` and `slice_elements`, as far as this is possible without the leaves."""
         for name in ("order", "slice_elements"):
             if getattr(self, name) is not None and not isinstance(self.ranks, MeshRanks):
-                remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
-                expected = "None between the processes of mpirun"
-                raise wrong(self.function, name, expected, repr(getattr(self, name)), remedy)
+                raise not_over_mpi(self.function, name, getattr(self, name))
         if self.order is not None:
             check_order(self.function, self.order)
 

@@ -21,7 +21,7 @@ from jaxcgx.optim.objective import make_objective
 from jaxcgx.optim.placement import OP, Placement, check_placement
 from jaxcgx.optim.priority import PriorityTraining
 from jaxcgx.optim.require import import_optax
-from jaxcgx.optim.settings import check_ranks
+from jaxcgx.optim.settings import check_ranks, not_over_mpi
 from jaxcgx.optim.sharded import Sharded
 from jaxcgx.optim.training import Metrics, Training
 from jaxcgx.transports.axes import axis_names, is_communicator
@@ -300,8 +300,7 @@ def _slices(
 ) -> dict[str, Any]:
     """Returns the options of `compress` that slice messages."""
     if overlap is not None and placement.mesh is None:
-        remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
-        raise wrong(OP, "overlap", "None between the processes of mpirun", repr(overlap), remedy)
+        raise not_over_mpi(OP, "overlap", overlap)
     if overlap != "priority":
         if slice_elements is not None:
             remedy = 'pass overlap="priority", or leave it out'
