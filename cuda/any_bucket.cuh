@@ -72,34 +72,6 @@ struct Lane {
   }
 };
 
-// Loads and stores test the alignment, because words of buckets of odd sizes are not aligned.
-template <class U>
-CGX_D int32_t load_word(const uint8_t* p) {
-  if (aligned(p, sizeof(U))) return static_cast<int32_t>(*reinterpret_cast<const U*>(p));
-  uint32_t word = 0;
-#pragma unroll
-  for (uint32_t i = 0; i < sizeof(U); ++i) word |= static_cast<uint32_t>(p[i]) << (8 * i);
-  return static_cast<int32_t>(word);
-}
-template <class U>
-CGX_D void store_word(uint8_t* p, int32_t word) {
-  if (aligned(p, sizeof(U))) {
-    *reinterpret_cast<U*>(p) = static_cast<U>(word);
-  } else {
-#pragma unroll
-    for (uint32_t i = 0; i < sizeof(U); ++i) p[i] = static_cast<uint8_t>(static_cast<uint32_t>(word) >> (8 * i));
-  }
-}
-// Calls f(a type of the word's size, the word, its offset in the block) for each word of a lane.
-template <int kBits, class W, class Fn>
-CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
-  int32_t at = 0;
-  if constexpr (kBits & 12) f(uint32_t(), w.a, at + 4 * lane), at += 4 * lanes;
-  if constexpr (kBits & 8) f(uint32_t(), w.b, at + 4 * lane);
-  if constexpr (kBits & 2) f(uint16_t(), w.c, at + 2 * lane), at += 2 * lanes;
-  if constexpr (kBits & 1) f(uint8_t(), w.d, at + lane);
-}
-
 // Returns the scale of a row, from the bytes of its block; 1 for codecs without scales.
 template <class C, int kBits>
 CGX_D float scale_of_row(const uint8_t* block, int row) {

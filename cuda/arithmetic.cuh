@@ -160,18 +160,30 @@ CGX_D void add_field(Words<Scalar, kBits>& w, int row, uint32_t code) {
   word = static_cast<int32_t>(static_cast<uint32_t>(word) + (code << (kBits * row & 31)));
 }
 
+// Returns the number of a row's code, which is a small float (codec/minifloat.h). Here, unlike on a CPU, denormals cost
+// nothing. Read as a float32, the code's exponent and mantissa give a number that is too small by a power of two.
+template <class Element, int kBits>
+CGX_D float number_of(const Words<Scalar, kBits>& w, int row) {
+  static_assert(Element::kSign + 1 == kBits && (kBits == 4 || kBits == 8), "");
+  constexpr int kExponent = Element::kSign - (23 - Element::kDrop);
+  const int32_t word = kBits == 8 && row >= 4 ? w.b : w.a, first = shl(word, 32 - kBits - (kBits * row & 31));
+  constexpr uint32_t kMask = 0x80000000u | ((1u << Element::kSign) - 1) << Element::kDrop;
+  return float_of(static_cast<uint32_t>(first >> (8 - kExponent)) & kMask) * float_of((254u - Element::kBias) << 23);
+}
+
 // Returns so_far + unit * the value of a row's code. `scale`: the scale of the row, for codecs that have scales. The
 // multiply-add is fused for Levels and Sign, whose products are exact (codec/traits.h).
 template <class C, int kBits>
-CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top, float scale = 1.0f) {
-  if constexpr (std::is_same_v<C, Levels>) {
+CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top, float scale) {
+  if constexpr (std::is_same_v<DecodesAs<C>, Levels>) {
     return __fmaf_rn(unit, to_float(level_of<kBits>(w, row) - top), so_far);
   } else if constexpr (std::is_same_v<C, Sign>) {
     return __fmaf_rn(unit, Sign::value<Counted, 1>(level_of<1>(w, row)), so_far);
-  } else if constexpr (traits_of(C::kKind).scales) {
-    return __fadd_rn(so_far, __fmul_rn(unit, __fmul_rn(C::template value<Scalar, kBits>(w.get(row)), scale)));
   } else {
-    return __fadd_rn(so_far, __fmul_rn(unit, C::template value<Scalar, kBits>(w.get(row))));
+    float value = number_of<typename C::Element, kBits>(w, row);
+    if constexpr (traits_of(C::kKind).scales) value = __fmul_rn(value, scale);
+    if constexpr (has_unit<C>()) value = __fmul_rn(unit, value);
+    return __fadd_rn(so_far, value);
   }
 }
 

@@ -36,11 +36,8 @@ Status decode_all(const Call& call) {
       const auto launch = [&](auto kernel) {
         return launch_quads(call, Launches(call, kernel, "decode kernel", kThreads));
       };
-      if constexpr (traits_of(V::Codec::kKind).scales)
-        return Status();  // is_fast and has_large_blocks are false
-      else
-        return call.message.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
-                                 : launch(decode_kernel<typename V::Codec, V::bits, false>);
+      return call.message.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
+                               : launch(decode_kernel<typename V::Codec, V::bits, false>);
     });
     if (s.call != nullptr) return s;
   }

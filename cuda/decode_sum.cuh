@@ -69,11 +69,12 @@ CGX_D const uint8_t* payloads_of(const Message& m, const Place& p) {
 
 // Adds a decoded quad to x.
 template <class C, int kBits>
-CGX_D void plus_quad(const Words<Scalar, kBits> (&lanes)[4], float unit, int32_t top, float (&x)[kRows][4]) {
+CGX_D void plus_quad(const QuadCodes<C, kBits>& codes, float unit, int32_t top, float (&x)[kRows][4]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
+    const float scale = codes.scale(r);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[r][j] = plus<C, kBits>(x[r][j], unit, lanes[j], r, top);
+    for (int j = 0; j < 4; ++j) x[r][j] = plus<C, kBits>(x[r][j], unit, codes.lane[j], r, top, scale);
   }
 }
 
@@ -89,14 +90,15 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
 #pragma unroll
     for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = base;
   };
-  const uint8_t* codes = payloads + e.codes + q.codes(kBits);
+  using Codes = QuadCodes<C, kBits>;
+  const uint8_t* at = payloads + e.codes + Codes::at(q);
   if constexpr (!kSum) {
-    Words<Scalar, kBits> lanes[4];
-    load_codes<kBits>(codes, q, lanes);
+    Codes codes;
+    codes.load(at, q);
     begin();
-    return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
+    return plus_quad(codes, meta.unit(0), top, x);
   }
-  const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
+  const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - at;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   constexpr uint32_t kMost = 3;  // with 4, ptxas spills for this architecture
 #else
@@ -106,24 +108,24 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
   constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2 : kBits <= 4 ? kMost : 1;
   for (uint32_t rank = 0; rank < m.ranks;) {
     const uint32_t stop = rank <= p.rank && p.rank < m.ranks ? p.rank : m.ranks;
-    Words<Scalar, kBits> lanes[kAhead][4];
+    Codes codes[kAhead];
     float unit[kAhead];
-    const uint8_t* from = codes;
+    const uint8_t* from = at;
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i, from += m.chunk_bytes) {
       if (rank + i >= stop) break;
-      load_codes<kBits>(from, q, lanes[i]);
-      unit[i] = *reinterpret_cast<const float*>(from + to_meta);
+      codes[i].load(from, q);
+      unit[i] = has_unit<C>() ? *reinterpret_cast<const float*>(from + to_meta) : 1.0f;
     }
     if (rank == 0) begin();  // its loads are in flight together with the loads of the first codes
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i, ++rank, codes += m.chunk_bytes) {
+    for (uint32_t i = 0; i < kAhead; ++i, ++rank, at += m.chunk_bytes) {
       if (rank >= stop) break;
-      plus_quad<C, kBits>(lanes[i], unit[i], top, x);
+      plus_quad(codes[i], unit[i], top, x);
     }
     if (rank == p.rank && rank < m.ranks) {
       add_quad(e.leaf, static_cast<DType>(e.dtype), q, x);
-      ++rank, codes += m.chunk_bytes;
+      ++rank, at += m.chunk_bytes;
     }
   }
 }

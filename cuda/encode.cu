@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   } else {
     if (there) load_quad(e.leaf, dtype, q.element(), q.lanes, set);
   }
-  Words<Scalar, kBits> lanes[4];
-  const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
+  QuadCodes<C, kBits> codes;
+  const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, codes);
   if constexpr (kFeedback) {
-    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, 1.0f, x);
+    if (there) store_lost(m, t.residuals[p.index], q, g, codes, 1.0f, x);
   }
 }
 
@@ -56,12 +56,8 @@ Status encode_all(const Call& call) {
       const auto launch = [&](auto kernel) {
         return launch_quads(call, Launches(call, kernel, "encode kernel", kThreads));
       };
-      if constexpr (traits_of(V::Codec::kKind).scales)
-        return Status();  // is_fast is false
-      else
-        return call.leaves.residuals != nullptr
-                   ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
-                   : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+      return call.leaves.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                                              : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });
     if (s.call != nullptr) return s;
   }

@@ -8,18 +8,19 @@
 
 namespace jaxcgx::cuda {
 
-// Returns whether the fast kernels take a codec's buckets. They don't take codecs with scales or rotations. With
-// stochastic rounding, the blocks of a bucket must also be blocks of noise, so a bucket has at least kBlock elements.
+// Returns whether the fast kernels take a codec's buckets. They don't take codecs with rotations. With stochastic
+// rounding, the blocks of a bucket must also be blocks of noise, and blocks with scales are always whole. So a bucket
+// then has at least kBlock elements.
 inline bool is_fast(const Codec& c) {
-  return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) &&
-         (c.bucket_size & (c.bucket_size - 1)) == 0 && c.bucket_size >= (c.stochastic ? kBlock : 32) &&
-         c.bucket_size <= kTile;
+  const bool in_blocks = c.stochastic || traits_of(c.kind).scales;
+  return has_buckets(c.kind) && !is_rotated(c) && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
+         c.bucket_size >= (in_blocks ? kBlock : 32) && c.bucket_size <= kTile;
 }
 
 // Returns whether kernels of quads take the whole blocks of a codec's large buckets. Each of these buckets begins at a
-// block of noise, and its codes at a multiple of 16 bytes. Its last block may be short.
+// block of noise. Its last block may be short.
 inline bool has_large_blocks(const Codec& c) {
-  return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) && c.bucket_size % kBlock == 0 &&
+  return has_buckets(c.kind) && !is_rotated(c) && c.bucket_size % kBlock == 0 &&
          (c.bucket_size == 0 || c.bucket_size > kMostStaged);
 }
 
@@ -69,6 +70,7 @@ CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 // Returns the grid of this thread's bucket. Every thread of the thread block must call this, because it has barriers.
 template <class C>
 CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec& codec) {
+  if constexpr (!has_unit<C>()) return C::grid({0.0f, 0.0f}, 0.0f, 0, codec);  // the same for all buckets
   const uint32_t threads = 1u << (log_bucket - 5), warp = threadIdx.x / kWarpSize,
                  first_warp = warp & ~(threads / kWarpSize - 1);
   float lo = x[0][0], hi = lo;
@@ -133,57 +135,114 @@ CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint3
   philox<Scalar>(word, key[0], key[1]);
 }
 
-// Finds the codes of x, a quad of the piece, in a grid.
-template <class C, int kBits, bool kStochastic, class T>
-CGX_D void codes_of_quad(const T& t, const Place& p, const Quad& q, const Grid& g, const float (&x)[kRows][4],
-                         Words<Scalar, kBits> (&lanes)[4]) {
-  const Message& m = t.message;
-  const int32_t top = top_of(m.codec);
-  constexpr bool kSums = std::is_same_v<C, Levels> && !kStochastic && kOneField<kBits>;
-  const uint32_t excess = kMagic - static_cast<uint32_t>(top);
+// Finds the codes of x, a quad, in a grid, and those of the scales of its block. Every thread of the warp must call
+// this, because it has shuffles.
+template <class C, int kBits>
+CGX_D void scaled_codes_of_quad(const Quad& q, const Grid& g, const float (&x)[kRows][4], QuadCodes<C, kBits>& codes) {
+  constexpr int kOwn = C::kScales / 4;  // each of the block's four threads computes so many scales
+  const auto place = static_cast<int>(q.place);
+  float largest[kOwn] = {};
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    lanes[j].clear();
-    if (!g.finite) continue;
-    if constexpr (kSums) {
+  for (int s = 0; s < C::kScales; ++s) {
+    float of_rows = 0.0f;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) add_field(lanes[j], r, -excess);
+    for (int r = s * C::kScaleRows; r < (s + 1) * C::kScaleRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) of_rows = max_or_nan(of_rows, fabsf(x[r][j]));
     }
-    int32_t word[4];
-    uint32_t offset = 0;
-    if constexpr (kStochastic) {
-      const uint32_t* const key = m.keys + kKeyWords * p.row;
-      offset = key[2];
-      const Extra& extra = t.extras[p.index];
-      const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + q.block);
-      draw(word, key, block * kLanes + q.place * 4 + j, extra.id);
-    }
+    of_rows = max_or_nan(of_rows, __shfl_xor_sync(kWholeWarp, of_rows, 1));
+    of_rows = max_or_nan(of_rows, __shfl_xor_sync(kWholeWarp, of_rows, 2));
+    if (s / kOwn == place) largest[s % kOwn] = of_rows;
+  }
+  float own[kOwn];  // the factors of the own scales
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      int32_t noise = 0;
-      if constexpr (kStochastic) noise = noise_of<Scalar>(word, r, offset);
-      const int32_t code = code_of<C, kBits, kStochastic>(x[r][j], g, top, noise);
-      if constexpr (kSums)
-        add_field(lanes[j], r, static_cast<uint32_t>(code) + excess);
-      else
-        lanes[j].put(r, code);
+  for (uint32_t& word : codes.scales) word = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int32_t code = g.finite ? C::template scale_code<Scalar>(largest[i] * g.scale * g.inv) : 0;
+    own[i] = C::template inverse<Scalar>(code);
+#pragma unroll
+    for (int s = i; s < C::kScales; s += kOwn) {
+      if (s / kOwn == place) codes.scales[s / 4] |= static_cast<uint32_t>(code) << 8 * (s % 4);
+    }
+  }
+#pragma unroll
+  for (uint32_t& word : codes.scales) {
+    word |= __shfl_xor_sync(kWholeWarp, word, 1);
+    word |= __shfl_xor_sync(kWholeWarp, word, 2);
+  }
+#pragma unroll
+  for (auto& lane : codes.lane) lane.clear();
+#pragma unroll
+  for (int s = 0; s < C::kScales; ++s) {
+    const float factor = __shfl_sync(kWholeWarp, own[s % kOwn], (threadIdx.x & (kWarpSize - 4)) + s / kOwn);
+    if (!g.finite || !C::template is_number<Scalar>(codes.scale_code(s * C::kScaleRows))) continue;
+#pragma unroll
+    for (int r = s * C::kScaleRows; r < (s + 1) * C::kScaleRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        codes.lane[j].put(r, C::template quantize<Scalar>(x[r][j] * g.scale * g.inv * factor));
     }
   }
 }
 
-// Encodes x, a quad of the piece. Writes its codes to `lanes` and to the payload, and returns the grid of its bucket.
+// Finds the codes of x, a quad of the piece, in a grid. For codecs with scales, every thread of the warp must call
+// this.
+template <class C, int kBits, bool kStochastic, class T>
+CGX_D void codes_of_quad(const T& t, const Place& p, const Quad& q, const Grid& g, const float (&x)[kRows][4],
+                         QuadCodes<C, kBits>& codes) {
+  if constexpr (scales_of<C>() > 0) {
+    scaled_codes_of_quad(q, g, x, codes);
+  } else {
+    const Message& m = t.message;
+    auto& lanes = codes.lane;
+    const int32_t top = top_of(m.codec);
+    constexpr bool kSums = std::is_same_v<C, Levels> && !kStochastic && kOneField<kBits>;
+    const uint32_t excess = kMagic - static_cast<uint32_t>(top);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      lanes[j].clear();
+      if (!g.finite) continue;
+      if constexpr (kSums) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) add_field(lanes[j], r, -excess);
+      }
+      int32_t word[4];
+      uint32_t offset = 0;
+      if constexpr (kStochastic) {
+        const uint32_t* const key = m.keys + kKeyWords * p.row;
+        offset = key[2];
+        const Extra& extra = t.extras[p.index];
+        const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + q.block);
+        draw(word, key, block * kLanes + q.place * 4 + j, extra.id);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        int32_t noise = 0;
+        if constexpr (kStochastic) noise = noise_of<Scalar>(word, r, offset);
+        const int32_t code = code_of<C, kBits, kStochastic>(x[r][j], g, top, noise);
+        if constexpr (kSums)
+          add_field(lanes[j], r, static_cast<uint32_t>(code) + excess);
+        else
+          lanes[j].put(r, code);
+      }
+    }
+  }
+}
+
+// Encodes x, a quad of the piece. Writes its codes to `codes` and to the payload, and returns the grid of its bucket.
 // `there`: whether the quad exists. Every thread of the thread block must call this.
 template <class C, int kBits, bool kStochastic, class T>
 CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4],
-                       Words<Scalar, kBits> (&lanes)[4]) {
+                       QuadCodes<C, kBits>& codes) {
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
   const Quad q(unit, m.log_bucket);
   const Grid g = grid_of_quads<C>(x, m.log_bucket, m.codec);
-  codes_of_quad<C, kBits, kStochastic>(t, p, q, g, x, lanes);
+  codes_of_quad<C, kBits, kStochastic>(t, p, q, g, x, codes);
   if (there) {
     uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
-    store_codes<kBits>(chunk + e.codes + q.codes(kBits), q, lanes);
+    codes.store(chunk + e.codes + codes.at(q), q);
     if ((unit << 5 & ((1u << m.log_bucket) - 1)) == 0) {
       store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(m.meta), g);
     }
@@ -195,13 +254,15 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
 // a NaN), it is not a rounding error, so the old residual is kept. Only in this rare case it is read again.
 template <class C, int kBits>
 CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g,
-                      const Words<Scalar, kBits> (&lanes)[4], float divisor, float (&x)[kRows][4]) {
+                      const QuadCodes<C, kBits>& codes, float divisor, float (&x)[kRows][4]) {
   const float* old = residual.old + q.element();
+  const int32_t top = top_of(m.codec);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
+    const float scale = codes.scale(r);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float lost = x[r][j] - divisor * plus<C, kBits>(base_of(g), unit_of(g), lanes[j], r, top_of(m.codec));
+      const float lost = x[r][j] - divisor * plus<C, kBits>(base_of(g), unit_of(g), codes.lane[j], r, top, scale);
       x[r][j] = is_finite(lost) ? lost : old[r * q.lanes + j];
     }
   }

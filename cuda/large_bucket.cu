@@ -13,27 +13,29 @@ __global__ void __launch_bounds__(kThreads, kFeedback ? 5 : 8)
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
   const uint32_t unit = p.tile * kThreads + threadIdx.x;
-  if (unit >= e.count) return;
-  const Quad q(unit, 7);  // of a block of 16 lanes
-  float x[kRows][4];
+  const bool there = unit < e.count;
+  if (!there && scales_of<C>() == 0) return;  // scales are found by whole warps
+  const Quad q(unit, 7);                      // of a block of 16 lanes
+  float x[kRows][4] = {};
   const auto set = [&](int r, const float4& row) { set_row(x[r], row); };
   const auto dtype = static_cast<DType>(e.dtype);
   if constexpr (kFeedback) {
-    load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, set);
-    add_quad(e.leaf, dtype, q, x);
+    if (there) load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, set);
+    if (there) add_quad(e.leaf, dtype, q, x);
   } else {
-    load_quad(e.leaf, dtype, q.element(), q.lanes, set);
+    if (there) load_quad(e.leaf, dtype, q.element(), q.lanes, set);
   }
   const int log_quads = m.log_bucket - 5;
-  const uint32_t bucket = unit >> log_quads;
+  const uint32_t bucket = (there ? unit : e.count - 1) >> log_quads;
   const int64_t floats = workspace_floats(m.codec.kind, div_up(m.codec.bucket_size, kMostStaged));
   const Grid g = *reinterpret_cast<const Grid*>(m.workspace + t.extras[p.index].work + bucket * floats);
-  Words<Scalar, kBits> lanes[4];
-  codes_of_quad<C, kBits, kStochastic>(t, p, q, g, x, lanes);
+  QuadCodes<C, kBits> codes;
+  codes_of_quad<C, kBits, kStochastic>(t, p, q, g, x, codes);
+  if (!there) return;
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
-  store_codes<kBits>(chunk + e.codes + q.codes(kBits), q, lanes);
+  codes.store(chunk + e.codes + codes.at(q), q);
   if ((unit & ((1u << log_quads) - 1)) == 0) store_meta(m, chunk, e.meta + bucket * static_cast<int64_t>(m.meta), g);
-  if constexpr (kFeedback) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, 1.0f, x);
+  if constexpr (kFeedback) store_lost(m, t.residuals[p.index], q, g, codes, 1.0f, x);
 }
 
 }  // namespace
@@ -44,12 +46,9 @@ Status encode_large_blocks(const Call& call) {
     const auto launch = [&](auto kernel) {
       return launch_quads(call, Launches(call, kernel, "encode kernel of blocks", kThreads));
     };
-    if constexpr (traits_of(V::Codec::kKind).scales)
-      return Status();  // has_large_blocks is false
-    else
-      return call.leaves.residuals != nullptr
-                 ? launch(encode_blocks_kernel<typename V::Codec, V::bits, V::stochastic, true>)
-                 : launch(encode_blocks_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+    return call.leaves.residuals != nullptr
+               ? launch(encode_blocks_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+               : launch(encode_blocks_kernel<typename V::Codec, V::bits, V::stochastic, false>);
   });
 }
 

@@ -84,8 +84,6 @@ struct Quad {
     place = unit & ((1u << log_quads) - 1);
     lanes = 4u << log_quads;
   }
-  // Returns the byte offset of the block's codes.
-  CGX_D int64_t codes(int bits) const { return block * (lanes * static_cast<uint32_t>(bits)); }
   // Returns the first element, in row 0. The next row is `lanes` elements further.
   CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }
 };
@@ -185,8 +183,8 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
 }
 
 // load_words and store_words access kWords neighbouring words of 4 bytes. kAligned: they are known to be aligned as a
-// whole. Otherwise the pointer is tested: in blocks of fewer than 16 lanes whose codes have several fields, they may
-// not be aligned.
+// whole. Otherwise the pointer is tested: in blocks of fewer than 16 lanes whose codes have several fields, and in
+// blocks with scales, they may not be aligned.
 template <bool kAligned, int kWords>
 CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
   if (kWords == 4 && (kAligned || aligned(at, 16))) {
@@ -212,60 +210,115 @@ CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
   }
 }
 
+// Loads and stores test the alignment, because words of buckets of odd sizes are not aligned.
+template <class U>
+CGX_D int32_t load_word(const uint8_t* p) {
+  if (aligned(p, sizeof(U))) return static_cast<int32_t>(*reinterpret_cast<const U*>(p));
+  uint32_t word = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof(U); ++i) word |= static_cast<uint32_t>(p[i]) << (8 * i);
+  return static_cast<int32_t>(word);
+}
+template <class U>
+CGX_D void store_word(uint8_t* p, int32_t word) {
+  if (aligned(p, sizeof(U))) {
+    *reinterpret_cast<U*>(p) = static_cast<U>(word);
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(U); ++i) p[i] = static_cast<uint8_t>(static_cast<uint32_t>(word) >> (8 * i));
+  }
+}
+// Calls f(a type of the word's size, the word, its offset in the block) for each word of a lane.
+template <int kBits, class W, class Fn>
+CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
+  int32_t at = 0;
+  if constexpr (kBits & 12) f(uint32_t(), w.a, at + 4 * lane), at += 4 * lanes;
+  if constexpr (kBits & 8) f(uint32_t(), w.b, at + 4 * lane);
+  if constexpr (kBits & 2) f(uint16_t(), w.c, at + 2 * lane), at += 2 * lanes;
+  if constexpr (kBits & 1) f(uint8_t(), w.d, at + lane);
+}
+
 // Clears the padding of a chunk after codes that end at byte `at`.
 CGX_D void pad(uint8_t* chunk, int64_t at) {
   for (const int64_t end = align16(at); at < end; ++at) chunk[at] = 0;
 }
 
-// load_codes and store_codes access the words of a quad in its block.
-template <int kBits>
-CGX_D void load_codes(const uint8_t* block, const Quad& q, Words<Scalar, kBits> (&lane)[4]) {
-  constexpr bool kAligned = (kBits & (kBits - 1)) == 0;
-  uint32_t w[4];
-  const auto each = [&](auto set) {
+// The codes of a quad. For codecs with scales: also those of its block's scales.
+template <class C, int kBits>
+struct QuadCodes {
+  static constexpr int kScales = scales_of<C>(), kScaleWords = kScales > 0 ? kScales / 4 : 1;
+  static constexpr bool kAligned = (kBits & (kBits - 1)) == 0 && kScales == 0;
+  Words<Scalar, kBits> lane[4];
+  uint32_t scales[kScaleWords];
+
+  // Returns the byte offset of the codes of a quad's block.
+  CGX_D static int64_t at(const Quad& q) { return q.block * (q.lanes * kBits + kScales); }
+
+  // Returns the code of the scale of a row.
+  CGX_D int32_t scale_code(int row) const {
+    const int i = row / C::kScaleRows;
+    return static_cast<int32_t>(scales[i / 4] >> 8 * (i % 4) & 255);
+  }
+  // Returns the scale of a row: 1 for codecs without scales.
+  CGX_D float scale(int row) const {
+    if constexpr (kScales > 0)
+      return C::template scale<Scalar>(scale_code(row));
+    else
+      return 1.0f;
+  }
+
+  CGX_D void load(const uint8_t* block, const Quad& q) {
+    uint32_t w[4];
+    const auto each = [&](auto set) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) set(lane[j], j);
-  };
-  if constexpr (kBits & 12) {
-    load_words<kAligned>(block + q.place * 16, w);
-    each([&](auto& l, int j) { l.a = static_cast<int32_t>(w[j]); });
-    block += q.lanes * 4;
+      for (int j = 0; j < 4; ++j) set(lane[j], j);
+    };
+    if constexpr (kBits & 12) {
+      load_words<kAligned>(block + q.place * 16, w);
+      each([&](auto& l, int j) { l.a = static_cast<int32_t>(w[j]); });
+      block += q.lanes * 4;
+    }
+    if constexpr (kBits & 8) {
+      load_words<kAligned>(block + q.place * 16, w);
+      each([&](auto& l, int j) { l.b = static_cast<int32_t>(w[j]); });
+      block += q.lanes * 4;
+    }
+    if constexpr (kBits & 2) {
+      uint32_t c[2];
+      load_words<kAligned>(block + q.place * 8, c);
+      each([&](auto& l, int j) { l.c = static_cast<int32_t>(c[j / 2] >> (16 * (j & 1)) & 0xffff); });
+      block += q.lanes * 2;
+    }
+    if constexpr (kBits & 1) {
+      uint32_t d[1];
+      load_words<true>(block + q.place * 4, d);
+      each([&](auto& l, int j) { l.d = static_cast<int32_t>(d[0] >> (8 * j) & 0xff); });
+    }
+    if constexpr (kScales > 0) load_words<true>(block, scales);
   }
-  if constexpr (kBits & 8) {
-    load_words<kAligned>(block + q.place * 16, w);
-    each([&](auto& l, int j) { l.b = static_cast<int32_t>(w[j]); });
+  CGX_D void store(uint8_t* block, const Quad& q) const {
+    const auto word = [](int32_t x) { return static_cast<uint32_t>(x); };
+    if constexpr (kBits & 12) {
+      store_words<kAligned>(block + q.place * 16, {word(lane[0].a), word(lane[1].a), word(lane[2].a), word(lane[3].a)});
+      block += q.lanes * 4;
+    }
+    if constexpr (kBits & 8) {
+      store_words<kAligned>(block + q.place * 16, {word(lane[0].b), word(lane[1].b), word(lane[2].b), word(lane[3].b)});
+      block += q.lanes * 4;
+    }
+    if constexpr (kBits & 2) {
+      store_words<kAligned>(block + q.place * 8,
+                            {word(lane[0].c) | word(lane[1].c) << 16, word(lane[2].c) | word(lane[3].c) << 16});
+      block += q.lanes * 2;
+    }
+    if constexpr (kBits & 1) {
+      store_words<true>(block + q.place * 4,
+                        {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
+    }
+    if constexpr (kScales > 0) {
+      if (q.place == 0) store_words<true>(block, scales);
+    }
   }
-  if constexpr (kBits & 2) {
-    uint32_t c[2];
-    load_words<kAligned>(block + q.place * 8, c);
-    each([&](auto& l, int j) { l.c = static_cast<int32_t>(c[j / 2] >> (16 * (j & 1)) & 0xffff); });
-    block += q.lanes * 2;
-  }
-  if constexpr (kBits & 1) {
-    uint32_t d[1];
-    load_words<true>(block + q.place * 4, d);
-    each([&](auto& l, int j) { l.d = static_cast<int32_t>(d[0] >> (8 * j) & 0xff); });
-  }
-}
-template <int kBits>
-CGX_D void store_codes(uint8_t* block, const Quad& q, const Words<Scalar, kBits> (&lane)[4]) {
-  constexpr bool kAligned = (kBits & (kBits - 1)) == 0;
-  const auto word = [](int32_t x) { return static_cast<uint32_t>(x); };
-  if constexpr (kBits & 12) {
-    store_words<kAligned>(block + q.place * 16, {word(lane[0].a), word(lane[1].a), word(lane[2].a), word(lane[3].a)});
-    block += q.lanes * 4;
-  }
-  if constexpr (kBits & 8)
-    store_words<kAligned>(block + q.place * 16, {word(lane[0].b), word(lane[1].b), word(lane[2].b), word(lane[3].b)});
-  if constexpr (kBits & 2) {
-    store_words<kAligned>(block + q.place * 8,
-                          {word(lane[0].c) | word(lane[1].c) << 16, word(lane[2].c) | word(lane[3].c) << 16});
-    block += q.lanes * 2;
-  }
-  if constexpr (kBits & 1) {
-    store_words<true>(block + q.place * 4,
-                      {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
-  }
-}
+};
 
 }  // namespace jaxcgx::cuda

@@ -1,8 +1,8 @@
-// Lossless (codec/lossless.h). Encoding first encodes the message with Raw to the workspace, then packs the chunks of
-// Raw. Decoding unpacks to the chunks of Raw, then decodes them.
+// Lossless (codec/lossless.h). A warp packs or unpacks a block of elements. The planes are made of registers. The lists
+// of elements with further digits are in shared memory.
 //
-// A thread block packs a block of elements, and writes its overflow to the workspace. When the lengths of all blocks
-// are known, another kernel moves the overflow to its position in the chunk.
+// A warp writes the overflow of its block to the workspace. When the lengths of all blocks are known, another kernel
+// moves the overflow to its position in the chunk.
 #include "cuda/launchers.cuh"
 #include "cuda/load_store.cuh"
 #include "cuda/scan.cuh"
@@ -10,88 +10,32 @@
 namespace jaxcgx::cuda {
 namespace {
 
-constexpr int64_t kLengths = kThreads;  // lengths that a thread block reads
+constexpr int64_t kWarps = kThreads / kWarpSize, kLengths = kThreads;  // blocks, and lengths, of a thread block
 using Pieces = Table<true, true>;
-
-// The position of the fields of element i of n packed codes (codec/pack.h).
-struct Field {
-  int64_t base;
-  int lanes, lane, row;
-
-  CGX_D Field(int64_t n, int64_t i, int bits) : base(i / kBlock * kLanes * bits) {
-    const int64_t left = n - i / kBlock * kBlock;
-    lanes = left >= kBlock ? kLanes : static_cast<int>(div_up(left, kRows));
-    row = static_cast<int>(i % kBlock) / lanes;
-    lane = static_cast<int>(i % kBlock) % lanes;
-  }
-};
-
-// Returns code i of n. Bytes from offset `limit` on count as 0.
-template <int kBits>
-CGX_D int32_t get_packed(const uint8_t* from, int64_t n, int64_t i, int64_t limit = INT64_MAX) {
-  Field f(n, i, kBits);
-  const auto byte = [&](int64_t at) -> int32_t { return at < limit ? from[at] : 0; };
-  int32_t code = 0;
-  if constexpr (kBits & 4) {
-    code = byte(f.base + 4 * f.lane + f.row / 2) >> 4 * (f.row % 2) & 15;
-    f.base += 4 * f.lanes;
-  }
-  if constexpr (kBits & 2) {
-    code |= (byte(f.base + 2 * f.lane + f.row / 4) >> 2 * (f.row % 4) & 3) << (kBits & 4);
-    f.base += 2 * f.lanes;
-  }
-  if constexpr (kBits & 1) code |= (byte(f.base + f.lane) >> f.row & 1) << (kBits - 1);
-  return code;
-}
-
-// Packs code(0) .. code(n - 1). All threads of the thread block share the work.
-template <int kBits, class Code>
-CGX_D void put_packed(uint8_t* to, int64_t n, Code code) {
-  for (int64_t j = threadIdx.x; j < div_up(n, kRows); j += kThreads) {
-    const int64_t block = j / kLanes, lane = j % kLanes, left = n - block * kBlock;
-    const int64_t lanes = left >= kBlock ? kLanes : div_up(left, kRows);
-    Words<Scalar, kBits> words;
-    words.clear();
-    for (int row = 0; row < kRows; ++row) {
-      const int64_t i = row * lanes + lane;
-      words.put(row, i < left ? code(block * kBlock + i) : 0);
-    }
-    uint8_t* at = to + block * kLanes * kBits;
-    const auto put = [&](int32_t word, int64_t bytes) {
-      for (int64_t k = 0; k < bytes; ++k)
-        at[lane * bytes + k] = static_cast<uint8_t>(shr(word, static_cast<int>(8 * k)));
-      at += lanes * bytes;
-    };
-    if constexpr (kBits & 4) put(words.a, 4);
-    if constexpr (kBits & 2) put(words.c, 2);
-    if constexpr (kBits & 1) put(words.d, 1);
-  }
-}
 
 // The memory of a block of elements.
 struct Block {
   DType dtype;
   int64_t n;
-  const uint8_t* elements;
-  uint8_t *head, *planes;
+  uint8_t *elements, *head, *planes;
   uint8_t* overflow;  // in the workspace
   uint32_t* start;    // first the length of its overflow, later the offset in the chunk's overflow, in units of 2 bytes
   uint8_t* chunk_overflow;
 
-  CGX_D Block(const Pieces& t, const Place& p, uint8_t* payload, uint32_t tile) {
+  CGX_D Block(const Pieces& t, const Place& p, int64_t block) {
     const Message& m = t.message;
     const Entry& e = t.entries[p.index];
     const Extra& extra = t.extras[p.index];
-    const int64_t left = extra.last - tile * kLosslessBlock;
+    const int64_t left = extra.last - block * kLosslessBlock;
     dtype = static_cast<DType>(e.dtype);
-    n = left < kLosslessBlock ? left : kLosslessBlock;
-    elements = static_cast<const uint8_t*>(e.leaf) + tile * kLosslessBlock * size_of(dtype);
-    uint8_t* const chunk = payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
-    head = chunk + e.codes + 2 * tile;
-    planes = chunk + e.codes + lossless_head_bytes(extra.last) + tile * lossless_plane_bytes(dtype, kLosslessBlock);
+    n = left < 0 ? 0 : left < kLosslessBlock ? left : kLosslessBlock;
+    elements = static_cast<uint8_t*>(const_cast<void*>(e.leaf)) + block * kLosslessBlock * size_of(dtype);
+    uint8_t* const chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+    head = chunk + e.codes + 2 * block;
+    planes = chunk + e.codes + lossless_head_bytes(extra.last) + block * lossless_plane_bytes(dtype, kLosslessBlock);
     overflow =
-        reinterpret_cast<uint8_t*>(t.residuals[p.index].lost) + tile * lossless_most_bytes(dtype, kLosslessBlock);
-    start = const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(t.residuals[p.index].old)) + tile;
+        reinterpret_cast<uint8_t*>(t.residuals[p.index].lost) + block * lossless_most_bytes(dtype, kLosslessBlock);
+    start = const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(t.residuals[p.index].old)) + block;
     chunk_overflow = chunk + int64_t{4} * e.meta;
   }
   // Returns the length of the overflow from the head. The head may be untrusted, so it is at most the most bytes.
@@ -101,168 +45,394 @@ struct Block {
   }
 };
 
-template <DType kType>
-CGX_D void pack(const Block& b) {
-  using L = Lossless<kType>;
-  __shared__ uint32_t sum, number;
-  __shared__ int16_t exponent[kLosslessBlock], list[2][kLosslessBlock];
-  if (threadIdx.x == 0) sum = number = 0;
-  __syncthreads();
-  const auto bits_at = [&](int64_t i) {
-    return kType == DType::kF32 ? static_cast<int32_t>(reinterpret_cast<const uint32_t*>(b.elements)[i])
-                                : static_cast<int32_t>(reinterpret_cast<const uint16_t*>(b.elements)[i]);
-  };
-  uint8_t* const low = b.planes + packed_bytes(b.n, 2);
-  uint32_t my_sum = 0, my_number = 0;
-  for (int64_t i = threadIdx.x; i < b.n; i += kThreads) {
-    const int32_t e = L::template exponent<Scalar>(bits_at(i)), rest = L::template rest<Scalar>(bits_at(i));
-    exponent[i] = static_cast<int16_t>(e);
-    my_sum += static_cast<uint32_t>(e), my_number += e > 0;
-    if constexpr (kType == DType::kF32) {
-      low[2 * i] = static_cast<uint8_t>(rest), low[2 * i + 1] = static_cast<uint8_t>(shr(rest, 8));
-      low[2 * b.n + i] = static_cast<uint8_t>(shr(rest, 16));
-    } else {
-      low[i] = static_cast<uint8_t>(rest);
+// The elements of a thread: two neighbouring lanes of a block of codec/pack.h, in all rows. So a thread makes whole
+// words of codes, and accesses two neighbouring elements at a time. kWhole: the warp has kLosslessBlock elements, and
+// pairs of them are aligned.
+template <bool kWhole>
+struct Pair {
+  int block, lane;   // lane: the first lane
+  int lanes, count;  // of the block of codec/pack.h
+
+  CGX_D explicit Pair(int64_t n) {
+    const auto thread = static_cast<int>(threadIdx.x % kWarpSize);
+    block = thread / 8;
+    lane = thread % 8 * 2;
+    const int left = static_cast<int>(n) - block * kBlock;
+    count = kWhole || left > kBlock ? kBlock : left < 0 ? 0 : left;
+    lanes = kWhole ? kLanes : (count + kRows - 1) / kRows;
+  }
+  // Returns the index in the warp's elements of an element of row r. which: 0 or 1.
+  CGX_D int at(int r, int which) const { return block * kBlock + r * lanes + lane + which; }
+  CGX_D bool has(int r, int which) const {
+    return kWhole || (lane + which < lanes && r * lanes + lane + which < count);
+  }
+
+  // load_words and store_words access the words of codes that are packed at `packed`.
+  template <int kBits>
+  CGX_D void load_words(const uint8_t* packed, Words<Scalar, kBits> (&w)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      w[i].clear();
+      if (!kWhole && lane + i >= lanes) continue;
+      each_word<kBits>(w[i], lane + i, lanes, [&](auto size, int32_t& word, int32_t at) {
+        word = load_word<decltype(size)>(packed + block * kLanes * kBits + at);
+      });
     }
   }
-  atomicAdd(&sum, my_sum);
-  atomicAdd(&number, my_number);
-  __syncthreads();
-  if constexpr (kType == DType::kF16)
-    put_packed<3>(low + b.n, b.n, [&](int64_t i) { return shr(L::template rest<Scalar>(bits_at(i)), 8); });
-  const int32_t center = L::center(static_cast<int32_t>(sum), static_cast<int32_t>(number));
-
-  // Writes the codes that continue in the next level to `to`, in order, and returns their number.
-  const auto next = [&](int64_t count, auto code, int16_t* to) {
-    uint32_t found = 0;
-    for (int64_t first = 0; first < count; first += kThreads) {
-      const int64_t i = first + threadIdx.x;
-      const int32_t c = i < count ? code(i) : 0;
-      uint32_t all;
-      const uint32_t place = count_before<kThreads>(c > 3, &all);
-      if (c > 3) to[found + place] = static_cast<int16_t>(c - 4);
-      found += all;
+  template <int kBits>
+  CGX_D void store_words(uint8_t* packed, Words<Scalar, kBits> (&w)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!kWhole && lane + i >= lanes) continue;
+      each_word<kBits>(w[i], lane + i, lanes, [&](auto size, int32_t word, int32_t at) {
+        store_word<decltype(size)>(packed + block * kLanes * kBits + at, word);
+      });
     }
-    __syncthreads();
-    return static_cast<int64_t>(found);
-  };
-  const auto digit = [](int32_t code) { return code < 3 ? code : 3; };
-  const auto first_code = [&](int64_t i) { return L::template code<Scalar>(exponent[i], center); };
+  }
+};
+
+// An array with a number of type U for each element.
+template <class U>
+struct Array {
+  using Two = std::conditional_t<sizeof(U) == 4, uint2, std::conditional_t<sizeof(U) == 2, uint32_t, uint16_t>>;
+  U* first;
+
+  CGX_D explicit Array(void* at) : first(static_cast<U*>(at)) {}
+
+  // Loads two neighbours: 0 where there is no element.
+  template <bool kWhole>
+  CGX_D void load(const Pair<kWhole>& p, int r, int32_t (&x)[2]) const {
+    const U* at = first + p.at(r, 0);
+    if constexpr (kWhole) {
+      const Two two = __ldcs(reinterpret_cast<const Two*>(at));
+      if constexpr (sizeof(U) == 4)
+        x[0] = static_cast<int32_t>(two.x), x[1] = static_cast<int32_t>(two.y);
+      else
+        x[0] = static_cast<U>(two), x[1] = static_cast<int32_t>(two >> 8 * sizeof(U));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) x[i] = p.has(r, i) ? static_cast<int32_t>(at[i]) : 0;
+    }
+  }
+  template <bool kWhole>
+  CGX_D void store(const Pair<kWhole>& p, int r, const int32_t (&x)[2]) const {
+    U* at = first + p.at(r, 0);
+    if constexpr (kWhole && sizeof(U) == 4) {
+      *reinterpret_cast<Two*>(at) = {static_cast<uint32_t>(x[0]), static_cast<uint32_t>(x[1])};
+    } else if constexpr (kWhole) {
+      const uint32_t two = static_cast<U>(x[0]) | static_cast<uint32_t>(x[1]) << 8 * sizeof(U);
+      *reinterpret_cast<Two*>(at) = static_cast<Two>(two);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (p.has(r, i)) at[i] = static_cast<U>(x[i]);
+      }
+    }
+  }
+};
+
+// Returns x with a byte for each of its four fields of two bits.
+CGX_D uint32_t as_bytes(uint32_t x) {
+  x = (x | x << 12) & 0x000f000fu;
+  return (x | x << 6) & 0x03030303u;
+}
+
+// Calls f(row, which, number of digits 3 of the warp before it, in the order of elements) for each digit 3 of a thread.
+// Returns the number of digits 3 of the warp. Every thread of the warp must call this, because it has shuffles.
+template <class Fn>
+CGX_D uint32_t each_further(const Words<Scalar, 2> (&digits)[2], Fn f) {
+  const uint32_t word = static_cast<uint32_t>(digits[0].c) | static_cast<uint32_t>(digits[1].c) << 16,
+                 in = word & word >> 1 & 0x55555555u;
+  const uint32_t of_rows = (in & 0xffff) + (in >> 16), lane = threadIdx.x % kWarpSize;
+  const uint32_t own[2] = {as_bytes(of_rows & 0xff), as_bytes(of_rows >> 8)};  // a byte for each row
+  // The sums over the block's threads before this one, and over rows before each, are below 128.
+  uint32_t upto[2], before[2], all = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    upto[i] = own[i];
+#pragma unroll
+    for (uint32_t d = 1; d < 8; d *= 2) {
+      const uint32_t other = __shfl_up_sync(kWholeWarp, upto[i], d);
+      if (lane % 8 >= d) upto[i] += other;
+    }
+    const uint32_t row = __shfl_sync(kWholeWarp, upto[i], lane | 7), sums = row * 0x01010101u + all * 0x01010101u;
+    before[i] = sums - row + upto[i] - own[i];
+    all = sums >> 24;
+  }
+  uint32_t so_far = all;  // of this block and those before it
+#pragma unroll
+  for (uint32_t d = 8; d < kWarpSize; d *= 2) {
+    const uint32_t other = __shfl_up_sync(kWholeWarp, so_far, d);
+    if (lane >= d) so_far += other;
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    uint32_t place = so_far - all + (before[r / 4] >> 8 * (r % 4) & 255);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (in >> (16 * i + 2 * r) & 1) f(r, i, place++);
+    }
+  }
+  return __shfl_sync(kWholeWarp, so_far, kWarpSize - 1);
+}
+
+// A warp's list of elements with further digits.
+struct List {
+  int16_t of[kLosslessBlock];
+
+  // Keeps, in order, what `next` returns for the entries of a list of `count`: next(i, entry) is negative if an entry
+  // has no further digit. Returns the number of entries that are kept.
+  template <class Fn>
+  CGX_D uint32_t keep(uint32_t count, Fn next) {
+    uint32_t kept = 0;
+    for (uint32_t first = 0; first < count; first += kWarpSize) {
+      const uint32_t i = first + threadIdx.x % kWarpSize;
+      const int32_t entry = i < count ? next(i, int32_t{of[i]}) : -1;
+      const uint32_t further = __ballot_sync(kWholeWarp, entry >= 0);
+      __syncwarp();
+      if (entry >= 0) of[kept + before_lane(further)] = static_cast<int16_t>(entry);
+      kept += static_cast<uint32_t>(__popc(further));
+    }
+    __syncwarp();
+    return kept;
+  }
+};
+
+template <DType kType>
+using Bits = std::conditional_t<kType == DType::kF32, uint32_t, uint16_t>;
+
+// The planes of the unchanged bits of a block: the low 16 bits and the next 8 (fp32), or the low 8 and 3 packed (fp16).
+template <DType kType>
+struct Rest {
+  Array<std::conditional_t<kType == DType::kF32, uint16_t, uint8_t>> low;
+  uint8_t* high;
+  Words<Scalar, 3> packed[2] = {};
+
+  CGX_D explicit Rest(const Block& b)
+      : low(b.planes + packed_bytes(b.n, 2)),
+        high(b.planes + packed_bytes(b.n, 2) + (kType == DType::kF32 ? 2 : 1) * b.n) {}
+  template <bool kWhole>
+  CGX_D void load(const Pair<kWhole>& p) {
+    if constexpr (kType == DType::kF16) p.load_words(high, packed);
+  }
+  template <bool kWhole>
+  CGX_D void get(const Pair<kWhole>& p, int r, int32_t (&rest)[2]) const {
+    low.load(p, r, rest);
+    int32_t above[2] = {};
+    if constexpr (kType == DType::kF32) Array<uint8_t>(high).load(p, r, above);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kType == DType::kF32) rest[i] |= above[i] << 16;
+      if constexpr (kType == DType::kF16) rest[i] |= packed[i].get(r) << 8;
+    }
+  }
+  template <bool kWhole>
+  CGX_D void put(const Pair<kWhole>& p, int r, const int32_t (&rest)[2]) {
+    low.store(p, r, rest);
+    if constexpr (kType == DType::kF32) Array<uint8_t>(high).store(p, r, {shr(rest[0], 16), shr(rest[1], 16)});
+    if constexpr (kType == DType::kF16) packed[0].put(r, shr(rest[0], 8)), packed[1].put(r, shr(rest[1], 8));
+  }
+  template <bool kWhole>
+  CGX_D void store(const Pair<kWhole>& p) {
+    if constexpr (kType == DType::kF16) p.store_words(high, packed);
+  }
+};
+
+// Returns the lanes of block `block` of `count` packed codes.
+CGX_D uint32_t lanes_of(uint32_t count, uint32_t block) {
+  const uint32_t left = count - block * kBlock;
+  return left >= kBlock ? kLanes : (left + kRows - 1) / kRows;
+}
+
+template <DType kType, bool kWhole>
+CGX_D void pack(const Block& b, List& list) {
+  using L = Lossless<kType>;
+  constexpr uint32_t kNumber = 1u << 20;  // the number of nonzero exponents is counted above their sum
+  const Pair<kWhole> p(b.n);
+  const Array<Bits<kType>> elements(b.elements);
+  Rest<kType> rest(b);
+  int32_t code[kRows][2];  // first the exponents
+  uint32_t sum = 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    int32_t x[2];
+    elements.load(p, r, x);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      code[r][i] = L::template exponent<Scalar>(x[i]);
+      sum += static_cast<uint32_t>(code[r][i]) + (code[r][i] > 0 ? kNumber : 0);
+      x[i] = L::template rest<Scalar>(x[i]);
+    }
+    rest.put(p, r, x);
+  }
+  rest.store(p);
+#pragma unroll
+  for (uint32_t m = 1; m < kWarpSize; m *= 2) sum += __shfl_xor_sync(kWholeWarp, sum, m);
+  const int32_t center = L::center(static_cast<int32_t>(sum % kNumber), static_cast<int32_t>(sum / kNumber));
+  Words<Scalar, 2> digits[2] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      code[r][i] = p.has(r, i) ? L::template code<Scalar>(code[r][i], center) : 0;
+      digits[i].put(r, jaxcgx::min(code[r][i], 3));
+    }
+  }
+  uint32_t left = each_further(
+      digits, [&](int r, int i, uint32_t place) { list.of[place] = static_cast<int16_t>(code[r][i] - 4); });
+  __syncwarp();
   const int64_t most = lossless_most_bytes(kType, b.n);
-  int64_t bytes = 0, left = next(b.n, first_code, list[0]);
-  int current = 0;
+  int64_t bytes = 0;
   while (left > 0 && bytes + packed_bytes(left, 2) < most) {
-    const int16_t* const codes = list[current];
-    put_packed<2>(b.overflow + bytes, left, [&](int64_t i) { return digit(codes[i]); });
+    for (uint32_t j = threadIdx.x % kWarpSize; j * kRows < left; j += kWarpSize) {
+      const uint32_t block = j / kLanes, lanes = lanes_of(left, block);
+      Words<Scalar, 2> word = {};
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const uint32_t i = block * kBlock + static_cast<uint32_t>(r) * lanes + j % kLanes;
+        word.put(r, i < left ? jaxcgx::min(int32_t{list.of[i]}, 3) : 0);
+      }
+      store_word<uint16_t>(b.overflow + bytes + 2 * j, word.c);
+    }
     bytes += packed_bytes(left, 2);
-    current = 1 - current;
-    left = next(left, [&](int64_t i) { return int32_t{codes[i]}; }, list[current]);
+    __syncwarp();
+    left = list.keep(left, [](uint32_t, int32_t further) { return further - 4; });
   }
   if (left > 0) {
-    put_packed<2>(b.planes, b.n, [&](int64_t i) { return exponent[i] & 3; });
-    __syncthreads();  // other threads may still be writing digits to the overflow
-    if (threadIdx.x == 0) b.overflow[most - 1] = 0;
-    __syncthreads();
-    put_packed<L::kExponent - 2>(b.overflow, b.n, [&](int64_t i) { return exponent[i] >> 2; });
+    Words<Scalar, 2> lower[2] = {};
+    Words<Scalar, L::kExponent - 2> upper[2] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      int32_t x[2];
+      elements.load(p, r, x);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int32_t exponent = L::template exponent<Scalar>(x[i]);
+        lower[i].put(r, exponent & 3), upper[i].put(r, exponent >> 2);
+      }
+    }
+    p.store_words(b.planes, lower);
+    p.store_words(b.overflow, upper);
     bytes = most;
+    if (threadIdx.x % kWarpSize == 0 && packed_bytes(b.n, L::kExponent - 2) < most) b.overflow[most - 1] = 0;
   } else {
-    put_packed<2>(b.planes, b.n, [&](int64_t i) { return digit(first_code(i)); });
+    p.store_words(b.planes, digits);
   }
-  if (threadIdx.x == 0) {
+  if (threadIdx.x % kWarpSize == 0) {
     b.head[0] = static_cast<uint8_t>(center), b.head[1] = static_cast<uint8_t>(bytes / 2);
     *b.start = static_cast<uint32_t>(bytes / 2);
   }
 }
 
-template <DType kType>
-CGX_D void unpack(const Block& b) {
+template <DType kType, bool kWhole>
+CGX_D void unpack(const Block& b, List& list, uint8_t (&exponents)[kLosslessBlock]) {
   using L = Lossless<kType>;
-  __shared__ int16_t code[kLosslessBlock], list[2][kLosslessBlock];
+  const Pair<kWhole> p(b.n);
   const int64_t bytes = b.length();
   const bool raw = bytes == lossless_most_bytes(kType, b.n);
+  const int32_t center = b.head[0];
   const uint8_t* const overflow = b.chunk_overflow + 2 * int64_t{*b.start};
-  // Adds a level's digits to the codes: element at(i) of the block has digit of(i). Elements with digit 3 have another
-  // digit in the next level. Writes these elements to `to`, in order, and returns their number.
-  const auto next = [&](int32_t count, auto at, auto of, int16_t* to) {
-    uint32_t found = 0;
-    for (int32_t first = 0; first < count; first += kThreads) {
-      const auto i = first + static_cast<int32_t>(threadIdx.x);
-      const int32_t digit = i < count ? of(i) : 0;
-      if (i < count) code[at(i)] = static_cast<int16_t>(code[at(i)] + (digit == 3 ? 4 : digit));
-      uint32_t all;
-      const uint32_t place = count_before<kThreads>(digit == 3, &all);
-      if (digit == 3) to[found + place] = static_cast<int16_t>(at(i));
-      found += all;
+  Words<Scalar, 2> digits[2];
+  p.load_words(b.planes, digits);
+  Words<Scalar, L::kExponent - 2> upper[2] = {};
+  if (raw) {
+    p.load_words(overflow, upper);
+  } else {
+    Words<Scalar, 2> known[2] = {};  // untrusted bytes may have digits past the end
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) known[i].put(r, p.has(r, i) ? digits[i].get(r) : 0);
     }
-    __syncthreads();
-    return static_cast<int32_t>(found);
-  };
-  if (!raw) {
-    for (int64_t i = threadIdx.x; i < b.n; i += kThreads) code[i] = 0;
-    __syncthreads();
-    int32_t left = next(
-        static_cast<int32_t>(b.n), [](int32_t i) { return i; },
-        [&](int32_t i) { return get_packed<2>(b.planes, b.n, i); }, list[0]);
-    int current = 0;
-    for (int64_t at = 0; left > 0;) {
-      const int16_t* const elements = list[current];
-      const int32_t count = left;
-      current = 1 - current;
-      left = next(
-          count, [&](int32_t i) { return int32_t{elements[i]}; },
-          [&](int32_t i) { return get_packed<2>(overflow + at, count, i, bytes - at); }, list[current]);
-      at += packed_bytes(count, 2);
+    uint32_t left = each_further(kWhole ? digits : known, [&](int r, int i, uint32_t place) {
+      list.of[place] = static_cast<int16_t>(p.at(r, i));
+    });
+    __syncwarp();
+    const auto end = static_cast<uint32_t>(bytes);
+    uint32_t at = 0;
+    for (int32_t level = 1; left > 0; ++level) {
+      const int32_t below = L::template exponent_of<Scalar>(4 * level, center),
+                    above = L::template exponent_of<Scalar>(4 * level + 2, center);
+      const uint32_t count = left;
+      left = list.keep(count, [&](uint32_t i, int32_t element) {
+        const uint32_t block = i / kBlock, in = i % kBlock, lanes = lanes_of(count, block);
+        const uint32_t row = in / lanes, byte = at + block * 2 * kLanes + 2 * (in - row * lanes) + row / 4;
+        const int32_t digit = byte < end ? overflow[byte] >> 2 * (row % 4) & 3 : 0;
+        if (digit == 3) return element;
+        exponents[element] = static_cast<uint8_t>(digit == 2 ? above : (below - digit) & L::kLargest);
+        return -1;
+      });
+      at += (count + kRows - 1) / kRows * 2;
     }
   }
-  const uint8_t* const low = b.planes + packed_bytes(b.n, 2);
-  for (int64_t i = threadIdx.x; i < b.n; i += kThreads) {
-    int32_t rest = low[i];
-    if constexpr (kType == DType::kF32) rest = low[2 * i] | low[2 * i + 1] << 8 | low[2 * b.n + i] << 16;
-    if constexpr (kType == DType::kF16) rest |= get_packed<3>(low + b.n, b.n, i) << 8;
-    const int32_t e = raw ? get_packed<2>(b.planes, b.n, i) | get_packed<L::kExponent - 2>(overflow, b.n, i) << 2
-                          : L::template exponent_of<Scalar>(code[i], b.head[0]);
-    const int32_t bits = L::template bits<Scalar>(e, rest);
-    auto* const to = const_cast<uint8_t*>(b.elements);
-    if constexpr (kType == DType::kF32)
-      reinterpret_cast<int32_t*>(to)[i] = bits;
-    else
-      reinterpret_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(bits);
+  const Array<Bits<kType>> elements(b.elements);
+  Rest<kType> rest(b);
+  rest.load(p);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    int32_t x[2];
+    rest.get(p, r, x);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int32_t digit = digits[i].get(r);
+      const int32_t exponent = raw         ? digit | upper[i].get(r) << 2
+                               : digit < 3 ? L::template exponent_of<Scalar>(digit, center)
+                                           : exponents[p.at(r, i)];
+      x[i] = L::template bits<Scalar>(exponent, x[i]);
+    }
+    elements.store(p, r, x);
   }
 }
 
-__global__ void __launch_bounds__(kThreads) lossless_pack_kernel(const __grid_constant__ Pieces t) {
+// Calls f(the warp's block, a constant with its dtype, a constant kWhole for Pair).
+template <class Fn>
+CGX_D void with_block(const Pieces& t, Fn f) {
   const Place p = place_of(t);
-  if (p.index < 0 || p.tile * kLosslessBlock >= t.extras[p.index].last) return;
-  const Block b(t, p, t.message.payload, p.tile);
-  if (b.dtype == DType::kF32) pack<DType::kF32>(b);
-  if (b.dtype == DType::kBF16) pack<DType::kBF16>(b);
-  if (b.dtype == DType::kF16) pack<DType::kF16>(b);
+  if (p.index < 0) return;
+  const Block b(t, p, p.tile * kWarps + threadIdx.x / kWarpSize);
+  if (b.n == 0) return;
+  const auto of = [&](auto dtype) {
+    const bool whole = b.n == kLosslessBlock && aligned(b.elements, 2 * sizeof(Bits<decltype(dtype)::value>));
+    return whole ? f(b, dtype, std::true_type()) : f(b, dtype, std::false_type());
+  };
+  if (b.dtype == DType::kF32) return of(std::integral_constant<DType, DType::kF32>());
+  if (b.dtype == DType::kBF16) return of(std::integral_constant<DType, DType::kBF16>());
+  return of(std::integral_constant<DType, DType::kF16>());
+}
+
+__global__ void __launch_bounds__(kThreads, 6) lossless_pack_kernel(const __grid_constant__ Pieces t) {
+  __shared__ List lists[kWarps];
+  List& list = lists[threadIdx.x / kWarpSize];
+  with_block(t, [&](const Block& b, auto dtype, auto whole) {
+    pack<decltype(dtype)::value, decltype(whole)::value>(b, list);
+  });
 }
 
 __global__ void __launch_bounds__(kThreads) lossless_unpack_kernel(const __grid_constant__ Pieces t) {
-  const Place p = place_of(t);
-  if (p.index < 0 || p.tile * kLosslessBlock >= t.extras[p.index].last) return;
-  const Block b(t, p, t.message.payload, p.tile);
-  if (b.dtype == DType::kF32) unpack<DType::kF32>(b);
-  if (b.dtype == DType::kBF16) unpack<DType::kBF16>(b);
-  if (b.dtype == DType::kF16) unpack<DType::kF16>(b);
+  __shared__ List lists[kWarps];
+  __shared__ uint8_t of_warps[kWarps][kLosslessBlock];
+  List& list = lists[threadIdx.x / kWarpSize];
+  auto& exponents = of_warps[threadIdx.x / kWarpSize];
+  with_block(t, [&](const Block& b, auto dtype, auto whole) {
+    unpack<decltype(dtype)::value, decltype(whole)::value>(b, list, exponents);
+  });
 }
 
 __global__ void __launch_bounds__(kThreads) lossless_lengths_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
-  const int64_t block = p.tile * kLengths + threadIdx.x;
-  if (block * kLosslessBlock >= t.extras[p.index].last) return;
-  const Block b(t, p, t.message.payload, static_cast<uint32_t>(block));
-  *b.start = static_cast<uint32_t>(b.length() / 2);
+  const Block b(t, p, p.tile * kLengths + threadIdx.x);
+  if (b.n > 0) *b.start = static_cast<uint32_t>(b.length() / 2);
 }
 
 __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
-  if (p.index < 0 || p.tile * kLosslessBlock >= t.extras[p.index].last) return;
-  const Block b(t, p, t.message.payload, p.tile);
-  uint8_t* const to = b.chunk_overflow + 2 * int64_t{*b.start};
-  for (int64_t i = threadIdx.x; i < b.length(); i += kThreads) to[i] = b.overflow[i];
+  if (p.index < 0) return;
+  const Block b(t, p, p.tile * kWarps + threadIdx.x / kWarpSize);
+  if (b.n == 0) return;
+  const auto* from = reinterpret_cast<const uint16_t*>(b.overflow);
+  auto* to = reinterpret_cast<uint16_t*>(b.chunk_overflow) + *b.start;
+  for (int64_t i = threadIdx.x % kWarpSize; i < b.length() / 2; i += kWarpSize) to[i] = from[i];
 }
 
 // Replaces each length by the sum of the lengths before it in its line of `count` lengths. A line of fewer blocks ends
@@ -298,7 +468,7 @@ Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, c
 }
 
 // The workspace of an operation. A line is a chunk that is packed or unpacked. The workspace has the chunks of Raw of
-// all lines, the overflow of the packed lines, and the lengths of all blocks.
+// all lines (only sums and feedback use them), the overflow of the packed lines, and the lengths of all blocks.
 struct Work {
   Layout raw;
   int64_t unpacked, packed;               // numbers of lines
@@ -324,7 +494,8 @@ struct Work {
   int64_t bytes() const { return starts_at() + 4 * std::max(unpacked, packed) * blocks; }
 };
 
-// Launches kernels over the pieces of all lines.
+// Launches kernels over the pieces of all lines. Elements are in the leaves of `call` or, if it has none, in chunks of
+// Raw.
 struct Lines {
   const Layout& l;
   const Work& work;
@@ -341,12 +512,9 @@ struct Lines {
         for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
           const Piece &p = l.pieces[static_cast<size_t>(k)], &q = work.raw.pieces[static_cast<size_t>(k)];
           const int64_t overflow = l.overflow[static_cast<size_t>(c)];
-          Item item;
-          item.entry.leaf = raw + line * work.raw.chunk_bytes + q.codes;
-          item.entry.codes = static_cast<uint64_t>(p.codes);
+          Item item(l, call.leaves, row, p);
+          if (call.leaves.leaves == nullptr) item.entry.leaf = raw + line * work.raw.chunk_bytes + q.codes;
           item.entry.meta = static_cast<uint32_t>(overflow / 4);
-          item.entry.slot = slot_of(l, row, c);
-          item.entry.dtype = static_cast<uint32_t>(l.leaves[static_cast<size_t>(p.leaf)].dtype) & 3u;
           item.extra.last = p.coded;
           item.residual.old = reinterpret_cast<const float*>(workspace + work.starts_at()) + block;
           item.residual.lost = reinterpret_cast<float*>(workspace + work.overflow_at() + line * work.most_overflow +
@@ -375,16 +543,16 @@ Status pack_all(const Lines& lines) {
   Status s = launch(lossless_clear_kernel, "clear kernel of Lossless",
                     div_up(lines.work.packed * lines.l.chunk_bytes / 16, kLosslessBlock), lines.call.stream,
                     reinterpret_cast<uint4*>(lines.call.message.payload), lines.work.packed * lines.l.chunk_bytes / 16);
-  if (s.call == nullptr) s = lines.run(lossless_pack_kernel, "pack kernel of Lossless", kLosslessBlock);
+  if (s.call == nullptr) s = lines.run(lossless_pack_kernel, "pack kernel of Lossless", kWarps * kLosslessBlock);
   if (s.call == nullptr) s = lines.starts(lines.work.packed);
-  if (s.call == nullptr) s = lines.run(lossless_move_kernel, "move kernel of Lossless", kLosslessBlock);
+  if (s.call == nullptr) s = lines.run(lossless_move_kernel, "move kernel of Lossless", kWarps * kLosslessBlock);
   return s;
 }
 
 Status unpack_all(const Lines& lines) {
   Status s = lines.run(lossless_lengths_kernel, "lengths kernel of Lossless", kLengths * kLosslessBlock);
   if (s.call == nullptr) s = lines.starts(lines.work.unpacked);
-  if (s.call == nullptr) s = lines.run(lossless_unpack_kernel, "unpack kernel of Lossless", kLosslessBlock);
+  if (s.call == nullptr) s = lines.run(lossless_unpack_kernel, "unpack kernel of Lossless", kWarps * kLosslessBlock);
   return s;
 }
 
@@ -397,16 +565,20 @@ int64_t lossless_workspace_bytes(const Layout& l, int64_t batch, int64_t payload
 Status encode_lossless(const Encode& a, cudaStream_t stream) {
   const Work work(a.layout, a.batch, 0, true);
   auto* const raw = static_cast<uint8_t*>(a.workspace);
+  Lines lines = lines_of(a.layout, work, raw, a.workspace, a.payload, a.batch, stream);
+  if (a.residuals == nullptr) {
+    lines.call.leaves.leaves = a.leaves;
+    return pack_all(lines);
+  }
   const Status s = encode({work.raw, a.batch, a.leaves, a.leaf_ids, a.keys, a.residuals, a.new_residuals, raw}, stream);
-  if (s.call != nullptr) return s;
-  return pack_all(lines_of(a.layout, work, raw, a.workspace, a.payload, a.batch, stream));
+  return s.call != nullptr ? s : pack_all(lines);
 }
 
 Status decode_lossless(const Decode& a, cudaStream_t stream) {
   const Work work(a.layout, a.batch, 1, false);
-  auto* const raw = static_cast<uint8_t*>(a.workspace);
-  const Status s = unpack_all(lines_of(a.layout, work, raw, a.workspace, a.payload, a.batch, stream));
-  return s.call != nullptr ? s : decode({work.raw, a.batch, raw, a.leaves}, stream);
+  Lines lines = lines_of(a.layout, work, nullptr, a.workspace, a.payload, a.batch, stream);
+  lines.call.leaves.leaves = const_cast<const void* const*>(a.leaves);
+  return unpack_all(lines);
 }
 
 Status reduce_lossless(const Reduce& a, cudaStream_t stream) {

@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_consta
     copy_quad(x, undivided);
   }
   if (there) divide(m, x);
-  Words<Scalar, kBits> lanes[4];
-  const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
+  QuadCodes<C, kBits> codes;
+  const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, codes);
   if constexpr (kFeedback) {
-    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, m.divisor, undivided);
+    if (there) store_lost(m, t.residuals[p.index], q, g, codes, m.divisor, undivided);
   }
 }
 
@@ -61,11 +61,8 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
       const auto launch = [&](auto kernel) {
         return launch_quads(call, Launches(call, kernel, "reduce kernel", kThreads));
       };
-      if constexpr (traits_of(V::Codec::kKind).scales)
-        return Status();  // is_fast is false
-      else
-        return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
-                                      : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+      return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                                    : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });
     if (s.call != nullptr) return s;
   }

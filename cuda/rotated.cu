@@ -21,7 +21,7 @@ struct Shared {
   alignas(16) float x[kColumn * (kBlock + kLanes)];
   uint32_t signs[kColumn / 4 * kLanes];
   uint32_t largest[kWarps], seed;
-  float lo[kWarps], hi[kWarps], sums[2][kWarps][kLanes], levels[kMostLevels], bounds[kMostLevels];
+  float lo[kWarps], hi[kWarps], sums[2][kWarps][kLanes], levels[2 * kMostLevels], bounds[kMostLevels];
 };
 CGX_D int place_in(int block, int at) { return block * (kBlock + kLanes) + at; }
 
@@ -91,11 +91,10 @@ CGX_D void transform_quads(float (&x)[kRows][4], int place) {
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int half = 2; half > 0; half /= 2) {
+      const float sign = place & half ? -1.0f : 1.0f;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float other = __shfl_xor_sync(kWholeWarp, x[r][j], static_cast<unsigned>(half));
-        x[r][j] = place & half ? other - x[r][j] : x[r][j] + other;
-      }
+      for (int j = 0; j < 4; ++j)
+        x[r][j] = __fmaf_rn(x[r][j], sign, __shfl_xor_sync(kWholeWarp, x[r][j], static_cast<unsigned>(half)));
     }
     butterfly(x[r], 2);
     butterfly(x[r], 1);
@@ -127,8 +126,11 @@ CGX_D void to_columns(const Bucket& b, const float (&quad)[kRows][4], Shared& s,
   for (int k = 0; k < kColumn; ++k) column[k] = k < b.blocks ? s.x[place_in(k, static_cast<int>(threadIdx.x))] : 0.0f;
 }
 
-// Calls f with the width of a code as a type.
-template <class Fn>
+// An attribute of lambdas. Without it, large ones are not inlined, and what they refer to is kept in memory.
+#define CGX_INLINE __attribute__((always_inline))
+
+// Calls f with the width of a code as a type. kTable: for codecs with a table, which have fewer widths.
+template <bool kTable, class Fn>
 CGX_D void with_bits(int bits, Fn f) {
   switch (bits) {
     case 1:
@@ -144,44 +146,50 @@ CGX_D void with_bits(int bits, Fn f) {
     case 6:
       return f(std::integral_constant<int, 6>());
     case 7:
-      return f(std::integral_constant<int, 7>());
-    default:
-      return f(std::integral_constant<int, 8>());
+      if constexpr (!kTable) return f(std::integral_constant<int, 7>());
+      return;
+    case 8:
+      if constexpr (!kTable) return f(std::integral_constant<int, 8>());
+      return;
   }
 }
 
-// Writes the levels of a codec with a table to shared memory. They may be read after the next barrier.
-CGX_D void fill_levels(const Codec& c, Shared& s) {
-  const auto t = static_cast<int>(threadIdx.x);
-  if (traits_of(c.kind).table && t < 1 << (c.bits - 1)) s.levels[t] = normal_level(c.bits, t);
+// Writes the level of each code of a codec with a table to shared memory. They may be read after the next barrier. The
+// levels are constants of the code, because a GPU would copy a table that it indexes to each thread's memory.
+template <int kBits>
+CGX_D void fill_levels(Shared& s) {
+  constexpr int kHalf = 1 << (kBits - 1);
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float level = normal_level(kBits, i);
+    if (static_cast<int>(threadIdx.x) == i) s.levels[kHalf + i] = level, s.levels[kHalf - 1 - i] = -level;
+  }
 }
 
 // Decodes a bucket from its metadata and codes, to columns. Every thread of the thread block must call this.
+template <bool kTable>
 CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[2], const uint8_t* codes, Shared& s,
                          float (&x)[kColumn]) {
-  const bool table = traits_of(m.codec.kind).table;
-  const RotatedMeta back(meta[0], table ? 0.0f : meta[1], table ? seed_sent_as(meta[1]) : 0, b.log_size);
+  const RotatedMeta back(meta[0], kTable ? 0.0f : meta[1], kTable ? seed_sent_as(meta[1]) : 0, b.log_size);
   float quad[kRows][4] = {};
   __syncthreads();  // wait until all threads have read the previous bucket from shared memory
   draw_signs(back.seed, s);
-  fill_levels(m.codec, s);
+  if constexpr (kTable)
+    with_bits<true>(m.codec.bits, [&](auto bits) CGX_INLINE { fill_levels<decltype(bits)::value>(s); });
   __syncthreads();
   if (b.block < b.blocks) {
     const Quad q(threadIdx.x, 12);
-    with_bits(m.codec.bits, [&](auto bits) {
-      constexpr int kBits = decltype(bits)::value, kHalf = 1 << (kBits - 1);
-      Words<Scalar, kBits> lanes[4];
-      load_codes<kBits>(codes + q.codes(kBits), q, lanes);
+    with_bits<kTable>(m.codec.bits, [&](auto bits) CGX_INLINE {
+      constexpr int kBits = decltype(bits)::value;
+      QuadCodes<Levels, kBits> sent;
+      sent.load(codes + sent.at(q), q);
       const int32_t top = top_of(m.codec);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int32_t code = lanes[j].get(r), level = code - kHalf;
-          if (table)
-            quad[r][j] = level < 0 ? -s.levels[(-1 - level) % kMostLevels] : s.levels[level % kMostLevels];
-          else
-            quad[r][j] = static_cast<float>(code - top);
+          const int32_t code = sent.lane[j].get(r);
+          quad[r][j] = kTable ? s.levels[code % (2 * kMostLevels)] : static_cast<float>(code - top);
         }
       }
     });
@@ -198,6 +206,7 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
 }
 
 // Decodes the bucket of a thread block: from one payload, or the sum of several payloads and the own rank's elements.
+template <bool kTable>
 CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const Bucket& b, Shared& s,
                         float (&x)[kColumn]) {
   const uint8_t* payloads = payloads_of(m, p);
@@ -217,7 +226,7 @@ CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const 
     const float* sent = reinterpret_cast<const float*>(payloads) + e.meta + static_cast<int64_t>(p.tile) * m.meta;
     const float meta[2] = {sent[0], m.meta == 2 ? sent[1] : 0.0f};
     float decoded[kColumn];
-    decode_bucket(m, b, meta, payloads + codes, s, decoded);
+    decode_bucket<kTable>(m, b, meta, payloads + codes, s, decoded);
 #pragma unroll
     for (int k = 0; k < kColumn; ++k) x[k] += decoded[k];
   }
@@ -250,9 +259,10 @@ CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which
   return sum;
 }
 
-// Finds the code of each number, for a codec with a table. Returns the unit.
-CGX_D float find_levels(const Message& m, const Bucket& b, const float (&x)[kRows][4], Shared& s,
-                        int32_t (&code)[kRows][4]) {
+// Finds the codes of a quad for a codec with a table. Returns the unit.
+template <int kBits>
+CGX_D float find_levels(const Bucket& b, const float (&x)[kRows][4], Shared& s, QuadCodes<Levels, kBits>& codes) {
+  constexpr int kHalf = 1 << (kBits - 1);
   float lane[4] = {};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -263,13 +273,12 @@ CGX_D float find_levels(const Message& m, const Bucket& b, const float (&x)[kRow
     }
   }
   const float square = sum_of_quads(b, lane, s, 0), variance = square / static_cast<float>(b.size);
-  const auto t = static_cast<int>(threadIdx.x);
-  const int half = 1 << (m.codec.bits - 1);
-  if (t > 0 && t < half) {
-    const float bound = normal_bound(m.codec.bits, t);
-    s.bounds[t] = bound * bound * variance;
+#pragma unroll
+  for (int i = 1; i < kHalf; ++i) {
+    const float bound = normal_bound(kBits, i);
+    if (static_cast<int>(threadIdx.x) == i) s.bounds[i] = bound * bound * variance;
   }
-  fill_levels(m.codec, s);
+  fill_levels<kBits>(s);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -277,19 +286,54 @@ CGX_D float find_levels(const Message& m, const Bucket& b, const float (&x)[kRow
     for (int r = 0; r < kRows; ++r) {
       const float v = x[r][j], squared = v * v;
       int32_t index = 0;
-      for (int step = half / 2; step > 0; step /= 2) index += s.bounds[index + step] < squared ? step : 0;
-      const float term = short_product<Scalar>(fabsf(v), s.levels[index]);
+#pragma unroll
+      for (int step = kHalf / 2; step > 0; step /= 2) index += s.bounds[index + step] < squared ? step : 0;
+      const float term = short_product<Scalar>(fabsf(v), s.levels[kHalf + index]);
       lane[j] = r == 0 ? term : lane[j] + term;
-      code[r][j] = bits(v) < 0 ? half - 1 - index : half + index;
+      codes.lane[j].put(r, bits(v) < 0 ? kHalf - 1 - index : kHalf + index);
     }
   }
   const float sum = sum_of_quads(b, lane, s, 1);
   return square > 0.0f ? square / sum : 0.0f;
 }
 
-// Finds the code of each number, for MaxMin or AbsMax. Returns the grid.
-CGX_D Grid find_codes(const Message& m, const Bucket& b, const Extra& extra, const uint32_t* key, Shared& s,
-                      const float (&x)[kRows][4], int32_t (&code)[kRows][4]) {
+// Noise of 16 bits for the elements of each thread's quad.
+using Noise = uint16_t[kRows * 4][kThreads];
+
+// Draws the noise of a quad. The padding of a bucket repeats the noise of the bucket.
+CGX_D void draw_noise(const Bucket& b, const Extra& extra, const uint32_t* key, Noise& noise) {
+  const uint32_t t = threadIdx.x;
+#pragma unroll 1
+  for (int j = 0; j < 4; ++j) {
+    const int first = b.block * kBlock + b.place * 4 + j;
+    int32_t word[4];
+    // Draws for the lane of element `at` of the bucket, and returns the element's row.
+    const auto draw_lane = [&](int at) {
+      const auto element = static_cast<uint64_t>(extra.start + b.element + at % b.n);
+      draw(word, key, element / kBlock * kLanes + element % kLanes, extra.id);
+      return static_cast<int>(element % kBlock / kLanes);
+    };
+    if (first + (kRows - 1) * kLanes < b.n) {
+      draw_lane(first);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) noise[r * 4 + j][t] = static_cast<uint16_t>(noise_of<Scalar>(word, r, key[2]));
+      continue;
+    }
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r) {
+      const int row = draw_lane(first + r * kLanes);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i == row) noise[r * 4 + j][t] = static_cast<uint16_t>(noise_of<Scalar>(word, i, key[2]));
+      }
+    }
+  }
+}
+
+// Finds the codes of a quad for MaxMin or AbsMax. Returns the grid.
+template <int kBits>
+CGX_D Grid find_codes(const Message& m, const Bucket& b, const float (&x)[kRows][4], const Noise& noise, Shared& s,
+                      QuadCodes<Levels, kBits>& codes) {
   float lo = INFINITY, hi = -INFINITY;
   if (b.block < b.blocks) {
 #pragma unroll
@@ -305,32 +349,16 @@ CGX_D Grid find_codes(const Message& m, const Bucket& b, const Extra& extra, con
   for (int w = 0; w < kWarps; ++w) lo = fminf(lo, s.lo[w]), hi = fmaxf(hi, s.hi[w]);
   const Grid g = Levels::grid({lo, hi}, 0.0f, b.size, m.codec);
   const int32_t top = top_of(m.codec);
-  // Draws the random bits of the lane that has element `at` of the bucket, and returns the element's row. The padding
-  // repeats the random bits of the bucket.
-  const auto draw_lane = [&](int at, int32_t (&word)[4]) {
-    const auto element = static_cast<uint64_t>(extra.start + b.element + at % b.n);
-    draw(word, key, element / kBlock * kLanes + element % kLanes, extra.id);
-    return static_cast<int>(element % kBlock / kLanes);
-  };
-  with_bits(m.codec.bits, [&](auto bits) {
-    constexpr int kBits = decltype(bits)::value;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int first = b.block * kBlock + b.place * 4 + j;
-      int32_t word[4];
-      if (m.codec.stochastic) draw_lane(first, word);
+  for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (m.codec.stochastic) {
-          int row = r;
-          if (first + r * kLanes >= b.n) row = draw_lane(first + r * kLanes, word);
-          code[r][j] = code_of<Levels, kBits, true>(x[r][j], g, top, noise_of<Scalar>(word, row, key[2]));
-        } else {
-          code[r][j] = code_of<Levels, kBits, false>(x[r][j], g, top, 0);
-        }
-      }
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t code = m.codec.stochastic
+                               ? code_of<Levels, kBits, true>(x[r][j], g, top, noise[r * 4 + j][threadIdx.x])
+                               : code_of<Levels, kBits, false>(x[r][j], g, top, 0);
+      codes.lane[j].put(r, code);
     }
-  });
+  }
   return g;
 }
 
@@ -354,6 +382,7 @@ CGX_D uint32_t largest_of_columns(const Bucket& b, const float (&x)[kColumn], Sh
   return largest;
 }
 
+template <bool kTable, bool kFeedback>
 __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
@@ -363,18 +392,17 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   const Residual& residual = t.residuals[p.index];
   const Bucket b(m, e, extra, p.tile);
   __shared__ Shared s;
-  const bool table = traits_of(m.codec.kind).table;
   const auto at = [](int k) { return k * kBlock + static_cast<int>(threadIdx.x); };
 
   float x[kColumn], y[kColumn];
   if (m.payloads != nullptr) {
-    decode_place(m, e, p, b, s, x);
+    decode_place<kTable>(m, e, p, b, s, x);
   } else {
 #pragma unroll
     for (int k = 0; k < kColumn; ++k)
       x[k] = at(k) < b.n ? load_element(e.leaf, static_cast<DType>(e.dtype), b.element + at(k)) : 0.0f;
   }
-  if (residual.old != nullptr) {
+  if constexpr (kFeedback) {
 #pragma unroll
     for (int k = 0; k < kColumn; ++k) {
       if (at(k) < b.n) x[k] += residual.old[b.element + at(k)];
@@ -387,7 +415,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   const uint32_t* key = m.keys == nullptr ? nullptr : m.keys + kKeyWords * p.row;
   if (threadIdx.x == 0) {
     s.seed = 0;
-    if (table) {
+    if (kTable) {
       const auto first = static_cast<uint64_t>((extra.start + b.element) / kBlock * kLanes);
       int32_t word[4], next[4];
       draw(word, key, first, extra.id);
@@ -397,6 +425,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
     }
   }
   const uint32_t largest = largest_of_columns(b, y, s), seed = s.seed;
+  const bool finite = largest < 0x7f800000u;
   const Rotation rotation(float_of(largest));
   draw_signs(seed, s);
   __syncthreads();
@@ -404,48 +433,47 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   for (int k = 0; k < kColumn; ++k) {
     if (k >= b.blocks) continue;
     const float scaled = y[k] * rotation.scale * rotation.power;
-    y[k] = float_of(bits_of(fabsf(scaled) < kDropped ? 0.0f : scaled) ^ sign_of(s, k));
+    y[k] = float_of(bits_of(finite && fabsf(scaled) >= kDropped ? scaled : 0.0f) ^ sign_of(s, k));
   }
   transform_columns(b.blocks, y);
   float quad[kRows][4];
   to_quads(b, y, s, quad);
   transform_quads(quad, b.place);
 
-  int32_t code[kRows][4];
-  Grid g = {};
-  if (table) {
-    g.unit = find_levels(m, b, quad, s, code);
-    g.base = sent_seed(seed);
-  } else {
-    g = find_codes(m, b, extra, key, s, quad, code);
-    g.base = rotation.as_sent(g.base, b.log_size);
-  }
-  g.unit = rotation.as_sent(g.unit, b.log_size);
-  g.finite = largest < 0x7f800000u && is_finite(g.unit) && is_finite(g.base);
-
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
   uint8_t* codes = chunk + e.codes + p.tile * packed_bytes(m.codec.bucket_size, code_bits(m.codec));
-  if (b.block < b.blocks) {
-    const Quad q(threadIdx.x, 12);
-    with_bits(m.codec.bits, [&](auto bits) {
-      constexpr int kBits = decltype(bits)::value;
-      Words<Scalar, kBits> lanes[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        lanes[j].clear();
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) lanes[j].put(r, g.finite ? code[r][j] : 0);
-      }
-      store_codes<kBits>(codes + q.codes(kBits), q, lanes);
-    });
+  Grid g = {};
+  __shared__ std::conditional_t<kTable, int, Noise> noise;
+  if constexpr (!kTable) {
+    if (m.codec.stochastic) draw_noise(b, extra, key, noise);
   }
+  with_bits<kTable>(m.codec.bits, [&](auto bits) CGX_INLINE {
+    QuadCodes<Levels, decltype(bits)::value> sent;
+#pragma unroll
+    for (auto& lane : sent.lane) lane.clear();
+    if constexpr (kTable) {
+      g.unit = find_levels(b, quad, s, sent);
+      g.base = sent_seed(seed);
+    } else {
+      g = find_codes(m, b, quad, noise, s, sent);
+      g.base = rotation.as_sent(g.base, b.log_size);
+    }
+    g.unit = rotation.as_sent(g.unit, b.log_size);
+    g.finite = finite && is_finite(g.unit) && is_finite(g.base);
+#pragma unroll
+    for (auto& lane : sent.lane) {
+      if (!g.finite) lane.clear();
+    }
+    const Quad q(threadIdx.x, 12);
+    if (b.block < b.blocks) sent.store(codes + sent.at(q), q);
+  });
   if (threadIdx.x == 0) store_meta(m, chunk, e.meta + static_cast<int64_t>(p.tile) * m.meta, g);
-  if (residual.old == nullptr) return;
+  if constexpr (!kFeedback) return;
   // The thread block reads the codes that it wrote, and decodes them like every receiver. The barrier makes the other
   // threads' stores visible.
   __syncthreads();
   const float meta[2] = {unit_of(g), base_of(g)};
-  decode_bucket(m, b, meta, codes, s, y);
+  decode_bucket<kTable>(m, b, meta, codes, s, y);
 #pragma unroll
   for (int k = 0; k < kColumn; ++k) {
     if (at(k) >= b.n) continue;
@@ -455,7 +483,8 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   }
 }
 
-__global__ void __launch_bounds__(kThreads) decode_rotated_kernel(const __grid_constant__ Table<true, true> t) {
+template <bool kTable>
+__global__ void __launch_bounds__(kThreads, 4) decode_rotated_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
   const Message& m = t.message;
@@ -463,7 +492,7 @@ __global__ void __launch_bounds__(kThreads) decode_rotated_kernel(const __grid_c
   const Bucket b(m, e, t.extras[p.index], p.tile);
   __shared__ Shared s;
   float x[kColumn];
-  decode_place(m, e, p, b, s, x);
+  decode_place<kTable>(m, e, p, b, s, x);
   divide(m, x);
 #pragma unroll
   for (int k = 0; k < kColumn; ++k) {
@@ -496,10 +525,17 @@ Status launch(const Call& call, void (*kernel)(Table<true, true>), const char* n
 }  // namespace
 
 Status encode_rotated(const Call& call) {
-  return launch(call, encode_rotated_kernel, "encode kernel of rotated buckets");
+  const bool table = traits_of(call.layout.codec.kind).table, feedback = call.leaves.residuals != nullptr;
+  return launch(call,
+                table      ? feedback ? encode_rotated_kernel<true, true> : encode_rotated_kernel<true, false>
+                : feedback ? encode_rotated_kernel<false, true>
+                           : encode_rotated_kernel<false, false>,
+                "encode kernel of rotated buckets");
 }
 Status decode_rotated(const Call& call) {
-  return launch(call, decode_rotated_kernel, "decode kernel of rotated buckets");
+  const bool table = traits_of(call.layout.codec.kind).table;
+  return launch(call, table ? decode_rotated_kernel<true> : decode_rotated_kernel<false>,
+                "decode kernel of rotated buckets");
 }
 
 }  // namespace jaxcgx::cuda

@@ -211,9 +211,9 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
         if (!has_buckets(c.kind)) add(Item(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);
         clear_to(p.codes);
         at = p.codes + code_bytes(c, dtype, p);
-        // Only the fast kernels don't clear the padding after their codes. They have padding only if buckets are very
-        // small.
-        if (!is_fast(c) || p.coded % p.bucket != 0) at = align16(at);
+        // Only kernels of quads don't clear the padding after their codes. They have padding only if buckets are very
+        // small, or blocks have scales.
+        if (elements_of_quads(c, p) < p.coded) at = align16(at);
         add(Item(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);
         clear_to(p.tail);
         at = align16(p.tail + p.raw * size_of(dtype));

@@ -112,6 +112,23 @@ void blocks_of_large_buckets() {
   }
 }
 
+// Leaves that end near a block of Lossless or of codec/pack.h. Numbers of a similar size have few further digits, and
+// others so many that exponents are stored directly.
+void blocks_of_lossless() {
+  Random r{6};
+  for (const DType dtype : kDTypes) {
+    for (const int64_t near : {0, 128, 384, 512, 1024, 2048}) {
+      for (const bool alike : {false, true}) {
+        Case k{{Kind::kLossless, 0, 0, false, false, false}, {{near + r.below(10), dtype}}};
+        if (near > 0) k.shapes.push_back({near - r.below(10), dtype});
+        k.shift = r.below(2);
+        k.alike = alike;
+        compare(k, r);
+      }
+    }
+  }
+}
+
 // More pieces than a table holds, with many rows and chunks.
 void many_leaves() {
   Random r{3};
@@ -254,6 +271,7 @@ int main(int argc, char** argv) {
   nothing();
   too_large();
   many_leaves();
+  blocks_of_lossless();
   every_codec();
   blocks_of_large_buckets();
   if (step > 1) return finish();

@@ -112,6 +112,7 @@ CGX_HD int32_t shr(int32_t i, int n) { return static_cast<int32_t>(static_cast<u
 CGX_HD float min(float a, float b) { return a < b ? a : b; }
 CGX_HD float max(float a, float b) { return a > b ? a : b; }
 CGX_HD int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
+CGX_HD int32_t max(int32_t a, int32_t b) { return a > b ? a : b; }
 CGX_HD bool less(int32_t a, int32_t b) { return a < b; }
 CGX_HD float select(bool c, float a, float b) { return c ? a : b; }
 CGX_HD int32_t select(bool c, int32_t a, int32_t b) { return c ? a : b; }

@@ -56,13 +56,26 @@ struct Variant {
   static constexpr bool stochastic = kStochastic;
 };
 
+// Returns the number of scales of a block of codes, which take a byte each.
+template <class C>
+CGX_HD constexpr int scales_of() {
+  if constexpr (traits_of(C::kKind).scales)
+    return C::kScales;
+  else
+    return 0;
+}
 // Returns the bytes of a whole block of codes.
 template <class C, int kBits>
 constexpr int block_bytes() {
+  return kLanes * kBits + scales_of<C>();
+}
+// Returns whether a bucket has a unit. Otherwise the unit is 1.
+template <class C>
+CGX_HD constexpr bool has_unit() {
   if constexpr (traits_of(C::kKind).scales)
-    return kLanes * kBits + C::kScales;
+    return !C::kPower;
   else
-    return kLanes * kBits;
+    return true;
 }
 
 // Calls f(Variant) with the code width c.bits, which is at least kBits.

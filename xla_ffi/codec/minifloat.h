@@ -11,20 +11,18 @@ struct Minifloat {
   static constexpr int kSign = kExponent + kMantissa;  // the position of the sign bit
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kDrop = 23 - kMantissa;
-  // 1 is kCount times the smallest denormal. Numbers whose bits are below kNormal are multiples of that denormal.
-  static constexpr float kCount = static_cast<float>(1 << (kMantissa + kBias - 1));
-  static constexpr int kNormal = (128 - kBias) << 23;
+  static constexpr int32_t kNormal = (128 - kBias) << 23;  // the bits of the smallest normal number
 
   // Returns the code of the nearest number, ties to even. The caller ensures that no y rounds past the largest number.
   template <class V>
   CGX_HD static typename V::I encode(typename V::F y) {
-    using I = typename V::I;
-    const I magnitude = bits(y) & V::splat(0x7fffffff);
-    const I even = shr(magnitude, kDrop) & V::splat(1);
-    const I normal = shr(magnitude + V::splat((1 << (kDrop - 1)) - 1 - ((127 - kBias) << 23)) + even, kDrop);
-    // Adding 2^23 times the smallest denormal rounds to a multiple of it.
-    const I denormal = bits(as_float(magnitude) + V::splat(8388608.0f / kCount)) - bits(V::splat(8388608.0f / kCount));
-    const I code = select(less(magnitude, V::splat(kNormal)), denormal, normal);
+    const auto magnitude = bits(y) & V::splat(0x7fffffff);
+    // The distance between neighbours of y is 2^-kMantissa of the power of two below y, and for denormals as large as
+    // for the smallest normal number. Adding 2^23 times this distance rounds to a multiple of it.
+    const auto power = max(magnitude, V::splat(kNormal)) & V::splat(0x7f800000);
+    const auto magic = power + V::splat(kDrop << 23);
+    const auto multiple = bits(as_float(magnitude) + as_float(magic)) - magic;
+    const auto code = multiple + (shr(power, kDrop) - V::splat(kNormal >> kDrop));
     return code | (shr(bits(y), 31 - kSign) & V::splat(1 << kSign));
   }
 
@@ -35,7 +33,7 @@ struct Minifloat {
                sign = shl(code & V::splat(1 << kSign), 31 - kSign);
     if constexpr (kExponent < 4) {  // many codes are denormals, and as float32 denormals they would be slow on CPUs
       const auto normal = magnitude + V::splat((127 - kBias) << 23);
-      const auto one = V::splat(float_of((128 - kBias) << 23));  // the smallest normal number
+      const auto one = V::splat(as_float(kNormal));
       const auto denormal = bits(as_float(magnitude + bits(one)) - one);
       return as_float(select(less(magnitude, V::splat(1 << 23)), denormal, normal) | sign);
     }

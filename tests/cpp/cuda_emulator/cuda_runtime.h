@@ -291,6 +291,7 @@ T __shfl_up_sync(unsigned mask, T value, unsigned lanes) {
   const unsigned lane = threadIdx.x % 32;
   return cuda_emulator::exchange(mask, value, lane < lanes ? lane : lane - lanes);
 }
+inline void __syncwarp() { cuda_emulator::exchange(0xffffffffu, 0u, threadIdx.x % 32); }
 inline unsigned __ballot_sync(unsigned mask, bool yes) {
   const auto& t = *cuda_emulator::state.current;
   const unsigned turn = t.shuffles % 2;

@@ -53,9 +53,11 @@ int main() {
       if (!codec.skip_incomplete && !is_rotated(codec)) count(codec);  // the others have the same kernels
     }
   }
-  // A reduce runs the same kernels for each payload. They have one variant, whose work depends on the bucket.
-  count({{jaxcgx::Kind::kEden, 4, 4096, true, false, false}}, true);
-  for (const auto& codec : codecs_without_buckets()) count(codec);
+  // A reduce runs the kernels of rotated buckets and of Lossless for each payload. Those of rotated buckets have all
+  // widths, and their work depends on the bucket.
+  count({{jaxcgx::Kind::kEden, 4, 4096, true}}, true);
+  count({{jaxcgx::Kind::kMaxMin, 4, 4096, false, false, false, true}}, true);
+  for (const auto& codec : codecs_without_buckets()) count(codec, is_lossless(codec.kind));
   for (const auto& codec : sparse_codecs()) count(codec);
   std::printf("%lld elements\n", static_cast<long long>(kElements));
   return finish();

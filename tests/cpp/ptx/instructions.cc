@@ -360,6 +360,10 @@ void add_threads(Table& table) {
     if (t.get<uint32_t>(i.operands[0]) != 0) t.fail(i, "a barrier other than 0");
     __syncthreads();
   };
+  table["bar.warp.sync"] = [](Thread& t, const Instruction& i) {
+    if (t.get<uint32_t>(i.operands[0]) != ~uint32_t{0}) t.fail(i, "a barrier of a part of a warp");
+    __syncwarp();
+  };
   table["nanosleep.u32"] = [](Thread& t, const Instruction& i) { __nanosleep(t.get<uint32_t>(i.operands[0])); };
   // Kernels run one after another.
   for (const char* name : {"griddepcontrol.wait", "griddepcontrol.launch_dependents"})
