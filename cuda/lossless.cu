@@ -1,5 +1,5 @@
-// Lossless (codec/lossless.h). A warp packs or unpacks a block of elements. The planes are made of registers. The lists
-// of elements with further digits are in shared memory.
+// Lossless (codec/lossless.h). A warp packs or unpacks a block of elements. Its threads have the elements in registers.
+// The lists of elements with further digits are in shared memory.
 //
 // A warp writes the overflow of its block to the workspace. When the lengths of all blocks are known, another kernel
 // moves the overflow to its position in the chunk.
@@ -11,6 +11,7 @@ namespace jaxcgx::cuda {
 namespace {
 
 constexpr int64_t kWarps = kThreads / kWarpSize, kLengths = kThreads;  // blocks, and lengths, of a thread block
+constexpr uint32_t kStartThreads = 256;
 using Pieces = Table<true, true>;
 
 // The memory of a block of elements.
@@ -432,19 +433,29 @@ __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_co
   if (b.n == 0) return;
   const auto* from = reinterpret_cast<const uint16_t*>(b.overflow);
   auto* to = reinterpret_cast<uint16_t*>(b.chunk_overflow) + *b.start;
-  for (int64_t i = threadIdx.x % kWarpSize; i < b.length() / 2; i += kWarpSize) to[i] = from[i];
+  const int64_t count = b.length() / 2;
+  for (int64_t i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) to[i] = from[i];
 }
 
 // Replaces each length by the sum of the lengths before it in its line of `count` lengths. A line of fewer blocks ends
-// with garbage, which does not affect the lengths before it.
-__global__ void __launch_bounds__(kThreads) lossless_starts_kernel(uint32_t* lengths, int64_t count) {
+// with garbage, which does not affect the lengths before it. A line has one thread block, so a thread has many lengths.
+__global__ void __launch_bounds__(kStartThreads) lossless_starts_kernel(uint32_t* lengths, int64_t count) {
+  constexpr int kEach = 16;
   uint32_t* const line = lengths + blockIdx.x * count;
   uint32_t before = 0;
-  for (int64_t first = 0; first < count; first += kThreads) {
-    const int64_t i = first + threadIdx.x;
-    uint32_t all;
-    const uint32_t sum = sum_before<kThreads>(i < count ? line[i] : 0, &all);
-    if (i < count) line[i] = before + sum;
+  for (int64_t begin = 0; begin < count; begin += kStartThreads * kEach) {
+    const int64_t first = begin + threadIdx.x * kEach;
+    uint32_t length[kEach], sum = 0, all;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      length[i] = first + i < count ? line[first + i] : 0;
+      sum += length[i];
+    }
+    uint32_t start = before + sum_before<kStartThreads>(sum, &all);
+#pragma unroll
+    for (int i = 0; i < kEach; start += length[i], ++i) {
+      if (first + i < count) line[first + i] = start;
+    }
     before += all;
   }
 }
@@ -456,13 +467,13 @@ __global__ void __launch_bounds__(kThreads) lossless_clear_kernel(uint4* to, int
 }
 
 template <class... Parameters>
-Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, cudaStream_t stream,
+Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, uint32_t threads, cudaStream_t stream,
               Parameters... given) {
   if (blocks == 0) return {};
   if (blocks > INT32_MAX) return {name, cudaErrorInvalidConfiguration};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<uint32_t>(blocks));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads);
   config.stream = stream;
   return cuda::launch(config, kernel, name, given...);
 }
@@ -527,8 +538,8 @@ struct Lines {
     return launches.finish();
   }
   Status starts(int64_t lines) const {
-    return launch(lossless_starts_kernel, "starts kernel of Lossless", work.blocks > 0 ? lines : 0, call.stream,
-                  reinterpret_cast<uint32_t*>(workspace + work.starts_at()), work.blocks);
+    return launch(lossless_starts_kernel, "starts kernel of Lossless", work.blocks > 0 ? lines : 0, kStartThreads,
+                  call.stream, reinterpret_cast<uint32_t*>(workspace + work.starts_at()), work.blocks);
   }
 };
 
@@ -541,7 +552,7 @@ Lines lines_of(const Layout& l, const Work& work, uint8_t* raw, void* workspace,
 
 Status pack_all(const Lines& lines) {
   Status s = launch(lossless_clear_kernel, "clear kernel of Lossless",
-                    div_up(lines.work.packed * lines.l.chunk_bytes / 16, kLosslessBlock), lines.call.stream,
+                    div_up(lines.work.packed * lines.l.chunk_bytes / 16, kLosslessBlock), kThreads, lines.call.stream,
                     reinterpret_cast<uint4*>(lines.call.message.payload), lines.work.packed * lines.l.chunk_bytes / 16);
   if (s.call == nullptr) s = lines.run(lossless_pack_kernel, "pack kernel of Lossless", kWarps * kLosslessBlock);
   if (s.call == nullptr) s = lines.starts(lines.work.packed);

@@ -129,6 +129,14 @@ void blocks_of_lossless() {
   }
 }
 
+// More blocks than one step of the sum of their lengths takes.
+void many_blocks_of_lossless() {
+  Random r{7};
+  Case k{{Kind::kLossless, 0, 0, false, false, false}, {}};
+  for (int i = 0; i < 4200; ++i) k.shapes.push_back({1 + r.below(3), r.pick(kDTypes)});
+  compare(k, r);
+}
+
 // More pieces than a table holds, with many rows and chunks.
 void many_leaves() {
   Random r{3};
@@ -272,6 +280,7 @@ int main(int argc, char** argv) {
   too_large();
   many_leaves();
   blocks_of_lossless();
+  many_blocks_of_lossless();
   every_codec();
   blocks_of_large_buckets();
   if (step > 1) return finish();
