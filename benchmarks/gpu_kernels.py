@@ -122,7 +122,8 @@ def rows():
     for name in ("AbsMax 8", "Float8 e4m3", "Cast bfloat16", "Sign", "ByteGrad"):
         table[f"encode {name}"] = loop, kernels.encode, kernels.CODECS[name], "float32", None
         table[f"decode {name}"] = loop, kernels.decode, kernels.CODECS[name], "float32", 0.9
-    others = {name: kernels.CODECS[name] for name in ("Eden 4", "MaxMin 4 rotated", "Micro nvfp4", "Micro mxfp8")}
+    micro = "Micro nvfp4", "Micro mxfp4", "Micro mxfp8"
+    others = {name: kernels.CODECS[name] for name in ("Eden 4", "MaxMin 4 rotated", *micro)}
     for name, codec in (others | {"Lossless": cgx.Lossless()}).items():
         for operation in (kernels.encode, kernels.decode):
             table[f"{operation.__name__} {name}"] = loop, operation, codec, "float32", None

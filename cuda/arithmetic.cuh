@@ -160,6 +160,15 @@ CGX_D void add_field(Words<Scalar, kBits>& w, int row, uint32_t code) {
   word = static_cast<int32_t>(static_cast<uint32_t>(word) + (code << (kBits * row & 31)));
 }
 
+// Returns whether a bucket has a unit. Otherwise the unit is 1.
+template <class C>
+CGX_D constexpr bool has_unit() {
+  if constexpr (traits_of(C::kKind).scales)
+    return !C::kPower;
+  else
+    return true;
+}
+
 // Returns the number of a row's code, which is a small float (codec/minifloat.h). Here, unlike on a CPU, denormals cost
 // nothing. Read as a float32, the code's exponent and mantissa give a number that is too small by a power of two.
 template <class Element, int kBits>

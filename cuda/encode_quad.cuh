@@ -139,7 +139,7 @@ CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint3
 // this, because it has shuffles.
 template <class C, int kBits>
 CGX_D void scaled_codes_of_quad(const Quad& q, const Grid& g, const float (&x)[kRows][4], QuadCodes<C, kBits>& codes) {
-  constexpr int kOwn = C::kScales / 4;  // each of the block's four threads computes so many scales
+  constexpr int kOwn = C::kScales / 4;  // the scales that each of the block's four threads computes
   const auto place = static_cast<int>(q.place);
   float largest[kOwn] = {};
 #pragma unroll

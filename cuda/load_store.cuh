@@ -182,28 +182,32 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
   }
 }
 
-// load_words and store_words access kWords neighbouring words of 4 bytes. kAligned: they are known to be aligned as a
-// whole. Otherwise the pointer is tested: in blocks of fewer than 16 lanes whose codes have several fields, and in
-// blocks with scales, they may not be aligned.
-template <bool kAligned, int kWords>
+// load_words and store_words access kWords neighbouring words of 4 bytes. They are aligned to kAligned bytes. 0: the
+// pointer is tested, because in blocks of fewer than 16 lanes whose codes have several fields, words may be less
+// aligned.
+template <int kAligned, int kWords>
 CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
-  if (kWords == 4 && (kAligned || aligned(at, 16))) {
+  if (kWords == 4 && (kAligned == 16 || (kAligned == 0 && aligned(at, 16)))) {
     const uint4 v = __ldcs(reinterpret_cast<const uint4*>(at));
     w[0] = v.x, w[1 % kWords] = v.y, w[2 % kWords] = v.z, w[3 % kWords] = v.w;
-  } else if (kWords == 2 && (kAligned || aligned(at, 8))) {
-    const uint2 v = __ldcs(reinterpret_cast<const uint2*>(at));
-    w[0] = v.x, w[1 % kWords] = v.y;
+  } else if (kWords > 1 && (kAligned >= 8 || (kAligned == 0 && kWords == 2 && aligned(at, 8)))) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 2) {
+      const uint2 v = __ldcs(reinterpret_cast<const uint2*>(at + 4 * i));
+      w[i] = v.x, w[(i + 1) % kWords] = v.y;
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) w[i] = __ldcs(reinterpret_cast<const uint32_t*>(at) + i);
   }
 }
-template <bool kAligned, int kWords>
+template <int kAligned, int kWords>
 CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
-  if (kWords == 4 && (kAligned || aligned(at, 16))) {
+  if (kWords == 4 && (kAligned == 16 || (kAligned == 0 && aligned(at, 16)))) {
     *reinterpret_cast<uint4*>(at) = {w[0], w[1 % kWords], w[2 % kWords], w[3 % kWords]};
-  } else if (kWords == 2 && (kAligned || aligned(at, 8))) {
-    *reinterpret_cast<uint2*>(at) = {w[0], w[1 % kWords]};
+  } else if (kWords > 1 && (kAligned >= 8 || (kAligned == 0 && kWords == 2 && aligned(at, 8)))) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 2) *reinterpret_cast<uint2*>(at + 4 * i) = {w[i], w[(i + 1) % kWords]};
   } else {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(at)[i] = w[i];
@@ -247,7 +251,8 @@ CGX_D void pad(uint8_t* chunk, int64_t at) {
 template <class C, int kBits>
 struct QuadCodes {
   static constexpr int kScales = scales_of<C>(), kScaleWords = kScales > 0 ? kScales / 4 : 1;
-  static constexpr bool kAligned = (kBits & (kBits - 1)) == 0 && kScales == 0;
+  // A block with scales has a multiple of 8 or of 4 bytes.
+  static constexpr int kAligned = kScales > 0 ? kScales : (kBits & (kBits - 1)) == 0 ? 16 : 0;
   Words<Scalar, kBits> lane[4];
   uint32_t scales[kScaleWords];
 
@@ -291,10 +296,10 @@ struct QuadCodes {
     }
     if constexpr (kBits & 1) {
       uint32_t d[1];
-      load_words<true>(block + q.place * 4, d);
+      load_words<4>(block + q.place * 4, d);
       each([&](auto& l, int j) { l.d = static_cast<int32_t>(d[0] >> (8 * j) & 0xff); });
     }
-    if constexpr (kScales > 0) load_words<true>(block, scales);
+    if constexpr (kScales > 0) load_words<kAligned>(block, scales);
   }
   CGX_D void store(uint8_t* block, const Quad& q) const {
     const auto word = [](int32_t x) { return static_cast<uint32_t>(x); };
@@ -312,11 +317,11 @@ struct QuadCodes {
       block += q.lanes * 2;
     }
     if constexpr (kBits & 1) {
-      store_words<true>(block + q.place * 4,
-                        {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
+      store_words<4>(block + q.place * 4,
+                     {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
     }
     if constexpr (kScales > 0) {
-      if (q.place == 0) store_words<true>(block, scales);
+      if (q.place == 0) store_words<kAligned>(block, scales);
     }
   }
 };

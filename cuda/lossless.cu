@@ -51,42 +51,42 @@ struct Block {
 // pairs of them are aligned.
 template <bool kWhole>
 struct Pair {
-  int block, lane;   // lane: the first lane
-  int lanes, count;  // of the block of codec/pack.h
+  int quarter, lane;  // quarter: index of the block of codec/pack.h; lane: the first lane
+  int lanes, count;   // of that block
 
   CGX_D explicit Pair(int64_t n) {
     const auto thread = static_cast<int>(threadIdx.x % kWarpSize);
-    block = thread / 8;
+    quarter = thread / 8;
     lane = thread % 8 * 2;
-    const int left = static_cast<int>(n) - block * kBlock;
+    const int left = static_cast<int>(n) - quarter * kBlock;
     count = kWhole || left > kBlock ? kBlock : left < 0 ? 0 : left;
     lanes = kWhole ? kLanes : (count + kRows - 1) / kRows;
   }
   // Returns the index in the warp's elements of an element of row r. which: 0 or 1.
-  CGX_D int at(int r, int which) const { return block * kBlock + r * lanes + lane + which; }
+  CGX_D int at(int r, int which) const { return quarter * kBlock + r * lanes + lane + which; }
   CGX_D bool has(int r, int which) const {
     return kWhole || (lane + which < lanes && r * lanes + lane + which < count);
   }
 
-  // load_words and store_words access the words of codes that are packed at `packed`.
+  // load_codes and store_codes access the words of codes that are packed at `packed`.
   template <int kBits>
-  CGX_D void load_words(const uint8_t* packed, Words<Scalar, kBits> (&w)[2]) const {
+  CGX_D void load_codes(const uint8_t* packed, Words<Scalar, kBits> (&w)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       w[i].clear();
       if (!kWhole && lane + i >= lanes) continue;
       each_word<kBits>(w[i], lane + i, lanes, [&](auto size, int32_t& word, int32_t at) {
-        word = load_word<decltype(size)>(packed + block * kLanes * kBits + at);
+        word = load_word<decltype(size)>(packed + quarter * kLanes * kBits + at);
       });
     }
   }
   template <int kBits>
-  CGX_D void store_words(uint8_t* packed, Words<Scalar, kBits> (&w)[2]) const {
+  CGX_D void store_codes(uint8_t* packed, Words<Scalar, kBits> (&w)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!kWhole && lane + i >= lanes) continue;
       each_word<kBits>(w[i], lane + i, lanes, [&](auto size, int32_t word, int32_t at) {
-        store_word<decltype(size)>(packed + block * kLanes * kBits + at, word);
+        store_word<decltype(size)>(packed + quarter * kLanes * kBits + at, word);
       });
     }
   }
@@ -144,9 +144,9 @@ template <class Fn>
 CGX_D uint32_t each_further(const Words<Scalar, 2> (&digits)[2], Fn f) {
   const uint32_t word = static_cast<uint32_t>(digits[0].c) | static_cast<uint32_t>(digits[1].c) << 16,
                  in = word & word >> 1 & 0x55555555u;
-  const uint32_t of_rows = (in & 0xffff) + (in >> 16), lane = threadIdx.x % kWarpSize;
+  const uint32_t of_rows = (in & 0xffff) + (in >> 16), thread = threadIdx.x % kWarpSize;
   const uint32_t own[2] = {as_bytes(of_rows & 0xff), as_bytes(of_rows >> 8)};  // a byte for each row
-  // The sums over the block's threads before this one, and over rows before each, are below 128.
+  // The sums over the threads of the quarter before this one, and over the rows before each, are below 128.
   uint32_t upto[2], before[2], all = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -154,17 +154,17 @@ CGX_D uint32_t each_further(const Words<Scalar, 2> (&digits)[2], Fn f) {
 #pragma unroll
     for (uint32_t d = 1; d < 8; d *= 2) {
       const uint32_t other = __shfl_up_sync(kWholeWarp, upto[i], d);
-      if (lane % 8 >= d) upto[i] += other;
+      if (thread % 8 >= d) upto[i] += other;
     }
-    const uint32_t row = __shfl_sync(kWholeWarp, upto[i], lane | 7), sums = row * 0x01010101u + all * 0x01010101u;
+    const uint32_t row = __shfl_sync(kWholeWarp, upto[i], thread | 7), sums = row * 0x01010101u + all * 0x01010101u;
     before[i] = sums - row + upto[i] - own[i];
     all = sums >> 24;
   }
-  uint32_t so_far = all;  // of this block and those before it
+  uint32_t so_far = all;  // of this quarter and those before it
 #pragma unroll
   for (uint32_t d = 8; d < kWarpSize; d *= 2) {
     const uint32_t other = __shfl_up_sync(kWholeWarp, so_far, d);
-    if (lane >= d) so_far += other;
+    if (thread >= d) so_far += other;
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -181,8 +181,8 @@ CGX_D uint32_t each_further(const Words<Scalar, 2> (&digits)[2], Fn f) {
 struct List {
   int16_t of[kLosslessBlock];
 
-  // Keeps, in order, what `next` returns for the entries of a list of `count`: next(i, entry) is negative if an entry
-  // has no further digit. Returns the number of entries that are kept.
+  // Replaces the entries of a list of `count` by the results of next(i, entry), in order. Drops negative results, which
+  // mean that there is no further digit. Returns the number of entries that are kept.
   template <class Fn>
   CGX_D uint32_t keep(uint32_t count, Fn next) {
     uint32_t kept = 0;
@@ -202,7 +202,8 @@ struct List {
 template <DType kType>
 using Bits = std::conditional_t<kType == DType::kF32, uint32_t, uint16_t>;
 
-// The planes of the unchanged bits of a block: the low 16 bits and the next 8 (fp32), or the low 8 and 3 packed (fp16).
+// The planes of the unchanged bits of a block: the low 16 bits and the next 8 (fp32), the low 8 (bf16), or the low 8
+// and 3 packed (fp16).
 template <DType kType>
 struct Rest {
   Array<std::conditional_t<kType == DType::kF32, uint16_t, uint8_t>> low;
@@ -214,7 +215,7 @@ struct Rest {
         high(b.planes + packed_bytes(b.n, 2) + (kType == DType::kF32 ? 2 : 1) * b.n) {}
   template <bool kWhole>
   CGX_D void load(const Pair<kWhole>& p) {
-    if constexpr (kType == DType::kF16) p.load_words(high, packed);
+    if constexpr (kType == DType::kF16) p.load_codes(high, packed);
   }
   template <bool kWhole>
   CGX_D void get(const Pair<kWhole>& p, int r, int32_t (&rest)[2]) const {
@@ -235,7 +236,7 @@ struct Rest {
   }
   template <bool kWhole>
   CGX_D void store(const Pair<kWhole>& p) {
-    if constexpr (kType == DType::kF16) p.store_words(high, packed);
+    if constexpr (kType == DType::kF16) p.store_codes(high, packed);
   }
 };
 
@@ -312,12 +313,12 @@ CGX_D void pack(const Block& b, List& list) {
         lower[i].put(r, exponent & 3), upper[i].put(r, exponent >> 2);
       }
     }
-    p.store_words(b.planes, lower);
-    p.store_words(b.overflow, upper);
+    p.store_codes(b.planes, lower);
+    p.store_codes(b.overflow, upper);
     bytes = most;
     if (threadIdx.x % kWarpSize == 0 && packed_bytes(b.n, L::kExponent - 2) < most) b.overflow[most - 1] = 0;
   } else {
-    p.store_words(b.planes, digits);
+    p.store_codes(b.planes, digits);
   }
   if (threadIdx.x % kWarpSize == 0) {
     b.head[0] = static_cast<uint8_t>(center), b.head[1] = static_cast<uint8_t>(bytes / 2);
@@ -334,20 +335,22 @@ CGX_D void unpack(const Block& b, List& list, uint8_t (&exponents)[kLosslessBloc
   const int32_t center = b.head[0];
   const uint8_t* const overflow = b.chunk_overflow + 2 * int64_t{*b.start};
   Words<Scalar, 2> digits[2];
-  p.load_words(b.planes, digits);
+  p.load_codes(b.planes, digits);
+  if constexpr (!kWhole) {  // untrusted bytes may have digits past the end
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Words<Scalar, 2> known = {};
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) known.put(r, p.has(r, i) ? digits[i].get(r) : 0);
+      digits[i] = known;
+    }
+  }
   Words<Scalar, L::kExponent - 2> upper[2] = {};
   if (raw) {
-    p.load_words(overflow, upper);
+    p.load_codes(overflow, upper);
   } else {
-    Words<Scalar, 2> known[2] = {};  // untrusted bytes may have digits past the end
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) known[i].put(r, p.has(r, i) ? digits[i].get(r) : 0);
-    }
-    uint32_t left = each_further(kWhole ? digits : known, [&](int r, int i, uint32_t place) {
-      list.of[place] = static_cast<int16_t>(p.at(r, i));
-    });
+    uint32_t left =
+        each_further(digits, [&](int r, int i, uint32_t place) { list.of[place] = static_cast<int16_t>(p.at(r, i)); });
     __syncwarp();
     const auto end = static_cast<uint32_t>(bytes);
     uint32_t at = 0;

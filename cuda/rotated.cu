@@ -126,7 +126,7 @@ CGX_D void to_columns(const Bucket& b, const float (&quad)[kRows][4], Shared& s,
   for (int k = 0; k < kColumn; ++k) column[k] = k < b.blocks ? s.x[place_in(k, static_cast<int>(threadIdx.x))] : 0.0f;
 }
 
-// An attribute of lambdas. Without it, large ones are not inlined, and what they refer to is kept in memory.
+// An attribute of lambdas. Without it, large lambdas are not inlined, and the variables that they use are in memory.
 #define CGX_INLINE __attribute__((always_inline))
 
 // Calls f with the width of a code as a type. kTable: for codecs with a table, which have fewer widths.
@@ -189,7 +189,10 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int32_t code = sent.lane[j].get(r);
-          quad[r][j] = kTable ? s.levels[code % (2 * kMostLevels)] : static_cast<float>(code - top);
+          if constexpr (kTable)
+            quad[r][j] = s.levels[code];
+          else
+            quad[r][j] = static_cast<float>(code - top);
         }
       }
     });
@@ -297,11 +300,13 @@ CGX_D float find_levels(const Bucket& b, const float (&x)[kRows][4], Shared& s, 
   return square > 0.0f ? square / sum : 0.0f;
 }
 
-// Noise of 16 bits for the elements of each thread's quad.
-using Noise = uint16_t[kRows * 4][kThreads];
+// The noise of each thread's quad, 16 bits for an element. It is in shared memory, because loops that are not unrolled
+// write it. A thread reads only its own.
+using QuadNoise = uint16_t[kRows * 4][kThreads];
 
 // Draws the noise of a quad. The padding of a bucket repeats the noise of the bucket.
-CGX_D void draw_noise(const Bucket& b, const Extra& extra, const uint32_t* key, Noise& noise) {
+CGX_D void draw_noise(const Bucket& b, const Extra& extra, const uint32_t* key, QuadNoise& noise) {
+  if (b.block >= b.blocks) return;
   const uint32_t t = threadIdx.x;
 #pragma unroll 1
   for (int j = 0; j < 4; ++j) {
@@ -332,7 +337,7 @@ CGX_D void draw_noise(const Bucket& b, const Extra& extra, const uint32_t* key, 
 
 // Finds the codes of a quad for MaxMin or AbsMax. Returns the grid.
 template <int kBits>
-CGX_D Grid find_codes(const Message& m, const Bucket& b, const float (&x)[kRows][4], const Noise& noise, Shared& s,
+CGX_D Grid find_codes(const Message& m, const Bucket& b, const float (&x)[kRows][4], const QuadNoise& noise, Shared& s,
                       QuadCodes<Levels, kBits>& codes) {
   float lo = INFINITY, hi = -INFINITY;
   if (b.block < b.blocks) {
@@ -443,7 +448,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
   uint8_t* codes = chunk + e.codes + p.tile * packed_bytes(m.codec.bucket_size, code_bits(m.codec));
   Grid g = {};
-  __shared__ std::conditional_t<kTable, int, Noise> noise;
+  __shared__ std::conditional_t<kTable, char, QuadNoise> noise;  // not used with a table
   if constexpr (!kTable) {
     if (m.codec.stochastic) draw_noise(b, extra, key, noise);
   }
@@ -469,9 +474,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   });
   if (threadIdx.x == 0) store_meta(m, chunk, e.meta + static_cast<int64_t>(p.tile) * m.meta, g);
   if constexpr (!kFeedback) return;
-  // The thread block reads the codes that it wrote, and decodes them like every receiver. The barrier makes the other
-  // threads' stores visible.
-  __syncthreads();
+  // Each thread reads the codes that it wrote, and the thread block decodes them like every receiver.
   const float meta[2] = {unit_of(g), base_of(g)};
   decode_bucket<kTable>(m, b, meta, codes, s, y);
 #pragma unroll

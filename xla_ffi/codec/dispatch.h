@@ -69,14 +69,6 @@ template <class C, int kBits>
 constexpr int block_bytes() {
   return kLanes * kBits + scales_of<C>();
 }
-// Returns whether a bucket has a unit. Otherwise the unit is 1.
-template <class C>
-CGX_HD constexpr bool has_unit() {
-  if constexpr (traits_of(C::kKind).scales)
-    return !C::kPower;
-  else
-    return true;
-}
 
 // Calls f(Variant) with the code width c.bits, which is at least kBits.
 template <class C, bool kStochastic, int kBits, class Fn>
