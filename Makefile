@@ -66,7 +66,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short matrix matrix-short wheels clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
-	bench-diloco-busy bench-errors bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
+	bench-errors bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
 	bench-prediction bench-priority bench-recipes bench-selection bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan bench-wan-few
 # Every target shares .venv.
@@ -205,9 +205,6 @@ bench-decoupled: $(INSTALLED) ## train in four decoupled centers, one of which i
 
 bench-differential: $(INSTALLED) ## losses with DGT's ranked and with random blocks; continues after an interruption
 	@.venv/bin/python benchmarks/differential.py
-
-bench-diloco-busy: $(INSTALLED) ## as root, measure how busy hosts are with DiLoCo, streaming and a plain psum
-	@.venv/bin/python benchmarks/diloco.py --busy
 
 bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; continues after an interruption
 	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))

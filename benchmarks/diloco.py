@@ -1,12 +1,11 @@
 """Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
 
     python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 3000] [--centers 2]
-        [--hosts 2 4] [--methods REGEX] [--torch PYTHON] [--out DIR] [--busy]
+        [--hosts 2 4] [--methods REGEX] [--torch PYTHON] [--out DIR]
 
 The times need root (jaxcgx.lab). --torch names a Python that has torch. Rows that the same command has already written
 to the result file are not measured again, so a run that was interrupted continues. Remove the file to measure all of
-them. With --methods, the times of these methods are measured again, and other methods keep their rows. --busy measures
-only how busy hosts are with DiLoCo, streaming and a plain psum, and writes a table of its own.
+them. With --methods, the times of these methods are measured again, and other methods keep their rows.
 """
 
 import argparse
@@ -45,8 +44,7 @@ HELD_OUT = 256  # windows
 WORSE = 0.02  # goal: the largest allowed increase over the dense run's final loss
 MBIT = 100
 SLOW = 30  # Mbit/s in the picture
-METHODS = "bfloat16|psum, float32|4 bits|MaxMin|DiLoCo|PowerSGD"
-BUSIEST = "psum, float32|DiLoCo"  # methods of --busy
+METHODS = r"psum, float32|MaxMin\(4\), Tcp|DiLoCo|PyTorch, PowerSGD"
 BUSY = 0.9  # goal of streaming; plain data parallelism reaches less than a tenth
 
 
@@ -260,21 +258,17 @@ def main():
     parser.add_argument("--most", type=int, metavar="N", help="the most steps of a training run between hosts")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="counted turns (default: 5)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the results")
-    parser.add_argument("--busy", action="store_true", help="only measure how busy hosts are with few methods")
     args = parser.parse_args()
-    if args.busy:
-        args.parts, args.methods = ["times"], BUSIEST
     chosen = {
         name: value
         for name in ("seeds", "steps", "centers")
         if (value := getattr(args, name)) != parser.get_default(name)
     }
-    name = "diloco-busy" if args.busy else "diloco"
-    command = " ".join([f"make bench-{name}", *(f"--{name} {value}" for name, value in chosen.items())])
+    command = " ".join(["make bench-diloco", *(f"--{name} {value}" for name, value in chosen.items())])
     if chosen and args.out == RESULTS:
         parser.error("with other seeds, steps or centers than the committed results' pass --out")
     tables = "rows", "curves", "times"
-    report = Growing(command, args.out / f"{name}.json", tables, goal=WORSE, charts=CHARTS[2:] if args.busy else CHARTS)
+    report = Growing(command, args.out / "diloco.json", tables, goal=WORSE, charts=CHARTS)
     if "losses" in args.parts:
         losses(report, args)
     if "times" in args.parts:
@@ -285,7 +279,7 @@ def main():
     if "picture" in args.parts and not why_not():
         picture(args.out)
     show(report)
-    report.write(args.out, name)
+    report.write(args.out, "diloco")
 
 
 if __name__ == "__main__":
