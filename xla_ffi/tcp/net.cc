@@ -1,8 +1,6 @@
 #include "tcp/net.h"
 
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -38,14 +36,6 @@ int64_t without_zeros(const uint8_t* data, int64_t bytes) {
 }
 
 bool nonblocking(int socket) { return fcntl(socket, F_SETFL, O_NONBLOCK) == 0; }
-
-// Limits the unsent bytes in a socket to a slice. Without the limit, a socket accepts slices until its buffer is full,
-// and on a slow connection these slices would be late. With it, a socket accepts the next slice when it has sent most
-// of the last one, so fast connections take more slices.
-void take_little(int socket) {
-  const int most = kSlice;
-  setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof most);  // failure is no error: it only affects speed
-}
 
 }  // namespace
 
@@ -91,7 +81,10 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
     for (size_t k = 0; k < c.data.size(); ++k) {
       Lane& lane = peer.lanes[k];
       lane.socket = std::move(c.data[k]);
-      if (c.data.size() > 1) take_little(lane.socket.number());
+      // Without this limit, a socket accepts slices until its buffer is full, and on a slow connection these slices
+      // would be late. With it, a socket accepts the next slice when it has sent most of the last one, so fast
+      // connections take more slices.
+      if (c.data.size() > 1) limit_unsent(lane.socket, kSlice);
       if (!nonblocking(lane.socket.number()) ||
           !watch(lane.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &lane))
         return failed("a connection");

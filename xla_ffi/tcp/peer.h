@@ -21,6 +21,11 @@ using Clock = std::chrono::steady_clock;
 inline std::string reason() { return std::strerror(errno); }
 inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
+// Limits the bytes in a socket that are not sent yet. A failure is no error, because the limit only affects speed.
+inline void limit_unsent(const Socket& socket, int most) {
+  setsockopt(socket.number(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof most);
+}
+
 constexpr int64_t kSlice = 128 << 10;  // bytes of a message that one connection carries at a time
 constexpr int kUnsent = 16 << 10;      // bytes that may wait in a socket when messages overtake: 2.6 ms at 50 Mbit/s
 
@@ -107,9 +112,7 @@ struct Net::Peer {
   // Limits the unsent bytes in the sockets, because messages can't overtake bytes that are already in a socket.
   void keep_little_in_sockets() {
     if (std::exchange(overtaken, true)) return;
-    for (const Lane& lane : lanes) {
-      setsockopt(lane.socket.number(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent);
-    }
+    for (const Lane& lane : lanes) limit_unsent(lane.socket, kUnsent);
   }
   // Returns whether a message to this peer is not completely sent.
   bool sends() const {
