@@ -49,7 +49,7 @@ struct Lane {
     block = static_cast<int32_t>(thread) / kLanes;
     lane = static_cast<int32_t>(thread) % kLanes;
     const int32_t here = count - block * kBlock;
-    lanes = m.scales || here >= kBlock ? kLanes : (here + kRows - 1) / kRows;
+    lanes = m.scales ? kLanes : lanes_of(here);
     coded = m.scales ? here > 0 : lane < lanes;
     rows = here >= kBlock ? kRows : lane < lanes ? (here - lane + lanes - 1) / lanes : 0;
     rows = rows > kRows ? kRows : rows < 0 ? 0 : rows;

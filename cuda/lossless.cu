@@ -60,7 +60,7 @@ struct Pair {
     lane = thread % 8 * 2;
     const int left = static_cast<int>(n) - quarter * kBlock;
     count = kWhole || left > kBlock ? kBlock : left < 0 ? 0 : left;
-    lanes = kWhole ? kLanes : (count + kRows - 1) / kRows;
+    lanes = kWhole ? kLanes : lanes_of(count);
   }
   // Returns the index in the warp's elements of an element of row r. which: 0 or 1.
   CGX_D int at(int r, int which) const { return quarter * kBlock + r * lanes + lane + which; }
@@ -240,12 +240,6 @@ struct Rest {
   }
 };
 
-// Returns the lanes of block `block` of `count` packed codes.
-CGX_D uint32_t lanes_of(uint32_t count, uint32_t block) {
-  const uint32_t left = count - block * kBlock;
-  return left >= kBlock ? kLanes : (left + kRows - 1) / kRows;
-}
-
 template <DType kType, bool kWhole>
 CGX_D void pack(const Block& b, List& list) {
   using L = Lossless<kType>;
@@ -287,11 +281,12 @@ CGX_D void pack(const Block& b, List& list) {
   int64_t bytes = 0;
   while (left > 0 && bytes + packed_bytes(left, 2) < most) {
     for (uint32_t j = threadIdx.x % kWarpSize; j * kRows < left; j += kWarpSize) {
-      const uint32_t block = j / kLanes, lanes = lanes_of(left, block);
+      const uint32_t first = j / kLanes * kBlock;
+      const auto lanes = static_cast<uint32_t>(lanes_of(left - first));
       Words<Scalar, 2> word = {};
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const uint32_t i = block * kBlock + static_cast<uint32_t>(r) * lanes + j % kLanes;
+        const uint32_t i = first + static_cast<uint32_t>(r) * lanes + j % kLanes;
         word.put(r, i < left ? jaxcgx::min(int32_t{list.of[i]}, 3) : 0);
       }
       store_word<uint16_t>(b.overflow + bytes + 2 * j, word.c);
@@ -305,11 +300,9 @@ CGX_D void pack(const Block& b, List& list) {
     Words<Scalar, L::kExponent - 2> upper[2] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      int32_t x[2];
-      elements.load(p, r, x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int32_t exponent = L::template exponent<Scalar>(x[i]);
+        const int32_t exponent = p.has(r, i) ? L::template exponent_of<Scalar>(code[r][i], center) : 0;
         lower[i].put(r, exponent & 3), upper[i].put(r, exponent >> 2);
       }
     }
@@ -359,7 +352,8 @@ CGX_D void unpack(const Block& b, List& list, uint8_t (&exponents)[kLosslessBloc
                     above = L::template exponent_of<Scalar>(4 * level + 2, center);
       const uint32_t count = left;
       left = list.keep(count, [&](uint32_t i, int32_t element) {
-        const uint32_t block = i / kBlock, in = i % kBlock, lanes = lanes_of(count, block);
+        const uint32_t block = i / kBlock, in = i % kBlock;
+        const auto lanes = static_cast<uint32_t>(lanes_of(count - block * kBlock));
         const uint32_t row = in / lanes, byte = at + block * 2 * kLanes + 2 * (in - row * lanes) + row / 4;
         const int32_t digit = byte < end ? overflow[byte] >> 2 * (row % 4) & 3 : 0;
         if (digit == 3) return element;
@@ -412,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 6) lossless_pack_kernel(const __grid
   });
 }
 
-__global__ void __launch_bounds__(kThreads) lossless_unpack_kernel(const __grid_constant__ Pieces t) {
+__global__ void __launch_bounds__(kThreads, 8) lossless_unpack_kernel(const __grid_constant__ Pieces t) {
   __shared__ List lists[kWarps];
   __shared__ uint8_t of_warps[kWarps][kLosslessBlock];
   List& list = lists[threadIdx.x / kWarpSize];

@@ -156,17 +156,19 @@ CGX_D void with_bits(int bits, Fn f) {
 
 // Writes the level of each code of a codec with a table to shared memory. They may be read after the next barrier. The
 // levels are constants of the code, because a GPU would copy a table that it indexes to each thread's memory.
-template <int kBits>
-CGX_D void fill_levels(Shared& s) {
-  constexpr int kHalf = 1 << (kBits - 1);
+CGX_D void fill_levels(const Codec& c, Shared& s) {
+  with_bits<true>(c.bits, [&](auto bits) CGX_INLINE {
+    constexpr int kBits = decltype(bits)::value, kHalf = 1 << (kBits - 1);
 #pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const float level = normal_level(kBits, i);
-    if (static_cast<int>(threadIdx.x) == i) s.levels[kHalf + i] = level, s.levels[kHalf - 1 - i] = -level;
-  }
+    for (int i = 0; i < kHalf; ++i) {
+      const float level = normal_level(kBits, i);
+      if (static_cast<int>(threadIdx.x) == i) s.levels[kHalf + i] = level, s.levels[kHalf - 1 - i] = -level;
+    }
+  });
 }
 
-// Decodes a bucket from its metadata and codes, to columns. Every thread of the thread block must call this.
+// Decodes a bucket from its metadata and codes, to columns. Every thread of the thread block must call this. kTable:
+// fill_levels was called.
 template <bool kTable>
 CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[2], const uint8_t* codes, Shared& s,
                          float (&x)[kColumn]) {
@@ -174,8 +176,6 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
   float quad[kRows][4] = {};
   __syncthreads();  // wait until all threads have read the previous bucket from shared memory
   draw_signs(back.seed, s);
-  if constexpr (kTable)
-    with_bits<true>(m.codec.bits, [&](auto bits) CGX_INLINE { fill_levels<decltype(bits)::value>(s); });
   __syncthreads();
   if (b.block < b.blocks) {
     const Quad q(threadIdx.x, 12);
@@ -262,7 +262,7 @@ CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which
   return sum;
 }
 
-// Finds the codes of a quad for a codec with a table. Returns the unit.
+// Finds the codes of a quad for a codec with a table. Returns the unit. fill_levels was called before a barrier.
 template <int kBits>
 CGX_D float find_levels(const Bucket& b, const float (&x)[kRows][4], Shared& s, QuadCodes<Levels, kBits>& codes) {
   constexpr int kHalf = 1 << (kBits - 1);
@@ -281,7 +281,6 @@ CGX_D float find_levels(const Bucket& b, const float (&x)[kRows][4], Shared& s, 
     const float bound = normal_bound(kBits, i);
     if (static_cast<int>(threadIdx.x) == i) s.bounds[i] = bound * bound * variance;
   }
-  fill_levels<kBits>(s);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -397,6 +396,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   const Residual& residual = t.residuals[p.index];
   const Bucket b(m, e, extra, p.tile);
   __shared__ Shared s;
+  if constexpr (kTable) fill_levels(m.codec, s);
   const auto at = [](int k) { return k * kBlock + static_cast<int>(threadIdx.x); };
 
   float x[kColumn], y[kColumn];
@@ -494,6 +494,7 @@ __global__ void __launch_bounds__(kThreads, 4) decode_rotated_kernel(const __gri
   const Entry& e = t.entries[p.index];
   const Bucket b(m, e, t.extras[p.index], p.tile);
   __shared__ Shared s;
+  if constexpr (kTable) fill_levels(m.codec, s);
   float x[kColumn];
   decode_place<kTable>(m, e, p, b, s, x);
   divide(m, x);

@@ -112,8 +112,7 @@ CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   for (int i = 0; i < list.low / 8; ++i, from += 8) f(list.byte_at(i, j), 0u, 8u, from);
   const auto width = static_cast<uint32_t>(list.packed_bits());
   const int64_t block = j / kBlock, left = list.k - block * kBlock;
-  const auto in_block = static_cast<uint32_t>(j % kBlock),
-             lanes = static_cast<uint32_t>(left < kBlock ? div_up(left, kRows) : kLanes);
+  const auto in_block = static_cast<uint32_t>(j % kBlock), lanes = static_cast<uint32_t>(lanes_of(left));
   const uint32_t row = in_block / lanes, lane = in_block % lanes;
   int64_t at = list.packed_at() + block * kLanes * width;
 #pragma unroll

@@ -29,6 +29,12 @@ CGX_HD int64_t padded(int64_t n) {
 
 CGX_HD int64_t packed_bytes(int64_t n, int bits) { return div_up(n, kRows) * bits; }
 
+// Returns the number of lanes of a block, if n codes are left.
+template <class T>
+CGX_HD int lanes_of(T n) {
+  return n >= kBlock ? kLanes : static_cast<int>((n + kRows - 1) / kRows);
+}
+
 // The words of one lane of a block. The compiler removes the members that a code of kBits bits does not use.
 template <class V, int kBits>
 struct Words {

@@ -8,8 +8,7 @@
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// lanes_of returns the number of lanes of a block of n elements. in_row returns the number of elements in a row of it.
-CGX_HD int lanes_of(int64_t n) { return n >= kBlock ? kLanes : static_cast<int>((n + kRows - 1) / kRows); }
+// Returns the number of elements in a row of a block of n elements.
 CGX_HD int in_row(int64_t n, int lanes, int row) {
   const int64_t left = n - static_cast<int64_t>(row) * lanes;
   return left < 0 ? 0 : left < lanes ? static_cast<int>(left) : lanes;
