@@ -1,0 +1,1 @@
+"""Training steps: how every rank's gradients are found, exchanged and applied."""
