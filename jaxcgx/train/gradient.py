@@ -1,18 +1,32 @@
-"""The gradients of one rank: micro-batches, model state, keys, weights. And how its outputs become those of all ranks."""
+"""The gradients of one rank's part of a batch: micro-batches, model state, random keys, weights."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.custom_derivatives import SymbolicZero
 
+from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
+from jaxcgx.collectives.gradients import without_constraints
+from jaxcgx.train.cut import OP
+from jaxcgx.train.division import Division, after, mean_of, wide
+from jaxcgx.train.frozen import join, part
+from jaxcgx.train.model_state import ModelState, check_renewed
+from jaxcgx.train.outputs import Outputs, added
 from jaxcgx.transports.base import Transport
-from jaxcgx.train.division import first_of, mean_of
-from jaxcgx.typing import Batch, Key, Params, PyTree, Specs
+from jaxcgx.typing import Batch, Key, Params, PyTree
+
+
+class Given(NamedTuple):
+    """The arguments of a rank's loss function besides the parameters."""
+
+    model_state: PyTree
+    batch: Batch
+    key: Key | None
 
 
 class Found(NamedTuple):
@@ -27,175 +41,217 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The caller's loss function, in the one form that a step differentiates."""
+    """The caller's loss function, in the one form that a step differentiates. `make_train_step` explains the fields."""
 
-    function: Callable[..., PyTree]
-    has_state: bool
-    has_aux: bool
-    weighted: bool
+    op: str  # the public function that errors name
+    function: Callable[..., Any]
+    has_state: bool = False
+    has_aux: bool = False
+    weighted: bool = False
 
-    def __call__(self, params: Params, model_state: PyTree, batch: Batch, key: Key | None) -> tuple[PyTree, PyTree]:
-        """Returns (loss, (weight, model state, aux))."""
-        states = (jax.tree_util.tree_map(lambda x: x, model_state),) if self.has_state else ()
-        found = self.function(params, *states, batch, *(() if key is None else (key,)))
-        loss, new, aux, weight = found, None, None, None
-        if self.has_state and self.has_aux:
-            loss, (new, aux) = found
-        elif self.has_state:
-            loss, new = found
-        elif self.has_aux:
-            loss, aux = found
+    def __call__(self, params: Params, given: Given) -> tuple[jax.Array, tuple[Any, PyTree, PyTree]]:
+        """Returns (loss, (weight, model state, aux)), with None for those that the function doesn't return."""
+        # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
+        states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if self.has_state else ()
+        keys = () if given.key is None else (given.key,)
+        found = self.function(params, *states, given.batch, *keys)
+        loss, weight, model_state, aux = found, None, None, None
+        try:
+            if self.has_state and self.has_aux:
+                loss, (model_state, aux) = found
+            elif self.has_state:
+                loss, model_state = found
+            elif self.has_aux:
+                loss, aux = found
+            if self.weighted:
+                loss, weight = loss
+        except (TypeError, ValueError):
+            raise wrong(
+                self.op, "loss_fn", f"a function that returns {self._form}", f"one that returns {found}"
+            ) from None
+        loss = self._scalar(loss, "sum" if self.weighted else "loss")
         if self.weighted:
-            loss, weight = (jnp.asarray(x, jnp.float32) for x in loss)
-            weight = lax.stop_gradient(weight)
-        return loss, (weight, new, aux)
-
-
-class Outputs:
-    """How the auxiliary outputs of a rank become those of all ranks, told from shapes, types and `aux_specs` alone.
-
-    It learns the structure while the loss is traced, so the loss is traced once. Where an output's first dimension is
-    as long as the rank's examples, the loss is traced a second time with twice as many, never executed.
-    """
-
-    def __init__(self, op: str, specs: Specs, rows: P) -> None:
-        self.op, self.specs, self.rows = op, specs, rows
-        self.tree: jax.tree_util.PyTreeDef | None = None
-        self.kinds: list[str | int] = []  # "mean", "sum", "first", or the dimension along which parts are joined
-
-    def learn(self, aux: PyTree, larger: Callable[[], PyTree], examples: int | None) -> list[jax.Array]:
-        found, self.tree = jax.tree_util.tree_flatten_with_path(aux)
-        leaves = [jnp.asarray(x) for _, x in found]
-        said = [None] * len(found)
-        if self.specs is not None:
-            is_leaf = lambda s: isinstance(s, P | str)
-            said = jax.tree_util.tree_leaves(jax.tree_util.tree_broadcast(self.specs, aux, is_leaf=is_leaf), is_leaf=is_leaf)
-        unsure = [s is None and x.ndim > 0 and x.shape[0] == examples for s, x in zip(said, leaves)]
-        twice = jax.tree_util.tree_leaves(larger()) if any(unsure) else leaves
-        self.kinds = [self._kind(path, x, y, s) for (path, _), x, y, s in zip(found, leaves, twice, said)]
-        return leaves
-
-    def _kind(self, path: PyTree, x: jax.Array, larger: PyTree, said: PyTree) -> str | int:
-        if isinstance(said, P):
-            return next((d for d, name in enumerate(said) if name is not None), "first")
-        if isinstance(said, str):
-            return said
-        if x.ndim and larger.shape[0] == 2 * x.shape[0]:
-            return 0
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            return "mean"
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return "first"
-        expected = 'floats, or arrays with the examples along their first dimension, where "aux_specs" say nothing'
-        raise wrong(self.op, "loss_fn", expected, spell_array(x), 'say "sum", "mean", "first" or a PartitionSpec', path=path)
-
-    def of_all(self, leaves: list[jax.Array], weight: jax.Array | None, net: Transport) -> dict[str, list[jax.Array]]:
-        """Returns the outputs in two lists, those with the rank's examples in front and those that are shared."""
-        found: dict[str, list[jax.Array]] = {"joined": [], "shared": []}
-        for x, kind in zip(leaves, self.kinds):
-            if isinstance(kind, int):
-                found["joined"].append(jnp.moveaxis(x, kind, 0))
-            elif kind == "first":
-                found["shared"].append(first_of(x, net))
-            elif kind == "sum":
-                found["shared"].append(net.plain_psum(x))
-            else:
-                mean = mean_of(x, net)
-                found["shared"].append(mean if weight is None else (mean / weight).astype(x.dtype))
-        return found
+            loss = loss.astype(wide(loss.dtype))
+            weight = _constant(self._scalar(weight, "weight").astype(loss.dtype))
+        return loss, (weight, model_state, aux)
 
     @property
-    def out_specs(self) -> dict[str, P]:
-        return {"joined": self.rows, "shared": P()}
+    def _form(self) -> str:
+        rest = (
+            ", (model state, aux)"
+            if self.has_state and self.has_aux
+            else ", model state"
+            if self.has_state
+            else ", aux"
+        )
+        return f"({'(sum, weight)' if self.weighted else 'loss'}{rest * (self.has_state or self.has_aux)})"
 
-    def tree_of(self, found: dict[str, list[jax.Array]]) -> PyTree:
-        joined, shared = iter(found["joined"]), iter(found["shared"])
-        each = [jnp.moveaxis(next(joined), 0, k) if isinstance(k, int) else next(shared) for k in self.kinds]
-        return self.tree.unflatten(each) if self.tree else None
+    def _scalar(self, x: Any, what: str) -> jax.Array:
+        """Returns a loss, a sum or a weight as an array, after a check that it is a scalar that JAX can use."""
+        expected, got, remedy = f"a function whose {what} is a number", None, ""
+        if not (hasattr(x, "shape") or isinstance(x, int | float)):
+            got, remedy = f"a {type(x).__name__}", "pass has_aux=True for (loss, aux), weighted=True for (sum, weight)"
+        elif jnp.shape(x):
+            got, remedy = spell_array(x), "return a mean, as in losses.mean()"
+        elif what != "weight" and not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            expected, got = f"a function whose {what} is of floating point", spell_array(x)
+        if got is not None:
+            raise wrong(self.op, "loss_fn", expected, got, remedy, kind=TypeError)
+        return jnp.asarray(x)
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """Returns the weight, which must not depend on the parameters: its derivative is an error.
+
+    The sum of all weights is known only after the last micro-batch, so gradients can't include its derivative.
+    """
+    return weight
+
+
+def _constant_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    if not isinstance(tangents[0], SymbolicZero):
+        expected, got = "a weight that doesn't depend on the parameters", "one that does"
+        raise wrong(OP, "loss_fn", expected, got, "return (sum, jax.lax.stop_gradient(weight))")
+    return primals[0], tangents[0]
+
+
+_constant.defjvp(_constant_jvp, symbolic_zeros=True)
+
+
+class Parts(NamedTuple):
+    """The micro-batches of a rank's part of a batch."""
+
+    number: int
+    dims: Sequence[
+        int | None
+    ]  # for each leaf, the dimension that is split; None: every micro-batch gets the whole leaf
 
 
 def find(
-    loss: Loss, params: Params, model_state: PyTree, batch: Batch, key: Key | None, dims: Sequence[int | None],
-    parts: int, outputs: Outputs
-) -> Found:
-    """Returns a rank's gradients and outputs, averaged over micro-batches."""
+    loss: Callable[[Params, Given], Any], params: Params, given: Given, parts: Parts, outputs: Outputs
+) -> tuple[Found, list[bool]]:
+    """Returns (a rank's results, averaged over micro-batches; for each leaf of the model state whether it was renewed).
+
+    Each micro-batch gets another key, and the model state that the one before returned. Gradients are added up in at
+    least float32.
+    """
     differentiate = jax.value_and_grad(loss, has_aux=True)
-    leaves, tree = jax.tree_util.tree_flatten(batch)
+    leaves, tree = jax.tree_util.tree_flatten(given.batch)
+    renewed: list[bool] = []
 
-    def of_part(state: PyTree, part: list[jax.Array], key: Key | None) -> Found:
-        (value, (weight, new, aux)), grads = differentiate(params, state, tree.unflatten(part), key)
-        double = [x if d is None else jnp.concatenate([x, x], d) for x, d in zip(part, dims)]
-        larger = lambda: jax.eval_shape(lambda: loss(params, state, tree.unflatten(double), key)[1][2])
-        examples = next((x.shape[d] for x, d in zip(part, dims) if d is not None), None)
-        out = outputs.learn(aux, larger, examples) if loss.has_aux else []
-        if weight is not None:
-            averaged = lambda x: jnp.where(weight == 0, 0, x.astype(_wide(x.dtype)) * weight)
-            out = [averaged(x) if k == "mean" else x for x, k in zip(out, outputs.kinds)]
-        return Found(grads, jnp.asarray(value), weight, new, out)
+    def of_part(given: Given) -> Found:
+        nonlocal renewed
+        (value, (weight, new, aux)), grads = differentiate(params, given)
+        new, renewed = check_renewed(given.model_state, new)
+        part = jax.tree_util.tree_leaves(given.batch)
+        double = lambda: tree.unflatten(
+            x if d is None else jnp.concatenate([x, x], d) for x, d in zip(part, parts.dims)
+        )
+        larger = lambda: jax.eval_shape(lambda: loss(params, given._replace(batch=double()))[1][2])
+        examples = next((x.shape[d] for x, d in zip(part, parts.dims) if d is not None), None)
+        found = [] if aux is None else outputs.learn(aux, larger, examples)
+        found = found if weight is None else outputs.weighted(found, weight)
+        return Found(grads, jnp.asarray(value), weight, new, found)
 
-    if parts == 1:
-        return of_part(model_state, leaves, key)
-    split = [x if d is None else _split(x, d, parts) for x, d in zip(leaves, dims)]
+    if parts.number == 1:
+        return of_part(given), renewed
+    split = [x if d is None else _split(x, d, parts.number) for x, d in zip(leaves, parts.dims)]
 
-    def add(total: tuple, i: jax.Array) -> tuple[tuple, list]:
+    def add(total: tuple[PyTree, PyTree], i: jax.Array) -> tuple[tuple[PyTree, PyTree], tuple[Any, ...]]:
         sums, state = total
-        part = [x if d is None else x[i] for x, d in zip(split, dims)]
-        found = of_part(state, part, None if key is None else jax.random.fold_in(key, i))
-        new = found.grads, found.loss, found.weight
-        sums = jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), sums, new)
-        return (sums, found.model_state), found.aux
+        batch = tree.unflatten(x if d is None else x[i] for x, d in zip(split, parts.dims))
+        key = None if given.key is None else jax.random.fold_in(given.key, i)
+        found = of_part(Given(state, batch, key))
+        sums = jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), sums, found.grads)
+        return (sums, found.model_state), (found.loss, found.weight, found.aux)
 
-    zero = lambda x: jnp.zeros(x.shape, _wide(x.dtype))
-    scalar = jnp.zeros((), jnp.float32)
-    start = jax.tree_util.tree_map(zero, params), scalar, scalar if loss.weighted else None
-    (sums, state), each = lax.scan(add, (start, model_state), jnp.arange(parts))
-    grads, value, weight = jax.tree_util.tree_map(lambda x: x / parts, sums)
-    grads = jax.tree_util.tree_map(lambda x, p: x.astype(p.dtype), grads, params)
-    aux = [_joined(x, kind, parts) for x, kind in zip(each, outputs.kinds)]
-    return Found(grads, value, weight, state, aux)
-
-
-def of_all(found: Found, given: PyTree, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.Array, PyTree, dict]:
-    """Returns (the rank's own gradients, and the loss, model state and outputs of all ranks)."""
-    loss, weight = mean_of(found.loss, net), None
-    grads = found.grads
-    if found.weight is not None:
-        weight = mean_of(found.weight, net)
-        loss = loss / weight
-        grads = jax.tree_util.tree_map(lambda g: (g.astype(_wide(g.dtype)) / weight).astype(g.dtype), grads)
-    return grads, loss, _state_of_all(given, found.model_state, net), outputs.of_all(found.aux, weight, net)
-
-
-def _state_of_all(given: PyTree, new: PyTree, net: Transport) -> PyTree:
-    """Floats that the loss renewed are averaged; integers, flags and keys are the first rank's."""
-
-    def of_all(was: jax.Array, now: jax.Array) -> jax.Array:
-        if now is was:
-            return was
-        now = jnp.asarray(now)
-        if jnp.issubdtype(now.dtype, jnp.inexact):
-            return mean_of(now.astype(_wide(now.dtype)), net).astype(now.dtype)
-        return first_of(now, net)
-
-    return jax.tree_util.tree_map(of_all, given, new)
+    zeros = jax.tree_util.tree_map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
+    (sums, state), (*each, aux) = lax.scan(add, (zeros, given.model_state), jnp.arange(parts.number))
+    grads = jax.tree_util.tree_map(lambda x, p: (x / parts.number).astype(p.dtype), sums, params)
+    value, weight = (None if x is None else added(x) / parts.number for x in each)
+    assert value is not None
+    return Found(grads, value, weight, state, outputs.joined(aux, parts.number)), renewed
 
 
 def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
+    """Returns [parts, ...]: the array, split into equal parts along dimension `d`."""
+    if x.shape[d] % parts:
+        expected = f"batches that every rank can split into {parts}"
+        raise wrong(OP, "accumulate", expected, f"{spell_array(x)} on a rank")
     return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
 
 
-def _joined(x: jax.Array, kind: str | int, parts: int) -> jax.Array:
-    """Returns the outputs [parts, ...] of micro-batches as one output."""
-    if isinstance(kind, int):
-        x = jnp.moveaxis(x, 0, kind)
-        return x.reshape(*x.shape[:kind], -1, *x.shape[kind + 2 :])
-    if kind == "first":
-        return x[-1]
-    total = x[0].astype(_wide(x.dtype))
-    for i in range(1, parts):
-        total = total + x[i].astype(total.dtype)
-    return (total / parts if kind == "mean" else total).astype(x.dtype)
+def of_all(found: Found, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
+    """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).
+
+    With weights, all three are divided by the mean of the weights.
+    """
+    loss, weight, grads = mean_of(found.loss, net), None, found.grads
+    if found.weight is not None:
+        weight = mean_of(found.weight, net)
+        loss = loss / weight
+        divide = lambda x: (x.astype(wide(x.dtype)) / weight.astype(wide(x.dtype))).astype(x.dtype)
+        grads = jax.tree_util.tree_map(divide, grads)
+    return grads, loss, outputs.of_all(found.aux, weight, net)
 
 
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gradient:
+    """The gradients of one rank for the parameters that are not skipped."""
+
+    division: Division
+    loss: Loss
+    model_state: ModelState
+    skipped: PyTree
+    parts: Parts
+    outputs: Outputs
+    early: bool = False  # whether the exchange begins before, so that XLA may let the gradients wait for it
+
+    def __call__(
+        self, params: Params, model_state: PyTree, batch: Batch, keys: tuple[Key | None, Key | None]
+    ) -> tuple[PyTree, jax.Array, PyTree, dict[str, list[jax.Array]]]:
+        """Returns (gradients, and of all ranks: the mean loss, the model state, the outputs).
+
+        Args:
+          params: the rank's parameters or shards of parameters.
+          model_state: the model state.
+          batch: the rank's part of the batch.
+          keys: (the key of the loss function, the key of the gather of parameters).
+        """
+        net, (key, noise) = self.division.net(), keys
+        whole, loss = self.division.open(params, self.loss, noise)
+        trained, frozen = part(whole, self.skipped)
+        of_trained = lambda trained, given: loss(join(trained, frozen), given)
+        key = None if key is None else jax.random.fold_in(key, net.rank)
+        given = Given(self.model_state.of_rank(model_state, net), batch, key)
+        with without_constraints(OP, "loss_fn", net.names):
+            found, renewed = find(of_trained, trained, given, self.parts, self.outputs)
+        if self.early:
+            found = found._replace(loss=after(found.grads, found.loss))
+        grads, value, aux = of_all(found, self.outputs, net)
+        model_state = self.model_state.of_all(model_state, found.model_state, renewed, net)
+        # An exchange that waits for the loss waits for the other means, too.
+        return grads, after((aux["shared"], model_state), value), model_state, aux
+
+
+def backward_order(loss_fn: Callable[..., Any], params: Params, *args: PyTree) -> tuple[int, ...]:
+    """Returns the order in which the gradients of `params` are ready in the backward pass of `loss_fn`.
+
+    The order is a tuple of the numbers of the leaves, for `compress_gradients(..., order=...)` and
+    `sync_in_backward(..., order=...)`. Arrays may be jax.ShapeDtypeStructs, because nothing is computed.
+
+    Args:
+      loss_fn: a function `(params, *args)` that returns a loss, or (loss, auxiliary outputs).
+      params: a pytree of parameters.
+      *args: the other arguments of `loss_fn`, pytrees of arrays.
+    """
+    if not callable(loss_fn):
+        raise wrong("backward_order", "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+
+    def loss(*args: PyTree) -> jax.Array:
+        found = loss_fn(*args)
+        return found[0] if isinstance(found, tuple) else found
+
+    program = jax.make_jaxpr(jax.grad(loss, allow_int=True))(params, *args)
+    return _programs.ready(program, len(jax.tree_util.tree_leaves(params)))

@@ -1,0 +1,45 @@
+"""Looks into traced programs, for what their shapes and types don't say. `explain` has looks of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+# The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
+
+
+def ready(program: Any, n: int) -> tuple[int, ...]:
+    """Returns the numbers of the first n results of a traced program, in the order in which they are ready."""
+    ends = _ends(program.jaxpr, [0] * len(program.jaxpr.invars))[:n]
+    return tuple(sorted(range(n), key=ends.__getitem__))
+
+
+def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
+    """Returns for each result the number of operations on the longest path from the arguments to this result.
+
+    The order in which a program lists its operations doesn't show when results are ready. For example, an operation on
+    every gradient is often listed for all gradients at the end.
+
+    Args:
+      jaxpr: the program.
+      begins: for each argument, the number of operations before it.
+    """
+    known = dict(zip(jaxpr.invars, begins))
+    end = lambda atom: known.get(atom, 0) if not hasattr(atom, "val") else 0  # a literal can't be a key
+    for eqn in jaxpr.eqns:
+        given = [end(atom) for atom in eqn.invars]
+        inner = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
+        inner = [value for value in inner if hasattr(value, "eqns")]
+        if len(inner) == 1 and len(inner[0].invars) == len(given) and not eqn.primitive.name.startswith(_LOOPS):
+            found = _ends(inner[0], given)
+        else:  # all results of a loop are ready at the same time
+            found = [max(given, default=0) + 1 + _length(inner)] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, found))
+    return [end(atom) for atom in jaxpr.outvars]
+
+
+_LOOPS = ("scan", "while")
+
+
+def _length(programs: Sequence[Any]) -> int:
+    """Returns the number of operations on the longest path through any of the programs."""
+    return max((max(_ends(each, [0] * len(each.invars)), default=0) for each in programs), default=0)

@@ -1,0 +1,154 @@
+"""How the auxiliary outputs of a rank's loss become those of all ranks: told from shapes, types and `aux_specs` alone."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.train.cut import is_spec
+from jaxcgx.train.division import first_of, mean_of, wide
+from jaxcgx.transports.base import Transport
+from jaxcgx.typing import PyTree, Specs
+
+WAYS = ("mean", "sum", "first")
+
+
+class Outputs:
+    """The auxiliary outputs of a loss. It learns their structure and kinds while the loss is traced.
+
+    A kind is "mean", "sum", "first", or the dimension along which the outputs of ranks and micro-batches are joined.
+    """
+
+    def __init__(self, op: str, specs: Specs, rows: P, *, guessed: bool = False) -> None:
+        """Makes the outputs of a step.
+
+        Args:
+          op: the public function that errors name.
+          specs: the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None.
+          rows: the PartitionSpec of arrays with the examples of all ranks.
+          guessed: whether it is only a guess which dimension of a batch has the examples.
+        """
+        self.op, self.specs, self.rows, self.guessed = op, specs, rows, guessed
+        self.structure: jax.tree_util.PyTreeDef | None = None
+        self.kinds: list[str | int] = []
+
+    def learn(self, aux: PyTree, larger: Callable[[], PyTree], examples: int | None) -> list[jax.Array]:
+        """Returns the leaves of the outputs of a part of a batch.
+
+        Args:
+          aux: the outputs.
+          larger: a function that returns the shapes of the outputs for twice as many examples. It is called only if the
+            first dimension of an output is as long as there are examples.
+          examples: their number in this part, or None if the part has none.
+        """
+        found, self.structure = jax.tree_util.tree_flatten_with_path(aux)
+        leaves = [jnp.asarray(x) for _, x in found]
+        said = self._said(aux)
+        unsure = [s is None and x.ndim > 0 and x.shape[0] == examples for s, x in zip(said, leaves)]
+        twice = self._twice(larger) if any(unsure) else None
+        joined = [
+            doubt and twice is not None and twice[i].shape == (2 * x.shape[0], *x.shape[1:])
+            for i, (doubt, x) in enumerate(zip(unsure, leaves))
+        ]
+        self.kinds = [
+            0 if rows else _kind(self.op, path, x, s) for (path, _), x, rows, s in zip(found, leaves, joined, said)
+        ]
+        return leaves
+
+    def _said(self, aux: PyTree) -> list[str | P | None]:
+        """Returns what the caller says of each output."""
+        is_leaf = lambda s: isinstance(s, P | str) or s is None
+        try:
+            specs = jax.tree_util.tree_broadcast(self.specs, aux, is_leaf=is_leaf)
+        except (TypeError, ValueError) as error:
+            expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
+            raise wrong(self.op, "aux_specs", expected, self.specs) from error
+        return jax.tree_util.tree_leaves(specs, is_leaf=is_leaf)
+
+    def _twice(self, larger: Callable[[], PyTree]) -> list[jax.ShapeDtypeStruct] | None:
+        try:
+            return jax.tree_util.tree_leaves(larger())
+        except (TypeError, ValueError) as error:
+            if self.guessed:  # a wrong guess is no error: the batch may have no examples
+                return None
+            expected, got = "a function of any number of examples, with has_aux", "one that fails for twice as many"
+            remedy = "take sizes from the shapes of the batch, or say in aux_specs what its outputs are"
+            raise wrong(self.op, "loss_fn", expected, got, remedy) from error
+
+    def weighted(self, leaves: list[jax.Array], weight: jax.Array) -> list[jax.Array]:
+        """Returns the outputs of a part, those that are averaged times its weight."""
+        # With weight 0, a mean over no examples may be NaN. It must not make the sum NaN.
+        times = lambda x: jnp.where(weight == 0, 0, x.astype(wide(x.dtype)) * weight.astype(wide(x.dtype)))
+        return [times(x) if kind == "mean" else x for x, kind in zip(leaves, self.kinds)]
+
+    def joined(self, stacked: list[jax.Array], parts: int) -> list[jax.Array]:
+        """Returns the outputs of a rank from those of its micro-batches, [parts, ...]."""
+        return [_joined(x, kind, parts) for x, kind in zip(stacked, self.kinds)]
+
+    def of_all(self, leaves: list[jax.Array], weight: jax.Array | None, net: Transport) -> dict[str, list[jax.Array]]:
+        """Returns the outputs of all ranks in two lists: those that are joined, examples first, and those all share.
+
+        Args:
+          leaves: those of a rank, as from `weighted` if there is a weight.
+          weight: the mean of the ranks' weights, or None.
+          net: the ranks.
+        """
+        found: dict[str, list[jax.Array]] = {"joined": [], "shared": []}
+        for x, kind in zip(leaves, self.kinds):
+            if isinstance(kind, int):
+                found["joined"].append(jnp.moveaxis(x, kind, 0))
+            elif kind == "first":
+                found["shared"].append(first_of(x, net))
+            elif kind == "sum":
+                found["shared"].append(net.plain_psum(x))
+            else:
+                mean = mean_of(x, net)
+                found["shared"].append(mean if weight is None else mean / weight.astype(mean.dtype))
+        return found
+
+    @property
+    def out_specs(self) -> dict[str, P]:
+        """The PartitionSpecs of the result of `of_all`."""
+        return {"joined": self.rows, "shared": P()}
+
+    def tree(self, found: dict[str, list[jax.Array]]) -> PyTree:
+        """Returns the tree of outputs from the result of `of_all`. None: the loss has none."""
+        joined, shared = iter(found["joined"]), iter(found["shared"])
+        each = [jnp.moveaxis(next(joined), 0, k) if isinstance(k, int) else next(shared) for k in self.kinds]
+        return None if self.structure is None else self.structure.unflatten(each)
+
+
+def _kind(op: str, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
+    """Returns the kind of an output that doesn't have the examples along its first dimension, or of which `said` is."""
+    if isinstance(said, P):
+        return next((d for d, part in enumerate(said) if part), "first")
+    if said in WAYS:
+        return said
+    if said is not None:
+        raise wrong(op, "aux_specs", f"{', '.join(map(repr, WAYS))} or a PartitionSpec", repr(said), path=path)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return "mean"
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return "first"
+    expected = "auxiliary outputs that are floating point, or have the examples along their first dimension"
+    remedy = 'return a mean, as in (prediction == label).mean(), or say in aux_specs that it is "sum" or "first"'
+    raise wrong(op, "loss_fn", expected, spell_array(x), remedy, path=path)
+
+
+def _joined(x: jax.Array, kind: str | int, parts: int) -> jax.Array:
+    if isinstance(kind, int):
+        x = jnp.moveaxis(x, 0, kind)
+        return x.reshape(*x.shape[:kind], -1, *x.shape[kind + 2 :])
+    if kind == "first":
+        return x[-1]
+    total = added(x)
+    return (total / parts if kind == "mean" else total).astype(x.dtype)
+
+
+def added(x: jax.Array) -> jax.Array:
+    """Returns the sum of the rows of [parts, ...] in their order, in a wide type."""
+    numbers = x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    return lax.scan(lambda total, row: (total + row, None), numbers[0], numbers[1:])[0]

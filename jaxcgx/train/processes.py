@@ -1,0 +1,39 @@
+"""The processes of an MPI communicator as the ranks of a step. Importing this module starts MPI."""
+
+from typing import Any
+
+from jaxcgx import mpi
+from jaxcgx.checks import wrong
+from jaxcgx.mpi.nodes import check_communicator
+from jaxcgx.mpi.ranks import over
+from jaxcgx.mpi.waiting import check_ready
+from jaxcgx.train.batch import check_batch_specs
+from jaxcgx.train.cut import OP
+from jaxcgx.train.division import Division
+from jaxcgx.train.state import Sharding
+from jaxcgx.transports.mpi import Net
+from jaxcgx.typing import PyTree
+
+
+class Processes(Division):
+    """The ranks of a communicator or a hierarchy. Each computes alone, on its own device."""
+
+    remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
+
+    def __init__(self, comm: Any, sharding: Sharding) -> None:
+        for name, given in dict(params=sharding.params, optimizer=sharding.optimizer).items():
+            if given is not None:
+                expected = "None between the processes of mpirun, which have a device each"
+                raise wrong(OP, f"sharding.{name}", expected, repr(given), "leave it out, or pass a mesh")
+        super().__init__(sharding.batch)
+        check_batch_specs(sharding.batch, ())
+        self.comm = comm if isinstance(comm, Net) else check_communicator(OP, "mesh_or_comm", comm)
+
+    def net(self) -> Net:
+        if isinstance(self.comm, Net):
+            return self.comm
+        check_ready(OP, self.comm)
+        return over(OP, self.comm)
+
+    def first(self, tree: PyTree) -> PyTree:
+        return mpi.broadcast(tree, comm=self.comm)

@@ -1,0 +1,315 @@
+"""A mesh over whose ranks parameters (ZeRO-3, FSDP) or only the optimizer's state (ZeRO-1) are sharded, or other axes.
+
+In both cases, gradients go straight to the owners of the shards. Sharded parameters are gathered for the loss. If only
+the optimizer's state is sharded, parameters are whole on every rank, and their updates are gathered. Over the other
+axes of the mesh, each shard is exchanged on its own.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import check_flag, check_integer, spell_array, wrong
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.exchange import rows
+from jaxcgx.exchange.message import carry
+from jaxcgx.exchange.routes import Routes, Way
+from jaxcgx.plan import Plan
+from jaxcgx.plan.phases import check_plan
+from jaxcgx.train.cut import (
+    OP,
+    Cut,
+    Names,
+    axes_of,
+    beside,
+    check_optimizer_specs,
+    check_specs,
+    flatten_specs,
+    is_spec,
+    named,
+)
+from jaxcgx.train.division import Function
+from jaxcgx.train.frozen import part
+from jaxcgx.train.mesh import OverMesh, like
+from jaxcgx.train.state import ExchangeState, Sharding
+from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
+
+
+def shard_specs(params: Params, mesh: Mesh, axis_name: AxisName = "data", *, min_size: int = 1024) -> Specs:
+    """Returns PartitionSpecs that shard parameters over an axis.
+
+    They are for `Sharding(params=...)` or `Sharding(optimizer=...)` of make_train_step. For each leaf, they shard the
+    longest dimension that the number of ranks divides. Leaves without such a dimension, and leaves with fewer than
+    `min_size` elements, stay whole.
+
+    Args:
+      params: a pytree of arrays or jax.ShapeDtypeStruct.
+      mesh: a jax.sharding.Mesh.
+      axis_name: an axis of the mesh, or a tuple of axes.
+      min_size: the smallest number of elements of a leaf that is sharded.
+    """
+    op, names = "shard_specs", check_axis_names("shard_specs", axis_name)
+    if missing := [name for name in names if name not in mesh.shape]:
+        raise wrong(op, "axis_name", f"axes of the mesh, {', '.join(map(repr, mesh.shape))}", repr(missing[0]))
+    check_integer(op, "min_size", min_size, 0)
+    ranks = math.prod(mesh.shape[name] for name in names)
+
+    def spec_of(x: jax.Array) -> P:
+        fit = [d for d, n in enumerate(x.shape) if n and n % ranks == 0]
+        if not fit or x.size < min_size:
+            return P()
+        longest = max(fit, key=lambda d: x.shape[d])
+        return P(*[None] * longest, names[0] if len(names) == 1 else names)
+
+    return jax.tree_util.tree_map(spec_of, params)
+
+
+class ShardedMesh(OverMesh):
+    """The ranks of a mesh with sharded parameters or optimizer states. `Division` documents the members.
+
+    Attributes:
+      state: the specs of the optimizer's state, a tree like the parameters.
+      whole: the specs of whole parameters, over the axes that are not the ranks'.
+      params_cut: the cut of the parameters into shards for the ranks.
+      state_cut: the cut of gradients, updates and the optimizer's state.
+      gather: the plan of the gather of parameters or of updates.
+      keep: whether the errors of gathered updates are kept.
+    """
+
+    def __init__(self, mesh: Mesh, sharding: Sharding, *, keep: bool = True) -> None:
+        super().__init__(mesh, sharding.axis, sharding.batch)
+        names, self.params_given = self.names, sharding.params
+        self.state = sharding.params if sharding.optimizer is None else sharding.optimizer
+        self._check_specs(sharding)
+        self.whole = jax.tree_util.tree_map(lambda spec: beside(spec, names), self.state, is_leaf=is_spec)
+        self.params = self.whole if sharding.params is None else sharding.params
+        self.params_cut, self.state_cut = Cut.of(self.params, names), Cut.of(self.state, names)
+        self.dims = self.state_cut.dimensions if self.state_cut else ()
+        self.params_specs = self.params_cut.specs(names)
+        self.shard_axes = tuple(named(spec) for _, spec in flatten_specs(self.whole)[0])
+        self.gather, self.regather, self.keep = check_gather(sharding), sharding.regather, keep
+        self.noisy = self.gather.stochastic
+        # `check` checks with all leaves that each rule matches a leaf. Gathers have only some of the leaves.
+        optional = [dataclasses.replace(rule, optional=True) for rule in self.gather.rules]
+        self.loose = dataclasses.replace(self.gather, rules=optional)
+
+    def _check_specs(self, sharding: Sharding) -> None:
+        if sharding.params is not None:
+            check_specs("sharding.params", sharding.params, self.names)
+        if sharding.optimizer is not None:
+            check_specs("sharding.optimizer", sharding.optimizer, self.names)
+            check_optimizer_specs(sharding.optimizer, sharding.params, self.names)
+        for path, spec in flatten_specs(self.state)[0] if self.explicit else ():
+            if auto := self.auto(spec):
+                expected = (
+                    "a mesh whose axes are all Auto, or all Explicit, where parameters or state are sharded over it"
+                )
+                remedy = f"make it with axis_types=(jax.sharding.AxisType.Explicit,) * {len(self.mesh.shape)}"
+                got = f"one with {auto[0]!r} Auto and others Explicit"
+                raise wrong(OP, "mesh_or_comm", expected, got, remedy, path=path)
+
+    def check(self, params: Params) -> None:
+        self.params_cut.check("sharding.params", params, self.size)
+        self.state_cut.check("sharding.optimizer", params, self.size)
+        Routes.of(OP, self.gather, params)  # checks that each rule of the plan matches a leaf
+
+    def shards(self, params: Params) -> Params:
+        shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+        return jax.tree_util.tree_map(shard, params, self._placed(self.whole))
+
+    def _placed(self, specs: Specs) -> Any:
+        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+
+    def specs_of(self, params: Params) -> Specs:
+        return self.params
+
+    def specs_of_updates(self, params: Params) -> Specs:
+        return self.state
+
+    def specs_of_means(self, skipped: PyTree) -> Specs:
+        return part(self.state_cut.specs(self.names), skipped)[0] if self.state_cut else P()
+
+    def specs_of_exchange(self, sent: ExchangeState, params: Params, front: Any) -> Specs:
+        """Returns the specs of the state of an exchange over this mesh or, if `front` is None, in its ranks.
+
+        An array like a parameter, with the parameter's path at the end of its own, is sharded like it over the other
+        axes. So is each row of such arrays. The factors of shards are side by side along their long dimension.
+        """
+        if not self.others:
+            return super().specs_of_exchange(sent, params, front)
+        known, any_shape = like(params, self.whole), dict(zip(_paths(params), self.shard_axes))
+
+        def spec_of(first: tuple[Any, ...], path: Any, x: jax.Array) -> P:
+            spec = known(path, x.shape[len(first) :])
+            if spec is not None:
+                return P(*first, *spec)
+            keys = [getattr(key, "name", None) for key in path]
+            if "factors" in keys:
+                return P(None, any_shape[path[keys.index("factors") + 1 :]])
+            if first:
+                expected = "an exchange whose state is like the parameters, where these are sharded over the mesh"
+                remedy = "pass a plan, or leave parameters whole"
+                raise wrong(OP, "exchange", expected, f"one with {spell_array(x)}", remedy, path=path)
+            return P()
+
+        specs = lambda tree, *first: jax.tree_util.tree_map_with_path(lambda *leaf: spec_of(first, *leaf), tree)
+        return ExchangeState(specs(sent.own, front), specs(sent.shared))
+
+    def on_shards(self, function: Function, sent: ExchangeState) -> Function:
+        if not self.others:
+            return function
+
+        def run(grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Any:
+            like = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), grads)
+            specs = self.specs_of_exchange(sent, like, None)
+            of_rows = jax.tree_util.tree_map(lambda spec: P(None, *spec), self.whole, is_leaf=is_spec)
+            return jax.shard_map(
+                function,
+                in_specs=(of_rows, specs, P() if params is None else self.whole, P()),
+                out_specs=(self.whole, specs),
+                axis_names=self.others,
+                check_vma=False,
+            )(grads, sent, params, loss)
+
+        return run
+
+    def like_whole(self, params: Params) -> Params:
+        cut = self.params_cut
+        if not cut:
+            return params
+        zeros = lambda x, d: jnp.concatenate([jnp.zeros_like(x)] * self.size, d)
+        values = jax.tree_util.tree_leaves(params)
+        return cut.tree([x if d is None else zeros(x, d) for x, d in zip(values, cut.dimensions)])
+
+    def open(self, params: Params, loss: Function, key: Key | None) -> tuple[Params, Function]:
+        """Returns (parameters, a loss function of these parameters).
+
+        The parameters and the gradients have the shapes of whole parameters. With `regather`, the loss function gathers
+        the shards itself, and again in the backward pass. The returned parameters then have zeros in place of sharded
+        parameters, only so that these have gradients.
+        """
+        cut = self.params_cut
+        if not cut:
+            return params, loss
+        shards, gathered = cut.pick(params), lambda shards: self._gather(shards, cut, key)
+        if self.others:
+            specs = cut.pick(self.whole)
+            gathered = jax.shard_map(
+                gathered, in_specs=(specs,), out_specs=specs, axis_names=self.others, check_vma=False
+            )
+        if not self.regather:
+            return _join(gathered(shards), params), loss
+        fill = lambda shards, like: _join(gathered(shards), like)
+        whole = jax.custom_vjp(fill)
+        whole.defvjp(lambda *args: (fill(*args), None), lambda _, cts: (None, cts))
+        return self.like_whole(params), _checkpointed(lambda like, *rest: loss(whole(shards, like), *rest))
+
+    def _gather(self, shards: PyTree, cut: Cut, key: Key | None, to: str = "varying") -> PyTree:
+        """Returns the whole arrays, gathered from the shards of a cut."""
+        routes = Routes.of("compressed_all_gather", self.loose, shards)
+        dims = tuple(d for d in cut.dimensions if d is not None)
+        return rows.gather(shards, routes.over(self.net(), Way(rows=True, dims=dims, join=True)), key, to=to)
+
+    def _updates_cut(self, skipped: PyTree) -> Cut:
+        """Returns the cut of the leaves whose updates are gathered."""
+        cut = self.state_cut.without(self.params_cut)
+        dims = zip(cut.dimensions, jax.tree_util.tree_leaves(skipped))
+        return cut._replace(dimensions=tuple(None if skip else d for d, skip in dims))
+
+    def specs_of_lost(self, skipped: PyTree) -> Specs:
+        cut = self._updates_cut(skipped)
+        return cut.pick(self.state) if self.keep and cut and not self.gather.raw else None
+
+    def init_lost(self, params: Params, skipped: PyTree) -> PyTree:
+        if self.specs_of_lost(skipped) is None:
+            return None
+        updates = self._updates_cut(skipped).pick(params)
+        for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
+            if jnp.issubdtype(x.dtype, jnp.complexfloating):
+                remedy = "keep the real and the imaginary part as two leaves"
+                raise wrong(OP, "sharding.gather", "real numbers", x.dtype, remedy, path=path, kind=TypeError)
+        return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), updates)
+
+    def send_updates(self, updates: PyTree, lost: PyTree, skipped: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:
+        cut = self._updates_cut(skipped)
+        if not cut:
+            return updates, lost
+        shards, whole = cut.pick(self.state), cut.pick(self.whole)
+        kept = P() if lost is None else shards
+        exchange = jax.shard_map(
+            lambda shards, lost: self._send(cut, shards, lost, key),
+            mesh=self.mesh,
+            in_specs=(shards, kept),
+            out_specs=(whole, kept),
+        )
+        found, lost = exchange(cut.pick(updates), lost)
+        return _join(found, updates), lost
+
+    def _send(self, cut: Cut, shards: PyTree, lost: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:
+        """Gathers updates on one device. Returns (whole updates, new errors)."""
+        if lost is None:
+            return self._gather(shards, cut, key, to="invarying"), None
+        leaves, tree = jax.tree_util.tree_flatten(shards)
+        before = jax.tree_util.tree_leaves(lost)
+        leaves, rest = carry(leaves, before)
+        found = self._gather(tree.unflatten(leaves), cut, key, to="invarying")
+        dims = [d for d in cut.dimensions if d is not None]
+        rank, after = self.net().rank, list[jax.Array]()
+        for x, r, b, y, d in zip(leaves, rest, before, jax.tree_util.tree_leaves(found), dims):
+            arrived = lax.dynamic_slice_in_dim(y, rank * x.shape[d], x.shape[d], d)
+            missing = r + (x.astype(jnp.float32) - arrived.astype(jnp.float32))
+            after.append(jnp.where(jnp.isfinite(missing), missing, b))
+        return found, tree.unflatten(after)
+
+
+def check_gather(sharding: Sharding) -> Plan:
+    """Returns the plan of the gather of a sharding."""
+    plan = check_plan(OP, sharding.gather, "sharding.gather")
+    check_flag(OP, "sharding.regather", sharding.regather)
+    for codec in plan.codecs:
+        if codec.low_rank or codec.sparse or codec.skips:
+            remedy = "take another one, such as jaxcgx.Cast() or jaxcgx.MaxMin(8)"
+            raise wrong(OP, "sharding.gather", "codecs that send every element of a shard", spell(codec), remedy)
+    if sharding.params is sharding.optimizer is None and not plan.raw:
+        remedy = "pass Sharding(params=jaxcgx.shard_specs(params, mesh)), or the same as optimizer="
+        raise wrong(OP, "sharding.gather", "parameters or an optimizer's state to gather", "none", remedy)
+    return plan
+
+
+def _checkpointed(loss: Function) -> Function:
+    """Returns a loss that keeps everything for the backward pass except gathered parameters."""
+    policy = lambda op, *_, **__: str(op) != "all_gather"
+
+    def run(params: Params, *rest: PyTree) -> PyTree:
+        given, of_rest = jax.tree_util.tree_flatten(rest)
+        known: Any = None
+
+        def renewed(params: Params, given: list[Any]) -> list[Any]:
+            nonlocal known
+            found, structure = jax.tree_util.tree_flatten(loss(params, *of_rest.unflatten(given)))
+            places = [next((i for i, y in enumerate(given) if y is x), None) for x in found]
+            known = structure, places
+            return [x for x, place in zip(found, places) if place is None]
+
+        new = iter(jax.checkpoint(renewed, policy=policy)(params, given))
+        structure, places = known
+        # Arguments that the loss function returns unchanged must stay the same objects: leaves of a model state.
+        return structure.unflatten([next(new) if place is None else given[place] for place in places])
+
+    return run
+
+
+def _join(some: PyTree, others: PyTree) -> PyTree:
+    """Returns the first tree, with leaves of the second tree in place of None."""
+    return jax.tree_util.tree_map(lambda x, y: y if x is None else x, some, others, is_leaf=lambda x: x is None)
+
+
+def _paths(tree: PyTree) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
