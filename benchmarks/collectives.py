@@ -29,7 +29,7 @@ import jaxcgx as cgx
 from jaxcgx.exchange import costs
 from jaxcgx.lab import Lab, signals_raise, why_not
 from jaxcgx.report.results import bandwidths, quartiles
-from jaxcgx.transports.resolve import check_axes
+from jaxcgx.exchange.resolve import check_axes
 
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"

@@ -35,11 +35,13 @@ from jaxcgx.collectives import (
     compressed_psum_scatter,
     end_pmean,
     grad,
+    init_carry,
     init_factors,
     local_value_and_grad,
     sync_in_backward,
     value_and_grad,
 )
+from jaxcgx.exchange.carry import Carry
 from jaxcgx.native.pages import keep_pages
 from jaxcgx.optim import (
     backward_order,
@@ -65,6 +67,7 @@ from jaxcgx.transports.network import Network
 __all__ = [
     "AbsMax",
     "ByteGrad",
+    "Carry",
     "Cast",
     "Cluster",
     "Codec",
@@ -103,6 +106,7 @@ __all__ = [
     "gather_state",
     "grad",
     "gradient_statistics",
+    "init_carry",
     "init_factors",
     "keep_pages",
     "local_value_and_grad",

@@ -7,6 +7,7 @@ is known, the error has it, too. A check returns the value in the form that the 
 import inspect
 import numbers
 import operator
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -161,6 +162,21 @@ def check_array(function: str, argument: str, value: Any, path: Any = (), *, rem
         raise wrong(function, argument, "an array", repr(value), remedy, path=path, kind=TypeError) from None
 
 
+def check_whole(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
+    """Returns the leaf as an array. Its type must not be sharded: every device has the whole array."""
+    leaf = check_array(op, argument, leaf, path)
+    if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
+        raise wrong(
+            op,
+            argument,
+            "an array that a device has whole",
+            f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}",
+            "to compress the local shards, wrap the call in a jax.shard_map over these axes, as docs/meshes.md shows",
+            path=path,
+        )
+    return leaf
+
+
 def check_varying(
     function: str, names: Sequence[Any], paths: Sequence[Any], leaves: Sequence[Any], argument: str = "x"
 ) -> None:
@@ -179,6 +195,11 @@ def check_varying(
                 "jax.lax.pcast(params, axis_name, to='varying')",
                 path=path,
             )
+
+
+def warn(text: str) -> None:
+    """Warns, and points to the first line outside this package."""
+    warnings.warn(text, stacklevel=callers_level())
 
 
 def callers_level() -> int:

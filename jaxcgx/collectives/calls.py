@@ -10,7 +10,7 @@ from jaxcgx import plan
 from jaxcgx.checks import at, check_flag, check_positive, check_varying, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.collectives.arguments import (
+from jaxcgx.collectives.old_arguments import (
     Options,
     check_low_rank,
     check_shared_key,
@@ -132,7 +132,7 @@ class Call:
         self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(forward.stages, backward.stages)]
         fusion_mb = options.fusion_mb
         if fusion_mb is None:
-            fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
+            fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) and codec.fusion_mb else 64
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw, self.groups = {}, {}
         order, self.slice_elements = options.order or (), options.slice_elements

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
-from jaxcgx.collectives.arguments import Options
 from jaxcgx.collectives.calls import Route
-from jaxcgx.collectives.psum import Reduction, run
+from jaxcgx.collectives.old_arguments import Options
+from jaxcgx.collectives.old_psum import Reduction, run
 from jaxcgx.collectives.state import Kept, State
 from jaxcgx.exchange import sums
 from jaxcgx.exchange.message import Message
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
-from jaxcgx.transports.resolve import check_axes
 from jaxcgx.typing import AxisName
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.exchange import scopes
-from jaxcgx.transports.resolve import check_axes
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.typing import AxisName
 
 

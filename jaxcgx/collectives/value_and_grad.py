@@ -17,16 +17,16 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_flag, spell_array, wrong
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.collectives import eager
-from jaxcgx.collectives.arguments import Options
 from jaxcgx.collectives.batches import Split, assign, changes, check_aliases, insert, is_none, part
 from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
-from jaxcgx.collectives.psum import plain_reduce, reduce
+from jaxcgx.collectives.old_arguments import Options
+from jaxcgx.collectives.old_psum import plain_reduce, reduce
 from jaxcgx.collectives.splitting import Ranks
 from jaxcgx.collectives.state import State
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
-from jaxcgx.transports.resolve import check_axes
 from jaxcgx.typing import AxisName
 
 OP = "value_and_grad"

@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.tcp_sum import pieces_of
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.network import Network
 
 SCHEDULES = "two_shot", "one_shot", "ring"

@@ -24,7 +24,7 @@ from jax import lax
 from jaxcgx.exchange import schedules, scopes
 from jaxcgx.exchange.keys import fold_stage
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
-from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport, countable
 
 Stages = tuple[Stage, ...]

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.terms import digest
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 
 # The state that a sum keeps from call to call, as fields of the message. Each rank has its own residuals and momentum.

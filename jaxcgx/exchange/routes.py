@@ -1,36 +1,57 @@
-"""Routes: which codec each leaf gets, why it travels raw, what state it keeps. Asked once, from a plan and a tree.
+"""Routes and travels: which codec each leaf of a tree gets, and which messages carry the leaves over which ranks.
 
-They need shapes and the names of the axes, no ranks. `Routes.over(net)` adds schedules and messages inside a trace.
+Both are made of a plan and of shapes alone, once. `Routes` need no ranks, so the state of an exchange can be made from
+them before the first step. `Routes.over` adds the ranks: it returns a `Travel`. The same arguments give the same
+object, which jit hashes by its identity.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import sums
-from jaxcgx.exchange.message import Stage, Sum
-from jaxcgx.plan import Plan, messages, why_raw
-from jaxcgx.plan.by_axis import skips
-from jaxcgx.plan.leaves import factor_shape
-from jaxcgx.transports.base import Transport
 from jaxcgx.exchange.carry import Carry
-from jaxcgx.typing import PyTree
+from jaxcgx.exchange.message import Stage, Sum
+from jaxcgx.native.layout import DTYPES
+from jaxcgx.plan import Plan, messages, why_raw
+from jaxcgx.plan.by_axis import Codecs, skips, values
+from jaxcgx.plan.leaves import factor_shape
+from jaxcgx.plan.overlay import Overlay
+from jaxcgx.transports.base import Transport
+from jaxcgx.typing import DType, PyTree
+
+OVERLAPPING = 4 * 2**20  # bytes of a message that is sent during the backward pass (benchmarks/notes/collectives.md)
+SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with other raw leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The route of a leaf."""
+    """The route of a leaf.
 
-    path: str
+    Attributes:
+      path: the JAX path of the leaf.
+      shape: its shape.
+      dtype: its dtype.
+      codec: the codec over all axes together, or {axis: codec}. Raw() if the leaf is skipped.
+      why_raw: the reason why the leaf travels raw; None: it is compressed.
+      skipped: whether the leaf is not sent at all.
+      factor: the shape of its low-rank factor, or None.
+    """
+
+    path: PyTree
     shape: tuple[int, ...]
-    dtype: jnp.dtype
-    codecs: tuple[Codec, ...]  # outermost first; one for all axes together
-    why_raw: str | None  # None: it is compressed
+    dtype: DType
+    codec: Codecs
+    why_raw: str | None
     skipped: bool
     factor: tuple[int, ...] | None
 
@@ -39,129 +60,372 @@ class Route:
         return math.prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def codecs(self) -> list[Codec]:
+        return values(self.codec)
+
+    @property
     def encoded(self) -> bool:
         return self.why_raw is None and not self.skipped
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+class Way(NamedTuple):
+    """What a caller wants of a tree: its sum, its mean, slices of these, or an exchange of rows.
+
+    Attributes:
+      mean: whether the sum is divided by the number of ranks.
+      rows: whether leaves are gathered or exchanged row by row, not summed.
+      dims: for each leaf, the dimension along which a rank wants only its slice of the sum, or None; () means None for
+        all leaves.
+      tiled: whether slices keep that dimension, as in lax.psum_scatter.
+      join: whether raw leaves that are sliced or gathered share messages, too. Otherwise each has its own collective.
+      order: the numbers of the leaves, in the order in which they are ready. Messages are made and sent in this order.
+      slice_elements: the elements of a slice of a message. Slices of later messages may overtake earlier messages.
+        Messages are then made in the order of the tree, so the bits don't depend on `order`.
+    """
+
+    mean: bool = True
+    rows: bool = False
+    dims: tuple[int | None, ...] = ()
+    tiled: bool = True
+    join: bool = False
+    order: tuple[int, ...] | None = None
+    slice_elements: int | None = None
+
+    def cuts(self, i: int) -> bool:
+        """Returns whether a rank gets only its slice of leaf i."""
+        return bool(self.dims) and self.dims[i] is not None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Routes:
-    """The routes of a tree's leaves. Interned: the same plan and shapes give the same object, which jit hashes fast."""
+    """The routes of the leaves of a tree. `op` is the function that errors name."""
 
+    op: str
     plan: Plan
-    tree: jax.tree_util.PyTreeDef
+    tree: PyTree
     leaves: tuple[Route, ...]
 
     @staticmethod
     def of(op: str, plan: Plan, tree: PyTree) -> "Routes":
+        """Returns the routes that a plan gives the leaves of a tree of arrays or jax.ShapeDtypeStructs."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        return _routes(op, plan, structure, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
+        return _routes(op, plan, structure, tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in leaves))
 
     @property
     def stochastic(self) -> bool:
-        return any(c.stochastic for r in self.leaves for c in r.codecs)
+        """Whether any codec that a leaf gets draws noise."""
+        return any(codec.stochastic for route in self.leaves for codec in route.codecs)
 
     @property
     def skipped(self) -> PyTree:
-        return self.tree.unflatten([r.skipped for r in self.leaves])
+        """A tree of bools: whether a leaf is not sent."""
+        return self.tree.unflatten([route.skipped for route in self.leaves])
 
     def each(self, tree: PyTree) -> list[PyTree]:
+        """Returns the entries of a tree like this one as a list. For None, returns a list with None for every leaf."""
         return [None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree)
 
-    def carry(self, *, feedback: bool, momentum: bool) -> Carry:
-        """Returns the shapes of one rank's state."""
-        fresh = lambda want, dtype: self.tree.unflatten(
-            [jax.ShapeDtypeStruct(r.shape, dtype or r.dtype) if want and r.encoded else None for r in self.leaves]
-        )
+    def carry(self, *, residuals: bool = True, momentum: bool = False) -> Carry:
+        """Returns the shapes of a rank's state: residuals and momentum of leaves that are compressed, and factors."""
+
+        def like(dtype: DType | None) -> PyTree:
+            each = [jax.ShapeDtypeStruct(r.shape, dtype or r.dtype) if r.encoded else None for r in self.leaves]
+            return self.tree.unflatten(each)
+
         factors = [r.factor and jax.ShapeDtypeStruct(r.factor, jnp.float32) for r in self.leaves]
         return Carry(
-            residuals=fresh(True, jnp.float32) if feedback else None,
-            momentum=fresh(True, None) if momentum else None,
+            residuals=like(jnp.dtype(jnp.float32)) if residuals else None,
+            momentum=like(None) if momentum else None,
             factors=self.tree.unflatten(factors) if any(factors) else None,
         )
 
-    def over(self, net: Transport, dims: tuple[int | None, ...] = ()) -> "Travel":
-        """Returns how the messages travel over these ranks. Of a leaf with a dimension, a rank gets only its slice."""
+    def over(self, net: Transport, way: Way = Way(), backward: "Routes | None" = None) -> "Travel":
+        """Returns how the leaves travel over the ranks of a transport.
+
+        `backward` are the routes of the transpose, which only slices have; None: the same.
+        """
         mesh = jax.sharding.get_abstract_mesh()
-        return _travel(self, net, net.size, dims, set(mesh.axis_names) == set(mesh.manual_axes))
+        return _travel(self, net, net.size, way, backward or self, set(mesh.axis_names) == set(mesh.manual_axes))
 
 
-@functools.lru_cache(maxsize=64)
-def _routes(op: str, plan: Plan, tree: jax.tree_util.PyTreeDef, shapes: tuple) -> Routes:
+@functools.lru_cache(maxsize=256)
+def _routes(op: str, plan: Plan, tree: PyTree, shapes: tuple[tuple[tuple[int, ...], DType], ...]) -> Routes:
     leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten(leaves))[0]]
     assigned = plan.assign(op, "plan", paths=paths, leaves=leaves) if leaves else []
-    return Routes(plan, tree, tuple(map(_route, paths, leaves, assigned)))
+    routes: list[Route] = []
+    for path, x, (codec, guarded) in zip(paths, leaves, assigned):
+        skipped = skips(codec)
+        codec = Raw() if skipped else codec
+        why = None if skipped else guarded or why_raw(x, values(codec))
+        refused = not guarded and any(each.why_raw(x.shape, x.dtype) for each in values(codec))
+        if plan.strict and why and (refused or x.dtype not in DTYPES):
+            expected, kind = (
+                "a leaf that can be compressed, as the plan is strict",
+                ValueError if refused else TypeError,
+            )
+            raise wrong(op, "plan", expected, f"one that can't, because {why}", path=path, kind=kind)
+        factor = factor_shape(x, values(codec))
+        routes.append(Route(path, x.shape, jnp.dtype(x.dtype), codec, why, skipped, factor))
+    return Routes(op, plan, tree, tuple(routes))
 
 
-def _route(path: PyTree, x: PyTree, assigned: tuple[PyTree, str | None]) -> Route:
-    codec, guarded = assigned
-    skipped = skips(codec)
-    codecs = (Raw(),) if skipped else tuple(codec.values()) if isinstance(codec, dict) else (codec,)
-    why = guarded or why_raw(x, codecs)
-    return Route(jax.tree_util.keystr(path), x.shape, jnp.dtype(x.dtype), codecs, why, skipped, factor_shape(x, codecs))
+class Envelope(NamedTuple):
+    """A message without its arrays: the numbers of its leaves, and the stages of its exchange, outermost first."""
+
+    ids: tuple[int, ...]
+    stages: tuple[Stage, ...]
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs of all stages, followed by those of the transpose."""
+        return [stage.codec for stage in self.stages] + [stage.backward for stage in self.stages]
+
+    @property
+    def stochastic(self) -> bool:
+        return any(codec.stochastic for codec in self.codecs)
+
+
+class Plain(NamedTuple):
+    """Leaves that go through the uncompressed collectives, or are skipped.
+
+    Attributes:
+      ids: the numbers of the leaves. Several share a collective.
+      nets: the transport over all ranks or, outermost first, those of each axis, for leaves with Raw() for each axis.
+      why: the reason of each leaf, as text.
+    """
+
+    ids: tuple[int, ...]
+    nets: tuple[Transport, ...]
+    why: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Travel:
-    """Messages and their stages, for the ranks of a transport. Static and interned, like `Routes`."""
+    """How the leaves of a tree travel: messages, in the order in which they are sent, and leaves without message."""
 
     routes: Routes
     net: Transport
-    messages: tuple[tuple[tuple[int, ...], tuple[Stage, ...]], ...]  # (numbers of the leaves, stages)
-    raw: tuple[tuple[int, ...], ...]  # leaves that share a plain collective
-    scattered: tuple[tuple[tuple[int, ...], Stage], ...]  # messages of which a rank gets its slices
-    dims: tuple[int | None, ...]
+    way: Way
+    envelopes: tuple[Envelope, ...]
+    plain: tuple[Plain, ...]
     how: Sum
 
     @property
     def crosses(self) -> bool:
+        """Whether exchanges may go on while later programs run."""
         return self.net.begin_sum is not None
 
+    def check_feedback(self) -> None:
+        """Checks that schedules and codecs allow residuals: a rank must know the errors of its own encodings.
 
-SMALL = 2**16  # bytes of a raw leaf that shares a collective with others
-
-
-@functools.lru_cache(maxsize=64)
-def _travel(routes: Routes, net: Transport, size: int, dims: tuple[int | None, ...], whole: bool) -> Travel:
-    plan, groups, raw = routes.plan, dict[tuple[Stage, ...], list[int]](), list[int]()
-    slices = dict[Stage, list[int]]()
-    hops = plan.schedule == "tree" or (net.begin_sum is not None and plan.schedule != "ring")
-    for i, r in enumerate(routes.leaves):
-        if dims and dims[i] is not None and not r.skipped:
-            codec = Raw() if r.why_raw else r.codecs[0]
-            slices.setdefault(Stage(net, codec, "ring" if plan.schedule == "ring" else "one_shot", codec), []).append(i)
-            continue
-        joins = hops and size > 1 and r.dtype in _FLOATS and r.size and all(c.raw for c in r.codecs)
-        if r.skipped or not (joins or (r.encoded and size > 1)):
-            raw.append(i)
-            continue
-        nets = tuple(net.parts.values()) if len(r.codecs) > 1 else (net,)
-        stages = tuple(Stage(n, c, "auto", c) for n, c in zip(nets, r.codecs) if n.size > 1)
-        groups.setdefault(stages or (Stage(net, r.codecs[0], "auto", r.codecs[0]),), []).append(i)
-    found: list[tuple[tuple[int, ...], tuple[Stage, ...]]] = []
-    for stages, ids in groups.items():
-        leaves = [jax.ShapeDtypeStruct(routes.leaves[i].shape, routes.leaves[i].dtype) for i in ids]
-        asked = (stages[0]._replace(schedule=plan.schedule), *stages[1:])
-        chosen = sums.choose(asked, leaves, leader=plan.leader, prefer=plan.prefer, network=plan.network)
-        found += [(tuple(ids[k] for k in part), chosen) for part in messages(leaves, plan.fusion_mb * 2**20)]
-    cut = [(tuple(ids[k] for k in part), stage) for stage, ids in slices.items()
-           for part in messages([jax.ShapeDtypeStruct(routes.leaves[i].shape, routes.leaves[i].dtype) for i in ids],
-                                plan.fusion_mb * 2**20)]
-    how = Sum(own="raw", divisor=float(size), leader=plan.leader)
-    return Travel(routes, net, tuple(found), _share(routes, raw, join=bool(found) and whole), tuple(cut), dims, how)
+        An axis of one rank is checked as well, because a program that runs on one node must also run on two.
+        """
+        routes = self.routes
+        compresses = any(route.encoded and not route.codecs[0].low_rank for route in routes.leaves)
+        outermost = _asked(routes.op, routes.plan, self.net)[0]
+        if (compresses and outermost == "ring") or any(each.stages[0].schedule == "ring" for each in self.envelopes):
+            expected, got = 'the schedule "two_shot" or "one_shot"', '"ring", which encodes sums of several ranks'
+            remedy = 'write schedule="two_shot", or keep no residuals (keep=False)'
+            raise wrong(routes.op, "plan", f"{expected} where residuals are kept", got, remedy)
+        if any(len(each.stages) > 1 and self.way.cuts(each.ids[0]) for each in self.envelopes):
+            expected = "one codec over all axes together where residuals of slices are kept"
+            raise wrong(routes.op, "plan", expected, "a codec per axis", "write one codec, or keep no residuals")
 
 
-_FLOATS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
-
-
-def _share(routes: Routes, raw: list[int], join: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns groups of raw leaves: small ones of a dtype share a collective, if anything is compressed."""
-    found, alone = dict[jnp.dtype, list[int]](), list[tuple[int, ...]]()
-    for i in raw:
-        r = routes.leaves[i]
-        small = 0 < r.size * r.dtype.itemsize <= SMALL and not r.skipped
-        if join and small:
-            found.setdefault(r.dtype, []).append(i)
+@functools.lru_cache(maxsize=256)
+def _travel(routes: Routes, net: Transport, size: int, way: Way, backward: Routes, manual: bool) -> Travel:
+    """`manual`: whether no axis of the mesh is left to XLA's partitioner, which may shard leaves over it."""
+    op, plan = routes.op, routes.plan
+    outermost = _asked(op, plan, net)[0]
+    hops = outermost == "tree" or isinstance(outermost, Overlay)
+    _check_way(routes, way, hops)
+    # Raw leaves also travel along an overlay. Over Tcp, their exchange overlaps with the program, unlike lax.psum.
+    join = not way.rows and (hops or (net.begin_sum is not None and outermost != "ring"))
+    groups, plain = dict[tuple[bool, tuple[Stage, ...]], list[int]](), list[Plain]()
+    for i in way.order if way.order is not None and way.slice_elements is None else range(len(routes.leaves)):
+        route, cuts = routes.leaves[i], way.cuts(i)
+        stages = _stages(op, route, backward.leaves[i], net)
+        codecs = [codec for stage in stages for codec in (stage.codec, stage.backward)]
+        why = route.why_raw or why_raw(route.like, codecs) or ("there is one rank" if size == 1 else None)
+        raw = route.dtype in DTYPES and route.size and all(codec.raw for codec in codecs)
+        if route.skipped:
+            plain.append(Plain((i,), (net,), ("the plan skips it",)))
+        elif why is None or (raw and size > 1 and (join or (way.join and (cuts or way.rows)))):
+            groups.setdefault((cuts, stages), []).append(i)
         else:
-            alone.append((i,))
-    return (*alone, *map(tuple, found.values()))
+            apart = len(stages) > 1 and route.size and all(codec.raw for codec in route.codecs)
+            plain.append(Plain((i,), tuple(stage.net for stage in stages) if apart else (net,), (why or "",)))
+    if plan.leader and not way.rows and groups and not any(isinstance(r.codec, dict) for r in routes.leaves):
+        remedy = "name several axes, and give the plan a codec for each axis, {axis: codec}"
+        raise wrong(op, "plan", "leader=False without a hierarchy", "leader=True", remedy)
+    envelopes: list[Envelope] = []
+    for (cuts, stages), ids in groups.items():
+        leaves = [routes.leaves[i].like for i in ids]
+        if way.rows:
+            chosen = tuple(stage._replace(schedule="one_shot") for stage in stages)
+        else:
+            chosen = _of_slices(routes, stages, net) if cuts else _of_sums(routes, stages, net, leaves)
+        if way.slice_elements is not None:
+            chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
+        envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, _limit(plan, way))]
+    if way.order is not None:
+        turns = {i: turn for turn, i in enumerate(way.order)}
+        envelopes.sort(key=lambda each: min((turns[i] for i in each.ids), default=0))
+    how = Sum(own=plan.own, divisor=float(size) if way.mean else 1.0, leader=plan.leader)
+    shared = _share(routes, plain, way) if envelopes and manual and not way.rows else plain
+    return Travel(routes, net, way, tuple(envelopes), tuple(shared), how)
+
+
+def _limit(plan: Plan, way: Way) -> float:
+    """Returns the most bytes of a message. Messages that overlap with computation are smaller by default."""
+    if plan.fusion_mb is None and way.slice_elements is not None:
+        return 4 * way.slice_elements
+    return OVERLAPPING if plan.fusion_mb is None and way.order is not None else plan.message_bytes
+
+
+def _asked(op: str, plan: Plan, net: Transport) -> list[str | Overlay]:
+    """Returns the plan's schedules: one or, for a dict, one for each part of the transport, outermost first."""
+    if not isinstance(plan.schedule, dict):
+        return [plan.schedule]
+    return by_parts(op, plan.schedule, net, what="a schedule")
+
+
+def by_parts(op: str, given: dict[PyTree, PyTree], net: Transport, what: str) -> list[PyTree]:
+    """Returns the values of a dict of a plan, which has a key for each part of a transport, outermost first.
+
+    `what` describes a value in errors.
+    """
+    parts = net.parts
+    if not parts:
+        remedy = f"write {what}" if net.names else "pass jaxcgx.mpi.hierarchy()"
+        ranks = f"all ranks of {net.names}" if net.names else "all ranks of a communicator"
+        raise wrong(op, "plan", f"{what} for {ranks}", given, remedy)
+    missing, unknown = [n for n in parts if n not in given], [n for n in given if n not in parts]
+    if missing or unknown:
+        problems = [(missing, "missing"), (unknown, "not among them")]
+        spelled = "; ".join(f"{', '.join(map(repr, names))} {problem}" for names, problem in problems if names)
+        steps = any(isinstance(n, int) for n in unknown)
+        remedy = "a schedule of plans, by steps, is for compress_gradients and make_train_step" if steps else ""
+        raise wrong(op, "plan", f"{what} for each axis of {tuple(parts)}", f"{given} ({spelled})", remedy)
+    return [given[name] for name in parts]
+
+
+def _stages(op: str, there: Route, back: Route, net: Transport) -> tuple[Stage, ...]:
+    """Returns the stages of a leaf, outermost first: one over all ranks together or, for a dict, one for each part.
+
+    Stages of one rank are left out. If all stages have one rank, the outermost stage stays. Schedules are chosen later.
+    """
+    each, others = _by_part(op, there, net), _by_part(op, back, net)
+    if len(each) != len(others):  # a raw exchange over all ranks together is replaced by raw ones over each part
+        flat, parts = sorted((each, others), key=len)
+        if not flat[0][1].raw:
+            expected = "a codec for each axis where 'plan' has one for each, and one for all where it has one for all"
+            raise wrong(op, "backward", expected, f"{len(others)} beside {len(each)}", path=there.path)
+        flat = [(part, flat[0][1]) for part, _ in parts]
+        each, others = (flat, parts) if len(each) < len(others) else (parts, flat)
+    stages = tuple(Stage(part, codec, "auto", other) for (part, codec), (_, other) in zip(each, others))
+    for stage in stages[1:]:
+        if stage.codec.low_rank:
+            expected = f"{spell(stage.codec)} for the outermost axis alone or for all together"
+            raise wrong(op, "plan", expected, "it for an inner one", "over inner axes jaxcgx.Raw() sums exactly")
+    return tuple(stage for stage in stages if stage.net.size > 1) or stages[:1]
+
+
+def _by_part(op: str, route: Route, net: Transport) -> list[tuple[Transport, Codec]]:
+    if not isinstance(route.codec, dict):
+        return [(net, route.codec)]
+    return list(zip(net.parts.values(), by_parts(op, route.codec, net, what="a codec")))
+
+
+def _of_sums(
+    routes: Routes, stages: tuple[Stage, ...], net: Transport, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[Stage, ...]:
+    """Returns the stages of sums of whole leaves, with their schedules."""
+    plan, asked = routes.plan, _asked(routes.op, routes.plan, net)
+    parts = dict(zip(net.parts.values(), asked)) if isinstance(plan.schedule, dict) else {}
+    # A leaf that a plan leaves raw also gets a stage for each axis, because each axis has its own schedule.
+    if parts and len(stages) < len(parts) and stages[0].net is net and stages[0].codec.raw:
+        stages = tuple(stages[0]._replace(net=part) for part in parts)
+    named = tuple(
+        stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0])) for j, stage in enumerate(stages)
+    )
+    chosen = sums.choose(named, list(leaves), leader=plan.leader, prefer=plan.prefer, network=plan.network)
+    for stage, before in zip(chosen, named):
+        _check_hops(routes.op, stage, before.schedule)
+    return chosen
+
+
+def _of_slices(routes: Routes, stages: tuple[Stage, ...], net: Transport) -> tuple[Stage, ...]:
+    """Returns the stages of sums of slices, with their schedules: straight to the owner, or a ring."""
+    plan, asked = routes.plan, _asked(routes.op, routes.plan, net)
+    parts = dict(zip(net.parts.values(), asked)) if isinstance(plan.schedule, dict) else {}
+    ring = lambda stage: parts.get(stage.net, asked[0]) == "ring"
+    chosen = tuple(stage._replace(schedule="ring" if ring(stage) else "one_shot") for stage in stages)
+    for stage in chosen:
+        _check_hops(routes.op, stage, stage.schedule)
+    return chosen
+
+
+def _check_way(routes: Routes, way: Way, hops: bool) -> None:
+    """Checks that the plan allows slices and the order."""
+    op, plan = routes.op, routes.plan
+    if way.order is not None and sorted(way.order) != list(range(len(routes.leaves))):
+        remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
+        raise wrong(op, "order", f"the numbers of the {len(routes.leaves)} leaves, each once", way.order, remedy)
+    if way.rows or all(d is None for d in way.dims):
+        return
+    sliced = "where a rank gets only its slice of a sum"
+    if plan.leader:
+        raise wrong(op, "plan", f"leader=False {sliced}", "leader=True", "every rank exchanges its own slices")
+    if hops:
+        expected = f'the schedule "auto", "two_shot", "one_shot" or "ring" {sliced}'
+        raise wrong(op, "plan", expected, plan.schedule, "every slice has one owner")
+    for i, route in enumerate(routes.leaves):
+        if way.cuts(i) and any(codec.low_rank for codec in route.codecs):
+            remedy = "take another codec, such as jaxcgx.MaxMin(4)"
+            raise wrong(op, "plan", f"codecs of slices {sliced}", spell(route.codecs[0]), remedy, path=route.path)
+
+
+def _check_hops(op: str, stage: Stage, asked: str | Overlay) -> None:
+    """Checks that an overlay has as many ranks as the stage, and that the codec works with an overlay or a ring.
+
+    `asked` is the plan's schedule. A stage with a low-rank codec has the schedule "psum" instead.
+    """
+    schedule, ranks = stage.schedule, stage.net.size
+    if isinstance(asked, Overlay) and stage.codec.low_rank:
+        expected = f"a schedule's name with {spell(stage.codec)}, whose factors are summed by lax.psum"
+        raise wrong(op, "plan", expected, "an overlay", "take another codec, such as jaxcgx.MaxMin(4)")
+    if isinstance(schedule, Overlay) and schedule.ranks != ranks:
+        raise wrong(op, "plan", f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
+    hops = schedule == "ring" or (isinstance(schedule, Overlay) and schedule.depth > 1)
+    if hops and stage.codec.sums_grow:  # along hops, sums must take no more bytes than leaves
+        expected = f'the schedule "two_shot" or "one_shot" with {spell(stage.codec)}, whose sums grow'
+        got = '"ring"' if schedule == "ring" else "trees of several levels"
+        remedy = 'take a codec with pull="top"; jaxcgx.wan.Topology(shape="owners") has one level'
+        raise wrong(op, "plan", expected, got, remedy)
+
+
+def _share(routes: Routes, plain: list[Plain], way: Way) -> list[Plain]:
+    """Returns the leaves without message, with small leaves of the same dtype in one collective.
+
+    Over Gloo, a collective takes milliseconds for any size. A collective of several arrays takes this time for each.
+    """
+    alike, others = dict[DType, list[Plain]](), list[Plain]()
+    for each in plain:
+        route = routes.leaves[each.ids[0]]
+        small = 0 < route.nbytes <= SMALL and not route.skipped and len(each.nets) == 1 and not way.cuts(each.ids[0])
+        (alike.setdefault(route.dtype, []) if small else others).append(each)
+    joined = [
+        Plain(tuple(each.ids[0] for each in same), same[0].nets, tuple(each.why[0] for each in same))
+        for same in alike.values()
+    ]
+    return others + joined

@@ -26,11 +26,11 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange import trees
 from jaxcgx.exchange.keys import HOP, SUM, first, fold
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
-from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import Own
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import PiecewiseSum, Transport
 
 

@@ -14,8 +14,8 @@ from jaxcgx._compat import batching, mlir
 from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
 from jaxcgx.exchange.message import Message, Stage, Sum
-from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.native.eager import define_impl
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.network import Network
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jaxcgx.exchange.keys import HOP, SUM, first, fold
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed
-from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.ops import Own
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 
 Link = tuple[int, int, int]  # from, to, tree

@@ -1,26 +1,19 @@
-"""Compressed collectives between the processes of mpirun, over an MPI communicator instead of a named axis.
+"""What only the processes of mpirun have: hierarchies of nodes, and a broadcast.
 
     mpirun -n 4 python -m mpi4py train.py
 
-Every function is collective: all ranks of the communicator call it, in the same order, with the same tree of shapes.
-Each process computes on one device. Schedules, messages and bits are the same as with `compressed_psum` and the other
-functions over a mesh with this number of devices. Derivatives are the same as with `check_vma=False`, where types don't
-say which values are the same on every rank.
+Every function of jaxcgx that takes the axis of a mesh also takes an MPI communicator or a `hierarchy()`. It is then
+collective: all ranks call it, in the same order, with the same tree of shapes. Each process computes on one device.
+Messages and bits are the same as over a mesh with this number of devices. Derivatives are the same as with
+`check_vma=False`, where types don't say which values are the same on every rank. With a hierarchy, a plan's dicts have
+a value for "cross" and one for "inner". The ranks compare their arguments when a program runs. If they differ, every
+rank raises an error that names the ranks and the leaf.
 
-The functions have two arguments that the functions over a mesh don't have:
-
-Args:
-  comm: the ranks. None means MPI.COMM_WORLD. Otherwise it is one of these:
-    An mpi4py communicator.
-    `hierarchy()`. Codec and schedule may then be dicts, with a value for "cross" and one for "inner".
-    The `cross` or the `inner` of a hierarchy.
-  check: True compares the ranks' arguments when the call is traced, and again when the program runs. False compares
-    them only when the program runs. If they differ, every rank raises an error that names the ranks and the leaf.
-
-Programs may change two times:
+Programs may change three times:
 
 Attributes:
-  WAIT: the seconds that a call with check=True waits for the other ranks, and after which other waits are reported: 60.
+  CHECK: whether the ranks also compare the arguments of a call when it is traced: False.
+  WAIT: the seconds that a call with CHECK waits for the other ranks, and after which other waits are reported: 60.
   MEET: the seconds that ranks wait for each other at the first use of a communicator and in `hierarchy()`: 1800.
 """
 
@@ -38,8 +31,8 @@ _MISMATCH = (
 try:
     from mpi4py import MPI
 
+    from jaxcgx.mpi.broadcast import broadcast
     from jaxcgx.mpi.functions import (
-        broadcast,
         compressed_allgather,
         compressed_allreduce,
         compressed_alltoall,
@@ -88,5 +81,6 @@ __all__ = [
     "hierarchy",
 ]
 
+CHECK = False
 WAIT = 60.0
 MEET = 1800.0

@@ -4,16 +4,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxcgx.checks import check_choice, check_flag, check_integer, wrong
+from jaxcgx.checks import check_choice, check_flag, wrong
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
-from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_whole
+from jaxcgx.collectives import old_all_gather as all_gather
+from jaxcgx.collectives import old_all_to_all as all_to_all
+from jaxcgx.collectives import old_psum as psum
+from jaxcgx.collectives import old_psum_scatter as psum_scatter
+from jaxcgx.collectives.old_arguments import Dimension, Dimensions, Options
 from jaxcgx.collectives.state import State
 from jaxcgx.exchange import scopes
-from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.mpi import ranks
 from jaxcgx.mpi.agreement import agree, describe
 from jaxcgx.mpi.greeting import greet
@@ -21,6 +22,7 @@ from jaxcgx.mpi.nodes import check_communicator
 from jaxcgx.mpi.waiting import Communicator, check_ready
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.mpi import Net
 
 
@@ -224,31 +226,6 @@ def compressed_alltoall(
     return all_to_all.exchange(
         name, x, net=net, codec=codec, options=options, dimensions=Dimensions(split_axis, concat_axis, tiled)
     )
-
-
-def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, check: bool = False) -> Any:
-    """Returns the `x` of rank `root` on every rank, bit for bit. Use it for parameters before the first step.
-
-    Args:
-      x: a pytree of arrays of any dtype, including random keys.
-      root: a rank.
-      comm: the ranks, see `jaxcgx.mpi`.
-      check: whether the ranks' arguments are also compared when the call is traced, see `jaxcgx.mpi`.
-    """
-    name = "broadcast"
-    net = _check_ranks(name, comm, check, dict(x=x), root=root)
-    root = check_integer(name, "root", root)
-    if not 0 <= root < net.size:
-        raise wrong(name, "root", f"a rank from 0 to {net.size - 1}", root)
-
-    def one(path: Any, leaf: Any) -> Any:
-        leaf = check_whole(name, "x", path, leaf)
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return net.broadcast(leaf, root)
-        data = net.broadcast(jax.random.key_data(leaf), root)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-
-    return jax.tree_util.tree_map_with_path(one, x)
 
 
 def _check_ranks(name: str, comm: Any, check: Any, arrays: Mapping[str, Any], /, **settings: Any) -> Net:

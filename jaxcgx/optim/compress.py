@@ -13,7 +13,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import fold
-from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.optim.exchange import Kept, exchange
 from jaxcgx.optim.feedback import damp, forget
 from jaxcgx.optim.halves import after

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_varying
-from jaxcgx.collectives.arguments import Dimension, Options, check_order
-from jaxcgx.collectives.psum_scatter import Scatter
+from jaxcgx.collectives.old_arguments import Dimension, Options, check_order
+from jaxcgx.collectives.old_psum_scatter import Scatter
 from jaxcgx.collectives.state import State
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.leaves import Leaves, encoders, flatten, loose

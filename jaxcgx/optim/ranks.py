@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.collectives import local_value_and_grad
-from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.psum import plain_reduce, reduce
+from jaxcgx.collectives.old_arguments import Options
+from jaxcgx.collectives.old_psum import plain_reduce, reduce
 from jaxcgx.collectives.state import State
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.base import Transport
-from jaxcgx.transports.resolve import check_axes
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.typing import AxisName
 
 

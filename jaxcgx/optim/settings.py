@@ -10,8 +10,8 @@ from jax.core import Tracer
 
 from jaxcgx.checks import callers_level, check_flag, check_integer, check_number, check_positive, wrong
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.collectives.arguments import check_each, check_order, check_own, check_schedules
-from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.collectives.old_arguments import check_each, check_order, check_own, check_schedules
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.optim.phases import Phase, check_phases
 from jaxcgx.optim.ranks import MeshRanks, Ranks
 from jaxcgx.plan import Plan

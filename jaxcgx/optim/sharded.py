@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.collectives.all_gather import gather
-from jaxcgx.collectives.arguments import Dimension, Options
+from jaxcgx.collectives.old_all_gather import gather
+from jaxcgx.collectives.old_arguments import Dimension, Options
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.message import carry
 from jaxcgx.optim.accumulation import OP
@@ -28,7 +28,7 @@ from jaxcgx.optim.leaves import check_real, flatten, loose
 from jaxcgx.optim.phases import check_plan
 from jaxcgx.optim.placement import Placement
 from jaxcgx.transports.axes import check_axis_names
-from jaxcgx.transports.resolve import check_axes
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.typing import AxisName
 
 GATHERED = 1  # the number that is folded into the key of a step, for the noise of gathers

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.codecs.base import Codec
-from jaxcgx.collectives.psum import plain_reduce
+from jaxcgx.collectives.old_psum import plain_reduce
 from jaxcgx.optim.leaves import Leaves
 from jaxcgx.transports.base import Transport
 

@@ -22,6 +22,7 @@ class Assignment:
 
     default: Codecs
     rules: Sequence[Any] = ()
+    _: dataclasses.KW_ONLY
     min_size: int = 1024
     skip_1d: bool = True
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxcgx import codecs
 from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.plan.rules import Rule
 from jaxcgx.transports.network import Network
 
@@ -47,6 +48,8 @@ def _value(where: str, value: Any) -> str:
         part: Any = value
         held = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
         value = {"name": type(part).__name__} | {name: x for name, x in held.items() if x is not None}
+    if isinstance(value, Overlay):
+        raise unexpected(f"Plan.save: {where}", "the name of a schedule", "an Overlay, which no file can hold")
     if isinstance(value, dict):
         if other := [key for key in value if not isinstance(key, str)]:
             raise unexpected(f"Plan.save: {where}", "axis names that are strings", repr(other[0]))

@@ -94,7 +94,7 @@ def _spell_axes(axes: tuple[Any, ...]) -> str:
     return ", ".join(map(str, axes)) or "all ranks"
 
 
-def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, schedule: Any, leader: bool) -> Forecast:
+def forecast(plan: Assignment, tree: Any, axis_size: Any, *, limit: float, schedule: Any, leader: bool) -> Forecast:
     """Returns the codec, the message and the bytes of every leaf of a tree."""
     sizes = _check_sizes(axis_size)
     axes = tuple(name for name in sizes if name is not None)
@@ -130,7 +130,7 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
     groups = [
         (codec, [ids[k] for k in message])
         for codec, ids in coded.items()
-        for message in messages([leaves[i] for i in ids], fusion_mb * 2**20)
+        for message in messages([leaves[i] for i in ids], limit)
     ]
     for number, (codec, ids) in enumerate(groups, 1):
         for exchange in _exchanges(codec, sizes, leaves=[leaves[i] for i in ids], leader=leader):

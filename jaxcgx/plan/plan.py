@@ -17,7 +17,8 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import Sampled
 from jaxcgx.plan import adapt, environment, file, forecast
 from jaxcgx.plan.assignment import Assignment
-from jaxcgx.plan.by_axis import ByAxis, by_axis, values
+from jaxcgx.plan.by_axis import ByAxis, Codecs, by_axis, values
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.plan.rules import Rule
 from jaxcgx.plan.sparsification import sparsification
 from jaxcgx.plan.statistics import GradientStatistics
@@ -45,37 +46,75 @@ class Plan(Assignment):
         0 turns this guard off.
       skip_1d: another guard: leaves of one dimension or none, such as biases and norms, travel raw. False turns this
         guard off.
-      fusion_mb: the largest size of a message in MiB, for collectives whose caller passes none.
-      schedule: the schedule, or {axis name: schedule}, for collectives whose caller passes none.
-      leader: whether leaders exchange for their nodes, for collectives whose caller doesn't set it.
+      schedule: how the bytes of a message travel: "two_shot", "one_shot", "ring", "tree", an `Overlay`, or "auto",
+        which jaxcgx/exchange/costs.py explains; or {axis name: schedule}. Where each rank gets only its slice of a sum
+        (`compressed_psum_scatter`), every slice goes straight to its owner unless the schedule is "ring", and there are
+        no trees. Gathers and all-to-alls have one schedule, whatever the plan says.
+      own: how a rank adds its own part to the sum that it owns. "raw" adds the part itself, which loses less. "encoded"
+        adds the part as the other ranks decode it. The same key then gives the same bits for any division into messages
+        (except for `ByteGrad`, `Micro("nvfp4")` and `TopK`).
+      leader: whether only rank 0 of the inner axes takes part in the exchange over the outermost axis, and passes the
+        result on. This needs fewer messages between nodes, but uses only one network card per node.
+      strict: whether a leaf that can't be compressed is an error.
+      fusion_mb: the largest size of a message in MiB. All leaves with the same codecs share messages. None: 64, or what
+        the caller's way of training needs.
       prefer: the quantity that the schedule "auto" minimizes, "time" or "bytes". For a small message over many ranks,
         "one_shot" takes the least time, but may send more bytes than lax.psum.
       network: the speeds of links and kernels for the schedule "auto", a `Network`. None: a link of 1 Gbit/s. All ranks
         need the same plan. A plan that `jaxcgx.advise` returns has the speeds that `advise` was given and measured.
     """
 
-    fusion_mb: float = 64
-    schedule: str | dict[Any, str] = "auto"
+    _: dataclasses.KW_ONLY
+    schedule: str | Overlay | dict[Any, Any] = "auto"
+    own: str = "raw"
     leader: bool = False
+    strict: bool = False
+    fusion_mb: float | None = None
     prefer: str = "time"
     network: Network | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_field(self, "fusion_mb", check_positive)
-        plain = int if isinstance(self.fusion_mb, numbers.Integral) else float  # a file can't hold NumPy's numbers
-        object.__setattr__(self, "fusion_mb", plain(self.fusion_mb))
+        if self.fusion_mb is not None:
+            check_field(self, "fusion_mb", check_positive)
+            plain = int if isinstance(self.fusion_mb, numbers.Integral) else float  # a file can't hold NumPy's numbers
+            object.__setattr__(self, "fusion_mb", plain(self.fusion_mb))
         if isinstance(self.schedule, dict):
             if not self.schedule:
                 raise wrong("Plan", "schedule", "a schedule for each axis", "{}")
             object.__setattr__(self, "schedule", ByAxis(self.schedule))
-        for schedule in values(self.schedule):
-            check_choice("Plan", "schedule", schedule, SCHEDULES)
+        for i, schedule in enumerate(values(self.schedule)):
+            if i and (schedule == "tree" or isinstance(schedule, Overlay)):
+                expected, remedy = "a tree or an overlay over the outermost axis alone", 'write "auto" for inner axes'
+                raise wrong("Plan", "schedule", expected, self.schedule, remedy)
+            if not isinstance(schedule, Overlay):
+                check_choice("Plan", "schedule", schedule, SCHEDULES)
+        check_field(self, "own", check_choice, ("raw", "encoded"))
+        if self.own == "encoded" and "ring" in values(self.schedule):
+            expected = '"raw" with the schedule "ring", which adds every rank\'s part as it is'
+            raise wrong("Plan", "own", expected, '"encoded"', 'write own="raw"')
         check_field(self, "leader", check_flag)
+        check_field(self, "strict", check_flag)
         check_field(self, "prefer", check_choice, ("time", "bytes"))
         # not every caller is typed
         if not isinstance(self.network, Network | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong("Plan", "network", "a jaxcgx.Network", repr(self.network), kind=TypeError)
+
+    @property
+    def message_bytes(self) -> float:
+        """The most bytes of a message."""
+        return (64 if self.fusion_mb is None else self.fusion_mb) * 2**20
+
+    @classmethod
+    def every(cls, codec: Codecs, **fields: Any) -> Self:
+        """Returns the plan that gives every leaf a codec, without guards: what the codec alone means.
+
+        Args:
+          codec: a codec, or {axis name: codec}.
+          **fields: other fields of a plan, such as `schedule`.
+        """
+        guards: dict[str, Any] = dict(min_size=0, skip_1d=False)
+        return cls(codec, **(guards | fields))
 
     @classmethod
     def cgx(cls, bits: int = 4, bucket_size: int = 1024, rounding: str = "nearest") -> Self:
@@ -210,9 +249,8 @@ class Plan(Assignment):
           tree: a pytree of arrays or jax.ShapeDtypeStruct.
           axis_size: the number of ranks, or {axis name: number of ranks}, outermost first.
         """
-        return forecast.forecast(
-            self, tree, axis_size, fusion_mb=self.fusion_mb, schedule=self.schedule, leader=self.leader
-        )
+        schedule, leader = self.schedule, self.leader
+        return forecast.forecast(self, tree, axis_size, limit=self.message_bytes, schedule=schedule, leader=leader)
 
     def adapt(
         self,

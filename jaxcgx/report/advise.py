@@ -181,7 +181,7 @@ def advise(
         each=cluster.each,
         compute=compute,
         overlap=overlap_mb is not None,
-        fusion_mb=Plan.fusion_mb if overlap_mb is None else overlap_mb,
+        fusion_mb=64 if overlap_mb is None else overlap_mb,
         inner=cluster.inside(),
     )
     rows = [case.plain(cluster.between(cluster.movers[0]))]

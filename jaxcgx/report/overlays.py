@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.plan.overlay import Overlay
 
 COLUMNS = 4
 MOST = 8  # the most trees that are drawn; they have the largest shares

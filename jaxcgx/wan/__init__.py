@@ -1,6 +1,6 @@
 """Techniques for training over wide-area networks."""
 
-from jaxcgx.exchange.overlay import Overlay, Tree
+from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.wan.centers import DilocoMetrics, DilocoState
 from jaxcgx.wan.decoupled import Decoupled
 from jaxcgx.wan.demo import DemoState, demo

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.collectives.psum import compressed_pmean
+from jaxcgx.collectives.old_psum import compressed_pmean
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.halves import Halves

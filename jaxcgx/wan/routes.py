@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcgx.exchange.overlay import Overlay, Tree
+from jaxcgx.plan.overlay import Overlay, Tree
 
 Rates = np.ndarray[Any, Any]  # [ranks, ranks], bytes per second from a rank (row) to another rank
 

@@ -12,7 +12,7 @@ from jax import lax
 from ranks import EXACT, mesh, on_ranks, whole_numbers
 
 import jaxcgx as cgx
-from jaxcgx.exchange.overlay import Overlay, Tree
+from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.native.layout import Layout
 
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")

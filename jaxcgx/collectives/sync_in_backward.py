@@ -1,0 +1,172 @@
+"""sync_in_backward: the compressed mean of gradients, during the backward pass."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx import _compat
+from jaxcgx.checks import wrong
+from jaxcgx.collectives.arguments import Call
+from jaxcgx.collectives.gradients import vary
+from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.message import Message
+from jaxcgx.exchange.message import carry as carry_over
+from jaxcgx.exchange.reduce import check_carry, leaf_scope, message_scope, plain_sum, send
+from jaxcgx.exchange.routes import Plain, Travel, Way
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
+from jaxcgx.typing import AxisName, Key, PyTree
+
+OP = "sync_in_backward"
+
+
+def sync_in_backward(
+    params: PyTree,
+    axis_name: AxisName,
+    plan: Codecs | Plan,
+    *,
+    key: Key | None = None,
+    carry: Carry | None = None,
+    order: tuple[int, ...] | None = None,
+) -> PyTree:
+    """Returns `params` unchanged, and replaces their gradients by the compressed mean over the axis.
+
+    The mean is taken in the backward pass. Every message is exchanged as soon as the gradients of its leaves are known,
+    while the rest of the backward pass still runs. Call `sync_in_backward` on the parameters inside the function that
+    is differentiated:
+
+        def loss(params, batch):
+            params = jaxcgx.sync_in_backward(params, "data", plan)
+            ...
+
+    The gradients have the same bits as with `compressed_pmean(grads, ...)` after the backward pass, with the same
+    arguments. Smaller messages (`fusion_mb`) start earlier, but more messages add latency. Only reverse-mode
+    differentiation works.
+
+    If the gradient is taken inside `shard_map`, as above, the loss must be this rank's own: averaging over ranks inside
+    it divides the gradients by the number of ranks twice. If the gradient is taken outside of `shard_map`, the loss
+    itself sets the weight of each rank, by `lax.pmean` inside or by a mean of the ranks' losses outside. The gradients
+    are then the same as in plain JAX. This needs shard_map's check_vma: without it, JAX adds its own sum in full
+    precision. In the backward rule of a custom_vjp, don't take a whole gradient of such a loss while the shard_map
+    around it is differentiated from outside: it would be too large by the number of ranks.
+
+    With error feedback, the new carry is the gradient of the old one, so differentiate with respect to both:
+
+        def loss(params, carry, batch):
+            params = jaxcgx.sync_in_backward(params, "data", plan, carry=carry)
+            ...
+
+        grads, carry = jax.grad(loss, argnums=(0, 1))(params, carry, batch)
+
+    Args:
+      params: a pytree of parameters.
+      axis_name: one name, or a tuple of names, outermost first.
+      plan: a codec, {axis name: codec} or a `Plan`.
+      key: a random key, as in `compressed_psum`.
+      carry: a `Carry` with residuals, the compression errors of earlier steps: a tree like `params` of this rank's
+        float32 arrays. None in place of a leaf means no feedback for it. A loss may use it only once, because JAX adds
+        up the gradients of all uses. If the loss depends on none of the leaves of a message, JAX skips its exchange,
+        and the message's residuals become zeros.
+      order: the order in which the gradients are ready, from `backward_order`. Messages are made and sent in this
+        order. By default, the last leaves are sent first. Leaves that travel raw, each on its own, follow.
+    """
+    call, given = Call.of(OP, params, axis_name, plan, key), carry or Carry()
+    travel = call.over(Way(order=None if order is None else tuple(order)))
+    if given.momentum is not None or given.factors is not None:
+        raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
+    check_carry(given, travel, "params")
+    _check_own_residuals(travel, given)
+    leaves, residuals = call.routes.each(call.x), call.routes.each(given.residuals)
+    found = dict(enumerate(leaves))
+    for plain in travel.plain:
+        for i, why in zip(plain.ids, plain.why):
+            if jnp.issubdtype(leaves[i].dtype, jnp.inexact):  # others have no gradient
+                alone = Plain((i,), plain.nets, (why,))
+                own = None if residuals[i] is None else [residuals[i]]
+                with leaf_scope(travel, i, why):
+                    message = Message((i,), [leaves[i]], residuals=own)
+                    (found[i],) = _in_backward(
+                        message, travel, lambda back, alone=alone: _send_plain(travel, alone, back)
+                    )
+    # The backward pass runs in the opposite order.
+    for envelope in travel.envelopes if order is None else reversed(travel.envelopes):
+        ids = envelope.ids
+        own = None
+        if given.residuals is not None and "residuals" in envelope.stages[0].codec.state:
+            own = [jnp.zeros(leaves[i].shape, jnp.float32) if residuals[i] is None else residuals[i] for i in ids]
+        message = Message(ids, [leaves[i] for i in ids], call.key if envelope.stochastic else None, residuals=own)
+        with message_scope(travel, ids):
+            found |= zip(ids, _in_backward(message, travel, functools.partial(send, travel, envelope)))
+    return call.routes.tree.unflatten([found[i] for i in range(len(leaves))])
+
+
+def _send_plain(travel: Travel, plain: Plain, message: Message) -> Message:
+    if message.residuals and not travel.routes.leaves[plain.ids[0]].skipped:
+        leaves, lost = carry_over(message.leaves, message.residuals)
+        message = message.replace(leaves=leaves, residuals=lost)
+    return message.replace(leaves=[plain_sum(travel, plain, message.leaves[0])])
+
+
+def _in_backward(message: Message, travel: Travel, exchange: Callable[[Message], Message]) -> list[jax.Array]:
+    """Returns the leaves of a message. In the backward pass, `exchange` maps the message of cotangents to its sums.
+
+    The gradients of the message's residuals are the new residuals.
+    """
+    names, varying = travel.net.names, [_compat.varying_axes(x) for x in message.leaves]
+    if message.residuals:  # of a leaf without feedback, they are zeros, which don't vary over the ranks yet
+        ranks = _compat.tracked_axes(names)
+        own = [_compat.vary(r, ranks | axes) for r, axes in zip(message.residuals, varying)]
+        message = message.replace(residuals=own)
+
+    @jax.custom_vjp
+    def identity(message: Message) -> list[jax.Array]:
+        return vary(message.leaves, names)
+
+    def forward(message: Message) -> tuple[list[jax.Array], Message]:
+        return identity(message), message.replace(leaves=[])
+
+    def backward(state: Message, cts: list[jax.Array]) -> tuple[Message]:
+        done = exchange(state.replace(leaves=_weighted(names, cts)))
+        return (done.replace(leaves=list(map(_compat.vary, done.leaves, varying)), key=None),)
+
+    identity.defvjp(forward, backward)
+    return identity(message)
+
+
+def _weighted(names: tuple[PyTree, ...], cts: list[jax.Array]) -> list[jax.Array]:
+    """Scales the cotangents so that their mean over the ranks is the gradient.
+
+    If JAX differentiates shard_map from outside, a rank's cotangents already include its weight in the loss. Their sum
+    is then the gradient, so they are multiplied by the number of ranks.
+    """
+    outside = _compat.transposed_axes().intersection(names)
+    if not outside:
+        return cts
+    if not outside <= _compat.tracked_axes(names):
+        raise wrong(
+            OP,
+            "params",
+            "a gradient that is taken inside shard_map, or shard_map's check_vma=True",
+            "a gradient from outside with check_vma=False, where JAX adds a sum of its own in full precision",
+        )
+    ranks = math.prod(map(lax.axis_size, outside))
+    return [ct * ranks for ct in cts]
+
+
+def _check_own_residuals(travel: Travel, carry: Carry) -> None:
+    """Checks that residuals vary over the ranks and with their leaf, as the new residuals do."""
+    tracked, routes = _compat.tracked_axes(travel.net.names), travel.routes
+    for route, array in zip(routes.leaves, routes.each(carry.residuals)):
+        if array is None:
+            continue
+        if same := sorted(map(str, tracked - _compat.varying_axes(array))):
+            got = f"some that are the same on every rank of {', '.join(map(repr, same))}"
+            remedy = (
+                "keep a row for each rank, and give shard_map a spec with the axis for them; for zeros that are made "
+                "inside, jax.lax.pcast(zeros, axis_name, to='varying')"
+            )
+            raise wrong(OP, "carry", "this rank's own residuals", got, remedy, path=route.path)

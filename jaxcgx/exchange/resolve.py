@@ -1,0 +1,58 @@
+"""Finds the transport over the ranks that a caller names: by axes of a mesh, or by a communicator."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax import lax
+
+from jaxcgx.checks import wrong
+from jaxcgx.exchange.scopes import MessageScope, scope
+from jaxcgx.transports.axes import Mark, Tcp, check_axis_names, is_communicator, marked
+from jaxcgx.transports.base import Transport
+from jaxcgx.transports.tcp import check_tcp
+from jaxcgx.transports.xla import Axes
+from jaxcgx.typing import AxisName, PyTree
+
+# {type of a mark: function}. function(op, names of all axes, marks among the axes) returns the transport.
+MAKERS: dict[type[Mark], Callable[[str, tuple[Any, ...], Any], Transport]] = {Tcp: check_tcp}
+
+
+def check_ranks(
+    op: str, axis_name: AxisName, arrays: Mapping[str, PyTree], settings: Mapping[str, object]
+) -> Transport:
+    """Returns the transport over axes, all of which must be bound, or over a communicator.
+
+    Over a communicator, the ranks compare the arguments of the call.
+
+    Args:
+      op: the function that the user called.
+      axis_name: what the user called it with.
+      arrays: {name: tree of arrays} of its arguments.
+      settings: {name: value} of its other arguments.
+    """
+    if not is_communicator(axis_name):
+        return check_axes(op, axis_name)
+    from jaxcgx.mpi.calls import enter  # this import starts MPI, which is optional
+
+    with scope(MessageScope(op, (), ("digest",))):
+        return enter(op, axis_name, arrays, settings)
+
+
+def check_axes(op: str, axis_name: AxisName) -> Transport:
+    """Returns the transport over the axes, all of which must be bound."""
+    names = check_axis_names(op, axis_name)
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise NameError(
+                f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
+                f"a mesh with that axis (or pmap, or vmap with axis_name={name!r}); for the gradients of a program "
+                f"that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, {name!r}, plan) or "
+                "jaxcgx.make_train_step(loss_fn, optimizer, mesh, plan)"
+            ) from None
+    marks = marked(axis_name)
+    kinds = list(dict.fromkeys(type(mark) for mark in marks))
+    if len(kinds) > 1:
+        raise wrong(op, "axis_name", "axes with one kind of mark", " and ".join(kind.__name__ for kind in kinds))
+    return MAKERS[kinds[0]](op, names, marks) if kinds else Axes(names)

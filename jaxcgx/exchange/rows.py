@@ -1,0 +1,89 @@
+"""Gathers and all-to-alls of trees. Their messages carry rows: a row is for one rank, or came from one rank."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.exchange import row_primitives
+from jaxcgx.exchange.keys import fold_stage
+from jaxcgx.exchange.message import Message, Stage
+from jaxcgx.exchange.reduce import leaf_scope, message_scope
+from jaxcgx.exchange.routes import Travel
+from jaxcgx.transports.base import join_rows, split_rows
+from jaxcgx.typing import Key, PyTree
+
+
+def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying") -> PyTree:
+    """Returns every rank's leaves, joined along the dimensions of `travel.way`.
+
+    `to`: whether the type of the result says that it is the same on every rank ("invarying").
+    """
+    dims, tiled = travel.way.dims, travel.way.tiled
+
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
+        return travel.net.plain_all_gather(leaf, dims[i] or 0, tiled=tiled, to=to)
+
+    def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
+        sizes = tuple(stage.net.size for stage in stages)
+        join = row_primitives.Join(tuple(dims[i] or 0 for i in message.ids), tiled, sizes)
+        leaves = message.leaves
+        for j, stage in enumerate(stages):
+            part = message.replace(key=_key(message.key, stages, j, stages[j + 1 :]), leaves=leaves)
+            leaves = row_primitives.all_gather(part, stage, to, join=join if stage is stages[-1] else None)
+        return leaves
+
+    return _exchange(x, travel, key, plain, of_message)
+
+
+def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ...]) -> PyTree:
+    """Returns the leaves with slice r, along the dimension of `travel.way`, sent to rank r.
+
+    `concat` are the dimensions along which the received slices are joined.
+    """
+    size, tiled, split = travel.net.size, travel.way.tiled, travel.way.dims
+
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
+        return travel.net.plain_all_to_all(leaf, split[i] or 0, concat_axis=concat[i], tiled=tiled)
+
+    def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
+        slices = [split_rows(x, split[i] or 0, size=size, tiled=tiled) for x, i in zip(message.leaves, message.ids)]
+        parts = by_stage(slices, stages)
+        for j, stage in reversed(list(enumerate(stages))):
+            words = _key(message.key, stages, j, stages[:j] + stages[j + 1 :])
+            part = message.replace(key=words, leaves=[jnp.moveaxis(x, j, 0) for x in parts])
+            parts = [jnp.moveaxis(x, 0, j) for x in row_primitives.all_to_all(part, stage)]
+        whole = [x.reshape(size, *x.shape[len(stages) :]) for x in parts]
+        return [join_rows(x, concat[i], tiled) for x, i in zip(whole, message.ids)]
+
+    return _exchange(x, travel, key, plain, of_message)
+
+
+def by_stage(rows: list[jax.Array], stages: tuple[Stage, ...]) -> list[jax.Array]:
+    """Reshapes rows [ranks, ...] to [ranks of the first stage, ranks of the second stage, ..., ...]."""
+    return [x.reshape(*(stage.net.size for stage in stages), *x.shape[1:]) for x in rows]
+
+
+def _key(key: Key | None, stages: tuple[Stage, ...], j: int, others: tuple[Stage, ...]) -> Key | None:
+    """Returns the key of stage j. Ranks with different places along the stages `others` draw different noise."""
+    return key if len(stages) == 1 else fold_stage(key, j, others)
+
+
+def _exchange(
+    x: PyTree,
+    travel: Travel,
+    key: Key | None,
+    plain: Callable[[jax.Array, int], jax.Array],
+    of_message: Callable[[Message, tuple[Stage, ...]], list[jax.Array]],
+) -> PyTree:
+    """Returns the tree of results: those of `plain(leaf, its number)`, and of messages and their stages."""
+    leaves, found = travel.routes.each(x), dict[int, jax.Array]()
+    for each in travel.plain:
+        for i, why in zip(each.ids, each.why):
+            with leaf_scope(travel, i, why):
+                found[i] = plain(leaves[i], i)
+    for envelope in travel.envelopes:
+        message = Message(envelope.ids, [leaves[i] for i in envelope.ids], key if envelope.stochastic else None)
+        with message_scope(travel, envelope.ids):
+            found |= zip(envelope.ids, of_message(message, envelope.stages))
+    return travel.routes.tree.unflatten([found[i] for i in range(len(leaves))])
