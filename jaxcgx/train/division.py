@@ -176,7 +176,8 @@ def first_of(x: jax.Array, net: Transport) -> jax.Array:
     """Returns the first rank's array on every rank."""
     if not addable(x):
         return jax.random.wrap_key_data(first_of(jax.random.key_data(x), net), impl=jax.random.key_impl(x))
-    numbers = x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer | jnp.bool_) and x.dtype.itemsize < 4 else x
+    short = jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32  # XLA on CPUs can't add short numbers
+    numbers = x.astype(short) if x.dtype.itemsize < 4 else x
     return net.plain_psum(jnp.where(net.rank == 0, numbers, jnp.zeros_like(numbers))).astype(x.dtype)
 
 

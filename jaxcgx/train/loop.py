@@ -334,6 +334,8 @@ def _put(state: PyTree, sharding: Any) -> PyTree:
 
 def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Division:
     """Returns the ranks of a mesh or of a communicator."""
+    if not isinstance(sharding, Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise wrong(OP, "sharding", "a jaxcgx.Sharding", repr(sharding), kind=TypeError)
     check_gather(sharding)
     if is_communicator(mesh_or_comm):
         from jaxcgx.train.processes import Processes  # this import starts MPI, which is optional

@@ -1,0 +1,245 @@
+"""Tests how make_train_step splits a batch over ranks and micro-batches, against one program for the whole batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_trees, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from training import NESTED, mesh_of
+
+import jaxcgx as cgx
+
+W = normal((8, 8), 1)
+BATCH = {"x": normal((16, 8), 2), "y": jnp.arange(16) % 8, "cw": jnp.arange(1.0, 9.0)}
+SPECS = {"x": P("data"), "y": P("data"), "cw": P()}
+EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+ONE = says(
+    "train.step",
+    "batch",
+    expected="first dimension",
+    got="leaves ['cw'] of float32[8] and ['x'] of float32[16, 8]",
+    remedy="Sharding(batch=...) make_train_step",
+)
+
+
+def loss_fn(w, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ w, batch["y"])
+    return (losses * batch["cw"][batch["y"]]).mean()
+
+
+def close(found, expected):
+    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def make(loss=loss_fn, mesh=None, exchange=cgx.Raw(), batch=None, params=None, **options):
+    sharding, mesh = cgx.Sharding(batch=batch, params=params), mesh_of(4) if mesh is None else mesh
+    return cgx.make_train_step(loss, optax.sgd(1.0), mesh, exchange, sharding=sharding, **options)
+
+
+def step_of(loss=loss_fn, **options):
+    """Returns a function of a batch that gives (loss, parameters) after a step of SGD."""
+    train = make(loss, **options)
+
+    def step(batch):
+        state, metrics = train.step(train.init(W), batch)
+        return metrics.loss, state.params
+
+    return step
+
+
+def plain(batch, loss=loss_fn):
+    value, grads = jax.value_and_grad(loss)(W, batch)
+    return value, W - grads
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_specs(accumulate):
+    """Specs also work for arrays whose examples are along another dimension."""
+    close(step_of(batch=SPECS, accumulate=accumulate)(BATCH), plain(BATCH))
+    turned = {**BATCH, "x": BATCH["x"].T}
+    loss = lambda w, batch: loss_fn(w, {**batch, "x": batch["x"].T})
+    step = step_of(loss, batch={**SPECS, "x": P(None, "data")}, accumulate=accumulate)
+    close(step(turned), plain(BATCH))
+
+
+def test_types_say_it():
+    """On an Explicit mesh, the types give the specs. Types that make no sense are an error."""
+    put = lambda specs: {name: jax.device_put(BATCH[name], NamedSharding(EXPLICIT, specs[name])) for name in BATCH}
+    close(step_of(mesh=EXPLICIT, accumulate=2)(put(SPECS)), plain(BATCH))
+    with raises(ValueError, ONE):
+        step_of(mesh=EXPLICIT)(put(dict.fromkeys(SPECS, P())))
+    with raises(ValueError, says("train.step", "batch", expected="first how split", got="leaves ['x']")):
+        step_of(mesh=EXPLICIT)(put({**SPECS, "y": P()}))
+
+
+def test_arrays_that_are_not_all_split_along_their_first_dimension():
+    with raises(ValueError, ONE):
+        step_of()(BATCH)
+    turned = {"x": jax.device_put(BATCH["x"][:8], NamedSharding(mesh_of(4), P(None, "data")))}
+    words = says("train.step", "batch", at="leaf ['x']", expected="first", remedy="Sharding(batch=...)")
+    with raises(ValueError, words):
+        step_of()(turned)
+    key = jax.random.PRNGKey(0)
+    words = says("train.step", "batch", expected="first", got="leaves ['cw'] of float32[16]", remedy="jax.random.key")
+    with raises(ValueError, words):
+        step_of()({**BATCH, "cw": jnp.ones(16), "key": key})
+    with raises(ValueError, says("train.step", "batch", at="leaf ['x']", expected="4 evenly", got="float32[15, 8]")):
+        step_of()({"x": BATCH["x"][:15], "y": BATCH["y"][:15], "cw": 1.0})
+
+
+@NESTED
+def test_meshes_with_axes_of_both_types():
+    mesh = lambda *types: jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:4])
+    kinds = AxisType.Auto, AxisType.Explicit
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    close(step_of(loss, mesh=mesh(*kinds), params=P(None, "model"))(BATCH["x"]), plain(BATCH["x"], loss))
+    words = says(
+        "make_train_step", "mesh_or_comm", expected="all Auto Explicit", got="one with 'model'", remedy="axis_types="
+    )
+    with raises(ValueError, words):
+        step_of(mesh=mesh(*kinds[::-1]), params=P(None, "model"))
+
+
+@NESTED
+@pytest.mark.parametrize("options", [dict(exchange={0: cgx.Raw(), 1: cgx.MaxMin(8)}), dict(accumulate=2)], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_model_axis_with_a_schedule_of_plans_or_micro_batches(kind, options):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    close(step_of(loss, mesh=mesh, params=P(None, "model"), **options)(BATCH["x"]), plain(BATCH["x"], loss))
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "words"),
+    [
+        ("data", TypeError, dict(expected="PartitionSpec tree", got="'data'")),
+        (P("model"), ValueError, dict(expected="'data'", got="'model'")),
+        ({"x": P("data")}, ValueError, dict(expected="tree batch", got="{'x'")),
+        (P(None, None, "data"), ValueError, dict(at="leaf ['cw']", expected="at most 1 dimensions")),
+    ],
+    ids=str,
+)
+def test_bad_specs(specs, error, words):
+    with raises(error, says("make_train_step", "sharding.batch", **words)):
+        step_of(batch=specs)(BATCH)
+
+
+MASK = jnp.linspace(0.1, 1.0, 16).at[jnp.array([0, 1, 5, *range(11, 16)])].set(0.0)  # the last rank has no weight
+
+
+def sums(w, batch):
+    return (((batch["x"] @ w) ** 2).mean(-1) * batch["mask"]).sum(), batch["mask"].sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_weighted_means(accumulate):
+    """Means are over all ranks and micro-batches, some of which have no weight."""
+    batch = {"x": BATCH["x"], "mask": MASK}
+    close(
+        step_of(sums, weighted=True, accumulate=accumulate)(batch),
+        plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))),
+    )
+
+
+def test_the_type_of_weighted_means():
+    """It is that of the sum, also where JAX has numbers of 64 bits."""
+    with jax.enable_x64(True):
+        train = make(sums, weighted=True)
+        state, metrics = jax.eval_shape(train.step, jax.eval_shape(train.init, W), {"x": BATCH["x"], "mask": MASK})
+    assert state.params.dtype == metrics.loss.dtype == jnp.float32
+
+
+def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
+    """Averages of auxiliary outputs and of the state use the weights of the examples. Some ranks have no weight."""
+    masked = lambda batch: (batch["x"].mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
+
+    def loss(w, state, batch):
+        return sums(w, batch), (state + batch["x"].mean(), {"mean": masked(batch)})
+
+    batch = {"x": BATCH["x"], "mask": MASK}
+    train = make(loss, params=P("data"), weighted=True, has_aux=True, model_state="mean", accumulate=2)
+    state, metrics = train.step(train.init(W, jnp.zeros(())), batch)
+    close((metrics.loss, state.params), plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))))
+    close((state.model_state, metrics.aux["mean"]), (2 * batch["x"].mean(), masked(batch)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (
+            lambda w, x: (w.sum(), jnp.abs(w).sum()),
+            ValueError,
+            dict(expected="weight parameters", got="one", remedy="jax.lax.stop_gradient"),
+        ),
+        (lambda w, x: (x @ w).mean(), ValueError, dict(expected="((sum, weight))", got="one")),
+        (lambda w, x: ((x @ w).sum(), x), TypeError, dict(expected="weight number", got="float32[4, 8]")),
+    ],
+)
+def test_bad_weights(loss, error, words):
+    with raises(error, says("make_train_step", "loss_fn", **words)):
+        step_of(loss, weighted=True)(BATCH["x"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_auxiliary_outputs_of_each_example(accumulate):
+    """Outputs with the examples in front are those of the whole batch. Specs say of others what they are."""
+
+    def loss(w, batch):
+        out = batch["x"] @ w
+        aux = {
+            "out": out,
+            "turned": out.T,
+            "y": batch["y"],
+            "n": 8,
+            "mean": out.mean(),
+            "square": out.T @ out / len(out),
+        }
+        return (out**2).mean(), aux | {"hits": (batch["y"] == 0).sum(), "flag": jnp.bool_(True)}
+
+    specs = {"out": None, "turned": P(None, "data"), "y": None, "n": P(), "mean": None, "square": None}
+    train = make(loss, has_aux=True, accumulate=accumulate, aux_specs=specs | {"hits": "sum", "flag": "first"})
+    _, metrics = train.step(train.init(W), {"x": BATCH["x"], "y": BATCH["y"]})
+    out = BATCH["x"] @ W
+    expected = {"out": out, "turned": out.T, "y": BATCH["y"], "n": jnp.int32(8), "mean": out.mean()}
+    close(metrics.aux, expected | {"square": out.T @ out / 16, "hits": jnp.int32(2), "flag": jnp.bool_(True)})
+
+
+def test_a_batch_dimension_is_told_from_another():
+    """Of a rank's 4 examples, an output [4] of features is no row of examples. The loss is traced twice for that."""
+
+    def loss(w, x):
+        traces.append(len(x))
+        return (x @ w).mean(), {"features": (x @ w).mean(0)[:4], "rows": x[:, 0]}
+
+    traces = []
+    train = make(loss, has_aux=True)
+    _, metrics = train.step(train.init(W), BATCH["x"])
+    close(metrics.aux, {"features": (BATCH["x"] @ W).mean(0)[:4], "rows": BATCH["x"][:, 0]})
+    assert traces == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("found", "specs", "argument", "words"),
+    [
+        (lambda y: (y == 0).sum(), None, "loss_fn", dict(expected="floating", got="int32[]", remedy="mean aux_specs")),
+        (len, None, "loss_fn", dict(expected="floating", got="int32[]")),
+        (
+            lambda y: y.reshape(4),
+            None,
+            "loss_fn",
+            dict(expected="any number", got="one that fails", remedy="sizes shapes"),
+        ),
+        (lambda y: y, "max", "aux_specs", dict(expected="'mean' 'sum' 'first' PartitionSpec", got="'max'")),
+        (lambda y: y, {"y": "sum"}, "aux_specs", dict(expected="tree outputs", got="{'y': 'sum'}")),
+    ],
+    ids=["sum", "len", "size", "word", "tree"],
+)
+def test_auxiliary_outputs_that_are_refused(found, specs, argument, words):
+    loss = lambda w, y: (w.sum() * y.mean(), found(y.astype(jnp.int32)))
+    with raises(ValueError, says("make_train_step", argument, **words)):
+        train = make(loss, has_aux=True, aux_specs=specs)
+        train.step(train.init(W), BATCH["y"].astype(jnp.float32))

@@ -1,0 +1,278 @@
+"""Tests make_train_step with a model's state: batch statistics, counters and streams of random keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, assert_trees, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from steps import run
+from training import CODEC, NESTED, SHARDED, SPECS, X, mesh_of
+
+import jaxcgx as cgx
+
+fold = jax.random.fold_in
+W = normal((30, 8), 1)
+STATE = {
+    "mean": jnp.zeros(30),
+    "half": jnp.zeros(30, jnp.bfloat16),
+    "count": jnp.uint32(0),
+    "flag": jnp.bool_(True),
+    "key": jax.random.key(7),
+}
+
+
+def loss_fn(w, state, x):
+    """A loss of the numbers minus their running mean. The state also keeps the numbers that the key draws."""
+    key, draw = jax.random.split(state["key"])
+    mean = 0.5 * state["mean"] + x.mean(0)
+    half = state["half"] + jax.random.uniform(draw, (30,), jnp.bfloat16)
+    new = {"mean": mean, "half": half, "count": state["count"] + 1, "flag": ~state["flag"], "key": key}
+    return (((x - mean) @ w) ** 2).mean(), new
+
+
+gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
+
+
+def make(loss=loss_fn, ranks=4, mode="mean", exchange=cgx.Raw(), **options):
+    mesh = mesh_of(ranks) if isinstance(ranks, int) else ranks
+    return cgx.make_train_step(loss, optax.sgd(0.1), mesh, exchange, model_state=mode, **options)
+
+
+def by_hand(w, states, x, accumulate):
+    """Returns new parameters and states after one step of SGD on each rank's part, without communication."""
+    grads, after = [], []
+    for state, part in zip(states, jnp.split(x, len(states))):
+        for piece in jnp.split(part, accumulate):
+            grad, state = gradient(w, state, piece)
+            grads.append(grad)
+        after.append(state)
+    return w - 0.1 * sum(grads) / len(grads), after
+
+
+def close(found, expected):
+    numbers = lambda x: (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jnp.float32)
+    )
+
+    def check(a, b):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(numbers(a), numbers(b), rtol=2e-2 if a.dtype == jnp.bfloat16 else 1e-4, atol=1e-5)
+
+    assert_trees(check, *map(jax.tree.leaves, (found, expected)))
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [(AxisType.Auto, 3), (AxisType.Explicit, 1)], ids=str)
+def test_mean(kind, accumulate):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    found, _ = run(make(ranks=mesh, accumulate=accumulate), 3, W, model_state=STATE)
+    w, state = W, STATE
+    for _ in range(3):
+        ranks = [{**state, "key": fold(state["key"], rank)} for rank in range(4)]
+        w, after = by_hand(w, ranks, X, accumulate)
+        mean = lambda *xs: sum(x.astype(jnp.float32) for x in xs).astype(xs[0].dtype) / 4
+        state = {**after[0], **{name: mean(*(each[name] for each in after)) for name in ("mean", "half")}}
+    close((found.params, found.model_state), (w, state))
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(found.model_state))
+
+
+def test_per_rank():
+    found, _ = run(make(mode="per_rank", accumulate=3), 3, W, model_state=STATE)
+    w, states = W, [{**STATE, "key": fold(STATE["key"], rank)} for rank in range(4)]
+    for _ in range(3):
+        w, states = by_hand(w, states, X, 3)
+    close(found.params, w)
+    assert isinstance(found.model_state, cgx.PerRank)
+    close(found.model_state.rows, jax.tree.map(lambda *xs: jnp.stack(xs), *states))
+    for x in jax.tree.leaves(found.model_state):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh_of(4), P("data")), x.ndim)
+
+
+def test_with_auxiliary_outputs_and_a_key():
+    """The step is traced and compiled once, donates its arguments, and doesn't delete the caller's arrays."""
+
+    def loss(w, state, x, key):
+        traces.append(1)
+        return (x @ w).mean(), (state + 1.0, jax.random.uniform(key))
+
+    traces, given = [], jax.device_put(jnp.zeros(3), NamedSharding(mesh_of(2), P()))
+    train = make(loss, 2, exchange=CODEC, has_aux=True)
+    first = state = train.init(W, given)
+    for _ in range(3):
+        state, metrics = train.step(state, X[:4], key=jax.random.key(3))
+    assert train.step._cache_size() == len(traces) == 1
+    assert state.model_state.tolist() == [3, 3, 3]
+    draws = [jax.random.uniform(fold(jax.random.key(3), rank)) for rank in range(2)]
+    np.testing.assert_allclose(metrics.aux, np.mean(draws), rtol=1e-6)
+    assert all(x.is_deleted() for x in jax.tree.leaves(first)) and not given.is_deleted()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_does_not_change(accumulate):
+    """These values are not averaged, because means over three ranks are rounded, and communication costs time."""
+
+    def loss(w, state, x):
+        seen = jax.random.uniform(fold(state["key"], state["count"]))
+        return (x @ w * state["numbers"][:8]).mean(), ({**state, "count": state["count"] + 1}, seen)
+
+    first = {"numbers": normal((1000,), 5), "key": jax.random.key(3), "count": 0}
+    train = make(loss, 3, exchange=CODEC, has_aux=True, accumulate=accumulate)
+    state, metrics = run(train, 3, W, model_state=first)
+    close(state.model_state, {**first, "count": jnp.int32(3 * accumulate)})
+    np.testing.assert_array_equal(state.model_state["numbers"], first["numbers"])
+    counts = range(2 * accumulate, 3 * accumulate)
+    drawn = [jax.random.uniform(fold(fold(first["key"], rank), n)) for rank in range(3) for n in counts]
+    np.testing.assert_allclose(metrics[2].aux, np.mean(drawn), rtol=1e-5)
+    plain = [c for c in cgx.explain(train.step, state, X, show=False).collectives if not c.function]
+    assert sum(c.raw_bytes for c in plain) < 100
+
+
+def test_random_keys_compile_one_program():
+    def loss(w, key, x):
+        traces.append(1)
+        return (x @ w).mean(), jax.random.split(key)[0]
+
+    traces = []
+    run(make(loss, 2), 4, W, model_state=jax.random.key(3))
+    assert len(traces) == 1
+
+
+@NESTED
+def test_an_axis_for_the_partitioner():
+    def loss(params, mean, x):
+        hidden = jnp.tanh(x @ params["up"] + params["bias"])
+        new = 0.5 * mean + hidden.mean(0)
+        return (((hidden - new) @ params["down"] - x) ** 2).mean(), new
+
+    found = {}
+    for model in (1, 2):
+        axes, devices = ("data", "model"), jax.devices()[: 2 * model]
+        mesh = jax.make_mesh((2, model), axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
+        train = make(loss, mesh, sharding=cgx.Sharding(params=SPECS))
+        state, _ = run(train, 3, SHARDED, model_state=jnp.zeros(64))
+        found[model] = state.params, state.model_state
+    close(found[2], found[1])
+
+
+def test_flax_nnx():
+    """Batch norm with the statistics of all ranks trains as in a plain program.
+
+    Dropout draws differently on each rank.
+    """
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, rate=0.0, axis_name=None):
+            rngs = nnx.Rngs(0)
+            self.first, self.second = nnx.Linear(30, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs)
+            self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+    error = lambda model, x: ((model(x) - x.mean(-1, keepdims=True)) ** 2).mean()
+
+    def train(model, steps, **options):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params, rest, x):
+            model = nnx.merge(graph, params, rest)
+            return error(model, x), nnx.state(model, nnx.Not(nnx.Param))
+
+        state, metrics = run(make(loss, **options), steps, params, model_state=rest)
+        return state.params, state.model_state, metrics[-1]
+
+    plain = Model()
+    optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(error)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    with jax.numpy_dtype_promotion("standard"):
+        params, rest, metrics = train(Model(axis_name="data"), 5)
+        losses = [step(plain, optimizer, X) for _ in range(5)]
+        np.testing.assert_allclose(metrics.loss, losses[-1], rtol=1e-4)
+        close(nnx.to_pure_dict(params), nnx.to_pure_dict(nnx.state(plain, nnx.Param)))
+        close(rest["norm"]["mean"][...], plain.norm.mean[...])
+        # The second layer is frozen, and every rank has its own statistics and noise.
+        plan = cgx.Plan(CODEC, [("second", cgx.Skip())], min_size=0)
+        params, rest, metrics = train(Model(0.5), 2, exchange=plan, mode="per_rank", accumulate=3)
+    assert_same_trees(params["second"]["kernel"][...], Model().second.kernel[...])
+    assert rest.rows["dropout"]["rngs"]["count"][...].tolist() == [6] * 4
+    assert len(np.unique(rest.rows["norm"]["mean"][...], axis=0)) == 4
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (lambda n, x: n + len(x) * jax.lax.axis_size("data"), 12),
+        (lambda n, x: n + jax.lax.psum(len(x), "data"), 12),
+        (lambda n, x: n + jax.lax.psum((x[:, 0] > 0).sum(), "data"), int((X[:12, 0] > 0).sum())),
+        (lambda n, x: n + 1, 1),
+        (lambda n, x: n + (jax.lax.axis_index("data") == 0), 1),  # the first rank's
+    ],
+    ids=["axis_size", "psum", "psum of values", "steps", "first"],
+)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_counters(count, expected, accumulate):
+    """Integers are those of the first rank, which a loss may add up over all ranks."""
+    loss = lambda w, n, x: (((x @ w) ** 2).mean(), jnp.asarray(count(n, x), jnp.int32))
+    with jax.numpy_dtype_promotion("standard"):
+        x = jnp.repeat(X[:12].reshape(4, 3, 30), accumulate, 0).reshape(-1, 30)
+        state, _ = run(make(loss, accumulate=accumulate), 1, W, x, model_state=0)
+    assert state.model_state == expected * accumulate
+
+
+def test_counters_of_each_rank():
+    """Each rank may count its own examples."""
+    loss = lambda w, n, x: ((x @ w).mean(), n + x.shape[0])
+    state, _ = run(make(loss, mode="per_rank"), 1, W, model_state=0)
+    assert state.model_state.rows.tolist() == [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (lambda s: {**s, "more": s["a"]}, dict(expected="state", got="with ['more'] more")),
+        (lambda s: {"b": s["b"]}, dict(expected="state", got="without ['a']")),
+        (lambda s: {**s, "a": jnp.zeros(3)}, dict(at="leaf ['a']", expected="float32[2]", got="float32[3]")),
+        (lambda s: {**s, "b": s["b"] + 0.5}, dict(at="leaf ['b']", expected="int32[]", got="float32[]")),
+    ],
+    ids=["more", "less", "shape", "dtype"],
+)
+def test_another_state(new, words):
+    train = make(lambda w, state, x: ((x @ w).mean(), new(state)), 2)
+    with raises(ValueError, says("make_train_step", "loss_fn", **words)), jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(train.step, train.init(W, {"a": jnp.zeros(2), "b": 0}), X)
+
+
+def test_errors():
+    of_two = functools.partial(make, ranks=2)
+    with raises(ValueError, says("make_train_step", "model_state", expected="'mean' 'per_rank'", got="'all'")):
+        of_two(mode="all")
+    with raises(ValueError, says("train.init", "model_state", expected="none", got="one", remedy='model_state="mean"')):
+        of_two(mode=None).init(W, STATE)
+    words = says("train.init", "model_state", expected="state", got="none", remedy="init(params, state)")
+    with raises(ValueError, words):
+        of_two().init(W)
+    train, of_four = of_two(mode="per_rank"), make(mode="per_rank").init(W, {"mean": jnp.zeros(30)})
+    state = train.init(W, STATE)
+    with raises(ValueError, says("train.step", "state", expected="PerRank init", got="dict")):
+        train.step(state.replace(model_state=STATE), X)
+    rows = says(
+        "train.step", "state", "leaf .rows['mean']", "2 rows rank", "float32[4, 30]", remedy="jaxcgx.reshard_state"
+    )
+    with raises(ValueError, rows):
+        train.step(state.replace(model_state=jax.device_get(of_four.model_state)), X)
+    alone = of_two(lambda *_: jnp.zeros(()))
+    with raises(ValueError, says("make_train_step", "loss_fn", expected="(loss, model state)", got="one")):
+        alone.step(alone.init(W, STATE), X)

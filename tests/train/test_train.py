@@ -1,0 +1,414 @@
+"""Tests that make_train_step gives the same as a step by hand, on meshes of every kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, assert_trees, sent
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from steps import run, tensor_parallel
+from training import CODEC, NESTED, PARAMS, SHARDED, SPECS, STOCHASTIC, X, loss_fn, mesh_of
+from training import train as by_hand
+
+import jaxcgx as cgx
+
+OPTIMIZER = optax.sgd(0.2, momentum=0.5)
+TWO = (AxisType.Auto,) * 2
+
+
+def make(exchange=CODEC, loss=loss_fn, ranks=4, optimizer=OPTIMIZER, **options):
+    return cgx.make_train_step(loss, optimizer, mesh_of(ranks), exchange, **options)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_as_by_hand(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    exchange = cgx.Momentum(STOCHASTIC, 0.5, seed=3)
+    state, metrics = run(cgx.make_train_step(loss_fn, optax.sgd(0.2), mesh, exchange))
+    transformation = optax.chain(cgx.compress_gradients("data", exchange, axis_size=4), optax.sgd(0.2))
+    params, (sent, rest), losses = by_hand(transformation)
+    assert_same_trees((state.params, state.exchange, state.opt_state), (params, sent, rest))
+    assert [float(m.loss) for m in metrics] == losses
+    assert metrics[0].aux is metrics[0].telemetry is state.pending is None
+    assert state.exchange.own.residuals["w"].addressable_shards[0].data.shape == (1, 30, 40)
+
+
+def test_the_mean_of_loss_and_aux_is_not_compressed():
+    def loss_and_aux(params, x):
+        return x.sum(), {"rows": x, "number": 3, "mean": x.mean(0)}
+
+    specs = {"rows": None, "number": "first", "mean": None}
+    _, (metrics,) = run(make(cgx.MaxMin(2), loss_and_aux, has_aux=True, aux_specs=specs), 1)
+    parts = X.reshape(4, 6, 30)
+    np.testing.assert_allclose(metrics.loss, parts.sum((1, 2)).mean(), rtol=1e-5)
+    np.testing.assert_array_equal(metrics.aux["rows"], X)
+    np.testing.assert_allclose(metrics.aux["mean"], X.mean(0), rtol=1e-4, atol=1e-6)
+    assert metrics.aux["number"] == 3
+
+
+@pytest.mark.parametrize("plan", [cgx.Raw(), CODEC], ids=str)
+def test_accumulation(plan):
+    """The gradient is that of the whole batch, and is sent once."""
+
+    def loss_and_aux(params, x):
+        return loss_fn(params, x), {"mean": x.mean(), "count": len(x)}
+
+    programs = {}
+    for parts in (1, 3):
+        options = dict(has_aux=True, aux_specs={"mean": "mean", "count": "sum"}, accumulate=parts)
+        train = make(plan, loss_and_aux, **options)
+        state, metrics = run(train, 3)
+        programs[parts] = state, metrics, train.step.lower(state, X).compile().as_text().count("all-gather(")
+    for name in PARAMS if plan == cgx.Raw() else ():
+        np.testing.assert_allclose(programs[3][0].params[name], programs[1][0].params[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(programs[3][1][0].loss, programs[1][1][0].loss, rtol=1e-6)
+    np.testing.assert_allclose(programs[3][1][0].aux["mean"], X.mean(), rtol=1e-4)
+    assert programs[3][1][0].aux["count"] == programs[1][1][0].aux["count"] == len(X)
+    assert programs[3][2] == programs[1][2] == (plan != cgx.Raw())
+
+
+def test_sixteen_bit_gradients_are_accumulated_in_float32():
+    def loss(params, x):
+        return (params * x.astype(jnp.bfloat16)).sum()
+
+    train = make(cgx.Raw(), loss, 2, optax.sgd(1.0), accumulate=256)
+    state, _ = run(train, 1, jnp.zeros(3, jnp.bfloat16), jnp.full((512, 3), 1.0).at[::2].set(2.0**-6))
+    expected = jnp.bfloat16(-(256 + 256 * 2.0**-6) / 512)  # in bfloat16 the small numbers would vanish in the sum
+    np.testing.assert_array_equal(state.params, jnp.full(3, expected))
+
+
+@pytest.mark.short
+def test_keys_for_the_loss():
+    """Every rank and every micro-batch has its own key."""
+
+    def loss(params, x, key):
+        return params.sum(), jax.random.normal(key, (3,))
+
+    key = jax.random.key(5)
+    _, (metrics,) = run(make(CODEC, loss, has_aux=True, accumulate=2), 1, PARAMS["w"], X[:8], key)
+    fold = jax.random.fold_in
+    expected = np.mean(
+        [jax.random.normal(fold(fold(key, rank), part), (3,)) for rank in range(4) for part in range(2)], 0
+    )
+    np.testing.assert_allclose(metrics.aux, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scalars_of_a_batch_are_replicated():
+    """A number and a random key are the same on every rank and in every micro-batch."""
+
+    def loss(params, batch):
+        drawn = jax.random.normal(batch["key"], ())
+        return (params * batch["x"]).sum() * batch["scale"], (drawn, batch["scale"], batch["key"])
+
+    key = jax.random.key(5)
+    batch = {"x": X[:8], "scale": 2.0, "key": key}
+    for accumulate in (1, 2):
+        train = make(cgx.Raw(), loss, 4, optax.sgd(1.0), has_aux=True, accumulate=accumulate)
+        state, (metrics,) = run(train, 1, jnp.zeros(30), batch)
+        expected = -2.0 * X[:8].reshape(4 * accumulate, -1, 30).sum(1).mean(0)
+        np.testing.assert_allclose(state.params, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(metrics.aux[:2], (jax.random.normal(key, ()), 2.0), rtol=1e-6)
+        assert metrics.aux[2] == key
+
+
+def test_random_keys_among_auxiliary_outputs_are_not_averaged():
+    """They are those of the last micro-batch of the first rank."""
+
+    def loss(params, x, key):
+        return (params * x).sum(), {"key": key}
+
+    key, fold = jax.random.key(5), jax.random.fold_in
+    for accumulate in (1, 2):
+        train = make(cgx.Raw(), loss, 2, has_aux=True, accumulate=accumulate)
+        _, (metrics,) = run(train, 1, jnp.zeros(30), X[:8], key)
+        assert metrics.aux["key"] == (fold(key, 0) if accumulate == 1 else fold(fold(key, 0), 1))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_optimizers_that_take_no_value(chained):
+    optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
+    optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
+    with jax.numpy_dtype_promotion("standard"):  # sam needs it
+        found, _ = run(make(cgx.Raw(), ranks=2, optimizer=optimizer), 2)
+        plain, state = PARAMS, optimizer.init(PARAMS)
+        for _ in range(2):
+            updates, state = optimizer.update(jax.grad(loss_fn)(plain, X), state, plain)
+            plain = optax.apply_updates(plain, updates)
+    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.params, plain)
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_a_sharding_constraint_over_the_axis_of_the_ranks(with_mesh):
+    spec = NamedSharding(mesh_of(2), P("data")) if with_mesh else P("data")
+
+    def loss(params, x):
+        return loss_fn(params, jax.lax.with_sharding_constraint(x, spec))
+
+    words = says(
+        "make_train_step", "loss_fn", expected="no constraint 'data' loss", got="one", remedy="PartitionSpec mesh"
+    )
+    with raises(ValueError, words):
+        run(make(CODEC, loss, 2), 1)
+
+
+def test_loops_that_start_from_zeros_and_losses_averaged_over_the_ranks():
+    """JAX's check_vma refuses such loops. Without it, averaged losses have the gradient of the mean."""
+
+    def loss(params, x):
+        state = jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros(3), x)[0]
+        return (state * params["b"]).sum()
+
+    def of_all(params, x):
+        return jax.vmap(loss, (None, 0))(params, x).mean()
+
+    params = {"w": jnp.full((2, 3), 0.1), "b": jnp.arange(3.0)}
+    x = jax.random.normal(jax.random.key(0), (4, 5, 2))
+    expected = jax.tree.map(lambda p, g: p - g, params, jax.grad(of_all)(params, x))
+    for function in of_all, lambda params, x: jax.lax.pmean(of_all(params, x), "data"):
+        state, (metrics,) = run(make(cgx.Raw(), function, 4, optax.sgd(1.0)), 1, params, x)
+        assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
+        np.testing.assert_allclose(metrics.loss, of_all(params, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_donation(donate):
+    train = make(donate=donate)
+    given = jax.device_put(PARAMS, NamedSharding(mesh_of(4), P()))
+    before = train.init(given)
+    train.step(before, X)
+    assert {leaf.is_deleted() for leaf in jax.tree.leaves(before)} == {donate}
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+def test_one_compilation():
+    """The loss is traced once, and executed only by the compiled program."""
+
+    def loss(params, x):
+        traces.append(1)
+        jax.debug.callback(lambda: calls.append(1))
+        return loss_fn(params, x), {"mean": x.mean()}
+
+    traces, calls = [], []
+    train = make({0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(2)}, loss, has_aux=True, accumulate=2)
+    run(train)
+    jax.effects_barrier()
+    assert len(traces) == train.step._cache_size() == 1 and len(calls) == 5 * 4 * 2
+
+
+def test_telemetry():
+    train = make(cgx.Feedback(cgx.Plan(CODEC, min_size=100), telemetry=True))
+    _, metrics = run(train, 2)
+    assert 0 < metrics[1].telemetry.vnmse["w"] < 1 and metrics[1].telemetry.vnmse["b"] == 0
+
+
+def test_a_hierarchy():
+    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=TWO, devices=jax.devices()[:4])
+    plan, axes = {"node": cgx.MaxMin(8, 64), "local": cgx.Raw()}, ("node", "local")
+    state, metrics = run(cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan, sharding=cgx.Sharding(axes)), 20)
+    _, plain = run(make(cgx.Raw()), 20)
+    assert state.exchange.own.residuals["w"].sharding.spec == P(axes)
+    np.testing.assert_allclose(metrics[-1].loss, plain[-1].loss, rtol=1e-2)
+
+
+@NESTED
+def test_an_axis_for_the_partitioner():
+    """Local shards are compressed. Nothing is gathered that is not gathered without compression."""
+    exchange = cgx.Momentum(cgx.MaxMin(4, 64), 0.5, telemetry=True)
+    train, plain = tensor_parallel(exchange, optimizer=optax.adagrad(0.1)), tensor_parallel(cgx.Raw())
+    state, metrics = run(train, 20, SHARDED)
+    _, expected = run(plain, 20, SHARDED)
+    assert expected[-1].loss < 0.9 * expected[0].loss
+    program = train.step.lower(state, X).compile().as_text()
+    assert ("all-gather", "u8") in sent(program) and ("all-gather", "f32") not in sent(program)
+    mesh = state.params["up"].sharding.mesh
+    for name, spec in SPECS.items():
+        for leaf in (state.params[name], state.opt_state[0].sum_of_squares[name]):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+        for leaf in (state.exchange.own.residuals[name], state.exchange.own.momentum[name]):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *spec)), leaf.ndim)
+    assert state.exchange.own.residuals["up"].shape == (2, 30, 64)
+    assert metrics[0].telemetry.uncompressed["up"] == 30 * 16 * 4  # of a shard
+    assert 0 < metrics[0].telemetry.vnmse["up"] < 0.1
+
+
+@NESTED
+def test_a_loss_of_16_bits_beside_an_axis_for_the_partitioner():
+    """XLA on CPUs aborts when it compiles a sum of 16-bit numbers over ranks beside an axis of the partitioner."""
+    half = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+    state, metrics = run(tensor_parallel(cgx.Raw()), 2, half(SHARDED), half(X))
+    _, expected = run(tensor_parallel(cgx.Raw()), 2, SHARDED)
+    assert metrics[1].loss.dtype == state.params["up"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(metrics[1].loss, expected[1].loss, rtol=0.02)
+
+
+@NESTED
+def test_shards_have_factors_of_their_own():
+    state, metrics = run(tensor_parallel(cgx.PowerSGD(2)), 20, SHARDED)
+    assert metrics[-1].loss < 0.95 * metrics[0].loss
+    factors, mesh = state.exchange.shared.factors, state.params["up"].sharding.mesh
+    shapes = {name: x if x is None else x.shape for name, x in factors.items()}
+    assert shapes == {"up": (2, 4 * 16), "down": (2, 4 * 30), "bias": None}
+    assert factors["down"].sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
+    assert np.linalg.matrix_rank(factors["down"]) == 2
+
+
+@NESTED
+def test_all_shards_wait_for_a_nan():
+    """All shards wait, even if only one of them has the NaN."""
+    train = tensor_parallel(cgx.Feedback(cgx.MaxMin(4, 64), skip_nonfinite=True))
+    state, _ = run(train, 1, {**SHARDED, "bias": SHARDED["bias"].at[5].set(3e38)}, 0 * X)
+    before = jax.tree.map(np.asarray, state.exchange.own.residuals)
+    after, _ = train.step(state, X.at[3, 4].set(jnp.nan))
+    assert_same_trees(after.exchange.own.residuals, before)
+
+
+@NESTED
+def test_norms_are_those_of_all_shards():
+    """The norm is used where DGC clips.
+
+    The momentum of raw leaves and of weight decay is sharded like the parameters.
+    """
+    clip = dict(clip_norm=0.05, clip_global_norm=0.05)
+    exchange = cgx.DGC(min_size=10**6, weight_decay=0.1, nesterov=True, **clip)
+    make = lambda model: tensor_parallel(exchange, model, optax.sgd(0.5))
+    (state, _), (expected, _) = (run(make(model), 5, SHARDED) for model in (4, 1))
+    for name, spec in SPECS.items():
+        np.testing.assert_allclose(state.params[name], expected.params[name], rtol=1e-4, atol=1e-6)
+        trace, place = state.exchange.shared.trace[name], NamedSharding(state.params[name].sharding.mesh, spec)
+        assert trace.sharding.is_equivalent_to(place, trace.ndim)
+
+
+def test_optimizers_that_want_the_loss():
+    """Parameters may be Python numbers."""
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    with jax.numpy_dtype_promotion("standard"):
+        state, (metrics,) = run(make(optimizer=optimizer), 1, {**PARAMS, "b": 0.5})
+    assert state.opt_state[1].best_value == metrics.loss and state.params["b"].shape == ()
+
+
+def test_explain_sees_the_step():
+    train = make()
+    report = cgx.explain(train.step, train.init(PARAMS), X, show=False)
+    assert report.bytes < 4 * 1240
+
+
+MESHES = {4: mesh_of(4), "model": jax.make_mesh((2, 4), ("data", "model"), axis_types=TWO)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "argument", "words"),
+    [
+        (dict(loss_fn=3), TypeError, "loss_fn", dict(expected="function", got="3")),
+        (dict(optimizer=3), TypeError, "optimizer", dict(expected="optax.GradientTransformation", got="3")),
+        (dict(mesh_or_comm="data"), TypeError, "mesh_or_comm", dict(expected="jax.sharding.Mesh", got="'data'")),
+        (
+            dict(sharding=cgx.Sharding("rows")),
+            ValueError,
+            "sharding.axis",
+            dict(expected="axis 'data' tuple", got="'rows'"),
+        ),
+        (dict(sharding=cgx.Sharding(())), ValueError, "sharding.axis", dict(expected="axis 'data' tuple", got="()")),
+        (dict(sharding="data"), TypeError, "sharding", dict(expected="jaxcgx.Sharding", got="'data'")),
+        (dict(accumulate=0), ValueError, "accumulate", dict(expected="positive integer", got="0")),
+        (dict(has_aux=1), TypeError, "has_aux", dict(expected="True False", got="1")),
+        (dict(donate="no"), TypeError, "donate", dict(expected="True False", got="'no'")),
+        (dict(exchange=4), TypeError, "exchange", dict(expected="codec Plan", got="4")),
+        (dict(aux_specs="sum"), ValueError, "aux_specs", dict(expected="None has_aux", got="'sum'")),
+        (dict(overlap="forward"), ValueError, "overlap", dict(expected='"backward" jaxcgx.Priority', got="'forward'")),
+        (
+            dict(mesh_or_comm=MESHES["model"]),
+            ValueError,
+            "sharding.params",
+            dict(expected="tree PartitionSpecs 'data'", got="None"),
+        ),
+        (
+            dict(mesh_or_comm=MESHES["model"], sharding=cgx.Sharding(cgx.Tcp("data"), params=P())),
+            ValueError,
+            "sharding.axis",
+            dict(expected="axes 'model'", got="Tcp", remedy="write 'data'"),
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments(options, error, argument, words):
+    given = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mesh_or_comm": MESHES[4], "exchange": CODEC, **options}
+    with raises(error, says("make_train_step", argument, **words)):
+        cgx.make_train_step(**given)
+
+
+MEAN = lambda w, x: (x @ w["w"]).mean()
+NUMBERS = {**PARAMS, "n": jnp.int32(3)}
+LOSS, INIT = ("make_train_step", "loss_fn"), ("train.init", "params")
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "error", "words"),
+    [
+        (
+            dict(loss=lambda w, x: (MEAN(w, x), x)),
+            PARAMS,
+            TypeError,
+            says(*LOSS, expected="loss number", got="a tuple", remedy="has_aux=True"),
+        ),
+        (
+            dict(loss=MEAN, has_aux=True),
+            PARAMS,
+            ValueError,
+            says(*LOSS, expected="(loss, aux)", got="one that returns"),
+        ),
+        (
+            dict(loss=lambda w, x: x @ w["w"]),
+            PARAMS,
+            TypeError,
+            says(*LOSS, expected="number", got="float32[6, 40]", remedy="mean"),
+        ),
+        (dict(loss=lambda w, x: 3), PARAMS, TypeError, says(*LOSS, expected="floating point", got="3")),
+        (
+            {},
+            NUMBERS,
+            ValueError,
+            says(*INIT, at="leaf ['n']", expected="floating", got="int32[]", remedy='("n", jaxcgx.Skip'),
+        ),
+        (
+            {},
+            {**PARAMS, "act": jnp.tanh},
+            TypeError,
+            says(*INIT, at="leaf ['act']", expected="array", got="<", remedy="eqx.partition"),
+        ),
+        (
+            dict(optimizer=optax.chain(cgx.compress_gradients("data", CODEC), OPTIMIZER)),
+            PARAMS,
+            ValueError,
+            says("make_train_step", "optimizer", expected="without", got="one", remedy="plain optax.adam"),
+        ),
+        (
+            dict(accumulate=4),
+            PARAMS,
+            ValueError,
+            says("make_train_step", "accumulate", expected="batches 4", got="float32[6, 30]"),
+        ),
+    ],
+    ids=["tuple", "no aux", "rows", "integer", "integer parameter", "function", "compressed", "micro-batches"],
+)
+def test_what_cannot_be_trained(options, params, error, words):
+    with raises(error, words):
+        run(make(**{"exchange": cgx.Raw(), **options}), 1, params)
+
+
+def test_a_state_from_another_plan():
+    train, other = make(), make(cgx.Plan(CODEC, min_size=100))
+    words = says("Feedback", "state", at="leaf .own.residuals['b']", expected="float32[40]", got="None")
+    with raises(ValueError, words):
+        train.step(other.init(PARAMS), X)
+
+
+@pytest.mark.parametrize("overlap", [None, cgx.Priority()])
+@pytest.mark.parametrize("state", [{"n": jnp.ones(3)}, OPTIMIZER.init(PARAMS)], ids=["parameters", "optimizer"])
+def test_what_is_no_state_of_a_step(state, overlap):
+    words = says("train.step", "state", expected="TrainState train.init", got=f"a {type(state).__name__}")
+    with raises(TypeError, words):
+        make(overlap=overlap).step(state, X)
