@@ -141,7 +141,7 @@ def reductions():
     return (
         {"psum": lambda x: lax.psum(x, "data")}
         | {
-            schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", CODEC, schedule=schedule)
+            schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", cgx.Plan.every(CODEC, schedule=schedule))
             for schedule in SCHEDULES
         }
         | {TCP: lambda x: cgx.compressed_psum(x, cgx.Tcp("data"), CODEC)}

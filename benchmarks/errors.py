@@ -146,9 +146,10 @@ def program(codec, schedule, node=1):
     def mean(leaves, key):
         key = key if codec.stochastic else None
         if node == 1:
-            return cgx.compressed_pmean(leaves, "node", codec, schedule=schedule, key=key)
+            return cgx.compressed_pmean(leaves, "node", cgx.Plan.every(codec, schedule=schedule), key=key)
         codecs, schedules = {"node": codec, "local": cgx.Raw()}, {"node": schedule, "local": "auto"}
-        return cgx.compressed_pmean(leaves, ("node", "local"), codecs, schedule=schedules, key=key)
+        plan = cgx.Plan.every(codecs, schedule=schedules)
+        return cgx.compressed_pmean(leaves, ("node", "local"), plan, key=key)
 
     of_ranks = jax.vmap(jax.vmap(mean, in_axes=(0, None), axis_name="local"), in_axes=(0, None), axis_name="node")
     rows = lambda x: x.reshape(-1, node, *x.shape[1:])

@@ -105,7 +105,7 @@ def on_mesh(over):
     def exchange(x):
         if over == "tree":
             path = cgx.wan.Overlay([cgx.wan.Tree.of([(0, 1), (1, 2)])])
-            return cgx.compressed_psum(x, axis, codec, schedule=path)
+            return cgx.compressed_psum(x, axis, cgx.Plan.every(codec, schedule=path))
         return cgx.compressed_all_gather(x, axis, codec)
 
     return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x
@@ -148,7 +148,9 @@ def exchange_over(over, folder, rank, address):
         from jaxcgx.transports.shm import Shm
 
         return jax.jit(Shm.over(Files(folder, rank, 2)).all_gather), x
-    return jax.jit(lambda x: cgx.mpi.compressed_allgather(x, cgx.Cast("bfloat16"))), x.astype(jnp.float32)
+    from mpi4py import MPI
+
+    return jax.jit(lambda x: cgx.compressed_all_gather(x, MPI.COMM_WORLD, cgx.Cast("bfloat16"))), x.astype(jnp.float32)
 
 
 def happen(what):

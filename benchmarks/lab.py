@@ -149,9 +149,9 @@ class Exchange(NamedTuple):
             return lax.psum(x, self.axis)
         key = jax.random.key(0) if self.codec.stochastic else None
         if self.what in ROWS:
-            return getattr(cgx, self.what)(x, self.axis, codec=self.codec, key=key, tiled=True, **ROWS[self.what])
-        schedule = self.schedule or "auto"
-        return cgx.compressed_psum(x.reshape(SHAPE), self.axis, self.codec, key=key, schedule=schedule).reshape(-1)
+            return getattr(cgx, self.what)(x, self.axis, plan=self.codec, key=key, tiled=True, **ROWS[self.what])
+        plan = cgx.Plan.every(self.codec, schedule=self.schedule or "auto")
+        return cgx.compressed_psum(x.reshape(SHAPE), self.axis, plan, key=key).reshape(-1)
 
     def planned(self, hosts):
         """The bytes that the planner counts for a sum. None: the planner counts sums alone."""

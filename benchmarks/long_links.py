@@ -69,7 +69,7 @@ def run_rank(address, rank, elements, pauses, links):
     jax.distributed.initialize(address, 2, rank)
     mesh, axis = Mesh(2), cgx.Tcp("data", **links)
     x = mesh.array(np.random.default_rng(rank).standard_normal(elements, np.float32))
-    program = mesh.compiled(lambda x: cgx.compressed_psum(x, axis, CODEC, schedule="two_shot"), x)
+    program = mesh.compiled(lambda x: cgx.compressed_psum(x, axis, cgx.Plan.every(CODEC, schedule="two_shot")), x)
     jax.block_until_ready(program(x))
     found = []
     for pause in pauses:

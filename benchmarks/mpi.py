@@ -1,4 +1,4 @@
-"""Measures compressed_allreduce against mpi4jax.allreduce between the processes of mpirun, over MPI and shared memory.
+"""Measures compressed_psum against mpi4jax.allreduce between the processes of mpirun, over MPI and shared memory.
 
 mpirun -n 2 --bind-to core python -m mpi4py benchmarks/mpi.py [--repeats 21] [--size MIB ...] [--layers WIDTH ...]
     [--out DIR]
@@ -45,12 +45,12 @@ NOTES = f"""\
 
 def sums(nodes):
     """Returns {name: function that sums an array over all ranks}."""
-    compressed = lambda codec, **options: lambda x: cgx.mpi.compressed_allreduce(x, codec, **options)
+    compressed = lambda plan, comm=COMM: lambda x: cgx.compressed_psum(x, comm, plan)
     found = (
         lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=COMM),
-        compressed(CODEC, schedule="two_shot"),
-        compressed(CODEC, schedule="one_shot"),
-        compressed({"cross": cgx.Raw(), "inner": CODEC}, comm=nodes),
+        compressed(cgx.Plan.every(CODEC, schedule="two_shot")),
+        compressed(cgx.Plan.every(CODEC, schedule="one_shot")),
+        compressed({"cross": cgx.Raw(), "inner": CODEC}, nodes),
     )
     return dict(zip(NAMES, found))
 
@@ -65,11 +65,10 @@ def of_trees(nodes):
     """Returns {name: function that averages a tree over all ranks}."""
     plain = lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=COMM) / COMM.size
     found = {"mpi4jax": lambda tree: jax.tree.map(plain, tree)}
-    for name, codec, comm in ("MPI", CODEC, None), ("memory", {"cross": cgx.Raw(), "inner": CODEC}, nodes):
+    for name, codec, comm in ("MPI", CODEC, COMM), ("memory", {"cross": cgx.Raw(), "inner": CODEC}, nodes):
         for size in FUSION:
-            found[f"{name} {size}"] = functools.partial(
-                cgx.mpi.compressed_allreduce, codec=codec, comm=comm, op="mean", fusion_mb=size
-            )
+            plan = cgx.Plan.every(codec, fusion_mb=size)
+            found[f"{name} {size}"] = functools.partial(cgx.compressed_pmean, axis_name=comm, plan=plan)
     return found
 
 

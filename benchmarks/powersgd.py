@@ -71,8 +71,9 @@ def run_rank(address, port, rank, processes, ranks, steps):
             def step(x, state):
                 if not low_rank:
                     return [lax.pmean(x, "data")]
-                mean, lost, factors = cgx.compressed_pmean(x[0], "data", codec, residuals=state[1][0], factors=state[2])
-                return [mean[None], lost[None], factors]
+                carry = cgx.Carry(residuals=state[1][0], factors=state[2])
+                mean, carry = cgx.compressed_pmean(x[0], "data", codec, carry=carry)
+                return [mean[None], carry.residuals[None], carry.factors]
 
             specs = [PartitionSpec("data"), PartitionSpec("data"), PartitionSpec()][: len(self.state)]
             mapped = jax.shard_map(

@@ -72,7 +72,7 @@ def run_rank(address, rank, processes):
 
     def program(schedule):
         if schedule not in programs:
-            body = lambda x: cgx.compressed_pmean(x, tcp, CODEC, schedule=schedule)
+            body = lambda x: cgx.compressed_pmean(x, tcp, cgx.Plan.every(CODEC, schedule=schedule))
             mapped = jax.shard_map(body, mesh=mesh.mesh, in_specs=spec, out_specs=spec, check_vma=False)
             programs[schedule] = jax.jit(mapped)
             jax.block_until_ready(programs[schedule](x))

@@ -47,7 +47,7 @@ def make_step(optimizer, mesh, weights, gradients):
 
     def step(shards, state, images, labels, key):
         def local_loss(shards):
-            params = cgx.compressed_all_gather(shards, "data", weights, tiled=True, backward_codec=gradients, key=key)
+            params = cgx.compressed_all_gather(shards, "data", weights, tiled=True, backward_plan=gradients, key=key)
             return loss_fn(params, images, labels)
 
         (loss, _), grads = jax.value_and_grad(local_loss, has_aux=True)(shards)

@@ -70,7 +70,7 @@ def main():
 
     accuracy = (predict(params, images[rest]).argmax(-1) == labels[rest]).mean()
     same = jax.tree.map(lambda ours, first: (ours == first).all(), params, cgx.mpi.broadcast(params, comm=ranks))
-    agree = cgx.mpi.compressed_allreduce(jnp.stack(jax.tree.leaves(same)).all(), cgx.Raw(), ranks) == ranks.size
+    agree = cgx.compressed_psum(jnp.stack(jax.tree.leaves(same)).all(), ranks, cgx.Raw()) == ranks.size
     if ranks.rank == 0:
         print(
             f"{ranks.size} processes on {ranks.cross.size} node{'s' * (ranks.cross.size > 1)}, {plan.default['cross']} "

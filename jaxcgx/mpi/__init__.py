@@ -32,12 +32,6 @@ try:
     from mpi4py import MPI
 
     from jaxcgx.mpi.broadcast import broadcast
-    from jaxcgx.mpi.functions import (
-        compressed_allgather,
-        compressed_allreduce,
-        compressed_alltoall,
-        compressed_reduce_scatter,
-    )
     from jaxcgx.mpi.nodes import hierarchy
 except ModuleNotFoundError as _error:
     raise ImportError(f"jaxcgx.mpi: {_error}; {_MISSING}") from _error
@@ -72,14 +66,7 @@ def _number(variable: str) -> int:
 
 _check_launch()
 
-__all__ = [
-    "broadcast",
-    "compressed_allgather",
-    "compressed_allreduce",
-    "compressed_alltoall",
-    "compressed_reduce_scatter",
-    "hierarchy",
-]
+__all__ = ["broadcast", "hierarchy"]
 
 CHECK = False
 WAIT = 60.0

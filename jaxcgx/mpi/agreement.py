@@ -1,6 +1,6 @@
 """Checks that all ranks make the same call, by comparing descriptions of their arguments as text.
 
-With check=True, the ranks compare these descriptions over mpi4py before anything is compiled.
+With `jaxcgx.mpi.CHECK`, the ranks compare these descriptions over mpi4py before anything is compiled.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def describe(op: str, arrays: Mapping[str, Any], settings: Mapping[str, Any]) ->
 
 
 def agree(comm: Communicator, mine: Mapping[str, str]) -> None:
-    """Raises an error on every rank if the ranks' descriptions differ (check=True)."""
+    """Raises an error on every rank if the ranks' descriptions differ (`jaxcgx.mpi.CHECK`)."""
     op = mine["function"]
     jax.effects_barrier()  # programs that are still running may use the same communicator
     digest = np.frombuffer(hashlib.blake2b(repr(mine).encode()).digest(), np.uint8)

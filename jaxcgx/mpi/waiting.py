@@ -15,7 +15,7 @@ _LATE = MPI.Comm.Create_keyval()  # keeps alive a request that was given up: MPI
 
 
 def patience() -> float:
-    """Returns `jaxcgx.mpi.WAIT`: the limit of a call with check=True, and the time after which other waits warn."""
+    """Returns `jaxcgx.mpi.WAIT`: the limit of a call with `CHECK`, and the time after which other waits warn."""
     from jaxcgx import mpi  # not at the top, because jaxcgx.mpi imports this module
 
     return mpi.WAIT
@@ -33,11 +33,11 @@ def check_ready(op: str, comm: Communicator) -> None:
 
 
 def wait(op: str, comm: Communicator, request: Any) -> None:
-    """Waits for all ranks to make a call with check=True. Raises an error after `jaxcgx.mpi.WAIT` seconds."""
+    """Waits for all ranks to make a call with `CHECK`. Raises an error after `jaxcgx.mpi.WAIT` seconds."""
     if not _done(request, patience()):
         comm.Set_attr(_LATE, request)
         raise RuntimeError(
-            f"{op}: argument 'check': rank {comm.rank} waited {patience():g} s for the other ranks to make, and to "
+            f"{op}: jaxcgx.mpi.CHECK: rank {comm.rank} waited {patience():g} s for the other ranks to make, and to "
             "trace, the same call; all must make the same calls in the same order, with the same shapes"
         )
 

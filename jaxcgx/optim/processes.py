@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcgx import mpi
+from jaxcgx.mpi import broadcast, functions
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.collectives.state import State
@@ -57,15 +57,15 @@ class Processes:
         return jnp.array([self.net().rank])
 
     def first(self, x: Any) -> Any:
-        return mpi.broadcast(x, comm=self.comm)
+        return broadcast(x, comm=self.comm)
 
     def compressed_pmean(
         self, x: Any, plan: Any, state: State, order: None = None, slice_elements: None = None, **options: Any
     ) -> Any:
-        return mpi.compressed_allreduce(x, plan, self.comm, op="mean", **state._asdict(), **options)
+        return functions.compressed_allreduce(x, plan, self.comm, op="mean", **state._asdict(), **options)
 
     def pmean(self, x: Any) -> Any:
-        return mpi.compressed_allreduce(x, Raw(), self.comm, op="mean")
+        return functions.compressed_allreduce(x, Raw(), self.comm, op="mean")
 
     def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
         return jax.value_and_grad(objective, has_aux=True)
