@@ -46,7 +46,7 @@ def pmean(plan, grads=GRADS, residuals=None, key=None, **options):
             "data",
             plan,
             key=key,
-            residuals=jax.tree.map(lambda x: x[0], residuals),
+            carry=cgx.Carry(residuals=jax.tree.map(lambda x: x[0], residuals)),
             **options,
         )
         return mean, jax.tree.map(lambda x: x[None], lost)

@@ -97,6 +97,11 @@ def each_codec(codecs=CODECS):
     return dict(argvalues=codecs, ids=repr)
 
 
+def planned(plan, **fields):
+    """Returns a plan with other fields. A codec, or a dict of codecs, becomes a plan without guards."""
+    return dataclasses.replace(plan, **fields) if isinstance(plan, cgx.Plan) else cgx.Plan.every(plan, **fields)
+
+
 def as_bits(x):
     x = np.asarray(x)
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])

@@ -164,9 +164,9 @@ def _check_own_residuals(travel: Travel, carry: Carry) -> None:
         if array is None:
             continue
         if same := sorted(map(str, tracked - _compat.varying_axes(array))):
-            got = f"some that are the same on every rank of {', '.join(map(repr, same))}"
+            got = f"one that is the same on every rank of {', '.join(map(repr, same))}"
             remedy = (
                 "keep a row for each rank, and give shard_map a spec with the axis for them; for zeros that are made "
                 "inside, jax.lax.pcast(zeros, axis_name, to='varying')"
             )
-            raise wrong(OP, "carry", "this rank's own residuals", got, remedy, path=route.path)
+            raise wrong(OP, "carry.residuals", "this rank's own array", got, remedy, path=route.path)

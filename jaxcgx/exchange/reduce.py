@@ -188,30 +188,29 @@ def check_input(x: PyTree, carry: Carry, travel: Travel, argument: str = "x") ->
 def check_carry(carry: Carry, travel: Travel, argument: str) -> None:
     """Checks that a carry fits the leaves, and that the plan allows feedback. `argument` is as in `check_input`."""
     routes = travel.routes
-    expected = {
+    shapes = {
         "residuals": [f"float32{list(r.shape)}" if r.dtype in DTYPES else "None" for r in routes.leaves],
-        "momentum": [f"{r.dtype}{list(r.shape)}" for r in routes.leaves],
+        "momentum": [spell_array(r) for r in routes.leaves],
         "factors": ["None" if r.factor is None else f"float32{list(r.factor)}" for r in routes.leaves],
     }
     if carry.momentum is not None and carry.residuals is None:
-        raise wrong(routes.op, "carry", f"residuals like {argument} beside momentum", "none")
-    for kind, shapes in expected.items():
+        raise wrong(routes.op, "carry.residuals", f"a tree like {argument} with momentum", None)
+    for kind, expected in shapes.items():
+        tree, name = getattr(carry, kind), f"carry.{kind}"
         try:
-            found = routes.each(getattr(carry, kind))
+            found = routes.each(tree)
         except (TypeError, ValueError):
-            got = jax.tree_util.tree_structure(getattr(carry, kind))
-            raise wrong(routes.op, "carry", f"{kind} like {argument}, {routes.tree}", got) from None
-        for route, array, shape in zip(routes.leaves, found, shapes):
+            got = jax.tree_util.tree_structure(tree)
+            raise wrong(routes.op, name, f"a tree like {argument}, {routes.tree}", got) from None
+        for route, array, shape in zip(routes.leaves, found, expected):
             if array is not None and spell_array(array) != shape:
-                raise wrong(routes.op, "carry", f"{kind} of {shape}", spell_array(array), path=route.path)
-            if array is not None and kind == "momentum" and route.encoded and "momentum" not in route.codecs[0].state:
-                what = f"no momentum for a leaf whose every element is sent, with {spell(route.codecs[0])}"
-                raise wrong(routes.op, "carry", what, "an array", "take jaxcgx.TopK", path=route.path)
-            if array is not None and kind == "factors" and (axes := _varying(array, travel.net)):
+                raise wrong(routes.op, name, f"{shape} for {spell_array(route)}", spell_array(array), path=route.path)
+            if array is not None and kind == "momentum" and route.encoded and kind not in route.codecs[0].state:
+                what = f"None for a leaf whose every element is sent, with {spell(route.codecs[0])}"
+                raise wrong(routes.op, name, what, "an array", "take jaxcgx.TopK", path=route.path)
+            if array is not None and kind == "factors" and (got := _varying(array, travel.net)):
                 remedy = "pass on what the call before returned, through P() in shard_map's specs"
-                raise wrong(
-                    routes.op, "carry", "factors that are the same on every rank", axes, remedy, path=route.path
-                )
+                raise wrong(routes.op, name, "the same array on every rank", got, remedy, path=route.path)
     if carry.residuals is not None:
         travel.check_feedback()
         _warn_of_growth(travel)
@@ -219,7 +218,7 @@ def check_carry(carry: Carry, travel: Travel, argument: str) -> None:
 
 def _varying(x: jax.Array, net: Transport) -> str:
     axes = [name for name in net.names if name in _compat.varying_axes(x)]
-    return f"some that vary over {', '.join(map(repr, axes))}" if axes else ""
+    return f"one that varies over {', '.join(map(repr, axes))}" if axes else ""
 
 
 def _warn_of_growth(travel: Travel) -> None:

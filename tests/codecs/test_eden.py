@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import RANDOM_KEY, assert_same_bytes, normal, roundtrip, vnmse
+from helpers import RANDOM_KEY, assert_same_bytes, normal, planned, roundtrip, vnmse
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -85,7 +85,9 @@ def test_any_magnitude(scale):
 def test_errors_of_ranks_are_independent():
     """If ranks have the same numbers, the error of their mean is 1/N of the error of one rank."""
     x = drawn("student", 1, 2**14)[0]
-    mean = lambda x: cgx.compressed_pmean(x, "a", cgx.Eden(2), key=RANDOM_KEY, schedule="one_shot", own="encoded")
+    mean = lambda x: cgx.compressed_pmean(
+        x, "a", planned(cgx.Eden(2), schedule="one_shot", own="encoded"), key=RANDOM_KEY
+    )
     y = on_ranks(mean, mesh(4))(np.tile(x, (4, 1)))
     assert 0.13 / 4 * 0.9 < vnmse(x, y[0]) < 0.135 / 4 * 1.1
 
@@ -98,7 +100,7 @@ def test_feedback():
         total, lost = jnp.zeros_like(x), jnp.zeros_like(x)
         for step in range(steps):
             key = jax.random.fold_in(RANDOM_KEY, step)
-            mean, lost = cgx.compressed_pmean(x, "a", codec, key=key, residuals=lost)
+            mean, lost = cgx.compressed_pmean(x, "a", codec, key=key, carry=cgx.Carry(residuals=lost))
             total += mean
         return total, lost
 

@@ -56,7 +56,9 @@ def steps(gradients, check_vma=True, residuals=RESIDUALS):
 
 def on_the_way(residuals, x, codec=CODEC, **arguments):
     def synchronised(given, residuals):
-        params = cgx.sync_in_backward({**PARAMS, **given}, "data", codec, residuals=residuals, **arguments)
+        params = cgx.sync_in_backward(
+            {**PARAMS, **given}, "data", codec, carry=cgx.Carry(residuals=residuals), **arguments
+        )
         return loss(params, x)
 
     return jax.grad(synchronised, argnums=(0, 1))(floats(PARAMS), residuals)
@@ -64,7 +66,7 @@ def on_the_way(residuals, x, codec=CODEC, **arguments):
 
 def at_the_end(residuals, x, codec=CODEC, **arguments):
     _, grads = cgx.local_value_and_grad(lambda given: loss({**PARAMS, **given}, x), "data")(floats(PARAMS))
-    grads, new = cgx.compressed_pmean(grads, "data", codec, residuals=floats(residuals), **arguments)
+    grads, new = cgx.compressed_pmean(grads, "data", codec, carry=cgx.Carry(residuals=floats(residuals)), **arguments)
     return grads, {**new, "z": None}
 
 
@@ -99,7 +101,7 @@ def test_a_gradient_from_outside():
 
     def of_a_rank(given, residuals, x):
         mine = jax.tree.map(lambda r: r[0], residuals)
-        params = cgx.sync_in_backward({**PARAMS, **given}, "data", CODEC, residuals=mine)
+        params = cgx.sync_in_backward({**PARAMS, **given}, "data", CODEC, carry=cgx.Carry(residuals=mine))
         return lax.pmean(loss(params, x), "data")
 
     around = jax.shard_map(of_a_rank, mesh=MESH, in_specs=(P(), P("data"), P("data")), out_specs=P())
@@ -118,14 +120,18 @@ def test_levels_with_remat():
 
     def on_the_way(residuals, x):
         def synchronised(given, residuals):
-            params = cgx.sync_in_backward({**PARAMS, **given}, ("node", "local"), codecs, residuals=residuals)
+            params = cgx.sync_in_backward(
+                {**PARAMS, **given}, ("node", "local"), codecs, carry=cgx.Carry(residuals=residuals)
+            )
             return loss(params, x)
 
         return jax.grad(jax.checkpoint(synchronised), argnums=(0, 1))(floats(PARAMS), residuals)
 
     def at_the_end(residuals, x):
         _, grads = cgx.local_value_and_grad(lambda g: loss({**PARAMS, **g}, x), ("node", "local"))(floats(PARAMS))
-        grads, new = cgx.compressed_pmean(grads, ("node", "local"), codecs, residuals=floats(residuals))
+        grads, new = cgx.compressed_pmean(
+            grads, ("node", "local"), codecs, carry=cgx.Carry(residuals=floats(residuals))
+        )
         return grads, {**new, "z": None}
 
     results = []
@@ -143,7 +149,7 @@ def test_levels_with_remat():
 def test_layers_in_a_loop():
     """lax.scan hands each layer its residuals, and stacks the new ones."""
     layers = jax.random.normal(jax.random.key(3), (3, 30, 30)) / 6
-    sync = functools.partial(cgx.sync_in_backward, axis_name="data", codec=CODEC)
+    sync = functools.partial(cgx.sync_in_backward, axis_name="data", plan=CODEC)
 
     def in_a_loop(residuals, x):
         def layer(h, given):
@@ -202,7 +208,10 @@ def test_what_it_refuses():
         gradients()
     with raises(ValueError, says("sync_in_backward", "residuals", expected="a tree like params", got="PyTreeDef")):
         on_mesh = jax.shard_map(
-            lambda p: cgx.sync_in_backward(p, "data", CODEC, residuals=[]), mesh=MESH, in_specs=P(), out_specs=P("data")
+            lambda p: cgx.sync_in_backward(p, "data", CODEC, carry=cgx.Carry(residuals=[])),
+            mesh=MESH,
+            in_specs=P(),
+            out_specs=P("data"),
         )
         jax.eval_shape(on_mesh, PARAMS)
     with raises(ValueError, says("sync_in_backward", "order", expected="4 leaves, each once", got="(0, 1)")):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GRIDS, Truncate, as_bits, assert_same_bytes, assert_trees, normal
+from helpers import GRIDS, Truncate, as_bits, assert_same_bytes, assert_trees, normal, planned
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -85,7 +85,7 @@ def test_one_rank_returns_its_input():
     assert_trees(assert_same_bytes, mean(same), same)
     others = on_ranks(
         lambda x: (
-            cgx.compressed_psum_scatter(x, "a", STOCHASTIC, key=KEY, own="encoded", tiled=True),
+            cgx.compressed_psum_scatter(x, "a", planned(STOCHASTIC, own="encoded"), key=KEY, tiled=True),
             cgx.compressed_all_gather(x, "a", STOCHASTIC, key=KEY, tiled=True),
             cgx.compressed_all_to_all(x, "a", 0, 0, STOCHASTIC, key=KEY, tiled=True),
         ),
@@ -134,7 +134,9 @@ def test_in_a_hierarchy_it_is_the_bucket_of_a_share():
     # Shares have 250 elements; this is element 100 of the third share.
     x = normal((2, 4, 1000)).at[1, 2, 600].set(jnp.nan)
     for leader, buckets in ((False, slice(564, 628)), (True, slice(576, 640))):
-        f = lambda t: cgx.compressed_psum(t, ("a", "b"), {"a": cgx.MaxMin(4, 64), "b": cgx.Raw()}, leader=leader)
+        f = lambda t: cgx.compressed_psum(
+            t, ("a", "b"), planned({"a": cgx.MaxMin(4, 64), "b": cgx.Raw()}, leader=leader)
+        )
         nan = np.isnan(on_ranks(f, mesh(2, 4))(x))
         assert nan[:, :, buckets].all() and nan.sum() == 8 * 64
 
@@ -151,7 +153,9 @@ def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
     def f(t):
         return [
             [
-                cgx.compressed_psum(t, "a", codec, key=KEY if codec.stochastic else None, fusion_mb=mb, **options)
+                cgx.compressed_psum(
+                    t, "a", planned(codec, fusion_mb=mb), key=KEY if codec.stochastic else None, **options
+                )
                 for mb in (64, 0.002, 1e-6)
             ]
             for options in ENCODED
@@ -169,12 +173,8 @@ def test_nor_in_hierarchies(leader):
             cgx.compressed_psum(
                 t,
                 ("a", "b"),
-                {"a": STOCHASTIC, "b": inner},
+                planned({"a": STOCHASTIC, "b": inner}, schedule="two_shot", own="encoded", leader=leader, fusion_mb=mb),
                 key=KEY,
-                fusion_mb=mb,
-                own="encoded",
-                schedule="two_shot",
-                leader=leader,
             )
             for inner in (STOCHASTIC, cgx.Raw())
             for mb in (64, 0.002)
@@ -187,9 +187,9 @@ def test_nor_in_hierarchies(leader):
 def test_with_own_raw_bits_depend_on_who_owns_what():
     """That is the price of the smaller error, which lacks about one rank's part."""
     x = normal((3, 3000))
-    f = lambda x, own: cgx.compressed_psum({"x": x, "y": x}, "a", STOCHASTIC, key=KEY, schedule="two_shot", own=own)[
-        "x"
-    ]
+    f = lambda x, own: cgx.compressed_psum(
+        {"x": x, "y": x}, "a", planned(STOCHASTIC, schedule="two_shot", own=own), key=KEY
+    )["x"]
     alone = on_ranks(lambda x: one_axis([x], schedule="two_shot")[0], mesh(3))(x)
     together = on_ranks(functools.partial(f, own="raw"), mesh(3))(x)
     assert (alone != together).any()
@@ -203,7 +203,7 @@ def test_with_own_raw_bits_depend_on_who_owns_what():
 def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader):
     """Eight times 30,000 is too large for a float16. The mean isn't."""
     f = lambda x: cgx.compressed_pmean(
-        x, ("a", "b"), {"a": cgx.MaxMin(4), "b": inner}, schedule="two_shot", leader=leader
+        x, ("a", "b"), planned({"a": cgx.MaxMin(4), "b": inner}, schedule="two_shot", leader=leader)
     )
     x = jnp.full((2, 4, 600), 30000, jnp.float16)
     np.testing.assert_array_equal(on_ranks(f, mesh(2, 4))(x), x)
@@ -217,7 +217,7 @@ def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader)
 def test_replicas_of_every_codec_agree_on_every_schedule(codec):
     key = jax.random.key(0) if codec.stochastic else None
     f = lambda t: [
-        cgx.compressed_psum(t, ("a", "b"), c, schedule=s, key=key, **kwargs)
+        cgx.compressed_psum(t, ("a", "b"), planned(c, schedule=s), key=key, **kwargs)
         for s in ("two_shot", "one_shot", "ring")
         for c, kwargs in (
             (codec, {}),

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from bounds import SCHEDULES, check, loss, owners, spans
-from helpers import FULL, normal
+from helpers import FULL, normal, planned
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -33,7 +33,9 @@ def test_four_bits(ranks):
 
 def test_stochastic_rounding_errs_by_a_unit_where_nearest_does_by_half():
     x, codec = normal((4, 5000)), cgx.MaxMin(4, rounding="stochastic")
-    f = lambda t: [cgx.compressed_psum(t, "a", codec, schedule=name, key=jax.random.key(1)) for name in SCHEDULES]
+    f = lambda t: [
+        cgx.compressed_psum(t, "a", planned(codec, schedule=name), key=jax.random.key(1)) for name in SCHEDULES
+    ]
     (owner,), exact = owners([x[0]], 4, codec), np.asarray(x, np.float64)
     for got, bound in zip(on_ranks(f, mesh(4))(x), SCHEDULES.values()):
         error = check(got[0], exact, bound(exact, owner, codec), codec)
@@ -45,7 +47,7 @@ def test_hierarchy(inner):
     """On 2 x 4 ranks, each rank of a node has a share of 2,500 elements, a fourth of the whole."""
     x = normal((2, 4, 10_000))
     f = lambda t: [
-        cgx.compressed_psum(t, ("a", "b"), {"a": CODEC, "b": inner}, schedule=name, own=own)
+        cgx.compressed_psum(t, ("a", "b"), planned({"a": CODEC, "b": inner}, schedule=name, own=own))
         for name, own in (("two_shot", "encoded"), ("one_shot", "raw"))
     ]
     shares = np.asarray(x, np.float64).reshape(2, 4, 4, 2500)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import each_codec
+from helpers import each_codec, planned
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -31,8 +31,11 @@ def test_every_schedule(codec):
     options = dict(key=jax.random.key(11) if codec.stochastic else None)
 
     def run(x):
-        means = {s: cgx.compressed_pmean(x, "a", codec, schedule=s, **options) for s in (*FED, "ring")}
-        return means, {s: cgx.compressed_pmean(x, "a", codec, schedule=s, residuals=x / 8, **options) for s in FED}
+        means = {s: cgx.compressed_pmean(x, "a", planned(codec, schedule=s), **options) for s in (*FED, "ring")}
+        return means, {
+            s: cgx.compressed_pmean(x, "a", planned(codec, schedule=s), carry=cgx.Carry(residuals=x / 8), **options)
+            for s in FED
+        }
 
     means, fed = jax.tree.map(np.asarray, on_ranks(run, mesh(RANKS), check_vma=False)(x))
     exact, losses = x.mean(0, dtype=np.float64), Losses(alike, codec, cut=RANKS)

@@ -65,7 +65,9 @@ def test_factors():
         return cgx.begin_pmean(x[0], "a", codec, factors=factors)
 
     ticket, found = mapped(begin, out=(P("a"), P()))(x)
-    mean, expected = mapped(lambda x: cgx.compressed_pmean(x[0], "a", codec, factors=factors), out=P())(x)
+    mean, expected = mapped(
+        lambda x: cgx.compressed_pmean(x[0], "a", codec, carry=cgx.Carry(factors=factors)), out=P()
+    )(x)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(mapped(cgx.end_pmean, out=P())(ticket), mean)
 

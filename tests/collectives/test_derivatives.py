@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal, sent
+from helpers import normal, planned, sent
 from jax import lax
 from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
 
@@ -93,7 +93,9 @@ def test_two_axes(codec, check_vma):
     def sums(x):
         return {
             f"{schedule} {leader}": jax.grad(
-                lambda x: weighted(cgx.compressed_pmean(x, ("a", "b"), codec, schedule=schedule, leader=leader))
+                lambda x: weighted(
+                    cgx.compressed_pmean(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
+                )
             )(x)
             for schedule in ("two_shot", "one_shot", "ring")
             for leader in ([False, True] if isinstance(codec, dict) else [False])
@@ -179,7 +181,7 @@ def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma)
 
     def body(x):
         f = {
-            "psum": lambda x: cgx.compressed_psum(x, "a", codec, key=key, schedule="two_shot"),
+            "psum": lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule="two_shot"), key=key),
             "all_to_all": exchange,
             "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, "a", codec, key=key, tiled=True),
             "all_gather": lambda x: cgx.compressed_all_gather(x, "a", codec, key=key, tiled=True),
@@ -191,7 +193,7 @@ def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma)
     program = run.lower(x).compile().as_text()
     assert sent(program) == {("all-to-all", "u8"), ("all-gather", "u8")}
     if not check_vma:  # psum's transpose is psum, too
-        psum = lambda x: cgx.compressed_psum(x, "a", codec, key=key, schedule="two_shot")
+        psum = lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule="two_shot"), key=key)
         there, back = on_ranks(lambda x: (psum(x), jax.vjp(psum, 0 * x)[1](x)[0]), mesh(4), check_vma)(x)
         lost = [(y - x.sum(0)).ravel() for y in (there, back)]
         assert abs(np.corrcoef(*lost)[0, 1]) < 0.1

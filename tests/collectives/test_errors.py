@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import normal
+from helpers import normal, planned
 from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
 import jaxcgx as cgx
-from jaxcgx.collectives.arguments import check_schedules, check_stages
+from jaxcgx.collectives.old_arguments import check_schedules, check_stages
 from jaxcgx.transports.base import Transport
 
 
@@ -231,7 +231,7 @@ def test_wordings(f, error, text):
             says("compressed_psum", "codec", expected="codec", got="<class 'jaxcgx.codecs.maxmin.MaxMin'>"),
         ),
         (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, backward_codec=4),
+            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, backward_plan=4),
             TypeError,
             says("compressed_all_gather", "backward_codec", expected="codec", got="4"),
         ),
@@ -247,7 +247,7 @@ def test_wordings(f, error, text):
             ),
         ),
         (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, backward_codec=STOCHASTIC),
+            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, backward_plan=STOCHASTIC),
             ValueError,
             says("compressed_all_gather", "key", expected="random key MaxMin(bits=4", got="None"),
         ),
@@ -311,12 +311,12 @@ def test_wordings(f, error, text):
             says("compressed_psum", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
         ),
         (
-            lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, schedule="two_shot", tiled=True),
+            lambda x, same: cgx.compressed_psum_scatter(x, "a", planned(CODEC, schedule="two_shot"), tiled=True),
             ValueError,
             says("compressed_psum_scatter", "schedule", expected="'auto' 'one_shot' 'ring'", got="'two_shot'"),
         ),
         (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, schedule="ring"),
+            lambda x, same: cgx.compressed_all_gather(x, "a", planned(CODEC, schedule="ring")),
             ValueError,
             says("compressed_all_gather", "schedule", expected="'auto' 'one_shot'", got="'ring'"),
         ),
@@ -326,7 +326,9 @@ def test_wordings(f, error, text):
             says("compressed_psum", "own", expected="'raw' 'encoded'", got="'mine'"),
         ),
         (
-            lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, own="encoded", schedule="ring", tiled=True),
+            lambda x, same: cgx.compressed_psum_scatter(
+                x, "a", planned(CODEC, schedule="ring", own="encoded"), tiled=True
+            ),
             ValueError,
             says(
                 "compressed_psum_scatter", "own", expected='"raw" schedule="ring"', got='"encoded"', remedy='own="raw"'
@@ -400,7 +402,9 @@ def test_wordings(f, error, text):
             says("compressed_psum_scatter", "scatter_dimension", expected="dimension float32[]", got="0"),
         ),
         (
-            lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, tiled=True, schedule="ring", residuals=x),
+            lambda x, same: cgx.compressed_psum_scatter(
+                x, "a", planned(CODEC, schedule="ring"), tiled=True, carry=cgx.Carry(residuals=x)
+            ),
             ValueError,
             says(
                 "compressed_psum_scatter",

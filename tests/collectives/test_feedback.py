@@ -100,7 +100,9 @@ def test_nothing_is_lost_of_slices(own, check_vma):
 
 def test_slices_of_a_hierarchy_have_no_feedback():
     words = says("compressed_psum_scatter", "codec", expected="one exchange residuals", got="a codec per axis")
-    scatter = lambda x: cgx.compressed_psum_scatter(x, ("a", "b"), TWO_AXES, key=KEY, residuals=x, tiled=True)
+    scatter = lambda x: cgx.compressed_psum_scatter(
+        x, ("a", "b"), TWO_AXES, key=KEY, carry=cgx.Carry(residuals=x), tiled=True
+    )
     with raises(ValueError, words):
         on_ranks(scatter, mesh(2, 2))(jnp.ones((2, 2, 8)))
 

@@ -33,7 +33,7 @@ def run(forward, backward, check_vma, key=jax.random.key(3)):
         def local(shards):
             drawn = key if forward.stochastic or backward.stochastic else None
             return loss(
-                cgx.compressed_all_gather(shards, "data", forward, tiled=True, backward_codec=backward, key=drawn), x
+                cgx.compressed_all_gather(shards, "data", forward, tiled=True, backward_plan=backward, key=drawn), x
             )
 
         return jax.tree.map(lambda g: g / RANKS, jax.grad(local)(shards))
@@ -108,7 +108,7 @@ def test_scatter_then_gather():
     def step(x):
         def f(x):
             return (
-                cgx.compressed_psum_scatter(x, "data", cgx.MaxMin(8, 64), tiled=True, backward_codec=cgx.Cast()) ** 2
+                cgx.compressed_psum_scatter(x, "data", cgx.MaxMin(8, 64), tiled=True, backward_plan=cgx.Cast()) ** 2
             ).sum()
 
         return jax.grad(f)(x)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import assert_same_bytes
+from helpers import assert_same_bytes, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -282,4 +282,4 @@ def test_errors():
         cgx.sync_in_backward(PARAMS, "data", CODEC)
     words = says("sync_in_backward", "params", at="leaf ['n']", expected="int32 is not float32", remedy="strict=True")
     with raises(TypeError, words):
-        on_mesh(lambda p, x: cgx.sync_in_backward(p, "data", CODEC, strict=True), True)(PARAMS, X)
+        on_mesh(lambda p, x: cgx.sync_in_backward(p, "data", planned(CODEC, strict=True)), True)(PARAMS, X)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import normal, planned
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
 
 import jaxcgx as cgx
-from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.plan.overlay import Overlay
 
 ONE_EACH = {op: kwargs[1:2] or kwargs for op, kwargs in CASES.items()}
 X = whole_numbers((4, 4, 8, 12))
@@ -97,7 +97,8 @@ def test_vmap_inside_shard_map(check_vma):
 
 def test_vmap_is_one_exchange():
     run = on_ranks(
-        jax.vmap(jax.vmap(lambda x: cgx.compressed_psum(x, "a", EXACT, schedule="two_shot"), in_axes=2)), mesh(4)
+        jax.vmap(jax.vmap(lambda x: cgx.compressed_psum(x, "a", planned(EXACT, schedule="two_shot")), in_axes=2)),
+        mesh(4),
     )
     x = whole_numbers((4, 2, 5, 6, 3))
     np.testing.assert_array_equal(run(x)[0], jnp.moveaxis(x.sum(0), 3, 1))
@@ -149,7 +150,10 @@ def test_schedules_and_the_leader_form(schedule):
         scattered = (
             []
             if schedule == "two_shot"
-            else [cgx.compressed_psum_scatter(x, ("a", "b"), codec, schedule=schedule, tiled=True) for codec in codecs]
+            else [
+                cgx.compressed_psum_scatter(x, ("a", "b"), planned(codec, schedule=schedule), tiled=True)
+                for codec in codecs
+            ]
         )
         return sums, scattered
 
@@ -167,7 +171,7 @@ def test_leaders_of_three_axes_one_of_which_has_one_rank(sizes):
     codec = dict(a=EXACT, b=EXACT, c=cgx.Raw())
 
     def body(x):
-        sums = functools.partial(cgx.compressed_psum, x, names, codec, leader=True)
+        sums = functools.partial(cgx.compressed_psum, x, names, planned(codec, leader=True))
         return [sums(schedule=schedule) for schedule in ("two_shot", "one_shot")]
 
     m = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4])
@@ -184,9 +188,9 @@ def test_ranks_are_numbered_by_the_names_whatever_the_order_of_the_mesh(names):
     outer, inner = dict(levels, **{names[1]: EXACT}), Overlay.owners(8, [1, 0, 3, 2, 1, 1, 0, 1])
 
     def body(x):
-        sums = [cgx.compressed_psum(x, names, EXACT, schedule=s) for s in ("two_shot", "ring", "tree", inner)]
-        sums += [cgx.compressed_psum(x, names, codecs, leader=True) for codecs in (levels, outer)]
-        scattered = cgx.compressed_psum_scatter(x, names, EXACT, schedule="ring", tiled=True)
+        sums = [cgx.compressed_psum(x, names, planned(EXACT, schedule=s)) for s in ("two_shot", "ring", "tree", inner)]
+        sums += [cgx.compressed_psum(x, names, planned(codecs, leader=True)) for codecs in (levels, outer)]
+        scattered = cgx.compressed_psum_scatter(x, names, planned(EXACT, schedule="ring"), tiled=True)
         return lax.psum(x, names), sums, lax.psum_scatter(x, names, tiled=True), scattered
 
     spec = P(("a", "b", "c"))
@@ -203,7 +207,7 @@ def test_schedules_under_vmap():
 
     def body(x):
         return [
-            cgx.compressed_psum(x, ("a", "b"), codec, schedule=schedule, leader=leader)
+            cgx.compressed_psum(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
             for schedule in ("two_shot", "one_shot", "ring", "tree")
             for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))
         ]
@@ -213,7 +217,9 @@ def test_schedules_under_vmap():
     for schedule in ("ring", "tree", Overlay.owners(3, [1, 0, 2])):  # over one axis, whose ranks may not all send
         for context in (contextlib.nullcontext(), jax.set_mesh(mesh(2, 4))):  # whose axes have the same names
             with context:
-                got = jax.vmap(lambda x: cgx.compressed_psum(x, "b", EXACT, schedule=schedule), axis_name="b")(x[0])
+                got = jax.vmap(lambda x: cgx.compressed_psum(x, "b", planned(EXACT, schedule=schedule)), axis_name="b")(
+                    x[0]
+                )
             np.testing.assert_array_equal(got, np.broadcast_to(x[0].sum(0), x[0].shape))
 
 
@@ -221,9 +227,11 @@ def test_schedules_under_vmap():
 def test_what_is_the_same_everywhere_may_leave_so():
     """psum, pmean and all_gather(to="invarying") have the type of a value that all ranks share. Nothing else has it."""
     leave = lambda f: jax.jit(jax.shard_map(lambda x: f(x[0]), mesh=mesh(4), in_specs=P("a"), out_specs=P()))(X)
-    gather = functools.partial(cgx.compressed_all_gather, axis_name="a", codec=EXACT)
+    gather = functools.partial(cgx.compressed_all_gather, axis_name="a", plan=EXACT)
     np.testing.assert_array_equal(leave(lambda x: cgx.compressed_psum(x, "a", EXACT)), X.sum(0))
-    np.testing.assert_array_equal(leave(lambda x: cgx.compressed_pmean(x, "a", EXACT, schedule="ring")), X.mean(0))
+    np.testing.assert_array_equal(
+        leave(lambda x: cgx.compressed_pmean(x, "a", planned(EXACT, schedule="ring"))), X.mean(0)
+    )
     np.testing.assert_array_equal(leave(lambda x: gather(x, to="invarying")), X)
     for f in (
         gather,
@@ -240,7 +248,7 @@ def test_a_leaf_varies_over_what_it_did_whatever_else_is_in_its_message():
 
     @functools.partial(jax.shard_map, mesh=mesh(2, 4), in_specs=(specs,), out_specs={"n": P(), "w": P(None, "b")})
     def run(tree):
-        return cgx.compressed_psum(tree, "a", codec, key=jax.random.key(0), own="encoded")
+        return cgx.compressed_psum(tree, "a", planned(codec, own="encoded"), key=jax.random.key(0))
 
     out = jax.jit(run)({"n": normal((4, 30)), "w": normal((4, 8))})
     copies = [np.asarray(shard.data) for shard in out["n"].addressable_shards]
@@ -262,8 +270,8 @@ def test_trees():
     schedules = ("auto", "two_shot", "one_shot", "ring")
     run = lambda sum, mean: on_ranks(lambda t: [f(t, s) for s in schedules for f in (sum, mean)], mesh(4))(tree)
     got = run(
-        lambda t, s: cgx.compressed_psum(t, "a", EXACT, schedule=s),
-        lambda t, s: cgx.compressed_pmean(t, "a", EXACT, schedule=s),
+        lambda t, s: cgx.compressed_psum(t, "a", planned(EXACT, schedule=s)),
+        lambda t, s: cgx.compressed_pmean(t, "a", planned(EXACT, schedule=s)),
     )
     plain = run(lambda t, s: lax.psum(t, "a"), lambda t, s: lax.pmean(t, "a"))
     assert jax.tree.structure(got) == jax.tree.structure(plain)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import assert_same_bytes, assert_trees, normal
+from helpers import assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -29,7 +29,7 @@ def tree(*ranks):
 def test_every_leaf_as_with_its_codec_alone():
     """With own="encoded", other leaves don't matter: each leaf has the bits of a sum with one codec for all."""
     run = lambda codec, key=KEY: on_ranks(
-        lambda t: cgx.compressed_psum(t, "a", codec, key=key, own="encoded", schedule="two_shot"), mesh(4)
+        lambda t: cgx.compressed_psum(t, "a", planned(codec, schedule="two_shot", own="encoded"), key=key), mesh(4)
     )(tree(4))
     got, four, eight, noisy = run(PLAN), run(cgx.MaxMin(4), None), run(cgx.MaxMin(8), None), run(STOCHASTIC)
     plain = on_ranks(lambda t: lax.psum(t, "a"), mesh(4))(tree(4))
@@ -44,7 +44,7 @@ def test_every_leaf_as_with_its_codec_alone():
 
 @pytest.mark.short
 def test_a_message_for_each_codec_and_a_reason_for_each_raw_leaf():
-    f = lambda t: cgx.compressed_psum(t, "a", PLAN, key=KEY, schedule="one_shot")
+    f = lambda t: cgx.compressed_psum(t, "a", planned(PLAN, schedule="one_shot"), key=KEY)
     step = jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P())
     found = cgx.explain(step, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree(4)), show=False)
     assert {len(c.leaves): c.codec.split("(")[0] for c in found.collectives if c.dtype == "uint8"} == {
@@ -59,7 +59,7 @@ def test_a_message_for_each_codec_and_a_reason_for_each_raw_leaf():
 
 def test_what_the_plan_says_of_the_exchange():
     f = lambda t: (
-        cgx.compressed_psum(t, "a", PLAN, key=KEY, schedule="ring", fusion_mb=0.001),
+        cgx.compressed_psum(t, "a", planned(PLAN, schedule="ring", fusion_mb=0.001), key=KEY),
         cgx.compressed_psum(
             t, "a", cgx.Plan(PLAN.default, PLAN.rules, min_size=100, schedule="ring", fusion_mb=0.001), key=KEY
         ),
@@ -74,7 +74,7 @@ def test_axes(leader):
     plan = cgx.Plan(codecs, min_size=0, skip_1d=False, schedule={"a": "two_shot", "b": "ring"}, leader=leader)
     f = lambda t: (
         cgx.compressed_psum(t, ("a", "b"), plan),
-        cgx.compressed_psum(t, ("a", "b"), codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader),
+        cgx.compressed_psum(t, ("a", "b"), planned(codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader)),
     )
     assert_trees(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
 
@@ -84,8 +84,8 @@ def test_an_axis_of_one_rank_is_no_stage(sizes):
     codecs = {"a": cgx.MaxMin(4), "b": cgx.MaxMin(4)}
     schedule = {"a": "ring", "b": "two_shot"} if sizes[0] == 1 else {"a": "two_shot", "b": "ring"}
     f = lambda t: (
-        cgx.compressed_psum(t, ("a", "b"), codecs, schedule=schedule),
-        cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(4), schedule="two_shot"),
+        cgx.compressed_psum(t, ("a", "b"), planned(codecs, schedule=schedule)),
+        cgx.compressed_psum(t, ("a", "b"), planned(cgx.MaxMin(4), schedule="two_shot")),
     )
     assert_trees(assert_same_bytes, *on_ranks(f, mesh(*sizes))(tree(*sizes)))
 
@@ -126,7 +126,7 @@ def test_leaders_are_of_hierarchies():
     got, led, flat = on_ranks(
         lambda t: (
             cgx.compressed_psum(t, ("a", "b"), plan),
-            cgx.compressed_psum(t, ("a", "b"), codecs, leader=True),
+            cgx.compressed_psum(t, ("a", "b"), planned(codecs, leader=True)),
             cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(8)),
         ),
         mesh(2, 4),
@@ -137,7 +137,7 @@ def test_leaders_are_of_hierarchies():
 
 def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
     f = lambda x: cgx.compressed_all_gather(
-        x, "a", cgx.Plan(cgx.MaxMin(8)), tiled=True, backward_codec=cgx.MaxMin(4)
+        x, "a", cgx.Plan(cgx.MaxMin(8)), tiled=True, backward_plan=cgx.MaxMin(4)
     ).sum()
     step = jax.shard_map(jax.grad(f), mesh=mesh(4), in_specs=P("a"), out_specs=P("a"))
     found = cgx.explain(step, jnp.ones(4 * 4096), show=False)
@@ -181,7 +181,7 @@ def test_other_collectives_take_plans_and_transpose_by_them():
             back = jax.grad(
                 lambda t: sum(
                     v.sum() * 3
-                    for v in jax.tree.leaves(cgx.compressed_all_gather(t, "a", cgx.Raw(), backward_codec=codec))
+                    for v in jax.tree.leaves(cgx.compressed_all_gather(t, "a", cgx.Raw(), backward_plan=codec))
                 )
             )
             return (
@@ -271,7 +271,9 @@ def test_raw_leaves_with_a_codec_for_each_axis_go_by_axis(check_vma):
 )
 def test_presets_send_a_share_between_centers(preset):
     def sent(axes):
-        f = on_ranks(lambda t: cgx.compressed_pmean(t, ("a", "b"), preset(axes), schedule="two_shot"), mesh(2, 4))
+        f = on_ranks(
+            lambda t: cgx.compressed_pmean(t, ("a", "b"), planned(preset(axes), schedule="two_shot")), mesh(2, 4)
+        )
         return cgx.explain(f, normal((2, 4, 64, 64)), show=False)
 
     flat, by_axis = sent(None), sent(("a", "b"))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal, sent
+from helpers import normal, planned, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -45,7 +45,7 @@ def test_bytes_on_the_wire(options, expected):
 @pytest.mark.parametrize("leader", [False, True])
 def test_bytes_on_the_wire_of_hierarchies(leader):
     f = lambda x, inner: cgx.compressed_psum(
-        x, ("a", "b"), {"a": CODEC, "b": inner}, leader=leader, schedule="two_shot"
+        x, ("a", "b"), planned({"a": CODEC, "b": inner}, schedule="two_shot", leader=leader)
     )
     for inner in (CODEC, cgx.Raw()):
         wires = sent(program(lambda x: f(x, inner), mesh(2, 4), normal((16, 2000))).as_text())
@@ -57,7 +57,7 @@ def test_bytes_on_the_wire_of_hierarchies(leader):
 def test_many_leaves_are_as_many_exchanges_as_messages(schedule):
     tree = [jnp.zeros((4, 25, 20))] * 300  # 2,000 bytes each, so 65 of them fit into an eighth of a MiB
     step = lambda mb: program(
-        lambda t: cgx.compressed_psum(t, "a", CODEC, schedule=schedule, fusion_mb=mb), mesh(4), tree
+        lambda t: cgx.compressed_psum(t, "a", planned(CODEC, schedule=schedule, fusion_mb=mb)), mesh(4), tree
     )
     once = {"two_shot": {"all-to-all": 1, "all-gather": 1}, "one_shot": {"all-gather": 1}}[schedule]
     for mb, messages in (64, 1), (0.125, 5):
@@ -82,7 +82,9 @@ def test_other_collectives_share_messages_too():
 def test_no_copies_of_leaves():
     """Kernels read leaves in place. A program allocates only its results and the bytes that travel."""
     tree = [normal((4, 50_000 + i)) for i in range(20)]
-    compiled = program(lambda t: cgx.compressed_psum([x[0] for x in t], "a", CODEC, schedule="two_shot"), mesh(4), tree)
+    compiled = program(
+        lambda t: cgx.compressed_psum([x[0] for x in t], "a", planned(CODEC, schedule="two_shot")), mesh(4), tree
+    )
     wire = sum(CODEC.wire_bytes(x[0].shape, x.dtype) for x in tree)
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * wire < sum(x[0].nbytes for x in tree)
 

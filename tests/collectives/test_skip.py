@@ -87,7 +87,7 @@ def test_value_and_grad(kind):
         ),
         (
             lambda x: cgx.compressed_psum_scatter(
-                x["w"], "a", cgx.Raw(), backward_codec=cgx.Plan(cgx.Skip()), tiled=True
+                x["w"], "a", cgx.Raw(), backward_plan=cgx.Plan(cgx.Skip()), tiled=True
             ),
             says("compressed_psum_scatter", "backward_codec", expected="skips", got="one", remedy="leave out"),
         ),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import assert_trees
+from helpers import assert_trees, planned
 from ranks import assert_same, mesh, on_ranks, twins, whole_numbers
 
 import jaxcgx as cgx
@@ -36,7 +36,7 @@ def tree(*ranks, seed=0):
 def psum(x, residuals, axes="a", codec=ALL, **options):
     codecs = codec.values() if isinstance(codec, dict) else [codec]
     key = KEY if any(c.stochastic for c in codecs) else None
-    return cgx.compressed_psum(x, axes, codec, key=key, residuals=residuals, **options)
+    return cgx.compressed_psum(x, axes, codec, key=key, carry=cgx.Carry(residuals=residuals), **options)
 
 
 def assert_conserved(x, before, results, after, axes=1):
@@ -129,7 +129,10 @@ def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
 
 def test_a_mean_of_two_is_the_sum_halved():
     x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
-    mean = on_ranks(lambda x, e: cgx.compressed_pmean(x, "a", TOP, residuals=e, schedule="one_shot"), mesh(2))(x, zero)
+    mean = on_ranks(
+        lambda x, e: cgx.compressed_pmean(x, "a", planned(TOP, schedule="one_shot"), carry=cgx.Carry(residuals=e)),
+        mesh(2),
+    )(x, zero)
     total = on_ranks(lambda x, e: psum(x, e, codec=TOP, schedule="one_shot"), mesh(2))(x, zero)
     assert_trees(np.testing.assert_array_equal, mean, (jax.tree.map(lambda y: y / 2, total[0]), total[1]))
 
@@ -143,10 +146,10 @@ def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
     n, k = 100_000, 1000
     x = jax.ShapeDtypeStruct((ranks, n), jnp.float32)
     program = on_ranks(
-        lambda x: cgx.compressed_psum(x, "a", cgx.TopK(k / n, pull="top"), schedule="two_shot"), mesh(ranks)
+        lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(k / n, pull="top"), schedule="two_shot")), mesh(ranks)
     )
     assert 4 * k < cgx.explain(program, x, show=False).bytes < 4 * 6 * k * (ranks - 1) / ranks
-    lists = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(k / n), schedule="one_shot"), mesh(ranks))
+    lists = on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(k / n), schedule="one_shot")), mesh(ranks))
     assert (ranks - 1) * 4 * k < cgx.explain(lists, x, show=False).bytes < (ranks - 1) * 4 * 2 * k
 
 
@@ -220,9 +223,11 @@ def test_a_ring_sends_the_top_of_its_sums():
     The same holds for a ring of codecs that keep all elements.
     """
     x = tree(4)
-    ring = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(1.0, pull="top"), schedule="ring"), mesh(4))(x)
+    ring = on_ranks(
+        lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(1.0, pull="top"), schedule="ring")), mesh(4)
+    )(x)
     assert_trees(lambda y, x: np.testing.assert_array_equal(y[0], np.asarray(x).sum(0)), ring, x)
-    few = on_ranks(lambda x: cgx.compressed_psum(x, "a", TOP, schedule="ring"), mesh(4))(x)["flat"][0]
+    few = on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(TOP, schedule="ring")), mesh(4))(x)["flat"][0]
     assert 0 < (np.asarray(few) != 0).sum() <= 0.05 * 3001 + 4
 
 
@@ -250,7 +255,7 @@ def test_errors():
     with raises(ValueError, words):
         call(residuals=None, schedule="ring")
     with raises(ValueError, says("compressed_psum_scatter", "schedule")):
-        on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", ALL, tiled=True, schedule="ring"), mesh(2))(
+        on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", planned(ALL, schedule="ring"), tiled=True), mesh(2))(
             jnp.zeros((2, 600))
         )
     with raises(ValueError, says("compressed_psum", "residuals", expected="tree 'momentum'", got="None")):

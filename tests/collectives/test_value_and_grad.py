@@ -264,7 +264,9 @@ def by_hand(params, x, residuals=None):
         _, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
         if residuals is None:
             return cgx.compressed_pmean(grads, "data", CODEC), None
-        mean, kept = cgx.compressed_pmean(grads, "data", CODEC, residuals=jax.tree.map(lambda r: r[0], residuals))
+        mean, kept = cgx.compressed_pmean(
+            grads, "data", CODEC, carry=cgx.Carry(residuals=jax.tree.map(lambda r: r[0], residuals))
+        )
         return mean, jax.tree.map(lambda r: r[None], kept)
 
     mesh = mesh_of(AxisType.Auto)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import normal, planned
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -77,7 +77,9 @@ def test_every_rank_and_the_sum_are_unbiased(schedule):
     def body(x):
         def draw(key):
             each = cgx.compressed_all_gather(x, "a", CORRELATED, key=key)
-            return jnp.concatenate([each, cgx.compressed_psum(x, "a", CORRELATED, key=key, schedule=schedule)[None]])
+            return jnp.concatenate(
+                [each, cgx.compressed_psum(x, "a", planned(CORRELATED, schedule=schedule), key=key)[None]]
+            )
 
         return jax.lax.map(draw, jax.random.split(jax.random.key(1), steps))
 

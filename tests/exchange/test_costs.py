@@ -3,7 +3,7 @@
 import jax
 import pytest
 from errors import raises, says
-from helpers import normal, sent
+from helpers import normal, planned, sent
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -68,7 +68,7 @@ def test_a_program_of_lists_does_so(pull, operations):
 def test_what_one_list_has_no_room_for_is_cut():
     x = jax.ShapeDtypeStruct((4, 2**31), "float32")
     lower = lambda schedule: on_ranks(
-        lambda x: cgx.compressed_psum(x, "a", cgx.TopK(0.001), schedule=schedule), mesh(4)
+        lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(0.001), schedule=schedule)), mesh(4)
     ).lower(x)
     assert lower("auto").as_text() == lower("two_shot").as_text()
     words = says("TopK", expected="at most 2^31 - 1 elements of a leaf in a chunk", got="2147483648")
@@ -88,7 +88,9 @@ def test_a_hierarchy_counts_shares_and_a_leader_the_whole():
     n = next(n for n in range(1000, 10**6, 1000) if choose(4, 4 * n, codec.wire_bytes((n,), "float32")) == "two_shot")
 
     def lowered(schedule, leader):
-        f = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": codec, "b": cgx.Raw()}, leader=leader, schedule=schedule)
+        f = lambda x: cgx.compressed_psum(
+            x, ("a", "b"), planned({"a": codec, "b": cgx.Raw()}, schedule=schedule, leader=leader)
+        )
         return on_ranks(f, mesh(4, 2)).lower(normal((4, 2, n))).as_text()
 
     assert lowered("auto", leader=True) == lowered("two_shot", leader=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import as_bits, assert_same_bytes, assert_trees, normal
+from helpers import as_bits, assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import NAMES, mesh, on_ranks
@@ -80,7 +80,7 @@ def test_the_published_algorithm():
 
     def train(x, zero, q):
         def step(state, x):
-            mean, *state = cgx.compressed_pmean(x, "a", CODEC, residuals=state[0], factors=state[1])
+            mean, *state = cgx.compressed_pmean(x, "a", CODEC, carry=cgx.Carry(residuals=state[0], factors=state[1]))
             return tuple(state), (mean, *state)
 
         return lax.scan(step, (jax.tree.map(lambda leaf: leaf[0], zero), q), x)[1]
@@ -115,7 +115,9 @@ def test_residuals_stay_bounded_where_ranks_differ():
             noise = jax.random.normal(
                 jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), lax.axis_index("a")), (16, 16)
             )
-            _, *state = cgx.compressed_pmean(common + own + noise, "a", CODEC, residuals=state[0], factors=state[1])
+            _, *state = cgx.compressed_pmean(
+                common + own + noise, "a", CODEC, carry=cgx.Carry(residuals=state[0], factors=state[1])
+            )
             return tuple(state), None
 
         return jnp.zeros(()), *lax.scan(step, (zero, q), jnp.arange(300))[0]
@@ -149,7 +151,7 @@ def test_numbers_of_any_size():
         "inf": np.asarray(normal((2, 30, 30), 6)),
     }
     q = dict.fromkeys(x, jnp.zeros((2, 30))) | {"nan": normal((2, 30), 7), "inf": normal((2, 30), 8)}
-    step = run(lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q), 2)
+    step = run(lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(residuals=e, factors=q)), 2)
     sums, after, factors = step(x, before, q)
     for name in ("low", "constant", "zero", "tiny", "huge"):
         np.testing.assert_allclose(
@@ -185,7 +187,7 @@ def test_the_wire_is_two_sums_of_factors():
     }
     plan = cgx.Plan(CODEC, [("grid", cgx.MaxMin(4))])
     f = jax.shard_map(
-        lambda x: cgx.compressed_psum(x, "a", plan, schedule="two_shot"),
+        lambda x: cgx.compressed_psum(x, "a", planned(plan, schedule="two_shot")),
         mesh=mesh(4),
         in_specs=P(),
         out_specs=P(),
@@ -234,7 +236,7 @@ def test_what_travels_raw_and_why():
     with raises(ValueError, words):
         jax.eval_shape(on(lambda x: f({"b": x["b"]}, strict=True)), x)
     jax.eval_shape(
-        on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", cgx.Plan(CODEC), strict=True)), x
+        on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", planned(cgx.Plan(CODEC), strict=True))), x
     )  # the guard of the plan decides
 
 
@@ -266,7 +268,7 @@ def test_hierarchies():
             list,
             zip(
                 *(
-                    cgx.compressed_psum(x, ("a", "b"), codec, key=key, residuals=e, factors=q)
+                    cgx.compressed_psum(x, ("a", "b"), codec, key=key, carry=cgx.Carry(residuals=e, factors=q))
                     for codec, key in zip(ways, keys)
                 )
             ),
@@ -301,10 +303,10 @@ def test_beside_other_codecs():
     x, before = tree(2), tree(2, seed=5)
     q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0], x), plan)
     assert jax.tree.map(jnp.shape, q) == {"w": (2, 40), "v": None, "kernel": (2, 40), "b": None}
-    both = lambda codec: lambda x, e, q: cgx.compressed_psum(x, "a", codec, residuals=e, factors=q)
+    both = lambda codec: lambda x, e, q: cgx.compressed_psum(x, "a", codec, carry=cgx.Carry(residuals=e, factors=q))
 
     def every(x, e, q):
-        alone = cgx.compressed_psum({"v": x["v"]}, "a", cgx.MaxMin(4), residuals={"v": e["v"]})
+        alone = cgx.compressed_psum({"v": x["v"]}, "a", cgx.MaxMin(4), carry=cgx.Carry(residuals={"v": e["v"]}))
         low = {"w": x["w"], "kernel": x["kernel"]}
         low = both(CODEC)(low, *({name: t[name] for name in low} for t in (e, q)))
         return map(list, zip(both(plan)(x, e, q), low, (*alone, {})))
@@ -322,9 +324,9 @@ def test_beside_other_codecs():
 
 def test_16_bit_leaves():
     x, before = normal((4, 30, 40), 0, "bfloat16"), normal((4, 30, 40), 1)
-    sums, after, factors = run(lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q), 4)(
-        x, before, jnp.zeros((2, 40))
-    )
+    sums, after, factors = run(
+        lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(residuals=e, factors=q)), 4
+    )(x, before, jnp.zeros((2, 40)))
     assert (sums.dtype, after.dtype, factors.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     have = np.asarray(x, np.float64).sum(0) + np.asarray(before, np.float64).sum(0)
     np.testing.assert_allclose(
@@ -338,8 +340,8 @@ def test_without_factors_every_call_begins_alike():
     q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0], x), CODEC)
 
     def all_ways(x, e, q):
-        some = cgx.compressed_psum(x, "a", CODEC, factors=q | {"w": None})
-        with_zeros = cgx.compressed_psum(x, "a", CODEC, factors=q)
+        some = cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=q | {"w": None}))
+        with_zeros = cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=q))
         return (cgx.compressed_psum(x, "a", CODEC), some, with_zeros), e, None
 
     (without, some, zeros), _, _ = run(all_ways, 2)(x, x, q)
@@ -351,7 +353,7 @@ def test_without_factors_every_call_begins_alike():
 
 def test_types():
     """The sum and the factors are the same on every rank and may be returned as such. Residuals differ and may not."""
-    f = lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q)
+    f = lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(residuals=e, factors=q))
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((60, 40), (60, 40), (2, 40))]
     check = lambda out: jax.eval_shape(
         jax.shard_map(f, mesh=mesh(2), in_specs=(P("a"), P("a"), P()), out_specs=out), *given
@@ -364,7 +366,7 @@ def test_types():
 def test_transforms():
     """Transforms are vmap over the ranks, a batch with one factor and with several, and derivatives."""
     x, q, weights = normal((2, 24, 40)), normal((2, 40), 1), jnp.outer(normal(24, 3), normal(40, 4))
-    f = lambda x, q: cgx.compressed_psum(x, "a", CODEC, factors=q)
+    f = lambda x, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=q))
     loss = lambda x, q: (weights * f(x, q)[0]).sum()
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
 
@@ -427,7 +429,7 @@ W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
             says("compressed_psum_scatter", "codec", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
-            lambda x: cgx.compressed_psum_scatter(x, "a", cgx.MaxMin(4), tiled=True, backward_codec=CODEC),
+            lambda x: cgx.compressed_psum_scatter(x, "a", cgx.MaxMin(4), tiled=True, backward_plan=CODEC),
             says("compressed_psum_scatter", "backward_codec", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
@@ -441,11 +443,11 @@ W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
             ),
         ),
         (
-            lambda x: cgx.compressed_psum(x, "a", CODEC, factors=[1]),
+            lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=[1])),
             says("compressed_psum", "factors", expected="tree", got="PyTreeDef([*])"),
         ),
         (
-            lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": jnp.ones((3, 40)), "b": None}),
+            lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors={"w": jnp.ones((3, 40)), "b": None})),
             says(
                 "compressed_psum",
                 "factors",
@@ -455,16 +457,21 @@ W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
             ),
         ),
         (
-            lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": None, "b": jnp.ones((2, 3))}),
+            lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors={"w": None, "b": jnp.ones((2, 3))})),
             says("compressed_psum", "factors", at="leaf ['b']", expected="None float32[30]", got="float32[2, 3]"),
         ),
         (
-            lambda x: cgx.compressed_psum(x, "a", cgx.MaxMin(4), factors={"w": jnp.ones((2, 40)), "b": None}),
+            lambda x: cgx.compressed_psum(
+                x, "a", cgx.MaxMin(4), carry=cgx.Carry(factors={"w": jnp.ones((2, 40)), "b": None})
+            ),
             says("compressed_psum", "factors", at="leaf ['w']", expected="None float32[30 40]", got="float32[2, 40]"),
         ),
         (
             lambda x: cgx.compressed_psum(
-                x, "a", CODEC, factors={"w": lax.pcast(jnp.ones((2, 40)), "a", to="varying"), "b": None}
+                x,
+                "a",
+                CODEC,
+                carry=cgx.Carry(factors={"w": lax.pcast(jnp.ones((2, 40)), "a", to="varying"), "b": None}),
             ),
             says("compressed_psum", "factors", at="leaf ['w']", expected="same rank", got="one that varies over 'a'"),
         ),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import normal, planned
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -29,7 +29,7 @@ def test_sums_are_unbiased(schedule):
     x, steps = normal((3, 500)), 400
 
     def body(x):
-        draw = lambda key: cgx.compressed_psum(x, "a", CODEC, key=key, schedule=schedule)
+        draw = lambda key: cgx.compressed_psum(x, "a", planned(CODEC, schedule=schedule), key=key)
         return jax.lax.map(draw, jax.random.split(jax.random.key(1), steps))
 
     draws = np.asarray(on_ranks(body, mesh(3))(x)[0], np.float64)
@@ -43,7 +43,7 @@ def test_shards_of_a_hierarchy_draw_independent_noise():
     """Inner ranks with the same numbers have the same shares, but different errors in the exchange of each share."""
     x = jnp.broadcast_to(jnp.tile(normal(5000), 2), (2, 2, 10_000)) / 4
     f = lambda x: cgx.compressed_psum(
-        x, ("a", "b"), {"a": CODEC, "b": cgx.Raw()}, key=jax.random.key(0), schedule="one_shot"
+        x, ("a", "b"), planned({"a": CODEC, "b": cgx.Raw()}, schedule="one_shot"), key=jax.random.key(0)
     )
     first, second = np.asarray(on_ranks(f, mesh(2, 2))(x)[0, 0] - 4 * x[0, 0]).reshape(2, 5000)
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.05

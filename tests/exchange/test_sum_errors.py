@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers import planned
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -14,7 +15,7 @@ STOCHASTIC, CORRELATED = (cgx.MaxMin(4, rounding=rounding) for rounding in ("sto
 
 def measured(codec, x, schedule, axes="a", sizes=(RANKS,), **options):
     key = jax.random.key(3) if getattr(codec, "stochastic", False) else None
-    f = lambda x: cgx.compressed_pmean(x, axes, codec, schedule=schedule, key=key, **options)
+    f = lambda x: cgx.compressed_pmean(x, axes, planned(codec, schedule=schedule), key=key, **options)
     result = np.asarray(on_ranks(f, mesh(*sizes))(x.reshape(*sizes, -1)), np.float64).reshape(-1, SIZE)[0]
     exact = x.mean(0, dtype=np.float64)
     return np.square(result - exact).sum() / np.square(exact).sum()

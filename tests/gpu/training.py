@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from helpers import planned
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -64,7 +65,7 @@ def ranks_of_one_device(device, plan):
     def step(params, state, batch):
         def rank(x):
             loss, grads = jax.value_and_grad(loss_fn)(params, x)
-            return loss, cgx.compressed_pmean(grads, "data", plan, schedule="two_shot")
+            return loss, cgx.compressed_pmean(grads, "data", planned(plan, schedule="two_shot"))
 
         losses, grads = jax.vmap(rank, axis_name="data")(batch.reshape(4, -1, X.shape[1]))
         updates, state = OPTIMIZER.update(jax.tree.map(lambda g: g[0], grads), state, params)

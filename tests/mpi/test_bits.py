@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_trees, normal
+from helpers import assert_same_trees, normal, planned
 
 import jaxcgx as cgx
 
@@ -44,7 +44,7 @@ def test_every_collective(codec):
 
     def over_mesh(x):
         return [
-            [cgx.compressed_psum(x, "a", codec, key=k, schedule=s) for s in SCHEDULES],
+            [cgx.compressed_psum(x, "a", planned(codec, schedule=s), key=k) for s in SCHEDULES],
             cgx.compressed_pmean(x, "a", codec, key=k),
             cgx.compressed_psum_scatter(x, "a", codec, key=k, tiled=True),
             cgx.compressed_all_gather(x, "a", codec, key=k, axis=1),
@@ -79,7 +79,9 @@ def test_feedback():
     codecs, x = [cgx.MaxMin(2, 64), cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless()], {"w": normal((N, 900))}
     lost = lambda x: jax.tree.map(lambda leaf: leaf / 8, x)
     over_mpi = lambda x: [cgx.mpi.compressed_allreduce(x, c, key=key(c), residuals=lost(x)) for c in codecs]
-    over_mesh = lambda x: [cgx.compressed_psum(x, "a", c, key=key(c), residuals=lost(x)) for c in codecs]
+    over_mesh = lambda x: [
+        cgx.compressed_psum(x, "a", c, key=key(c), carry=cgx.Carry(residuals=lost(x))) for c in codecs
+    ]
     same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x))
 
 
@@ -91,7 +93,7 @@ def test_sparse_sums():
     def over_mesh(x):
         state = dict(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x)
         return [
-            cgx.compressed_psum(x, ("a", "b"), codec, **state, schedule=schedule, leader=leader)
+            cgx.compressed_psum(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader), **state)
             for codec, schedule, leader in (
                 (few, "one_shot", False),
                 (cgx.TopK(0.1, pull="top"), "two_shot", False),
@@ -173,7 +175,9 @@ def test_hierarchies(grid, inner, monkeypatch):
 
     def over_mesh(x):
         return [
-            cgx.compressed_pmean(x, ("a", "b"), {"a": cross, "b": codec}, key=KEY, leader=leader, schedule=schedule)
+            cgx.compressed_pmean(
+                x, ("a", "b"), planned({"a": cross, "b": codec}, schedule=schedule, leader=leader), key=KEY
+            )
             for codec, leader, schedule in cases
         ]
 

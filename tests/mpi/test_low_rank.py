@@ -42,7 +42,9 @@ def test_as_over_a_mesh(nodes):
             assert_trees(lambda y, leaf: np.testing.assert_allclose(y, leaf.mean(0), atol=1e-6), mean, x)
             assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves((lost, factors)))
         return
-    expected = on_mesh(steps(lambda x, e, q: cgx.compressed_pmean(x, "a", CODEC, residuals=e, factors=q)), x)
+    expected = on_mesh(
+        steps(lambda x, e, q: cgx.compressed_pmean(x, "a", CODEC, carry=cgx.Carry(residuals=e, factors=q))), x
+    )
     assert_trees(lambda y, there: np.testing.assert_allclose(y, there, atol=1e-5), found, expected)
     assert same_everywhere([(mean, factors) for mean, _, factors in found])
     for mean, lost, _ in found[:1]:

@@ -25,7 +25,7 @@ def operations(x):
 
 
 def collectives(x):
-    fed = cgx.compressed_psum(x, "a", CODEC, key=KEY, residuals=jnp.zeros_like(x))
+    fed = cgx.compressed_psum(x, "a", CODEC, key=KEY, carry=cgx.Carry(residuals=jnp.zeros_like(x)))
     return fed, cgx.compressed_all_gather(x, "a", CODEC, key=KEY)
 
 

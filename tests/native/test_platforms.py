@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import KEY, assert_same_trees, normal
+from helpers import KEY, assert_same_trees, normal, planned
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -52,7 +52,7 @@ def test_a_training_step():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     loss_fn = lambda params, batch: (params["w"] * batch).sum() / 64
     train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, plan=cgx.MaxMin(4, 64))
-    total = lambda x: cgx.compressed_psum(x, "data", cgx.AbsMax(8, 64), schedule="two_shot")
+    total = lambda x: cgx.compressed_psum(x, "data", planned(cgx.AbsMax(8, 64), schedule="two_shot"))
 
     def step(params, state, batch):
         summed = jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(batch)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import as_bits, normal
+from helpers import as_bits, normal, planned
 from jax import lax
 from ranks import EXACT, mesh, on_ranks, whole_numbers
 
 import jaxcgx as cgx
-from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.native.layout import Layout
+from jaxcgx.plan.overlay import Overlay, Tree
 
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
 UNEVEN = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
@@ -40,11 +40,14 @@ def test_the_numbers_of_plain_sums(ranks):
 
     def f(t):
         exact = [
-            (cgx.compressed_psum(t, "a", EXACT, schedule=s), cgx.compressed_pmean(t, "a", cgx.Raw(), schedule=s))
+            (
+                cgx.compressed_psum(t, "a", planned(EXACT, schedule=s)),
+                cgx.compressed_pmean(t, "a", planned(cgx.Raw(), schedule=s)),
+            )
             for s in OVERLAYS[ranks]
         ]
         key = jax.random.key(0)
-        return exact, [cgx.compressed_psum(t, "a", STOCHASTIC, key=key, schedule=s) for s in OVERLAYS[ranks]]
+        return exact, [cgx.compressed_psum(t, "a", planned(STOCHASTIC, schedule=s), key=key) for s in OVERLAYS[ranks]]
 
     found, rounded = on_ranks(f, mesh(ranks))(leaves(ranks))
     total = jax.tree.map(lambda x: np.asarray(x, np.float32).sum(0), leaves(ranks))
@@ -69,8 +72,12 @@ def test_owners_are_those_of_two_shot():
         found = []
         for schedule in ("two_shot", Overlay.owners(4)):
             for own in ("raw", "encoded"):
-                found.append(cgx.compressed_psum(x, "a", STOCHASTIC, key=key, residuals=r, own=own, schedule=schedule))
-            found.append(cgx.compressed_psum(x, "a", cgx.ByteGrad(), schedule=schedule))
+                found.append(
+                    cgx.compressed_psum(
+                        x, "a", planned(STOCHASTIC, schedule=schedule, own=own), key=key, carry=cgx.Carry(residuals=r)
+                    )
+                )
+            found.append(cgx.compressed_psum(x, "a", planned(cgx.ByteGrad(), schedule=schedule)))
         return found[:3], found[3:]
 
     for got, expected in zip(*map(jax.tree.leaves, on_ranks(f, mesh(4), check_vma=False)(x, r))):
@@ -83,7 +90,7 @@ def test_feedback_keeps_what_is_lost(codec):
     x, r = normal((4, 3000)), normal((4, 3000), 1) / 8
 
     def f(x, r):
-        y, new = cgx.compressed_psum(x, "a", codec, residuals=r, schedule=UNEVEN)
+        y, new = cgx.compressed_psum(x, "a", planned(codec, schedule=UNEVEN), carry=cgx.Carry(residuals=r))
         return y, lax.psum(new, "a"), lax.psum(x + r, "a")
 
     y, new, expected = on_ranks(f, mesh(4))(x, r)
@@ -97,7 +104,9 @@ def test_noise_is_unbiased():
     x, steps = normal((4, 300)), 300
 
     def body(x):
-        draw = lambda key: cgx.compressed_psum(x, "a", cgx.MaxMin(2, 128, "stochastic"), key=key, schedule=UNEVEN)
+        draw = lambda key: cgx.compressed_psum(
+            x, "a", planned(cgx.MaxMin(2, 128, "stochastic"), schedule=UNEVEN), key=key
+        )
         return lax.map(draw, jax.random.split(jax.random.key(1), steps))
 
     draws = np.asarray(on_ranks(body, mesh(4))(x)[0], np.float64)
@@ -111,8 +120,11 @@ def test_in_a_hierarchy_with_a_leader_and_under_vmap():
 
     def f(x):
         schedule = {"a": over, "b": "auto"}
-        both = [cgx.compressed_psum(x, ("a", "b"), codecs, schedule=schedule, leader=lead) for lead in (False, True)]
-        return [*both, jax.vmap(lambda x: cgx.compressed_psum(x, "a", EXACT, schedule=over))(x.reshape(3, -1))]
+        both = [
+            cgx.compressed_psum(x, ("a", "b"), planned(codecs, schedule=schedule, leader=lead))
+            for lead in (False, True)
+        ]
+        return [*both, jax.vmap(lambda x: cgx.compressed_psum(x, "a", planned(EXACT, schedule=over)))(x.reshape(3, -1))]
 
     first, second, third = on_ranks(f, mesh(2, 2))(x)
     for got in (first, second):
@@ -190,12 +202,12 @@ def test_text():
 )
 def test_where_an_overlay_does_not_fit(codec, schedule, expected):
     with raises(ValueError, says("compressed_psum", "schedule", expected=expected)):
-        on_ranks(lambda x: cgx.compressed_psum(x, "a", codec, schedule=schedule), mesh(4))(normal((4, 60, 40)))
+        on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule=schedule)), mesh(4))(normal((4, 60, 40)))
 
 
 def test_an_overlay_of_an_inner_axis():
     schedule = {"a": "auto", "b": Overlay.tree(2)}
-    f = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": EXACT, "b": EXACT}, schedule=schedule)
+    f = lambda x: cgx.compressed_psum(x, ("a", "b"), planned({"a": EXACT, "b": EXACT}, schedule=schedule))
     with raises(ValueError, says("compressed_psum", "schedule", expected="over the outermost axis alone")):
         on_ranks(f, mesh(2, 2))(normal((2, 2, 600)))
 
@@ -204,6 +216,6 @@ def test_an_overlay_of_the_outer_axis_carries_what_a_plan_leaves_raw():
     plan = cgx.Plan({"a": EXACT, "b": cgx.Raw()})  # leaves of one dimension travel raw
     schedule = {"a": Overlay.owners(2, [2, 1]), "b": "auto"}
     tree = {"w": whole_numbers((2, 2, 70, 13)), "b": whole_numbers((2, 2, 99), 1)}
-    found = on_ranks(lambda t: cgx.compressed_psum(t, ("a", "b"), plan, schedule=schedule), mesh(2, 2))(tree)
+    found = on_ranks(lambda t: cgx.compressed_psum(t, ("a", "b"), planned(plan, schedule=schedule)), mesh(2, 2))(tree)
     for name, x in tree.items():
         np.testing.assert_array_equal(found[name], np.broadcast_to(np.asarray(x).sum((0, 1)), x.shape))

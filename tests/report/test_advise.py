@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
+from helpers import planned
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -76,7 +77,9 @@ def test_bytes_between_nodes():
     tree = {"kernel": SHAPES["kernel"]}  # XLA sums raw leaves over all ranks at once
     (_, row, *_) = advice(tree, nodes=2).rows
     codec = {"a": FOUR, "b": cgx.Raw()}
-    run = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), cgx.Plan(codec), schedule=row.schedule), mesh(2, 2))
+    run = on_ranks(
+        lambda x: cgx.compressed_psum(x, ("a", "b"), planned(cgx.Plan(codec), schedule=row.schedule)), mesh(2, 2)
+    )
     totals = cgx.explain(run, {name: jnp.ones((2, 2, *x.shape)) for name, x in tree.items()}, show=False).totals
     assert row.bytes == sum(sent for axes, (sent, _) in totals.items() if axes == ("a",)), totals
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import Halves, normal
+from helpers import Halves, normal, planned
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -107,7 +107,9 @@ def test_hierarchy_names_the_codec_of_each_axis(inner):
     x, spelled = jnp.zeros(4096), {cgx.Raw(): "Raw()", FINE: SPELLED_FINE}[inner]
     found = quiet(
         on(
-            lambda x: cgx.compressed_psum(x, ("node", "local"), {"node": CODEC, "local": inner}, schedule="two_shot"),
+            lambda x: cgx.compressed_psum(
+                x, ("node", "local"), planned({"node": CODEC, "local": inner}, schedule="two_shot")
+            ),
             NODES,
         ),
         x,
@@ -138,7 +140,8 @@ def test_leaders(schedule):
     x = jnp.zeros(4096)
     codecs = {"node": CODEC, "local": cgx.Raw()}
     found = quiet(
-        on(lambda x: cgx.compressed_psum(x, ("node", "local"), codecs, schedule=schedule, leader=True), NODES), x
+        on(lambda x: cgx.compressed_psum(x, ("node", "local"), planned(codecs, schedule=schedule, leader=True)), NODES),
+        x,
     )
     first, *between, last = found.collectives
     assert (first.operation, first.axes, first.dtype, first.bytes, first.codec) == (
@@ -171,7 +174,7 @@ def test_other_collectives():
         ("all-to-all", *rest, 7 * row, SPELLED, "one_shot")
     ]
     assert (
-        run(lambda x: cgx.compressed_psum_scatter(x, "data", CODEC, tiled=True, schedule="ring"))
+        run(lambda x: cgx.compressed_psum_scatter(x, "data", planned(CODEC, schedule="ring"), tiled=True))
         == [("collective-permute", *rest, row, SPELLED, "ring")] * 7
     )
     assert run(lambda x: cgx.compressed_all_gather(x, "data", CODEC, tiled=True)) == [
@@ -184,7 +187,7 @@ def test_other_collectives():
 
 def test_the_backward_pass_with_its_own_codec():
     def loss(w):
-        return (cgx.compressed_all_gather(w, "data", FINE, backward_codec=CODEC, tiled=True) ** 2).sum()
+        return (cgx.compressed_all_gather(w, "data", FINE, backward_plan=CODEC, tiled=True) ** 2).sum()
 
     found = quiet(on(jax.grad(loss), FLAT, P("data"), check_vma=True), jnp.zeros(8000))
     assert what(found) == [
@@ -197,7 +200,7 @@ def test_the_backward_pass_with_its_own_codec():
 def test_sync_in_backward():
     def step(params, x):
         def loss(params):
-            params = cgx.sync_in_backward(params, "data", CODEC, schedule="two_shot")
+            params = cgx.sync_in_backward(params, "data", planned(CODEC, schedule="two_shot"))
             return ((x @ params["w"] + params["b"]) ** 2).mean()
 
         return jax.grad(loss)(params)
@@ -289,7 +292,7 @@ def test_raw_leaves_inside_everything():
 def test_loops_multiply():
     def f(x):
         def body(c, _):
-            return cgx.compressed_psum(c, "data", CODEC, schedule="one_shot"), None
+            return cgx.compressed_psum(c, "data", planned(CODEC, schedule="one_shot")), None
 
         return lax.scan(body, x, None, length=5)[0]
 
@@ -352,7 +355,7 @@ def test_what_the_partitioner_inserts_is_not_ours():
     both = mesh(("data", 2), ("model", 4))
     x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
     f = jax.shard_map(
-        lambda x: cgx.compressed_psum(x * 2, "data", CODEC, schedule="two_shot"),
+        lambda x: cgx.compressed_psum(x * 2, "data", planned(CODEC, schedule="two_shot")),
         mesh=both,
         in_specs=P(),
         out_specs=P(),
@@ -380,7 +383,7 @@ def test_fully_automatic_jit():
 
 
 def test_a_function_that_has_been_jitted_and_run():
-    f = jax.jit(on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="one_shot"), FLAT))
+    f = jax.jit(on(lambda x: cgx.compressed_psum(x, "data", planned(CODEC, schedule="one_shot")), FLAT))
     x = {"n": jnp.zeros(3, jnp.int32), "w": normal(100)}
     f(x)
     outer = jax.jit(lambda x: f(f(x)))
@@ -394,16 +397,16 @@ def test_a_function_that_has_been_jitted_and_run():
 def test_shapes_keywords_pmap_and_static_arguments():
     x = jax.ShapeDtypeStruct((100,), jnp.float32)
     expected = [("all-gather", ("data",), "uint8", 7 * CODEC.wire_bytes((100,), jnp.float32), SPELLED, "one_shot")]
-    f = on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="one_shot"), FLAT)
+    f = on(lambda x: cgx.compressed_psum(x, "data", planned(CODEC, schedule="one_shot")), FLAT)
     assert what(quiet(f, x)) == expected
     assert what(quiet(lambda *, x: f(x), x=x)) == expected
     assert what(quiet(functools.partial(jax.jit, static_argnums=0)(lambda n, x: f(x) * n), 2, x)) == expected
-    mapped = jax.pmap(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="one_shot"), axis_name="data")
+    mapped = jax.pmap(lambda x: cgx.compressed_psum(x, "data", planned(CODEC, schedule="one_shot")), axis_name="data")
     assert what(quiet(mapped, jax.ShapeDtypeStruct((8, 100), jnp.float32))) == expected
 
 
 def test_vmap_counts_every_row():
-    f = on(jax.vmap(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="two_shot")), FLAT)
+    f = on(jax.vmap(lambda x: cgx.compressed_psum(x, "data", planned(CODEC, schedule="two_shot"))), FLAT)
     found = quiet(f, jnp.zeros((3, 1000)))
     assert [c.bytes for c in found.collectives] == [3 * 7 * chunk(CODEC, [jnp.zeros(1000)], 8)] * 2
     assert found.raw_bytes == pytest.approx(3 * 2 * 7 / 8 * 4000, abs=2)
@@ -411,7 +414,7 @@ def test_vmap_counts_every_row():
 
 def test_many_leaves():
     tree = {f"layer{i}": {"w": np.zeros(17 + i, np.float32), "b": np.zeros(3, np.float32)} for i in range(150)}
-    found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="two_shot"), FLAT), tree)
+    found = quiet(on(lambda x: cgx.compressed_psum(x, "data", planned(CODEC, schedule="two_shot")), FLAT), tree)
     assert [(c.operation, len(c.leaves), c.bytes) for c in found.collectives] == [
         (o, 300, 7 * chunk(CODEC, tree, 8)) for o in ("all-to-all", "all-gather")
     ]
@@ -473,7 +476,9 @@ def test_a_loss_that_xla_sums_with_factors():
 
 
 def test_table(capsys):
-    f = on(lambda x: (cgx.compressed_psum(x, "data", CODEC, schedule="two_shot"), lax.psum(x["w"], "data")), FLAT)
+    f = on(
+        lambda x: (cgx.compressed_psum(x, "data", planned(CODEC, schedule="two_shot")), lax.psum(x["w"], "data")), FLAT
+    )
     found = cgx.explain(f, {"n": jnp.zeros(3, jnp.int32), "w": jnp.zeros((64, 64))})
     assert capsys.readouterr().out == f"{found}\n"
     lines = str(found).splitlines()

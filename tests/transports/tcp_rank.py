@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import planned
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -78,12 +79,12 @@ def raw(codec=cgx.Raw()):
 
 def in_a_scan(axes, x):
     return lax.scan(
-        lambda x, _: (cgx.compressed_pmean(x, axes, cgx.MaxMin(8), schedule="two_shot"), None), x, length=3
+        lambda x, _: (cgx.compressed_pmean(x, axes, planned(cgx.MaxMin(8), schedule="two_shot")), None), x, length=3
     )[0]
 
 
 def under_vmap(axes, x):
-    return jax.vmap(lambda x: cgx.compressed_psum(x, axes, NOISY, key=key(), schedule="two_shot"))(x)
+    return jax.vmap(lambda x: cgx.compressed_psum(x, axes, planned(NOISY, schedule="two_shot"), key=key()))(x)
 
 
 def in_a_mapped_branch(axes, x):
@@ -111,7 +112,7 @@ def derivative(axes, x):
 
 def backward(axes, x):
     def loss(x):
-        leaves = jax.tree.leaves(cgx.sync_in_backward(x, axes, cgx.MaxMin(4), fusion_mb=0.001))
+        leaves = jax.tree.leaves(cgx.sync_in_backward(x, axes, planned(cgx.MaxMin(4), fusion_mb=0.001)))
         return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
 
     return jax.grad(loss)(x)
@@ -119,7 +120,9 @@ def backward(axes, x):
 
 def backward_with_feedback(axes, x):
     def loss(x, residuals):
-        synchronised = cgx.sync_in_backward(x, axes, cgx.MaxMin(4), residuals=residuals, fusion_mb=0.001)
+        synchronised = cgx.sync_in_backward(
+            x, axes, planned(cgx.MaxMin(4), fusion_mb=0.001), carry=cgx.Carry(residuals=residuals)
+        )
         return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(synchronised))
 
     residuals = jax.tree.map(lambda leaf: jnp.float32(0.1) * leaf.astype(jnp.float32), x)
@@ -344,7 +347,9 @@ def over_connections():
 def bytes_sent(mesh, axis):
     """Returns the bytes that TCP carries for a lossless sum, per byte of the array."""
     x = array(mesh, (2**20,), "bfloat16", 0)
-    program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, cgx.Lossless(), schedule="two_shot")))
+    program = jax.jit(
+        on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, planned(cgx.Lossless(), schedule="two_shot")))
+    )
     compiled = program.lower(x).compile()  # connects the processes
     count = lambda: sum(each.bytes for each in connections.sent())
     before = count()
@@ -569,7 +574,7 @@ def adapted():
         topology.update()
         overlays.append(str(topology.overlay.trees))
     x = array(mesh, (4000,), "float32", 0)
-    make = lambda schedule, codec=cgx.Raw(): lambda x: cgx.compressed_psum(x, TCP, codec, schedule=schedule)
+    make = lambda schedule, codec=cgx.Raw(): lambda x: cgx.compressed_psum(x, TCP, planned(codec, schedule=schedule))
     total = jax.jit(on_ranks(mesh, make(topology.overlay)))(x)
     known = np.isfinite(topology.links.rates).mean() if jax.process_index() == 0 else None
     finite = bool(np.isfinite(total.addressable_data(0)).all())
