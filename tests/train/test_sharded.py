@@ -1,0 +1,373 @@
+"""Tests make_train_step with parameters (ZeRO-3, FSDP) or an optimizer's state (ZeRO-1) sharded over the ranks."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, assert_trees, normal, sent
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from steps import run as run_steps
+from training import NESTED, mesh_of
+
+import jaxcgx as cgx
+
+RANKS = 4
+LAYER = {
+    "up": normal((8, 20), 1, scale=0.3),
+    "bias": jnp.zeros(20),
+    "down": normal((20, 8), 2, scale=0.3),
+    "one": jnp.float32(0.5),
+}
+X = normal((16, 8), 3)
+FORMS = ["params", "optimizer"]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+CODEC = cgx.MaxMin(4, 64)
+NOISE = cgx.MaxMin(4, 64, rounding="stochastic")
+
+
+@pytest.fixture
+def standard_promotion():
+    """optax's adam relies on type promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss_fn(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["bias"])
+    return ((hidden @ params["down"] * params["one"] - x[:, ::-1]) ** 2).mean()
+
+
+def loss_of_all(params, x):
+    return sum(loss_fn(layer, x) for layer in params.values())
+
+
+def mesh_with(axis_type):
+    return jax.make_mesh((RANKS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:RANKS])
+
+
+def specs_of(params, mesh=None, axis="data"):
+    return cgx.shard_specs(params, mesh_of(RANKS) if mesh is None else mesh, axis, min_size=20)
+
+
+def make(exchange, tx=None, loss=loss_fn, mesh=None, axis="data", gather=cgx.Raw(), regather=True, **options):
+    """Returns a step. `options` may have the specs of a Sharding."""
+    specs = {form: options.pop(form) for form in FORMS if form in options}
+    sharding, mesh = cgx.Sharding(axis, gather=gather, regather=regather, **specs), mesh or mesh_of(RANKS)
+    return cgx.make_train_step(loss, tx or optax.sgd(0.1), mesh, exchange, sharding=sharding, **options)
+
+
+def run(train, params=LAYER, steps=3, x=X, key=None):
+    state, metrics = run_steps(train, steps, params, x, key)
+    return state, metrics[-1]
+
+
+def program(train, params=LAYER, x=X):
+    return train.step.lower(train.init(params), x).compile().as_text()
+
+
+def assert_close(got, expected):
+    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, expected)
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2, weight_decay=0.1)),
+    "lamb": optax.lamb(1e-2),
+}
+
+
+@functools.cache
+def by_jax():
+    """Returns the parameters after five steps of plain JAX with each optimizer."""
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(loss_of_all)(params, X)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    optimizer = each_optimizer()
+    params = dict.fromkeys(OPTIMIZERS, LAYER)
+    state = optimizer.init(params)
+    for _ in range(5):
+        params, state = step(params, state)
+    return params
+
+
+def each_optimizer():
+    """Returns an optimizer that uses every optimizer for one layer, so that one program has all."""
+    return optax.multi_transform(OPTIMIZERS, {name: dict.fromkeys(LAYER, name) for name in OPTIMIZERS})
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_jax(form, axis_type):
+    """Norms are those of whole arrays, leaves share messages, and all leaves are sent as bytes."""
+    params = dict.fromkeys(OPTIMIZERS, LAYER)
+    mesh = mesh_with(axis_type)
+    train = make(cgx.Raw(), each_optimizer(), loss_of_all, mesh, **{form: specs_of(params, mesh)})
+    assert_close(run(train, params, 5)[0].params, by_jax())
+    assert train.step._cache_size() == 1
+    text = program(train, params)
+    assert sent(text) == {("all-gather", "u8"), ("all-to-all", "u8"), ("all-reduce", "f32")}
+    assert text.count(" all-to-all(") == 1
+    # XLA may join it with the second gather.
+    assert text.count(" all-gather(") in ((1, 2) if form == "params" else (1,))
+    summed = re.findall(r"= \(?(.*?)\)? all-reduce\(", text)
+    assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(summed))) == {
+        "f32[]",
+        "f32[1,3]",
+    }  # norms, the loss, and all "one"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_lost(form):
+    """With a constant gradient, the updates plus the residuals of gradients and updates give the exact result."""
+    params = {"cut": normal((8, 30), 1), "whole": normal((3, 3), 2)}
+    x = {"cut": normal((RANKS, 8, 30), 3), "whole": normal((RANKS, 3, 3), 4)}
+    loss = lambda p, x: sum((p[name] * x[name]).sum() for name in p)
+    codec = cgx.MaxMin(2, 64)
+    gather = cgx.Raw() if form == "params" else codec
+    exchange = cgx.Feedback(codec, skip_nonfinite=True, telemetry=True)
+    train = make(exchange, optax.sgd(1.0), loss, gather=gather, **{form: specs_of(params)})
+    state, metrics = run(train, params, 6, x)
+    residuals, lost = state.exchange.own.residuals, state.lost
+    assert residuals["cut"].shape == (RANKS, 8, 30) and residuals["cut"].sharding.spec == P(("data",))
+    for name in params:
+        assert np.abs(residuals[name]).max() > 0.1 and 0 < metrics.telemetry.vnmse[name] < 1
+        total = np.float64(residuals[name]).mean(0) + params[name] - state.params[name]
+        if lost and name == "cut":
+            assert lost[name].sharding.spec == P("data") and np.abs(lost[name]).max() > 0.1
+            total -= lost[name]
+        np.testing.assert_allclose(total, 6 * x[name].mean(0), atol=1e-4)
+    assert (lost is not None) == (form == "optimizer")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_as_replicated(form):
+    """Steps have micro-batches, auxiliary outputs and keys. A saved state continues with the same bits."""
+
+    def loss(params, x, key):
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        return loss_fn(params, x * kept), {"mean": x.mean(), "drawn": kept.mean()}
+
+    options, given = dict(loss=loss, accumulate=2, has_aux=True), (LAYER, 3, X, jax.random.key(5))
+    whole, metrics = run(make(cgx.Raw(), optax.adam(1e-2), **options), *given)
+    options |= {form: specs_of(LAYER), "gather": cgx.Plan(NOISE, rules=[("up|down", cgx.Raw())])}
+    train = make(cgx.Raw(), optax.adam(1e-2), **options)
+    state, found = run(train, *given)
+    assert_close(
+        (state.params["up"], state.params["bias"], found.loss, found.aux),
+        (whole.params["up"], whole.params["bias"], metrics.loss, metrics.aux),
+    )
+    for moment in (state.opt_state[0].mu, state.opt_state[0].nu):
+        assert moment["up"].sharding.is_equivalent_to(NamedSharding(mesh_of(RANKS), P(None, "data")), 2)
+    saved = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), state)
+    assert_same_trees(train.step(saved, *given[2:])[0].params, train.step(state, *given[2:])[0].params)
+
+
+def test_codecs_in_both_directions():
+    """Every rank computes with the decoded weights. Each step has different noise."""
+    found = []
+    for form in FORMS:
+        train = make({0: NOISE, 2: CODEC}, optax.adam(3e-2), gather=NOISE, **{form: specs_of(LAYER)})
+        state, first = run(train, steps=1)
+        assert sent(program(train)) == {("all-gather", "u8"), ("all-to-all", "u8"), ("all-reduce", "f32")}
+        for _ in range(60):
+            state, metrics = train.step(state, X)
+        assert metrics.loss < 0.8 * first.loss
+        found.append(float(first.loss))
+    assert found[0] != found[1] == pytest.approx(float(loss_fn(LAYER, X)), rel=1e-5)
+    state, _ = run(make(CODEC, optax.adam(3e-2), optimizer=specs_of(LAYER)), steps=2)
+    for shard in state.params["up"].addressable_shards[1:]:
+        np.testing.assert_array_equal(shard.data, state.params["up"].addressable_shards[0].data)
+
+
+def test_weights_are_gathered_again():
+    """By default weights are gathered again for the backward pass, as in FSDP. XLA joins both gathers on CPUs."""
+    found = {}
+    for regather in (True, False):
+        train = make(CODEC, gather=CODEC, params=specs_of(LAYER), regather=regather, accumulate=2)
+        traced = str(jax.make_jaxpr(train.step._jitted)(train.init(LAYER), X))
+        in_loop = traced[traced.index(" scan[") :]
+        found[regather] = run(train)[0].params, traced.count("= all_gather["), in_loop.count("= all_gather[")
+    assert found[True][1:] == (2, 2) and found[False][1:] == (1, 0)
+    assert_same_trees(found[True][0], found[False][0])
+
+
+TWO_AXES = {"up": P("data", "model"), "bias": P("model"), "down": P("model", "data"), "one": P()}
+
+
+@NESTED
+@pytest.mark.parametrize("form", FORMS)
+def test_other_axes(form):
+    """Other axes are left to the partitioner, and each shard is compressed separately."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    beside = {name: P(*(None if part == "data" else part for part in spec)) for name, spec in TWO_AXES.items()}
+    specs = dict(params=TWO_AXES) if form == "params" else dict(params=beside, optimizer=TWO_AXES)
+    lamb = OPTIMIZERS["lamb"]
+    state, _ = run(make(cgx.Raw(), lamb, mesh=mesh, **specs))
+    assert_close(state.params, run(make(cgx.Raw(), lamb))[0].params)
+    for name, spec in TWO_AXES.items():
+        moment = state.opt_state[0].mu[name]
+        assert moment.sharding.is_equivalent_to(NamedSharding(mesh, spec), moment.ndim)
+    text = program(make(CODEC, lamb, mesh=mesh, gather=CODEC, **specs))
+    assert not {("all-gather", "f32"), ("reduce-scatter", "f32"), ("all-to-all", "f32")} & sent(text)
+
+
+def test_a_tuple_of_axes():
+    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    axes = ("node", "local")
+    specs = specs_of(LAYER, mesh, axes)
+    assert specs["up"] == P(None, axes)
+    by_axis, options = {"node": CODEC, "local": cgx.Raw()}, dict(mesh=mesh, axis=axes, params=specs)
+    expected = run(make(cgx.Raw()))[0].params
+    for exchange, gather, tolerance in (
+        (cgx.Raw(), cgx.Raw(), 1e-6),
+        (cgx.Feedback(by_axis, keep=False), by_axis, 0.05),
+    ):
+        found = run(make(exchange, gather=gather, **options))[0].params
+        assert_trees(lambda a, b, t=tolerance: np.testing.assert_allclose(a, b, atol=t), found, expected)
+    words = says("Feedback", "plan", expected="one codec", got="a codec", remedy="no residuals")
+    with raises(ValueError, words):  # a hierarchy has no feedback of slices
+        run(make(by_axis, **options))
+
+
+def test_shard_specs():
+    shapes = {"a": (6, 8, 4), "b": (8, 8), "small": (4,), "odd": (7, 9), "none": (), "empty": (0, 400)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    assert cgx.shard_specs(params, mesh_of(4), min_size=10) == {
+        "a": P(None, "data"),
+        "b": P("data"),
+        "small": P(),
+        "odd": P(),
+        "none": P(),
+        "empty": P(),
+    }
+
+
+def test_what_a_step_sends():
+    """The table of docs/fsdp.md. Each row of both forms is tested with one of them, and the last row with both."""
+    page = (pathlib.Path(__file__).parents[2] / "docs/fsdp.md").read_text()
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    raw, four, eight, half = cgx.Raw(), cgx.MaxMin(4), cgx.MaxMin(8), cgx.Cast("bfloat16")
+    first, second = FORMS
+    for form, plan, gather, codecs in (
+        (None, raw, None, "neither | `Raw()`"),
+        (None, four, None, "neither | `MaxMin(4)`"),
+        (first, raw, raw, "either | `Raw()`, `Raw()`"),
+        (second, four, raw, "either | `MaxMin(4)`, `Raw()`"),
+        (first, four, half, 'either | `MaxMin(4)`, `Cast("bfloat16")`'),
+        (first, four, eight, "either | `MaxMin(4)`, `MaxMin(8)`"),
+        (second, four, eight, "either | `MaxMin(4)`, `MaxMin(8)`"),
+    ):
+        options = {form: specs_of(params), "gather": gather} if form else {}
+        train = make(plan, optax.sgd(1e-3), lambda p, x: (x @ p["w"]).sum(), **options)
+        report = cgx.explain(train.step, jax.eval_shape(train.init, params), jnp.zeros((4, 1024)), show=False)
+        gathered = sum(c.bytes for c in report.collectives if c.operation == "all-gather")
+        shown = f"{gathered:,}" if form else ""
+        assert " ".join(f"| {codecs} | {report.bytes:,} | {shown} |".split()) in page, codecs
+
+
+SPECS = {"up": P(None, "data"), "bias": P(), "down": P("data"), "one": P()}
+STEP = "make_train_step"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "options", "words"),
+    [
+        (
+            CODEC,
+            dict(params={**SPECS, "up": P("data", "data")}),
+            says(STEP, "sharding.params", at="leaf ['up']", expected="'data' one dimension"),
+        ),
+        (
+            CODEC,
+            dict(optimizer={**SPECS, "up": P(("data", "model"))}),
+            says(STEP, "sharding.optimizer", at="leaf ['up']", expected="'data' one dimension alone"),
+        ),
+        (
+            CODEC,
+            dict(params=SPECS, optimizer={**SPECS, "up": P("data")}),
+            says(STEP, "sharding.optimizer", at="leaf ['up']", expected="parameter"),
+        ),
+        (
+            CODEC,
+            dict(params=SPECS, optimizer={"up": P()}),
+            says(STEP, "sharding.optimizer", expected="tree sharding.params", got="PyTreeDef"),
+        ),
+        (cgx.DGC(), dict(params=SPECS), says(STEP, "exchange", expected="plan 'data'", got="DGC", remedy="plan whole")),
+        (
+            cgx.Momentum(CODEC, 0.9),
+            dict(params=SPECS),
+            says(STEP, "exchange", expected="plan 'data'", got="Momentum", remedy="optimizer"),
+        ),
+        (
+            cgx.PowerSGD(2),
+            dict(params=SPECS),
+            says("Feedback", "plan", "leaf ['down']", "slices", "PowerSGD(rank=2)", "jaxcgx.MaxMin(4)"),
+        ),
+        (
+            cgx.Plan(CODEC, leader=True),
+            dict(params=SPECS),
+            says("Feedback", "plan", expected="leader=False", got="leader=True", remedy="slices"),
+        ),
+        (
+            CODEC,
+            dict(params=SPECS, gather=cgx.TopK(0.1)),
+            says(STEP, "sharding.gather", "", "every element", "TopK(ratio=0.1)", "jaxcgx.MaxMin(8)"),
+        ),
+        (
+            CODEC,
+            dict(gather=cgx.MaxMin(8)),
+            says(STEP, "sharding.gather", expected="to gather", got="none", remedy="Sharding(params="),
+        ),
+        (
+            CODEC,
+            dict(params=SPECS, gather=cgx.Plan(cgx.Raw(), rules=[("kernel", CODEC)])),
+            says(STEP, "sharding.gather", expected="leaf every rule", got="none"),
+        ),
+        (
+            CODEC,
+            dict(params={**SPECS, "one": P("data")}),
+            says(STEP, "sharding.params", "leaf ['one']", "4 divide", "dimension", "jaxcgx.shard_specs"),
+        ),
+        (
+            CODEC,
+            dict(optimizer={**SPECS, "one": P("data")}),
+            says(STEP, "sharding.optimizer", "leaf ['one']", "4 divide", "dimension", "jaxcgx.shard_specs"),
+        ),
+    ],
+)
+def test_bad_arguments(exchange, options, words):
+    with raises(ValueError, words):
+        run(make(exchange, **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_frozen_parameters_and_a_model_state(form):
+    """Frozen parameters may be sharded, too. They are gathered for the loss, and nothing else is sent for them."""
+
+    def loss(params, state, x):
+        return loss_fn(params, x - state["mean"]), {**state, "mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
+
+    plan, found = cgx.Plan(cgx.Raw(), rules=[("up", cgx.Skip())]), {}
+    sharded = {form: specs_of(LAYER), "gather": cgx.Raw() if form == "params" else CODEC}
+    start = {"mean": jnp.zeros(8), "key": jax.random.key(3)}
+    for name, options in {"whole": {}, form: sharded}.items():
+        train = make(plan, optax.adam(1e-2), loss, model_state="mean", **options)
+        state, _ = run_steps(train, 3, LAYER, X, model_state=start)
+        assert state.model_state.pop("key") == jax.random.key(3)  # the loss left it unchanged
+        found[name] = state.params, state.model_state
+        np.testing.assert_array_equal(state.params["up"], LAYER["up"])
+    if form == "optimizer":
+        assert {name for name, lost in state.lost.items() if lost is not None} == {"bias", "down"}
+    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), found["whole"], found[form])
