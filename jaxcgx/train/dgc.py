@@ -1,115 +1,105 @@
-"""DGC: every rank sends its largest elements, with momentum correction, masking and warm-up."""
+"""DGC: every rank sends its largest elements, with momentum correction, masking, clipping and warm-up."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.codecs.topk import TopK
-from jaxcgx.exchange.keys import fold
-from jaxcgx.optim.clipping import Clipping
-from jaxcgx.optim.phases import Phase, switch
+from jaxcgx.checks import check_field, check_flag, check_integer, check_number, check_positive
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.topk import Sampled, TopK, check_pull, check_select, check_values
 from jaxcgx.plan import Plan
-from jaxcgx.train.exchange import At, seed_words, zeros
-from jaxcgx.exchange.reduce import Ticket, begin, end, reduce
-from jaxcgx.exchange.routes import Routes
-from jaxcgx.exchange.carry import Carry
+from jaxcgx.plan.by_axis import by_axis
+from jaxcgx.train.exchange import At, Number
+from jaxcgx.train.sparse import Sparse
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.typing import Params, PyTree
-
-
-class Shared(NamedTuple):
-    count: jax.Array
-    key: jax.Array
-    trace: PyTree  # the momentum of leaves that travel raw
-
-
-class Sent(NamedTuple):
-    ticket: Ticket | PyTree  # with a warm-up: the gradients
-    before: PyTree  # the momentum before
+from jaxcgx.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class DGC:
-    """Deep Gradient Compression.
+class DGC(Sparse):
+    """Deep Gradient Compression: every rank sends only its largest elements, the fraction `ratio` of each leaf.
+
+    Elements are compared after momentum, and with the residuals of earlier steps added. The optimizer behind it should
+    have no momentum of its own: optax.sgd(rate). Every rank clips its own gradients, before momentum. Over several
+    axes, or the nodes of `jaxcgx.mpi.hierarchy()`, all elements are summed over the inner axes, and the fraction of the
+    sums is exchanged over the outermost one. The limits may be arrays, as other numbers of `Momentum`.
 
     Args:
-      ratio: the share of a leaf's elements that is sent.
-      momentum: of every rank's own gradients, before they are sent.
+      ratio: the fraction of a leaf's elements that is sent.
+      momentum: the factor of momentum, as in `Momentum`.
       masking: whether momentum becomes 0 where an element was sent.
-      warm_up: {first step: ratio} before `ratio` holds: ((0, 0.25), (100, 0.06)).
+      warm_up: a `WarmUp` of the fraction, or None.
+      values: the codec of the elements that are sent, as in `TopK`.
+      select: how the largest elements are found, as in `TopK`.
+      pull: the elements of the sum that ranks get back, as in `TopK`: "all" elements that any rank sent, or only the
+        "top" of the sum.
+      min_size: smaller leaves travel raw, as in a `Plan`. Their momentum is applied after the reduction.
+      skip_1d: whether leaves with at most one dimension travel raw, too.
+      clip_value: the largest magnitude of an element.
       clip_norm: the largest norm of a leaf.
+      clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
+        divided by the number of ranks, is clipped to ranks**-0.5 times this limit.
+    The other arguments are those of `Momentum`.
     """
 
     ratio: float = 0.001
-    momentum: float = 0.9
-    masking: bool = True
-    warm_up: tuple[tuple[int, float], ...] = ()
-    clip_norm: float | None = None
+    _: dataclasses.KW_ONLY
+    values: Codec = Raw()
+    select: str | Sampled = "sampled"
+    pull: str = "all"
     min_size: int = 0
     skip_1d: bool = True
-    seed: int = 0
-    early: ClassVar[bool] = False
+    clip_value: Number | None = None
+    clip_norm: Number | None = None
+    clip_global_norm: Number | None = None
+
+    def __post_init__(self) -> None:
+        remedy = "Momentum(jaxcgx.Raw()) sends everything"
+        check_field(self, "ratio", check_number, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
+        for name, check in dict(values=check_values, select=check_select, pull=check_pull).items():
+            check_field(self, name, check)
+        check_field(self, "min_size", check_integer, 0)
+        check_field(self, "skip_1d", check_flag)
+        super().__post_init__()
+        self._check_numbers(**dict.fromkeys(("clip_value", "clip_norm", "clip_global_norm"), (check_positive,)))
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
-        make = lambda r: Plan(TopK(r, select="sampled"), min_size=self.min_size, skip_1d=self.skip_1d)
-        return tuple(Phase(start, make(r)) for start, r in self.warm_up) or (Phase(0, make(self.ratio)),)
+    def share(self) -> float:
+        return self.ratio
 
-    @property
-    def plan(self) -> Plan:
-        return self.phases[-1].plan
+    def plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
+        codec = self.values if share == 1 else TopK(share, self.values, select=self.select, pull=self.pull)
+        return Plan(by_axis(names, codec, Raw()), min_size=self.min_size, skip_1d=self.skip_1d)
 
-    def init(self, params: Params) -> ExchangeState:
-        routes = Routes.of("DGC", self.plan, params)
-        carry = zeros(routes.carry(feedback=True, momentum=True))
-        trace = [None if r.encoded else jnp.zeros(r.shape, r.dtype) for r in routes.leaves]
-        shared = Shared(jnp.zeros((), jnp.int32), seed_words(self.seed), routes.tree.unflatten(trace))
-        return ExchangeState(carry, shared)
+    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
+        return super().begin(self._clip(grads, at), state, at)
 
-    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Sent, ExchangeState]:
-        grads = Clipping(clip_value=None, clip_norm=self.clip_norm, clip_global_norm=None).clip(
-            grads, at.net.names, at.net.size
-        )
-        before = state.own.momentum
-        moved = _map2(lambda u, g: u if u is None else jnp.asarray(self.momentum, u.dtype) * u + g, before, grads)
-        send = _map2(lambda u, g: g if u is None else u, moved, grads)
-        given = Carry(state.own.residuals, moved)
-        if len(self.phases) > 1:  # branches of a conditional can't return tickets of different messages
-            return Sent(send, before), ExchangeState(given, state.shared)
-        ticket, carry = begin(send, given, self._travel(self.plan, send, at), self._key(state))
-        return Sent(ticket, before), ExchangeState(carry, state.shared)
-
-    def end(self, sent: Sent, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        if len(self.phases) > 1:
-            run = lambda plan: lambda x, c: reduce(x, self._masked(c), self._travel(plan, x, at), self._key(state))
-            branches = [run(phase.plan) for phase in self.phases]
-            mean, carry = switch(self.phases, state.shared.count, branches, sent.ticket, state.own)
-        else:
-            mean, carry = end(sent.ticket, self._masked(state.own))
-        u = carry.momentum if self.masking else state.own.momentum
-        finite = lambda old, new, x: None if new is None else jnp.where(jnp.isfinite(x) & jnp.isfinite(new), new, old)
-        held = jax.tree_util.tree_map(finite, sent.before, u, mean, is_leaf=_none)
-        trace = _map2(lambda t, x: t if t is None else self.momentum * t + x, state.shared.trace, mean)
-        mean = _map2(lambda t, x: x if t is None else t, trace, mean)
-        shared = Shared(state.shared.count + 1, state.shared.key, trace)
-        return mean, ExchangeState(Carry(carry.residuals, held), shared)
-
-    def _masked(self, carry: Carry) -> Carry:
-        return carry if self.masking else Carry(carry.residuals)
-
-    def _travel(self, plan: Plan, grads: PyTree, at: At):
-        return Routes.of("DGC", plan, grads).over(at.net)
-
-    def _key(self, state: ExchangeState) -> jax.Array | None:
-        stochastic = any(c.stochastic for c in self.plan.codecs)
-        return fold(state.shared.key, state.shared.count) if stochastic else None
+    def _clip(self, grads: PyTree, at: At) -> PyTree:
+        """Returns a rank's gradients, clipped."""
+        leaves, tree = jax.tree_util.tree_flatten(grads)
+        if (limit := self.clip_value) is not None:
+            leaves = [jnp.clip(g, jnp.asarray(-limit, g.dtype), jnp.asarray(limit, g.dtype)) for g in leaves]
+        if (norm := self.clip_norm) is not None:
+            leaves = [g * _scale(norm, square).astype(g.dtype) for g, square in zip(leaves, _squares(leaves, at))]
+        if self.clip_global_norm is not None:
+            # In the paper, ranks sum gradients that are already divided by the number of ranks N, and clip them to
+            # N^-1/2 times the limit. Here gradients are not divided yet, so the bound is N times larger.
+            share = _scale(self.clip_global_norm * math.sqrt(at.net.size), sum(_squares(leaves, at)))
+            leaves = [g * share.astype(g.dtype) for g in leaves]
+        return tree.unflatten(leaves)
 
 
-def _none(x: PyTree) -> bool:
-    return x is None
+def _scale(limit: Number, square: jax.Array | int) -> jax.Array:
+    """Returns the factor that reduces a norm to at most `limit`. `square` is the square of the norm."""
+    return jnp.minimum(1, limit / jnp.maximum(jnp.sqrt(square), jnp.finfo(jnp.float32).tiny))
 
 
-def _map2(function, holes: PyTree, tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(function, holes, tree, is_leaf=_none)
+def _squares(leaves: Sequence[jax.Array], at: At) -> list[jax.Array]:
+    """Returns the sum of each leaf's squares over all of its shards."""
+    real: Callable[[jax.Array], jax.Array] = lambda g: jnp.abs(g) if jnp.iscomplexobj(g) else g
+    return at.of_shards([jnp.square(real(g).astype(jnp.float32)).sum() for g in leaves])

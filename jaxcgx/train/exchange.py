@@ -1,55 +1,146 @@
-"""What an exchange is: init, begin, end. And the place of a step in which it runs."""
+"""What an exchange is: init, begin, end. And what it may ask of the step in which it runs."""
 
 import dataclasses
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
 
+from jaxcgx import _compat
+from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
+from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.reduce import plain_reduce
+from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
-from jaxcgx.transports.base import Transport
 from jaxcgx.train.state import ExchangeState
+from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Params, PyTree
+
+Number = float | jax.Array  # an array may be traced, as by optax.inject_hyperparams
 
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """What an exchange may ask of its step."""
+    """The place of a step in which an exchange runs.
+
+    Attributes:
+      net: the transport over the ranks.
+      params: the parameters, or None.
+      loss: the mean loss, or None. Exchanges of a conditional wait for it.
+      way: what the step wants of the gradients.
+      shards: for each leaf, the other axes of the mesh over which it is sharded, besides those that its type has; ()
+        without.
+    """
 
     net: Transport
     params: Params = None
     loss: jax.Array | None = None
-    dims: tuple[int | None, ...] = ()  # for each leaf, the dimension of which a rank wants only its slice of the mean
+    way: Way = Way()
+    shards: tuple[tuple[Any, ...], ...] = ()
+
+    def over(self, routes: Routes) -> Travel:
+        return routes.over(self.net, self.way)
+
+    def of_shards(self, numbers: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the sums of each leaf's numbers over the leaf's shards. All have the same shape and dtype."""
+        groups, sums = dict[tuple[Any, ...], list[int]](), list(numbers)
+        for i, x in enumerate(numbers):
+            axes = (_compat.varying_axes(x) - set(self.net.names)) | set(self.shards[i] if self.shards else ())
+            groups.setdefault(tuple(sorted(axes, key=str)), []).append(i)  # in the same order in every process
+        for axes, ids in groups.items():
+            if axes:
+                total = lax.psum(jnp.stack(_compat.match_varying(*(numbers[i] for i in ids))), axes)
+                for i, x in zip(ids, total):
+                    sums[i] = x
+        return sums
+
+    def nonfinite(self, op: str, mean: PyTree) -> jax.Array | int:
+        """Returns the number of shards with an element that is not finite, the same on all ranks and shards."""
+        each = [(~jnp.isfinite(x)).any().astype(jnp.int32) for x in jax.tree_util.tree_leaves(mean)]
+        bad = sum(self.of_shards(each))
+        return plain_reduce(op, bad, self.net, mean=False) if self.way.dims else bad
 
 
 class Exchange(Protocol):
-    """How every rank's gradients become their mean. A frozen dataclass: static under jit.
+    """How every rank's gradients become their mean: a frozen dataclass. Its numbers may be traced, so it isn't hashed.
 
-    `begin` and `end` run on one rank, without the axis of the rows. `early`: `begin` needs nothing of this step, so the
-    step calls it before the loss, with None in place of the gradients; `end` then gets this step's gradients.
+    Its functions are those of one rank, and know no rows. `ExchangeState.own` differs from rank to rank, and `keeps`
+    says what becomes of it for another number of ranks. `ExchangeState.shared` is the same on every rank.
+
+    Attributes:
+      plan: the plan, or {first step: plan}. All plans skip the same leaves. None: it sends no messages.
+      early: whether `begin` needs nothing of this step. A step then calls it before the loss, with None in place of the
+        gradients, and `end` gets this step's gradients.
+      scatters: whether `end` can return a rank's slices of means (`Way.dims`).
     """
 
-    plan: Plan
+    @property
+    def plan(self) -> Plan | Mapping[int, Plan] | None: ...
+
     early: ClassVar[bool]
+    scatters: ClassVar[bool]
 
-    def init(self, params: Params) -> ExchangeState: ...
+    def init(self, params: Params) -> ExchangeState:
+        """Returns the state before the first step. It depends on the shapes of the parameters alone."""
+        ...
 
-    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]: ...
+    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
+        """Returns (a ticket for `end`, the state in between)."""
+        ...
 
-    def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]: ...
+    def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
+        """Returns (the mean, the state after the step)."""
+        ...
 
 
-def as_exchange(given: "Exchange | Codec | Plan | dict") -> Exchange:
-    """A codec or a plan is an exchange with feedback."""
+def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
+    """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
     from jaxcgx.train.feedback import Feedback
 
-    return Feedback(given) if isinstance(given, Codec | Plan | dict) else given
+    if isinstance(given, Codec | Plan | dict):
+        return Feedback(given)
+    if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
+        expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
+        raise wrong(op, "exchange", expected, repr(given), kind=TypeError)
+    return given
+
+
+def keeps(own: PyTree) -> PyTree:
+    """Returns what each array of `ExchangeState.own` keeps for another number of ranks, in a tree like it.
+
+    It is the "sum" or the "mean" over the ranks, or "zeros": nothing. A class of nodes says this in its attribute
+    `per_rank`, {field: what}. Fields without an entry are nodes that say it themselves.
+    """
+    says = lambda x: isinstance(x, Carry) or hasattr(type(x), "per_rank")
+
+    def of_node(node: Any) -> PyTree:
+        if not says(node):
+            raise TypeError(f"jaxcgx: {type(node).__name__} in the state of an exchange has no `per_rank`")
+        rows = {"residuals": "sum", "momentum": "mean"} if isinstance(node, Carry) else type(node).per_rank
+        names = getattr(node, "_fields", None) or [field.name for field in dataclasses.fields(node)]
+        of_field = lambda name, x: jax.tree_util.tree_map(lambda _: rows[name], x) if name in rows else keeps(x)
+        return type(node)(**{name: of_field(name, getattr(node, name)) for name in names})
+
+    return jax.tree_util.tree_map(of_node, own, is_leaf=says)
+
+
+def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
+    """Checks a number. It may be a scalar array, as from optax.inject_hyperparams.
+
+    Under jit, the value of an array is unknown, so it isn't checked.
+    """
+    if isinstance(value, jax.Array) and not value.ndim:
+        if isinstance(value, Tracer):
+            return
+        value = value.item()
+        if isinstance(value, float) and value.is_integer():  # inject_hyperparams may have made it from an integer
+            value = int(value)
+    check(op, argument, value, *args)
 
 
 def zeros(shapes: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-def seed_words(seed: int) -> jax.Array:
-    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))

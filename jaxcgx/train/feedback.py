@@ -1,78 +1,262 @@
-"""Feedback: a plan whose compression errors are sent later. LoCo's beta and reset_every."""
+"""Feedback: a plan whose compression errors are sent later. LoCo's beta and reset_every, schedules, telemetry."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.exchange.keys import fold
-from jaxcgx.optim.phases import check_plan
-from jaxcgx.plan import Plan
-from jaxcgx.train.exchange import At, seed_words, zeros
-from jaxcgx.exchange.reduce import Ticket, begin, end
-from jaxcgx.exchange.routes import Routes
+from jaxcgx import _compat
+from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, reduce
+from jaxcgx.exchange.routes import Route, Routes, Travel
+from jaxcgx.plan import Plan
+from jaxcgx.plan.phases import Phase, check_phases, switch
+from jaxcgx.train.division import after
+from jaxcgx.train.exchange import At, Number, check_hyperparameter, zeros
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.typing import Params, PyTree
+from jaxcgx.train.telemetry import Telemetry, measure
+from jaxcgx.transports.base import Transport
+from jaxcgx.typing import Key, Params, PyTree
 
 
 class Shared(NamedTuple):
+    """What is the same on every rank.
+
+    Attributes:
+      count: int32[]: the number of steps so far.
+      key: uint32[2], the same in every step.
+      factors: PowerSGD's factors, like the gradients, `float32[rank, n]`; None without.
+      trace: like the gradients: the momentum of the means of raw leaves, and of weight decay; None without.
+      telemetry: the Telemetry of the last step; None without.
+    """
+
     count: jax.Array
-    key: jax.Array
-    factors: PyTree
+    key: Key
+    factors: PyTree = None
+    trace: PyTree = None
+    telemetry: Telemetry | None = None
 
 
 class Sent(NamedTuple):
-    ticket: Ticket
-    before: PyTree  # the residuals before, if the new ones depend on them
+    """Gradients on their way.
+
+    Attributes:
+      ticket: the sum that has begun; None: `end` sends the gradients.
+      grads: the gradients, if `end` needs them.
+      before: the residuals before, if `end` needs them.
+    """
+
+    ticket: Ticket | None
+    grads: PyTree
+    before: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """Error feedback around a plan.
+    """An exchange that keeps the errors of compression, as residuals, and sends them later (error feedback).
+
+    Leaves that travel raw under every plan have no residual. `beta`, `reset_every` and `seed` may be arrays, so
+    optax.inject_hyperparams can set them.
 
     Args:
-      plan: a codec, {axis: codec} or a Plan.
-      beta: the new residual is (1 - beta) * the old one + beta * the error of the step.
-      reset_every: the steps after which residuals become zero.
-      keep: whether errors are kept at all.
-      seed: of the noise of stochastic rounding.
+      plan: a codec, {axis: codec} or a Plan; or a schedule of these. {0: plan, 1000: other} uses `other` from step 1000
+        on, counted from 0. A schedule is one compiled program, which chooses the plan by the step. PowerSGDs of
+        different ranks share the factors of the largest.
+      beta: the new residual is (1 - beta) * the old residual + beta * the error of the step (LoCo). None: the new
+        residual is the error of the step.
+      reset_every: the number of steps after which residuals are set to zero again (LoCo). None: never.
+      keep: whether the errors are kept and sent later.
+      skip_nonfinite: whether the state stays as it is in a step whose mean is not finite everywhere. This is for
+        optimizers that skip such steps (optax.apply_if_finite, loss scaling). Residuals are then not updated in place.
+      telemetry: whether to measure the errors of each step, a `Telemetry`.
+      seed: the seed of the noise of codecs that round stochastically.
     """
 
-    plan: Plan
-    beta: float | None = None
-    reset_every: int | None = None
+    plan: Any  # Plan | Codec | {axis: Codec} | {step: Plan}; later a Plan, or {step: Plan}
+    _: dataclasses.KW_ONLY
+    beta: Number | None = None
+    reset_every: int | jax.Array | None = None
     keep: bool = True
-    seed: int = 0
+    skip_nonfinite: bool = False
+    telemetry: bool = False
+    seed: int | jax.Array = 0
+    phases: tuple[Phase, ...] = dataclasses.field(init=False, repr=False, compare=False)
     early: ClassVar[bool] = False
+    scatters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plan", check_plan("Feedback", self.plan))
+        phases = check_phases(self.op, self.plan)
+        object.__setattr__(self, "phases", phases)
+        object.__setattr__(self, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
+        self._check_flags("keep", "skip_nonfinite", "telemetry")
+        self._check_numbers(
+            seed=(check_integer,),
+            beta=(check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
+            reset_every=(check_integer, 1),
+        )
+        if not self.keep and (self.beta is not None or self.reset_every is not None):
+            raise wrong(self.op, "keep", "True with 'beta' or 'reset_every'", False)
+        low = next((codec for codec in self._codecs if codec.low_rank), None)
+        if low is not None and not self.keep:
+            warn(
+                f"{self.op}: argument 'keep': {spell(low)} may lose too much of gradients to train without feedback; "
+                "leave keep=False out"
+            )
+
+    @property
+    def op(self) -> str:
+        """The name that errors have."""
+        return type(self).__name__
+
+    @property
+    def _codecs(self) -> list[Codec]:
+        return [codec for phase in self.phases for codec in phase.plan.codecs]
+
+    def _check_flags(self, *names: str) -> None:
+        for name in names:
+            check_field(self, name, check_flag)
+
+    def _check_numbers(self, **checks: tuple[Any, ...]) -> None:
+        for name, check in checks.items():
+            if getattr(self, name) is not None:
+                check_hyperparameter(self.op, name, getattr(self, name), *check)
 
     def init(self, params: Params) -> ExchangeState:
-        carry = zeros(Routes.of("Feedback", self.plan, params).carry(feedback=self.keep, momentum=False))
-        shared = Shared(jnp.zeros((), jnp.int32), seed_words(self.seed), carry.factors)
-        return ExchangeState(Carry(carry.residuals), shared)
+        by_leaf, tree = self._routes(params), jax.tree_util.tree_structure(params)
+        encoded = [any(route.encoded for route in routes) for routes in by_leaf]
+        residuals = [jnp.zeros(r.shape, jnp.float32) if has else None for (r, *_), has in zip(by_leaf, encoded)]
+        # Plans whose PowerSGD has different ranks share the largest factor. Each uses its first rows.
+        shapes = [max((r.factor for r in routes if r.factor), default=None) for routes in by_leaf]
+        factors = [shape and jnp.zeros(shape, jnp.float32) for shape in shapes]
+        scalars = tree.unflatten([jnp.zeros((), jnp.float32) for _ in by_leaf])
+        key = jax.random.key_data(jax.random.key(self.seed, impl="threefry2x32"))
+        shared = Shared(
+            jnp.zeros((), jnp.int32),
+            key,
+            tree.unflatten(factors) if any(shapes) else None,
+            telemetry=Telemetry(*[scalars] * 4) if self.telemetry else None,
+        )
+        return ExchangeState(Carry(tree.unflatten(residuals) if self.keep else None), shared)
 
-    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Sent, ExchangeState]:
-        travel, shared = Routes.of("Feedback", self.plan, grads).over(at.net, at.dims), state.shared
-        key = fold(shared.key, shared.count) if travel.routes.stochastic else None
-        given = Carry(state.own.residuals, factors=shared.factors)
-        ticket, carry = begin(grads, given, travel, key)
-        return Sent(ticket, None if self.beta is None else given.residuals), _with(state, carry)
+    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
+        own, shared = state.own, state.shared
+        watched = self.beta is not None or self.skip_nonfinite or self.telemetry
+        before = own.residuals if watched else None
+        # Branches of a conditional can't return tickets of different messages. And without feedback, the state has no
+        # place for the errors that telemetry measures.
+        if len(self.phases) > 1 or (self.telemetry and not self.keep):
+            return Sent(None, grads, before), state
+        travel = self._travel(0, grads, own.residuals, at)
+        given = Carry(own.residuals, own.momentum, shared.factors)
+        ticket, carry = begin(grads, given, travel, self._key(shared, travel))
+        sent = Sent(ticket, grads if self.telemetry else None, before)
+        own = Carry(carry.residuals, carry.momentum)
+        return sent, ExchangeState(own, shared._replace(factors=carry.factors))
 
-    def end(self, sent: Sent, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        shared = state.shared
-        mean, carry = end(sent.ticket, Carry(state.own.residuals, factors=shared.factors))
-        residuals, count = carry.residuals, shared.count + 1
+    def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
+        own, shared, sent = state.own, state.shared, ticket
+        old = Carry(own.residuals, own.momentum, shared.factors)
+        if sent.ticket is None:
+            branches = [functools.partial(self._reduce, i, shared, at) for i in range(len(self.phases))]
+            mean, carry, telemetry = switch(self.phases, _turn(shared.count, at), branches, sent.grads, old)
+        else:
+            mean, carry = end(sent.ticket, old)
+            telemetry = self._measure(sent.ticket.travel, at, sent.grads, sent.before, mean, carry.residuals)
+        residuals, factors, count = carry.residuals, carry.factors, shared.count + 1
+        each = jax.tree_util.tree_map
         if self.beta is not None:
             damp = lambda old, new: (1 - self.beta) * old + self.beta * new
-            residuals = jax.tree_util.tree_map(damp, sent.before, residuals)
+            residuals = each(damp, sent.before, residuals)
+        if self.skip_nonfinite:
+            bad = at.nonfinite(self.op, mean)
+            residuals, factors = unless(bad, (residuals, factors), (sent.before, old.factors))
         if self.reset_every is not None:
-            residuals = jax.tree_util.tree_map(lambda r: jnp.where(count % self.reset_every == 0, 0, r), residuals)
-        return mean, ExchangeState(Carry(residuals), Shared(count, shared.key, carry.factors))
+            residuals = each(lambda r: jnp.where(count % self.reset_every == 0, 0, r), residuals)
+        shared = shared._replace(count=count, factors=factors, telemetry=telemetry)
+        return mean, ExchangeState(Carry(residuals, carry.momentum), shared)
+
+    def _routes(self, tree: PyTree) -> list[tuple[Route, ...]]:
+        """Returns the routes of each leaf, one for each phase. All phases must skip the same leaves.
+
+        Otherwise the mean of a leaf would be zero in some steps, in which momentum and weight decay still change it.
+        """
+        by_leaf = list(zip(*(Routes.of(self.op, phase.plan, tree).leaves for phase in self.phases)))
+        for routes in by_leaf:
+            if len({route.skipped for route in routes}) > 1:
+                expected, remedy = "plans that skip a leaf in every step or in none", "make a new exchange"
+                raise wrong(self.op, "plan", expected, "a schedule that changes it", remedy, path=routes[0].path)
+        return by_leaf
+
+    def _plan_over(self, phase: int, net: Transport) -> Plan:
+        """Returns the plan of a phase over these ranks."""
+        return self.phases[phase].plan
+
+    def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
+        plan = self._plan_over(phase, at.net)
+        travel = at.over(Routes.of(self.op, plan, grads))
+        check_input(grads, Carry(residuals), travel, "grads")
+        if self.keep:
+            self._warn_of_order(plan, at.net)
+        return travel
+
+    def _warn_of_order(self, plan: Plan, net: Transport) -> None:
+        """Warns of axes in the wrong order: feedback covers the losses over the outermost axis only."""
+        for codecs in (plan.default, *(rule.codec for rule in plan.rules)):
+            if isinstance(codecs, Mapping) and len(net.parts) > 1:
+                outermost, *inner = net.parts
+                lossy = next((name for name in inner if not codecs[name].raw), None)
+                if codecs[outermost].raw and lossy is not None:
+                    warn(
+                        f"{self.op}: argument 'plan': feedback covers only the outermost axis, {outermost!r}, not "
+                        f"{spell(codecs[lossy])} for {lossy!r}; the axes of the ranks are listed outermost first"
+                    )
+
+    def _key(self, shared: Shared, travel: Travel) -> Key | None:
+        return fold(shared.key, shared.count) if travel.routes.stochastic else None
+
+    def _reduce(
+        self, phase: int, shared: Shared, at: At, grads: PyTree, carry: Carry
+    ) -> tuple[PyTree, Carry, Telemetry | None]:
+        """Begins and ends the sum with the plan of a phase. Returns (mean, new carry, telemetry)."""
+        given, factors = carry.residuals, carry.factors
+        if self.telemetry and not self.keep:  # it needs residuals, which collect the errors
+            given = zeros(Routes.of(self.op, self.phases[phase].plan, grads).carry().residuals)
+        travel = self._travel(phase, grads, given, at)
+        routes = travel.routes
+        shapes = [route.factor for route in routes.leaves]
+        if factors is not None:
+            first = [s and q[: s[0]] for s, q in zip(shapes, routes.each(factors))]
+            factors = routes.tree.unflatten(first)
+        mean, new = reduce(grads, Carry(given, carry.momentum, factors), travel, self._key(shared, travel))
+        telemetry = self._measure(travel, at, grads, given, mean, new.residuals)
+        if factors is not None:
+            both = zip(shapes, routes.each(carry.factors), routes.each(new.factors))
+            factors = routes.tree.unflatten([q if s is None else q.at[: s[0]].set(x) for s, q, x in both])
+        return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
+
+    def _measure(
+        self, travel: Travel, at: At, grads: PyTree, before: PyTree, mean: PyTree, lost: PyTree
+    ) -> Telemetry | None:
+        return measure(travel, at, grads, before, mean, lost) if self.telemetry else None
 
 
-def _with(state: ExchangeState, carry: Carry) -> ExchangeState:
-    return ExchangeState(Carry(carry.residuals), state.shared._replace(factors=carry.factors))
+def _turn(count: jax.Array, at: At) -> jax.Array:
+    """Returns the step by which a conditional chooses its plan.
+
+    XLA runs the exchanges of a conditional at the same time as others, in an order that differs from rank to rank. So
+    the conditional waits for the mean of the loss. A loss that varies is no mean.
+    """
+    loss = None if at.loss is None else jnp.asarray(at.loss)
+    return count if loss is None or _compat.varying_axes(loss) else after(loss, count)
+
+
+def unless(bad: jax.Array | int, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the new tree, or the old tree if `bad` is not 0."""
+    return jax.tree_util.tree_map(lambda n, o: jnp.where(bad == 0, n, o), new, old)

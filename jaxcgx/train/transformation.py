@@ -1,53 +1,190 @@
-"""compress_gradients: an exchange as an optax transformation."""
+"""compress_gradients: an exchange as an optax transformation, from every rank's gradients to their mean."""
 
+import functools
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxcgx import _compat
+from jaxcgx.checks import check_array, check_integer, spell_array, wrong
 from jaxcgx.codecs.base import Codec
+from jaxcgx.exchange.resolve import check_axes, check_ranks
+from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
-from jaxcgx.transports.axes import axis_names
-from jaxcgx.transports.resolve import check_axes
 from jaxcgx.train.division import in_rows, row, without_row
 from jaxcgx.train.exchange import At, Exchange, as_exchange
+from jaxcgx.train.require import import_optax
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.typing import Params, PyTree
+from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
+from jaxcgx.typing import AxisName, Params, PyTree
+
+if TYPE_CHECKING:
+    import optax
+
+OP = "compress_gradients"
+
+
+class UnknownRanksError(ValueError):
+    """`init` can't see the number of ranks."""
 
 
 def compress_gradients(
-    axis: PyTree, exchange: "Exchange | Codec | Plan", *, axis_size: int | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Makes a transformation from each rank's own gradients to their mean. Its state has a row for each rank."""
-    exchange = as_exchange(exchange)
+    axis_name: AxisName,
+    exchange: Exchange | Codec | Plan | dict[Any, Any],
+    *,
+    order: Sequence[int] | None = None,
+    axis_size: int | None = None,
+) -> "optax.GradientTransformationExtraArgs":
+    """Makes an optax.GradientTransformation that replaces the gradients of each rank's own batch by their mean.
+
+        optimizer = optax.chain(cgx.compress_gradients("data", cgx.MaxMin(4)), optax.adam(1e-3))
+
+    The mean is the same on all ranks. The state is an `ExchangeState`. Its arrays per rank have a leading axis of the
+    ranks, and are sharded over it (`state_specs`). Inside shard_map, and over MPI, the size of this axis is 1. `update`
+    takes the mean loss as `value`, if there is one.
+
+    Args:
+      axis_name: the axis of the ranks, or a tuple of axes, outermost first; or an MPI communicator, or
+        `jaxcgx.mpi.hierarchy()`.
+      exchange: a codec, {axis: codec} or a Plan, or a schedule of these, {first step: plan}: a `Feedback`. Or another
+        exchange, such as `Momentum` or `DGC`. To set its numbers by optax.inject_hyperparams, make it inside of the
+        function that is injected.
+      order: the numbers of the leaves, in the order in which their gradients are ready in the backward pass
+        (`backward_order`). Messages are made and sent in this order. Over `Tcp`, the backward pass continues during the
+        exchange, if there are several messages (the plan's `fusion_mb`, by default 4 MiB).
+      axis_size: the number of ranks. It is needed if `init` is called outside shard_map and without a mesh in context
+        (jax.set_mesh). For jax.pmap, pass 1 and replicate the state. Every device then has its own state.
+    """
+    optax, exchange = import_optax(OP), as_exchange(exchange, OP)
+    over_mpi = is_communicator(axis_name)
+    if not over_mpi:
+        check_axis_names(OP, axis_name)
+    if axis_size is not None:
+        check_integer(OP, "axis_size", axis_size, 1)
+    for name, given in dict(order=order, axis_size=axis_size).items():
+        if over_mpi and given is not None:
+            remedy = "leave it out: exchanges over MPI wait for one another, and a process has a row"
+            raise wrong(OP, name, "None between the processes of mpirun", repr(given), remedy)
+    way = Way(order=None if order is None else _check_order(order))
 
     def init(params: Params) -> ExchangeState:
-        state, size = exchange.init(params), axis_size or _size(axis)
-        rows = lambda x: jnp.broadcast_to(x[None], (size, *x.shape))
-        return ExchangeState(jax.tree_util.tree_map(rows, state.own), state.shared)
+        params = _check_arrays("params", params)
+        return _first(axis_name, axis_size, lambda: exchange.init(params))
 
     def update(
-        grads: PyTree, state: ExchangeState, params: Params = None, *, value: PyTree = None, **_: PyTree
+        updates: PyTree, state: ExchangeState, params: Params = None, *, value: jax.Array | None = None, **_: Any
     ) -> tuple[PyTree, ExchangeState]:
-        at = At(check_axes("compress_gradients", axis), params, value)
-
-        def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
-            given = ExchangeState(own, state.shared)
-            ticket, given = exchange.begin(None if exchange.early else grads, given, at)
-            return exchange.end(ticket, given, at, grads)
-
-        mean, new = in_rows(both, state.own, row(grads))
-        return without_row(mean), ExchangeState(new.own, without_row(new.shared))
+        net = check_ranks(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
+        grads = _check_arrays("updates", updates)
+        check_state(OP, state, jax.eval_shape(exchange.init, grads), _remedy(axis_name))
+        return _both(exchange, grads, state, At(net, params, value, way))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _size(axis: PyTree) -> int:
-    """Returns the rows that `init` makes: 1 inside shard_map, or the ranks of the mesh in context."""
+def _both(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
+    """Begins and ends an exchange on a rank. Arrays per rank of the state have a row."""
+
+    def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
+        given = ExchangeState(own, state.shared)
+        ticket, given = exchange.begin(None if exchange.early else grads, given, at)
+        return exchange.end(ticket, given, at, grads if exchange.early else None)
+
+    if not jax.tree_util.tree_leaves(state.own):
+        return both(state.own, grads)
+    mean, new = in_rows(both, state.own, row(grads))
+    return without_row(mean), ExchangeState(new.own, without_row(new.shared))
+
+
+def _first(axis_name: AxisName, axis_size: int | None, init: Any) -> ExchangeState:
+    """Returns the state before the first step, with rows, sharded over the ranks if a mesh is in context."""
+    names = () if is_communicator(axis_name) else axis_names(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    found = math.prod(mesh.shape[n] for n in names) if names and all(n in mesh.shape for n in names) else None
+    varying, size = frozenset[Any](), axis_size or found
     try:
-        lax.axis_size(axis_names(axis))
-        return 1
+        varying, size, found = _compat.tracked_axes(check_axes(OP, axis_name).names) if names else varying, 1, None
     except NameError:
-        return math.prod(jax.sharding.get_abstract_mesh().shape[n] for n in axis_names(axis))
+        if size is None:
+            remedy = (
+                "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "
+                "axis_size=1, and replicate the state"
+            )
+            expected = f"the number of ranks of {axis_name!r}, which init can't see"
+            raise wrong(OP, "axis_size", expected, None, remedy, kind=UnknownRanksError) from None
+
+    def fresh() -> ExchangeState:
+        state = init()
+        of_ranks = lambda x: _compat.vary(jnp.broadcast_to(x[None], (size, *x.shape)), varying)
+        return ExchangeState(jax.tree_util.tree_map(of_ranks, state.own), state.shared)
+
+    def sharded() -> ExchangeState:
+        place = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+        of = lambda spec: functools.partial(jax.tree_util.tree_map, lambda x: place(x, NamedSharding(mesh, spec)))
+        state = fresh()
+        return ExchangeState(of(P(names))(state.own), of(P())(state.shared))
+
+    return jax.jit(sharded)() if size == found else fresh()  # with jit, no device ever holds the rows of all ranks
+
+
+def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
+    """Checks that the state of a rank fits its gradients and the exchange: its structure, shapes and dtypes.
+
+    Args:
+      op: the function that errors name.
+      state: the state, with rows.
+      expected: the shapes of a rank's state, without rows.
+      remedy: what to do with a state of several ranks.
+    """
+    if not isinstance(state, ExchangeState):
+        raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)
+    other = "it was made with another plan or other options; go on with those, or take a new one from init"
+    rows = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), expected.own)
+    flatten = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
+    (wanted, structure), (found, got_structure) = flatten(ExchangeState(rows, expected.shared)), flatten(state)
+    if structure != got_structure:
+        raise wrong(op, "state", f"the structure {structure}", got_structure, other)
+    for (path, want), (_, got) in zip(wanted, found):
+        if want is None or got is None:
+            fits, why = want is got, other
+        elif path[0].name == "own" and got.shape[1:] == want.shape[1:] and got.shape != want.shape:
+            fits, why = False, f"that is of several ranks; {remedy}"
+        else:
+            # Momentum has the dtype of the parameters. Gradients may have another dtype.
+            moves = {getattr(key, "name", None) for key in path} & {"momentum", "trace"}
+            fits = got.shape == want.shape and (got.dtype == want.dtype or bool(moves))
+            why = "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
+            why = why if got.shape == want.shape else other
+        if not fits:
+            raise wrong(op, "state", spell_array(want), spell_array(got), why, path=path)
+
+
+def _remedy(axis_name: AxisName) -> str:
+    if is_communicator(axis_name):
+        return "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
+    return (
+        f"shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; under jax.pmap, make "
+        "it with axis_size=1; one of another number of ranks is for jaxcgx.reshard_state"
+    )
+
+
+def _check_arrays(argument: str, tree: PyTree) -> PyTree:
+    """Returns the tree, after a check that its leaves are arrays or jax.ShapeDtypeStructs. Numbers become arrays."""
+    shaped = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if shaped(leaf) else check_array(OP, argument, leaf, path), tree
+    )
+
+
+def _check_order(order: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(order) if isinstance(order, Sequence) else ()
+    if sorted(found, key=str) != sorted(range(len(found)), key=str):
+        remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
+        raise wrong(OP, "order", "the numbers of the leaves, each once", repr(order), remedy)
+    return found
