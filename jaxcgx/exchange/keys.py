@@ -22,9 +22,9 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.message import Stage
 from jaxcgx.transports.base import Transport
 
-# Numbers that are folded into keys: for the first encoding, the encoding of a sum, the backward pass, and the hops of a
-# ring or a tree.
-FIRST, SUM, BACK, HOP = 0, 1, 2, 3
+# Numbers that are folded into keys: for the first encoding, the encoding of a sum, the hops of a ring or a tree, and
+# the backward pass, whose number no stage of a hierarchy has.
+FIRST, SUM, HOP, BACK = 0, 1, 3, 2**16
 
 
 def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
@@ -36,6 +36,14 @@ def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
         folded = jax.random.fold_in(folded, n)
     words = jax.random.key_data(folded)
     return words if key.shape == (2,) else jnp.concatenate([words, key[2:]])
+
+
+def back(key: jax.Array | None, dimensions: int = 0) -> jax.Array | None:
+    """Returns the key of the backward pass. vmap has added `dimensions` in front of the key."""
+    make: Any = lambda words: fold(words, BACK)
+    for _ in range(dimensions if key is not None else 0):
+        make = jax.vmap(make)
+    return make(key)
 
 
 def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | None:

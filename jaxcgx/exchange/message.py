@@ -20,7 +20,7 @@ OWN, SHARED = ("residuals", "momentum"), ("factors",)
 STATE = OWN + SHARED
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves", "key", *STATE], meta_fields=["ids"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves", "key", "back", *STATE], meta_fields=["ids"])
 @dataclasses.dataclass(frozen=True)
 class Message:
     """Leaves that travel together, with their key and their state. A pytree.
@@ -33,6 +33,7 @@ class Message:
     ids: tuple[int, ...]
     leaves: list[Any]
     key: jax.Array | None = None
+    back: jax.Array | None = None  # the key of the transpose; None: it is made from `key`
     residuals: list[Any] | None = None  # float32, in the shapes of the leaves
     momentum: list[Any] | None = None  # like the leaves
     factors: list[Any] | None = None  # float32[rank, n]

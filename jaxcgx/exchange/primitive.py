@@ -54,7 +54,7 @@ def match_varying(message: Message, net: Transport) -> Message:
 @functools.lru_cache
 def _results(tree: Any) -> Any:
     """Returns the structure of the results, from the structure of the operands."""
-    return jax.tree_util.tree_structure(places(tree).replace(key=None))
+    return jax.tree_util.tree_structure(places(tree).replace(key=None, back=None))
 
 
 def _put_leaves(tree: Any, values: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ def _abstract_eval(shape: Any, invarying: Any, *avals: Any, batch: Batch, tree: 
         for i, x in enumerate(message.leaves)
     ]
     like = lambda x: _compat.result_aval([x], x.shape, x.dtype, rows=n)
-    results = jax.tree_util.tree_map(like, message.replace(leaves=[], key=None)).replace(leaves=leaves)
+    results = jax.tree_util.tree_map(like, message.replace(leaves=[], key=None, back=None)).replace(leaves=leaves)
     bound = set(net.names) - {name for _, name in batch}
     return jax.tree_util.tree_leaves(results), _compat.axis_effects(bound) | net.effects
 
@@ -107,7 +107,8 @@ def _jvp(primitive: Any, primals: Any, tangents: Any, *, tree: Any, **params: An
     message, moving = tree.unflatten(primals), tree.unflatten(tangents).leaves
     if all(type(t) is ad.Zero for t in moving):
         return results, zeros
-    moved = bind(primitive, Message(message.ids, list(map(ad.instantiate_zeros, moving)), message.key), **params)
+    tangent = Message(message.ids, list(map(ad.instantiate_zeros, moving)), message.key, message.back)
+    moved = bind(primitive, tangent, **params)
     return results, _put_leaves(_results(tree), zeros, moved.leaves)
 
 

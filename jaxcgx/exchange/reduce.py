@@ -240,7 +240,8 @@ def message_scope(travel: Travel, ids: tuple[int, ...]) -> PyTree:
 def _message(envelope: Envelope, ticket: Ticket, kept: _Kept) -> Message:
     ids, key = envelope.ids, ticket.key if envelope.stochastic else None
     leaves = [ticket.held[i] for i in ids]
-    return Message(_numbers(ids, ticket.travel), leaves, key, **kept.of(ids, leaves, envelope.stages[0].codec))
+    message = Message(_numbers(ids, ticket.travel), leaves, key)
+    return message.replace(**kept.of(ids, leaves, envelope.stages[0].codec))
 
 
 def _numbers(ids: tuple[int, ...], travel: Travel) -> tuple[int, ...]:

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.exchange import primitive, schedules
-from jaxcgx.exchange.keys import BACK, fold
+from jaxcgx.exchange import keys, primitive, schedules
 from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.transports.base import Transport, join_rows, split_rows
 
@@ -67,9 +66,9 @@ def all_to_all(message: Message, stage: Stage) -> list[Any]:
     return primitive.bind(all_to_all_p, message, net=stage.net, stage=stage).leaves
 
 
-def _back(message: Message, cts: list[Any]) -> Message:
+def _back(message: Message, cts: list[Any], batch: primitive.Batch) -> Message:
     """Returns the message of cotangents."""
-    return Message(message.ids, cts, fold(message.key, BACK))
+    return Message(message.ids, cts, keys.back(message.key, len(batch)) if message.back is None else message.back)
 
 
 # all_gather
@@ -77,7 +76,7 @@ def _back(message: Message, cts: list[Any]) -> Message:
 
 def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, to: str, join: Join | None) -> Message:
     gathered = schedules.all_gather(stage, message)
-    return message.replace(key=None, leaves=gathered if join is None else join.join(gathered))
+    return message.replace(key=None, back=None, leaves=gathered if join is None else join.join(gathered))
 
 
 # The primitive has the name of lax's primitive. So policies of jax.checkpoint treat the results of both alike.
@@ -87,7 +86,7 @@ def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, t
 # with mostly zero rows, and psum_scatter adds them. If ranks share a cotangent along another mesh axis,
 # psum_scatter counts it several times. The factor corrects this.
 def _all_gather_transpose(
-    message: Message, cts: list[Any], *, stage: Stage, to: str, join: Join | None, batch: tuple[Any, ...], **params: Any
+    message: Message, cts: list[Any], *, stage: Stage, to: str, join: Join | None, batch: primitive.Batch, **params: Any
 ) -> list[Any]:
     net, ranks = params["net"], params["ranks"]
     if join is not None:
@@ -101,7 +100,7 @@ def _all_gather_transpose(
             return [lax.dynamic_index_in_dim(ct, net.rank, len(batch), keepdims=False) for ct in cts]
         cts = [ct * (mapped / ranks) for ct in cts]
     back = dict(net=net, stage=stage.transposed(), how=Sum(), batch=batch)
-    return primitive.bind(psum_scatter_p, _back(message, cts), **back).leaves
+    return primitive.bind(psum_scatter_p, _back(message, cts, batch), **back).leaves
 
 
 def _gathered_shape(
@@ -127,17 +126,17 @@ all_gather_p: Any = primitive.define(
 def _psum_scatter(message: Message, *, net: Transport, stage: Stage, how: Sum) -> Message:
     summed = schedules.reduce_scatter(stage, message, how)
     leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
-    return message.replace(key=None, leaves=leaves, residuals=summed.residuals)
+    return message.replace(key=None, back=None, leaves=leaves, residuals=summed.residuals)
 
 
 # Row r of every rank's leaf was added to the sum of rank r, so on every rank its cotangent is the cotangent of rank r's
 # sum.
 def _psum_scatter_transpose(
-    message: Message, cts: list[Any], *, net: Transport, stage: Stage, how: Sum, batch: tuple[Any, ...]
+    message: Message, cts: list[Any], *, net: Transport, stage: Stage, how: Sum, batch: primitive.Batch
 ) -> list[Any]:
     ranks, cts = message.leaves[0].shape[len(batch)], [ct / how.divisor for ct in cts]
     params = dict(net=net, stage=stage.transposed(), ranks=ranks, to="varying", join=None, batch=batch)
-    return primitive.bind(all_gather_p, _back(message, cts), **params).leaves
+    return primitive.bind(all_gather_p, _back(message, cts, batch), **params).leaves
 
 
 psum_scatter_p: Any = primitive.define(
@@ -153,15 +152,15 @@ psum_scatter_p: Any = primitive.define(
 
 
 def _all_to_all(message: Message, *, net: Transport, stage: Stage) -> Message:
-    return message.replace(key=None, leaves=schedules.all_to_all(stage, message))
+    return message.replace(key=None, back=None, leaves=schedules.all_to_all(stage, message))
 
 
 # Row r went to rank r, so its cotangent comes back from rank r by the same exchange.
 def _all_to_all_transpose(
-    message: Message, cts: list[Any], *, net: Transport, stage: Stage, batch: tuple[Any, ...]
+    message: Message, cts: list[Any], *, net: Transport, stage: Stage, batch: primitive.Batch
 ) -> list[Any]:
     params = dict(net=net, stage=stage.transposed(), batch=batch)
-    return primitive.bind(all_to_all_p, _back(message, cts), **params).leaves
+    return primitive.bind(all_to_all_p, _back(message, cts, batch), **params).leaves
 
 
 all_to_all_p: Any = primitive.define(

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.exchange import row_primitives
-from jaxcgx.exchange.keys import fold_stage
+from jaxcgx.exchange import keys, row_primitives
 from jaxcgx.exchange.message import Message, Stage
 from jaxcgx.exchange.reduce import leaf_scope, message_scope
 from jaxcgx.exchange.routes import Travel
@@ -29,7 +28,10 @@ def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying") -> P
         join = row_primitives.Join(tuple(dims[i] or 0 for i in message.ids), tiled, sizes)
         leaves = message.leaves
         for j, stage in enumerate(stages):
-            part = message.replace(key=_key(message.key, stages, j, stages[j + 1 :]), leaves=leaves)
+            # Going back, ranks along the outer stages send different rows.
+            others = stages[:j] + stages[j + 1 :]
+            words = _key(message.key, stages, j, stages[j + 1 :]), _key(keys.back(message.key), stages, j, others)
+            part = message.replace(key=words[0], back=words[1], leaves=leaves)
             leaves = row_primitives.all_gather(part, stage, to, join=join if stage is stages[-1] else None)
         return leaves
 
@@ -66,7 +68,7 @@ def by_stage(rows: list[jax.Array], stages: tuple[Stage, ...]) -> list[jax.Array
 
 def _key(key: Key | None, stages: tuple[Stage, ...], j: int, others: tuple[Stage, ...]) -> Key | None:
     """Returns the key of stage j. Ranks with different places along the stages `others` draw different noise."""
-    return key if len(stages) == 1 else fold_stage(key, j, others)
+    return key if len(stages) == 1 else keys.fold_stage(key, j, others)
 
 
 def _exchange(

@@ -11,8 +11,7 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
-from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
-from jaxcgx.exchange.keys import BACK, fold
+from jaxcgx.exchange import costs, hierarchy, keys, low_rank, primitive, schedules
 from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.native.eager import define_impl
 from jaxcgx.plan.overlay import Overlay
@@ -118,12 +117,12 @@ def end(begun: Any) -> tuple[list[Any], Any]:
 # of the sum then gives each rank a copy of the cotangent (pcast), and sends no bytes. If JAX doesn't track this, a
 # cotangent may differ from rank to rank, and the transpose of psum is psum.
 def _transpose(
-    message: Message, cts: list[Any], *, net: Transport, how: Sum, tracked: bool, **params: Any
+    message: Message, cts: list[Any], *, net: Transport, how: Sum, tracked: bool, batch: primitive.Batch, **params: Any
 ) -> list[Any]:
     if tracked:
         return [ct / how.divisor for ct in cts]
-    back = Message(message.ids, cts, fold(message.key, BACK))
-    return primitive.bind(psum_p, back, net=net, how=how, tracked=tracked, **params).leaves
+    back = Message(message.ids, cts, keys.back(message.key, len(batch)))
+    return primitive.bind(psum_p, back, net=net, how=how, tracked=tracked, batch=batch, **params).leaves
 
 
 psum_p: Any = primitive.define(
