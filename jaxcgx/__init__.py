@@ -35,6 +35,7 @@ from jaxcgx.collectives import (
     compressed_psum_scatter,
     end_pmean,
     grad,
+    gradient_statistics,
     init_carry,
     init_factors,
     local_value_and_grad,
@@ -57,7 +58,7 @@ from jaxcgx.optim import (
     shard_specs,
     state_specs,
 )
-from jaxcgx.plan import Plan, Rule, gradient_statistics
+from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.advise import advise
 from jaxcgx.report.cluster import Cluster
 from jaxcgx.report.explain import explain

@@ -14,18 +14,37 @@ STOREYS = (
     ("report",),
     ("lab",),
     ("wan",),
+    ("train",),
     ("optim",),
-    ("mpi",),
     ("collectives",),
     ("exchange",),
+    ("mpi",),
     ("plan",),
     ("codecs",),
     ("transports",),
     ("native",),
-    ("checks", "text", "typing", "units", "_compat"),
+    ("checks", "text", "typing", "units", "_compat", "_programs"),
 )
 # (importer, imported): why this import may point upward or close a circle.
-EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
+SETTINGS = "reads CHECK, WAIT or MEET when it is needed: programs may set them"
+OLD = "serves the old training steps, and goes with them"
+EXCEPTIONS = {
+    ("jaxcgx.mpi.calls", "jaxcgx.mpi"): SETTINGS,
+    ("jaxcgx.mpi.waiting", "jaxcgx.mpi"): SETTINGS,
+    ("jaxcgx.train.exchange", "jaxcgx.train.feedback"): "makes a Feedback of a plan, which is short for it",
+    **{
+        ("jaxcgx.mpi.functions", f"jaxcgx.{name}"): OLD
+        for name in (
+            "collectives.old_all_gather",
+            "collectives.old_all_to_all",
+            "collectives.old_arguments",
+            "collectives.old_psum",
+            "collectives.old_psum_scatter",
+            "collectives.state",
+            "exchange.scopes",
+        )
+    },
+}
 MOST = 7  # parameters
 
 

@@ -8,6 +8,7 @@ from jaxcgx.collectives.psum import compressed_pmean, compressed_psum, init_carr
 from jaxcgx.collectives.psum_scatter import compressed_psum_scatter
 from jaxcgx.collectives.replicas import check_replicas
 from jaxcgx.collectives.state import init_factors
+from jaxcgx.collectives.statistics import gradient_statistics
 from jaxcgx.collectives.sync_in_backward import sync_in_backward
 from jaxcgx.collectives.value_and_grad import grad, value_and_grad
 
@@ -21,6 +22,7 @@ __all__ = [
     "compressed_psum_scatter",
     "end_pmean",
     "grad",
+    "gradient_statistics",
     "init_carry",
     "init_factors",
     "local_value_and_grad",

@@ -36,7 +36,7 @@ def compressed_all_gather(
       backward_plan: the plan of the transpose, a `compressed_psum_scatter`; by default `plan`.
     """
     op = "compressed_all_gather"
-    call = Call.of(op, x, axis_name, plan, key, backward_plan, axis=axis, tiled=tiled)
+    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, axis=axis, tiled=tiled)
     call.check_rows()
     check_choice(op, "to", to, ("varying", "invarying"))
     dims = call.per_leaf("axis", axis, extra=0 if tiled else 1)

@@ -36,7 +36,7 @@ def compressed_all_to_all(
     """
     op = "compressed_all_to_all"
     settings = dict(split_axis=split_axis, concat_axis=concat_axis, tiled=tiled)
-    call = Call.of(op, x, axis_name, plan, key, backward_plan, **settings)
+    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, **settings)
     call.check_rows()
     split, concat = call.per_leaf("split_axis", split_axis), call.per_leaf("concat_axis", concat_axis)
     call.check_divisible("split_axis", split, tiled)

@@ -41,7 +41,7 @@ def compressed_psum(
         `factors` are what `PowerSGD` starts from, the same on every rank. Without them, every call restarts from the
         same guess and approximates worse.
     """
-    return _reduce("compressed_psum", x, axis_name, plan, key, carry, mean=False)
+    return _reduce("compressed_psum", x, axis_name, plan, key=key, carry=carry, mean=False)
 
 
 def compressed_pmean(
@@ -59,14 +59,14 @@ def compressed_pmean(
       carry: what earlier calls kept, as in `compressed_psum`. Summed over all ranks, ranks * mean + new residuals =
         x + residuals.
     """
-    return _reduce("compressed_pmean", x, axis_name, plan, key, carry, mean=True)
+    return _reduce("compressed_pmean", x, axis_name, plan, key=key, carry=carry, mean=True)
 
 
 def _reduce(
     op: str, x: PyTree, axis_name: AxisName, plan: Codecs | Plan, key: Key | None, carry: Carry | None, *, mean: bool
 ) -> PyTree:
     check_summable(op, x)
-    call, given = Call.of(op, x, axis_name, plan, key, carry=carry), carry or Carry()
+    call, given = Call.of(op, x, axis_name, plan, key=key, carry=carry), carry or Carry()
     travel = call.over(Way(mean=mean))
     check_input(call.x, given, travel)
     total, kept = reduce(call.x, given, travel, call.key)

@@ -39,7 +39,7 @@ def compressed_psum_scatter(
     op = "compressed_psum_scatter"
     check_summable(op, x)
     settings = dict(carry=carry, scatter_dimension=scatter_dimension, tiled=tiled)
-    call, given = Call.of(op, x, axis_name, plan, key, backward_plan, **settings), carry or Carry()
+    call, given = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, **settings), carry or Carry()
     call.check_rows()
     dims = call.per_leaf("scatter_dimension", scatter_dimension)
     call.check_divisible("scatter_dimension", dims, tiled)

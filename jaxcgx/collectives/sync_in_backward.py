@@ -74,7 +74,7 @@ def sync_in_backward(
       order: the order in which the gradients are ready, from `backward_order`. Messages are made and sent in this
         order. By default, the last leaves are sent first. Leaves that travel raw, each on its own, follow.
     """
-    call, given = Call.of(OP, params, axis_name, plan, key), carry or Carry()
+    call, given = Call.of(OP, params, axis_name, plan, key=key), carry or Carry()
     travel = call.over(Way(order=None if order is None else tuple(order)))
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")

@@ -153,7 +153,9 @@ class Routes:
         `backward` are the routes of the transpose, which only slices have; None: the same.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        return _travel(self, net, net.size, way, backward or self, set(mesh.axis_names) == set(mesh.manual_axes))
+        sizes = net.size, *(part.size for part in net.parts.values())
+        manual = set(mesh.axis_names) == set(mesh.manual_axes)
+        return _travel(self, net, sizes, way, backward=backward or self, manual=manual)
 
 
 @functools.lru_cache(maxsize=256)
@@ -174,7 +176,7 @@ def _routes(op: str, plan: Plan, tree: PyTree, shapes: tuple[tuple[tuple[int, ..
             )
             raise wrong(op, "plan", expected, f"one that can't, because {why}", path=path, kind=kind)
         factor = factor_shape(x, values(codec))
-        routes.append(Route(path, x.shape, jnp.dtype(x.dtype), codec, why, skipped, factor))
+        routes.append(Route(path, x.shape, jnp.dtype(x.dtype), codec, why_raw=why, skipped=skipped, factor=factor))
     return Routes(op, plan, tree, tuple(routes))
 
 
@@ -242,9 +244,12 @@ class Travel:
 
 
 @functools.lru_cache(maxsize=256)
-def _travel(routes: Routes, net: Transport, size: int, way: Way, backward: Routes, manual: bool) -> Travel:
-    """`manual`: whether no axis of the mesh is left to XLA's partitioner, which may shard leaves over it."""
-    op, plan = routes.op, routes.plan
+def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, backward: Routes, manual: bool) -> Travel:
+    """Makes a travel. The transport has the same identity over any mesh, so its sizes are arguments, too.
+
+    `manual`: whether no axis of the mesh is left to XLA's partitioner, which may shard leaves over it.
+    """
+    op, plan, size = routes.op, routes.plan, sizes[0]
     outermost = _asked(op, plan, net)[0]
     hops = outermost == "tree" or isinstance(outermost, Overlay)
     _check_way(routes, way, hops)
@@ -282,7 +287,7 @@ def _travel(routes: Routes, net: Transport, size: int, way: Way, backward: Route
         envelopes.sort(key=lambda each: min((turns[i] for i in each.ids), default=0))
     how = Sum(own=plan.own, divisor=float(size) if way.mean else 1.0, leader=plan.leader)
     shared = _share(routes, plain, way) if envelopes and manual and not way.rows else plain
-    return Travel(routes, net, way, tuple(envelopes), tuple(shared), how)
+    return Travel(routes, net, way, tuple(envelopes), plain=tuple(shared), how=how)
 
 
 def _limit(plan: Plan, way: Way) -> float:
@@ -329,7 +334,7 @@ def _stages(op: str, there: Route, back: Route, net: Transport) -> tuple[Stage, 
         flat, parts = sorted((each, others), key=len)
         if not flat[0][1].raw:
             expected = "a codec for each axis where 'plan' has one for each, and one for all where it has one for all"
-            raise wrong(op, "backward", expected, f"{len(others)} beside {len(each)}", path=there.path)
+            raise wrong(op, "backward_plan", expected, f"{len(others)} beside {len(each)}", path=there.path)
         flat = [(part, flat[0][1]) for part, _ in parts]
         each, others = (flat, parts) if len(each) < len(others) else (parts, flat)
     stages = tuple(Stage(part, codec, "auto", other) for (part, codec), (_, other) in zip(each, others))

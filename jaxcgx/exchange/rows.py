@@ -35,7 +35,7 @@ def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying") -> P
             leaves = row_primitives.all_gather(part, stage, to, join=join if stage is stages[-1] else None)
         return leaves
 
-    return _exchange(x, travel, key, plain, of_message)
+    return _exchange(x, travel, key, plain=plain, of_message=of_message)
 
 
 def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ...]) -> PyTree:
@@ -58,7 +58,7 @@ def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ..
         whole = [x.reshape(size, *x.shape[len(stages) :]) for x in parts]
         return [join_rows(x, concat[i], tiled) for x, i in zip(whole, message.ids)]
 
-    return _exchange(x, travel, key, plain, of_message)
+    return _exchange(x, travel, key, plain=plain, of_message=of_message)
 
 
 def by_stage(rows: list[jax.Array], stages: tuple[Stage, ...]) -> list[jax.Array]:

@@ -9,6 +9,6 @@ on gradients, adapt.py chooses codecs by these errors, and bits.py computes that
 from jaxcgx.plan.leaves import messages, why_raw
 from jaxcgx.plan.plan import SCHEDULES, Plan
 from jaxcgx.plan.rules import Rule
-from jaxcgx.plan.statistics import GradientStatistics, gradient_statistics
+from jaxcgx.plan.statistics import GradientStatistics
 
-__all__ = ["SCHEDULES", "GradientStatistics", "Plan", "Rule", "gradient_statistics", "messages", "why_raw"]
+__all__ = ["SCHEDULES", "GradientStatistics", "Plan", "Rule", "messages", "why_raw"]

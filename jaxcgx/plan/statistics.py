@@ -1,25 +1,12 @@
-"""Measures the error of each codec on the gradients of each leaf. `Plan.adapt` chooses codecs by these errors."""
+"""The errors of each codec on the gradients of each leaf. `Plan.adapt` chooses codecs by these errors."""
 
-import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from jaxcgx.checks import check_varying, unexpected, wrong
+from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.checks import check_codec, check_key
-from jaxcgx.codecs.coding import roundtrip
-from jaxcgx.codecs.maxmin import MaxMin
-from jaxcgx.exchange.resolve import check_axes
-from jaxcgx.plan.leaves import spell_path, why_unfit
-from jaxcgx.typing import AxisName
-
-TOP = 100  # the number of largest magnitudes whose norm is in `tops`, as in CGX
 
 
 @functools.partial(
@@ -61,69 +48,3 @@ class GradientStatistics:
                 "GradientStatistics", "statistics of the same leaves and codecs to add", " and ".join(sizes)
             )
         return jax.tree.map(lambda a, b: a + b, self, other)
-
-
-def gradient_statistics(
-    grads: Any,
-    axis_name: AxisName = None,
-    codecs: Sequence[Codec] = tuple(MaxMin(bits) for bits in range(2, 9)),
-    *,
-    key: Any = None,
-) -> GradientStatistics:
-    """Returns the squared error of every codec and the squared norm, leaf by leaf, for `Plan.adapt`.
-
-    Statistics of several steps can be added: `statistics + gradient_statistics(...)`.
-
-    Args:
-      grads: a pytree of this rank's gradients.
-      axis_name: an axis, or a tuple of axes, over which lax.psum adds the numbers. Every rank then has the same numbers
-        and makes the same choice. None: the numbers are this rank's.
-      codecs: the candidates.
-      key: a random key, for codecs that round stochastically.
-    """
-    op = "gradient_statistics"
-    if not isinstance(codecs, tuple | list) or not codecs:
-        raise wrong(op, "codecs", "a list of codecs", repr(codecs), kind=TypeError)
-    for codec in codecs:
-        check_key(op, check_codec(op, codec, "codecs"), key)
-    net = None if axis_name is None else check_axes(op, axis_name)
-    if key is not None and net is not None:  # ranks draw independent noise
-        key = jax.random.fold_in(key, net.rank)
-    paths, leaves = _check_leaves(op, grads)
-    if net is not None:
-        check_varying(op, net.names, paths, leaves, argument="grads")
-    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
-    rows = jnp.stack([_measure(leaf, codecs, key) for leaf, key in zip(leaves, keys)])
-    if net is not None:
-        rows = net.plain_psum(rows)
-    n = len(codecs)
-    return GradientStatistics(
-        errors=rows[:, :n],
-        norms=rows[:, n],
-        tops=rows[:, n + 1],
-        paths=tuple(map(spell_path, paths)),
-        shapes=tuple(leaf.shape for leaf in leaves),
-        dtypes=tuple(str(leaf.dtype) for leaf in leaves),
-        codecs=tuple(codecs),
-    )
-
-
-def _check_leaves(op: str, grads: Any) -> tuple[list[Any], list[jax.Array]]:
-    """Returns (JAX paths, arrays) of the leaves that codecs can take. Their paths must differ."""
-    found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
-    found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
-    if not found:
-        raise wrong(op, "grads", "a float32, bfloat16 or float16 array among the leaves", "none")
-    names = collections.Counter(spell_path(path) for path, _ in found)
-    if twice := [name for name, n in names.items() if n > 1]:
-        got = f"several whose path is {twice[0]!r}, which no rule could tell apart"
-        raise wrong(op, "grads", "leaves of different paths", got, "rename one")
-    return [path for path, _ in found], [leaf for _, leaf in found]
-
-
-def _measure(x: jax.Array, codecs: Sequence[Codec], key: Any) -> jax.Array:
-    """Returns float32[codecs + 2]: the squared errors, the squared norm, the squared norm of the largest magnitudes."""
-    exact = x.astype(jnp.float32)
-    errors = [roundtrip(x, codec, key if codec.stochastic else None).astype(jnp.float32) - exact for codec in codecs]
-    top = lax.top_k(jnp.abs(exact.reshape(-1)), min(TOP, x.size))[0]
-    return jnp.stack([jnp.square(e).sum() for e in (*errors, exact, top)])

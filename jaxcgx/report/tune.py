@@ -18,8 +18,9 @@ from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
+from jaxcgx.collectives.statistics import gradient_statistics
 from jaxcgx.native.layout import DTYPES
-from jaxcgx.plan import GradientStatistics, Plan, gradient_statistics, why_raw
+from jaxcgx.plan import GradientStatistics, Plan, why_raw
 from jaxcgx.plan.by_axis import compressing, skips
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.text import spell_sizes, table
