@@ -1,0 +1,1 @@
+"""What GeoMX has: differential transmission, mixed sync, and its variables."""

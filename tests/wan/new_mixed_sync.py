@@ -1,0 +1,92 @@
+"""Tests MixedSync against DCASGD's rule in NumPy, bit for bit, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from ranks import mesh, whole_numbers
+
+import jaxcgx as cgx
+
+STEPS, RATE, LAMBDA = 6, 0.25, 0.5
+PARAMS = {"w": jnp.asarray(whole_numbers((6,), 1))}
+X = np.asarray(whole_numbers((STEPS, 8, 6), 3)) / 4
+
+
+def loss_fn(params, x):
+    """A loss with exact gradients."""
+    return ((params["w"] - x.mean(0)) ** 2).sum() / 2
+
+
+@functools.lru_cache
+def trained(exchange):
+    """Returns the parameters after each step, and the last state of the exchange."""
+    train = cgx.make_train_step(loss_fn, optax.sgd(RATE), mesh(4), exchange, sharding=cgx.Sharding("a"))
+    state, found = train.init(PARAMS), []
+    for x in X:
+        state, _ = train.step(state, x)
+        found.append(np.array(state.params["w"]))
+    return found, state.exchange
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_rule_of_dcasgd(staleness):
+    got, _ = trained(cgx.wan.MixedSync(cgx.Raw(), staleness=staleness, compensation=LAMBDA))
+    w, gradients, past = np.array(PARAMS["w"]), [], []
+    for t, x in enumerate(X):
+        gradients.append(np.float32(w - x.mean(0)))
+        past.append(w)
+        if t >= staleness:
+            g = gradients[t - staleness]
+            w = np.float32(w - RATE * (g + LAMBDA * g * g * (w - past[t - staleness])))
+        np.testing.assert_allclose(got[t], w, rtol=1e-5)
+
+
+def test_nothing_is_lost():
+    """Everything that has not arrived is pending, or in the residuals of the codec."""
+    got, state = trained(cgx.wan.MixedSync(cgx.MaxMin(3), compensation=0.0))
+    gradients = np.stack([w - x.reshape(4, 2, 6).mean(1) for w, x in zip([PARAMS["w"], *got], X)])
+    left = np.asarray(state.own.grads[0]["w"]) + np.asarray(state.own.exchange.residuals["w"])
+    arrived = (np.asarray(PARAMS["w"]) - got[-1]) / RATE
+    np.testing.assert_allclose(arrived + left.mean(0), gradients.sum(0).mean(0), atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_what_waits_keeps_its_mean_on_other_ranks(ranks):
+    """The next step applies the mean of the pending gradients, for any number of ranks."""
+    _, state = trained(cgx.wan.MixedSync(cgx.Raw(), compensation=0.0))
+    waiting = np.asarray(state.own.grads[0]["w"])
+    moved = np.asarray(cgx.reshard_state(state, ranks).own.grads[0]["w"])
+    assert moved.shape == (ranks, *waiting.shape[1:]) and np.abs(waiting.mean(0)).max() > 0.01
+    np.testing.assert_allclose(moved.mean(0), waiting.mean(0), rtol=1e-6)
+
+
+def test_an_exchange_inside_may_be_early():
+    """Two exchanges that are one step late are one that is two steps late."""
+    of = lambda exchange: trained(cgx.wan.MixedSync(exchange, compensation=0.0))[0]
+    twice, once = of(cgx.wan.MixedSync(cgx.Raw(), compensation=0.0)), of(cgx.Raw())
+    np.testing.assert_array_equal(twice[:2], [PARAMS["w"]] * 2)
+    assert (twice[2] != PARAMS["w"]).any() and (once[1] != PARAMS["w"]).any()
+
+
+def test_bad_input():
+    for options, argument, expected, got in (
+        (dict(staleness=0), "staleness", "positive integer", "0"),
+        (dict(compensation=-1), "compensation", "number 0", "-1"),
+    ):
+        with raises(ValueError, says("MixedSync", argument, expected=expected, got=got)):
+            cgx.wan.MixedSync(cgx.Raw(), **options)
+    late = cgx.compress_gradients("a", cgx.wan.MixedSync(cgx.Raw()), axis_size=1)
+    state = late.init({"w": jnp.ones(99)})
+    words = says("MixedSync", "params", expected="parameters", got="None", remedy="update")
+    for size, error, words, params in (
+        (4, TypeError, words, lambda g: None),
+        (1, ValueError, says("MixedSync", "axis", expected="centers along 'a'", got="one", remedy="leave"), lambda g: g),
+    ):
+        rows = {"w": jnp.ones((size, 99))}
+        with raises(error, words):
+            jax.vmap(lambda g, params=params: late.update(g, state, params(g)), axis_name="a")(rows)
