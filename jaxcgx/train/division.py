@@ -126,7 +126,7 @@ class Division:
     def on_shards(self, function: Function, sent: ExchangeState) -> Function:
         """Returns a function that runs an exchange on all shards over the other axes of a mesh, inside of `over`.
 
-        The function is one of (rows of gradients, sent, parameters or None, loss) that returns (means, sent).
+        The function is one of (gradients, sent, parameters or None, loss) that returns (means, sent).
         """
         return function
 

@@ -30,7 +30,7 @@ class Given(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a rank finds. With weights, loss and gradients are sums, and averaged outputs are multiplied by the weight."""
+    """What a rank finds. With weights, loss and gradients are sums, and averaged outputs are times the weight."""
 
     grads: PyTree
     loss: jax.Array

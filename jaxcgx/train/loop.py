@@ -91,9 +91,9 @@ def make_train_step(
       mesh_or_comm: a jax.sharding.Mesh; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then the batch
         of the process, and `init` takes the parameters of the first rank.
       exchange: how gradients are exchanged. A codec, {axis: codec} or a Plan, or a schedule of these, {first step:
-        plan}, keeps the errors of compression and sends them later (`Feedback`). Others are `Feedback`, `Momentum`,
-        `DGC`, `BSC`, `MPQ`, `wan.Differential` and `wan.MixedSync`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters
-        in place of gradients. Parameters that the plan skips (`Skip`) are frozen. They are not differentiated, the
+        plan}, keeps the errors of compression and sends them later. It means a `Feedback`. Others are `Momentum`, `DGC`,
+        `BSC`, `MPQ`, `wan.Differential` and `wan.MixedSync`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters in
+        place of gradients. Parameters that the plan skips (`Skip`) are frozen. They are not differentiated, the
         optimizer doesn't see them, and they keep their bits.
       sharding: how batches, parameters and the optimizer's state are divided over the mesh: a `Sharding`. Scalars of a
         batch, including single random keys, are the same on every rank and for every micro-batch.
@@ -101,8 +101,8 @@ def make_train_step(
         averaged in float32 and sent once. The model state is passed from one micro-batch to the next.
       overlap: "backward": messages are made and sent in the order in which their gradients are ready in the backward
         pass. Over `Tcp`, the backward pass continues during the exchange. A message then has up to 4 MiB, unless the
-        plan's `fusion_mb` says otherwise. With micro-batches, or a loop over layers, all gradients are ready at the same
-        time. Or a `Priority`: the gradients of a step travel until the next step needs them.
+        plan's `fusion_mb` says otherwise. With micro-batches, or a loop over layers, all gradients are ready at the
+        same time. Or a `Priority`: the gradients of a step travel until the next step needs them.
       model_state: for models with state besides the parameters, such as statistics of batches or random streams; any
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
         state) or, with `has_aux`, (loss, (the new model state, aux)). `init` takes (params, model_state).

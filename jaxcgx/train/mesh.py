@@ -11,15 +11,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.collectives.splitting import Ranks, check_spans
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.train.batch import REMEDY, STEP, check_batch_specs, check_even, split_batch
 from jaxcgx.train.cut import OP, axes_of, flatten_specs, shortest
 from jaxcgx.train.division import Division, Function, row
+from jaxcgx.train.splitting import Ranks, check_spans
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import axis_names, check_axis_names, crosses
 from jaxcgx.transports.base import Transport
-from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.typing import AxisName, Batch, Params, Specs
 
 
@@ -153,8 +152,8 @@ def check_mesh(mesh: Any, sharding: Sharding) -> None:
         raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {plain!r}")
     if other and sharding.params is None:
         expected = (
-            f"a tree of PartitionSpecs like the parameters for a mesh with other axes than {sharding.axis!r}, which says "
-            "how they are sharded over them"
+            "a tree of PartitionSpecs like the parameters for a mesh with other axes than "
+            f"{sharding.axis!r}, which says how they are sharded over them"
         )
         raise wrong(OP, "sharding.params", expected, None)
     check_batch_specs(sharding.batch, names)

@@ -1,4 +1,4 @@
-"""How the auxiliary outputs of a rank's loss become those of all ranks: told from shapes, types and `aux_specs` alone."""
+"""How the auxiliary outputs of a rank become those of all ranks: told from shapes, types and `aux_specs` alone."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.cut import is_spec
 from jaxcgx.train.division import first_of, mean_of, wide
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import PyTree, Specs

@@ -30,10 +30,16 @@ class Processes(Division):
         self.comm = comm if isinstance(comm, Net) else check_communicator(OP, "mesh_or_comm", comm)
 
     def net(self) -> Net:
-        if isinstance(self.comm, Net):
-            return self.comm
-        check_ready(OP, self.comm)
-        return over(OP, self.comm)
+        return net_over(OP, "mesh_or_comm", self.comm)
 
     def first(self, tree: PyTree) -> PyTree:
         return mpi.broadcast(tree, comm=self.comm)
+
+
+def net_over(op: str, argument: str, comm: Any) -> Net:
+    """Returns the transport over the ranks of a communicator or a hierarchy."""
+    if isinstance(comm, Net):
+        return comm
+    comm = check_communicator(op, argument, comm)
+    check_ready(op, comm)
+    return over(op, comm)

@@ -7,7 +7,7 @@ import jax
 from jaxcgx import _programs
 from jaxcgx.exchange.routes import Way
 from jaxcgx.train.division import Division, addable, after, in_rows, row, without_row
-from jaxcgx.train.exchange import At, Exchange
+from jaxcgx.train.exchange import At, Exchange, check_state, send, with_row
 from jaxcgx.train.frozen import join, part
 from jaxcgx.train.gradient import Gradient
 from jaxcgx.train.state import ExchangeState, Pending, Priority
@@ -43,7 +43,7 @@ class Rank:
         sent: ExchangeState,
         batch: Batch,
         keys: tuple[Key | None, Key | None],
-    ) -> tuple[Any, ExchangeState, PyTree, jax.Array, Any]:
+    ) -> tuple[Any, ...]:
         """Returns (means, state of the exchange, model state, loss, outputs).
 
         With `Priority`, (rows of gradients or None, rows of a ticket or None) are in place of the means.
@@ -58,7 +58,6 @@ class Rank:
             find = jax.jit(gradient)  # with jit, it is traced only once, for its order and for the step
             self.order = self._ready(find, args)
         grads, loss, model_state, aux = find(*args)
-        grads = row(grads)
         if isinstance(self.overlap, Priority):
             found, sent = self._pend(grads, sent, params, loss)
         elif early:
@@ -69,29 +68,29 @@ class Rank:
         return found, sent, model_state, loss, aux
 
     def reduce(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
-        """Returns (means, state) of an exchange that begins and ends here. `grads` are rows of gradients."""
-        run = self.division.on_shards(self._both, sent)
+        """Returns (means, state) of an exchange that begins and ends here."""
+        run = self.division.on_shards(self._send, sent)
         means, sent = run(self._whole(grads, params), sent, None if self.division.dims else params, loss)
         return part(means, self.skipped)[0], sent
 
     def receive(self, pending: Pending, sent: ExchangeState, params: Params) -> Reduced:
         """Returns (means, state) of the exchange of pending gradients."""
         if pending.ticket is None:
-            return self.reduce(pending.grads, sent, params, pending.loss)
-        return self._end(pending.ticket, pending.grads, sent, params, pending.loss)
+            return self.reduce(without_row(pending.grads), sent, params, pending.loss)
+        grads = None if pending.grads is None else without_row(pending.grads)
+        return self._end(pending.ticket, grads, sent, params, pending.loss)
 
     def _pend(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> tuple[Any, ExchangeState]:
         """Begins an exchange that the next step ends, if it can go on in between."""
         if not self.division.crosses or self.division.dims:
-            return (grads, None), sent
+            return (row(grads), None), sent
         early = self.exchange.early
         ticket, sent = self._begin(None if early else grads, sent, params, loss)
-        return (grads if early else None, ticket), sent
+        return (row(grads) if early else None, ticket), sent
 
     def _whole(self, grads: PyTree, params: Params) -> PyTree:
-        """Returns rows of gradients for all leaves, as plans expect. Nothing reads those that the plan skips."""
-        _, frozen = part(self.division.like_whole(params), self.skipped)
-        return join(grads, row(frozen))
+        """Returns gradients for all leaves, as plans expect. Nothing reads those that the plan skips."""
+        return join(grads, part(self.division.like_whole(params), self.skipped)[1])
 
     def _at(self, params: Params, loss: jax.Array | None) -> At:
         slices = self.overlap.slice_elements if isinstance(self.overlap, Priority) else None
@@ -101,27 +100,22 @@ class Rank:
     def _begin(
         self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None
     ) -> tuple[PyTree, ExchangeState]:
-        at, grads = self._at(params, loss), None if grads is None else self._whole(grads, params)
+        at, grads = self._at(params, loss), None if grads is None else row(self._whole(grads, params))
         begin = lambda own, grads: self.exchange.begin(grads, ExchangeState(own, sent.shared), at)
         ticket, new = in_rows(begin, sent.own, grads)
         return ticket, ExchangeState(new.own, without_row(new.shared))
 
     def _end(self, ticket: PyTree, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
-        at, grads = self._at(params, loss), self._whole(grads, params) if self.exchange.early else None
+        at, grads = self._at(params, loss), row(self._whole(grads, params)) if self.exchange.early else None
         end = lambda own, ticket, grads: self.exchange.end(ticket, ExchangeState(own, sent.shared), at, grads)
         means, new = in_rows(end, sent.own, ticket, grads)
         return part(without_row(means), self.skipped)[0], ExchangeState(new.own, without_row(new.shared))
 
-    def _both(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
-        """Begins and ends an exchange of all leaves, or of this device's shards of them."""
-        at, exchange = self._at(params, loss), self.exchange
-
-        def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
-            ticket, mid = exchange.begin(None if exchange.early else grads, ExchangeState(own, sent.shared), at)
-            return exchange.end(ticket, mid, at, grads if exchange.early else None)
-
-        means, new = in_rows(both, sent.own, grads)
-        return without_row(means), ExchangeState(new.own, without_row(new.shared))
+    def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+        """Returns (means, state) of an exchange of all leaves, or of this device's shards of them."""
+        expected = jax.eval_shape(lambda: with_row(self.exchange.init(grads)))
+        check_state("train.step", sent, expected, self.division.remedy)
+        return send(self.exchange, grads, sent, self._at(params, loss))
 
     def _ready(self, find: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Returns the order of all leaves. Those that are skipped come last."""

@@ -22,18 +22,7 @@ from jaxcgx.exchange.message import carry
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_plan
-from jaxcgx.train.cut import (
-    OP,
-    Cut,
-    Names,
-    axes_of,
-    beside,
-    check_optimizer_specs,
-    check_specs,
-    flatten_specs,
-    is_spec,
-    named,
-)
+from jaxcgx.train.cut import OP, Cut, beside, check_optimizer_specs, check_specs, flatten_specs, is_spec, named
 from jaxcgx.train.division import Function
 from jaxcgx.train.frozen import part
 from jaxcgx.train.mesh import OverMesh, like
@@ -168,12 +157,10 @@ class ShardedMesh(OverMesh):
             return function
 
         def run(grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Any:
-            like = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), grads)
-            specs = self.specs_of_exchange(sent, like, None)
-            of_rows = jax.tree_util.tree_map(lambda spec: P(None, *spec), self.whole, is_leaf=is_spec)
+            specs = self.specs_of_exchange(sent, grads, None)
             return jax.shard_map(
                 function,
-                in_specs=(of_rows, specs, P() if params is None else self.whole, P()),
+                in_specs=(self.whole, specs, P() if params is None else self.whole, P()),
                 out_specs=(self.whole, specs),
                 axis_names=self.others,
                 check_vma=False,

@@ -60,7 +60,7 @@ class Update:
             # Line searches and Sophia call the loss function.
             if asked := [name for name in ("value_fn", "obj_fn") if name in str(error)]:
                 expected = "one that needs gradients, parameters and the loss"
-                got = f"one that calls the loss function itself, as {asked[0]!r}, whose gradients would travel uncompressed"
+                got = f"one that calls the loss itself, as {asked[0]!r}, whose gradients would travel uncompressed"
                 raise wrong(OP, "optimizer", expected, got, "for optax.lbfgs pass linesearch=None") from error
             if "unexpected keyword argument 'value'" not in str(error):
                 raise

@@ -401,7 +401,7 @@ def test_what_cannot_be_trained(options, params, error, words):
 
 def test_a_state_from_another_plan():
     train, other = make(), make(cgx.Plan(CODEC, min_size=100))
-    words = says("Feedback", "state", at="leaf .own.residuals['b']", expected="float32[40]", got="None")
+    words = says("train.step", "state", at="leaf .own.residuals['b']", expected="float32[1 40]", got="None")
     with raises(ValueError, words):
         train.step(other.init(PARAMS), X)
 

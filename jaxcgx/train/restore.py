@@ -1,0 +1,202 @@
+"""Restores Orbax checkpoints on a different number of ranks than the one that wrote them."""
+
+import re
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.checks import check_choice, spell_array, wrong
+from jaxcgx.plan.leaves import spell_path
+from jaxcgx.train.division import addable
+from jaxcgx.train.reshard import has_rows, rows_keep, spread
+from jaxcgx.transports.base import Transport
+from jaxcgx.typing import PyTree
+
+OP = "restore_state"
+
+
+class Leaf(NamedTuple):
+    """A leaf of the template."""
+
+    path: Any  # the JAX path
+    value: Any
+    keep: str  # as from `rows_keep`
+
+    @property
+    def name(self) -> str:
+        """The path, as Orbax spells it."""
+        return spell_path(self.path)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, as Orbax stores the leaf."""
+        return np.shape(_words(self.value))
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether an array of this shape can become this leaf. The number of rows may differ."""
+        return self.shape == shape or bool(self.keep and len(shape) > 0 and self.shape[1:] == shape[1:])
+
+
+def restore_state(
+    path: Any, template: PyTree, *, per_rank: Mapping[str, str] | None = None, comm: Any = None
+) -> PyTree:
+    """Restores a checkpoint that Orbax wrote, on any number of ranks.
+
+        state = cgx.restore_state(path, train.init(params))
+
+    Arrays per rank of jaxcgx's states may have a different number of ranks in the checkpoint than in the template. They
+    are converted as by `jaxcgx.reshard_state`: residuals keep their sum over ranks, momentum keeps its mean. With the
+    same number of ranks, all bits are the same as in the checkpoint. Exchanges over `Tcp` that were in progress have
+    not begun in the restored state. Each process reads its part, and doesn't wait for the others.
+
+    Args:
+      path: the absolute path of the checkpoint. A CheckpointManager saves it in folder/step/default.
+      template: a tree like the one that was saved, with arrays, or jax.ShapeDtypeStructs with shardings, for the new
+        ranks. The result is placed like the template.
+      per_rank: other leaves that have a leading axis of ranks: {regular expression that is searched in the leaf's path:
+        "sum" or "mean"}. The leaf keeps this sum or mean over the ranks. Integers are the first rank's on all ranks.
+      comm: for processes of mpirun, their MPI communicator or `jaxcgx.mpi.hierarchy()`. The checkpoint has the rows of
+        all ranks (`jaxcgx.gather_state`), and the template has only the process's own row.
+    """
+    ocp = _import_orbax()
+    net = _net(comm)
+    leaves, structure = _flatten(template, per_rank or {})
+    # Each process reads without the others: Orbax would let them wait for one whose reading fails.
+    alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
+        saved = _shapes(checkpointer, path)
+        _check(leaves, saved)
+
+        def read(wanted: dict[int, Any]) -> list[Any]:
+            """Returns all leaves, but reads only the leaves in `wanted`, {number of a leaf: array like it}."""
+            tree = structure.unflatten([wanted.get(i, ocp.PLACEHOLDER) for i in range(len(leaves))])
+            args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
+            return structure.flatten_up_to(checkpointer.restore(path, args=args))
+
+        moved = [
+            i
+            for i, leaf in enumerate(leaves)
+            if leaf.keep in ("sum", "mean") and (net is not None or leaf.shape != saved[leaf.name])
+        ]
+        lost = [i for i, leaf in enumerate(leaves) if leaf.keep == "zeros"]
+        found = read({i: leaf.value for i, leaf in enumerate(leaves) if i not in moved and i not in lost})
+        for i in lost:
+            found[i] = _place(np.zeros(leaves[i].shape, _words(leaves[i].value).dtype), leaves[i].value)
+        for i in moved:  # one leaf at a time, because the rows of all ranks are in the memory of the host
+            leaf = leaves[i]
+            rows = read({i: np.broadcast_to(np.zeros((), _words(leaf.value).dtype), saved[leaf.name])})[i]
+            rows = _move(rows, leaf, leaf.shape[0] if net is None else net.size)
+            found[i] = _place(rows if net is None else rows[net.rank : net.rank + 1], leaf.value)
+    return structure.unflatten(found)
+
+
+def _import_orbax() -> types.ModuleType:
+    try:
+        import orbax.checkpoint
+    except ImportError:
+        raise ImportError(f"{OP}: expected Orbax to be installed; pip install orbax-checkpoint") from None
+    return orbax.checkpoint
+
+
+def _net(comm: Any) -> Transport | None:
+    """Returns the transport over processes that have a row each, or None for a mesh."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if comm is None:
+        if mpi and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1 and jax.process_count() == 1:
+            # Without an error, each process would take the rows of all ranks for its own.
+            expected = "the MPI communicator of the ranks, as mpirun started this process"
+            raise wrong(OP, "comm", expected, None, "pass comm=MPI.COMM_SELF if the process trains alone")
+        return None
+    from jaxcgx.train.processes import net_over  # this import starts MPI, which is optional
+
+    return net_over(OP, "comm", comm)
+
+
+def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], Any]:
+    """Returns (the leaves of the template, its structure)."""
+    keep = jax.tree_util.tree_leaves(rows_keep(template))
+    leaves = [Leaf(*leaf, keep) for leaf, keep in zip(jax.tree_util.tree_flatten_with_path(template)[0], keep)]
+    for pattern, keep in per_rank.items():
+        check_choice(OP, "per_rank", keep, ("sum", "mean"))
+        matching = [not leaf.keep and re.search(pattern, leaf.name) is not None for leaf in leaves]
+        if not any(matching):
+            raise wrong(OP, "per_rank", "regular expressions of leaves' paths", f"{pattern!r}, which no leaf has")
+        leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
+    if not (
+        per_rank or any(map(has_rows, jax.tree_util.tree_leaves(template, is_leaf=has_rows)))
+    ):  # a state without compression counts, too
+        expected = "a tree with a state of jaxcgx"
+        remedy = (
+            "pass what train.init or optimizer.init returned; for other arrays with a row for each rank, also "
+            "per_rank={'regular expression of their paths': 'sum'}; read others with Orbax alone"
+        )
+        raise wrong(OP, "template", expected, f"a {type(template).__name__} without one", remedy, kind=TypeError)
+    return leaves, jax.tree_util.tree_structure(template)
+
+
+def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
+    """Returns {path: shape} of the leaves of a checkpoint. The shape of text is None."""
+    tree = getattr(checkpointer.metadata(path).item_metadata, "tree", None)
+    if tree is None:
+        remedy = "pass an absolute path; a CheckpointManager has it in folder/step/default"
+        raise wrong(OP, "path", "the folder of a tree that Orbax wrote", path, remedy, kind=FileNotFoundError)
+    return {
+        spell_path(path): getattr(found, "shape", None) for path, found in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
+    """Checks that the template has the leaves of the checkpoint, with the same shapes except for the number of rows."""
+    if missing := [name for name in saved if name not in {leaf.name for leaf in leaves}]:
+        remedy = "the template has the structure of what was saved, with the same plan and feedback"
+        raise wrong(OP, "template", f"a leaf {missing[0]!r}, which the checkpoint has", "none", remedy)
+    for leaf in leaves:
+        if leaf.name not in saved:
+            names = ", ".join(map(repr, saved))
+            raise wrong(OP, "template", f"leaves of the checkpoint, {names}", "another", path=leaf.path)
+        shape = saved[leaf.name]
+        if shape is not None and not leaf.fits(tuple(shape)):
+            remedy = (
+                "if its first axis is that of the ranks, pass per_rank={'regular expression of its path': 'mean'}"
+                if not leaf.keep and leaf.shape[1:] == tuple(shape[1:])
+                else ""
+            )
+            expected = f"{list(shape)}, the shape in the checkpoint"
+            raise wrong(OP, "template", expected, spell_array(leaf.value), remedy, path=leaf.path)
+        if getattr(leaf.value, "sharding", True) is None:
+            expected = "an array, or a jax.ShapeDtypeStruct with a sharding"
+            raise wrong(OP, "template", expected, leaf.value, "pass what init returned", path=leaf.path)
+
+
+def _words(x: Any) -> Any:
+    """Returns a leaf as Orbax stores it: random keys are arrays of words."""
+    is_key = hasattr(x, "dtype") and not addable(x)
+    return jax.eval_shape(jax.random.key_data, x) if is_key else x
+
+
+def _move(rows: np.ndarray, leaf: Leaf, size: int) -> Any:
+    """Returns the rows of a leaf, converted to `size` ranks. Random keys are words, before and after."""
+    if addable(leaf.value):
+        return np.asarray(spread(size, leaf.keep, rows))
+    return np.asarray(jax.random.key_data(spread(size, "", _keys(rows, leaf.value))))
+
+
+def _place(rows: np.ndarray, like: Any) -> Any:
+    """Returns the rows, placed like an array or as a jax.ShapeDtypeStruct says."""
+    if isinstance(like, np.ndarray):
+        return np.array(rows)
+    placed = jax.make_array_from_callback(rows.shape, like.sharding, lambda index: rows[index])
+    return placed if addable(like) else _keys(placed, like)
+
+
+def _keys(words: Any, like: Any) -> jax.Array:
+    """Returns random keys like `like`, from their words.
+
+    JAX can tell the implementation of keys only for an array, not for a jax.ShapeDtypeStruct.
+    """
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(jnp.empty((), like.dtype)))

@@ -1,0 +1,91 @@
+"""Tests plans that skip parameters. They are frozen, and no part of a step touches them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_same_trees, normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from steps import run, tensor_parallel
+from training import CODEC, NESTED, PARAMS, SHARDED, X, loss_fn, mesh_of
+
+import jaxcgx as cgx
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """optax relies on type promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@jax.custom_vjp
+def never_differentiated(x):
+    return x
+
+
+never_differentiated.defvjp(lambda x: (x, None), lambda _, ct: pytest.fail("a frozen parameter is differentiated"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_step(kind):
+    """Parameters act like constants of the loss, also with an optimizer that would change them without gradients."""
+    params = {**PARAMS, "w ids": jnp.arange(40)}
+    plan = cgx.Plan(cgx.Raw(), [("w", cgx.Skip())])
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+
+    def loss(params, x):
+        shuffled = {"w": never_differentiated(params["w"])[:, params["w ids"]], "b": params["b"]}
+        return loss_fn(shuffled, x)
+
+    train = cgx.make_train_step(loss, optimizer, mesh, cgx.Feedback(plan, telemetry=True), accumulate=2)
+    expected, plain = {"b": params["b"]}, optimizer.init({"b": params["b"]})
+
+    @jax.jit
+    def plain_step(params, state):
+        grads = jax.grad(lambda p: loss_fn({**PARAMS, **p}, X))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = train.init(params)
+    assert jax.tree.leaves(state.exchange.own.residuals) == []
+    assert jax.tree.map(jnp.shape, state.opt_state) == jax.tree.map(jnp.shape, plain_with_holes(optimizer))
+    for _ in range(3):
+        state, metrics = train.step(state, X)
+        expected, plain = plain_step(expected, plain)
+    np.testing.assert_allclose(state.params["b"], expected["b"], rtol=1e-4, atol=1e-6)
+    assert_same_trees((state.params["w"], state.params["w ids"]), (PARAMS["w"], params["w ids"]))
+    assert metrics.telemetry.uncompressed["w"] == 0
+    sent = cgx.explain(train.step, state, X, show=False)
+    assert max(c.raw_bytes for c in sent.collectives) <= 2 * 4 * 40  # nothing as large as w
+    assert {leaf.path: leaf.bytes for leaf in sent.raw} == {"['w']": 0, "['w ids']": 0, "['b']": 160}
+
+
+def plain_with_holes(optimizer):
+    return optimizer.init({"b": PARAMS["b"], "w": optax.MaskedNode(), "w ids": optax.MaskedNode()})
+
+
+@NESTED
+def test_an_axis_for_the_partitioner():
+    plan = cgx.Plan(cgx.MaxMin(4, 64), [("up", cgx.Skip())], min_size=0, skip_1d=False)
+    state, _ = run(tensor_parallel(plan, 2), 5, SHARDED)
+    residuals, trace = state.exchange.own.residuals, state.opt_state[0].trace
+    assert_same_trees(state.params["up"], SHARDED["up"])
+    assert residuals["up"] is None and trace["up"] == optax.MaskedNode()
+    assert residuals["down"].sharding.spec == P("data", "model")
+    assert (state.params["down"] != SHARDED["down"]).any()
+
+
+def test_low_rank_adaptation():
+    """Everything is frozen except some leaves of any size."""
+    params = {"w": normal((30, 8), 1), "lora": {"a": normal((30, 2), 2), "b": jnp.zeros((2, 8)), "scale": jnp.ones(())}}
+    loss = lambda p, x: (((x @ p["w"] + x @ p["lora"]["a"] @ p["lora"]["b"]) * p["lora"]["scale"] - 1) ** 2).mean()
+    plan = cgx.Plan(cgx.Skip(), [("lora", cgx.MaxMin(4))], min_size=16)
+    state, metrics = run(cgx.make_train_step(loss, optax.adam(0.05), mesh_of(4), plan), 20, params)
+    assert metrics[-1].loss < 0.8 * metrics[0].loss
+    assert_same_trees(state.params["w"], params["w"])
+    kept = jax.tree.map(jnp.shape, state.exchange.own.residuals)
+    assert kept == {"w": None, "lora": {"a": (4, 30, 2), "b": (4, 2, 8), "scale": None}}
