@@ -1,6 +1,7 @@
 """What an exchange is: init, begin, end. And what it may ask of the step in which it runs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -10,12 +11,13 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcgx import _compat
-from jaxcgx.checks import wrong
+from jaxcgx.checks import spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
+from jaxcgx.train.division import in_rows, row, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Params, PyTree
@@ -107,6 +109,56 @@ def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
         raise wrong(op, "exchange", expected, repr(given), kind=TypeError)
     return given
+
+
+def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
+    """Begins and ends an exchange on a rank, and returns (mean, new state). `state.own` has a row."""
+
+    def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
+        given = ExchangeState(own, state.shared)
+        ticket, given = exchange.begin(None if exchange.early else grads, given, at)
+        return exchange.end(ticket, given, at, grads if exchange.early else None)
+
+    if not jax.tree_util.tree_leaves(state.own):
+        return both(state.own, grads)
+    mean, new = in_rows(both, state.own, row(grads))
+    return without_row(mean), ExchangeState(new.own, without_row(new.shared))
+
+
+def with_row(state: ExchangeState) -> ExchangeState:
+    """Returns the state of a rank with a row, as a step has it."""
+    return ExchangeState(row(state.own), state.shared)
+
+
+def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
+    """Checks that a state fits the gradients and the exchange: its structure, shapes and dtypes.
+
+    Args:
+      op: the function that errors name.
+      state: the state.
+      expected: the shapes of such a state.
+      remedy: what to do with a state of another number of ranks.
+    """
+    if not isinstance(state, ExchangeState):
+        raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)
+    other = "it was made with another plan or other options; go on with those, or take a new one from init"
+    flatten = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
+    (wanted, structure), (found, got_structure) = flatten(expected), flatten(state)
+    if structure != got_structure:
+        raise wrong(op, "state", f"the structure {structure}", got_structure, other)
+    for (path, want), (_, got) in zip(wanted, found):
+        if want is None or got is None:
+            fits, why = want is got, other
+        elif path[0].name == "own" and got.shape[1:] == want.shape[1:] and got.shape != want.shape:
+            fits, why = False, f"that is of another number of ranks; {remedy}"
+        else:
+            # Momentum has the dtype of the parameters. Gradients may have another dtype.
+            moves = {getattr(key, "name", None) for key in path} & {"momentum", "trace"}
+            fits = got.shape == want.shape and (got.dtype == want.dtype or bool(moves))
+            why = "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
+            why = why if got.shape == want.shape else other
+        if not fits:
+            raise wrong(op, "state", spell_array(want), spell_array(got), why, path=path)
 
 
 def keeps(own: PyTree) -> PyTree:

@@ -12,13 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_array, check_integer, spell_array, wrong
+from jaxcgx.checks import check_array, check_integer, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.resolve import check_axes, check_ranks
 from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
-from jaxcgx.train.division import in_rows, row, without_row
-from jaxcgx.train.exchange import At, Exchange, as_exchange
+from jaxcgx.train.exchange import At, Exchange, as_exchange, check_state, send, with_row
 from jaxcgx.train.require import import_optax
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
@@ -82,24 +81,10 @@ def compress_gradients(
     ) -> tuple[PyTree, ExchangeState]:
         net = check_ranks(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _check_arrays("updates", updates)
-        check_state(OP, state, jax.eval_shape(exchange.init, grads), _remedy(axis_name))
-        return _both(exchange, grads, state, At(net, params, value, way))
+        check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), _remedy(axis_name))
+        return send(exchange, grads, state, At(net, params, value, way))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _both(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
-    """Begins and ends an exchange on a rank. Arrays per rank of the state have a row."""
-
-    def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
-        given = ExchangeState(own, state.shared)
-        ticket, given = exchange.begin(None if exchange.early else grads, given, at)
-        return exchange.end(ticket, given, at, grads if exchange.early else None)
-
-    if not jax.tree_util.tree_leaves(state.own):
-        return both(state.own, grads)
-    mean, new = in_rows(both, state.own, row(grads))
-    return without_row(mean), ExchangeState(new.own, without_row(new.shared))
 
 
 def _first(axis_name: AxisName, axis_size: int | None, init: Any) -> ExchangeState:
@@ -131,38 +116,6 @@ def _first(axis_name: AxisName, axis_size: int | None, init: Any) -> ExchangeSta
         return ExchangeState(of(P(names))(state.own), of(P())(state.shared))
 
     return jax.jit(sharded)() if size == found else fresh()  # with jit, no device ever holds the rows of all ranks
-
-
-def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
-    """Checks that the state of a rank fits its gradients and the exchange: its structure, shapes and dtypes.
-
-    Args:
-      op: the function that errors name.
-      state: the state, with rows.
-      expected: the shapes of a rank's state, without rows.
-      remedy: what to do with a state of several ranks.
-    """
-    if not isinstance(state, ExchangeState):
-        raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)
-    other = "it was made with another plan or other options; go on with those, or take a new one from init"
-    rows = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), expected.own)
-    flatten = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
-    (wanted, structure), (found, got_structure) = flatten(ExchangeState(rows, expected.shared)), flatten(state)
-    if structure != got_structure:
-        raise wrong(op, "state", f"the structure {structure}", got_structure, other)
-    for (path, want), (_, got) in zip(wanted, found):
-        if want is None or got is None:
-            fits, why = want is got, other
-        elif path[0].name == "own" and got.shape[1:] == want.shape[1:] and got.shape != want.shape:
-            fits, why = False, f"that is of several ranks; {remedy}"
-        else:
-            # Momentum has the dtype of the parameters. Gradients may have another dtype.
-            moves = {getattr(key, "name", None) for key in path} & {"momentum", "trace"}
-            fits = got.shape == want.shape and (got.dtype == want.dtype or bool(moves))
-            why = "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
-            why = why if got.shape == want.shape else other
-        if not fits:
-            raise wrong(op, "state", spell_array(want), spell_array(got), why, path=path)
 
 
 def _remedy(axis_name: AxisName) -> str:

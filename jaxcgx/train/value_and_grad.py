@@ -1,87 +1,437 @@
-"""value_and_grad: jax.value_and_grad for a jit program whose batch is split over an axis."""
+"""value_and_grad: jax.value_and_grad with compressed gradients, for programs in which jit distributes the batch."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx import _compat
+from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.collectives.splitting import Ranks
-from jaxcgx.optim.cut import flatten_specs
+from jaxcgx.collectives.arguments import shared_key
+from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
+from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.reduce import check_input, plain_reduce, reduce
+from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
-from jaxcgx.transports.axes import axis_names
-from jaxcgx.train.division import OverMesh, in_rows, row, without_row
-from jaxcgx.train.exchange import At, Exchange, as_exchange
-from jaxcgx.train.feedback import Feedback
-from jaxcgx.train.gradient import Loss, Outputs, find, of_all
+from jaxcgx.plan.phases import check_plan
+from jaxcgx.train import eager
+from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part
+from jaxcgx.train.division import row, without_row
+from jaxcgx.train.exchange import At, Exchange, as_exchange, check_state, send
+from jaxcgx.train.mesh import OverMesh
+from jaxcgx.train.outputs import Outputs
+from jaxcgx.train.sharded import ShardedMesh
+from jaxcgx.train.splitting import Ranks
 from jaxcgx.train.state import ExchangeState, Sharding
-from jaxcgx.typing import Key, Params, PyTree, Specs
+from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.transports.base import Transport
+from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
-
-@dataclasses.dataclass(frozen=True)
-class ValueAndGrad:
-    """The result of `value_and_grad`. With an exchange that keeps a state: `init(params)`, and `state=` in each call."""
-
-    loss: Loss
-    axis: PyTree
-    exchange: Exchange
-    stateful: bool
-    mesh: jax.sharding.Mesh | None
-    batch_specs: Specs
-    aux_specs: Specs
-
-    def init(self, params: Params) -> ExchangeState:
-        division, sent = self._division((params,)), self.exchange.init(params)
-        return ExchangeState(division.first(sent.own, division.rows), division.first(sent.shared, P()))
-
-    def __call__(self, params: Params, *args: PyTree, state: ExchangeState | None = None, codec_key: Key | None = None):
-        division = self._division((params, args))
-        args, specs = division.place(args)
-        outputs = Outputs("value_and_grad", self.aux_specs, division.rows)
-        dims = [next((d for d, name in enumerate(s) if name is not None), None) for _, s in flatten_specs(specs)[0]]
-        given = self.exchange.init(params) if state is None else state
-        given = ExchangeState(row(given.own), given.shared) if state is None else given
-
-        def of_rank(params: Params, args: PyTree, sent: ExchangeState) -> tuple[PyTree, ...]:
-            net = division.net()
-            found = find(self.loss, params, None, args, None, dims, 1, outputs)
-            grads, value, _, aux = of_all(found, None, outputs, net)
-            at = At(net, params, value)
-
-            def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
-                ticket, mid = self.exchange.begin(grads, ExchangeState(own, sent.shared), at)
-                return self.exchange.end(ticket, mid, at, grads)
-
-            mean, new = in_rows(both, sent.own, row(grads))
-            return value, without_row(mean), ExchangeState(new.own, without_row(new.shared)), aux
-
-        rows = ExchangeState(division.rows if self.stateful else P(), P())
-        out = (P(), P(), rows, outputs.out_specs)
-        value, grads, new, aux = division.over(of_rank, (P(), specs, rows), out)(params, args, given)
-        result = ((value, outputs.tree_of(aux)) if self.loss.has_aux else value), grads
-        return (result, new) if self.stateful else result
-
-    def _division(self, arrays: PyTree) -> OverMesh:
-        ranks = Ranks.of("value_and_grad", self.mesh, axis_names(self.axis), jax.tree_util.tree_leaves(arrays))
-        return OverMesh(ranks.mesh, self.axis, Sharding(batch=self.batch_specs))
+OP = "value_and_grad"
 
 
 def value_and_grad(
-    loss_fn: Callable[..., PyTree],
-    axis: PyTree,
-    exchange: "Exchange | Codec | Plan",
+    loss_fn: Callable[..., Any],
+    axis_name: AxisName,
+    exchange: Exchange | Codec | Plan | dict[Any, Any],
     *,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     weighted: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    batch_specs: Specs = None,
     aux_specs: Specs = None,
-) -> ValueAndGrad:
-    """A codec or a plan keeps nothing here, as a function has no state; `Feedback(...)` does."""
-    stateful = not isinstance(exchange, Codec | Plan | dict)
-    made = exchange if stateful else Feedback(exchange, keep=False)
-    call = lambda params, batch, key=None: loss_fn(params, *batch)
-    loss = Loss(call, False, has_aux, weighted)
-    return ValueAndGrad(loss, axis, as_exchange(made), stateful, mesh, batch_specs, aux_specs)
+    batch_specs: Specs = None,
+    param_specs: Specs = None,
+    mesh: Any = None,
+) -> "ValueAndGrad":
+    """Makes a `jax.value_and_grad` for a batch that is sharded over an axis of a mesh, with compressed gradients.
+
+        compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))  # was jax.value_and_grad(loss_fn)
+        loss, grads = compressed(params, batch)
+
+    Use the result like the function that jax.value_and_grad returns. A call outside of jax.jit is compiled as well, but
+    traced every time. Every rank of the axis computes the loss of its part of the batch. `loss_fn` must return a mean
+    over the examples that it gets, because the value and the gradients are means over the ranks. XLA's partitioner
+    handles the other axes of the mesh.
+
+    Arguments that are not differentiated are split over the ranks according to their sharding. If their sharding isn't
+    known, as for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the
+    same on every rank. The rank is folded into random keys, so every rank draws its own noise.
+
+    Inside of shard_map, pmap or vmap(axis_name=...), the arguments and aux are this rank's own. The value and the
+    gradients are means over the ranks there, too.
+
+    Args:
+      loss_fn: a function as for jax.value_and_grad. The differentiated arguments must be the same on every rank. Leaves
+        that aren't floating point, such as functions, have the gradient None. So does a Python number that is an
+        attribute of a module.
+      axis_name: the axis of the mesh over which the batch is split, or a tuple of axes, outermost first.
+      exchange: a codec, {axis name: codec} or a `Plan` keeps nothing from call to call. If a codec rounds
+        stochastically, pass a random key, `codec_key=`, in each call. Leaves that a plan skips (`Skip`) have gradients
+        of zeros, as with jax.lax.stop_gradient. With an exchange, such as `Feedback`, `init(params)` makes its state. A
+        call then takes `state=` and returns ((value, grads), state).
+      argnums: as in jax.value_and_grad.
+      has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` with the examples along their first dimension are
+        those of the whole batch. Other floating-point values are averaged over the ranks, weighted if weighted=True.
+        Random keys are the first rank's. `aux_specs` says what all other values are. The same holds for variables that
+        a module of Flax NNX changes in itself, but its integers and flags are those of the first rank.
+      weighted: whether `loss_fn` returns (sum, weight) instead of a loss. The value is then the sum of all sums divided
+        by the sum of all weights, for example a mean over all tokens that are not masked.
+      aux_specs: what becomes of `aux`, a tree like it or a prefix of it: "mean", "sum", "first" (the first rank's), or
+        a PartitionSpec with the axis at the dimension of the examples. None: as `has_aux` says.
+      batch_specs: how the arguments that are not differentiated are split over the axis. Either one PartitionSpec, or a
+        tuple with a tree of PartitionSpecs (or a prefix of a tree) for each of these positional arguments. A dict
+        {name: specs} at the end of the tuple is for keyword arguments.
+      param_specs: how the differentiated arguments are sharded over the other axes of the mesh, if their types don't
+        say it: a tree of PartitionSpecs, or a prefix of a tree. Gradients are compressed shard by shard.
+      mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
+    """
+    if not callable(loss_fn):
+        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+    check_axis_names(OP, axis_name)
+    if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
+        remedy = (
+            'for an nnx.DiffState, pass its position, and skip what is frozen: cgx.Plan(codec, rules=[("kernel", '
+            "cgx.Skip())], min_size=0)"
+        )
+        raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), remedy, kind=TypeError)
+    for name, flag in (("has_aux", has_aux), ("weighted", weighted)):
+        check_flag(OP, name, flag)
+    if aux_specs is not None and not has_aux:
+        raise wrong(OP, "aux_specs", "None without has_aux", repr(aux_specs), "pass has_aux=True")
+    alone = isinstance(exchange, Codec | Plan | dict)
+    return ValueAndGrad(
+        loss_fn=loss_fn,
+        axis_name=axis_name,
+        exchange=Once(check_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
+        argnums=argnums,
+        has_aux=has_aux,
+        weighted=weighted,
+        aux_specs=aux_specs,
+        batch_specs=batch_specs,
+        param_specs=param_specs,
+        mesh=mesh,
+    )
+
+
+def grad(
+    loss_fn: Callable[..., Any], axis_name: AxisName, exchange: Exchange | Codec | Plan | dict[Any, Any], **options: Any
+) -> Callable[..., Any]:
+    """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
+
+    Args:
+      loss_fn: as in `value_and_grad`.
+      axis_name: the axis over which the batch is split, or a tuple of axes, as in `value_and_grad`.
+      exchange: a codec, {axis name: codec}, a `Plan` or an exchange, as in `value_and_grad`.
+      **options: further arguments of `value_and_grad`.
+    """
+    both = value_and_grad(loss_fn, axis_name, exchange, **options)
+
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        found = both(*args, **kwargs)
+        (value, grads), *state = found if both.stateful else (found,)
+        result = (grads, value[1]) if both.has_aux else grads
+        return (result, *state) if both.stateful else result
+
+    return functools.update_wrapper(gradients, loss_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Once:
+    """The exchange of a plan that keeps nothing. Its state is the caller's `codec_key`."""
+
+    plan: Plan
+    early: ClassVar[bool] = False
+    scatters: ClassVar[bool] = False
+
+    def init(self, params: Params) -> ExchangeState:
+        return ExchangeState(None, None)
+
+    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
+        return grads, state
+
+    def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
+        routes = Routes.of(OP, self.plan, ticket)
+        travel, key = at.over(routes), shared_key(routes, routes, state.shared, at.net, "codec_key")
+        check_input(ticket, Carry(), travel, "params")
+        return reduce(ticket, Carry(), travel, key)[0], state
+
+
+class _Found(NamedTuple):
+    """The results of a rank: the value of all ranks, the gradients, and (aux, changes of the arguments).
+
+    With weights, also the rank's weight, and the mean of all.
+    """
+
+    value: jax.Array
+    grads: list[Any]
+    extras: tuple[PyTree, dict[int, Any]]
+    weight: jax.Array | None = None
+    mean_weight: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ValueAndGrad:
+    """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
+
+    The fields are the arguments of `value_and_grad`.
+    """
+
+    loss_fn: Callable[..., Any]
+    axis_name: AxisName
+    exchange: Exchange
+    argnums: int | Sequence[int]
+    has_aux: bool
+    weighted: bool
+    aux_specs: Specs
+    batch_specs: Specs
+    param_specs: Specs
+    mesh: Any
+
+    @property
+    def stateful(self) -> bool:
+        """Whether calls take and return a state."""
+        return not isinstance(self.exchange, Once)
+
+    def __call__(
+        self, *args: Any, state: ExchangeState | None = None, codec_key: Key | None = None, **kwargs: Any
+    ) -> Any:
+        if inside := _bound(axis_names(self.axis_name)):
+            self._check_inside()
+        if (state is not None) != self.stateful:
+            expected = "what init(params) or the call before returned" if self.stateful else "none with a plan alone"
+            remedy = "" if self.stateful else "pass jaxcgx.Feedback(plan) to keep the errors of compression"
+            raise wrong(OP, "state", expected, "none" if state is None else "some", remedy)
+        if self.stateful and codec_key is not None:
+            expected = f"None with {type(self.exchange).__name__}, which has a key of its own"
+            raise wrong(OP, "codec_key", expected, "one", "write seed= in the exchange")
+        places = self._places(len(args))
+        check_aliases(OP, (args, kwargs))
+        params, fixed = part([args[i] for i in places])
+        if not jax.tree_util.tree_leaves(params):
+            expected = "arguments that have arrays of floating point"
+            got = ", ".join(repr(type(args[i]).__name__) for i in places)
+            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
+        others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
+        sent = ExchangeState(None, codec_key) if state is None else state
+        if inside:
+            return self._inside(places, params, others, sent)
+        value, (aux, changed), grads, sent = self._outside(places, params, others, sent)
+        for i, new in changed.items():
+            whole = list(args), kwargs
+            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
+        result = ((value, aux) if self.has_aux else value), grads
+        return (result, sent) if self.stateful else result
+
+    def init(self, params: Params) -> ExchangeState:
+        """Returns the state of the exchange, whose arrays per rank have a row for each rank, sharded over the axis.
+
+        Args:
+          params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
+        """
+        given, _ = part(self._as_list(params))
+        ranks = self._ranks(given)
+        division = self._division(ranks, ranks.specs_of_params(given, self._as_list(self.param_specs)))
+        return jax.jit(lambda: division.init_exchange(self.exchange.init, self._shapes(given)))()
+
+    def _shapes(self, params: list[Any]) -> Params:
+        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
+        return self._as_argument(jax.tree_util.tree_map(shape, params))
+
+    def _inside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
+        """Returns the result of a call inside of shard_map, pmap or vmap."""
+        (positional, keywords, fixed), net = others, check_axes(OP, self.axis_name)
+        found = self._differentiate(lambda params: (insert(positional, places, params, fixed), keywords), params, net)
+        aux, changed = found.extras
+        if changed:
+            expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
+            raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
+        grads, _ = send(self.exchange, self._as_argument(found.grads), sent, At(net))
+        return (found.value, aux) if self.has_aux else found.value, grads
+
+    def _outside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
+        """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
+        ranks = self._ranks((params, others))
+        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
+        division = self._division(ranks, param_specs)
+        if self.stateful:
+            init = lambda: division.init_exchange(self.exchange.init, self._shapes(params))
+            remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
+            check_state(OP, sent, jax.eval_shape(init), remedy)
+        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
+        given = params, split.arrays(others), sent
+        # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
+        # because values that the loss closes over may have changed.
+        program = jax.jit(functools.partial(self._run, division, split))
+        try:
+            traced = program.trace(*given)
+        except TypeError as error:
+            if "shape" in str(error):  # a part's shape may not match an array that is closed over
+                error.add_note(
+                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
+                    "each example must be an argument of the call, too, and not closed over."
+                )
+            raise
+        check_constraints(OP, "loss_fn", ranks.names, traced.jaxpr)
+        split.check_closure(self._call, *given[:2])
+        return eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
+
+    def _run(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState) -> Any:
+        """Runs the step on all ranks. Returns (value, (aux, changes of the arguments), gradients, new state)."""
+        outputs = Outputs(OP, None, division.rows)
+
+        def of_rank(params: list[Any], arrays: list[Any], sent: ExchangeState) -> tuple[Any, ...]:
+            net = division.net()
+            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(arrays, split.keys)]
+            found = self._differentiate(lambda params: split.arguments(params, arrays), params, net)
+            twice = [x if d is None else jnp.concatenate([x, x], d) for x, d in zip(arrays, split.dims)]
+            larger = lambda: jax.eval_shape(lambda: self._call(split.arguments(params, twice))[1])
+            is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            of_changes = {i: None if is_float(x) else "first" for i, x in found.extras[1].items()}
+            outputs.specs = self.aux_specs, of_changes
+            examples = next((x.shape[d] for x, d in zip(arrays, split.dims) if d is not None), None)
+            leaves = outputs.learn(found.extras, larger, examples)
+            leaves = leaves if found.weight is None else outputs.weighted(leaves, found.weight)
+            aux, value = outputs.of_all(leaves, found.mean_weight, net), found.value
+
+            def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
+                at = At(net, params, value, shards=division.shard_axes)
+                return send(self.exchange, without_row(grads), sent, at)
+
+            grads, params = self._as_argument(found.grads), self._as_argument(params)
+            mean, sent = division.on_shards(of_shards, sent)(row(grads), sent, params, value)
+            return value, aux, mean, sent
+
+        arrays = [split.ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
+        rows = ExchangeState(division.rows, P())
+        step = division.over(
+            of_rank, in_specs=(P(), list(split.specs), rows), out_specs=(P(), outputs.out_specs, P(), rows)
+        )
+        try:
+            value, aux, grads, sent = step(params, arrays, sent)
+        except NotImplementedError as error:
+            if "Closing over" not in str(error):
+                raise
+            expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
+            raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
+        return value, outputs.tree(aux), grads, sent
+
+    def _ranks(self, arguments: Any) -> Ranks:
+        return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
+
+    def _division(self, ranks: Ranks, param_specs: list[Any]) -> OverMesh:
+        if not ranks.others:
+            return OverMesh(ranks.mesh, self.axis_name)
+        return ShardedMesh(ranks.mesh, Sharding(self.axis_name, params=self._as_argument(param_specs)))
+
+    def _check_inside(self) -> None:
+        check_axes(OP, self.axis_name)
+        for name in ("mesh", "batch_specs", "param_specs", "aux_specs"):
+            if getattr(self, name) is not None:
+                expected = "None inside of shard_map and pmap, where every rank has its part already"
+                raise wrong(OP, name, expected, repr(getattr(self, name)), "leave it out")
+        if self.stateful:
+            remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
+            raise wrong(OP, "exchange", "a plan inside of shard_map and pmap", type(self.exchange).__name__, remedy)
+
+    def _differentiate(self, arguments: Callable[[list[Any]], Any], params: list[Any], net: Transport) -> "_Found":
+        """Returns the results of a rank. `arguments` makes the (arguments, keyword arguments) of the loss."""
+        names = net.names
+        call, given = lambda params: self._call(arguments(params)), vary(params, names)
+        with without_constraints(OP, "loss_fn", names):
+            if not self.weighted:
+                (value, extras), grads = jax.value_and_grad(call, has_aux=True)(given)
+                return _Found(plain_reduce(OP, value, net, mean=True), grads, extras)
+            (total, weight), back, extras = jax.vjp(call, given, has_aux=True)
+            # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its
+            # differential is the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
+            mean, mean_weight = plain_reduce(OP, (total, weight), net, mean=True)
+            value = mean / mean_weight
+            (grads,) = back(vary((1 / mean_weight, -value / mean_weight), names))
+        return _Found(value, grads, extras, weight, mean_weight)
+
+    def _call(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
+        """Calls `loss_fn` with the `given` (arguments, keyword arguments).
+
+        Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
+        """
+        before = jax.tree_util.tree_flatten_with_path(given)
+        found, aux = self.loss_fn(*given[0], **given[1]), None
+        is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
+        if self.has_aux:
+            if not is_pair(found):
+                expected, remedy = "a function that returns (loss, aux), with has_aux=True", "leave out has_aux"
+                raise wrong(OP, "loss_fn", expected, "one that returns no pair", remedy)
+            found, aux = found
+        if is_pair(found) != self.weighted:
+            expected = "a function that returns " + ("(sum, weight), with weighted=True" if self.weighted else "a loss")
+            got = f"one that returns {'a pair' if is_pair(found) else 'no pair'}"
+            remedy = "leave out weighted" if self.weighted else "pass weighted=True for (sum, weight)"
+            remedy += "" if self.weighted or self.has_aux else ", has_aux=True for (loss, aux)"
+            raise wrong(OP, "loss_fn", expected, got, remedy)
+        names, extras = axis_names(self.axis_name), (aux, changes(OP, before, given))
+        if not self.weighted:
+            return own(OP, "loss_fn", names, found), extras
+        try:
+            wide = lambda x: jnp.asarray(x, jnp.result_type(float)).reshape(())
+            return vary(tuple(map(wide, found)), names), extras
+        except (TypeError, ValueError) as error:
+            expected = "a function that returns (sum, weight), two scalars, with weighted=True"
+            raise wrong(OP, "loss_fn", expected, found) from error
+
+    def _places(self, count: int) -> tuple[int, ...]:
+        """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
+        asked = self._as_list(self.argnums)
+        if any(not -count <= i < count for i in asked):
+            raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
+        return tuple(i % count for i in asked)
+
+    def _as_list(self, value: Any) -> Any:
+        """Returns the caller's value for the differentiated arguments as a list, or None if it is None."""
+        return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
+
+    def _as_argument(self, values: Sequence[Any]) -> Any:
+        """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
+        return values[0] if isinstance(self.argnums, int) else tuple(values)
+
+    def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
+        """Returns the caller's spec, or None, for each leaf of the other arguments.
+
+        Leaves of the differentiated arguments that have no gradient are whole on every rank.
+        """
+        positional, keywords, fixed = others
+        whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
+        given = self.batch_specs
+        if given is None or isinstance(given, P):
+            return [given if np.ndim(x) else None for x in jax.tree_util.tree_leaves((positional, keywords))] + whole
+        given = [given] if isinstance(given, dict) else list(given)
+        named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
+        for name, value in keywords.items():
+            if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
+                raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
+        named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
+        is_spec = lambda x: isinstance(x, P)
+        try:
+            specs = jax.tree_util.tree_broadcast([given, named], arguments, is_leaf=is_spec)
+        except (TypeError, ValueError) as error:
+            expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
+            expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
+            raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
+        leaves = zip(jax.tree_util.tree_leaves(arguments), jax.tree_util.tree_leaves(specs, is_leaf=is_spec))
+        return [spec if np.ndim(x) else P() for x, spec in leaves] + whole
+
+
+def _bound(names: tuple[Any, ...]) -> bool:
+    """Returns whether the caller is inside of shard_map, pmap or vmap over one of the axes."""
+    for name in names:
+        with contextlib.suppress(NameError):
+            return bool(lax.axis_size(name))
+    return False

@@ -1,0 +1,245 @@
+"""Splits the arguments of a `value_and_grad` call: differentiated arguments, arrays for the ranks, and constants."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.train.splitting import Ranks, check_spans, examples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """How the arguments of a call are split over the ranks."""
+
+    ranks: Ranks
+    places: tuple[int, ...]  # the positions of the differentiated arguments
+    tree: Any  # the structure of the other arguments
+    static: list[Any]  # the leaves of the other arguments that are no arrays, with None in place of each array
+    is_array: tuple[bool, ...]  # for each leaf of the other arguments
+    specs: tuple[P, ...]  # for each array: how it is split over the ranks
+    keys: tuple[bool, ...]  # for each array: whether it is a single random key
+    param_specs: Any  # how the differentiated arguments are sharded over the other axes of the mesh
+
+    @property
+    def dims(self) -> list[int | None]:
+        """For each array, the dimension of the examples, or None if every rank has the whole array."""
+        return [next((d for d, part in enumerate(spec) if part), None) for spec in self.specs]
+
+    @classmethod
+    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any], param_specs: Any) -> "Split":
+        """Makes the split of a call.
+
+        Args:
+          ranks: the ranks.
+          places: the positions of the differentiated arguments.
+          others: the other positional arguments, the keyword arguments, and the leaves of the differentiated arguments
+            that have no gradient.
+          given: for each leaf of `others` the caller's spec, or None if the caller gave none.
+          param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
+        """
+        found, tree = jax.tree_util.tree_flatten_with_path(others)
+        is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
+        arrays = [leaf for leaf, array in zip(found, is_array) if array]
+        check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
+        leaves: list[tuple[Any, Any, P | None]] = []
+        keys: list[bool] = []
+        for (path, x), spec in zip(arrays, (spec for spec, array in zip(given, is_array) if array)):
+            # What has no gradient in a differentiated argument, others[2], may be any two words.
+            known = ranks.spec_of_batch(x) if spec is None else spec
+            raw = _is_raw_key(x) and not any(known or ()) and path[0].idx < 2
+            keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
+            leaves.append((path, x, P() if keys[-1] else spec))
+        specs = ranks.check_batch(leaves)
+        if any(spec and x.shape[0] == 2 for (_, x, _), spec in zip(leaves, specs)):
+            for path, x, _ in (leaf for leaf, key in zip(leaves, keys) if key and _is_raw_key(leaf[1])):
+                expected, got = "a typed key, or batch_specs", f"{spell_array(x)}, a random key or a batch of 2"
+                remedy = f"make keys with jax.random.key, or {ranks.remedy}"
+                raise wrong(ranks.op, "batch_specs", expected, got, remedy, path=path)
+        return cls(
+            ranks=ranks,
+            places=places,
+            tree=tree,
+            static=[None if array else x for (_, x), array in zip(found, is_array)],
+            is_array=tuple(is_array),
+            specs=tuple(specs),
+            keys=tuple(keys),
+            param_specs=param_specs,
+        )
+
+    def arrays(self, others: Any) -> list[Any]:
+        """Returns the arrays among the leaves of the other arguments."""
+        return [x for x, array in zip(jax.tree_util.tree_leaves(others), self.is_array) if array]
+
+    def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns (args, kwargs) for the loss function, from the differentiated leaves and the other arrays."""
+        each = iter(arrays)
+        leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
+        args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
+        return insert(args, self.places, params, fixed), kwargs
+
+    def check_closure(self, call: Callable[..., Any], params: Any, arrays: Any) -> None:
+        """Refuses a loss that closes over an array with as many rows as the batch, if each rank has a single example.
+
+        JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
+        don't match, and JAX raises an error.
+
+        Args:
+          call: a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
+          params: the differentiated leaves.
+          arrays: the other arrays.
+        """
+        ranks = self.ranks
+        if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
+            return
+        shapes = lambda tree: jax.tree_util.tree_map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree
+        )
+        given = shapes(params), [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
+        traced = lambda params, arrays: call(self.arguments(params, arrays))[0]
+        axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average over them
+        program = jax.make_jaxpr(traced, axis_env=axes)(*given)
+        for x in _closed_over(program, len(jax.tree_util.tree_leaves(given))):
+            if np.shape(x)[:1] == (ranks.size,):
+                expected = "a function that takes the batch as arguments, of which a rank has a single example"
+                got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
+                remedy = f"pass it to the call; if it is no batch, {ranks.remedy}"
+                raise wrong(ranks.op, "loss_fn", expected, got, remedy)
+
+
+def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:
+    """Returns all positional arguments of a loss.
+
+    Args:
+      others: the positional arguments that are not differentiated.
+      places: the positions of the differentiated arguments.
+      params: the differentiated arguments, with None in place of the leaves that have no gradient.
+      fixed: the leaves that have no gradient, with None in place of the differentiated leaves.
+    """
+    whole = jax.tree_util.tree_map(lambda x, y: y if x is None else x, list(params), fixed, is_leaf=is_none)
+    args = list(others)
+    for i, x in sorted(zip(places, whole), key=lambda pair: pair[0]):
+        args.insert(i, x)
+    return args
+
+
+def _closed_over(jaxpr: Any, count: int) -> list[Any]:
+    """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
+    for eqn in inner.eqns:
+        for value in eqn.params.values():
+            if hasattr(value, "consts"):
+                found += _closed_over(value, len(getattr(value, "jaxpr", value).invars))
+    return found
+
+
+def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> dict[int, Any]:
+    """Returns {number of the leaf: new value} for the leaves of its arguments that a loss has changed.
+
+    Modules of Flax NNX change their variables. A loss gets copies of its arguments. So items that it replaces in a list
+    or a dict, new variables of a module, and changed static attributes would be lost. These are errors.
+
+    Args:
+      op: the function that errors name.
+      before: the leaves of the arguments with their paths, and the structure, from before the call.
+      given: the arguments after the call.
+    """
+    (leaves, structure), (now, structure_now) = before, jax.tree_util.tree_flatten_with_path(given)
+    after = dict(now)
+    found = {i: after[path] for i, (path, old) in enumerate(leaves) if path in after and after[path] is not old}
+    for i in found:
+        path, _ = leaves[i]
+        if not isinstance(path[-1], jax.tree_util.GetAttrKey):
+            expected, got = "a function that leaves its arguments as they are", "one that changes them"
+            raise wrong(
+                op, "loss_fn", expected, got, "return what is new beside the loss, with has_aux=True", path=path
+            )
+    for old, new in zip(_modules(structure), _modules(structure_now)):
+        if old != new:
+            expected = "a function that changes only variables of a module, which it had before"
+            remedy = (
+                "make variables in __init__, also of what is counted (nnx.Variable), or return what is new beside the "
+                "loss, with has_aux=True; change what is static before the call"
+            )
+            raise wrong(op, "loss_fn", expected, f"one that changes attributes of {old[0].__name__}", remedy)
+    return found
+
+
+def _modules(structure: Any) -> list[tuple[type, Any]]:
+    """Returns (type, static data) of every node of a tree that isn't a list, dict or tuple.
+
+    Plain containers don't count, because a loss may add items to its own copies of them.
+    """
+    data = structure.node_data()
+    own = [] if data is None or data[0] in (dict, list, tuple) else [data]
+    return own + [each for child in structure.children() for each in _modules(child)]
+
+
+def check_aliases(op: str, arguments: Any) -> None:
+    """Refuses a variable of NNX that is in two places.
+
+    In a pytree it would become two variables, and each would get only a part of the gradient.
+    """
+    seen: dict[int, Any] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=_is_variable):
+        if _is_variable(x) and (first := seen.setdefault(id(x), path)) != path:
+            expected = "modules of which every variable is in one place, as JAX's pytrees have it"
+            got = f"one that is also {jax.tree_util.keystr(first)}"
+            remedy = (
+                "share the module by calling it twice, as emb.attend does, or differentiate a state: "
+                "graph, params, rest = nnx.split(model, nnx.Param, ...), and nnx.merge(graph, params, rest) in the loss"
+            )
+            raise wrong(op, "loss_fn", expected, got, remedy, path=path)
+
+
+def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
+    """Assigns a new value to the attribute at a path of a tree."""
+    *inner, last = path
+    for key in inner:
+        is_name = isinstance(key, jax.tree_util.GetAttrKey)
+        tree = getattr(tree, key.name) if is_name else tree[key.key if hasattr(key, "key") else key.idx]
+    if _is_variable(tree):  # assignment to its attribute is deprecated
+        tree.set_value(value)
+    else:
+        setattr(tree, last.name, value)
+
+
+def _is_variable(x: Any) -> bool:
+    """Returns whether x is a variable of NNX.
+
+    It looks at the type, because instances of nnx.Rngs have an attribute of any name.
+    """
+    return hasattr(type(x), "set_value")
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns (differentiated leaves, leaves without gradient), two trees like `params`.
+
+    Each tree has None in place of the leaves of the other tree.
+    """
+
+    def differentiated(path: Any, x: Any) -> bool:
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            return jnp.issubdtype(x.dtype, jnp.inexact)
+        # A number in a module has no gradient in Equinox. A number in a dict has one in JAX.
+        return isinstance(x, float) and not any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+
+    take = lambda wanted: jax.tree_util.tree_map_with_path(
+        lambda path, x: x if differentiated(path, x) == wanted else None, params
+    )
+    return take(True), take(False)
+
+
+def _is_raw_key(x: Any) -> bool:
+    """Returns whether an array has the type of a single raw random key: two words."""
+    return x.dtype == np.uint32 and x.shape == (2,)
