@@ -1,7 +1,10 @@
 """Looks into traced programs, for what their shapes and types don't say. `explain` has looks of its own."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
@@ -43,3 +46,18 @@ _LOOPS = ("scan", "while")
 def _length(programs: Sequence[Any]) -> int:
     """Returns the number of operations on the longest path through any of the programs."""
     return max((max(_ends(each, [0] * len(each.invars)), default=0) for each in programs), default=0)
+
+
+# Whether an optimizer is the same under vmap. Otherwise it would always have to run without, where it isn't in place.
+
+
+def same_in_vmap(program: Any) -> bool:
+    """Returns whether vmap leaves what a traced program does as it is.
+
+    It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
+    """
+    program = getattr(program, "jaxpr", program)  # newer versions of JAX have only one class of jaxprs
+    values = [value for eqn in program.eqns for value in jax.tree_util.tree_leaves(list(eqn.params.values()))]
+    inner = [value for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
+    changed = any(re.search("cond|while|callback|ffi_call", eqn.primitive.name) for eqn in program.eqns)
+    return not (program.effects or changed) and all(map(same_in_vmap, inner))
