@@ -54,12 +54,12 @@ CASES = {
 }
 
 
-def twins(axes, codec, cases=CASES, **options):
+def twins(axes, plan, cases=CASES):
     """Returns two functions of a leaf that run all cases, compressed and with lax. Each returns {case: result}."""
 
     def compressed(x):
         return {
-            f"{op} {kwargs}": getattr(cgx, f"compressed_{op}")(x, axes, codec=codec, **kwargs, **options)
+            f"{op} {kwargs}": getattr(cgx, f"compressed_{op}")(x, axes, plan=plan, **kwargs)
             for op in cases
             for kwargs in cases[op]
         }

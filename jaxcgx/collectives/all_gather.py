@@ -3,6 +3,8 @@
 from jaxcgx.checks import check_choice
 from jaxcgx.collectives.arguments import Call
 from jaxcgx.exchange import rows
+from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.reduce import check_input
 from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -40,4 +42,6 @@ def compressed_all_gather(
     call.check_rows()
     check_choice(op, "to", to, ("varying", "invarying"))
     dims = call.per_leaf("axis", axis, extra=0 if tiled else 1)
-    return rows.gather(call.x, call.over(Way(rows=True, dims=dims, tiled=tiled)), call.key, to=to)
+    travel = call.over(Way(rows=True, dims=dims, tiled=tiled))
+    check_input(call.x, Carry(), travel)
+    return rows.gather(call.x, travel, call.key, to=to)

@@ -2,6 +2,8 @@
 
 from jaxcgx.collectives.arguments import Call
 from jaxcgx.exchange import rows
+from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.reduce import check_input
 from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -40,4 +42,6 @@ def compressed_all_to_all(
     call.check_rows()
     split, concat = call.per_leaf("split_axis", split_axis), call.per_leaf("concat_axis", concat_axis)
     call.check_divisible("split_axis", split, tiled)
-    return rows.all_to_all(call.x, call.over(Way(rows=True, dims=split, tiled=tiled)), call.key, concat)
+    travel = call.over(Way(rows=True, dims=split, tiled=tiled))
+    check_input(call.x, Carry(), travel)
+    return rows.all_to_all(call.x, travel, call.key, concat)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
 import jaxcgx as cgx
-from jaxcgx.collectives.old_arguments import check_schedules, check_stages
+from jaxcgx.exchange.routes import by_parts
 from jaxcgx.transports.base import Transport
 
 
@@ -30,43 +30,55 @@ def trace(f, check_vma=True):
     jax.make_jaxpr(run)(normal(64), normal(8))
 
 
-def psum(x, axis="a", codec=CODEC, **kwargs):
-    return cgx.compressed_psum(x, axis, codec, **kwargs)
+def psum(x, axis="a", plan=CODEC, **kwargs):
+    return cgx.compressed_psum(x, axis, plan, **kwargs)
+
+
+def scatter(x, plan=CODEC, **kwargs):
+    return cgx.compressed_psum_scatter(x, "a", plan, **kwargs)
+
+
+def gather(x, plan=CODEC, **kwargs):
+    return cgx.compressed_all_gather(x, "a", plan, **kwargs)
+
+
+def exchange(x, split=0, concat=0, **kwargs):
+    return cgx.compressed_all_to_all(x, "a", split, concat, CODEC, **kwargs)
 
 
 @pytest.mark.parametrize(
     ("f", "error", "text"),
     [
         (
-            lambda x, same: psum(x, "rows"),
+            lambda x: psum(x, "rows"),
             NameError,
             "compressed_psum: argument 'axis_name': no axis 'rows' is bound here; call compressed_psum inside "
             "jax.shard_map over a mesh with that axis (or pmap, or vmap with axis_name='rows'); for the gradients of a "
-            "program that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, 'rows', codec), or with "
-            "momentum jaxcgx.make_train_step(loss_fn, optimizer, mesh, compress=jaxcgx.dgc)",
+            "program that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, 'rows', plan) or "
+            "jaxcgx.make_train_step(loss_fn, optimizer, mesh, plan)",
         ),
         (
-            lambda x, same: psum(x, ("a", "b"), {"a": CODEC, "c": CODEC}),
+            lambda x: psum(x, ("a", "b"), {"a": CODEC, "c": CODEC}),
             ValueError,
-            "compressed_psum: argument 'codec': expected a codec for each axis of ('a', 'b'), got {'a': MaxMin(bits=4, "
+            "compressed_psum: argument 'plan': expected a codec for each axis of ('a', 'b'), got {'a': MaxMin(bits=4, "
             "bucket_size=512, rounding='nearest', skip_incomplete=False, rotate=False), 'c': MaxMin(bits=4, "
             "bucket_size=512, rounding='nearest', skip_incomplete=False, rotate=False)} ('b' missing; 'c' not among "
             "them)",
         ),
         (
-            lambda x, same: psum({"n": x.astype(jnp.int32)}, strict=True),
+            lambda x: psum({"n": x.astype(jnp.int32)}, plan=planned(CODEC, strict=True)),
             TypeError,
-            "compressed_psum: argument 'x', leaf ['n']: int32 is not float32, bfloat16 or float16, and strict=True "
-            "allows no such leaf",
+            "compressed_psum: argument 'plan', leaf ['n']: expected a leaf that can be compressed, as the plan is "
+            "strict, got one that can't, because int32 is not float32, bfloat16 or float16",
         ),
         (
-            lambda x, same: psum(x, leader=True),
+            lambda x: psum(x, plan=planned(CODEC, leader=True)),
             ValueError,
-            "compressed_psum: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple "
-            "and codec a dict with a codec for each name",
+            "compressed_psum: argument 'plan': expected leader=False without a hierarchy, got leader=True; name "
+            "several axes, and give the plan a codec for each axis, {axis: codec}",
         ),
         (
-            lambda x, same: cgx.compressed_psum_scatter({"w": x}, "a", CODEC),
+            lambda x: scatter({"w": x}),
             ValueError,
             "compressed_psum_scatter: argument 'scatter_dimension', leaf ['w']: expected dimension 0 to have 4 "
             "elements, one for each rank, got float32[8]; pass tiled=True to split a longer one",
@@ -75,390 +87,255 @@ def psum(x, axis="a", codec=CODEC, **kwargs):
 )
 def test_wordings(f, error, text):
     with pytest.raises(error) as caught:
-        trace(f)
+        trace(lambda x, same: f(x))
     assert str(caught.value) == text
 
 
+PSUM, PMEAN, SCATTER, GATHER, EXCHANGE = (
+    f"compressed_{op}" for op in ("psum", "pmean", "psum_scatter", "all_gather", "all_to_all")
+)
+AT_W = dict(at="leaf ['w']")
+SAME = dict(expected="varies 'a'", got="one that is the same on every rank of 'a'")
+NAMES = "name tuple names"
+BY_AXIS = "a codec for each axis of ('a', 'b')"
+TOO_MANY = "dimension float32[8]"
+
+
 @pytest.mark.parametrize(
-    ("f", "error", "words"),
+    ("f", "error", "op", "argument", "words"),
     [
         (
-            lambda x, same: psum(x, "a", {0: CODEC, 5: CODEC}),
-            ValueError,
-            says("compressed_psum", "codec", expected="a codec for each axis", remedy="a schedule of plans, by steps"),
-        ),
-        (
             lambda x, same: psum({"w": same}),
             ValueError,
-            says(
-                "compressed_psum",
-                "x",
-                at="leaf ['w']",
-                expected="varies 'a'",
-                got="one that is the same on every rank of 'a'",
-            ),
+            PSUM,
+            "x",
+            SAME | AT_W | dict(remedy="jaxcgx.local_value_and_grad jax.lax.pcast("),
         ),
+        (lambda x, same: cgx.compressed_pmean({"w": same}, "a", cgx.Raw()), ValueError, PMEAN, "x", SAME | AT_W),
+        (lambda x, same: scatter({"w": same}, tiled=True), ValueError, SCATTER, "x", SAME | AT_W),
+        (lambda x, same: gather({"w": same}), ValueError, GATHER, "x", SAME | AT_W),
+        (lambda x, same: exchange({"w": same}, tiled=True), ValueError, EXCHANGE, "x", SAME | AT_W),
         (
-            lambda x, same: cgx.compressed_pmean({"w": same}, "a", cgx.Raw()),
+            lambda x, same: psum(psum(x, "b"), ("a", "b")),
             ValueError,
-            says(
-                "compressed_pmean",
-                "x",
-                at="leaf ['w']",
-                expected="varies 'a'",
-                got="one that is the same on every rank of 'a'",
-            ),
-        ),
-        (
-            lambda x, same: psum({"w": same}),
-            ValueError,
-            says(
-                "compressed_psum",
-                "x",
-                at="leaf ['w']",
-                expected="varies 'a'",
-                got="one that is the same on every rank of 'a'",
-                remedy="jaxcgx.local_value_and_grad jax.lax.pcast(",
-            ),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter({"w": same}, "a", CODEC, tiled=True),
-            ValueError,
-            says(
-                "compressed_psum_scatter",
-                "x",
-                at="leaf ['w']",
-                expected="varies 'a'",
-                got="one that is the same on every rank of 'a'",
-            ),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_gather({"w": same}, "a", CODEC),
-            ValueError,
-            says(
-                "compressed_all_gather",
-                "x",
-                at="leaf ['w']",
-                expected="varies 'a'",
-                got="one that is the same on every rank of 'a'",
-            ),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_to_all({"w": same}, "a", 0, 0, CODEC, tiled=True),
-            ValueError,
-            says(
-                "compressed_all_to_all",
-                "x",
-                at="leaf ['w']",
-                expected="varies 'a'",
-                got="one that is the same on every rank of 'a'",
-            ),
-        ),
-        (
-            lambda x, same: psum(cgx.compressed_psum(x, "b", CODEC), ("a", "b")),
-            ValueError,
-            says("compressed_psum", "x", expected="varies 'a' 'b'", got="one that is the same on every rank of 'b'"),
+            PSUM,
+            "x",
+            dict(expected="varies 'a' 'b'", got="one that is the same on every rank of 'b'"),
         ),
         (
             lambda x, same: jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(same),
             ValueError,
-            says(
-                "compressed_psum",
-                "x",
-                expected="varies 'a'",
-                got="one that is the same on every rank of 'a'",
-                remedy="JAX reduced",
-            ),
+            PSUM,
+            "x",
+            SAME | dict(remedy="JAX reduced"),
+        ),
+        (lambda x, same: psum(x, 3), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="3")),
+        (lambda x, same: psum(x, [["a"]]), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="[['a']]")),
+        (lambda x, same: psum(x, ()), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="()")),
+        (lambda x, same: psum(x, ("a", "a")), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="('a', 'a')")),
+        (
+            lambda x, same: psum(x, mesh(4, 2)),
+            TypeError,
+            PSUM,
+            "axis_name",
+            dict(expected="name", got="a mesh, Mesh", remedy="'a' 'b'"),
         ),
         (
-            lambda x, same: psum(x, "rows"),
-            NameError,
-            says(
-                "compressed_psum",
-                "axis_name",
-                expected="no axis 'rows'",
-                remedy="jax.shard_map pmap vmap axis_name='rows'",
-            ),
-        ),
-        (
-            lambda x, same: psum(x, 3),
+            lambda x, same: psum(x, "a", {0: CODEC, 5: CODEC}),
             ValueError,
-            says("compressed_psum", "axis_name", expected="name tuple names", got="3"),
-        ),
-        (
-            lambda x, same: psum(x, [["a"]]),
-            ValueError,
-            says("compressed_psum", "axis_name", expected="name tuple names", got="[['a']]"),
-        ),
-        (
-            lambda x, same: psum(x, ()),
-            ValueError,
-            says("compressed_psum", "axis_name", expected="name tuple names", got="()"),
-        ),
-        (
-            lambda x, same: psum(x, ("a", "a")),
-            ValueError,
-            says("compressed_psum", "axis_name", expected="name tuple names", got="('a', 'a')"),
+            PSUM,
+            "plan",
+            dict(expected="a codec for each axis", remedy="a schedule of plans, by steps"),
         ),
         (
             lambda x, same: psum(x, ("a", "b"), {"a": CODEC}),
             ValueError,
-            says("compressed_psum", "codec", expected="codec axis 'a' 'b'", got="{'a'"),
-        ),
-        (
-            lambda x, same: psum(x, ("a", "b"), {"a": CODEC}),
-            ValueError,
-            says("compressed_psum", "codec", expected="codec axis 'a' 'b'", got="{'a'", remedy="'b' missing"),
+            PSUM,
+            "plan",
+            dict(expected=BY_AXIS, got="{'a'", remedy="'b' missing"),
         ),
         (
             lambda x, same: psum(x, "a", {"a": CODEC, "b": CODEC}),
             ValueError,
-            says("compressed_psum", "codec", expected="codec axis 'a'", got="{'a'", remedy="'b' not"),
-        ),
-        (
-            lambda x, same: psum(x, ("a", "b"), {"a": CODEC, "c": CODEC}),
-            ValueError,
-            says("compressed_psum", "codec", expected="codec axis 'a' 'b'", got="{'a'", remedy="'b' missing 'c' not"),
+            PSUM,
+            "plan",
+            dict(expected="codec axis 'a'", got="{'a'", remedy="'b' not"),
         ),
         (
             lambda x, same: psum(x, ("a", "b"), {"a": CODEC, "b": "raw"}),
             TypeError,
-            says("compressed_psum", "codec", expected="codec", got="'raw'"),
+            PSUM,
+            "plan",
+            dict(expected="codec", got="'raw'"),
         ),
         (
-            lambda x, same: psum(x, codec=cgx.MaxMin),
+            lambda x, same: psum(x, plan=cgx.MaxMin),
             TypeError,
-            says("compressed_psum", "codec", expected="codec", got="<class 'jaxcgx.codecs.maxmin.MaxMin'>"),
+            PSUM,
+            "plan",
+            dict(expected="codec", got="<class 'jaxcgx.codecs.maxmin.MaxMin'>"),
         ),
         (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, backward_plan=4),
+            lambda x, same: gather(x, backward_plan=4),
             TypeError,
-            says("compressed_all_gather", "backward_codec", expected="codec", got="4"),
+            GATHER,
+            "backward_plan",
+            dict(expected="codec", got="4"),
         ),
         (
-            lambda x, same: psum(x, codec=STOCHASTIC),
+            lambda x, same: psum(x, plan=STOCHASTIC),
             ValueError,
-            says(
-                "compressed_psum",
-                "key",
-                expected="random key MaxMin(bits=4",
-                got="None",
-                remedy="key=jax.random.key(...) every rank",
-            ),
+            PSUM,
+            "key",
+            dict(expected="random key MaxMin(bits=4", got="None", remedy="key=jax.random.key(...) every rank"),
         ),
         (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, backward_plan=STOCHASTIC),
+            lambda x, same: gather(x, backward_plan=STOCHASTIC),
             ValueError,
-            says("compressed_all_gather", "key", expected="random key MaxMin(bits=4", got="None"),
+            GATHER,
+            "key",
+            dict(expected="random key MaxMin(bits=4", got="None"),
         ),
         (
-            lambda x, same: psum(x, codec=STOCHASTIC, key=7),
+            lambda x, same: psum(x, plan=STOCHASTIC, key=7),
             TypeError,
-            says("compressed_psum", "key", expected="key jax.random.key PRNGKey", got="7"),
+            PSUM,
+            "key",
+            dict(expected="key jax.random.key PRNGKey", got="7"),
         ),
         (
-            lambda x, same: psum(x, codec=STOCHASTIC, key=jnp.zeros(3, jnp.uint32)),
+            lambda x, same: psum(x, plan=STOCHASTIC, key=jnp.zeros(3, jnp.uint32)),
             TypeError,
-            says("compressed_psum", "key", expected="key jax.random.key PRNGKey", got="uint32[3]"),
+            PSUM,
+            "key",
+            dict(expected="key jax.random.key PRNGKey", got="uint32[3]"),
+        ),
+        (
+            lambda x, same: psum(x, plan=STOCHASTIC, key=jax.random.split(KEY)),
+            ValueError,
+            PSUM,
+            "key",
+            dict(expected="key", got="an array of keys of shape"),
+        ),
+        (
+            lambda x, same: psum(x, plan=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a"))),
+            ValueError,
+            PSUM,
+            "key",
+            dict(expected="key rank", got="one that varies over 'a'"),
         ),
         (
             lambda x, same: psum({"rng": KEY, "x": x}),
             TypeError,
-            says(
-                "compressed_psum",
-                "x",
-                at="leaf ['rng']",
-                expected="numbers",
-                got="key<fry>[]",
-                remedy="jax.random.key_data(key)",
-            ),
+            PSUM,
+            "x",
+            dict(at="leaf ['rng']", expected="numbers", got="key<fry>[]", remedy="jax.random.key_data(key)"),
         ),
         (
-            lambda x, same: cgx.compressed_psum_scatter(jax.random.split(KEY, 4), "a", CODEC),
+            lambda x, same: scatter(jax.random.split(KEY, 4)),
             TypeError,
-            says(
-                "compressed_psum_scatter", "x", expected="numbers", got="key<fry>[4]", remedy="jax.random.key_data(key)"
-            ),
+            SCATTER,
+            "x",
+            dict(expected="numbers", got="key<fry>[4]", remedy="jax.random.key_data(key)"),
         ),
-        (
-            lambda x, same: psum(x, mesh(4, 2)),
-            TypeError,
-            says("compressed_psum", "axis_name", expected="name", got="a mesh, Mesh", remedy="'a' 'b'"),
-        ),
-        (
-            lambda x, same: psum(x, codec=STOCHASTIC, key=jax.random.split(KEY)),
-            ValueError,
-            says("compressed_psum", "key", expected="key", got="an array of keys of shape"),
-        ),
-        (
-            lambda x, same: psum(x, codec=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a"))),
-            ValueError,
-            says("compressed_psum", "key", expected="key rank", got="one that varies over 'a'"),
-        ),
-        (
-            lambda x, same: psum({"n": x.astype(jnp.int32)}, strict=True),
-            TypeError,
-            says("compressed_psum", "x", at="leaf ['n']", expected="int32 float32 bfloat16 float16 strict=True"),
-        ),
-        (
-            lambda x, same: psum(x, strict=1),
-            TypeError,
-            says("compressed_psum", "strict", expected="True False", got="1"),
-        ),
-        (
-            lambda x, same: psum(x, schedule="star"),
-            ValueError,
-            says("compressed_psum", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter(x, "a", planned(CODEC, schedule="two_shot"), tiled=True),
-            ValueError,
-            says("compressed_psum_scatter", "schedule", expected="'auto' 'one_shot' 'ring'", got="'two_shot'"),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_gather(x, "a", planned(CODEC, schedule="ring")),
-            ValueError,
-            says("compressed_all_gather", "schedule", expected="'auto' 'one_shot'", got="'ring'"),
-        ),
-        (
-            lambda x, same: psum(x, own="mine"),
-            ValueError,
-            says("compressed_psum", "own", expected="'raw' 'encoded'", got="'mine'"),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter(
-                x, "a", planned(CODEC, schedule="ring", own="encoded"), tiled=True
-            ),
-            ValueError,
-            says(
-                "compressed_psum_scatter", "own", expected='"raw" schedule="ring"', got='"encoded"', remedy='own="raw"'
-            ),
-        ),
-        (
-            lambda x, same: psum(x, own="encoded", schedule="ring"),
-            ValueError,
-            says("compressed_psum", "own", expected='"raw" schedule="ring"', got='"encoded"', remedy='own="raw"'),
-        ),
-        (
-            lambda x, same: psum(x, leader=True),
-            ValueError,
-            says("compressed_psum", "leader", expected="False", got="True", remedy="axis_name tuple codec"),
-        ),
-        (
-            lambda x, same: psum(x, leader="yes"),
-            TypeError,
-            says("compressed_psum", "leader", expected="True False", got="'yes'"),
-        ),
-        (
-            lambda x, same: psum(x, fusion_mb=0),
-            ValueError,
-            says("compressed_psum", "fusion_mb", expected="positive number", got="0"),
-        ),
-        (
-            lambda x, same: psum(x, fusion_mb="64"),
-            TypeError,
-            says("compressed_psum", "fusion_mb", expected="positive number", got="'64'"),
-        ),
-        (
-            lambda x, same: psum(x, fusion_mb=float("nan")),
-            ValueError,
-            says("compressed_psum", "fusion_mb", expected="positive number", got="nan"),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, to="replicated"),
-            ValueError,
-            says("compressed_all_gather", "to", expected="'varying' 'invarying'", got="'replicated'"),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter(x[:7], "a", CODEC, tiled=True),
-            ValueError,
-            says(
-                "compressed_psum_scatter",
-                "scatter_dimension",
-                expected="dimension 0 multiple 4 elements rank",
-                got="float32[7]",
-            ),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter({"w": x}, "a", CODEC),
-            ValueError,
-            says(
-                "compressed_psum_scatter",
-                "scatter_dimension",
-                at="leaf ['w']",
-                expected="dimension 0 4 elements rank",
-                got="float32[8]",
-                remedy="tiled=True",
-            ),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, scatter_dimension=1),
-            ValueError,
-            says("compressed_psum_scatter", "scatter_dimension", expected="dimension float32[8]", got="1"),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter(x.sum(), "a", CODEC),
-            ValueError,
-            says("compressed_psum_scatter", "scatter_dimension", expected="dimension float32[]", got="0"),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter(
-                x, "a", planned(CODEC, schedule="ring"), tiled=True, carry=cgx.Carry(residuals=x)
-            ),
-            ValueError,
-            says(
-                "compressed_psum_scatter",
-                "schedule",
-                expected='"one_shot" residuals',
-                got='"ring"',
-                remedy='schedule="one_shot"',
-            ),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_gather({"w": x}, "a", CODEC, axis={"v": 0}),
-            ValueError,
-            says("compressed_all_gather", "axis", expected="integer tree x", got="{'v': 0}"),
-        ),
-        (
-            lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, scatter_dimension="rows"),
-            TypeError,
-            says("compressed_psum_scatter", "scatter_dimension", expected="integer", got="'rows'"),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, axis=True),
-            TypeError,
-            says("compressed_all_gather", "axis", expected="integer", got="True"),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, axis=2),
-            ValueError,
-            says("compressed_all_gather", "axis", expected="dimension float32[8] one more", got="2"),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, axis=-2, tiled=True),
-            ValueError,
-            says("compressed_all_gather", "axis", expected="dimension float32[8]", got="-2"),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_to_all(x, "a", 0, 0, CODEC),
-            ValueError,
-            says("compressed_all_to_all", "split_axis", expected="dimension 0 4 elements rank", got="float32[8]"),
-        ),
-        (
-            lambda x, same: cgx.compressed_all_to_all(x, "a", 0, 1, CODEC, tiled=True),
-            ValueError,
-            says("compressed_all_to_all", "concat_axis", expected="dimension float32[8]", got="1"),
-        ),
-        (lambda x, same: psum("x"), TypeError, says("compressed_psum", "x", expected="array", got="'x'")),
+        (lambda x, same: psum("x"), TypeError, PSUM, "x", dict(expected="array", got="'x'")),
         (
             lambda x, same: psum({"w": [x, object]}),
             TypeError,
-            says("compressed_psum", "x", at="leaf ['w'][1]", expected="array", got="<class 'object'>"),
+            PSUM,
+            "x",
+            dict(at="leaf ['w'][1]", expected="array", got="<class 'object'>"),
+        ),
+        (
+            lambda x, same: scatter(x, planned(CODEC, schedule="tree"), tiled=True),
+            ValueError,
+            SCATTER,
+            "plan",
+            dict(expected='the schedule "auto" "two_shot" "one_shot" "ring" slice', got="tree"),
+        ),
+        (
+            lambda x, same: scatter(x, planned(CODEC, leader=True), tiled=True),
+            ValueError,
+            SCATTER,
+            "plan",
+            dict(expected="leader=False slice", got="leader=True"),
+        ),
+        (
+            lambda x, same: scatter(x, planned(CODEC, schedule="ring"), tiled=True, carry=cgx.Carry(residuals=x)),
+            ValueError,
+            SCATTER,
+            "plan",
+            dict(expected='"one_shot" residuals', got='"ring"', remedy='schedule="two_shot"'),
+        ),
+        (
+            lambda x, same: gather(x, to="replicated"),
+            ValueError,
+            GATHER,
+            "to",
+            dict(expected="'varying' 'invarying'", got="'replicated'"),
+        ),
+        (
+            lambda x, same: scatter(x[:7], tiled=True),
+            ValueError,
+            SCATTER,
+            "scatter_dimension",
+            dict(expected="dimension 0 multiple 4 elements rank", got="float32[7]"),
+        ),
+        (
+            lambda x, same: scatter(x, scatter_dimension=1),
+            ValueError,
+            SCATTER,
+            "scatter_dimension",
+            dict(expected=TOO_MANY, got="1"),
+        ),
+        (
+            lambda x, same: scatter(x.sum()),
+            ValueError,
+            SCATTER,
+            "scatter_dimension",
+            dict(expected="dimension float32[]", got="0"),
+        ),
+        (
+            lambda x, same: scatter(x, scatter_dimension="rows"),
+            TypeError,
+            SCATTER,
+            "scatter_dimension",
+            dict(expected="integer", got="'rows'"),
+        ),
+        (
+            lambda x, same: gather({"w": x}, axis={"v": 0}),
+            ValueError,
+            GATHER,
+            "axis",
+            dict(expected="integer tree x", got="{'v': 0}"),
+        ),
+        (lambda x, same: gather(x, axis=True), TypeError, GATHER, "axis", dict(expected="integer", got="True")),
+        (
+            lambda x, same: gather(x, axis=2),
+            ValueError,
+            GATHER,
+            "axis",
+            dict(expected="dimension float32[8] one more", got="2"),
+        ),
+        (lambda x, same: gather(x, axis=-2, tiled=True), ValueError, GATHER, "axis", dict(expected=TOO_MANY, got="-2")),
+        (
+            lambda x, same: exchange(x),
+            ValueError,
+            EXCHANGE,
+            "split_axis",
+            dict(expected="dimension 0 4 elements rank", got="float32[8]"),
+        ),
+        (
+            lambda x, same: exchange(x, concat=1, tiled=True),
+            ValueError,
+            EXCHANGE,
+            "concat_axis",
+            dict(expected=TOO_MANY, got="1"),
         ),
     ],
 )
-def test_calls(f, error, words):
-    with raises(error, words):
+def test_calls(f, error, op, argument, words):
+    with raises(error, says(op, argument, **words)):
         trace(f)
 
 
@@ -502,10 +379,8 @@ def test_numbers_of_python_and_numpy():
     }
 
 
-def test_a_transport_without_levels():
+@pytest.mark.parametrize("what", ["a codec", "a schedule"])
+def test_a_transport_without_levels(what):
     """Only errors about communicators name jaxcgx.mpi.hierarchy()."""
-    net = Levelless()
-    with raises(ValueError, says("psum", "codec", expected="codec all ranks 'a'", remedy="Levelless no levels")):
-        check_stages("psum", "codec", {"a": CODEC}, net)
-    with raises(ValueError, says("psum", "schedule", expected="schedule all ranks 'a'", remedy="Levelless no levels")):
-        check_schedules("psum", {"a": "ring"}, net.parts, net)
+    with raises(ValueError, says("psum", "plan", expected=f"{what} for all ranks of ('a',)", remedy=f"write {what}")):
+        by_parts("psum", {"a": "ring"}, Levelless(), what=what)
