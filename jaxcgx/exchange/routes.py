@@ -260,7 +260,9 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         route, cuts = routes.leaves[i], way.cuts(i)
         stages = _stages(op, route, backward.leaves[i], net)
         codecs = [codec for stage in stages for codec in (stage.codec, stage.backward)]
-        why = route.why_raw or why_raw(route.like, codecs) or ("there is one rank" if size == 1 else None)
+        # A leaf that a guard leaves raw may be compressed by the transpose.
+        unfit = why_raw(route.like, codecs) or ("there is one rank" if size == 1 else None)
+        why = unfit and (route.why_raw or unfit)
         raw = route.dtype in DTYPES and route.size and all(codec.raw for codec in codecs)
         if route.skipped:
             plain.append(Plain((i,), (net,), ("the plan skips it",)))

@@ -57,28 +57,6 @@ def test_a_message_for_each_codec_and_a_reason_for_each_raw_leaf():
     assert "min_size=100" in reasons["['tiny']"] and "skip_1d" in reasons["['bias']"] and "Raw()" in reasons["['raw']"]
 
 
-def test_what_the_plan_says_of_the_exchange():
-    f = lambda t: (
-        cgx.compressed_psum(t, "a", planned(PLAN, schedule="ring", fusion_mb=0.001), key=KEY),
-        cgx.compressed_psum(
-            t, "a", cgx.Plan(PLAN.default, PLAN.rules, min_size=100, schedule="ring", fusion_mb=0.001), key=KEY
-        ),
-    )
-    assert_trees(assert_same_bytes, *on_ranks(f, mesh(4))(tree(4)))
-
-
-@pytest.mark.parametrize("leader", [False, True])
-def test_axes(leader):
-    """A rule may have a codec per axis, and a plan a schedule per axis and leaders."""
-    codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
-    plan = cgx.Plan(codecs, min_size=0, skip_1d=False, schedule={"a": "two_shot", "b": "ring"}, leader=leader)
-    f = lambda t: (
-        cgx.compressed_psum(t, ("a", "b"), plan),
-        cgx.compressed_psum(t, ("a", "b"), planned(codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader)),
-    )
-    assert_trees(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
-
-
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1)])
 def test_an_axis_of_one_rank_is_no_stage(sizes):
     codecs = {"a": cgx.MaxMin(4), "b": cgx.MaxMin(4)}
@@ -106,16 +84,15 @@ def test_a_key_is_of_use_on_one_node_too():
 
 def test_codecs_by_axis_there_and_back():
     x, codecs = normal((2, 4, 8, 100), 0), {"a": cgx.MaxMin(4), "b": cgx.MaxMin(8)}
-    grad = lambda **codecs: on_ranks(
-        jax.grad(lambda x: cgx.compressed_all_gather(x, ("a", "b"), tiled=True, **codecs).sum()), mesh(2, 4)
+    grad = lambda **plans: on_ranks(
+        jax.grad(lambda x: cgx.compressed_all_gather(x, ("a", "b"), tiled=True, **plans).sum()), mesh(2, 4)
     )(x)
     assert_same_bytes(
-        grad(codec=cgx.Raw(), backward_codec=codecs),
-        grad(codec={"a": cgx.Raw(), "b": cgx.Raw()}, backward_codec=codecs),
+        grad(plan=cgx.Raw(), backward_plan=codecs), grad(plan={"a": cgx.Raw(), "b": cgx.Raw()}, backward_plan=codecs)
     )
-    words = says("compressed_all_gather", "backward_codec", expected="a codec for each axis where 'codec' has")
+    words = says("compressed_all_gather", "backward_plan", expected="a codec for each axis where 'plan' has")
     with raises(ValueError, words):
-        grad(codec=cgx.MaxMin(4), backward_codec=codecs)
+        grad(plan=cgx.MaxMin(4), backward_plan=codecs)
 
 
 def test_leaders_are_of_hierarchies():
@@ -219,33 +196,20 @@ def test_keys():
 
 
 @pytest.mark.parametrize(
-    "kwargs, words",
+    "plan, words",
     [
+        (cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))]), dict(expected="leaf", got="none for Rule(")),
+        (cgx.Plan(cgx.MaxMin(4), leader=True), dict(expected="leader=False", got="leader=True")),
+        (cgx.Plan({"b": cgx.MaxMin(4)}), dict(expected="codec axis 'a'", got="{'b'")),
         (
-            dict(codec=cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))])),
-            says("compressed_psum", "codec", expected="leaf", got="none for Rule("),
-        ),
-        (
-            dict(codec=cgx.Plan(cgx.MaxMin(4), leader=True)),
-            says("compressed_psum", "leader", expected="False", got="True"),
-        ),
-        (
-            dict(codec=cgx.Plan({"b": cgx.MaxMin(4)})),
-            says("compressed_psum", "codec", expected="codec axis 'a'", got="{'b'"),
-        ),
-        (
-            dict(codec=cgx.MaxMin(4), schedule={"b": "ring"}),
-            says("compressed_psum", "schedule", expected="schedule axis 'a'", got="{'b'", remedy="'a' missing 'b' not"),
-        ),
-        (
-            dict(codec=cgx.MaxMin(4), schedule={"a": "circle"}),
-            says("compressed_psum", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'circle'"),
+            cgx.Plan(cgx.MaxMin(4), schedule={"b": "ring"}),
+            dict(expected="schedule axis 'a'", got="{'b'", remedy="'a' missing 'b' not"),
         ),
     ],
 )
-def test_errors(kwargs, words):
-    with raises(ValueError, words):
-        on_ranks(lambda x: cgx.compressed_psum(x, "a", **kwargs), mesh(2))(normal((2, 40, 40), 0))
+def test_errors(plan, words):
+    with raises(ValueError, says("compressed_psum", "plan", **words)):
+        on_ranks(lambda x: cgx.compressed_psum(x, "a", plan), mesh(2))(normal((2, 40, 40), 0))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import assert_same_trees, normal
+from helpers import assert_same_trees, normal, planned
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,11 +25,11 @@ def zeros(tree):
 @pytest.mark.parametrize("collective", [cgx.compressed_psum, cgx.compressed_pmean])
 def test_sums_are_zeros(collective, check_vma):
     residuals = {"w": zeros(TREE["w"]), "frozen": {"w": 1 + zeros(TREE["w"]), "ids": None}}
-    sums = lambda t, r: collective(t, "a", PLAN, residuals=r, strict=True)
-    found, kept = on_ranks(sums, mesh(4), check_vma)(TREE, residuals)
+    sums = lambda t, r: collective(t, "a", planned(PLAN, strict=True), carry=cgx.Carry(residuals=r))
+    found, carry = on_ranks(sums, mesh(4), check_vma)(TREE, residuals)
     assert_same_trees(found["frozen"], zeros(TREE["frozen"]))
-    assert_same_trees(kept["frozen"], residuals["frozen"])
-    assert found["w"].any() and kept["w"].any()
+    assert_same_trees(carry.residuals["frozen"], residuals["frozen"])
+    assert found["w"].any() and carry.residuals["w"].any()
 
 
 def test_nothing_is_sent():
@@ -79,20 +79,20 @@ def test_value_and_grad(kind):
     [
         (
             lambda x: cgx.compressed_psum(x, "a", cgx.Skip()),
-            says("compressed_psum", "codec", expected="sends", got="Skip()", remedy="rule jaxcgx.Plan"),
+            says("compressed_psum", "plan", expected="sends", got="Skip()", remedy="rule jaxcgx.Plan"),
         ),
         (
             lambda x: cgx.compressed_all_gather(x, "a", PLAN),
-            says("compressed_all_gather", "codec", "leaf ['frozen']['ids']", "skips", "one", "leave out"),
+            says("compressed_all_gather", "plan", "leaf ['frozen']['ids']", "skips", "one", "leave out"),
         ),
         (
             lambda x: cgx.compressed_psum_scatter(
                 x["w"], "a", cgx.Raw(), backward_plan=cgx.Plan(cgx.Skip()), tiled=True
             ),
-            says("compressed_psum_scatter", "backward_codec", expected="skips", got="one", remedy="leave out"),
+            says("compressed_psum_scatter", "backward_plan", expected="skips", got="one", remedy="leave out"),
         ),
     ],
-    ids=["alone", "all_gather", "backward_codec"],
+    ids=["alone", "all_gather", "backward_plan"],
 )
 def test_where_nothing_may_be_skipped(call, words):
     with raises(ValueError, words):

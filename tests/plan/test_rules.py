@@ -295,6 +295,18 @@ class Unhashable:
         ),
         (lambda: cgx.Plan(FOUR, schedule={}), ValueError, says("Plan", "schedule", expected="schedule axis", got="{}")),
         (lambda: cgx.Plan(FOUR, leader=None), TypeError, says("Plan", "leader", expected="True False", got="None")),
+        (lambda: cgx.Plan(FOUR, strict=1), TypeError, says("Plan", "strict", expected="True False", got="1")),
+        (lambda: cgx.Plan(FOUR, own="mine"), ValueError, says("Plan", "own", expected="'raw' 'encoded'", got="'mine'")),
+        (
+            lambda: cgx.Plan(FOUR, own="encoded", schedule={"a": "two_shot", "b": "ring"}),
+            ValueError,
+            says("Plan", "own", expected='"raw" "ring"', got='"encoded"', remedy='own="raw"'),
+        ),
+        (
+            lambda: cgx.Plan(FOUR, fusion_mb=float("nan")),
+            ValueError,
+            says("Plan", "fusion_mb", expected="positive number", got="nan"),
+        ),
     ],
 )
 def test_bad_plans(make, error, words):
