@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,8 @@ def sync_in_backward(
         order. By default, the last leaves are sent first. Leaves that travel raw, each on its own, follow.
     """
     call, given = Call.of(OP, params, axis_name, plan, key=key), carry or Carry()
-    travel = call.over(Way(order=None if order is None else tuple(order)))
+    asked = tuple(order) if isinstance(order, Sequence) else (order,)
+    travel = call.over(Way(order=None if order is None else asked))
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
     check_carry(given, travel, "params")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import assert_same_bytes
+from helpers import assert_same_bytes, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +16,7 @@ import jaxcgx as cgx
 RANKS = 4
 MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:RANKS])
 CODEC = cgx.MaxMin(4, 64)
+SMALL = planned(CODEC, fusion_mb=1e-6)  # a message for each leaf
 PARAMS = {
     "w1": jax.random.normal(jax.random.key(0), (30, 40)),
     "b1": jnp.zeros(40),
@@ -54,20 +55,18 @@ def steps(gradients, check_vma=True, residuals=RESIDUALS):
     return grads, residuals
 
 
-def on_the_way(residuals, x, codec=CODEC, **arguments):
+def on_the_way(residuals, x, plan=CODEC, **arguments):
     def synchronised(given, residuals):
-        params = cgx.sync_in_backward(
-            {**PARAMS, **given}, "data", codec, carry=cgx.Carry(residuals=residuals), **arguments
-        )
-        return loss(params, x)
+        carry = cgx.Carry(residuals=residuals)
+        return loss(cgx.sync_in_backward({**PARAMS, **given}, "data", plan, carry=carry, **arguments), x)
 
     return jax.grad(synchronised, argnums=(0, 1))(floats(PARAMS), residuals)
 
 
-def at_the_end(residuals, x, codec=CODEC, **arguments):
+def at_the_end(residuals, x, plan=CODEC, **arguments):
     _, grads = cgx.local_value_and_grad(lambda given: loss({**PARAMS, **given}, x), "data")(floats(PARAMS))
-    grads, new = cgx.compressed_pmean(grads, "data", codec, carry=cgx.Carry(residuals=floats(residuals)), **arguments)
-    return grads, {**new, "z": None}
+    grads, new = cgx.compressed_pmean(grads, "data", plan, carry=cgx.Carry(residuals=floats(residuals)), **arguments)
+    return grads, {**new.residuals, "z": None}
 
 
 def assert_same(found, expected):
@@ -79,12 +78,12 @@ def assert_same(found, expected):
     "arguments",
     [
         dict(),
-        dict(fusion_mb=1e-6),
-        dict(codec=cgx.MaxMin(4, 64, rounding="stochastic"), key=jax.random.key(5), own="encoded", fusion_mb=1e-6),
-        dict(codec=cgx.TopK(0.1)),
-        dict(codec=cgx.PowerSGD(2)),
-        dict(codec=cgx.Raw()),
-        dict(codec=cgx.Plan(CODEC, min_size=0, rules=[("w2", cgx.Raw()), ("b1", cgx.Skip())])),
+        dict(plan=SMALL),
+        dict(plan=planned(cgx.MaxMin(4, 64, "stochastic"), own="encoded", fusion_mb=1e-6), key=jax.random.key(5)),
+        dict(plan=cgx.TopK(0.1)),
+        dict(plan=cgx.PowerSGD(2)),
+        dict(plan=cgx.Raw()),
+        dict(plan=cgx.Plan(CODEC, min_size=0, rules=[("w2", cgx.Raw()), ("b1", cgx.Skip())])),
     ],
     ids=str,
 )
@@ -132,7 +131,7 @@ def test_levels_with_remat():
         grads, new = cgx.compressed_pmean(
             grads, ("node", "local"), codecs, carry=cgx.Carry(residuals=floats(residuals))
         )
-        return grads, {**new, "z": None}
+        return grads, {**new.residuals, "z": None}
 
     results = []
     for gradients in (on_the_way, at_the_end):
@@ -154,14 +153,14 @@ def test_layers_in_a_loop():
     def in_a_loop(residuals, x):
         def layer(h, given):
             w, r = given
-            return jnp.tanh(h @ sync(w, residuals=r)), None
+            return jnp.tanh(h @ sync(w, carry=cgx.Carry(residuals=r))), None
 
         total = lambda layers, residuals: (lax.scan(layer, x, (layers, residuals))[0] ** 2).mean()
         return jax.grad(total, argnums=(0, 1))(layers, residuals)
 
     def one_by_one(residuals, x):
         def total(layers, residuals):
-            each = [sync(w, residuals=r) for w, r in zip(layers, residuals)]
+            each = [sync(w, carry=cgx.Carry(residuals=r)) for w, r in zip(layers, residuals)]
             return (functools.reduce(lambda h, w: jnp.tanh(h @ w), each, x) ** 2).mean()
 
         return jax.grad(total, argnums=(0, 1))(layers, residuals)
@@ -186,8 +185,8 @@ def sent(jaxpr):
 
 @pytest.mark.parametrize("order", [None, (0, 1, 2, 3), (2, 0, 3, 1), (1, 2, 0, 3)])
 def test_messages_are_sent_in_the_given_order(order):
-    gradients = functools.partial(on_the_way, order=order, fusion_mb=1e-6)
-    assert_same(steps(gradients), steps(functools.partial(at_the_end, fusion_mb=1e-6)))
+    gradients = functools.partial(on_the_way, order=order, plan=SMALL)
+    assert_same(steps(gradients), steps(functools.partial(at_the_end, plan=SMALL)))
     program = jax.make_jaxpr(lambda r, x: gradients(r, x)[0], axis_env=[("data", RANKS)])(
         jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0]
     )
@@ -204,9 +203,13 @@ def test_what_it_refuses():
         jax.eval_shape(step, jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0])
 
     got = "one that is the same on every rank of 'data'"
-    with raises(ValueError, says("sync_in_backward", "residuals", at="leaf ['b1']", expected="rank's own", got=got)):
+    with raises(
+        ValueError, says("sync_in_backward", "carry.residuals", at="leaf ['b1']", expected="rank's own", got=got)
+    ):
         gradients()
-    with raises(ValueError, says("sync_in_backward", "residuals", expected="a tree like params", got="PyTreeDef")):
+    with raises(
+        ValueError, says("sync_in_backward", "carry.residuals", expected="a tree like params", got="PyTreeDef")
+    ):
         on_mesh = jax.shard_map(
             lambda p: cgx.sync_in_backward(p, "data", CODEC, carry=cgx.Carry(residuals=[])),
             mesh=MESH,
@@ -214,7 +217,8 @@ def test_what_it_refuses():
             out_specs=P("data"),
         )
         jax.eval_shape(on_mesh, PARAMS)
-    with raises(ValueError, says("sync_in_backward", "order", expected="4 leaves, each once", got="(0, 1)")):
-        gradients(order=(0, 1))
-    with raises(ValueError, says("sync_in_backward", "schedule", expected="with residuals", got='"ring"')):
-        gradients(schedule="ring")
+    for order, got in ((0, 1), "(0, 1)"), (3, "(3,)"):
+        with raises(ValueError, says("sync_in_backward", "order", expected="4 leaves, each once", got=got)):
+            gradients(order=order)
+    with raises(ValueError, says("sync_in_backward", "plan", expected="where residuals are kept", got='"ring"')):
+        gradients(plan=planned(CODEC, schedule="ring"))

@@ -33,10 +33,11 @@ def tree(*ranks, seed=0):
     }
 
 
-def psum(x, residuals, axes="a", codec=ALL, **options):
-    codecs = codec.values() if isinstance(codec, dict) else [codec]
-    key = KEY if any(c.stochastic for c in codecs) else None
-    return cgx.compressed_psum(x, axes, codec, key=key, carry=cgx.Carry(residuals=residuals), **options)
+def psum(x, residuals, axes="a", codec=ALL, momentum=None, **fields):
+    """Returns (sum, residuals) or, with momentum, (sum, residuals, momentum)."""
+    plan, carry = planned(codec, **fields), cgx.Carry(residuals=residuals, momentum=momentum)
+    found, kept = cgx.compressed_psum(x, axes, plan, key=KEY if plan.stochastic else None, carry=carry)
+    return (found, kept.residuals) if momentum is None else (found, kept.residuals, kept.momentum)
 
 
 def assert_conserved(x, before, results, after, axes=1):
@@ -134,7 +135,7 @@ def test_a_mean_of_two_is_the_sum_halved():
         mesh(2),
     )(x, zero)
     total = on_ranks(lambda x, e: psum(x, e, codec=TOP, schedule="one_shot"), mesh(2))(x, zero)
-    assert_trees(np.testing.assert_array_equal, mean, (jax.tree.map(lambda y: y / 2, total[0]), total[1]))
+    assert_trees(np.testing.assert_array_equal, mean, (jax.tree.map(lambda y: y / 2, total[0]), cgx.Carry(total[1])))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -247,23 +248,23 @@ def test_errors():
 
     words = says(
         "compressed_psum",
-        "schedule",
+        "plan",
         expected='"two_shot" "one_shot" with TopK(ratio=0.05), whose sums grow',
         got='"ring"',
         remedy='pull="top"',
     )
     with raises(ValueError, words):
         call(residuals=None, schedule="ring")
-    with raises(ValueError, says("compressed_psum_scatter", "schedule")):
+    with raises(ValueError, says("compressed_psum_scatter", "plan", expected="sums grow")):
         on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", planned(ALL, schedule="ring"), tiled=True), mesh(2))(
             jnp.zeros((2, 600))
         )
-    with raises(ValueError, says("compressed_psum", "residuals", expected="tree 'momentum'", got="None")):
+    with raises(ValueError, says("compressed_psum", "carry.residuals", expected="tree momentum", got="None")):
         call(residuals=None, momentum=x)
     words = says(
-        "compressed_psum", "momentum", at="leaf ['flat']", expected="None for a leaf whose every element is sent"
+        "compressed_psum", "carry.momentum", at="leaf ['flat']", expected="None for a leaf whose every element is sent"
     )
     with raises(ValueError, words):
         call(codec=cgx.MaxMin(4), momentum={"flat": jnp.zeros(3001), "small": None, "matrix": None})
-    with raises(ValueError, says("compressed_psum", "momentum", at="leaf ['flat']", expected="float32[3001]")):
+    with raises(ValueError, says("compressed_psum", "carry.momentum", at="leaf ['flat']", expected="float32[3001]")):
         call(momentum={"flat": jnp.zeros(5), "small": None, "matrix": None})

@@ -40,6 +40,12 @@ def run(f, *sizes):
     return jax.jit(jax.shard_map(body, mesh=mesh(*sizes), in_specs=(each, each, P()), out_specs=(P(), each, P())))
 
 
+def reduce(x, residuals, factors, plan=CODEC, axes="a", op=cgx.compressed_psum, key=None):
+    """Returns (sum, residuals, factors)."""
+    found, carry = op(x, axes, plan, key=key, carry=cgx.Carry(residuals=residuals, factors=factors))
+    return found, carry.residuals, carry.factors
+
+
 def assert_conserved(x, before, sums, after, lead, weight=1):
     assert x
     for name in x:
@@ -74,13 +80,13 @@ def test_the_published_algorithm():
     q = {
         name: None if init is None else normal(init.shape, 20 + i)
         for i, (name, init) in enumerate(
-            cgx.init_factors({name: leaf[0, 0] for name, leaf in x.items()}, CODEC).items()
+            cgx.init_carry(CODEC, {k: leaf[0, 0] for k, leaf in x.items()}).factors.items()
         )
     }
 
     def train(x, zero, q):
         def step(state, x):
-            mean, *state = cgx.compressed_pmean(x, "a", CODEC, carry=cgx.Carry(residuals=state[0], factors=state[1]))
+            mean, *state = reduce(x, *state, op=cgx.compressed_pmean)
             return tuple(state), (mean, *state)
 
         return lax.scan(step, (jax.tree.map(lambda leaf: leaf[0], zero), q), x)[1]
@@ -115,10 +121,7 @@ def test_residuals_stay_bounded_where_ranks_differ():
             noise = jax.random.normal(
                 jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), lax.axis_index("a")), (16, 16)
             )
-            _, *state = cgx.compressed_pmean(
-                common + own + noise, "a", CODEC, carry=cgx.Carry(residuals=state[0], factors=state[1])
-            )
-            return tuple(state), None
+            return reduce(common + own + noise, *state, op=cgx.compressed_pmean)[1:], None
 
         return jnp.zeros(()), *lax.scan(step, (zero, q), jnp.arange(300))[0]
 
@@ -151,7 +154,7 @@ def test_numbers_of_any_size():
         "inf": np.asarray(normal((2, 30, 30), 6)),
     }
     q = dict.fromkeys(x, jnp.zeros((2, 30))) | {"nan": normal((2, 30), 7), "inf": normal((2, 30), 8)}
-    step = run(lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(residuals=e, factors=q)), 2)
+    step = run(reduce, 2)
     sums, after, factors = step(x, before, q)
     for name in ("low", "constant", "zero", "tiny", "huge"):
         np.testing.assert_allclose(
@@ -213,7 +216,7 @@ def test_the_wire_is_two_sums_of_factors():
 
 def test_what_travels_raw_and_why():
     x = {"b": jnp.ones(50), "small": jnp.ones((4, 4)), "n": jnp.ones((30, 30), jnp.int32), "w": jnp.ones((30, 30))}
-    f = lambda x, **options: cgx.compressed_psum(x, "a", CODEC, **options)
+    f = lambda x: cgx.compressed_psum(x, "a", CODEC)
     on = lambda f: jax.shard_map(f, mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=False)
     found = cgx.explain(on(f), x, show=False)
     reasons = {leaf.path: leaf.reason for leaf in found.raw}
@@ -227,17 +230,11 @@ def test_what_travels_raw_and_why():
         assert found.raw_bytes == pytest.approx(sum(leaf.nbytes for leaf in x.values()), abs=4)
     rows = cgx.Plan(CODEC, min_size=0, skip_1d=False).explain(x, 2).rows
     assert {row.leaf: row.why for row in rows} == expected | {"w": None}
-    words = says(
-        "compressed_psum",
-        "x",
-        at="leaf ['b']",
-        expected="it has one dimension, and PowerSGD is for matrices, and strict=True allows no such leaf",
-    )
-    with raises(ValueError, words):
-        jax.eval_shape(on(lambda x: f({"b": x["b"]}, strict=True)), x)
-    jax.eval_shape(
-        on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", planned(cgx.Plan(CODEC), strict=True))), x
-    )  # the guard of the plan decides
+    strict = lambda plan: on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", planned(plan, strict=True)))
+    got = "one that can't, because it has one dimension, and PowerSGD is for matrices"
+    with raises(ValueError, says("compressed_psum", "plan", at="leaf ['b']", expected="strict", got=got)):
+        jax.eval_shape(strict(CODEC), x)
+    jax.eval_shape(strict(cgx.Plan(CODEC)), x)  # the guard of the plan decides
 
 
 def test_leaves_of_a_shape_are_one_product(monkeypatch):
@@ -259,20 +256,11 @@ def test_hierarchies():
     """The inner ranks sum with their own codec. With Raw() the result is that of all ranks together."""
     x, before = tree(2, 2), tree(2, 2, seed=10)
     raw, fine = {"a": CODEC, "b": cgx.Raw()}, {"a": CODEC, "b": cgx.MaxMin(8, 64, "stochastic")}
-    q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0, 0], x), raw)
+    q = cgx.init_carry(raw, jax.tree.map(lambda leaf: leaf[0, 0], x)).factors
 
     def psum(x, e, q):
-        ways = CODEC, raw, fine
-        keys = None, None, jax.random.key(3)
-        return map(
-            list,
-            zip(
-                *(
-                    cgx.compressed_psum(x, ("a", "b"), codec, key=key, carry=cgx.Carry(residuals=e, factors=q))
-                    for codec, key in zip(ways, keys)
-                )
-            ),
-        )
+        ways = (CODEC, None), (raw, None), (fine, jax.random.key(3))
+        return map(list, zip(*(reduce(x, e, q, plan, ("a", "b"), key=key) for plan, key in ways)))
 
     sums, after, _ = run(psum, 2, 2)(x, before, q)
     for way, atol in ((1, 1e-4), (2, 0.5)):
@@ -301,32 +289,28 @@ def test_beside_other_codecs():
     """
     plan = cgx.Plan(CODEC, [("v", cgx.MaxMin(4)), ("b", cgx.Raw())], min_size=0)
     x, before = tree(2), tree(2, seed=5)
-    q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0], x), plan)
+    q = cgx.init_carry(plan, jax.tree.map(lambda leaf: leaf[0], x)).factors
     assert jax.tree.map(jnp.shape, q) == {"w": (2, 40), "v": None, "kernel": (2, 40), "b": None}
-    both = lambda codec: lambda x, e, q: cgx.compressed_psum(x, "a", codec, carry=cgx.Carry(residuals=e, factors=q))
 
     def every(x, e, q):
-        alone = cgx.compressed_psum({"v": x["v"]}, "a", cgx.MaxMin(4), carry=cgx.Carry(residuals={"v": e["v"]}))
-        low = {"w": x["w"], "kernel": x["kernel"]}
-        low = both(CODEC)(low, *({name: t[name] for name in low} for t in (e, q)))
-        return map(list, zip(both(plan)(x, e, q), low, (*alone, {})))
+        fine = reduce({"v": x["v"]}, {"v": e["v"]}, None, cgx.MaxMin(4))
+        low = reduce(*({name: t[name] for name in ("w", "kernel")} for t in (x, e, q)))
+        return map(list, zip(reduce(x, e, q, plan), low, fine))
 
     mixed, low, fine = zip(*run(every, 2)(x, before, q))
-    assert fine[2] == {}  # a codec without factors
+    assert fine[2] is None  # a codec without factors
     for found, *alone in ((mixed[0], low[0], fine[0]), (mixed[1], low[1], fine[1]), (mixed[2], low[2])):
         for leaves in alone:
             assert_trees(assert_same_bytes, {name: found[name] for name in leaves}, leaves)
     alone = {name: leaf[:1] for name, leaf in x.items()}
     given = {name: None if leaf is None else leaf + 1 for name, leaf in q.items()}
-    sums, _, factors = run(both(plan), 1)(alone, jax.tree.map(jnp.zeros_like, alone), given)
+    sums, _, factors = run(functools.partial(reduce, plan=plan), 1)(alone, jax.tree.map(jnp.zeros_like, alone), given)
     assert_trees(assert_same_bytes, (sums, factors), (jax.tree.map(lambda leaf: leaf[0], alone), given))
 
 
 def test_16_bit_leaves():
     x, before = normal((4, 30, 40), 0, "bfloat16"), normal((4, 30, 40), 1)
-    sums, after, factors = run(
-        lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(residuals=e, factors=q)), 4
-    )(x, before, jnp.zeros((2, 40)))
+    sums, after, factors = run(reduce, 4)(x, before, jnp.zeros((2, 40)))
     assert (sums.dtype, after.dtype, factors.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     have = np.asarray(x, np.float64).sum(0) + np.asarray(before, np.float64).sum(0)
     np.testing.assert_allclose(
@@ -337,26 +321,24 @@ def test_16_bit_leaves():
 def test_without_factors_every_call_begins_alike():
     """It starts as with zeros. None instead of a leaf does the same, and returns no factors."""
     x = tree(2)
-    q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0], x), CODEC)
+    q = cgx.init_carry(CODEC, jax.tree.map(lambda leaf: leaf[0], x)).factors
 
     def all_ways(x, e, q):
-        some = cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=q | {"w": None}))
-        with_zeros = cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=q))
-        return (cgx.compressed_psum(x, "a", CODEC), some, with_zeros), e, None
+        (some, *_, factors), (zeros, *_, others) = (reduce(x, None, each) for each in (q | {"w": None}, q))
+        return (cgx.compressed_psum(x, "a", CODEC), some, zeros), e, (factors, others)
 
-    (without, some, zeros), _, _ = run(all_ways, 2)(x, x, q)
-    assert_trees(assert_same_bytes, without, zeros[0])
-    assert_trees(assert_same_bytes, without, some[0])
-    assert some[1]["w"] is None and some[1]["b"] is None
-    assert_same_bytes(some[1]["v"], zeros[1]["v"])
+    (without, some, zeros), _, (factors, others) = run(all_ways, 2)(x, x, q)
+    assert_trees(assert_same_bytes, without, zeros)
+    assert_trees(assert_same_bytes, without, some)
+    assert factors["w"] is None and factors["b"] is None
+    assert_same_bytes(factors["v"], others["v"])
 
 
 def test_types():
     """The sum and the factors are the same on every rank and may be returned as such. Residuals differ and may not."""
-    f = lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(residuals=e, factors=q))
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((60, 40), (60, 40), (2, 40))]
     check = lambda out: jax.eval_shape(
-        jax.shard_map(f, mesh=mesh(2), in_specs=(P("a"), P("a"), P()), out_specs=out), *given
+        jax.shard_map(reduce, mesh=mesh(2), in_specs=(P("a"), P("a"), P()), out_specs=out), *given
     )
     check((P(), P("a"), P()))
     with pytest.raises(ValueError, match="out_specs"):
@@ -366,7 +348,7 @@ def test_types():
 def test_transforms():
     """Transforms are vmap over the ranks, a batch with one factor and with several, and derivatives."""
     x, q, weights = normal((2, 24, 40)), normal((2, 40), 1), jnp.outer(normal(24, 3), normal(40, 4))
-    f = lambda x, q: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=q))
+    f = lambda x, q: reduce(x, None, q)[::2]
     loss = lambda x, q: (weights * f(x, q)[0]).sum()
     close = functools.partial(np.testing.assert_allclose, atol=1e-4)
 
@@ -418,25 +400,25 @@ W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
     [
         (
             lambda x: cgx.compressed_all_gather(x, "a", CODEC),
-            says("compressed_all_gather", "codec", expected="codec array", got="PowerSGD(rank=2)"),
+            says("compressed_all_gather", "plan", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, CODEC, tiled=True),
-            says("compressed_all_to_all", "codec", expected="codec array", got="PowerSGD(rank=2)"),
+            says("compressed_all_to_all", "plan", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda x: cgx.compressed_psum_scatter(x, "a", cgx.Plan(CODEC), tiled=True),
-            says("compressed_psum_scatter", "codec", expected="codec array", got="PowerSGD(rank=2)"),
+            says("compressed_psum_scatter", "plan", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda x: cgx.compressed_psum_scatter(x, "a", cgx.MaxMin(4), tiled=True, backward_plan=CODEC),
-            says("compressed_psum_scatter", "backward_codec", expected="codec array", got="PowerSGD(rank=2)"),
+            says("compressed_psum_scatter", "backward_plan", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.MaxMin(4), "b": CODEC}),
             says(
                 "compressed_psum",
-                "codec",
+                "plan",
                 expected="PowerSGD(rank=2) outermost axis",
                 got="it for an inner one",
                 remedy="jaxcgx.Raw()",
@@ -444,13 +426,13 @@ W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
         ),
         (
             lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=[1])),
-            says("compressed_psum", "factors", expected="tree", got="PyTreeDef([*])"),
+            says("compressed_psum", "carry.factors", expected="tree", got="PyTreeDef([*])"),
         ),
         (
             lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors={"w": jnp.ones((3, 40)), "b": None})),
             says(
                 "compressed_psum",
-                "factors",
+                "carry.factors",
                 at="leaf ['w']",
                 expected="float32[2 40] float32[30 40]",
                 got="float32[3, 40]",
@@ -458,13 +440,19 @@ W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
         ),
         (
             lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors={"w": None, "b": jnp.ones((2, 3))})),
-            says("compressed_psum", "factors", at="leaf ['b']", expected="None float32[30]", got="float32[2, 3]"),
+            says("compressed_psum", "carry.factors", at="leaf ['b']", expected="None float32[30]", got="float32[2, 3]"),
         ),
         (
             lambda x: cgx.compressed_psum(
                 x, "a", cgx.MaxMin(4), carry=cgx.Carry(factors={"w": jnp.ones((2, 40)), "b": None})
             ),
-            says("compressed_psum", "factors", at="leaf ['w']", expected="None float32[30 40]", got="float32[2, 40]"),
+            says(
+                "compressed_psum",
+                "carry.factors",
+                at="leaf ['w']",
+                expected="None float32[30 40]",
+                got="float32[2, 40]",
+            ),
         ),
         (
             lambda x: cgx.compressed_psum(
@@ -473,7 +461,13 @@ W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
                 CODEC,
                 carry=cgx.Carry(factors={"w": lax.pcast(jnp.ones((2, 40)), "a", to="varying"), "b": None}),
             ),
-            says("compressed_psum", "factors", at="leaf ['w']", expected="same rank", got="one that varies over 'a'"),
+            says(
+                "compressed_psum",
+                "carry.factors",
+                at="leaf ['w']",
+                expected="same rank",
+                got="one that varies over 'a'",
+            ),
         ),
     ],
 )
@@ -487,6 +481,6 @@ def test_bad_input(f, words):
         )
 
 
-def test_init_factors_of_no_codec():
-    with raises(TypeError, says("init_factors", "codec", expected="codec", got="'PowerSGD'")):
-        cgx.init_factors(W, "PowerSGD")
+def test_init_carry_of_no_codec():
+    with raises(TypeError, says("init_carry", "plan", expected="codec", got="'PowerSGD'")):
+        cgx.init_carry("PowerSGD", W)
