@@ -82,10 +82,15 @@ def test_bad_input():
             cgx.wan.MixedSync(cgx.Raw(), **options)
     late = cgx.compress_gradients("a", cgx.wan.MixedSync(cgx.Raw()), axis_size=1)
     state = late.init({"w": jnp.ones(99)})
-    words = says("MixedSync", "params", expected="parameters", got="None", remedy="update")
+    missing = says("MixedSync", "params", expected="parameters", got="None", remedy="update")
     for size, error, words, params in (
-        (4, TypeError, words, lambda g: None),
-        (1, ValueError, says("MixedSync", "axis", expected="centers along 'a'", got="one", remedy="leave"), lambda g: g),
+        (4, TypeError, missing, lambda g: None),
+        (
+            1,
+            ValueError,
+            says("MixedSync", "axis", expected="centers along 'a'", got="one", remedy="leave"),
+            lambda g: g,
+        ),
     ):
         rows = {"w": jnp.ones((size, 99))}
         with raises(error, words):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ class Held(NamedTuple):
     grads: list[PyTree]
     exchange: PyTree
 
-    per_rank = {"grads": "mean"}
+    per_rank = MappingProxyType({"grads": "mean"})
 
 
 class Shared(NamedTuple):

@@ -1,0 +1,581 @@
+"""Rounds move parameters instead of gradients, once in many steps. The loop of the centers that train in between."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
+
+from jaxcgx import _compat, _programs
+from jaxcgx.checks import wrong
+from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.routes import Routes
+from jaxcgx.plan import Plan
+from jaxcgx.train.agreement import check_same
+from jaxcgx.train.batch import dimensions
+from jaxcgx.train.cut import OP
+from jaxcgx.train.division import Division, addable, after, row, without_row
+from jaxcgx.train.exchange import At, as_exchange
+from jaxcgx.train.frozen import part
+from jaxcgx.train.gradient import Gradient, Parts
+from jaxcgx.train.loop import Step, Training, TrainStep, as_arrays, put
+from jaxcgx.train.mesh import OverMesh
+from jaxcgx.train.model_state import fold_keys
+from jaxcgx.train.outputs import Outputs
+from jaxcgx.train.rank import Rank
+from jaxcgx.train.sharded import ShardedMesh
+from jaxcgx.train.state import ExchangeState, Metrics, PerRank, Priority, TrainState
+from jaxcgx.train.update import Update
+from jaxcgx.transports.axes import axis_names, crosses
+from jaxcgx.transports.base import Transport
+from jaxcgx.transports.xla import Axes
+from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
+
+
+class Act(NamedTuple):
+    """What is done in some steps: every `every` steps, from `first` on. Both count from 1.
+
+    Attributes:
+      name: what is done, for `Rounds.act`.
+      part: the number of the part of the parameters; None: it needs no state.
+    """
+
+    name: str
+    part: int | None
+    first: int
+    every: int
+
+    def due(self, steps: Any) -> Any:
+        """Returns whether it is done after this number of steps, a number or an array."""
+        return (steps >= self.first) & ((steps - self.first) % self.every == 0)
+
+
+class Rounds(Protocol):
+    """How centers that train on their own move common parameters: a frozen dataclass.
+
+    Each center has own parameters. The outer parameters are the same in all centers. The places along the outermost
+    axis of the ranks are the centers.
+
+    Attributes:
+      op: the name that errors have.
+      plan: the plan of what centers exchange. Parameters that it skips are frozen.
+      inside: the exchange of gradients between the ranks of a center.
+      alone: whether each rank trains its own parameters, like a center with one rank.
+      turns: what is done, in order. Of the acts of a turn, at most one is due at a time.
+      last: the acts of `finish`. They end what has begun.
+    """
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def inside(self) -> Any: ...
+    @property
+    def alone(self) -> bool: ...
+    @property
+    def turns(self) -> Sequence[Sequence[Act]]: ...
+    @property
+    def last(self) -> Sequence[Act]: ...
+
+    def check(self, mesh: Any, axis: AxisName) -> None:
+        """Checks a mesh and its axes."""
+        ...
+
+    def settings(self, params: Params) -> dict[str, str]:
+        """Returns the settings that all processes must share, {argument: text}, except what messages compare."""
+        ...
+
+    def init(self, params: Params, at: At) -> Sequence[ExchangeState]:
+        """Returns the state of each part before the first step."""
+        ...
+
+    def specs(self, center: P, rank: P) -> ExchangeState:
+        """Returns the specs of a part's state. They are those of arrays with rows per center or per rank, or P()."""
+        ...
+
+    def act(
+        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
+    ) -> tuple[Params, Params, ExchangeState | None]:
+        """Returns (the outer parameters, the center's own parameters, the state of the part) after an act."""
+        ...
+
+    def measured(self, states: Sequence[ExchangeState]) -> PyTree:
+        """Returns the telemetry of the last rounds, or None."""
+        ...
+
+
+def is_rounds(given: Any) -> bool:
+    return callable(getattr(given, "act", None)) and not isinstance(given, type)
+
+
+class Centers(NamedTuple):
+    """What each center has for itself, a row for each.
+
+    Attributes:
+      params: the parameters of the center.
+      inside: the state of the exchange inside the center. Its arrays per rank have a row for each rank.
+      parts: the state of the rounds, for each part of the parameters.
+    """
+
+    params: PyTree
+    inside: ExchangeState
+    parts: tuple[PyTree, ...]
+
+    per_rank = MappingProxyType({"params": "mean", "inside": "mean"})
+
+
+class Common(NamedTuple):
+    """What is the same in every center.
+
+    Attributes:
+      count: int32[]: the number of steps so far.
+      parts: the state of the rounds, for each part of the parameters.
+    """
+
+    count: jax.Array
+    parts: tuple[PyTree, ...]
+
+
+class CentersTelemetry(NamedTuple):
+    """The telemetry of a step of centers.
+
+    Attributes:
+      inside: the Telemetry of the exchange inside a center. Its arrays have a row for each center.
+      outer: the telemetry of the last rounds, for each part of the parameters.
+    """
+
+    inside: PyTree
+    outer: PyTree
+
+
+class Inner(NamedTuple):
+    """What a step changes before any act. All arrays except `count` are rows."""
+
+    count: jax.Array
+    params: PyTree
+    inside: ExchangeState
+    opt_state: PyTree
+    model_state: PyTree
+
+
+class Ongoing(NamedTuple):
+    """What the program of an act gets, and what becomes of it.
+
+    Attributes:
+      outer: the outer parameters.
+      count: the number of steps, unchanged: the next step waits for it.
+      params: the own parameters of the centers, as rows.
+      state: the state of the part, or None.
+    """
+
+    outer: Params
+    count: jax.Array
+    params: PyTree
+    state: ExchangeState | None
+
+
+class Center(Division):
+    """A rank of a center, which has whole parameters. `axis` are the axes of the center's ranks; (): it has one."""
+
+    def __init__(self, axis: AxisName, batch_specs: Specs) -> None:
+        super().__init__(batch_specs)
+        self.axis, self.names = axis, axis_names(axis)
+        self.crosses = bool(self.names) and crosses(axis)
+
+    def net(self) -> Transport:
+        return check_axes(OP, self.axis) if self.names else Axes(())
+
+
+def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: bool) -> TrainStep:
+    """Returns the functions of a training loop with rounds.
+
+    Args:
+      rounds: the rounds.
+      training: the rooms of a step of all ranks, which have whole parameters.
+      axis: the axes of the ranks. Some may be marked, as by Tcp.
+      donate: as in `make_train_step`.
+    """
+    division = training.division
+    _check(rounds, training)
+    assert isinstance(division, OverMesh)
+    rounds.check(division.mesh, axis)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    inner = () if rounds.alone or len(axes) == 1 else axes[1:] if len(axes) > 2 else axes[1]
+    center, inside = Center(inner, division.batch_specs), as_exchange(rounds.inside, rounds.op)
+    if inner == () and not (isinstance(inside.plan, Plan) and inside.plan.raw and not inside.plan.rules):
+        why = "as the ranks of a center average parameters" if rounds.alone else "as a center has one rank"
+        expected = f"jaxcgx.Raw(), {why} and exchange no gradients"
+        raise wrong(rounds.op, "inside", expected, repr(rounds.inside), "leave it out")
+    if inner == () and training.overlap is not None:
+        expected = "None, as a center has one rank, which exchanges no gradients"
+        raise wrong(OP, "overlap", expected, repr(training.overlap), "leave it out")
+    update = Update(training.update.optimizer, center)
+    training = dataclasses.replace(training, exchange=inside, update=update)
+    return StepOfCenters(CentersTraining(rounds, training, division, center, axis), donate).functions
+
+
+def _check(rounds: Rounds, training: Training) -> None:
+    division, op = training.division, rounds.op
+    if not isinstance(division, OverMesh):
+        raise wrong(OP, "mesh_or_comm", f"a mesh, whose outermost axis has the centers, with {op}", "a communicator")
+    if isinstance(division, ShardedMesh):
+        expected, remedy = f"parameters and state that every rank has whole with {op}", "leave out params and optimizer"
+        raise wrong(OP, "sharding", expected, "shards", remedy)
+    if division.others:
+        other = sorted(division.others, key=str)[0]
+        expected = f"one with no other axes than {division.names!r} with {op}, whose ranks have whole parameters"
+        raise wrong(OP, "mesh_or_comm", expected, f"one with {other!r}", "name all axes in Sharding(axis)")
+    if isinstance(training.overlap, Priority):
+        remedy = "leave it out: a center's own parameters move in every step"
+        raise wrong(OP, "overlap", f"None or 'backward' with {op}", repr(training.overlap), remedy)
+    if training.loss.has_aux:
+        raise wrong(OP, "has_aux", f"False with {op}", True, "leave it out")
+    if training.model_state.mode == "per_rank":
+        raise wrong(OP, "model_state", f"'mean' with {op}", "'per_rank'", 'pass "mean": every center has its own')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CentersTraining:
+    """The centers of a mesh, which train on their own between acts.
+
+    A rank computes like a process without a mesh: all axes of the ranks are manual, and each rank has whole parameters.
+    """
+
+    rounds: Rounds
+    training: Training  # with the exchange and the update of a rank inside its center
+    ranks: OverMesh
+    center: Center
+    axis: AxisName
+
+    @property
+    def names(self) -> tuple[Any, ...]:
+        """The axes of the centers. Their parameters have a row for each place along them."""
+        return self.ranks.names if self.rounds.alone else self.ranks.names[:1]
+
+    @property
+    def rows(self) -> P:
+        return P(self.names)
+
+    @property
+    def acts(self) -> list[Act]:
+        """Everything that is done in some step, in order."""
+        return [act for turn in self.rounds.turns for act in turn]
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the parameters."""
+        return 1 + max(act.part or 0 for act in self.acts)
+
+    @property
+    def part(self) -> ExchangeState:
+        """The specs of the state of a part."""
+        return self.rounds.specs(self.rows, self.ranks.rows)
+
+    @property
+    def specs(self) -> TrainState:
+        rows, part, n = self.rows, self.part, self.parts
+        own = Centers(rows, ExchangeState(self.ranks.rows, rows), (part.own,) * n)
+        return TrainState(P(), rows, rows, ExchangeState(own, Common(P(), (part.shared,) * n)))
+
+    def at(self) -> At:
+        """Returns the place of all ranks, inside of `over`."""
+        return At(check_axes(self.rounds.op, self.axis))
+
+    def number(self) -> jax.Array:
+        """Returns the number of the center, inside of `over`."""
+        return lax.axis_index(self.names)
+
+    def skipped(self, params: Params) -> PyTree:
+        return Routes.of(self.rounds.op, self.rounds.plan, params).skipped
+
+    def init(self, params: Params, model_state: PyTree = None) -> TrainState:
+        """Returns the state before the first step, placed as `step` needs it."""
+        training, rounds = self.training, self.rounds
+        training.model_state.check_given(model_state)
+        params, model_state = as_arrays("params", params), as_arrays("model_state", model_state)
+        skipped = self.skipped(params)
+        self._check(params, skipped)
+
+        def of_rank(params: Params, model_state: PyTree) -> TrainState:
+            fold_in = lambda x: x if addable(x) else fold_keys(x, self.number())
+            model_state = jax.tree_util.tree_map(fold_in, model_state)
+            opt_state, _ = training.update.init(params, skipped)
+            inside, states = training.exchange.init(params), rounds.init(params, self.at())
+            own = Centers(params, inside, tuple(state.own for state in states))
+            common = Common(jnp.zeros((), jnp.int32), tuple(state.shared for state in states))
+            rows = PerRank(row(model_state)) if training.model_state.mode else None
+            return TrainState(params, rows, PerRank(row(opt_state)), ExchangeState(row(own), common))
+
+        make = self.ranks.over(of_rank, P(), self.specs)
+        replicated = self.ranks.shardings(P())
+        return jax.jit(make)(jax.device_put(params, replicated), put(model_state, replicated))
+
+    def step(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
+        """A step of all centers, with all acts in conditionals."""
+        self.check(state)
+        inner, loss, telemetry = self.train(self.inner(state), batch, key)
+        state = self.after_train(state, inner)
+        sent, rows, part = state.exchange, self.rows, (self.part,) * self.parts
+        states = tuple(map(ExchangeState, sent.own.parts, sent.shared.parts))
+
+        def acts(outer: Params, own: PyTree, states: tuple[ExchangeState, ...], count: jax.Array) -> tuple[Any, ...]:
+            for turn in self.rounds.turns:
+
+                def on(act: Act, outer: Params, own: PyTree, states: tuple[ExchangeState, ...]) -> tuple[Any, ...]:
+                    p = act.part
+                    done = self._of_rank(act, Ongoing(outer, count, own, None if p is None else states[p]))
+                    if p is not None:
+                        states = (*states[:p], done.state, *states[p + 1 :])
+                    return done.outer, done.params, states
+
+                which = sum(jnp.where(act.due(count), 1 + i, 0) for i, act in enumerate(turn))
+                branches = [lambda *same: same, *(functools.partial(on, act) for act in turn)]
+                outer, own, states = lax.switch(which, branches, outer, own, states)
+            return outer, own, states
+
+        over = self.ranks.over(acts, (P(), rows, part, P()), (P(), rows, part))
+        outer, own, states = over(state.params, sent.own.params, states, inner.count)
+        state = self.after_acts(state, outer, own, states)
+        return state, self.metrics(state, loss, telemetry)
+
+    def finish(self, state: TrainState) -> TrainState:
+        """Ends exchanges that have begun, and applies their results."""
+        self.check(state)
+        sent = state.exchange
+        states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
+        outer, own, count = state.params, sent.own.params, sent.shared.count
+        for act in self.rounds.last:
+            assert act.part is not None
+            done = self.act(act, Ongoing(outer, count, own, states[act.part]))
+            outer, own, states[act.part] = done.outer, done.params, done.state
+        return self.after_acts(state, outer, own, states)
+
+    def train(self, inner: Inner, batch: Batch, key: Key | None) -> tuple[Inner, jax.Array, PyTree]:
+        """Returns (what a step changes before any act, the loss of each center, telemetry)."""
+        training, rows = self.training, self.rows
+        batch, specs = self.ranks.place(batch, training.accumulate)
+        parts = Parts(training.accumulate, dimensions(specs))
+        inner_specs = Inner(P(), rows, ExchangeState(self.ranks.rows, rows), rows, rows)
+
+        def of_rank(inner: Inner, batch: Batch, key: Key | None) -> tuple[Inner, jax.Array, PyTree]:
+            params, shared = without_row((inner.params, inner.inside.shared))
+            opt_state, model_state = without_row((inner.opt_state, inner.model_state))
+            skipped, center, number = self.skipped(params), self.center, self.number()
+            # Centers draw independent noise. Their keys in the state are equal, so there may be any number of centers.
+            sent = ExchangeState(inner.inside.own, _map_keys(lambda key: fold(key, number), shared))
+            early = training.exchange.early and center.crosses and training.overlap is None
+            outputs = Outputs(OP, None, P())
+            gradient = Gradient(
+                center, training.loss, training.model_state, skipped=skipped, parts=parts, outputs=outputs, early=early
+            )
+            rank = Rank(center, training.exchange, skipped, training.overlap)
+            keys = None if key is None else jax.random.fold_in(key, number), None
+            means, sent, model_state, loss, _ = rank.step(
+                gradient, params, model_state, sent=sent, batch=batch, keys=keys
+            )
+            params, opt_state = self._updated(params, opt_state, means, loss)
+            telemetry = getattr(sent.shared, "telemetry", None)
+            inside = ExchangeState(sent.own, row(_map_keys(lambda _, key: key, sent.shared, shared)))
+            # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one
+            # another.
+            count = after(loss, inner.count + 1)
+            return Inner(count, row(params), inside, row(opt_state), row(model_state)), row(loss), row(telemetry)
+
+        over = self.ranks.over(of_rank, (inner_specs, specs, P()), (inner_specs, rows, rows))
+        return over(inner, batch, key)
+
+    def act(self, act: Act, given: Ongoing) -> Ongoing:
+        """Does an act in all centers."""
+        specs = Ongoing(P(), P(), self.rows, None if act.part is None else self.part)
+        return self.ranks.over(functools.partial(self._of_rank, act), (specs,), specs)(given)
+
+    def _of_rank(self, act: Act, given: Ongoing) -> Ongoing:
+        """Does an act in a rank."""
+        state = given.state
+        if state is not None:
+            state = ExchangeState(without_row(state.own), state.shared)
+        outer, own, state = self.rounds.act(act, given.outer, without_row(given.params), state=state, at=self.at())
+        if state is not None:
+            state = ExchangeState(row(state.own), state.shared)
+        return Ongoing(outer, given.count, row(own), state)
+
+    def _updated(self, params: Params, opt_state: PyTree, means: PyTree, loss: jax.Array) -> tuple[Params, PyTree]:
+        """Returns (parameters, the optimizer's state) after an update.
+
+        It runs with a leading axis: if a reshape is fused into the update, XLA doesn't write in place. An optimizer
+        that vmap would change runs without.
+        """
+        skipped = self.skipped(params)
+
+        def update(params: Params, opt_state: PyTree, means: PyTree, loss: jax.Array) -> tuple[Params, PyTree]:
+            state = self.training.update(TrainState(params, None, opt_state, None), means, loss, skipped, None)
+            return state.params, state.opt_state
+
+        given = params, opt_state, means, loss
+        if not _programs.same_in_vmap(jax.make_jaxpr(update)(*given)):
+            return update(*given)
+        return without_row(jax.vmap(update)(*row(given)))
+
+    def inner(self, state: TrainState) -> Inner:
+        """Returns what a step changes before any act."""
+        own, rows = state.exchange.own, lambda x: None if x is None else x.rows
+        return Inner(state.exchange.shared.count, own.params, own.inside, state.opt_state.rows, rows(state.model_state))
+
+    def after_train(self, state: TrainState, inner: Inner) -> TrainState:
+        sent = state.exchange
+        own = sent.own._replace(params=inner.params, inside=inner.inside)
+        model = None if state.model_state is None else PerRank(inner.model_state)
+        sent = ExchangeState(own, sent.shared._replace(count=inner.count))
+        return state.replace(exchange=sent, opt_state=PerRank(inner.opt_state), model_state=model)
+
+    def after_acts(self, state: TrainState, outer: Params, own: PyTree, states: Sequence[ExchangeState]) -> TrainState:
+        sent = state.exchange
+        mine = sent.own._replace(params=own, parts=tuple(each.own for each in states))
+        common = sent.shared._replace(parts=tuple(each.shared for each in states))
+        return state.replace(params=outer, exchange=ExchangeState(mine, common))
+
+    def metrics(self, state: TrainState, loss: jax.Array, telemetry: PyTree) -> Metrics:
+        sent = state.exchange
+        outer = self.rounds.measured(tuple(map(ExchangeState, sent.own.parts, sent.shared.parts)))
+        found = None if telemetry is None and outer is None else CentersTelemetry(telemetry, outer)
+        return Metrics(loss, None, found)
+
+    def check(self, state: Any) -> None:
+        """Checks the state that a step gets."""
+        if not (isinstance(state, TrainState) and isinstance(state.exchange, ExchangeState)):
+            expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
+            raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
+        found = state.exchange.own.parts if isinstance(state.exchange.own, Centers) else ()
+        if len(found) != self.parts:
+            expected = f"the state of {self.parts} fragments of {self.rounds.op}"
+            got = str(len(found)) if found else f"one with {type(state.exchange.own).__name__}"
+            raise wrong("train.step", "state", expected, got, f"pass fragments={got}" if found else "")
+
+    def placed(self, state: TrainState) -> TrainState:
+        """Returns a state where a step leaves it."""
+        return put(state, self.ranks.shardings(self.specs))
+
+    def _check(self, params: Params, skipped: PyTree) -> None:
+        """Checks that parameters can be trained, that both plans freeze the same ones, and that processes agree."""
+        op, mesh = self.rounds.op, self.ranks.mesh
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if jnp.issubdtype(x.dtype, jnp.complexfloating):
+                remedy = "keep the real and the imaginary part as two leaves"
+                raise wrong(op, "params", "real numbers", x.dtype, remedy, path=path, kind=TypeError)
+        self.training.check_trained(params, part(params, skipped)[0])
+        plan = self.training.exchange.plan
+        if self.center.names and isinstance(plan, Plan):
+            inside = Routes.of(op, plan, params).skipped
+            for (path, one), two in zip(
+                jax.tree_util.tree_leaves_with_path(skipped), jax.tree_util.tree_leaves(inside)
+            ):
+                if one != two:
+                    expected = "a plan that skips the same parameters as that inside a center"
+                    remedy = "give both plans the same rules with jaxcgx.Skip()"
+                    raise wrong(op, "plan", expected, "another", remedy, path=path)
+        several = len({device.process_index for device in mesh.devices.flat}) > 1
+        # While JAX traces, nothing can be compared.
+        if several and not any(isinstance(x, Tracer) for x in jax.tree_util.tree_leaves(params)):
+            check_same(op, self.rounds.settings(params), mesh)
+
+
+class StepOfCenters(Step):
+    """The function `step` of the `TrainStep` of centers.
+
+    A call from Python runs a program without acts, and then a program for each act that is due: Python knows the number
+    of steps. In a traced call (jax.jit, lax.scan), the step has the acts in conditionals. XLA copies what a branch
+    returns unchanged, so every step would copy the parameters and the states of the rounds.
+    """
+
+    def __init__(self, centers: CentersTraining, donate: bool) -> None:
+        super().__init__(jax.jit(centers.step, donate_argnums=0 if donate else ()), centers.ranks)
+        given = lambda *numbers: numbers if donate else ()
+        self._centers, self._donate = centers, donate
+        self._train = jax.jit(centers.train, donate_argnums=given(0))
+        self._act = jax.jit(centers.act, static_argnums=0, donate_argnums=given(1))
+        self._finish = jax.jit(centers.finish, donate_argnums=given(0))
+        self._last: tuple[list[Any], int] = [], 0  # what the last call returned, and the number of its steps
+        self._known: set[Any] = set()  # the kinds of states for which the programs of acts have been compiled
+
+    @property
+    def functions(self) -> TrainStep:
+        finish = self._finish if self._centers.rounds.last else lambda state: state
+        return TrainStep(self._centers.init, self, finish)
+
+    def __call__(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
+        centers = self._centers
+        centers.check(state)
+        if not _compat.is_eager():
+            return super().__call__(state, batch, key)
+        last, number = self._last
+        now = self._arrays(state)
+        if len(now) != len(last) or any(x is not y for x, y in zip(now, last)):
+            number, state = self._begin(state)
+        with self.checked(batch):
+            inner, loss, telemetry = self._train(centers.inner(state), batch, key)
+        sent, count, own, outer = state.exchange, inner.count, inner.params, state.params
+        states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
+        for act in [act for act in centers.acts if act.due(number + 1)]:
+            given = Ongoing(outer, count, own, None if act.part is None else states[act.part])
+            outer, count, own, done = self._act(act, given)
+            if act.part is not None:
+                states[act.part] = done
+        state = centers.after_train(state, inner._replace(count=count))
+        state = centers.after_acts(state, outer, own, states)
+        self._last = self._arrays(state), number + 1
+        metrics = centers.metrics(state, loss, telemetry)
+        if self._donate:  # the state's own arrays may be donated to a later step
+            metrics = metrics._replace(telemetry=jax.tree_util.tree_map(jnp.copy, metrics.telemetry))
+        return state, metrics
+
+    def _arrays(self, state: TrainState) -> list[Any]:
+        return [state.exchange.shared.count, *jax.tree_util.tree_leaves(state.params)]
+
+    def _begin(self, state: TrainState) -> tuple[int, TrainState]:
+        """Prepares a call with a state that the last call didn't return. Returns (the number of its steps, the state).
+
+        Arrays are placed, because a step returns those that no act changes as they are. All programs are compiled,
+        because compiling an exchange over a Tcp connects its processes: without this they would wait for one another in
+        the first exchange.
+        """
+        state = self._centers.placed(state)
+        leaves, tree = jax.tree_util.tree_flatten(state)
+        kind = tree, *((x.shape, x.dtype, x.sharding) for x in leaves)
+        if kind not in self._known:
+            self.acts(state)
+            self._known.add(kind)
+        return int(state.exchange.shared.count.addressable_data(0)), state
+
+    def programs(self, state: TrainState, batch: Batch, key: Key | None = None) -> list[Compiled]:
+        state = self._centers.placed(state)
+        return [self._train.lower(self._centers.inner(state), batch, key).compile(), *self.acts(state)]
+
+    def acts(self, state: TrainState) -> list[Compiled]:
+        """Returns the compiled programs of all acts. JAX keeps them for the calls that follow."""
+        sent, count = state.exchange, state.exchange.shared.count
+        states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
+        acts = self._centers.acts
+        given = [
+            Ongoing(state.params, count, sent.own.params, None if act.part is None else states[act.part])
+            for act in acts
+        ]
+        return [self._act.lower(act, each).compile() for act, each in zip(acts, given)]
+
+
+def _map_keys(function: Callable[..., Any], shared: PyTree, *others: PyTree) -> PyTree:
+    """Returns a state of an exchange with new keys of noise: function(key, the keys of other states of its form)."""
+    has_key = lambda x: "key" in getattr(type(x), "_fields", ())
+
+    def of_state(*states: Any) -> Any:
+        return states[0]._replace(key=function(*(x.key for x in states))) if has_key(states[0]) else states[0]
+
+    return jax.tree_util.tree_map(of_state, shared, *others, is_leaf=has_key)

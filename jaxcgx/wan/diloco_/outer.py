@@ -1,0 +1,110 @@
+"""The outer optimizer, which moves the outer parameters by the mean of the centers' outer gradients."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.checks import check_number, wrong
+from jaxcgx.train.require import import_optax
+from jaxcgx.train.state import ExchangeState
+from jaxcgx.train.telemetry import TINY
+from jaxcgx.train.transformation import UnknownRanksError
+from jaxcgx.typing import Params, PyTree
+
+if TYPE_CHECKING:
+    import optax
+
+
+def check_outer(op: str, outer: Any) -> "optax.GradientTransformation":
+    """Returns the outer optimizer that a user gave as an optax.GradientTransformation or by its name."""
+    optax = import_optax(op)
+    if isinstance(outer, str) and outer in ("sgd", "nesterov"):
+        return optax.sgd(1.0) if outer == "sgd" else optax.sgd(0.7, momentum=0.9, nesterov=True)
+    if not (callable(getattr(outer, "init", None)) and callable(getattr(outer, "update", None))):
+        expected = "'nesterov', 'sgd' or an optax.GradientTransformation"
+        raise wrong(op, "outer", expected, repr(outer), kind=TypeError)
+    return outer
+
+
+def init_outer(op: str, outer: "optax.GradientTransformation", params: Params) -> PyTree:
+    """Returns the initial state of the outer optimizer. Checks that it can be the same in every center."""
+    is_exchange = lambda x: isinstance(x, ExchangeState)
+    try:
+        state = outer.init(params)
+        rows = any(map(is_exchange, jax.tree_util.tree_leaves(state, is_leaf=is_exchange)))
+    except UnknownRanksError:  # in Decoupled, where no axis of ranks is in sight
+        state, rows = None, True
+    if rows:
+        remedy = f"pass the plain one, such as optax.sgd(0.7, momentum=0.9, nesterov=True), and a plan to {op}"
+        expected = "an optimizer whose state all centers share"
+        raise wrong(op, "outer", expected, "one with arrays per rank", remedy) from None
+    return state
+
+
+def digest_of(function: Callable[..., Any], *args: PyTree) -> str:
+    """Returns a digest of what a function computes from such arguments, with its constants.
+
+    Processes compare it to check that they have the same outer optimizer.
+    """
+    program = jax.make_jaxpr(function)(*args)
+    text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
+    constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
+    return hashlib.sha256(text.encode() + constants).hexdigest()[:8]
+
+
+def matched_nesterov(rate: float = 1.0, momentum: float = 0.9, rho: float = 0.0) -> "optax.GradientTransformation":
+    """Makes an optimizer, SGD with Nesterov's momentum, that moves as far as plain SGD with the rate `rate`.
+
+    At the same learning rate, SGD with momentum moves 1 + momentum / (1 - momentum * rho) times as far as plain SGD. To
+    compare different momenta, use the same `rate`.
+
+    Args:
+      rate: the rate of SGD without momentum.
+      momentum: Nesterov's momentum, from 0 to below 1.
+      rho: the correlation of outer gradients from round to round, above -1 and below 1. The metric `rho` measures it.
+    """
+    op = "matched_nesterov"
+    check_number(op, "rate", rate, lambda x: x > 0, "a positive number")
+    check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    check_number(op, "rho", rho, lambda x: -1 < x < 1, "a number above -1 and below 1")
+    return import_optax(op).sgd(rate / (1 + momentum / (1 - momentum * rho)), momentum=momentum, nesterov=True)
+
+
+class OuterTelemetry(NamedTuple):
+    """The metrics of the last outer step of a fragment. D is the mean of outer gradients, E the D of the round before.
+
+    Attributes:
+      gain: `-<step, D> / |D|^2`: the length of the step in the direction of -D, in units of the norm of D. With
+        Nesterov's momentum, it is the learning rate times A_t.
+      rho: `<D, E> / (|D| |E|)`: the correlation of D and E.
+    """
+
+    gain: jax.Array
+    rho: jax.Array
+
+
+def measure(mean: PyTree, step: PyTree, before: PyTree) -> OuterTelemetry:
+    """Returns the telemetry of an outer step. All arguments are trees.
+
+    Args:
+      mean: the mean of outer gradients.
+      step: the update that the optimizer added to the parameters.
+      before: the mean of outer gradients of the round before.
+    """
+    square = _dot(mean, mean)
+    norms = jnp.sqrt(square) * jnp.sqrt(_dot(before, before))
+    return OuterTelemetry(
+        gain=-_dot(step, mean) / jnp.maximum(square, TINY), rho=_dot(mean, before) / jnp.maximum(norms, TINY)
+    )
+
+
+def _dot(x: PyTree, y: PyTree) -> jax.Array:
+    """Returns the scalar product of two trees, in float32."""
+    wide = lambda a: a.astype(jnp.float32)
+    products = jax.tree_util.tree_map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
+    return sum(jax.tree_util.tree_leaves(products), jnp.zeros((), jnp.float32))

@@ -1,0 +1,244 @@
+"""Tests differential transmission: what travels when, what is conserved, and what is refused."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from ranks import whole_numbers
+
+import jaxcgx as cgx
+from jaxcgx.wan.geomx import differential
+from jaxcgx.wan.geomx.differential import Differential
+
+RANKS, STEPS, BLOCK = 4, 6, 8  # a block of 8 float32 is 32 bytes
+SHAPES = {
+    "bias": (5,),
+    "short": (3, 4),
+    "wide": (9, 11),
+}  # one block, two blocks, and thirteen blocks of which the last has 3 elements
+SHARES = {"short": 1, "wide": 6}  # round(0.5 * blocks)
+GRADS = {name: np.asarray(whole_numbers((STEPS, RANKS, *s), i)) for i, (name, s) in enumerate(SHAPES.items())}
+MEANS = {name: g.mean(1) for name, g in GRADS.items()}
+
+
+@functools.lru_cache
+def run(how, losses=None, names=tuple(SHAPES)):
+    """Returns (the updates of every step and rank, the last state), both with a leading axis of the ranks."""
+    given = {name: GRADS[name] for name in names}
+
+    def of_rank(grads):
+        transformation = cgx.compress_gradients("data", how)
+
+        def step(state, given):
+            g, loss = given
+            updates, state = transformation.update(g, state, value=loss)
+            return state, updates
+
+        first = transformation.init(jax.tree.map(lambda g: g[0], grads))
+        state, updates = jax.lax.scan(step, first, (grads, jnp.float32(losses or [1] * STEPS)))
+        return updates, state
+
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(of_rank, in_axes=1, out_axes=0, axis_name="data"))(given))
+
+
+def updates_of(*args, **options):
+    """Returns the updates of every step, which must be the same on every rank."""
+    updates, state = run(*args, **options)
+    state = types.SimpleNamespace(**state.own._asdict(), **state.shared._asdict())
+    for x in jax.tree.leaves(updates):
+        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+    return jax.tree.map(lambda x: x[0], updates), state
+
+
+def blocks(x):
+    """Returns a leaf as [blocks, BLOCK]."""
+    flat = x.reshape(-1)
+    return np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+def transcribed(name, rest, alpha=0.3):
+    """Differential transmission in NumPy.
+
+    Returns the update of every step, in blocks, and the residuals of every rank.
+    """
+    grads = np.stack([[blocks(g) for g in step] for step in GRADS[name]])
+    real = np.minimum(BLOCK, MEANS[name][0].size - BLOCK * np.arange(grads.shape[2])).astype(np.float32)
+    held, late, contributions, found = (
+        np.zeros_like(grads[0]),
+        np.zeros_like(grads[0]),
+        np.zeros(len(real), np.float32),
+        [],
+    )
+    for t, g in enumerate(grads):
+        sent = g + held
+        order = np.argsort(-contributions, kind="stable")
+        now = order if t == 0 else order[: SHARES[name]]
+        magnitude = (np.abs(sent).sum(-1) / real).mean(0, dtype=np.float32)
+        contributions = np.float32(alpha) * contributions + np.float32(1 - alpha) * magnitude
+        update = late.mean(0)
+        update[now] += sent.mean(0)[now]
+        left = sent.copy()
+        left[:, now] = 0
+        late, held = (left, held) if rest == "defer" else (late, left)
+        found.append(update)
+    return np.stack(found), late if rest == "defer" else held
+
+
+@pytest.mark.parametrize("rest", ["defer", "drop"])
+def test_the_steps_are_those_of_numpy(rest):
+    """All bits agree, because sums of whole numbers are exact. The rest is pending or held back, so nothing is lost."""
+    updates, state = updates_of(Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, rest=rest))
+    np.testing.assert_array_equal(updates["bias"], MEANS["bias"])  # it has one block
+    for name in SHARES:
+        expected, left = transcribed(name, rest)
+        np.testing.assert_array_equal([blocks(x) for x in updates[name]], expected)
+        np.testing.assert_array_equal(updates[name][0], MEANS[name][0])  # the first exchange has all blocks
+        np.testing.assert_array_equal(expected.sum(0) + left.mean(0), sum(map(blocks, MEANS[name])))
+        held = (state.pending if rest == "defer" else state.residuals)[name]
+        np.testing.assert_array_equal(held.sum(), left.sum())
+        assert (np.abs(updates[name][1]).reshape(-1) > 0).sum() <= SHARES[name] * BLOCK
+
+
+@pytest.mark.parametrize(
+    "rest, plan", [("defer", cgx.MaxMin(3, 8)), ("quantize", cgx.Raw())], ids=["defer", "quantize"]
+)
+def test_codecs_have_feedback(rest, plan):
+    """The errors of a codec, for important blocks and for others, are in the residuals."""
+    updates, state = updates_of(Differential(plan, k=0.5, block_bytes=4 * BLOCK, rest=rest))
+    for name in SHAPES:
+        left = updates[name].sum(0) - MEANS[name].sum(0)
+        if state.residuals[name] is not None:
+            left = left + state.residuals[name].mean(0)[0]
+        if rest == "defer" and name in SHARES:
+            rows = np.zeros_like(blocks(left))
+            rows[state.order[name][0][SHARES[name] :]] = state.pending[name].mean(0)[0]
+            left = left + rows.reshape(-1)[: left.size].reshape(left.shape)
+        np.testing.assert_allclose(left, 0, atol=1e-4)
+    assert any(np.abs(r).max() > 0 for r in jax.tree.leaves(state.residuals))
+
+
+def sent_blocks(updates, name):
+    """Returns which blocks of each step have a number that is not 0."""
+    return [set(np.flatnonzero(np.abs(blocks(x)).sum(-1))) for x in updates[name]]
+
+
+def test_random_blocks():
+    """The control sends as many blocks, and different ones in every step."""
+    how = Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, rest="drop", ranked=False, keep=False)
+    updates, state = updates_of(how)
+    assert jax.tree.leaves(state.residuals) == []  # dropped blocks are lost
+    chosen = sent_blocks(updates, "wide")
+    assert [len(each) for each in chosen] == [13] + [6] * (STEPS - 1) and len(set(map(frozenset, chosen))) > 3
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Sets fewer sizes of the important part, 0.2, 0.43, 0.67 and 0.9, which are compiled sooner."""
+    monkeypatch.setattr(differential, "LEVELS", 4)
+
+
+def test_an_adaptive_share_follows_the_loss(few):
+    how = Differential(cgx.Raw(), k=0.9, block_bytes=4 * BLOCK, rest="drop", adaptive=0.2, keep=False)
+    losses = 4.0, 4.0, 2.0, 0.1, float("nan"), 8.0
+    updates, _ = updates_of(how, losses=losses, names=("wide",))
+    # 0.9; 0.45, rounded up to 0.67; 0.2; without a loss, or above the first loss, it is k
+    assert list(map(len, sent_blocks(updates, "wide"))) == [13, 12, 9, 3, 12, 12]
+
+
+def test_a_deferred_rest_of_an_adaptive_share(few):
+    how = Differential(cgx.Raw(), k=0.9, block_bytes=4 * BLOCK, adaptive=0.2)
+    updates, state = updates_of(how, losses=(4.0, 4.0, 2.0, 0.1, 1.0, 4.0), names=("wide",))
+    total = updates["wide"].sum() + state.pending["wide"].mean(0).sum()
+    assert total == MEANS["wide"].sum()
+
+
+def params():
+    return {"w": jnp.asarray(whole_numbers((64, 32), 5)) / 16, "b": jnp.zeros(32)}
+
+
+def loss_fn(params, x):
+    return ((jnp.tanh(x @ params["w"] + params["b"]) - x.mean(-1, keepdims=True)) ** 2).mean()
+
+
+def test_training_over_two_centers():
+    """In make_train_step, with a codec between centers, replicas agree and every exchange is in the table."""
+    axes = ("dc", "local")
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    plan = cgx.Plan({"dc": cgx.MaxMin(8, 64), "local": cgx.Raw()}, min_size=64)
+    how = Differential(plan, k=0.25, block_bytes=256)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=cgx.Sharding(axes))
+    batch = np.asarray(whole_numbers((8, 64), 7)) / 4
+    state = train.init(params())
+    table = cgx.explain(train.step, state, batch, show=False)
+    losses = []
+    for _ in range(4):
+        state, metrics = train.step(state, batch)
+        losses.append(float(metrics.loss))
+    assert losses[-1] < losses[0]
+    check = lambda tree: cgx.check_replicas(tree, axes)
+    jax.jit(jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(state.params).check()
+    sent = state.exchange.own
+    pending = cgx.reshard_state(state.exchange, 2).own.pending["w"]  # pending sums count with their mean over the ranks
+    assert pending.shape[0] == 2 and sent.pending["w"].any()
+    np.testing.assert_allclose(pending.mean(0), np.asarray(sent.pending["w"]).mean(0), atol=1e-6)
+    between = [c for c in table.collectives if c.axes == ("dc",) and c.codec]
+    always, first = ([c.raw_bytes for c in between if c.branch == branch] for branch in (False, True))
+    # w has 32 blocks of 256 bytes, 8 of which are important. Each rank sends its half of a center's sums, and of the
+    # sums of contributions.
+    assert sorted(always) == [4 * 32 // 2, 8 * 256 // 2, 24 * 256 // 2] and first == [24 * 256 // 2]
+    late, now, _ = sorted((c.bytes for c in between if not c.branch), reverse=True)
+    assert late == 3 * now
+
+
+@pytest.mark.parametrize("rest", ["defer", "quantize"])
+def test_an_adaptive_share_of_all_blocks(rest, few):
+    """0.8 of two blocks are both, which are then sent as without differential transmission."""
+    mesh = jax.make_mesh((2,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    batch, found = np.asarray(whole_numbers((8, 64), 7)) / 4, []
+    for exchange in (cgx.MaxMin(4), Differential(cgx.MaxMin(4), adaptive=0.2, rest=rest)):
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.01), mesh, exchange, sharding=cgx.Sharding("dc"))
+        state = train.init(params())
+        for _ in range(2):
+            state, _ = train.step(state, batch)
+        found.append(np.asarray(state.params["w"]))
+    np.testing.assert_array_equal(*found)
+
+
+def test_bad_input():
+    for options, argument, expected, got in (
+        (dict(k=0), "k", "number 0 1", "0"),
+        (dict(k=1.5), "k", "number 0 1", "1.5"),
+        (dict(block_bytes=4095), "block_bytes", "multiple 4", "4095"),
+        (dict(block_bytes=0), "block_bytes", "integer 4", "0"),
+        (dict(alpha=1), "alpha", "number 0 1", "1"),
+        (dict(rest="later"), "rest", "'defer' 'quantize' 'drop'", "'later'"),
+        (dict(adaptive=0.9), "adaptive", "number k 0.8", "0.9"),
+    ):
+        with raises(ValueError, says("Differential", argument, expected=expected, got=got)):
+            Differential(cgx.Raw(), **options)
+    with raises(ValueError, says("Differential", "plan", expected="blocks", got="PowerSGD", remedy="jaxcgx.MaxMin")):
+        Differential(cgx.PowerSGD(2))
+    of = lambda how: cgx.compress_gradients("data", how, axis_size=2)
+    adaptive = of(Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, adaptive=0.1))
+    with raises(TypeError, says("Differential", "value", expected="loss", got="nothing", remedy="value=loss")):
+        two = {"w": jnp.ones((2, 99))}
+        jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")(two)
+    how = Differential(cgx.Raw(), block_bytes=256)
+    alone = jax.make_mesh((1, 2), ("dc", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    with raises(ValueError, says("Differential", "axis", expected="several centers along 'dc'", got="one")):
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.5), alone, how, sharding=cgx.Sharding(("dc", "local")))
+        train.step(train.init(params()), np.ones((8, 64), np.float32))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    sharding = cgx.Sharding(params={"w": P("model", None), "b": P()})
+    with raises(
+        ValueError,
+        says("make_train_step", "exchange", at="leaf .pending['w']", expected="like the parameters", got="one with"),
+    ):
+        cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=sharding).init(params())
