@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
-from jaxcgx.checks import check_array, check_flag, check_integer, spell_array, wrong
+from jaxcgx.checks import check_array, check_flag, check_integer, spell_array, warn, wrong
 from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.keys import fold
@@ -91,8 +91,8 @@ def make_train_step(
       mesh_or_comm: a jax.sharding.Mesh; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then the batch
         of the process, and `init` takes the parameters of the first rank.
       exchange: how gradients are exchanged. A codec, {axis: codec} or a Plan, or a schedule of these, {first step:
-        plan}, keeps the errors of compression and sends them later. It means a `Feedback`. Others are `Momentum`, `DGC`,
-        `BSC`, `MPQ`, `wan.Differential` and `wan.MixedSync`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters in
+        plan}, keeps the errors of compression and sends them later: a `Feedback`. Others are `Momentum`, `DGC`, `BSC`,
+        `MPQ`, `wan.Differential` and `wan.MixedSync`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters in
         place of gradients. Parameters that the plan skips (`Skip`) are frozen. They are not differentiated, the
         optimizer doesn't see them, and they keep their bits.
       sharding: how batches, parameters and the optimizer's state are divided over the mesh: a `Sharding`. Scalars of a
@@ -128,9 +128,10 @@ def make_train_step(
         check_flag(OP, name, flag)
     if aux_specs is not None and not has_aux:
         raise wrong(OP, "aux_specs", "None without has_aux", repr(aux_specs), "pass has_aux=True")
-    exchange = as_exchange(exchange)
+    rounds = exchange if is_rounds(exchange) else None
+    exchange = as_exchange(exchange if rounds is None else rounds.inside)
     division = _divide(mesh_or_comm, sharding, exchange)
-    _check_overlap(overlap, mesh_or_comm, exchange)
+    _check_overlap(overlap, mesh_or_comm, exchange, rounds)
     training = Training(
         division=division,
         loss=Loss(OP, loss_fn, model_state is not None, has_aux, weighted),
@@ -141,6 +142,10 @@ def make_train_step(
         overlap=overlap,
         aux_specs=aux_specs,
     )
+    if rounds is not None:
+        from jaxcgx.train.rounds import train_rounds  # it is made of the rooms of this module
+
+        return train_rounds(rounds, training, sharding.axis, donate)
     jit = functools.partial(jax.jit, donate_argnums=0 if donate else ())
     finish = jit(training.finish)
 
@@ -203,7 +208,7 @@ class Training:
         params, model_state = as_arrays("params", params), as_arrays("model_state", model_state)
         division.check(params)
         skipped = self._skipped(params)
-        self._check_trained(params, part(params, skipped)[0])
+        self.check_trained(params, part(params, skipped)[0])
         _, of_optimizer = self.update.specs(params, skipped)
         placed = division.specs_of(params), of_optimizer, division.specs_of_lost(skipped)
 
@@ -220,7 +225,7 @@ class Training:
         spec = self.model_state.spec(division.rows)
         make = jax.jit(make, out_shardings=(None, division.shardings(spec), None, None, None))
         params = jax.device_put(params, division.shardings(placed[0]))
-        *found, lost = make(params, _put(model_state, division.shardings(P())))
+        *found, lost = make(params, put(model_state, division.shardings(P())))
         return TrainState(*found, pending=None, lost=lost)
 
     def step(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
@@ -290,7 +295,7 @@ class Training:
             raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
         self.model_state.check_rows(state.model_state, self.division.size, self.division.remedy)
 
-    def _check_trained(self, params: Params, trained: Params) -> None:
+    def check_trained(self, params: Params, trained: Params) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
         for path, x in jax.tree_util.tree_leaves_with_path(trained):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -306,7 +311,7 @@ class Training:
         moved = jax.eval_shape(self.exchange.init, self.division.shards(params))
         if nodes(state, import_optax(OP).TraceState) and any(x.momentum is not None for x in nodes(moved, Carry)):
             expected = "none with momentum of its own, because gradients already have momentum"
-            warnings.warn(str(wrong(OP, "optimizer", expected, "optax.trace", "write optax.sgd(rate)")))
+            warn(str(wrong(OP, "optimizer", expected, "optax.trace", "write optax.sgd(rate)")))
 
 
 def nodes(tree: PyTree, kind: type) -> list[Any]:
@@ -322,7 +327,7 @@ def as_arrays(argument: str, tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, x: check(x, path), tree)
 
 
-def _put(state: PyTree, sharding: Any) -> PyTree:
+def put(state: PyTree, sharding: Any) -> PyTree:
     """Returns the state on all devices.
 
     jax.device_put can't put random keys on devices of other processes. So their words are put there.
@@ -359,11 +364,20 @@ def _check_functions(loss_fn: Any, optimizer: Any) -> None:
         raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
 
 
-def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange) -> None:
+def is_rounds(exchange: Any) -> bool:
+    """Returns whether this is Rounds, which exchange parameters in place of gradients."""
+    return callable(getattr(exchange, "act", None)) and not isinstance(exchange, type)
+
+
+def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange, rounds: Any) -> None:
     if overlap is None:
         return
     if not (isinstance(overlap, Priority) or overlap == "backward"):
         raise wrong(OP, "overlap", 'None, "backward" or a jaxcgx.Priority', repr(overlap))
+    if rounds is not None and isinstance(overlap, Priority):
+        expected = f"None or 'backward' with {type(rounds).__name__}"
+        remedy = "leave it out: what centers exchange travels while they go on training"
+        raise wrong(OP, "overlap", expected, repr(overlap), remedy)
     if is_communicator(mesh_or_comm):
         remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
         raise wrong(OP, "overlap", "None between the processes of mpirun", repr(overlap), remedy)

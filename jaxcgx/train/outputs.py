@@ -65,7 +65,7 @@ class Outputs:
         except (TypeError, ValueError) as error:
             expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
             raise wrong(self.op, "aux_specs", expected, self.specs) from error
-        return jax.tree_util.tree_leaves(specs, is_leaf=is_leaf)
+        return jax.tree_util.tree_structure(aux).flatten_up_to(specs)
 
     def _twice(self, larger: Callable[[], PyTree]) -> list[jax.ShapeDtypeStruct] | None:
         try:

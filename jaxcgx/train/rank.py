@@ -20,8 +20,8 @@ class Rank:
     """The functions of one rank. They run on all ranks by `Division.over`.
 
     Attributes:
-      order: the numbers of the leaves in the order in which their gradients are ready. With an overlap, `step` learns it
-        while it is traced.
+      order: the numbers of the leaves in the order in which their gradients are ready. With an overlap, `step` learns
+        it while it is traced.
     """
 
     def __init__(
