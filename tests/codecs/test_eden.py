@@ -97,12 +97,12 @@ def test_feedback():
     codec, steps = cgx.Eden(2, 128), 4
 
     def run(x):
-        total, lost = jnp.zeros_like(x), jnp.zeros_like(x)
+        total, carry = jnp.zeros_like(x), cgx.Carry(residuals=jnp.zeros_like(x))
         for step in range(steps):
             key = jax.random.fold_in(RANDOM_KEY, step)
-            mean, lost = cgx.compressed_pmean(x, "a", codec, key=key, carry=cgx.Carry(residuals=lost))
+            mean, carry = cgx.compressed_pmean(x, "a", codec, key=key, carry=carry)
             total += mean
-        return total, lost
+        return total, carry.residuals
 
     x = drawn("student", 4, 1000)
     total, lost = (np.asarray(a) for a in on_ranks(run, mesh(4), check_vma=False)(x))

@@ -19,11 +19,12 @@ STOCHASTIC, CORRELATED = (cgx.MaxMin(4, 100, rounding) for rounding in ("stochas
 LIKE, UNLIKE = jnp.tile(normal(SIZE), (RANKS, 1)), normal((RANKS, SIZE))
 
 
-def lost(codec, x, op=cgx.compressed_psum, **options):
+def lost(codec, x, op=cgx.compressed_psum, **fields):
     """Returns the mean squared error per element of a sum."""
-    f = lambda x: op(x, "a", codec, key=jax.random.key(0), **options)
+    whole = op is cgx.compressed_psum
+    f = lambda x: op(x, "a", planned(codec, **fields), key=jax.random.key(0), **({} if whole else {"tiled": True}))
     got = jax.jit(jax.vmap(f, axis_name="a"))(x)
-    sums = got[0] if op is cgx.compressed_psum else got.reshape(-1)
+    sums = got[0] if whole else got.reshape(-1)
     return float(jnp.square(sums - x.sum(0)).mean())
 
 
@@ -32,17 +33,17 @@ def lost(codec, x, op=cgx.compressed_psum, **options):
 # sends no error, it is 1/3 (1 - 1/N). If the inputs are independent, only the variance that the noise itself adds
 # cancels, and 1/12 (1 + 1/N) of N errors is left.
 @pytest.mark.parametrize(
-    ("x", "op", "options", "factor"),
+    ("x", "op", "fields", "factor"),
     [
         (LIKE, cgx.compressed_psum, dict(schedule="one_shot"), RANKS),
-        (LIKE, cgx.compressed_psum_scatter, dict(tiled=True, own="encoded"), RANKS),
-        (LIKE, cgx.compressed_psum_scatter, dict(tiled=True), RANKS / 2),
+        (LIKE, cgx.compressed_psum_scatter, dict(own="encoded"), RANKS),
+        (LIKE, cgx.compressed_psum_scatter, dict(), RANKS / 2),
         (UNLIKE, cgx.compressed_psum, dict(schedule="one_shot"), 2 * RANKS / (RANKS + 1)),
     ],
     ids=["like", "like, scattered", "like, all except the owner's", "unlike"],
 )
-def test_the_variance_of_a_sum(x, op, options, factor):
-    independent, correlated = (lost(codec, x, op, **options) for codec in (STOCHASTIC, CORRELATED))
+def test_the_variance_of_a_sum(x, op, fields, factor):
+    independent, correlated = (lost(codec, x, op, **fields) for codec in (STOCHASTIC, CORRELATED))
     assert independent / correlated == pytest.approx(factor, rel=0.05)
 
 
