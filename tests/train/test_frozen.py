@@ -9,7 +9,7 @@ from helpers import assert_same_trees, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from steps import run, tensor_parallel
-from training import CODEC, NESTED, PARAMS, SHARDED, X, loss_fn, mesh_of
+from training import NESTED, PARAMS, SHARDED, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
 

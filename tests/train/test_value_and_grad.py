@@ -293,7 +293,7 @@ def test_feedback(kind, how):
     f = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(CODEC))
     state = f.init(place(mesh, PARAMS, P()))
     residuals = state.own.residuals
-    assert residuals["w"].shape == (RANKS, 30, 40) and residuals["w"].sharding.spec == P(("data",))
+    assert residuals["w"].sharding.shard_shape((RANKS, 30, 40)) == (1, 30, 40)
     expected = cgx.Carry(jax.tree.map(np.zeros_like, residuals))
     for _ in range(2):
         (_, grads), state = called(how, mesh, lambda p, x, s=state: f(p, x, state=s), place(mesh, PARAMS, P()), X)

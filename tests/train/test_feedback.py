@@ -1,0 +1,389 @@
+"""Tests what exchanges with feedback send and keep."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from exchanging import GRADS, RANKS, compress, pmean, run
+from golden import numpy_codec
+from helpers import assert_same_bytes, assert_same_trees, normal, sent
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, place, train
+
+import jaxcgx as cgx
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_two_steps_are_two_calls_of_the_collective(check_vma):
+    (mean, state), (again, after) = run(CODEC, 2, check_vma=check_vma)
+    first = pmean(CODEC)
+    assert_same_trees((mean, state.own.residuals), first)
+    assert_same_trees((again, after.own.residuals), pmean(CODEC, residuals=first[1]))
+    shared = state.shared
+    assert shared.count == 1 and shared.key.shape == (2,) and shared.trace is shared.telemetry is shared.factors is None
+
+
+def test_noise_is_another_one_every_step():
+    found = run(cgx.Feedback(STOCHASTIC, keep=False, seed=5), 3)
+    key = jax.random.key(5, impl="threefry2x32")
+    for step, (mean, state) in enumerate(found):
+        assert_same_trees(mean, pmean(STOCHASTIC, key=jax.random.fold_in(key, step))[0])
+        assert state.shared.count == step + 1 and not jax.tree.leaves(state.own)
+        np.testing.assert_array_equal(state.shared.key, jax.random.key_data(key))
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(schedule="two_shot", own="encoded"), dict(schedule="one_shot"), dict(fusion_mb=1e-6)], ids=str
+)
+def test_fields_of_a_plan(fields):
+    plan = cgx.Plan.every(CODEC, **fields)
+    ((mean, state),) = run(plan)
+    assert_same_trees((mean, state.own.residuals), pmean(plan))
+
+
+def test_beta_keeps_some_of_what_was_kept():
+    """The formula is LoCo's: e <- (1 - beta) e + beta lost."""
+    first, second = (state.own for _, state in run(cgx.Feedback(CODEC, beta=0.25), 2))
+    lost = pmean(CODEC)[1]
+    for name, x in first.residuals.items():
+        np.testing.assert_allclose(x, 0.25 * lost[name], rtol=1e-6)
+    lost = pmean(CODEC, residuals=first.residuals)[1]
+    for name, x in second.residuals.items():
+        np.testing.assert_allclose(x, 0.75 * first.residuals[name] + 0.25 * lost[name], rtol=1e-5, atol=1e-7)
+
+
+def test_reset_forgets_every_so_many_steps():
+    found = run(cgx.Feedback(CODEC, reset_every=3), 7)
+    kept = [bool(jnp.any(state.own.residuals["w"] != 0)) for _, state in found]
+    assert kept == [True, True, False, True, True, False, True]
+    assert_same_trees(found[3][0], found[0][0])
+
+
+def test_a_reset_is_not_skipped():
+    """A reset also happens in a step whose mean is not finite."""
+    bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
+    exchange = cgx.Feedback(CODEC, reset_every=2, skip_nonfinite=True)
+    ((_, before),) = run(exchange)
+    ((_, after),) = run(exchange, 1, bad, before)
+    assert before.own.residuals["w"].any() and not any(r.any() for r in after.own.residuals.values())
+
+
+def test_plans_leave_leaves_raw():
+    ((mean, state),) = run(cgx.Plan(CODEC, min_size=100))
+    assert state.own.residuals["b"] is None and state.own.residuals["w"].shape == (RANKS, 30, 40)
+    np.testing.assert_allclose(mean["b"], GRADS["b"].mean(0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.short
+def test_a_schedule_of_plans():
+    """The codec changes at some steps, in one program."""
+    eight = cgx.Plan(cgx.MaxMin(8, 64), min_size=100)
+    plans = {0: cgx.Raw(), 2: CODEC, 4: eight}
+    found, residuals = run(plans, 6), None
+    for step, (mean, state) in enumerate(found):
+        codec = cgx.Raw() if step < 2 else CODEC if step < 4 else eight
+        expected, residuals = pmean(codec, residuals=residuals)
+        assert_same_trees((mean, state.own.residuals), (expected, residuals))
+        assert state.shared.count == step + 1
+    optimizer = optax.chain(compress(plans), optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    step, params, state = (
+        on_mesh(local_step(optimizer), state),
+        place(PARAMS, P()),
+        place(state, cgx.state_specs(state, "data")),
+    )
+    for _ in range(6):
+        params, state, _ = step(params, state, X)
+    assert step._cache_size() == 1
+
+
+def test_what_never_is_compressed_has_no_residual():
+    plans = {0: cgx.Plan(CODEC, min_size=100), 3: cgx.Plan(cgx.MaxMin(4), [("w", cgx.Raw())], min_size=0)}
+    state = compress(plans).init({**PARAMS, "n": jnp.zeros(3)})
+    assert {k: v if v is None else v.shape for k, v in state.own.residuals.items()} == {
+        "w": (4, 30, 40),
+        "b": None,
+        "n": None,
+    }
+
+
+def test_a_quadratic_with_error_feedback():
+    """Compares 1,000 steps on the sum of every rank's a/2 |x - c|^2 with NumPy, bit for bit.
+
+    u = g + e, e <- u - Q(u), x <- x - lr mean Q(u). All numbers except those of Q are multiplied by powers of two, so
+    only additions round.
+    """
+    n, steps, rate = 40, 1000, 2.0**-4
+    centers = np.asarray(normal((RANKS, n), 5))
+    curvature = np.float32([0.5, 1, 0.25, 1])
+    codec = {"codec": "MaxMin", "bits": 2, "bucket_size": 16, "rounding": "nearest"}
+    transformation = compress(cgx.Plan.every(cgx.MaxMin(2, 16), schedule="one_shot"))
+    state = transformation.init(jnp.zeros(n))
+    specs = cgx.state_specs(state, "data")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), P("data"), specs), out_specs=(P(), specs)
+    )
+    def train(center, a, state):
+        def step(carry, _):
+            x, state = carry
+            mean, state = transformation.update(a * (x - center[0]), state)
+            x = x - rate * mean
+            return (x, state), x
+
+        (_, state), path = lax.scan(step, (jnp.zeros(n), state), length=steps)
+        return path, state
+
+    path, state = jax.jit(train)(centers, curvature, state)
+    x, lost = np.zeros(n, np.float32), np.zeros((RANKS, n), np.float32)
+    for got in np.asarray(path):
+        payloads = []
+        for r in range(RANKS):
+            gradient = (curvature[r] * (x - centers[r])).view(np.uint32)
+            (payload,), (lost[r],) = numpy_codec.encode(codec, [("float32", gradient)], residuals=[lost[r]])
+            payloads.append(payload)
+        (mean,), _ = numpy_codec.reduce(codec, [("float32", n)], payloads, divisor=RANKS)
+        x = x - np.float32(rate) * mean
+        assert_same_bytes(got, x)
+    assert_same_bytes(np.asarray(state.own.residuals), lost)
+    best = (curvature[:, None] * centers).sum(0) / curvature.sum()
+    assert np.abs(path[-1] - best).max() < 0.05 < np.abs(best).max()
+
+
+TWO_SHOT = [cgx.Plan.every(codec, schedule="two_shot") for codec in (CODEC, cgx.Sign(16), cgx.MaxMin(4, 16), cgx.Raw())]
+
+
+@pytest.mark.parametrize(
+    "plan", [*TWO_SHOT[:2], {0: TWO_SHOT[0], 500: TWO_SHOT[2], 700: TWO_SHOT[3]}], ids=["MaxMin", "Sign", "schedule"]
+)
+def test_nothing_is_lost_for_good(plan):
+    """x - lr mean(e) follows x without compression over 1,000 steps, with both roundings of two_shot."""
+    n, steps, rate = 40, 1000, 2.0**-4
+    centers = normal((RANKS, n), 5)
+    transformation = compress(plan)
+    state = transformation.init(jnp.zeros(n))
+    specs = cgx.state_specs(state, "data")
+
+    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=(P(), P(), specs))
+    def train(center, state):
+        def step(carry, _):
+            x, exact, state = carry
+            grads = jnp.sin(x - center[0])
+            mean, state = transformation.update(grads, state)
+            return (x - rate * mean, exact - rate * lax.pmean(grads, "data"), state), None
+
+        return lax.scan(step, (jnp.zeros(n), jnp.zeros(n), state), length=steps)[0]
+
+    x, exact, state = jax.jit(train)(centers, state)
+    owed = rate * np.asarray(state.own.residuals, np.float64).mean(0)
+    np.testing.assert_allclose(np.asarray(x) - owed, exact, atol=2e-5)
+    assert (owed != 0).any() != isinstance(plan, dict)  # the last codec, Raw(), sends all residuals
+
+
+@pytest.mark.short
+def test_states_are_donated():
+    optimizer = optax.chain(compress(cgx.Momentum(CODEC)), optax.adagrad(0.1))
+    state = optimizer.init(PARAMS)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    params, state = place(jax.tree.map(jnp.copy, PARAMS), P()), place(state, cgx.state_specs(state, "data"))
+    after = step(params, state, X)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+
+
+def test_residuals_are_overwritten_in_place():
+    optimizer = optax.chain(compress(cgx.Plan.every(CODEC, schedule="one_shot")), optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    program = step.lower(PARAMS, state, X).compile().as_text()
+    assert "jaxcgx_encode" in program and not re.search(r"f32\[(1,)?30,40\]\S* copy\(", program)
+
+
+def hlo(step, *args):
+    """Returns the compiled program without names and source positions."""
+    text = jax.jit(step).lower(*args).compile().as_text()
+    text = re.sub(r", metadata=\{[^{}]*\}", "", text)
+    return re.sub(r"(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text).strip()
+
+
+@pytest.mark.parametrize(
+    "plan", [cgx.Raw(), cgx.Plan(cgx.Raw()), cgx.Plan(CODEC, min_size=10**6)], ids=["Raw", "plan", "small"]
+)
+def test_raw_costs_nothing(plan):
+    """Except for a count of steps, the compiled program is the same as that of optax and lax.pmean."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    wrapped = optax.chain(compress(plan), optimizer)
+    plain = optax.chain(optax.stateless(lambda grads, params: lax.pmean(grads, "data")), optimizer)
+    count = lambda params, state, loss: (params, state[1], loss)
+    programs = [
+        hlo(lambda *args, step=step: count(*step(*args)), PARAMS, each.init(PARAMS), X)
+        for each, step in (
+            (each, on_mesh(local_step(each), each.init(PARAMS), specs=specs))
+            for each, specs in ((wrapped, None), (plain, P()))
+        )
+    ]
+    assert programs[0] == programs[1]
+
+
+def test_gradients_travel_as_bytes():
+    optimizer = optax.chain(compress(CODEC), optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    program = on_mesh(local_step(optimizer), state).lower(PARAMS, state, X).compile().as_text()
+    assert {dtype for _, dtype in sent(program)} == {"u8", "f32"}
+    assert program.count("all-reduce(") == 1  # of the loss
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_init_inside_of_shard_map(check_vma):
+    """`init` finds the ranks there, and returns the state of this rank."""
+    whole = compress(cgx.Momentum(CODEC)).init(PARAMS)
+    init, specs = cgx.compress_gradients("data", cgx.Momentum(CODEC)).init, cgx.state_specs(whole, "data")
+    init = jax.shard_map(init, mesh=mesh_of(RANKS), in_specs=P(), out_specs=specs, check_vma=check_vma)
+    assert_same_trees(jax.jit(init)(PARAMS), whole)
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_init_under_a_mesh(axis_type, jit):
+    """Every device has only the rows of its rank."""
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:RANKS])
+    with jax.set_mesh(mesh):
+        state = jit(cgx.compress_gradients("data", cgx.Momentum(CODEC)).init)(PARAMS)
+    for found in (state.own.residuals["w"], state.own.momentum["w"]):
+        assert [shard.data.shape for shard in found.addressable_shards] == [(1, 30, 40)] * RANKS
+
+
+def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
+    """The step is compiled once, and everything is donated."""
+    optimizer = optax.chain(cgx.compress_gradients("data", CODEC), optax.sgd(0.1, momentum=0.9))
+    with jax.set_mesh(mesh_of(RANKS)):
+        params = jax.device_put(jax.tree.map(jnp.copy, PARAMS), P())
+        state = jax.jit(optimizer.init)(params)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    for _ in range(3):
+        params, state, _ = step(params, state, X)
+    assert step._cache_size() == 1
+
+
+def test_in_vmap():
+    transformation = cgx.compress_gradients("data", CODEC)
+
+    def steps(grads):
+        state = transformation.init(grads)
+        _, state = transformation.update(grads, state)
+        return transformation.update(grads, state)
+
+    mean, state = jax.jit(jax.vmap(steps, axis_name="data", out_axes=(None, 0)))(GRADS)
+    (_, _), (expected, after) = run(CODEC, 2)
+    assert_same_trees((mean, jax.tree.map(lambda x: x[:, 0], state.own)), (expected, after.own))
+
+
+def test_hierarchies():
+    mesh = jax.make_mesh(
+        (2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS]
+    )
+    axes = ("node", "local")
+    transformation = cgx.compress_gradients(axes, {"node": CODEC, "local": cgx.Raw()}, axis_size=RANKS)
+    state = transformation.init(PARAMS)
+    specs = cgx.state_specs(state, axes)
+    assert specs.own.residuals["w"] == P(axes)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(axes), specs), out_specs=(P(), specs))
+    def step(grads, state):
+        return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    total = jax.tree.map(lambda g: 0.0 * g[0], GRADS)
+    for _ in range(20):
+        mean, state = step(GRADS, state)
+        total = jax.tree.map(jnp.add, total, mean)
+    for name, found in total.items():
+        owed = np.asarray(state.own.residuals[name]).mean(0)
+        np.testing.assert_allclose(found + owed, 20 * GRADS[name].mean(0), rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_gradients_have_float32_residuals():
+    """Rounding the sums to bfloat16 is lost. The error of the codec is not."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
+    for mean, state in run(cgx.Momentum(CODEC, 0.5), 3, grads):
+        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((mean, state.own.momentum)))
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.own.residuals))
+
+
+def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
+    """All ranks see an overflow on one rank. With skip_nonfinite, the state doesn't change."""
+    bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
+    exchange, uncounted = (
+        cgx.Momentum(CODEC, 0.5, skip_nonfinite=True),
+        lambda s: (s.own, s.shared._replace(count=None)),
+    )
+    ((_, before),) = run(exchange)
+    ((mean, after),) = run(exchange, 1, bad, before)
+    assert not np.isfinite(mean["w"]).all() and np.isfinite(mean["b"]).all()
+    assert_same_trees(uncounted(after), uncounted(before))
+    ((_, again),) = run(exchange, 1, GRADS, after)
+    assert_same_trees(uncounted(again), uncounted(run(cgx.Momentum(CODEC, 0.5), 2)[1][1]))
+    assert again.shared.count == 3  # skipped steps count
+    ((_, eaten),) = run(CODEC, 1, bad, run(CODEC)[0][1])
+    assert np.isfinite(eaten.own.residuals["w"]).all()
+
+
+def test_an_empty_tree():
+    for exchange in cgx.Feedback(CODEC, telemetry=True), cgx.DGC(0.1, clip_global_norm=1.0, skip_nonfinite=True):
+        ((mean, state),) = run(exchange, 1, {})
+        assert mean == {} and state.own.residuals == {}
+
+
+def test_training_with_error_feedback_reaches_what_training_without_compression_does():
+    plain, fed = (train(optax.chain(compress(plan), optax.sgd(0.5)), 60)[2] for plan in (cgx.Raw(), CODEC))
+    assert plain[-1] < 0.5 * plain[0] and fed[-1] < 1.05 * plain[-1]
+
+
+def test_feedback_matters():
+    """Small elements next to a large one in a bucket round to 0 in every step. Without feedback they never change."""
+    ranks, rate, steps = 8, 0.02, 1000
+    curvature = jnp.where(jnp.arange(64) == 0, 5.0, 0.2)
+    centers = normal((ranks, 64), 6) + jnp.where(jnp.arange(64) == 0, 0.0, 1.0)
+    centers = centers.at[:, 0].add(20.0 * jnp.resize(jnp.array([1.0, -1.0]), ranks))
+
+    def train(exchange):
+        """Returns the difference between the mean loss and its minimum."""
+        transformation = compress(exchange, ranks)
+
+        def local(center):
+            def step(carry, _):
+                x, state = carry
+                mean, state = transformation.update(curvature * (x - center[0]), state)
+                return (x - rate * mean, state), None
+
+            return lax.scan(step, (jnp.zeros(64), transformation.init(jnp.zeros(64))), length=steps)[0][0]
+
+        x = jax.jit(jax.shard_map(local, mesh=mesh_of(ranks), in_specs=P("data"), out_specs=P()))(centers)
+        return float((curvature * (x - centers.mean(0)) ** 2).sum())
+
+    start = float((curvature * centers.mean(0) ** 2).sum())
+    assert train(cgx.Raw()) < 1e-2 * start
+    codec = cgx.MaxMin(2, 64)
+    assert train(codec) < 0.02 * start < 0.1 * start < train(cgx.Feedback(codec, keep=False))
+
+
+def test_axes_in_the_wrong_order_are_a_warning():
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("dc", "local"), axis_types=types, devices=jax.devices()[:4])
+
+    def step(axes, **options):
+        transformation = cgx.compress_gradients(axes, cgx.Feedback({"dc": CODEC, "local": cgx.Raw()}, **options))
+        run = lambda g: transformation.update(g, transformation.init(g))[0]
+        jax.eval_shape(
+            jax.shard_map(run, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=False), jnp.zeros((4, 64))
+        )
+
+    step(("dc", "local")), step(("local", "dc"), keep=False)  # a warning would be an error
+    with pytest.warns(UserWarning, match=r"'plan': .* not MaxMin\(.*\) for 'dc'; .* listed outermost first"):
+        step(("local", "dc"))

@@ -1,0 +1,96 @@
+"""Tests Momentum: momentum and weight decay of gradients, and their state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import says
+from exchanging import GRADS, RANKS, compress, pmean, run
+from helpers import assert_same_trees
+from training import CODEC, PARAMS, loss_fn, mesh_of, train
+
+import jaxcgx as cgx
+
+
+def test_momentum_is_corrected():
+    """Every rank sends u = m u + g."""
+    found = run(cgx.Momentum(CODEC, 0.5), 3)
+    moved, residuals = jax.tree.map(jnp.zeros_like, GRADS), None
+    for mean, state in found:
+        moved = jax.tree.map(lambda u, g: 0.5 * u + g, moved, GRADS)
+        expected, residuals = pmean(CODEC, moved, residuals)
+        assert_same_trees((mean, state.own.residuals, state.own.momentum), (expected, residuals, moved))
+
+
+def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
+    found = run(cgx.Momentum(cgx.Raw()), 5)
+    trace, mean = optax.trace(0.9), jax.tree.map(lambda g: g.mean(0), GRADS)
+    state = trace.init(mean)
+    for got, _ in found:
+        expected, state = trace.update(mean, state)
+        for name in got:
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nesterov):
+    plan = cgx.Plan(cgx.MaxMin(8), min_size=10**6)
+    ours = optax.chain(compress(cgx.Momentum(plan, nesterov=nesterov, weight_decay=0.01)), optax.sgd(0.1))
+    theirs = optax.chain(
+        compress(plan), optax.add_decayed_weights(0.01), optax.sgd(0.1, momentum=0.9, nesterov=nesterov)
+    )
+    (params, state, _), (expected, _, _) = train(ours), train(theirs)
+    for name, p in params.items():
+        np.testing.assert_allclose(p, expected[name], rtol=1e-5, atol=1e-6)
+        assert state[0].own.momentum[name] is None and state[0].shared.trace[name].shape == p.shape
+
+
+def test_momentum_of_what_is_compressed_and_of_what_is_not():
+    """This is Nesterov's momentum. Except for the error of 8 bits, it is the momentum of the mean.
+
+    Weight decay is not compressed.
+    """
+    plan, options = cgx.Plan(cgx.MaxMin(8, 64), min_size=100), dict(nesterov=True, weight_decay=0.1)
+    make = lambda plan: optax.chain(compress(cgx.Momentum(plan, **options)), optax.sgd(0.1))
+    params, state, _ = train(make(plan), 20)
+    expected, _, _ = train(make(cgx.Raw()), 20)
+    for name, p in params.items():
+        np.testing.assert_allclose(p, expected[name], atol=2e-3)
+    assert (params["w"] != expected["w"]).any() and state[0].shared.trace["w"].any()
+    assert state[0].own.momentum["b"] is None and state[0].own.momentum["w"].shape == (RANKS, 30, 40)
+
+
+def test_an_overflow_does_not_stay_in_the_momentum():
+    """Where the mean is not finite, u stays the same, whether or not the next transformations look for overflows."""
+    bad = {**GRADS, "b": GRADS["b"].at[2, 7].set(jnp.inf)}
+    ((_, before),) = run(cgx.Momentum(CODEC, 0.5))
+    ((mean, after),) = run(cgx.Momentum(CODEC, 0.5), 1, bad, before)
+    moved = lambda u, g, x: jnp.where(jnp.isfinite(x), 0.5 * u + g, u)
+    expected = jax.tree.map(moved, before.own.momentum, bad, mean)
+    assert not np.isfinite(mean["b"]).any() and np.isfinite(mean["w"]).all()
+    assert_same_trees(after.own.momentum, expected)
+
+
+def test_momentum_has_the_dtype_of_its_parameters():
+    """Gradients may have another dtype."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
+    exchange = cgx.Momentum(CODEC, 0.5)
+    ((mean, state),) = run(exchange, 1, grads, compress(exchange).init(PARAMS))
+    assert_same_trees(state.own.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    assert_same_trees(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
+
+
+@pytest.mark.parametrize("function", ["make_train_step", "state_specs"])
+def test_momentum_twice_is_a_warning(function):
+    """Elsewhere, a warning is an error."""
+    optimizer, exchange = optax.sgd(0.1, momentum=0.9), cgx.Momentum(cgx.TopK(0.1))
+    with pytest.warns() as warned:
+        if function == "make_train_step":
+            cgx.make_train_step(loss_fn, optimizer, mesh_of(2), exchange).init(PARAMS)
+        else:
+            cgx.state_specs(optax.chain(compress(exchange), optimizer).init(PARAMS), "data")
+    argument = "optimizer" if function == "make_train_step" else "opt_state"
+    words = says(function, argument, expected="none momentum", got="optax.trace", remedy="write optax.sgd(rate)")
+    words.check(str(warned[0].message))
+    assert len(warned) == 1 and warned[0].filename == __file__

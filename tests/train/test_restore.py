@@ -1,0 +1,259 @@
+"""Tests restore_state with checkpoints on disk that have another number of ranks."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, assert_trees
+from jax.sharding import PartitionSpec as P
+from training import CODEC, PARAMS, X, loss_fn, mesh_of
+
+import jaxcgx as cgx
+
+ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+
+
+@functools.cache
+def make(ranks):
+    exchange = cgx.Momentum(CODEC, 0.5)
+    return cgx.make_train_step(loss_fn, optax.adagrad(0.1), mesh_of(ranks), exchange, donate=False)
+
+
+def save(path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def go_on(train, state, steps=2):
+    for _ in range(steps):
+        state, metrics = train.step(state, X)
+    return state, metrics.loss
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Returns the state of four ranks, and its checkpoint."""
+    state, _ = go_on(make(4), make(4).init(PARAMS))
+    return state, save(tmp_path_factory.mktemp("four") / "here", state)
+
+
+def assert_kept(found, saved, ranks):
+    """Checks that residuals keep their sum over the ranks, momentum its mean, and everything else its bits."""
+
+    def check(of_all, new, old):
+        assert new.shape == (ranks, *old.shape[1:]) and new.addressable_shards[0].data.shape[0] == 1
+        assert np.abs(of_all(old, 0)).max() > 1e-3
+        np.testing.assert_allclose(of_all(np.asarray(new), 0), of_all(np.asarray(old), 0), rtol=1e-5, atol=1e-7)
+
+    own, old = found.exchange.own, saved.exchange.own
+    assert_trees(functools.partial(check, np.sum), own.residuals, old.residuals)
+    assert_trees(functools.partial(check, np.mean), own.momentum, old.momentum)
+    assert_same_trees(*(state.replace(exchange=state.exchange.shared) for state in (found, saved)))
+
+
+def test_fewer_ranks(four):
+    state, path = four
+    found = cgx.restore_state(path, make(2).init(PARAMS))
+    assert_kept(found, state, 2)
+    moved = jax.device_put(cgx.reshard_state(state, 2), jax.tree.map(lambda x: x.sharding, found))
+    assert_same_trees(found, moved)
+    assert go_on(make(2), found)[1] < loss_fn(jax.device_get(state.params), X)
+
+
+def test_nothing_is_compressed(tmp_path):
+    """A state without arrays per rank is unchanged for any number of ranks."""
+    of = lambda ranks: cgx.make_train_step(loss_fn, optax.adam(0.1), mesh_of(ranks), cgx.Raw()).init(PARAMS)
+    assert_same_trees(cgx.restore_state(save(tmp_path / "raw", of(4)), of(2)), of(2))
+
+
+def test_neither_number_divides_the_other(tmp_path):
+    state, _ = go_on(make(8), make(8).init(PARAMS))
+    for number, ranks in enumerate((6, 8)):
+        path = save(tmp_path / str(number), dict(state=state, step=number))
+        found = cgx.restore_state(path, dict(state=make(ranks).init(PARAMS), step=0))
+        assert_kept(found["state"], state, ranks)
+        assert found["step"] == number
+        state = found["state"]
+    go_on(make(8), state)
+
+
+def shape(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def test_as_many_ranks(four):
+    """All bits return. The template may have shapes with shardings."""
+    state, path = four
+    restored = cgx.restore_state(path, jax.tree.map(shape, make(4).init(PARAMS)))
+    assert_same_trees(restored, state)
+    assert_same_trees(go_on(make(4), restored), go_on(make(4), state))
+
+
+@pytest.mark.parametrize("form", ["params", "optimizer"])
+def test_sharded_parameters_or_state(form, tmp_path):
+    """With ZeRO-3 and ZeRO-1, shards and the errors of gathering updates keep their bits, and get the new sharding."""
+
+    def make(ranks):
+        specs = {form: cgx.shard_specs(PARAMS, mesh_of(ranks), min_size=100)}
+        sharding = cgx.Sharding(gather=CODEC if form == "optimizer" else cgx.Raw(), **specs)
+        options = dict(sharding=sharding, donate=False)
+        return cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.5), mesh_of(ranks), CODEC, **options)
+
+    saved, _ = go_on(make(4), make(4).init(PARAMS))
+    path, train = save(tmp_path / "here", saved), make(2)
+    template = train.init(PARAMS)
+    found = cgx.restore_state(path, template)
+    sharding = lambda x: x.sharding
+    assert jax.tree.map(sharding, found) == jax.tree.map(sharding, template)
+    assert_same_trees(*(state.replace(exchange=state.exchange.shared) for state in (found, saved)))
+    new, old = (state.exchange.own.residuals["w"] for state in (found, saved))
+    assert new.shape == (2, 30, 40) and np.abs(np.asarray(old).sum(0)).max() > 1e-3
+    np.testing.assert_allclose(np.asarray(new).sum(0), np.asarray(old).sum(0), rtol=1e-5, atol=1e-7)
+    assert (found.lost is not None) == (form == "optimizer")
+    assert found.opt_state[0].trace["w"].addressable_shards[0].data.shape == (30, 20)
+    assert go_on(train, found)[1] < loss_fn(jax.device_get(saved.params), X)
+
+
+def test_pending_gradients(tmp_path):
+    """They keep their mean over the ranks."""
+    make = lambda ranks: cgx.make_train_step(
+        loss_fn, optax.sgd(0.1), mesh_of(ranks), CODEC, overlap=cgx.Priority(), donate=False
+    )
+    state, _ = make(4).step(make(4).init(PARAMS), X)
+    moved = cgx.reshard_state(state, 2).pending
+    found = cgx.restore_state(save(tmp_path / "here", state), make(2).step(make(2).init(PARAMS), X)[0])
+    assert cgx.state_specs(state, "data").pending.grads["w"] == P(("data",))
+    assert moved.grads["w"].shape == (2, 30, 40)
+    assert_same_trees(found.pending.grads, moved.grads)
+    mean = np.asarray(state.pending.grads["w"]).mean(0)
+    np.testing.assert_allclose(moved.grads["w"].mean(0), mean, rtol=1e-5, atol=1e-7)
+    sent = dataclasses.replace(state.pending, ticket=jnp.zeros(4))
+    words = says("reshard_state", "state", expected="arrived", got="one whose gradients", remedy="train.finish")
+    with raises(ValueError, words):
+        cgx.reshard_state(state.replace(pending=sent), 2)
+
+
+def test_a_manager_and_a_hierarchy(four, tmp_path):
+    """Momentum has sixteen bits, and ranks have two axes."""
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    exchange = cgx.Momentum(CODEC, 0.5)
+    state = cgx.compress_gradients("data", exchange, axis_size=3).init(half)
+    state = jax.tree.map(lambda x: jnp.ones_like(x) if x.ndim > 1 else x, state)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(5, args=ocp.args.StandardSave((half, state)))
+    mesh = jax.make_mesh(
+        (2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    with jax.set_mesh(mesh):
+        template = cgx.compress_gradients(("node", "local"), exchange).init(half)
+    _, found = cgx.restore_state(tmp_path / "5" / "default", (half, template))
+    own, like = found.own, template.own
+    assert own.residuals["w"].sharding == like.residuals["w"].sharding and own.momentum["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(own.residuals["w"], np.full((4, 30, 40), 0.75, np.float32))
+    np.testing.assert_array_equal(own.momentum["b"].astype(jnp.float32), np.ones((4, 40)))
+
+
+def test_other_leaves_per_rank(tmp_path):
+    """Leaves per rank outside of our states."""
+
+    def tree(ranks, fill):
+        rows = np.float32(fill(ranks))
+        return dict(residuals={"w": rows}, stats=rows, seen=np.full(ranks, ranks), key=jax.random.key(ranks))
+
+    path = save(tmp_path / "here", tree(4, np.arange))
+    keep = {"^residuals/": "sum", "^stats$": "mean", "seen": "mean"}
+    found = cgx.restore_state(path, tree(2, np.zeros), per_rank=keep)
+    np.testing.assert_array_equal(found["residuals"]["w"], [3, 3])
+    np.testing.assert_array_equal(found["stats"], [1.5, 1.5])
+    np.testing.assert_array_equal(found["seen"], [4, 4])
+    assert found["key"] == jax.random.key(4)
+
+
+def test_a_model_with_state_per_rank(tmp_path):
+    """Floating-point numbers keep their mean, counters are those of the first rank, and random keys differ."""
+
+    @functools.cache
+    def make(ranks):
+        loss = lambda params, state, x: (loss_fn(params, x), {**state, "n": state["n"] + 1, "mean": x.mean()})
+        return cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(ranks), CODEC, model_state="per_rank")
+
+    first = {"key": jax.random.key(0), "n": 0, "mean": 0.0}
+    state, _ = make(4).step(make(4).init(PARAMS, first), X)
+    path = save(tmp_path / "here", state)
+    templates = [jax.tree.map(shape, make(ranks).init(PARAMS, first)) for ranks in (6, 4)]
+    six, same = (cgx.restore_state(path, template).model_state.rows for template in templates)
+    words = lambda rows: {**rows, "key": jax.random.key_data(rows["key"])}
+    assert_same_trees(words(same), words(state.model_state.rows))
+    assert len(set(map(str, words(six)["key"]))) == 6 and list(six["n"]) == [1] * 6
+    np.testing.assert_allclose(six["mean"], np.full(6, X.mean()), rtol=1e-5)
+
+
+def bare(x):
+    """Returns a state without its sharding."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+TEMPLATE, PATH = ("restore_state", "template"), ("restore_state", "path")
+WIDE = dict(PARAMS, b=jnp.zeros(41))
+
+
+@pytest.mark.parametrize(
+    ("restore", "error", "words"),
+    [
+        (
+            lambda path, t: cgx.restore_state(path / "none", t),
+            FileNotFoundError,
+            says(*PATH, expected="folder Orbax", remedy="CheckpointManager"),
+        ),
+        (lambda path, t: cgx.restore_state(path.parent, t), FileNotFoundError, says(*PATH, expected="folder Orbax")),
+        (
+            lambda path, t: cgx.restore_state(path, PARAMS),
+            TypeError,
+            says(*TEMPLATE, expected="tree state", got="a dict", remedy="train.init per_rank 'sum'"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t.exchange),
+            ValueError,
+            says(*TEMPLATE, expected="leaf 'exchange/own/momentum/b'", got="none"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t.replace(pending=3)),
+            ValueError,
+            says(*TEMPLATE, at="leaf .pending", expected="leaves 'exchange/own/momentum/b'", got="another"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t.replace(params={**t.params, "b": WIDE["b"]})),
+            ValueError,
+            says(*TEMPLATE, at="leaf .params['b']", expected="[40]", got="float32[41]"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t.replace(exchange=make(2).init(WIDE).exchange)),
+            ValueError,
+            says(*TEMPLATE, at="leaf .exchange.own.residuals['b']", expected="[4, 40]", got="float32[2, 41]"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, jax.tree.map(bare, t)),
+            ValueError,
+            says(*TEMPLATE, at="leaf .params['b']", expected="jax.ShapeDtypeStruct sharding", remedy="init"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t, per_rank={"nothing": "sum"}),
+            ValueError,
+            says("restore_state", "per_rank", expected="paths", got="'nothing'"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t, per_rank={"b": "max"}),
+            ValueError,
+            says("restore_state", "per_rank", expected="'sum' 'mean'", got="'max'"),
+        ),
+    ],
+)
+def test_errors(four, restore, error, words):
+    with raises(error, words):
+        restore(four[1], make(2).init(PARAMS))

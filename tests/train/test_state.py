@@ -1,0 +1,154 @@
+"""Tests the state per rank: its specs, other numbers of ranks, and checkpoints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_bytes
+from jax.sharding import PartitionSpec as P
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, on_mesh, place
+
+import jaxcgx as cgx
+
+OPTIMIZER = optax.adagrad(0.1)
+
+
+def compressed(ranks, exchange=STOCHASTIC, optimizer=OPTIMIZER):
+    return optax.chain(cgx.compress_gradients("data", exchange, axis_size=ranks), optimizer)
+
+
+def train(ranks, params, state, steps, *exchange):
+    """Returns (parameters, state, losses) after some more steps with as many ranks."""
+    step, losses = on_mesh(local_step(compressed(ranks, *exchange)), state, ranks), []
+    params, state = place(params, P(), ranks), place(state, cgx.state_specs(state, "data"), ranks)
+    for _ in range(steps):
+        params, state, loss = step(params, state, X)
+        losses.append(float(loss))
+    return params, state, losses
+
+
+@pytest.mark.short
+def test_specs_through_any_nesting():
+    exchange = cgx.Momentum(cgx.Plan(CODEC, min_size=100), 0.9)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        cgx.compress_gradients("data", exchange, axis_size=4),
+        optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 3).gradient_transformation(),
+    )
+    state = optimizer.init(PARAMS)
+    specs = cgx.state_specs(jax.eval_shape(optimizer.init, PARAMS), "data")
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    rows = {"w": P(("data",)), "b": None}
+    assert specs[1].own.residuals == specs[1].own.momentum == rows
+    assert set(jax.tree.leaves((specs[0], specs[1].shared, specs[2]))) == {P()}
+    assert cgx.state_specs(state, ["node", "local"])[1].own.momentum["w"] == P(("node", "local"))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda inner: optax.MultiSteps(inner, 2), "MultiSteps"),
+        (lambda inner: optax.apply_if_finite(inner, 5), "apply_if_finite"),
+    ],
+    ids=["MultiSteps", "apply_if_finite"],
+)
+def test_what_must_stand_behind(wrap, name):
+    state = wrap(compressed(4)).init(PARAMS)
+    words = says(
+        "state_specs",
+        "state",
+        expected=f"optax.{name} behind compress_gradients, where gradients are the same on every rank",
+        got="it around",
+        remedy=f"write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))",
+    )
+    with raises(ValueError, words):
+        cgx.state_specs((state, ()), "data")
+
+
+def test_what_must_not_stand_before():
+    """Its state would differ between ranks, and no spec would say so."""
+    trace, clip = optax.trace(0.9), optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
+    state = optax.chain(clip, trace, cgx.compress_gradients("data", CODEC, axis_size=4), optax.sgd(0.1)).init(PARAMS)
+    words = says(
+        "state_specs",
+        "state",
+        expected="transformations with a state like the gradients behind compress_gradients, where gradients are the "
+        "same on every rank",
+        got="TraceState before it",
+        remedy="put it behind",
+    )
+    with raises(ValueError, words):
+        cgx.state_specs(state, "data")
+    fine = optax.chain(clip, cgx.compress_gradients("data", CODEC, axis_size=4), trace).init(PARAMS)
+    assert cgx.state_specs((PARAMS, fine), "data")[1][1].own.residuals["w"] == P(("data",))
+
+
+@pytest.mark.parametrize(
+    "plan", [CODEC, cgx.Plan(CODEC, [("w", cgx.MaxMin(4))], min_size=0, skip_1d=False)], ids=["codec", "plan"]
+)
+def test_optax_maps_over_the_state(plan):
+    """optax's map treats the state per rank like parameters, and gives the specs of state_specs."""
+    optimizer = compressed(4, plan, optax.adam(1e-2))
+    state = optimizer.init(PARAMS)
+    found = optax.tree_map_params(optimizer, lambda x: x + 1, state, transform_non_params=lambda x: x)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    np.testing.assert_array_equal(found[1][0].mu["w"], 1 + state[1][0].mu["w"])
+    np.testing.assert_array_equal(found[0].own.residuals["w"], 1 + state[0].own.residuals["w"])
+    assert found[0].shared.count == 0
+
+
+@pytest.mark.parametrize("kind", ["sharded", "numpy"])
+def test_resharding_keeps_the_total(kind):
+    """The numbers of ranks are 8 -> 6 -> 8. Neither number divides the other."""
+    exchange = cgx.Momentum(STOCHASTIC, 0.5)
+    _, state, _ = train(8, PARAMS, compressed(8, exchange).init(PARAMS), 3, exchange)
+    if kind == "numpy":
+        state = jax.tree.map(np.asarray, state)
+    before = state[0].own
+    six = cgx.reshard_state(state, 6)
+    eight = cgx.reshard_state(six, 8)
+    for found, ranks in ((six[0].own, 6), (eight[0].own, 8)):
+        for name, x in before.residuals.items():
+            assert (
+                found.residuals[name].shape == (ranks, *PARAMS[name].shape)
+                and found.residuals[name].dtype == np.float32
+            )
+            np.testing.assert_allclose(
+                np.sum(found.residuals[name], 0, np.float64), np.sum(np.asarray(x), 0, np.float64), atol=1e-6
+            )
+            np.testing.assert_allclose(np.mean(found.momentum[name], 0), np.mean(before.momentum[name], 0), atol=1e-6)
+    assert jnp.abs(before.residuals["w"].sum(0)).max() > 1e-3 and six[0].shared.count == 3
+    assert jax.tree.structure(six) == jax.tree.structure(state)
+    assert_same_bytes(np.asarray(six[1][0].sum_of_squares["w"]), np.asarray(state[1][0].sum_of_squares["w"]))
+
+
+def test_training_goes_on_with_other_ranks():
+    state = compressed(8).init(PARAMS)
+    params, state, first = train(8, PARAMS, state, 10)
+    params, state, second = train(6, params, cgx.reshard_state(state, 6), 10)
+    params, state, third = train(8, params, cgx.reshard_state(state, 8), 10)
+    uninterrupted = train(8, PARAMS, compressed(8).init(PARAMS), 30)[2]
+    assert first[-1] > second[-1] > third[-1] and abs(third[-1] - uninterrupted[-1]) < 0.05 * uninterrupted[0]
+    assert state[0].shared.count == 30
+
+
+def test_the_same_size_changes_nothing():
+    state = train(4, PARAMS, compressed(4).init(PARAMS), 2)[1]
+    same, leaves = jax.tree.leaves(cgx.reshard_state(state, 4)), jax.tree.leaves(state)
+    assert leaves and all(a is b for a, b in zip(same, leaves, strict=True))
+
+
+def test_sixteen_bit_momentum_keeps_its_dtype():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    state = cgx.compress_gradients("data", cgx.Momentum(CODEC), axis_size=4).init(params)
+    assert cgx.reshard_state(state, 3).own.momentum["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("size", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError), (None, TypeError)]
+)
+def test_bad_sizes(size, error):
+    with raises(error, says("reshard_state", "new_size", expected="positive integer")):
+        cgx.reshard_state(compressed(4).init(PARAMS), size)
