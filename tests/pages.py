@@ -97,11 +97,9 @@ def run_in_process(page, port, rank, processes):
 def sum_over(mesh, program, names):
     """Runs a program that sums gradients, which are the same on all ranks, and checks the sums."""
     grads = names["params"]
-    residuals = jax.tree.map(jnp.zeros_like, grads)
-    factors = cgx.init_factors(grads, cgx.PowerSGD(rank=4))
 
     def local(grads):
-        found = names | dict(grads=grads, residuals=residuals, factors=factors)
+        found = names | dict(grads=grads)
         exec(program, found)
         return {name: found[name] for name in ("sums", "means") if name in found}
 

@@ -41,7 +41,7 @@ assert payload.shape == (codec.wire_bytes(x.shape, x.dtype),)
 y = cgx.decode(payload, codec, x.shape, x.dtype)
 assert (np.abs(y - x) <= np.abs(x) / 3 + 0.1).all()
 for schedule in ("two_shot", "ring"):
-    f = lambda x: cgx.compressed_psum(x, "data", codec, schedule=schedule)
+    f = lambda x: cgx.compressed_psum(x, "data", cgx.Plan.every(codec, schedule=schedule))
     body = lambda x: jax.lax.pcast(f(x), "data", to="varying")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     total = np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x))

@@ -20,7 +20,6 @@ OF_LAX = "jax.lax's arguments, and the options that all collectives share"
 OF_OPTAX = "hyperparameters by name, as the constructors of optax have them"
 # (module, public function): why it has more parameters than MOST.
 MANY = {
-    ("jaxcgx.collectives.crossing", "begin_pmean"): OF_SUM,
     ("jaxcgx.collectives.psum_scatter", "compressed_psum_scatter"): OF_SUM,
     ("jaxcgx.collectives.all_gather", "compressed_all_gather"): OF_LAX,
     ("jaxcgx.collectives.all_to_all", "compressed_all_to_all"): OF_LAX,

@@ -50,7 +50,7 @@ class Call(NamedTuple):
         there = check_plan(op, plan)
         back = there if backward_plan is None else check_plan(op, backward_plan, "backward_plan")
         arrays = dict(x=x, key=key)
-        net = check_ranks(op, axis_name, arrays, dict(plan=there, backward_plan=back, **settings))
+        net = check_ranks(op, axis_name, arrays, dict(plan=there, backward_plan=backward_plan and back, **settings))
         x = jax.tree_util.tree_map_with_path(lambda path, leaf: check_whole(op, "x", path, leaf), x)
         routes, backward = Routes.of(op, there, x), Routes.of(op, back, x)
         return cls(x, net, routes, backward, shared_key(routes, backward, key, net))

@@ -27,7 +27,7 @@ def check_ready(op: str, comm: Communicator) -> None:
         raise RuntimeError(f"{op}: MPI has ended (MPI.Finalize); make every call before that")
     if comm.Get_attr(_LATE) is not None:
         raise RuntimeError(
-            f"{op}: argument 'comm': an earlier call over this communicator waited in vain, and the ranks are at "
+            f"{op}: an earlier call over this communicator waited in vain, and the ranks are at "
             "different places of the program; start the processes again"
         )
 
@@ -53,7 +53,7 @@ def meet(op: str, comm: Communicator, request: Any) -> None:
     if not _done(request, mpi.MEET):
         comm.Set_attr(_LATE, request)
         raise RuntimeError(
-            f"{op}: argument 'comm': rank {comm.rank} waited {mpi.MEET:g} s {what}; all must use their communicators "
+            f"{op}: rank {comm.rank} waited {mpi.MEET:g} s {what}; all must use their communicators "
             "for the first time in the same order, also when they only compile"
         )
 

@@ -21,7 +21,6 @@ _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*
 _SUMS = (
     "compressed_psum",
     "compressed_pmean",
-    "begin_pmean",
     "compress_gradients",
     "sync_in_backward",
     "value_and_grad",

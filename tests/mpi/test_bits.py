@@ -42,47 +42,35 @@ def key(codec):
 def test_every_collective(codec):
     k = key(codec)
 
-    def over_mesh(x):
-        return [
-            [cgx.compressed_psum(x, "a", planned(codec, schedule=s), key=k) for s in SCHEDULES],
-            cgx.compressed_pmean(x, "a", codec, key=k),
-            cgx.compressed_psum_scatter(x, "a", codec, key=k, tiled=True),
-            cgx.compressed_all_gather(x, "a", codec, key=k, axis=1),
-            cgx.compressed_all_to_all(x, "a", 0, 1, codec, key=k, tiled=True),
+    over = lambda axis: (
+        lambda x: [
+            [cgx.compressed_psum(x, axis, planned(codec, schedule=s), key=k) for s in SCHEDULES],
+            cgx.compressed_pmean(x, axis, codec, key=k),
+            cgx.compressed_psum_scatter(x, axis, codec, key=k, tiled=True),
+            cgx.compressed_all_gather(x, axis, codec, key=k, axis=1),
+            cgx.compressed_all_to_all(x, axis, 0, 1, codec, key=k, tiled=True),
         ]
-
-    def over_mpi(x):
-        return [
-            [cgx.mpi.compressed_allreduce(x, codec, key=k, schedule=s) for s in SCHEDULES],
-            cgx.mpi.compressed_allreduce(x, codec, key=k, op="mean"),
-            cgx.mpi.compressed_reduce_scatter(x, codec, key=k, tiled=True),
-            cgx.mpi.compressed_allgather(x, codec, key=k, axis=1),
-            cgx.mpi.compressed_alltoall(x, codec, key=k, split_axis=0, concat_axis=1, tiled=True),
-        ]
-
+    )
     x = tree(N)
-    got = jax.jit(over_mpi)(mine(x))
-    same(got, on_mesh(over_mesh, x))
+    got = jax.jit(over(COMM))(mine(x))
+    same(got, on_mesh(over("a"), x))
     assert same_everywhere(got[:2]) and same_everywhere(got[3])  # replicas
 
 
 def test_sums_of_codecs():
     """Of codecs that differ in what they send: seeds, scales of blocks, nothing but lists of digits."""
     codecs = [cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless(), cgx.MaxMin(4, 128, rotate=True)]
-    each = [(codec, dict(key=key(codec), schedule=s)) for codec in codecs for s in SCHEDULES]
+    each = [(planned(codec, schedule=s), key(codec)) for codec in codecs for s in SCHEDULES]
     x = {"w": normal((N, 700)), "h": normal((N, 33), 2, jnp.float16)}
-    got = jax.jit(lambda x: [cgx.mpi.compressed_allreduce(x, codec, **how) for codec, how in each])(mine(x))
-    same(got, on_mesh(lambda x: [cgx.compressed_psum(x, "a", codec, **how) for codec, how in each], x))
+    over = lambda axis: lambda x: [cgx.compressed_psum(x, axis, plan, key=k) for plan, k in each]
+    same(jax.jit(over(COMM))(mine(x)), on_mesh(over("a"), x))
 
 
 def test_feedback():
     codecs, x = [cgx.MaxMin(2, 64), cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless()], {"w": normal((N, 900))}
-    lost = lambda x: jax.tree.map(lambda leaf: leaf / 8, x)
-    over_mpi = lambda x: [cgx.mpi.compressed_allreduce(x, c, key=key(c), residuals=lost(x)) for c in codecs]
-    over_mesh = lambda x: [
-        cgx.compressed_psum(x, "a", c, key=key(c), carry=cgx.Carry(residuals=lost(x))) for c in codecs
-    ]
-    same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x))
+    lost = lambda x: cgx.Carry(residuals=jax.tree.map(lambda leaf: leaf / 8, x))
+    over = lambda axis: lambda x: [cgx.compressed_psum(x, axis, c, key=key(c), carry=lost(x)) for c in codecs]
+    same(jax.jit(over(COMM))(mine(x)), on_mesh(over("a"), x))
 
 
 def test_sparse_sums():
@@ -90,31 +78,27 @@ def test_sparse_sums():
     x, few = {"w": normal((N, 900))}, cgx.TopK(0.1)
     grid = GRIDS[0]
 
-    def over_mesh(x):
-        state = dict(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x)
-        return [
-            cgx.compressed_psum(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader), **state)
-            for codec, schedule, leader in (
-                (few, "one_shot", False),
-                (cgx.TopK(0.1, pull="top"), "two_shot", False),
-                ({"a": few, "b": cgx.Raw()}, "two_shot", False),
-                ({"a": few, "b": cgx.Raw()}, "two_shot", True),
-            )
-        ]
+    def over(ranks, axes, cross, inner):
+        def sums(x):
+            carry = cgx.Carry(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x)
+            return [
+                cgx.compressed_psum(x, ranks, planned(few, schedule="one_shot"), carry=carry),
+                cgx.compressed_psum(x, ranks, planned(cgx.TopK(0.1, pull="top"), schedule="two_shot"), carry=carry),
+                *(
+                    cgx.compressed_psum(
+                        x,
+                        axes,
+                        planned({cross: few, inner: cgx.Raw()}, schedule="two_shot", leader=leader),
+                        carry=carry,
+                    )
+                    for leader in (False, True)
+                ),
+            ]
 
-    def over_mpi(x):
-        state, there = dict(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x), nodes(grid)
-        return [
-            cgx.mpi.compressed_allreduce(x, codec, comm, **state, schedule=schedule, leader=leader)
-            for codec, comm, schedule, leader in (
-                (few, None, "one_shot", False),
-                (cgx.TopK(0.1, pull="top"), None, "two_shot", False),
-                ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", False),
-                ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", True),
-            )
-        ]
+        return sums
 
-    same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x, sizes=grid))
+    got = jax.jit(over(COMM, nodes(grid), "cross", "inner"))(mine(x))
+    same(got, on_mesh(over(("a", "b"), ("a", "b"), "a", "b"), x, sizes=grid))
 
 
 def test_derivatives():
@@ -129,19 +113,13 @@ def test_derivatives():
         square = lambda f: lambda x: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(f(x)))
         return lambda x: [jax.grad(square(f))(x) for f in collectives]
 
-    over_mesh = slopes(
-        lambda x: cgx.compressed_psum(x, "a", plan, key=KEY),
-        lambda x: cgx.compressed_psum_scatter(x, "a", plan, key=KEY, tiled=True),
-        lambda x: cgx.compressed_all_gather(x, "a", plan, key=KEY),
-        lambda x: cgx.compressed_all_to_all(x, "a", 0, 1, plan, key=KEY, tiled=True),
+    over = lambda axis: slopes(
+        lambda x: cgx.compressed_psum(x, axis, plan, key=KEY),
+        lambda x: cgx.compressed_psum_scatter(x, axis, plan, key=KEY, tiled=True),
+        lambda x: cgx.compressed_all_gather(x, axis, plan, key=KEY),
+        lambda x: cgx.compressed_all_to_all(x, axis, 0, 1, plan, key=KEY, tiled=True),
     )
-    over_mpi = slopes(
-        lambda x: cgx.mpi.compressed_allreduce(x, plan, key=KEY),
-        lambda x: cgx.mpi.compressed_reduce_scatter(x, plan, key=KEY, tiled=True),
-        lambda x: cgx.mpi.compressed_allgather(x, plan, key=KEY),
-        lambda x: cgx.mpi.compressed_alltoall(x, plan, key=KEY, split_axis=0, concat_axis=1, tiled=True),
-    )
-    for got, expected in zip(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x)):
+    for got, expected in zip(jax.jit(over(COMM))(mine(x)), on_mesh(over("a"), x)):
         # XLA and MPI add in different orders.
         np.testing.assert_allclose(got.pop("raw"), expected.pop("raw"), rtol=1e-6)
         same(got, expected)
@@ -172,26 +150,17 @@ def test_hierarchies(grid, inner, monkeypatch):
         (cgx.MaxMin(8), False, "ring"),
         (cgx.MaxMin(8), True, "two_shot"),
     ]
-
-    def over_mesh(x):
-        return [
+    over = lambda axes, outer, within: (
+        lambda x: [
             cgx.compressed_pmean(
-                x, ("a", "b"), planned({"a": cross, "b": codec}, schedule=schedule, leader=leader), key=KEY
+                x, axes, planned({outer: cross, within: codec}, schedule=schedule, leader=leader), key=KEY
             )
             for codec, leader, schedule in cases
         ]
-
-    def over_mpi(x):
-        return [
-            cgx.mpi.compressed_allreduce(
-                x, {"cross": cross, "inner": codec}, found, key=KEY, op="mean", leader=leader, schedule=schedule
-            )
-            for codec, leader, schedule in cases
-        ]
-
-    got = jax.jit(over_mpi)(mine(x))
+    )
+    got = jax.jit(over(found, "cross", "inner"))(mine(x))
     assert same_everywhere(got)  # leaders of CGX end with other numbers than their peers
-    for a, b, (codec, leader, _) in zip(got, on_mesh(over_mesh, x, sizes=grid), cases):
+    for a, b, (codec, leader, _) in zip(got, on_mesh(over(("a", "b"), "a", "b"), x, sizes=grid), cases):
         if (
             codec.raw and leader
         ):  # XLA and MPI add raw numbers in different orders, so the codec may round to the next step
@@ -210,7 +179,7 @@ def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
         pytest.skip("needs 2 ranks or more: mpirun")
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
     found, x, codec = cgx.mpi.hierarchy(), jnp.ones((N, 3 * N, 64)), cgx.MaxMin(4)
-    allreduce = lambda codec, **more: lambda x: cgx.mpi.compressed_allreduce(x, codec, found, **more)
+    allreduce = lambda codec, **fields: lambda x: cgx.compressed_psum(x, found, planned(codec, **fields))
     for f in (
         allreduce({"cross": codec, "inner": codec}),
         allreduce({"cross": codec, "inner": cgx.Raw()}, leader=True),
@@ -218,8 +187,8 @@ def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
         allreduce(codec, schedule="ring"),
         allreduce(cgx.Raw()),
         lambda x: cgx.mpi.broadcast(x, 0, found),
-        lambda x: cgx.mpi.compressed_alltoall(x, codec, found),
-        lambda x: cgx.mpi.compressed_allgather(x, cgx.Raw(), found),
+        lambda x: cgx.compressed_all_to_all(x, found, 0, 0, codec),
+        lambda x: cgx.compressed_all_gather(x, found, cgx.Raw()),
     ):
         program = jax.jit(f).lower(x).as_text()
         assert ("@jaxcgx_exchange" in program, "@mpi_" in program) == (inner == "SHM", inner == "MPI")
@@ -231,40 +200,31 @@ def test_a_leader_under_vmap(grid, inner, monkeypatch):
     """A rank that isn't a leader sends as many rows as the leader."""
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
     found, x = nodes(grid), jnp.arange(6.0).reshape(2, 3) + COMM.rank
-    codecs = {"cross": cgx.Lossless(), "inner": cgx.Raw()}
-    allreduce = jax.vmap(lambda x: cgx.mpi.compressed_allreduce(x, codecs, found, leader=True))
+    plan = planned({"cross": cgx.Lossless(), "inner": cgx.Raw()}, leader=True)
+    allreduce = jax.vmap(lambda x: cgx.compressed_psum(x, found, plan))
     expected = N * np.arange(6.0).reshape(2, 3) + N * (N - 1) / 2
     np.testing.assert_array_equal(jax.jit(allreduce)(x), expected)
 
 
 @pytest.mark.parametrize("inner", ["SHM", "MPI"])
 def test_the_levels_of_a_hierarchy(inner, monkeypatch):
-    """Each level is used alone as `comm`, and so are all ranks of one node together. Leaves have every dtype."""
+    """Each level is used alone, and so are all ranks of one node together. Leaves have every dtype."""
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
+    monkeypatch.setattr(cgx.mpi, "CHECK", True)
     found, codec, x = cgx.mpi.hierarchy(), cgx.MaxMin(3, 33), tree(N)
-    for comm in (found, found.inner):
-        f = lambda x: [
-            cgx.mpi.compressed_allreduce(x, codec, comm, check=True),
-            cgx.mpi.compressed_reduce_scatter(x, codec, comm, tiled=True),
-            cgx.mpi.compressed_allgather(x, codec, comm),
-            cgx.mpi.compressed_alltoall(x, codec, comm, concat_axis=1, tiled=True),
+    over = lambda axis: (
+        lambda x: [
+            cgx.compressed_psum(x, axis, codec),
+            cgx.compressed_psum_scatter(x, axis, codec, tiled=True),
+            cgx.compressed_all_gather(x, axis, codec),
+            cgx.compressed_all_to_all(x, axis, 0, 1, codec, tiled=True),
         ]
-        same(
-            jax.jit(f)(mine(x)),
-            on_mesh(
-                lambda x: [
-                    cgx.compressed_psum(x, "a", codec),
-                    cgx.compressed_psum_scatter(x, "a", codec, tiled=True),
-                    cgx.compressed_all_gather(x, "a", codec),
-                    cgx.compressed_all_to_all(x, "a", 0, 1, codec, tiled=True),
-                ],
-                x,
-            ),
-        )
+    )
+    for comm in (found, found.inner):
+        same(jax.jit(over(comm))(mine(x)), on_mesh(over("a"), x))
         np.testing.assert_array_equal(cgx.mpi.broadcast(jnp.full(3, COMM.rank, jnp.int4), N - 1, comm), N - 1)
-    same(
-        cgx.mpi.compressed_allreduce(x["w"][COMM.rank], codec, found.cross), x["w"][COMM.rank]
-    )  # the only rank at its place
+    x = x["w"][COMM.rank]
+    same(cgx.compressed_psum(x, found.cross, codec), x)  # the only rank at its place
 
 
 def test_a_hierarchy_is_made_once():
@@ -277,19 +237,16 @@ def test_a_hierarchy_is_made_once():
 
 def test_a_hierarchy_scatters_and_gathers():
     grid = GRIDS[-1]
-    x, found, codec = {"w": normal((N, 2 * N, 100))}, nodes(grid), {"cross": cgx.MaxMin(4), "inner": cgx.MaxMin(8, 33)}
-    on_axes = dict(a=codec["cross"], b=codec["inner"])
-    over_mesh = lambda x: [
-        cgx.compressed_psum_scatter(x, ("a", "b"), on_axes, tiled=True),
-        cgx.compressed_all_gather(x, ("a", "b"), on_axes),
-        cgx.compressed_all_to_all(x, ("a", "b"), 0, 0, on_axes, tiled=True),
-    ]
-    over_mpi = lambda x: [
-        cgx.mpi.compressed_reduce_scatter(x, codec, found, tiled=True),
-        cgx.mpi.compressed_allgather(x, codec, found),
-        cgx.mpi.compressed_alltoall(x, codec, found, tiled=True),
-    ]
-    same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x, sizes=grid))
+    x, outer, within = {"w": normal((N, 2 * N, 100))}, cgx.MaxMin(4), cgx.MaxMin(8, 33)
+    over = lambda axes, codec: (
+        lambda x: [
+            cgx.compressed_psum_scatter(x, axes, codec, tiled=True),
+            cgx.compressed_all_gather(x, axes, codec),
+            cgx.compressed_all_to_all(x, axes, 0, 0, codec, tiled=True),
+        ]
+    )
+    got = jax.jit(over(nodes(grid), {"cross": outer, "inner": within}))(mine(x))
+    same(got, on_mesh(over(("a", "b"), {"a": outer, "b": within}), x, sizes=grid))
 
 
 def test_nodes_whose_ranks_are_spread():
@@ -299,7 +256,7 @@ def test_nodes_whose_ranks_are_spread():
     found = cgx.mpi.hierarchy(COMM, COMM.Split(COMM.rank % 2, COMM.rank))
     assert found.rank == [0, 2, 1, 3][COMM.rank]
     x, codec = normal((4, 8, 50)), {"cross": cgx.MaxMin(8), "inner": cgx.MaxMin(8)}
-    got = jax.jit(lambda x: cgx.mpi.compressed_allgather(x, codec, found))(x[found.rank])
+    got = jax.jit(lambda x: cgx.compressed_all_gather(x, found, codec))(x[found.rank])
     assert np.abs(got - x).max() < 0.05
 
 
@@ -311,9 +268,9 @@ def test_communicators_within_the_world():
 
     def f(x, y):
         return [
-            cgx.mpi.compressed_allreduce(y, codec, part),
-            cgx.mpi.compressed_allreduce(x, codec),
-            cgx.mpi.compressed_allgather(y, codec, part),
+            cgx.compressed_psum(y, part, codec),
+            cgx.compressed_psum(x, COMM, codec),
+            cgx.compressed_all_gather(y, part, codec),
         ]
 
     got = jax.jit(f)(mine(everybody), mine(group, part))
@@ -330,7 +287,7 @@ def test_other_reductions_stay_what_they_are():
     x = normal((N, 1000))
 
     def f(x):
-        return cgx.mpi.compressed_allreduce(x, cgx.MaxMin(1)), mpi4jax.allreduce(x, MPI.SUM, comm=COMM)
+        return cgx.compressed_psum(x, COMM, cgx.MaxMin(1)), mpi4jax.allreduce(x, MPI.SUM, comm=COMM)
 
     _, exact = jax.jit(f)(mine(x))
     np.testing.assert_allclose(exact, x.sum(0), rtol=1e-5, atol=1e-5)
@@ -339,7 +296,7 @@ def test_other_reductions_stay_what_they_are():
 
 def test_python_may_send_while_a_program_runs():
     """JAX runs ahead of Python. Messages of both over one communicator don't interfere."""
-    x, step = mine(normal((N, 300_000))), jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, cgx.MaxMin(8), op="mean"))
+    x, step = mine(normal((N, 300_000))), jax.jit(lambda x: cgx.compressed_pmean(x, COMM, cgx.MaxMin(8)))
     jax.block_until_ready(step(x))
     for i in range(20):
         x = step(x)
@@ -352,7 +309,7 @@ def test_messages_of_the_limit_and_around(total):
     """CGX doesn't compress the last group of layers that together reach the limit, here 1 MiB."""
     sizes = [2**17, 2**16, total - 2**17 - 2**16]
     x = [normal((N, size), seed) for seed, size in enumerate(sizes)]
-    got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, cgx.MaxMin(8), fusion_mb=1))(mine(x))
+    got = jax.jit(lambda x: cgx.compressed_psum(x, COMM, planned(cgx.MaxMin(8), fusion_mb=1)))(mine(x))
     for a, b in zip(got, x):
         assert np.abs(a - b.sum(0)).max() < 0.1 * (N + 1)
 

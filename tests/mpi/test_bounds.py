@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees
+from helpers import assert_trees, planned
 
 import jaxcgx as cgx
 
@@ -24,7 +24,7 @@ CODECS = [cgx.MaxMin(bits, bucket) for bits in range(1, 9) for bucket in (64, 51
 def sums(x, schedules=("two_shot",), codecs=CODECS):
     """Returns {(codec, schedule): the sum of each leaf}."""
     return {
-        (codec, schedule): cgx.mpi.compressed_allreduce(x, codec, schedule=schedule)
+        (codec, schedule): cgx.compressed_psum(x, COMM, planned(codec, schedule=schedule))
         for codec in codecs
         for schedule in schedules
     }
@@ -65,7 +65,12 @@ def test_errors_are_within_the_derived_bound(schedule):
 @pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.MaxMin(8, 33)], ids=str)
 def test_a_million(codec):
     x = [skewed(10**6)]
-    check(codec, "two_shot", jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))(mine(x)), x)
+    check(
+        codec,
+        "two_shot",
+        jax.jit(lambda x: cgx.compressed_psum(x, COMM, planned(codec, schedule="two_shot")))(mine(x)),
+        x,
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
@@ -73,7 +78,7 @@ def test_short_floats(dtype):
     """Short floats travel unchanged and are added in float32. The result is rounded once each time it is made."""
     x = [skewed(size).astype(dtype) for size in SIZES]
     for codec in (cgx.MaxMin(4), cgx.MaxMin(8, 33)):
-        got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))(mine(x))
+        got = jax.jit(lambda x: cgx.compressed_psum(x, COMM, planned(codec, schedule="two_shot")))(mine(x))
         assert all(y.dtype == dtype for y in got)
         check(codec, "two_shot", got, x, float(jnp.finfo(dtype).eps))
 
@@ -95,7 +100,7 @@ def test_small_ranges_and_numbers_that_are_none():
     codec, size = cgx.MaxMin(4, 64), 64 * 8
     tiny, bad = skewed(size) * np.float32(1e-25), skewed(size)
     bad[0, 100], bad[N - 1, 300] = np.nan, np.inf
-    got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))([mine(tiny), mine(bad)])
+    got = jax.jit(lambda x: cgx.compressed_psum(x, COMM, planned(codec, schedule="two_shot")))([mine(tiny), mine(bad)])
     assert len(np.unique(got[0])) > 60 and np.abs(got[0] - tiny.sum(0)).max() < 0.2 * np.abs(tiny.sum(0)).max()
     if N > 1:  # a single rank returns its numbers unchanged
         lost = np.isnan(np.asarray(got[1])).reshape(-1, 64)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import normal
+from helpers import normal, planned
 
 import jaxcgx as cgx
 
@@ -22,8 +22,8 @@ N, R, CODEC = COMM.size, COMM.rank, cgx.MaxMin(4)
 several = pytest.mark.skipif(N == 1, reason="needs 2 ranks or more: mpirun")
 
 
-def allreduce(*args, **kwargs):
-    return cgx.mpi.compressed_allreduce(*args, **kwargs)
+def psum(x, plan, comm=COMM, **given):
+    return cgx.compressed_psum(x, comm, plan, **given)
 
 
 def over_two_devices():
@@ -34,9 +34,7 @@ def over_two_devices():
 def in_a_mesh():
     mesh, x = over_two_devices()
     return jax.jit(
-        jax.shard_map(
-            lambda x: allreduce(x, CODEC), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"), check_vma=False
-        )
+        jax.shard_map(lambda x: psum(x, CODEC), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"), check_vma=False)
     )(x)
 
 
@@ -44,99 +42,64 @@ def in_a_mesh():
     ("f", "error", "words"),
     [
         (
-            lambda x: allreduce(x, CODEC, "world"),
+            lambda x: psum(x, CODEC, "world"),
+            NameError,
+            says("compressed_psum", "axis_name", expected="no axis 'world'"),
+        ),
+        (
+            lambda x: psum(x, CODEC, MPI.COMM_NULL),
             TypeError,
-            says("compressed_allreduce", "comm", expected="mpi4py communicator MPI.Intracomm", got="'world'"),
+            says("compressed_psum", "axis_name", expected="mpi4py communicator MPI.Intracomm", got="MPI.COMM_NULL"),
         ),
+        (lambda x: psum(x, 4), TypeError, says("compressed_psum", "plan", expected="codec", got="4")),
         (
-            lambda x: allreduce(x, CODEC, MPI.COMM_NULL),
+            lambda x: psum(x, cgx.mpi.hierarchy()),
             TypeError,
-            says("compressed_allreduce", "comm", expected="mpi4py communicator MPI.Intracomm", got="MPI.COMM_NULL"),
+            says("compressed_psum", "plan", expected="codec", got="Nodes("),
         ),
         (
-            lambda x: allreduce(x, CODEC, op="max"),
-            ValueError,
-            says("compressed_allreduce", "op", expected="'sum' 'mean'", got="'max'"),
-        ),
-        (lambda x: allreduce(x, 4), TypeError, says("compressed_allreduce", "codec", expected="codec", got="4")),
-        (
-            lambda x: allreduce(x, cgx.mpi.hierarchy()),
-            TypeError,
-            says("compressed_allreduce", "codec", expected="codec", got="Nodes("),
-        ),
-        (
-            lambda x: allreduce(x, CODEC, schedule="star"),
-            ValueError,
-            says("compressed_allreduce", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
-        ),
-        (
-            lambda x: allreduce(x, CODEC, check=1),
-            TypeError,
-            says("compressed_allreduce", "check", expected="True False", got="1"),
-        ),
-        (
-            lambda x: allreduce(x, {"cross": CODEC, "inner": CODEC}),
+            lambda x: psum(x, {"cross": CODEC, "inner": CODEC}),
             ValueError,
             says(
-                "compressed_allreduce",
-                "codec",
-                expected='"cross" "inner" communicator',
+                "compressed_psum",
+                "plan",
+                at="leaf x",
+                expected="codec for all ranks of a communicator",
                 got="{'cross'",
-                remedy="MaxMin(",
+                remedy="jaxcgx.mpi.hierarchy()",
             ),
         ),
         (
-            lambda x: allreduce(x, cgx.Plan.from_env(("cross", "inner"))),
-            ValueError,
-            says("compressed_allreduce", "codec", expected='"cross" "inner" communicator', got="Plan(default={'cross'"),
-        ),
-        (
-            lambda x: allreduce(x, cgx.Plan(CODEC, [("w", {"cross": CODEC, "inner": CODEC})])),
-            ValueError,
-            says("compressed_allreduce", "codec", expected='"cross" "inner" communicator', got="Plan("),
-        ),
-        (
-            lambda x: allreduce(x, cgx.Plan(CODEC, schedule={"cross": "ring", "inner": "ring"})),
-            ValueError,
-            says("compressed_allreduce", "codec", expected='"cross" "inner" communicator', got="Plan("),
-        ),
-        (
-            lambda x: allreduce(x, CODEC, schedule={"cross": "ring", "inner": "ring"}),
+            lambda x: psum(x, planned(CODEC, schedule={"cross": "ring", "inner": "ring"})),
             ValueError,
             says(
-                "compressed_allreduce",
-                "schedule",
-                expected='"cross" "inner" communicator',
+                "compressed_psum",
+                "plan",
+                expected="schedule for all ranks of a communicator",
                 got="{'cross'",
-                remedy="comm=jaxcgx.mpi.hierarchy()",
+                remedy="jaxcgx.mpi.hierarchy()",
             ),
         ),
         (
-            lambda x: allreduce(x, CODEC, leader=True),
+            lambda x: psum(x, planned(CODEC, leader=True)),
             ValueError,
-            says(
-                "compressed_allreduce",
-                "leader",
-                expected='"cross" "inner" communicator',
-                got="True",
-                remedy="comm=jaxcgx.mpi.hierarchy()",
-            ),
+            says("compressed_psum", "plan", expected="leader=False without a hierarchy", got="leader=True"),
         ),
         (
-            lambda x: allreduce(x, {"node": CODEC}, cgx.mpi.hierarchy()),
+            lambda x: psum(x, {"node": CODEC}, cgx.mpi.hierarchy()),
             ValueError,
-            says("compressed_allreduce", "codec", expected="codec axis 'cross' 'inner'", got="{'node'"),
+            says("compressed_psum", "plan", expected="codec axis 'cross' 'inner'", got="{'node'"),
         ),
         (
-            lambda x: allreduce({"n": x.astype(jnp.int32)}, CODEC, strict=True),
+            lambda x: psum({"n": x.astype(jnp.int32)}, planned(CODEC, strict=True)),
             TypeError,
-            says("compressed_allreduce", "x", at="leaf ['n']", expected="int32 float32 bfloat16 float16 strict=True"),
+            says("compressed_psum", "plan", at="leaf ['n']", expected="strict", got="one that can't", remedy="int32"),
         ),
         (
-            lambda x: allreduce(over_two_devices()[1], CODEC),
+            lambda x: psum(over_two_devices()[1], CODEC),
             ValueError,
             says(
-                "compressed_allreduce",
+                "compressed_psum",
                 "x",
                 expected="arrays device rank",
                 got="2 devices",
@@ -146,26 +109,26 @@ def in_a_mesh():
         (
             lambda x: in_a_mesh(),
             ValueError,
-            says("compressed_allreduce", "x", expected="arrays device rank", got="2 devices"),
+            says("compressed_psum", "x", expected="arrays device rank", got="2 devices"),
         ),
         (
             lambda x: (
-                cgx.mpi.compressed_reduce_scatter(jnp.ones(N + 1), CODEC, tiled=True)
+                cgx.compressed_psum_scatter(jnp.ones(N + 1), COMM, CODEC, tiled=True)
                 if N > 1
-                else cgx.mpi.compressed_reduce_scatter(jnp.ones(2), CODEC)
+                else cgx.compressed_psum_scatter(jnp.ones(2), COMM, CODEC)
             ),
             ValueError,
-            says("compressed_reduce_scatter", "scatter_dimension", expected="dimension 0 elements"),
+            says("compressed_psum_scatter", "scatter_dimension", expected="dimension 0 elements"),
         ),
         (
-            lambda x: cgx.mpi.compressed_allgather(x, CODEC, axis=3),
+            lambda x: cgx.compressed_all_gather(x, COMM, CODEC, axis=3),
             ValueError,
-            says("compressed_allgather", "axis", expected="dimension float32[8]", got="3"),
+            says("compressed_all_gather", "axis", expected="dimension float32[8]", got="3"),
         ),
         (
-            lambda x: cgx.mpi.compressed_alltoall(x, CODEC, split_axis=5),
+            lambda x: cgx.compressed_all_to_all(x, COMM, 5, 0, CODEC),
             ValueError,
-            says("compressed_alltoall", "split_axis", expected="dimension float32[8]", got="5"),
+            says("compressed_all_to_all", "split_axis", expected="dimension float32[8]", got="5"),
         ),
         (
             lambda x: cgx.mpi.broadcast(x, N),
@@ -178,17 +141,6 @@ def in_a_mesh():
             lambda x: cgx.mpi.broadcast({"w": object()}),
             TypeError,
             says("broadcast", "x", at="leaf ['w']", expected="array", got="<object"),
-        ),
-        (
-            lambda x: cgx.compressed_psum(x, MPI.COMM_WORLD, CODEC),
-            TypeError,
-            says(
-                "compressed_psum",
-                "axis_name",
-                expected="name",
-                got="a communicator, <mpi4py.MPI.Intracomm",
-                remedy="jaxcgx.mpi.compressed_allreduce jaxcgx.make_train_step",
-            ),
         ),
         (
             lambda x: cgx.mpi.hierarchy("world"),
@@ -219,45 +171,33 @@ def test_nodes_of_different_sizes():
     ("f", "words"),
     [
         (
-            lambda x: allreduce({"w": x[: 8 - (R == 1)], "b": x}, CODEC, check=True),
-            "compressed_allreduce: expected the same on every rank, got leaf ['w']: float32[8] on rank 0",
+            lambda x: psum({"w": x[: 8 - (R == 1)], "b": x}, CODEC),
+            "compressed_psum: expected the same on every rank, got leaf ['w']: float32[8] on rank 0",
         ),
-        (lambda x: allreduce({"w": x[: 8 - (R == 1)], "b": x}, CODEC, check=True), "float32[7] on rank 1"),
+        (lambda x: psum({"w": x[: 8 - (R == 1)], "b": x}, CODEC), "float32[7] on rank 1"),
+        (lambda x: psum(x.astype(jnp.bfloat16) if R == 1 else x, CODEC), "leaf x: float32[8] on rank 0"),
+        (lambda x: psum([x, x] if R == 1 else [x], CODEC), "leaf [1]: nothing on rank 0"),
         (
-            lambda x: allreduce(x.astype(jnp.bfloat16) if R == 1 else x, CODEC, check=True),
-            "leaf x: float32[8] on rank 0",
-        ),
-        (lambda x: allreduce([x, x] if R == 1 else [x], CODEC, check=True), "leaf [1]: nothing on rank 0"),
-        (
-            lambda x: allreduce(x, cgx.MaxMin(4 + (R == 1)), check=True),
-            "argument 'codec': MaxMin(bits=4, bucket_size=512, rounding='nearest', skip_incomplete=False, "
-            "rotate=False) on rank 0",
+            lambda x: psum(x, cgx.MaxMin(4 + (R == 1))),
+            "argument 'plan': Plan(default=MaxMin(bits=4, bucket_size=512, rounding='nearest', ",
         ),
         (  # of a long plan, only the part that differs
-            lambda x: allreduce(
-                x, cgx.Plan(CODEC, rules=[(str(i), cgx.MaxMin(4 + (R == i == 1))) for i in range(9)]), check=True
-            ),
+            lambda x: psum(x, cgx.Plan(CODEC, [(str(i), cgx.MaxMin(4 + (R == i == 1))) for i in range(9)])),
             "... on rank 1",
         ),
-        (lambda x: allreduce(x, cgx.Plan(CODEC, min_size=(R == 1 and 9) or 5), check=True), "argument 'codec': ..."),
+        (lambda x: psum(x, cgx.Plan(CODEC, min_size=(R == 1 and 9) or 5)), "argument 'plan': Plan("),
+        (lambda x: cgx.compressed_psum_scatter(x, COMM, CODEC, tiled=R == 1), "argument 'tiled': False on rank 0"),
         (
-            lambda x: allreduce(x, CODEC, schedule="ring" if R == 1 else "auto", check=True),
-            "argument 'schedule': 'auto' on rank 0",
+            lambda x: psum(x, CODEC) if R == 1 else cgx.compressed_all_gather(x, COMM, CODEC),
+            "function: compressed_all_gather on rank 0",
         ),
-        (lambda x: allreduce(x, CODEC, op="max" if R == 1 else "sum", check=True), "argument 'op': 'sum' on rank 0"),
-        (
-            lambda x: allreduce(x, CODEC, check=True) if R == 1 else cgx.mpi.compressed_allgather(x, CODEC, check=True),
-            "function: compressed_allgather on rank 0",
-        ),
-        (
-            lambda x: jax.jit(lambda x: allreduce({"w": x[: 8 - (R == 1)]}, CODEC, check=True))(x),
-            "leaf ['w']: float32[8] on rank 0",
-        ),
-        (lambda x: allreduce([x[: 8 - (R == 1)]] * 9, CODEC, check=True), "and 4 more differences"),
-        (lambda x: cgx.mpi.broadcast(x, int(R == 1), check=True), "argument 'root': 0 on rank 0"),
+        (lambda x: jax.jit(lambda x: psum({"w": x[: 8 - (R == 1)]}, CODEC))(x), "leaf ['w']: float32[8] on rank 0"),
+        (lambda x: psum([x[: 8 - (R == 1)]] * 9, CODEC), "and 4 more differences"),
+        (lambda x: cgx.mpi.broadcast(x, int(R == 1)), "argument 'root': 0 on rank 0"),
     ],
 )
-def test_ranks_that_differ(f, words):
+def test_ranks_that_differ(f, words, monkeypatch):
+    monkeypatch.setattr(cgx.mpi, "CHECK", True)
     with pytest.raises(ValueError) as raised:
         f(normal(8))
     assert words in str(raised.value)
@@ -315,15 +255,16 @@ def test_after_a_checked_call_that_waited_in_vain(monkeypatch):
     """Ranks that waited raise at once. The other ranks don't take what these have sent for taking part."""
     comm = COMM.Dup()
     monkeypatch.setattr(cgx.mpi, "WAIT", 0.5)
+    monkeypatch.setattr(cgx.mpi, "CHECK", True)
     if R == 0:
-        words = says("compressed_allreduce", "check", expected="rank 0 waited 0.5 s for the other ranks")
+        words = says("compressed_psum", expected="jaxcgx.mpi.CHECK rank 0 waited 0.5 s for the other ranks")
         with raises(RuntimeError, words):
-            allreduce(normal(8), CODEC, comm, check=True)
+            psum(normal(8), CODEC, comm)
     COMM.Barrier()
     for _ in range(2):
         with pytest.raises(RuntimeError) as raised:
-            allreduce(normal(8), CODEC, comm, check=True)
-    words = says("compressed_allreduce", "comm", expected="an earlier call over this communicator waited in vain")
+            psum(normal(8), CODEC, comm)
+    words = says("compressed_psum", expected="an earlier call over this communicator waited in vain")
     words.check(str(raised.value))
 
 
@@ -332,8 +273,8 @@ def test_ranks_that_come_to_their_communicators_in_other_orders(monkeypatch):
     comms = [COMM.Dup(), COMM.Dup()]
     monkeypatch.setattr(cgx.mpi, "MEET", 0.5)
     for _ in range(2):  # the second time, the error comes at once
-        with raises(RuntimeError, says("compressed_allreduce", "comm")):
-            allreduce(normal(8), CODEC, comms[int(R == 1)])
+        with raises(RuntimeError, says("compressed_psum", expected="rank waited 0.5 s for all ranks")):
+            psum(normal(8), CODEC, comms[int(R == 1)])
     COMM.Barrier()
     comms[int(R != 1)].Idup()[1].Wait()  # otherwise MPI could not end
 
@@ -345,7 +286,7 @@ def test_a_rank_that_does_not_come_to_the_hierarchy(monkeypatch):
     monkeypatch.setattr(cgx.mpi, "WAIT", 0.2)
     if R == 0:
         waits = pytest.warns(UserWarning, match=f"hierarchy: rank 0 has waited 0.2 s for all {N} ranks")
-        with waits, raises(RuntimeError, says("hierarchy", "comm", remedy="first time in the same order")):
+        with waits, raises(RuntimeError, says("hierarchy", remedy="first time in the same order")):
             cgx.mpi.hierarchy(comm)
     COMM.Barrier()
     if R != 0:
@@ -362,19 +303,21 @@ def test_communicators_are_freed_with_the_users():
         comm.Free()
     assert len(numbers) < 15
     again = COMM.Dup()  # a program that was compiled for a communicator with the same number serves this one
-    np.testing.assert_array_equal(allreduce(jnp.ones(8), CODEC, again), N)
+    np.testing.assert_array_equal(psum(jnp.ones(8), CODEC, again), N)
 
 
-def test_ranks_that_agree():
+def test_ranks_that_agree(monkeypatch):
     """Differences that don't matter, such as those of memory addresses, are no error."""
     plan = cgx.Plan(CODEC, [(lambda path, leaf: path == "w", cgx.MaxMin(8))], min_size=0, skip_1d=False)
+    monkeypatch.setattr(cgx.mpi, "CHECK", True)
     x = {"w": normal(100), "b": normal(7)}
-    f = lambda x: allreduce(x, plan, key=jax.random.key(R), residuals=jax.tree.map(jnp.zeros_like, x), check=True)
+    f = lambda x: psum(x, plan, key=jax.random.key(R), carry=cgx.init_carry(plan, x))
     with pytest.warns(UserWarning, match="argument 'key' is not used"):
         got, _ = jax.jit(f)(x)
     assert abs(got["w"] - N * x["w"]).max() < 0.1 * N
 
 
-def test_numbers_of_python_may_differ():
-    got = allreduce({"a": R + 0.5, "b": np.float64(R) if R == 1 else jnp.float32(R)}, cgx.Raw(), check=True)
+def test_numbers_of_python_may_differ(monkeypatch):
+    monkeypatch.setattr(cgx.mpi, "CHECK", True)
+    got = psum({"a": R + 0.5, "b": np.float64(R) if R == 1 else jnp.float32(R)}, cgx.Raw())
     assert got["a"] == sum(r + 0.5 for r in range(N)) and got["b"] == sum(range(N))

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from helpers import normal
+from helpers import normal, planned
 
 import jaxcgx as cgx
 
@@ -17,7 +17,7 @@ N, CODEC = COMM.size, cgx.MaxMin(4)
 @pytest.mark.skipif(N == 1, reason="needs 2 ranks or more: mpirun")
 def test_bytes_are_counted():
     def step(x):
-        return cgx.mpi.compressed_allreduce({"n": jnp.ones(3, jnp.int32), "w": x}, CODEC, schedule="two_shot")
+        return cgx.compressed_psum({"n": jnp.ones(3, jnp.int32), "w": x}, COMM, planned(CODEC, schedule="two_shot"))
 
     found = cgx.explain(step, normal(3000), show=False)
     part = Layout(CODEC, ((3000,),), (jnp.float32,), N).chunk_bytes
@@ -28,5 +28,5 @@ def test_bytes_are_counted():
         ("all-gather", over, (N - 1) * part, "MaxMin(bits=4)", ("['w']",)),
         ("all-gather", over, (N - 1) * 16, "Raw()", ("digest",)),  # with these, ranks check whether they differ
     }
-    assert {c.function for c in found.collectives} == {"compressed_allreduce"}
+    assert {c.function for c in found.collectives} == {"compressed_psum"}
     assert found.ratio > 3 and {c.over for c in found.collectives} == {"MPI"} and len(found.raw) == 1

@@ -62,7 +62,7 @@ START = """
     import os, signal, sys, jax, jax.numpy as jnp, jaxcgx as cgx
     from mpi4py import MPI
     rank, x, codec = MPI.COMM_WORLD.rank, jnp.ones(1000), cgx.MaxMin(4)
-    allreduce = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec))
+    allreduce = jax.jit(lambda x: cgx.compressed_psum(x, MPI.COMM_WORLD, codec))
 """
 
 
@@ -183,13 +183,13 @@ def test_without_mpirun_there_is_one_rank_until_mpi_has_ended():
         START
         + """
     x = jnp.arange(1000.0)
-    print((cgx.mpi.compressed_allreduce(x, cgx.MaxMin(1)) == x).all(), cgx.mpi.hierarchy().size)
+    print((cgx.compressed_psum(x, MPI.COMM_WORLD, cgx.MaxMin(1)) == x).all(), cgx.mpi.hierarchy().size)
     MPI.Finalize()
-    cgx.mpi.compressed_allreduce(x, codec)"""
+    cgx.compressed_psum(x, MPI.COMM_WORLD, codec)"""
     )
     assert done.stdout == "True 1\n", done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "RuntimeError: compressed_allreduce: MPI has ended (MPI.Finalize); make every call before that"
+        "RuntimeError: compressed_psum: MPI has ended (MPI.Finalize); make every call before that"
     )
 
 
@@ -221,7 +221,7 @@ def test_ranks_that_differ_are_an_error_of_every_rank():
         START
         + """
     nodes, other = cgx.mpi.hierarchy(), cgx.MaxMin(4 + rank)
-    within = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, other, nodes))
+    within = jax.jit(lambda x: cgx.compressed_psum(x, nodes, other))
     for call in (lambda: allreduce(x[: 1000 - 500 * rank]), lambda: within(x)):
         try:
             jax.block_until_ready(call())
@@ -230,8 +230,8 @@ def test_ranks_that_differ_are_an_error_of_every_rank():
     """,
         run=[],
     )
-    for got in ("leaf x: float32[1000] on rank 0, float32[500] on rank 1", "argument 'codec': MaxMin(bits=4, "):
-        words = f"ValueError: compressed_allreduce: expected the same on every rank, got {got}"
+    for got in ("leaf x: float32[1000] on rank 0, float32[500] on rank 1", "argument 'plan': ..."):
+        words = f"ValueError: compressed_psum: expected the same on every rank, got {got}"
         assert done.stdout.count(words) == 2, done.stderr
 
 
@@ -239,8 +239,8 @@ def test_ranks_that_differ_are_an_error_of_every_rank():
     ("over", "words"),
     [
         (
-            None,
-            "RuntimeError: compressed_allreduce: expected a call of each of 3 ranks, got none of rank 1, which has "
+            "MPI.COMM_WORLD",
+            "RuntimeError: compressed_psum: expected a call of each of 3 ranks, got none of rank 1, which has "
             "ended; all ranks must make as many calls",
         ),
         ("cgx.mpi.hierarchy()", "rank 1 (process "),
@@ -253,7 +253,7 @@ def test_a_rank_with_fewer_batches(over, words):
         START
         + f"""
     net = {over}
-    step = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, net))
+    step = jax.jit(lambda x: cgx.compressed_psum(x, net, codec))
     for _ in range(3 - (rank == 1)):
         step(x)  # nobody waits for the last
     """,
@@ -286,15 +286,15 @@ def test_a_rank_that_never_comes():
         2,
         START
         + """
-    cgx.mpi.WAIT = 2
+    cgx.mpi.WAIT, cgx.mpi.CHECK = 2, True
     if rank == 0:
-        cgx.mpi.compressed_allreduce(x, codec, check=True)
+        cgx.compressed_psum(x, MPI.COMM_WORLD, codec)
     MPI.COMM_WORLD.recv(source=1 - rank)
     """,
     )
     assert done.returncode != 0
     assert (
-        "RuntimeError: compressed_allreduce: argument 'check': rank 0 waited 2 s for the other ranks to make, and to "
+        "RuntimeError: compressed_psum: jaxcgx.mpi.CHECK: rank 0 waited 2 s for the other ranks to make, and to "
         "trace, the" in done.stderr
     )
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import normal
+from helpers import normal, planned
 
 import jaxcgx as cgx
 
@@ -19,17 +19,17 @@ pytestmark = pytest.mark.skipif(COMM.size != 2, reason="a matter of programs, no
 N, KEY, CODEC = COMM.size, jax.random.key(7), cgx.MaxMin(8, 64)
 NET = ranks.over("test", COMM)
 COLLECTIVES = {
-    "allreduce": lambda x: cgx.mpi.compressed_allreduce(
-        x, cgx.MaxMin(8, 64, "stochastic"), key=KEY, schedule="two_shot"
+    "psum": lambda x: cgx.compressed_psum(
+        x, COMM, planned(cgx.MaxMin(8, 64, "stochastic"), schedule="two_shot"), key=KEY
     ),
-    "reduce_scatter": lambda x: cgx.mpi.compressed_reduce_scatter(x, CODEC, tiled=True),
-    "allgather": lambda x: cgx.mpi.compressed_allgather(x, CODEC, axis=1),
-    "alltoall": lambda x: cgx.mpi.compressed_alltoall(x, CODEC, tiled=True),
+    "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, COMM, CODEC, tiled=True),
+    "all_gather": lambda x: cgx.compressed_all_gather(x, COMM, CODEC, axis=1),
+    "all_to_all": lambda x: cgx.compressed_all_to_all(x, COMM, 0, 0, CODEC, tiled=True),
 }
 PLAIN = {
-    "pmean": NET.plain_pmean,
-    "psum_scatter": lambda x: NET.plain_psum_scatter(x, 0, True),
-    "all_gather": lambda x: NET.plain_all_gather(x, 1, True, "varying"),
+    "plain pmean": NET.plain_pmean,
+    "plain psum_scatter": lambda x: NET.plain_psum_scatter(x, 0, True),
+    "plain all_gather": lambda x: NET.plain_all_gather(x, 1, True, "varying"),
     "broadcast": lambda x: NET.broadcast(x, N - 1),
 }
 X = mine(normal((N, 2 * N, 70)))
@@ -60,9 +60,9 @@ def test_jit_and_vmap(f):
     equal(chosen[1], got[:, :, 1])
 
 
-@pytest.mark.parametrize("comm", [None, cgx.mpi.hierarchy()], ids=["mpi", "memory"])
+@pytest.mark.parametrize("comm", [COMM, cgx.mpi.hierarchy()], ids=["mpi", "memory"])
 def test_ahead_of_time_and_without_jit(comm):
-    f = lambda x: cgx.mpi.compressed_allreduce(x, CODEC, comm)
+    f = lambda x: cgx.compressed_psum(x, comm, CODEC)
     expected, compiled = f(X), jax.jit(f).lower(X).compile()
     for _ in range(3):  # JAX handles the second call differently
         equal(compiled(X), expected)
@@ -71,7 +71,7 @@ def test_ahead_of_time_and_without_jit(comm):
         equal(cgx.mpi.broadcast(X, 1, comm), COMM.bcast(X, 1))
 
 
-@each({name: COLLECTIVES[name] for name in ("allreduce", "alltoall")})
+@each({name: COLLECTIVES[name] for name in ("psum", "all_to_all")})
 def test_control_flow(f):
     """Control flow is a scan's steps, a branch that all ranks take, a while loop, and the gradient through a scan."""
 

@@ -32,6 +32,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcgx as cgx
 from jaxcgx import _compat
+from jaxcgx.collectives.arguments import Call
+from jaxcgx.exchange import reduce
+from jaxcgx.exchange.routes import Way
 from jaxcgx.native import connections
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.wan import Overlay, Topology, Tree, differential
@@ -64,12 +67,18 @@ def zeros(x):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32) if leaf.dtype != jnp.int32 else None, x)
 
 
-def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **options):
+def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **fields):
     def run(axes, x):
-        more = dict(residuals=jax.tree.map(lambda r: r + 0.125, zeros(x))) if fed else {}
-        return cgx.compressed_pmean(x, axes, codec, key=key() if keyed else None, **options, **more)
+        carry = cgx.Carry(residuals=jax.tree.map(lambda r: r + 0.125, zeros(x))) if fed else None
+        return cgx.compressed_pmean(x, axes, planned(codec, **fields), key=key() if keyed else None, carry=carry)
 
     return run
+
+
+def begin_pmean(x, axes, plan, key=None, carry=None):
+    """Begins a `compressed_pmean`, which `reduce.end(*result)` ends in this program or in a later one."""
+    call = Call.of("begin", x, axes, plan, key=key)
+    return reduce.begin(call.x, carry or cgx.Carry(), call.over(Way(mean=True)), call.key)
 
 
 def raw(codec=cgx.Raw()):
@@ -89,8 +98,8 @@ def under_vmap(axes, x):
 
 def in_a_mapped_branch(axes, x):
     def parts(x):
-        ticket = cgx.begin_pmean(x, axes, cgx.MaxMin(4))
-        return cgx.end_pmean(ticket), cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8))
+        begun = begin_pmean(x, axes, cgx.MaxMin(4))
+        return reduce.end(*begun)[0], cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8))
 
     either = lambda first, x: jax.lax.cond(first, parts, lambda x: parts(jax.tree.map(lambda y: -y, x)), x)
     return jax.vmap(either)(jnp.arange(len(x["w"])) % 2 == 0, x)
@@ -181,16 +190,16 @@ CASES = {
 }
 
 
-# Means that cross programs: the shapes of a rank's leaves, the axes, the codec, whether there is feedback, and options.
+# Means that cross programs: the shapes of a rank's leaves, the axes, the plan, and whether there is feedback.
 PLAN = cgx.Plan(cgx.MaxMin(4), min_size=1000, skip_1d=False)
 CROSSING = {
-    "two_shot": (SHAPES, "data", cgx.MaxMin(4), True, dict(schedule="two_shot")),
-    "one_shot": (SHAPES, "data", NOISY, True, dict(schedule="one_shot")),
-    "several pieces": (LARGE, "data", NOISY, False, dict(schedule="two_shot")),
-    "plan": (SHAPES, "data", PLAN, True, {}),
-    "sparse": (LARGE, "data", cgx.TopK(0.01), True, {}),
-    "low rank": (SHAPES, "data", cgx.PowerSGD(2), False, {}),
-    "hierarchy": (SHAPES, BOTH, HIERARCHY, True, {}),
+    "two_shot": (SHAPES, "data", planned(cgx.MaxMin(4), schedule="two_shot"), True),
+    "one_shot": (SHAPES, "data", planned(NOISY, schedule="one_shot"), True),
+    "several pieces": (LARGE, "data", planned(NOISY, schedule="two_shot"), False),
+    "plan": (SHAPES, "data", PLAN, True),
+    "sparse": (LARGE, "data", cgx.TopK(0.01), True),
+    "low rank": (SHAPES, "data", cgx.PowerSGD(2), False),
+    "hierarchy": (SHAPES, BOTH, HIERARCHY, True),
 }
 
 
@@ -211,22 +220,14 @@ def crossing(tcp):
         }
 
         def mean(function, name, x, cases=cases, marked=marked):
-            _, _, codec, fed, options = cases[name]
-            more = dict(residuals=zeros(x)) if fed else {}
-            return function(x, marked, codec, key=key() if codec is NOISY else None, **options, **more)
+            _, _, plan, fed = cases[name]
+            carry, noisy = cgx.Carry(residuals=zeros(x) if fed else None), getattr(plan, "default", None) == NOISY
+            return function(x, marked, plan, key=key() if noisy else None, carry=carry)
 
         plain = jax.jit(on_ranks(mesh, lambda x: {name: mean(cgx.compressed_pmean, name, x[name]) for name in x}))
-        begin = jax.jit(on_ranks(mesh, lambda x: {name: mean(cgx.begin_pmean, name, x[name]) for name in x}))
-        end = jax.jit(
-            on_ranks(
-                mesh,
-                lambda begun: {
-                    name: cgx.end_pmean(*begun[name]) if cases[name][3] else cgx.end_pmean(begun[name])
-                    for name in begun
-                },
-            ),
-            donate_argnums=0,
-        )
+        begin = jax.jit(on_ranks(mesh, lambda x: {name: mean(begin_pmean, name, x[name]) for name in x}))
+        finish = lambda begun: {name: reduce.end(*begun[name]) for name in begun}
+        end = jax.jit(on_ranks(mesh, finish), donate_argnums=0)
         begun = begin(inputs)
         expected = jax.block_until_ready(plain(inputs))  # runs while all of these means are in flight
         results = jax.block_until_ready(end(begun))
@@ -248,8 +249,8 @@ def order_of_events():
     def mapped(f, out_specs):
         return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out_specs))
 
-    begin = mapped(lambda x: cgx.begin_pmean(x[0], TCP, cgx.MaxMin(4)), out_specs=spec)
-    end = mapped(cgx.end_pmean, out_specs=PartitionSpec())
+    begin = mapped(lambda x: begin_row(x[0]), out_specs=spec)
+    end = mapped(end_row, out_specs=PartitionSpec())
     between = mapped(lambda x: x * 2, out_specs=spec)
     if jax.process_index() == 0:
         ticket = begin(x)
@@ -269,21 +270,27 @@ def order_of_events():
     return found
 
 
+def begin_row(x):
+    """Returns a ticket whose arrays have a leading axis of size one, for the specs of shard_map."""
+    return jax.tree.map(lambda a: a[None], begin_pmean(x, TCP, cgx.MaxMin(4))[0])
+
+
+def end_row(ticket):
+    return reduce.end(jax.tree.map(lambda a: a[0], ticket), cgx.Carry())[0]
+
+
 def in_one_step(mesh, x, expected):
     """One program begins a mean in the first of three steps and ends it in the last one."""
 
     def step(x, ticket, begins, ends):
-        begin = lambda ticket: cgx.begin_pmean(x[0], TCP, cgx.MaxMin(4))
+        begin = lambda ticket: begin_row(x[0])
         ticket = lax.cond(begins, begin, lambda ticket: ticket, ticket)
-        end = lambda ticket: (cgx.end_pmean(ticket), jax.tree.map(jnp.zeros_like, ticket))
+        end = lambda ticket: (end_row(ticket), jax.tree.map(jnp.zeros_like, ticket))
         return lax.cond(ends, end, lambda ticket: (jnp.zeros_like(x[0]), ticket), ticket)
 
     spec, all_ = PartitionSpec("data"), PartitionSpec()
     new = jax.shard_map(
-        lambda x: jax.tree.map(jnp.zeros_like, cgx.begin_pmean(x[0], TCP, cgx.MaxMin(4))),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
+        lambda x: jax.tree.map(jnp.zeros_like, begin_row(x[0])), mesh=mesh, in_specs=spec, out_specs=spec
     )
     ticket = jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, NamedSharding(mesh, spec), lambda at: np.zeros(a.shape)[at]),
@@ -307,11 +314,9 @@ def end_without(last):
     """Returns the error of a mean whose other rank is killed before it begins, and checks what still works."""
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=60, connections=3)
     x = array(mesh, (200_000,), "float32", 0)
-    options = dict(schedule="two_shot")
-    begin = jax.jit(
-        on_ranks(mesh, lambda x: cgx.begin_pmean(x, axis, cgx.MaxMin(4), residuals=jnp.ones_like(x), **options))
-    )
-    end = jax.jit(on_ranks(mesh, lambda begun: cgx.end_pmean(*begun)))
+    plan = planned(cgx.MaxMin(4), schedule="two_shot")
+    begin = jax.jit(on_ranks(mesh, lambda x: begin_pmean(x, axis, plan, carry=cgx.Carry(residuals=jnp.ones_like(x)))))
+    end = jax.jit(on_ranks(mesh, lambda begun: reduce.end(*begun)))
     double = jax.jit(on_ranks(mesh, lambda x: x * 2))
     jax.block_until_ready(end(begin(x)))
     if last:
@@ -321,7 +326,7 @@ def end_without(last):
     try:
         jax.block_until_ready(end(begun))
     except jax.errors.JaxRuntimeError as error:
-        after = [jax.block_until_ready(double(begun[1])), double(x)]
+        after = [jax.block_until_ready(double(begun[1].residuals)), double(x)]
         return str(error), [bool(np.isfinite(np.asarray(y.addressable_shards[0].data)).all()) for y in after]
     return None
 
@@ -332,7 +337,7 @@ def over_connections():
     x = {leaf: array(mesh, *what, i) for i, (leaf, what) in enumerate(shapes.items())}
 
     def never_ended(x):
-        begin = lambda x, _: (x, cgx.begin_pmean(x, axis, cgx.MaxMin(4)))
+        begin = lambda x, _: (x, begin_pmean(x, axis, cgx.MaxMin(4)))
         return lax.scan(begin, x["half"][:8], length=10_001)[1]
 
     found = [bytes_sent(mesh, axis)]
@@ -589,7 +594,7 @@ def sum_until(action, last):
     x = array(mesh, (200_000,), "float32", 0)
     collective = cgx.compressed_pmean if action == "differ" and last else cgx.compressed_psum
     schedule = "tree" if action in ("raise", "stay_away") else "two_shot"
-    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.MaxMin(4), schedule=schedule)))
+    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, planned(cgx.MaxMin(4), schedule=schedule))))
     topology = Topology(mesh, axis) if action == "update" else None
     connections.connect(60)
     for i in range(10**9):
