@@ -32,7 +32,7 @@ from jaxcgx.train.model_state import fold_keys
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.rank import Rank
 from jaxcgx.train.sharded import ShardedMesh
-from jaxcgx.train.state import ExchangeState, Metrics, PerRank, Priority, TrainState
+from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
 from jaxcgx.train.update import Update
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
@@ -111,10 +111,6 @@ class Rounds(Protocol):
     def measured(self, states: Sequence[ExchangeState]) -> PyTree:
         """Returns the telemetry of the last rounds, or None."""
         ...
-
-
-def is_rounds(given: Any) -> bool:
-    return callable(getattr(given, "act", None)) and not isinstance(given, type)
 
 
 class Centers(NamedTuple):
@@ -234,9 +230,6 @@ def _check(rounds: Rounds, training: Training) -> None:
         other = sorted(division.others, key=str)[0]
         expected = f"one with no other axes than {division.names!r} with {op}, whose ranks have whole parameters"
         raise wrong(OP, "mesh_or_comm", expected, f"one with {other!r}", "name all axes in Sharding(axis)")
-    if isinstance(training.overlap, Priority):
-        remedy = "leave it out: a center's own parameters move in every step"
-        raise wrong(OP, "overlap", f"None or 'backward' with {op}", repr(training.overlap), remedy)
     if training.loss.has_aux:
         raise wrong(OP, "has_aux", f"False with {op}", True, "leave it out")
     if training.model_state.mode == "per_rank":
@@ -573,7 +566,7 @@ class StepOfCenters(Step):
 
 def _map_keys(function: Callable[..., Any], shared: PyTree, *others: PyTree) -> PyTree:
     """Returns a state of an exchange with new keys of noise: function(key, the keys of other states of its form)."""
-    has_key = lambda x: "key" in getattr(type(x), "_fields", ())
+    has_key = lambda x: {"count", "key"} <= set(getattr(type(x), "_fields", ()))
 
     def of_state(*states: Any) -> Any:
         return states[0]._replace(key=function(*(x.key for x in states))) if has_key(states[0]) else states[0]

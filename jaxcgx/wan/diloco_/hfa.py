@@ -32,7 +32,7 @@ class HFA(Diloco):
       plan: a codec, {axis: codec} or a Plan, for the changes that centers exchange.
       k1: the number of steps between two averages inside a center.
       k2: the number of averages inside a center between two exchanges between centers.
-      fragments: as in `Diloco`. It must divide `k2`: after every k2 / fragments averages the next fragment is exchanged.
+      fragments: as in `Diloco`. It must divide `k2`: an exchange follows every k2 / fragments averages.
       overlap, alpha, eager, decay, telemetry, keep, seed: as in `Diloco`.
     """
 

@@ -130,7 +130,10 @@ class Turn:
             weight = self.how.alpha
             mix = lambda x, y: (weight * wide(x) + (1 - weight) * wide(y)).astype(x.dtype)
             own = choose(good, jax.tree_util.tree_map(mix, before, after), after)
-        return self._put(both, after, choose(begun, own, before)), state
+        own = choose(begun, own, before)
+        if self.how.eager:  # `finish` ends the last round
+            state = ExchangeState(state.own._replace(start=choose(begun, own, state.own.start)), state.shared)
+        return self._put(both, after, own), state
 
     def at_once(self, both: Both, state: ExchangeState) -> tuple[Both, ExchangeState]:
         """Exchanges outer gradients, and moves the parameters by their mean in the same step."""

@@ -1,0 +1,787 @@
+"""Tests Diloco against NumPy, bit for bit, with every part of it, and what it must never do."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, assert_trees, normal, sent
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from jaxcgx.train.state import ExchangeState
+from jaxcgx.wan.diloco_.turn import Own, Waiting
+from jaxcgx.wan.fragments import cut
+
+# Numbers with few bits, so that their sums and products are exact in any order. None is -0, because sums may turn it
+# into +0.
+PARAMS = {
+    "w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0,
+    "b": jnp.round(4 * normal((4,), 2)) / 4 + 0,
+    "s": jnp.float32(0.5),
+}
+X = np.round(4 * np.asarray(normal((12, 8, 6), 3))) / 4  # batches of 8 examples
+INNER = optax.sgd(0.25)
+NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
+
+
+def diloco(outer="nesterov", plan=cgx.Raw(), every=500, **options):
+    return cgx.wan.Diloco(plan, every, outer=outer, **options)
+
+
+def quadratic(params, x):
+    """A loss with exact gradients."""
+    target = x.mean(0)
+    return ((params["w"] - target[:, None]) ** 2).sum() / 2 + (params["b"] ** 2).sum() + params["s"] ** 2
+
+
+@functools.lru_cache
+def mesh_of(centers=2, local=1, types=AxisType.Auto):
+    shape, names = ((centers, local), ("dc", "local")) if local > 1 else ((centers,), ("dc",))
+    devices = jax.devices()[: centers * local]
+    return jax.make_mesh(shape, names, axis_types=(types,) * len(names), devices=devices)
+
+
+def trainer(rounds, mesh=None, loss=quadratic, optimizer=INNER, axis=None, **options):
+    mesh = mesh or mesh_of()
+    sharding = cgx.Sharding(axis or mesh.axis_names)
+    return cgx.make_train_step(loss, optimizer, mesh, rounds, sharding=sharding, **options)
+
+
+def run(train, steps=8, state=None, batch=lambda t: X[t % len(X)]):
+    """Returns [(outer parameters, metrics) after each step], and the last state."""
+    state = train.init(PARAMS) if state is None else state
+    found = []
+    for t in range(steps):
+        state, metrics = train.step(state, jnp.asarray(batch(t)))
+        found.append((jax.tree.map(np.array, state.params), jax.device_get(metrics)))
+    return found, state
+
+
+def parts(state):
+    """Returns (what each center has of each fragment, what is the same in every center)."""
+    return state.exchange.own.parts, state.exchange.shared.parts
+
+
+class Transcription:
+    """DiLoCo of `quadratic` over two centers, with SGD of rate 1/4 inside, in NumPy."""
+
+    def __init__(self):
+        self.outer = {name: np.array(x) for name, x in PARAMS.items()}
+        self.own = [{name: np.array(x) for name, x in PARAMS.items()} for _ in range(2)]
+        self.velocity = {name: np.zeros_like(x) for name, x in self.outer.items()}
+        self.t = 0
+
+    def train(self):
+        for m, params in enumerate(self.own):
+            target = X[self.t % len(X)].reshape(2, -1, 6)[m].mean(0)
+            gradients = {"w": params["w"] - target[:, None], "b": 2 * params["b"], "s": 2 * params["s"]}
+            for name, g in gradients.items():
+                params[name] = np.array(params[name] - 0.25 * g, np.float32)
+        self.t += 1
+
+    def moved(self, rows):
+        """Returns the mean of outer gradients of {parameter: rows}."""
+        return {name: sum(self.outer[name][at] - own[name][at] for own in self.own) / 2 for name, at in rows.items()}
+
+    def step(self, mean, rows, rate, momentum, alpha=0.0):
+        """Does Nesterov's outer step for {parameter: rows}."""
+        for name, at in rows.items():
+            self.velocity[name][at] = momentum * self.velocity[name][at] + mean[name]
+            self.outer[name][at] -= rate * (mean[name] + momentum * self.velocity[name][at])
+            for own in self.own:
+                own[name][at] = alpha * own[name][at] + (1 - alpha) * self.outer[name][at]
+
+
+WHOLE = {"w": ..., "b": ..., "s": ...}
+HALVES = [{"w": slice(0, 3), "b": ...}, {"w": slice(3, 6), "s": ...}]  # the two fragments of PARAMS
+BF16 = dict(
+    plan=cgx.Plan.every(cgx.Cast("bfloat16"), schedule="one_shot", own="encoded")
+)  # only outer gradients are rounded
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    "mesh", [mesh_of(), mesh_of(types=AxisType.Explicit), mesh_of(local=2)], ids=("auto", "explicit", "two levels")
+)
+def test_to_the_bit(mesh):
+    """This also holds if two ranks share a center's batch. Outer parameters change only in every third step."""
+    got, _ = run(trainer(diloco(NESTEROV, every=3), mesh), 7)
+    expected = Transcription()
+    for t, (params, metrics) in enumerate(got, 1):
+        own = jax.tree.map(np.copy, expected.own)
+        expected.train()
+        if t % 3 == 0:
+            expected.step(expected.moved(WHOLE), WHOLE, 0.5, 0.5)
+            assert (params["w"] != got[t - 2][0]["w"]).any()
+        assert_same_trees(params, expected.outer)
+        if "local" in mesh.axis_names:
+            continue
+        losses = [quadratic(each, X[t - 1].reshape(2, -1, 6)[m]) for m, each in enumerate(own)]
+        np.testing.assert_allclose(metrics.loss, losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(every=3, telemetry=True),
+        dict(every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True),
+        dict(every=2, eager=True),
+    ],
+    ids=("in one step", "streaming", "eager"),
+)
+@pytest.mark.parametrize("local", (1, 2))
+def test_traced_calls_are_the_same(local, given):
+    """A call from Python chooses programs by the number of steps. In a traced call, the step has conditionals.
+
+    Two runs take turns, so each call finds another state than the call before returned.
+    """
+    train = trainer(diloco(NESTEROV, **given, plan=cgx.Plan(cgx.MaxMin(2, 8), min_size=0)), mesh_of(local=local))
+    first, second, kept = train.init(PARAMS), train.init(PARAMS), []
+    for x in X[:9]:
+        first, metrics = train.step(first, jnp.asarray(x))
+        second, _ = train.step(second, batch=jnp.asarray(x), key=None)
+        kept.append(metrics)
+    step = lambda state, x: (train.step(state, x)[0], None)
+    scanned, _ = jax.jit(lambda state: jax.lax.scan(step, state, X[:9]))(train.init(PARAMS))
+    traced = jax.jit(lambda *args: train.step(*args))
+    third = train.init(PARAMS)
+    for x, metrics in zip(X[:9], kept):
+        third, expected = traced(third, jnp.asarray(x))
+        assert_same_trees(metrics, expected)
+    for other in (second, third, scanned):
+        assert_same_trees(first, other)
+
+
+def test_a_traced_call_that_closes_over_its_state():
+    train = trainer(diloco(every=2), donate=False)
+    state = train.init(PARAMS)
+    for x in jnp.asarray(X[:3]):
+        found = jax.jit(lambda x, state=state: train.step(state, x))(x)
+        state, metrics = train.step(state, x)
+        assert_same_trees(found, (state, metrics))
+
+
+def test_optimizers_that_vmap_would_change():
+    """Schedules may call Python, and a branch that isn't taken doesn't run."""
+    calls = []
+    rate = lambda count: jax.pure_callback(lambda c: np.float32(0.25), jax.ShapeDtypeStruct((), jnp.float32), count)
+    inner = optax.chain(
+        optax.stateless(
+            lambda updates, _: (
+                jax.lax.cond(updates["s"] > 1e6, lambda: jax.debug.callback(calls.append, 1), lambda: None),
+                updates,
+            )[1]
+        ),
+        optax.sgd(rate),
+    )
+    expected, _ = run(trainer(diloco(NESTEROV, every=3)), 7)
+    found, _ = run(trainer(diloco(NESTEROV, every=3), optimizer=inner), 7)
+    jax.effects_barrier()
+    assert not calls
+    for (got, _), (params, _) in zip(found, expected):
+        assert_same_trees(got, params)
+
+
+def test_arrays_are_placed():
+    """A step without an exchange returns the outer parameters and the states of exchanges as they are."""
+    train = trainer(diloco(NESTEROV, every=4))
+    state, _ = train.step(train.init(PARAMS), X[0])
+    placed = lambda tree: all(isinstance(x, jax.Array) and x.sharding.mesh == mesh_of() for x in jax.tree.leaves(tree))
+    for given in (state.replace(params=jax.tree.map(np.asarray, state.params)), jax.tree.map(np.asarray, state)):
+        assert placed(train.step(given, X[1])[0])
+
+
+def test_streaming_to_the_bit():
+    """Each of two fragments is exchanged in its own step, and mixed into a center's parameters a step later.
+
+    w is cut.
+    """
+    got, state = run(trainer(diloco(NESTEROV, every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True)), 9)
+    expected, arriving, last, rho = Transcription(), {}, {}, {}
+    for t, (params, _) in enumerate(got, 1):
+        expected.train()
+        if t in arriving:
+            p, mean = arriving.pop(t)
+            before = jax.tree.map(np.copy, expected.outer)
+            expected.step(mean, HALVES[p], 0.5, 0.5, alpha=0.5)
+            flat = lambda tree: np.concatenate([np.ravel(tree[name]) for name in HALVES[p]])
+            d, old = flat(mean), last.get(p, 0 * flat(mean))
+            step = np.concatenate([np.ravel(expected.outer[n][at] - before[n][at]) for n, at in HALVES[p].items()])
+            rho[p] = -(step @ d) / (d @ d), (d @ old) / np.sqrt((d @ d) * (old @ old) or 1)
+            last[p] = d
+        if t % 2 == 0:
+            p = t // 2 % 2
+            arriving[t + 1] = p, expected.moved(HALVES[p])
+        assert_same_trees(params, expected.outer)
+    assert_same_trees(
+        jax.tree.map(lambda x: np.array(x), state.exchange.own.params),
+        {name: np.stack([own[name] for own in expected.own]) for name in PARAMS},
+    )
+    metrics = got[-1][1]
+    for p, telemetry in enumerate(metrics.telemetry.outer):
+        np.testing.assert_allclose((telemetry.gain, telemetry.rho), rho[p], rtol=1e-4)
+
+
+def test_eager_updates_to_the_bit():
+    """A center continues with the common parameters of the last round and its own part of this round.
+
+    The outer optimizer is SGD.
+    """
+    got, _ = run(trainer(diloco(optax.sgd(0.5), every=2, eager=True)), 7)
+    expected, mean = Transcription(), None
+    start = jax.tree.map(np.copy, expected.own)
+    for t, (params, _) in enumerate(got, 1):
+        expected.train()
+        if t % 2 == 0:
+            if mean is not None:
+                expected.outer = {name: x - 0.5 * mean[name] for name, x in expected.outer.items()}
+            moved = [{name: a[name] - b[name] for name in a} for a, b in zip(start, expected.own)]
+            start = [{name: x - 0.5 * d[name] / 2 for name, x in expected.outer.items()} for d in moved]
+            expected.own = jax.tree.map(np.copy, start)
+            mean = {name: (moved[0][name] + moved[1][name]) / 2 for name in PARAMS}
+        assert_same_trees(params, jax.tree.map(np.float32, expected.outer))
+
+
+def test_eager_fragments_of_centers_of_two_ranks_keep_what_compression_loses():
+    """Two ranks share a center's batch. A fragment's residuals are what bfloat16 lost of its outer gradients."""
+    train = trainer(diloco(optax.sgd(0.5), every=4, fragments=2, eager=True, **BF16), mesh_of(2, 2))
+    got, state = run(train, 10)
+    bf16 = lambda x: np.float32(jnp.asarray(x, jnp.bfloat16))
+    expected, means = Transcription(), {}
+    start, lost = jax.tree.map(np.copy, expected.own), jax.tree.map(np.zeros_like, expected.own)
+    for t, (params, _) in enumerate(got, 1):
+        expected.train()
+        for name, at in HALVES[t // 2 % 2].items() if t % 2 == 0 else ():
+            if t > 4:
+                expected.outer[name][at] -= 0.5 * means[name, str(at)]
+            sent = []
+            for first, own, residual in zip(start, expected.own, lost):
+                moved = first[name][at] - own[name][at]
+                sent.append(bf16(moved + residual[name][at]))
+                residual[name][at] = moved + residual[name][at] - sent[-1]
+                first[name][at] = own[name][at] = expected.outer[name][at] - 0.25 * moved
+            means[name, str(at)] = (sent[0] + sent[1]) / 2
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        assert_trees(close, params, expected.outer)
+    for own, rows in zip(parts(state)[0], HALVES):
+        for name, at in rows.items():
+            close(own.residuals[name], np.stack([each[name][at] for each in lost]))
+            assert own.residuals[name].any()
+
+
+@pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))
+def test_results_that_are_not_applied_yet_on_another_number_of_centers(given, tmp_path):
+    """Outer parameters, the waiting mean and the sum of residuals stay exact. The mean is applied as without a stop."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    make = lambda centers: trainer(diloco(NESTEROV, every=2, **given, **BF16), mesh_of(centers), donate=False)
+    further = 2 if "eager" in given else 1  # steps until the mean is applied
+    _, saved = run(make(2), 4)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "two", saved)
+    restored = cgx.restore_state(tmp_path / "two", make(4).init(PARAMS))
+    ((old,), (shared,)), ((new,), (other,)) = parts(saved), parts(restored)
+    assert_same_trees((restored.params, other.waiting, other.outer), (saved.params, shared.waiting, shared.outer))
+    exact = lambda a, b: np.testing.assert_array_equal(np.float64(a).sum(0), np.float64(b).sum(0))
+    assert_trees(exact, old.residuals, new.residuals)
+    assert old.residuals["w"].any()
+    assert_same_trees(run(make(4), further, restored)[1].params, run(make(2), further, saved)[1].params)
+
+
+def test_every_step_with_sgd_of_rate_1_is_averaging():
+    got, state = run(trainer(diloco("sgd", every=1)), 3)
+    expected = Transcription()
+    for params_now, _ in got:
+        expected.train()
+        expected.own = [{name: (expected.own[0][name] + expected.own[1][name]) / 2 for name in PARAMS} for _ in "01"]
+        assert_same_trees(params_now, jax.tree.map(np.float32, expected.own[0]))
+    assert_same_trees(state.params, jax.tree.map(lambda x: x[0], state.exchange.own.params))
+
+
+@pytest.mark.parametrize("number", [1, 3, 7])
+def test_every_element_is_in_one_fragment(number):
+    """This includes leaves that are larger than a fragment, tiny or empty."""
+    tree = {
+        "huge": jnp.zeros((10, 1000)),
+        "tall": jnp.zeros((1, 3000)),
+        "bias": jnp.zeros(3),
+        "scalar": jnp.zeros(()),
+        "empty": jnp.zeros((0, 5)),
+        **{f"layer{i}": jnp.zeros((9, 40 + i)) for i in range(9)},
+    }
+    fragments = cut("diloco", tree, jax.tree.map(lambda _: False, tree), number)
+    ones, total = jax.tree.map(jnp.ones_like, tree), jax.tree.map(jnp.zeros_like, tree)
+    for fragment in fragments:
+        here = fragment.put(jax.tree.map(jnp.zeros_like, tree), fragment.take(ones))
+        total = jax.tree.map(jnp.add, total, here)
+    assert_same_trees(total, ones)
+    sizes = [sum(x.size for x in jax.tree.leaves(fragment.take(tree))) for fragment in fragments]
+    assert max(sizes) <= max(3000, 1.1 * sum(sizes) / number)
+    few = {"a": jnp.zeros(2), "empty": jnp.zeros((0, 5))}
+    with raises(ValueError, says("Diloco", "fragments", expected="cut into, 2", got="3", remedy="fragments=2")):
+        cut("diloco", few, jax.tree.map(lambda _: False, few), 3)  # one would have no elements
+
+
+@pytest.mark.parametrize("given", [dict(), dict(rules=[cgx.Rule(cgx.Raw(), max_size=1023)], min_size=0)], ids=str)
+def test_pieces_have_the_codec_of_their_leaf(given):
+    """Guards and rules look at whole leaves. A leaf is as compressed in many pieces as in one."""
+    tree = {name: jnp.zeros((64, 64)) for name in "abcd"} | {"bias": jnp.zeros((32, 16))}
+    plan = cgx.Plan(cgx.MaxMin(4), **given)
+    for number in 1, 32:
+        state = trainer(diloco(every=32, plan=plan, fragments=number)).init(tree)
+        fed = sum(x[0].size for each in parts(state)[0] for x in jax.tree.leaves(each.residuals))
+        assert fed == 4 * 64 * 64  # the bias is raw
+
+
+def test_fragments_draw_different_noise():
+    """Each fragment has an equal leaf and key, but its own number. The first one has the noise of a single fragment."""
+    tree, plan = {name: jnp.zeros((8, 64)) for name in "ab"}, cgx.MaxMin(2, 64, "stochastic")
+    keys = lambda number: [
+        np.asarray(each.sent.key).tolist()
+        for each in parts(trainer(diloco(every=4, plan=plan, fragments=number)).init(tree))[1]
+    ]
+    (whole,), (first, second, *others) = keys(1), keys(4)
+    assert first == whole and len({*map(tuple, (first, second, *others))}) == 4
+
+
+def wide(params, x):
+    """A loss with parameters that are large enough to compress."""
+    return ((jnp.tanh(x @ params["up"]) @ params["down"] + params["b"].astype(jnp.float32) - x) ** 2).mean()
+
+
+WIDE = {"up": normal((30, 40), 1, scale=0.3), "down": normal((40, 30), 2, scale=0.3), "b": jnp.zeros(30, jnp.bfloat16)}
+DATA = normal((16, 30), 4)
+
+
+@functools.cache
+def compressed(centers, local):
+    """Returns a step with four bits between centers and eight bits inside them, with feedback."""
+    inside = cgx.MaxMin(8, 64, "stochastic") if local > 1 else cgx.Raw()
+    given = diloco(optax.sgd(0.7), cgx.Plan(cgx.MaxMin(4, 64), min_size=100), every=4, fragments=2, inside=inside)
+    return trainer(given, mesh_of(centers, local), wide, optax.sgd(0.5, momentum=0.9), donate=False)
+
+
+@functools.cache
+def trained():
+    """Returns (state, metrics) of two centers of two ranks, after 6 steps."""
+    train = compressed(2, 2)
+    state = train.init(WIDE)
+    for _ in range(6):
+        state, metrics = train.step(state, DATA)
+    return state, metrics
+
+
+def test_centers_of_several_ranks():
+    train, (state, metrics) = compressed(2, 2), trained()
+    own, params = state.exchange.own, state.params
+    assert own.params["up"].shape == (2, 30, 40) and own.params["up"].sharding.spec == P("dc")
+    assert own.inside.own.residuals["up"].shape == (4, 30, 40) and metrics.loss.shape == (2,)
+    assert (own.params["down"][0] != own.params["down"][1]).any() and params["b"].dtype == jnp.bfloat16
+    fed = own.parts[0].residuals
+    assert fed["down"].sharding.spec == P("dc") and fed["b"] is None and np.abs(fed["down"]).max() > 0
+    # Replicas agree: outer parameters and outer states on all devices, a center's parameters on its ranks.
+    same = lambda axes: lambda tree: jnp.stack([cgx.check_replicas(tree, name).agree for name in axes])
+    outer, of_center = (params, state.exchange.shared), (own.params, own.parts, state.opt_state)
+    check = lambda tree, spec, axes: jax.jit(
+        jax.shard_map(same(axes), mesh=mesh_of(2, 2), in_specs=(spec,), out_specs=P(), check_vma=False)
+    )(tree)
+    assert check(outer, P(), ("dc", "local")).all() and check(of_center, P("dc"), ("local",)).all()
+    assert train.step._train._cache_size() == 1
+    for _ in range(26):
+        state, metrics = train.step(state, DATA)
+    assert metrics.loss.mean() < 0.6 * wide(WIDE, DATA)
+
+
+def test_nothing_is_sent_between_exchanges():
+    """Every collective is inside a branch of a condition. Between centers the gradients are bytes.
+
+    The programs that a call from Python runs have no conditions: only those of the exchanges have collectives.
+    """
+    train = compressed(2, 1)
+    program = train.step.lower(train.init(WIDE), DATA).compile().as_text()
+    entry = program[program.index("\nENTRY") :]
+    assert ("all-gather", "u8") in sent(program) and not sent(entry)
+    step, *exchanges = (each.as_text() for each in train.step.programs(train.init(WIDE), batch=DATA))
+    assert not sent(step) and set.union(*map(sent, exchanges)) == sent(program)
+
+
+def test_another_number_of_centers(tmp_path):
+    """Outer parameters keep their bits and residuals their sum.
+
+    A center's parameters become the mean of all centers.
+    """
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    state, _ = trained()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "two", state)
+    train = compressed(4, 2)
+    template = train.init(WIDE)
+    restored = cgx.restore_state(tmp_path / "two", template)
+    assert_same_trees(restored.params, state.params)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    for old, new in zip(parts(state)[0], parts(restored)[0]):
+        assert_trees(lambda a, b: close(a.sum(0), b.sum(0)), old.residuals, new.residuals)
+    assert_same_trees(parts(state)[1], parts(restored)[1])
+    mean = jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), state.exchange.own.params)
+    assert_trees(lambda a, b: close(np.asarray(a[3], np.float32), b, atol=1e-2), restored.exchange.own.params, mean)
+    restored, metrics = train.step(restored, DATA)
+    assert int(restored.exchange.shared.count) == 7 and np.isfinite(metrics.loss).all()
+
+
+def test_noise_of_restored_centers(tmp_path):
+    """All centers have the same batch. With the bits of a new run, their noise differs."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    plan = cgx.Plan(cgx.MaxMin(2, 8, rounding="stochastic"), min_size=0)
+    batch = jax.random.normal(jax.random.key(3), (4, 8))
+
+    def make(centers):
+        mesh = mesh_of(centers, 2)
+        return trainer(diloco("sgd", inside=plan), mesh, lambda params, x: ((x @ params) ** 2).mean(), donate=False)
+
+    def centers_after_a_step(train, state):
+        state, _ = train.step(state, np.tile(batch, (len(state.exchange.own.params), 1)))
+        return np.asarray(state.exchange.own.params)
+
+    first, state = make(2).init(normal((8, 16), 4)), make(4).init(normal((8, 16), 4))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "two", first)
+    new, restored = (
+        centers_after_a_step(make(4), given) for given in (state, cgx.restore_state(tmp_path / "two", state))
+    )
+    np.testing.assert_array_equal(restored, new)
+    assert all(np.abs(row - new[0]).max() > 1e-3 for row in new[1:])
+
+
+def test_parameters_that_are_named_key():
+    """Their residuals aren't the keys of noise."""
+    attention = collections.namedtuple("Attention", ["query", "key"])
+    loss = lambda params, x: ((x @ params.query) * (x @ params.key)).mean()
+    inside = cgx.Plan(cgx.MaxMin(4, 8, rounding="stochastic"), min_size=0)
+    train = trainer(diloco("sgd", cgx.MaxMin(4), every=2, inside=inside), mesh_of(2, 2), loss)
+    state, metrics = train.step(train.init(attention(normal((8, 16), 1), normal((8, 16), 2))), normal((8, 8), 3))
+    assert np.isfinite(metrics.loss).all()
+    assert np.abs(state.exchange.own.inside.own.residuals.key).max() > 0
+
+
+def test_centers_of_one_rank_continue_those_of_several(tmp_path):
+    """And the other way round, if nothing is compressed inside a center."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    make = lambda local: trainer(diloco(every=2, plan=cgx.Plan(cgx.MaxMin(4, 8), min_size=0)), mesh_of(local=local))
+    for old, new in (2, 1), (1, 2):
+        _, state = run(make(old), 3)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / f"{old}", state)
+        restored = cgx.restore_state(tmp_path / f"{old}", make(new).init(PARAMS))
+        assert_same_trees(restored, state)
+        run(make(new), 1, restored)
+
+
+def test_an_exchange_in_progress_has_not_begun_on_other_ranks():
+    keys = jax.random.split(jax.random.key(0))
+    waiting = Waiting(np.ones(2, bool), [np.ones((2, 5), np.float32), keys])
+    state = ExchangeState(Own({"w": np.ones((2, 4), np.float32)}, None, waiting), None)
+    moved = cgx.reshard_state(state, 3).own.waiting
+    assert moved.begun.tolist() == [False] * 3 and moved.arrays[0].shape == (3, 5) and not moved.arrays[0].any()
+    assert moved.arrays[1].shape == (3,) and not jax.random.key_data(moved.arrays[1]).any()
+
+
+def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
+    """One center has a NaN.
+
+    Outer parameters, momentum and residuals stay, and all centers return to the outer parameters.
+    """
+    plan = cgx.MaxMin(2, 8)
+    train = trainer(diloco(NESTEROV, every=2, plan=plan), donate=False)
+    batch = lambda t: np.where((np.arange(8) < 4)[:, None], np.nan, X[t]) if t == 1 else X[t]
+    _, start = run(train, 2)
+    _, state = run(train, 2, start, batch)
+    assert_same_trees((state.params, parts(state)), (start.params, parts(start)))
+    assert_same_trees(state.exchange.own.params, jax.tree.map(lambda x: jnp.stack([x, x]), start.params))
+    got, _ = run(train, 2, state)
+    assert np.isfinite(got[-1][0]["w"]).all() and (got[-1][0]["w"] != state.params["w"]).any()
+
+
+@pytest.mark.parametrize(
+    ("given", "local"),
+    [(dict(overlap=1), 1), (dict(eager=True), 1), ({}, 2), (dict(fragments=2), 1)],
+    ids=["overlap", "eager", "two ranks", "fragments"],
+)
+def test_a_failed_exchange_of_each_kind(given, local):
+    """A NaN in one center leaves the outer parameters, the outer optimizer's state and residuals as they were."""
+    every = 2 * given.get("fragments", 1)
+    began = every + 2
+    ended = began + (every if "eager" in given else given.get("overlap", 0))
+    p = began // 2 % given.get("fragments", 1)
+    train = trainer(diloco(NESTEROV, every=every, plan=cgx.MaxMin(2, 8), **given), mesh_of(2, local), donate=False)
+    found, now = {}, train.init(PARAMS)
+    for t in range(1, ended + 2 * every + 1):
+        x = np.where((np.arange(8) < 2)[:, None], np.nan, X[t % len(X)]) if t == began else X[t % len(X)]
+        now, _ = train.step(now, jnp.asarray(x))
+        found[t] = now.params, parts(now)[0][p].residuals, parts(now)[1][p]
+    (_, residuals, shared), before = found[began], found[began - 1]
+    assert_same_trees((residuals, shared.sent), (before[1], before[2].sent))
+    params, before = {t: each[0] for t, each in found.items()}, found[ended - 1]
+    assert_same_trees((params[ended], found[ended][2].outer), (before[0], before[2].outer))
+    assert residuals["w"].any()
+    for each in (*params.values(), now):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(each))
+    assert (now.params["w"] != params[ended]["w"]).any()
+
+
+def test_keys_frozen_parameters_and_micro_batches():
+    """Every center has its own keys. Leaves of any dtype that both plans skip stay the same."""
+
+    def loss(params, x, key):
+        return (params["w"] * jax.random.normal(key, (3,))).sum() * params["frozen"][0].astype(jnp.float32)
+
+    skip = cgx.Plan(cgx.Raw(), rules=[("frozen", cgx.Skip())])
+    train = trainer(diloco("sgd", every=2, plan=skip), loss=loss, accumulate=2)
+    start = train.init({"w": jnp.zeros(3), "frozen": jnp.arange(1, 4)})
+    key = jax.random.key(5)
+    state, _ = train.step(start, jnp.asarray(X[0]), key)
+    fold = jax.random.fold_in
+    keys = [[fold(fold(fold(key, center), 0), part) for part in range(2)] for center in range(2)]
+    expected = [-0.25 * np.mean([jax.random.normal(k, (3,)) for k in both], 0) for both in keys]
+    np.testing.assert_allclose(state.exchange.own.params["w"], expected, rtol=1e-5)
+    state, _ = train.step(state, jnp.asarray(X[0]), key)
+    assert_same_trees(state.params["frozen"], jnp.arange(1, 4))
+    np.testing.assert_allclose(state.params["w"], 2 * np.mean(expected, 0), rtol=1e-5)
+
+
+def test_models_with_state():
+    """Every center has its own state: a mean over its ranks, and random keys that differ."""
+
+    def loss(params, state, x):
+        key, drawn = jax.random.split(state["key"])
+        new = {"mean": x.mean(0), "key": key, "steps": state["steps"] + 1}
+        return (params["w"] * jax.random.normal(drawn, (6,))).sum() + (params["w"] * x.mean(0)).sum(), new
+
+    train = trainer(diloco("sgd", every=2), mesh_of(local=2), loss, model_state="mean")
+    start = {"mean": jnp.zeros(6), "key": jax.random.key(3), "steps": jnp.int32(0)}
+    state = train.init({"w": jnp.zeros(6)}, start)
+    for t in range(2):
+        state, metrics = train.step(state, jnp.asarray(X[t]))
+    model = state.model_state
+    np.testing.assert_allclose(model.rows["mean"], X[1].reshape(2, 4, 6).mean(1), rtol=1e-6)
+    assert model.rows["steps"].tolist() == [2, 2] and len(set(map(str, jax.random.key_data(model.rows["key"])))) == 2
+    assert metrics.loss.shape == (2,) and (state.params["w"] != 0).all()
+    assert cgx.reshard_state(state, 3).model_state.rows["mean"].shape == (3, 6)
+
+
+def test_forms():
+    """Their arguments are those of the papers. SparseLoCo's residual decays, and Pier's momentum rises and falls."""
+    sparse, mu = cgx.wan.sparseloco(every=1, ratio=0.25), cgx.wan.muloco()
+    assert cgx.wan.sparseloco().plan.default == cgx.TopK(0.01, values=cgx.MaxMin(2))
+    assert mu.plan.default == cgx.MaxMin(2)
+    assert (sparse.decay, mu.every) == (0.95, 30)
+    train = trainer(sparse)
+    _, state = run(train, 1)
+    residuals = parts(state)[0][0].residuals
+    outer_step = jax.tree.map(lambda x, y: np.asarray(x - y), PARAMS, state.params)
+    own = Transcription()
+    own.train()
+    mean = own.moved(WHOLE)
+    # The sent part and the residuals add up to the outer gradients.
+    for name in ("w", "b"):
+        kept = np.asarray(residuals[name]).mean(0) / 0.95
+        np.testing.assert_allclose(outer_step[name] + kept, mean[name], rtol=1e-5, atol=1e-6)
+    pier = cgx.wan.pier(cgx.Raw(), 9, rounds=10, warmup=0.2, decay_from=0.6)
+    state, momenta = pier.optimizer.init(PARAMS), []
+    for _ in range(11):
+        _, state = pier.optimizer.update(PARAMS, state)
+        momenta.append(float(state.hyperparams["momentum"]))
+    np.testing.assert_allclose(momenta, [0, 0.45, 0.9, 0.9, 0.9, 0.9, 0.9, 0.675, 0.45, 0.225, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "words"),
+    [
+        ("muloco", dict(every=0), says("Diloco", "every", expected="positive", got="0")),
+        (
+            "sparseloco",
+            dict(plan=cgx.TopK(0.5), ratio=0.1),
+            says("sparseloco", "ratio", expected="None 'plan'", got="0.1", remedy="leave out ratio or plan"),
+        ),
+        (
+            "muloco",
+            dict(plan=cgx.MaxMin(4), bits=3),
+            says("muloco", "bits", expected="None 'plan'", got="3", remedy="leave out bits or plan"),
+        ),
+        ("sparseloco", dict(ratio=0.0), says("sparseloco", "ratio", expected="above 0", got="0.0")),
+        ("sparseloco", dict(rate=0), says("sparseloco", "rate", expected="above 0", got="0")),
+        (
+            "pier",
+            dict(plan=cgx.Raw(), every=9, rounds=4, rate=0.0),
+            says("pier", "rate", expected="above 0", got="0.0"),
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_of_forms(form, given, words):
+    with raises(ValueError, words):
+        getattr(cgx.wan, form)(**given)
+
+
+def test_forms_with_other_options():
+    assert cgx.wan.sparseloco(plan=cgx.TopK(0.5)).plan.default == cgx.TopK(0.5)
+    assert cgx.wan.sparseloco(bits=3).plan.default == cgx.TopK(0.01, values=cgx.MaxMin(3))
+    assert cgx.wan.muloco(outer="sgd", bits=4).plan.default == cgx.MaxMin(4)
+
+
+def test_matched_nesterov_moves_as_far_as_sgd():
+    """This holds for outer gradients that are always the same (rho 1), and for ones that never agree (rho 0)."""
+    for rho in (0.0, 0.99999):
+        outer = cgx.wan.matched_nesterov(0.5, 0.5, rho=rho)
+        state = outer.init(jnp.zeros(12))
+        for t in range(12):
+            gradient = jnp.zeros(12).at[t].set(1.0) if rho == 0 else jnp.ones(12)
+            step, state = outer.update(gradient, state)
+        np.testing.assert_allclose(-float(step @ gradient) / float(gradient @ gradient), 0.5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (dict(every=0), ValueError, says("Diloco", "every", expected="positive integer", got="0")),
+        (
+            dict(every=10, fragments=4),
+            ValueError,
+            says("Diloco", "every", expected="multiple fragments=4", got="10", remedy="every=8"),
+        ),
+        (
+            dict(every=8, fragments=4, overlap=2),
+            ValueError,
+            says("Diloco", "overlap", expected="less than 2 steps", got="2", remedy="overlap=1"),
+        ),
+        (dict(eager=True, alpha=0.5), ValueError, says("Diloco", "alpha", expected="0 eager", got="0.5")),
+        (dict(alpha=1.0), ValueError, says("Diloco", "alpha", expected="0 below 1", got="1.0")),
+        (dict(decay=0), ValueError, says("Diloco", "decay", expected="above 0", got="0")),
+        (dict(decay=0.9, keep=False), ValueError, says("Diloco", "decay", expected="1 without feedback", got="0.9")),
+        (dict(outer="adam"), TypeError, says("Diloco", "outer", expected="'nesterov' 'sgd' optax", got="'adam'")),
+        (
+            dict(plan={0: cgx.Raw(), 9: cgx.MaxMin(4)}),
+            ValueError,
+            says("Diloco", "plan", expected="one plan", got="a schedule"),
+        ),
+        (dict(plan=4), TypeError, says("Diloco", "plan", expected="codec", got="4")),
+        (dict(keep=3), TypeError, says("Diloco", "keep", expected="True", got="3")),
+        (dict(seed=0.5), TypeError, says("Diloco", "seed", expected="integer", got="0.5")),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with raises(error, words):
+        diloco(**arguments)
+
+
+def test_few_bits_without_feedback_are_a_warning():
+    # Scales don't count: in buckets of 32, they take 2 further bits per element.
+    for plan in cgx.MaxMin(2), cgx.MaxMin(2, 64), cgx.MaxMin(2, 32), cgx.TopK(0.01), cgx.PowerSGD(2):
+        with pytest.warns(UserWarning, match="Diloco: argument 'keep': .* may lose too much"):
+            diloco(plan=plan, keep=False)
+    for bits in 3, 4:
+        diloco(plan=cgx.MaxMin(bits), keep=False)  # a warning would be an error
+
+
+def test_an_overlap_that_can_not_cross_steps_is_a_warning(monkeypatch):
+    """Of several processes on CPUs. A single process only simulates centers."""
+    make = lambda axis="dc", **options: trainer(diloco(every=4, **options), axis=axis)
+    tcp, topk = cgx.Tcp("dc"), cgx.TopK(0.1)
+    make(tcp, overlap=1), make(tcp, plan=topk), make(overlap=1, plan=topk)  # no warnings
+    with pytest.warns(UserWarning, match=r"Diloco: argument 'overlap': .* whole exchange of TopK\(ratio=0.1\)"):
+        make(tcp, overlap=1, plan=topk)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    make()
+    with pytest.warns(UserWarning, match=r"Diloco: argument 'eager': over 'dc' .* pass jaxcgx.Tcp\('dc'\)"):
+        make(eager=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(mesh=mesh_of(1)), says("Diloco", "axis", expected="several centers 'dc'", got="one")),
+        (
+            dict(mesh=mesh_of(2, 2), axis="dc"),
+            says("make_train_step", "sharding.params", expected="a tree of PartitionSpecs other axes", got="None"),
+        ),
+        (
+            dict(sharding=cgx.Sharding("dc", params={"w": P("dc"), "b": P(), "s": P()})),
+            says("make_train_step", "sharding", expected="whole", got="shards", remedy="leave out params"),
+        ),
+        (
+            dict(overlap="backward"),
+            says("make_train_step", "overlap", expected="None one rank", got="'backward'", remedy="leave it out"),
+        ),
+        (
+            dict(overlap=cgx.Priority()),
+            says("make_train_step", "overlap", expected="None or 'backward' with Diloco", got="Priority"),
+        ),
+        (dict(has_aux=True), says("make_train_step", "has_aux", expected="False with Diloco", got="True")),
+        (
+            dict(model_state="per_rank"),
+            says("make_train_step", "model_state", expected="'mean' with Diloco", got="'per_rank'", remedy='"mean"'),
+        ),
+        (
+            dict(rounds=diloco(inside=cgx.MaxMin(4))),
+            says("Diloco", "inside", expected="jaxcgx.Raw() one rank", got="MaxMin", remedy="leave it out"),
+        ),
+    ],
+)
+def test_bad_steps(arguments, words):
+    given = dict(rounds=diloco(), mesh=mesh_of(), axis="dc") | arguments
+    sharding = given.pop("sharding", cgx.Sharding(given.pop("axis")))
+    given.pop("axis", None)
+    with raises(ValueError, words):
+        cgx.make_train_step(quadratic, INNER, given.pop("mesh"), given.pop("rounds"), sharding=sharding, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            dict(outer=optax.chain(cgx.compress_gradients("dc", cgx.MaxMin(4)), optax.sgd(1.0))),
+            says("Diloco", "outer", expected="share", got="one with"),
+        ),
+        (dict(fragments=500), says("Diloco", "fragments", expected="11", got="500", remedy="fragments=11")),
+        (
+            dict(plan=cgx.Plan(cgx.Skip())),
+            says("Diloco", "plan", expected="to train", got="none", remedy="jaxcgx.Skip()"),
+        ),
+        (
+            dict(plan=cgx.Plan(cgx.Raw(), rules=[("typo", cgx.MaxMin(4))])),
+            says("Diloco", "plan", expected="leaf every rule", got="none", remedy="optional"),
+        ),
+    ],
+)
+def test_bad_parameters(given, words):
+    with raises(ValueError, words):
+        trainer(diloco(**given)).init(PARAMS)
+
+
+def test_plans_that_freeze_different_parameters():
+    plan = cgx.Plan(cgx.Raw(), rules=[("b", cgx.Skip())])
+    with raises(
+        ValueError, says("Diloco", "plan", at="leaf ['b']", expected="same", got="another", remedy="jaxcgx.Skip()")
+    ):
+        trainer(diloco(plan=plan), mesh_of(2, 2)).init(PARAMS)
+
+
+def test_a_state_of_something_else():
+    with raises(TypeError, says("train.step", "state", expected="TrainState", got="a dict")):
+        trainer(diloco()).step({}, X[0])
+    plain = cgx.make_train_step(quadratic, INNER, mesh_of(), cgx.Raw(), sharding=cgx.Sharding("dc"))
+    two = trainer(diloco(every=4, fragments=2))
+    for other, got in ((two, "2"), (plain, "one with")):
+        with raises(ValueError, says("train.step", "state", expected="state of 1 fragments", got=got)):
+            trainer(diloco(every=4)).step(other.init(PARAMS), X[0])
+
+
+def test_parameters_that_are_no_arrays():
+    train = trainer(diloco(every=2))
+    words = says("train.init", "params", at="leaf ['act']", expected="array", got="<", remedy="eqx.partition")
+    with raises(TypeError, words):
+        train.init({**PARAMS, "act": jnp.tanh})

@@ -1,0 +1,128 @@
+"""Tests HFA against NumPy, bit for bit, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees
+from jax.sharding import AxisType
+from ranks import whole_numbers
+
+import jaxcgx as cgx
+
+K1, K2, STEPS, RATE = 2, 2, 9, 0.25
+INNER = optax.sgd(RATE)
+PARAMS = {"w": jnp.asarray(whole_numbers((6, 4), 1)), "s": jnp.float32(0.5)}
+X = np.asarray(whole_numbers((STEPS, 8, 6), 3))  # batches of 8 examples, 2 per rank
+
+
+def quadratic(params, x):
+    """A loss with exact gradients."""
+    return ((params["w"] - x.mean(0)[:, None]) ** 2).sum() / 2 + params["s"] ** 2 / 2
+
+
+@functools.lru_cache
+def mesh_of(*sizes):
+    names = ("dc", "local")[: len(sizes)]
+    return jax.make_mesh(
+        sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: np.prod(sizes)]
+    )
+
+
+def trainer(mesh, loss=quadratic, **options):
+    plan, axis = options.pop("plan", cgx.Raw()), options.pop("axis", mesh.axis_names)
+    hfa = cgx.wan.HFA(plan, **options)
+    return cgx.make_train_step(loss, INNER, mesh, hfa, sharding=cgx.Sharding(axis), donate=False)
+
+
+def transcribed():
+    """Returns (the outer parameters, those of each rank) after each step."""
+    start = {name: np.array(x) for name, x in PARAMS.items()}
+    milestone, ranks, found = start, [[dict(start) for _ in range(2)] for _ in range(2)], []
+    mean = lambda trees: {name: np.float32(sum(tree[name] for tree in trees) / len(trees)) for name in PARAMS}
+    for t in range(STEPS):
+        for place, params in enumerate(ranks[0] + ranks[1]):
+            target = X[t].reshape(4, 2, 6)[place].mean(0)
+            gradients = {"w": params["w"] - target[:, None], "s": params["s"]}
+            params.update({name: np.float32(params[name] - RATE * g) for name, g in gradients.items()})
+        if (t + 1) % K1 == 0:
+            ranks = [[mean(center)] * 2 for center in ranks]
+        if (t + 1) % (K1 * K2) == 0:
+            moved = mean([{name: milestone[name] - center[0][name] for name in PARAMS} for center in ranks])
+            milestone = {name: milestone[name] - moved[name] for name in PARAMS}
+            ranks = [[milestone] * 2] * 2
+        ranks = [[dict(params) for params in center] for center in ranks]
+        found.append((milestone, [dict(params) for center in ranks for params in center]))
+    return found
+
+
+def test_to_the_bit():
+    """The ranks of a center have the same parameters after each average, and those of all centers after an exchange."""
+    train = trainer(mesh_of(2, 2), k1=K1, k2=K2)
+    state = train.init(PARAMS)
+    for x, (expected, ranks) in zip(X, transcribed()):
+        state, _ = train.step(state, x)
+        for name in PARAMS:
+            np.testing.assert_array_equal(state.params[name], expected[name])
+            own = np.asarray(state.exchange.own.params[name])
+            np.testing.assert_array_equal(own, [params[name] for params in ranks])
+    traced, other = jax.jit(lambda *args: train.step(*args)), train.init(PARAMS)
+    for x in X:
+        other, _ = traced(other, x)
+    assert_same_trees(state, other)
+
+
+def linear(params, x):
+    """A loss whose gradients are 0 if the batch is."""
+    return (params["w"] * x.mean(0)[:, None] * jnp.arange(4.0)).sum() + params["s"] * x.sum()
+
+
+def test_other_centers_and_ranks_send_what_was_held_back(tmp_path):
+    """Residuals count once, however many ranks a center has. With batches of zeros, nothing else is sent."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    options = dict(k1=1, k2=1, plan=cgx.Plan(cgx.MaxMin(2, 8), min_size=0))
+    state = trainer(mesh_of(2, 2), linear, **options).init(PARAMS)
+    state, _ = trainer(mesh_of(2, 2), linear, **options).step(state, X[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    held = lambda state: np.asarray(state.exchange.own.parts[0].residuals["w"]).sum(0)
+    assert np.abs(held(state)).max() > 0.01
+    for sizes in (2, 2), (2, 4), (4, 1), (3,):
+        train = trainer(mesh_of(*sizes), linear, **options)
+        start = cgx.restore_state(tmp_path / "state", train.init(PARAMS))
+        after, _ = train.step(start, np.zeros((24, 6), np.float32))
+        moved = sizes[0] * (np.asarray(start.params["w"]) - np.asarray(after.params["w"]))
+        np.testing.assert_allclose(moved + held(after), held(state), atol=1e-5)
+
+
+def test_bad_input():
+    wrong = [
+        (dict(k1=0), mesh_of(2, 2), says("HFA", "k1", expected="positive integer", got="0")),
+        (dict(k2=0), mesh_of(2, 2), says("HFA", "k2", expected="positive integer", got="0")),
+        (
+            dict(k1=2, k2=2, overlap=9),
+            mesh_of(2, 2),
+            says("HFA", "overlap", expected="less than k1 k2 4 steps", got="9", remedy="a larger k1"),
+        ),
+        ({}, mesh_of(1, 2), says("HFA", "axis", expected="several centers", got="one", remedy="HFA")),
+    ]
+    for fragments in (2, 3):  # a center's ranks would exchange parameters that they have not averaged
+        words = says("HFA", "fragments", expected="a divisor of k2=5", got=str(fragments), remedy=f"fragments=1 k2={6}")
+        wrong.append((dict(k1=2, k2=5, fragments=fragments), mesh_of(2, 2), words))
+    for options, mesh, words in wrong:
+        with raises(ValueError, words):
+            trainer(mesh, **options)
+    words = says("make_train_step", "overlap", expected="None", got="'backward'", remedy="leave it out")
+    with raises(ValueError, words):
+        cgx.make_train_step(
+            quadratic,
+            INNER,
+            mesh_of(2, 2),
+            cgx.wan.HFA(cgx.Raw()),
+            sharding=cgx.Sharding(("dc", "local")),
+            overlap="backward",
+        )
