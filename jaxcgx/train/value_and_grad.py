@@ -25,7 +25,6 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_plan
 from jaxcgx.train import eager
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part
-from jaxcgx.train.division import row, without_row
 from jaxcgx.train.exchange import At, Exchange, as_exchange, check_state, send
 from jaxcgx.train.mesh import OverMesh
 from jaxcgx.train.outputs import Outputs
@@ -304,10 +303,10 @@ class ValueAndGrad:
 
             def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
                 at = At(net, params, value, shards=division.shard_axes)
-                return send(self.exchange, without_row(grads), sent, at)
+                return send(self.exchange, grads, sent, at)
 
             grads, params = self._as_argument(found.grads), self._as_argument(params)
-            mean, sent = division.on_shards(of_shards, sent)(row(grads), sent, params, value)
+            mean, sent = division.on_shards(of_shards, sent)(grads, sent, params, value)
             return value, aux, mean, sent
 
         arrays = [split.ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
@@ -364,7 +363,7 @@ class ValueAndGrad:
         Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
         """
         before = jax.tree_util.tree_flatten_with_path(given)
-        found, aux = self.loss_fn(*given[0], **given[1]), None
+        found, aux = self.loss_fn(*given[0], **given[1]), ()
         is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
         if self.has_aux:
             if not is_pair(found):
