@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import lax
 
+from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.scopes import MessageScope, scope
 from jaxcgx.transports.axes import Mark, Tcp, check_axis_names, is_communicator, marked
@@ -31,7 +32,13 @@ def check_ranks(
       settings: {name: value} of its other arguments.
     """
     if not is_communicator(axis_name):
-        return check_axes(op, axis_name)
+        net = check_axes(op, axis_name)
+        tracked = _compat.tracked_axes(net.names)  # JAX must track what varies for all of the axes or for none
+        if tracked and (others := [name for name in net.names if name not in tracked]):
+            got = f"both: vmap's {', '.join(map(repr, others))} among axes over which shard_map checks what varies"
+            remedy = "call it for one after the other, or pass check_vma=False"
+            raise wrong(op, "axis_name", "axes of a mesh or axes of vmap", got, remedy)
+        return net
     from jaxcgx.mpi.calls import enter  # this import starts MPI, which is optional
 
     with scope(MessageScope(op, (), ("digest",))):

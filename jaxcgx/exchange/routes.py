@@ -117,7 +117,7 @@ class Routes:
     def of(op: str, plan: Plan, tree: PyTree) -> "Routes":
         """Returns the routes that a plan gives the leaves of a tree of arrays or jax.ShapeDtypeStructs."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        return _routes(op, plan, structure, tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in leaves))
+        return _routes(op, plan, structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
 
     @property
     def stochastic(self) -> bool:
@@ -176,7 +176,7 @@ def _routes(op: str, plan: Plan, tree: PyTree, shapes: tuple[tuple[tuple[int, ..
             )
             raise wrong(op, "plan", expected, f"one that can't, because {why}", path=path, kind=kind)
         factor = factor_shape(x, values(codec))
-        routes.append(Route(path, x.shape, jnp.dtype(x.dtype), codec, why_raw=why, skipped=skipped, factor=factor))
+        routes.append(Route(path, x.shape, x.dtype, codec, why_raw=why, skipped=skipped, factor=factor))
     return Routes(op, plan, tree, tuple(routes))
 
 
