@@ -4,7 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from helpers import normal
+from helpers import normal, planned
 from jax.sharding import PartitionSpec as P
 from training import mesh_of
 
@@ -34,21 +34,16 @@ def run(transformation, steps=1, grads=GRADS, state=None, check_vma=True):
     return found
 
 
-def pmean(plan, grads=GRADS, residuals=None, key=None, **options):
+def pmean(plan, grads=GRADS, residuals=None, key=None, **fields):
     """Returns the (mean, residuals) of compressed_pmean."""
     residuals = jax.tree.map(jnp.zeros_like, grads) if residuals is None else residuals
+    plan = planned(plan, **fields)
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=(P(), P("data")))
     def step(grads, residuals):
-        mean, lost = cgx.compressed_pmean(
-            *jax.tree.map(lambda x: x[0], (grads,)),
-            "data",
-            plan,
-            key=key,
-            carry=cgx.Carry(residuals=jax.tree.map(lambda x: x[0], residuals)),
-            **options,
-        )
-        return mean, jax.tree.map(lambda x: x[None], lost)
+        grads, carry = jax.tree.map(lambda x: x[0], (grads, cgx.Carry(residuals=residuals)))
+        mean, kept = cgx.compressed_pmean(grads, "data", plan, key=key, carry=carry)
+        return mean, jax.tree.map(lambda x: x[None], kept.residuals)
 
     return step(grads, residuals)

@@ -18,7 +18,7 @@ def test_four_bits(ranks):
     """The numbers are skewed, and have different magnitudes on every rank and in every bucket."""
     leaves = [normal((ranks, n), seed=n) ** 3 * (1 + np.arange(ranks, dtype=np.float32))[:, None] for n in SIZES]
     f = lambda t: {
-        name: [sum_of(t, "a", CODEC, schedule=name) for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)]
+        name: [sum_of(t, "a", planned(CODEC, schedule=name)) for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)]
         for name in SCHEDULES
     }
     got = jax.tree.map(lambda y: np.asarray(y[0]), on_ranks(f, mesh(ranks))(leaves))

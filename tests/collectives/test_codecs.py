@@ -43,8 +43,8 @@ def test_every_schedule(codec):
         assert (mean == mean[0]).all(), schedule
         error = np.square(mean[0] - exact).sum() / np.square(exact).sum()
         assert error == pytest.approx(losses.error(schedule, RANKS), rel=0.25, abs=1e-12), schedule
-    for schedule, (mean, lost) in fed.items():
-        got = mean[0].astype(np.float64) + lost.mean(0, dtype=np.float64)
+    for schedule, (mean, kept) in fed.items():
+        got = mean[0].astype(np.float64) + kept.residuals.mean(0, dtype=np.float64)
         np.testing.assert_allclose(got, 1.125 * exact, rtol=0, atol=1e-5, err_msg=schedule)
 
 

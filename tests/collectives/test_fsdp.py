@@ -89,7 +89,7 @@ def test_leaves_along_dimensions_of_their_own(check_vma):
         jax.shard_map, mesh=MESH, in_specs=(specs, P("data")), out_specs=(specs, specs), check_vma=check_vma
     )
     def step(shards, x):
-        options = dict(axis_name="data", codec=cgx.Raw(), tiled=True)
+        options = dict(axis_name="data", plan=cgx.Raw(), tiled=True)
         gathered = lambda s: loss(cgx.compressed_all_gather(s, axis=axis, **options), x)
         whole = {k: jax.lax.all_gather(w, "data", axis=axis[k], tiled=True) for k, w in shards.items()}
         grads = jax.grad(loss)(whole, x)

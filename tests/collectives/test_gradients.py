@@ -79,17 +79,15 @@ def test_local_value_and_grad_takes_what_value_and_grad_takes(check_vma):
 @pytest.mark.parametrize(
     "arguments",
     [
-        dict(),
-        dict(fusion_mb=1e-6),
-        dict(fusion_mb=0.002, schedule="ring"),
-        dict(codec=STOCHASTIC, key=jax.random.key(5), own="encoded"),
+        dict(plan=CODEC),
+        dict(plan=planned(CODEC, fusion_mb=1e-6)),
+        dict(plan=planned(CODEC, fusion_mb=0.002, schedule="ring")),
+        dict(plan=planned(STOCHASTIC, own="encoded"), key=jax.random.key(5)),
     ],
     ids=str,
 )
 @CHECKS
 def test_as_at_the_end(check_vma, arguments):
-    arguments = {"codec": CODEC, **arguments}
-
     def at_the_end(params, x):
         floats = {k: v for k, v in params.items() if k != "n"}
         _, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats)
@@ -280,6 +278,8 @@ def test_errors():
         cgx.local_value_and_grad(lambda x: x, "data")(1.0)
     with raises(NameError, says("sync_in_backward", "axis_name", expected="no axis 'data'")):
         cgx.sync_in_backward(PARAMS, "data", CODEC)
-    words = says("sync_in_backward", "params", at="leaf ['n']", expected="int32 is not float32", remedy="strict=True")
+    words = says(
+        "sync_in_backward", "plan", at="leaf ['n']", expected="strict", got="one that can't, because int32 is not"
+    )
     with raises(TypeError, words):
         on_mesh(lambda p, x: cgx.sync_in_backward(p, "data", planned(CODEC, strict=True)), True)(PARAMS, X)

@@ -13,9 +13,9 @@ SIZE, RANKS = 2**16, 4
 STOCHASTIC, CORRELATED = (cgx.MaxMin(4, rounding=rounding) for rounding in ("stochastic", "correlated"))
 
 
-def measured(codec, x, schedule, axes="a", sizes=(RANKS,), **options):
+def measured(codec, x, schedule, axes="a", sizes=(RANKS,)):
     key = jax.random.key(3) if getattr(codec, "stochastic", False) else None
-    f = lambda x: cgx.compressed_pmean(x, axes, planned(codec, schedule=schedule), key=key, **options)
+    f = lambda x: cgx.compressed_pmean(x, axes, planned(codec, schedule=schedule), key=key)
     result = np.asarray(on_ranks(f, mesh(*sizes))(x.reshape(*sizes, -1)), np.float64).reshape(-1, SIZE)[0]
     exact = x.mean(0, dtype=np.float64)
     return np.square(result - exact).sum() / np.square(exact).sum()
