@@ -75,8 +75,9 @@ def sync_in_backward(
         order. By default, the last leaves are sent first. Leaves that travel raw, each on its own, follow.
     """
     call, given = Call.of(OP, params, axis_name, plan, key=key), carry or Carry()
-    asked = tuple(order) if isinstance(order, Sequence) else (order,)
-    travel = call.over(Way(order=None if order is None else asked))
+    if order is not None:  # not every caller is typed
+        order = tuple(order) if isinstance(order, Sequence) else (order,)  # pyright: ignore[reportUnnecessaryIsInstance]
+    travel = call.over(Way(order=order))
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
     check_carry(given, travel, "params")
