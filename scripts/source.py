@@ -32,6 +32,7 @@ EXCEPTIONS = {
     ("jaxcgx.mpi.calls", "jaxcgx.mpi"): SETTINGS,
     ("jaxcgx.mpi.waiting", "jaxcgx.mpi"): SETTINGS,
     ("jaxcgx.train.exchange", "jaxcgx.train.feedback"): "makes a Feedback of a plan, which is short for it",
+    ("jaxcgx.train.loop", "jaxcgx.train.rounds"): "hands Rounds to their loop, which is made of the rooms of a step",
     **{
         ("jaxcgx.mpi.functions", f"jaxcgx.{name}"): OLD
         for name in (
