@@ -99,7 +99,7 @@ class Rounds(Protocol):
         ...
 
     def specs(self, center: P, rank: P) -> ExchangeState:
-        """Returns the specs of a part's state. They are those of arrays with rows per center or per rank, or P()."""
+        """Returns the specs of a part's state: those of arrays with rows per center or per rank, or P()."""
         ...
 
     def act(
@@ -133,11 +133,11 @@ class Common(NamedTuple):
     """What is the same in every center.
 
     Attributes:
-      count: int32[]: the number of steps so far.
+      steps: int32[]: the number of steps so far.
       parts: the state of the rounds, for each part of the parameters.
     """
 
-    count: jax.Array
+    steps: PyTree
     parts: tuple[PyTree, ...]
 
 
@@ -154,9 +154,9 @@ class CentersTelemetry(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """What a step changes before any act. All arrays except `count` are rows."""
+    """What a step changes before any act. All arrays except the number of steps are rows."""
 
-    count: jax.Array
+    steps: PyTree
     params: PyTree
     inside: ExchangeState
     opt_state: PyTree
@@ -168,15 +168,15 @@ class Ongoing(NamedTuple):
 
     Attributes:
       outer: the outer parameters.
-      count: the number of steps, unchanged: the next step waits for it.
+      steps: the number of steps, unchanged: the next step waits for it.
       params: the own parameters of the centers, as rows.
       state: the state of the part, or None.
     """
 
     outer: Params
-    count: jax.Array
+    steps: PyTree
     params: PyTree
-    state: ExchangeState | None
+    state: PyTree | None
 
 
 class Center(Division):
@@ -204,8 +204,8 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     _check(rounds, training)
     assert isinstance(division, OverMesh)
     rounds.check(division.mesh, axis)
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    inner = () if rounds.alone or len(axes) == 1 else axes[1:] if len(axes) > 2 else axes[1]
+    axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
+    inner: Any = () if rounds.alone or len(axes) == 1 else axes[1:] if len(axes) > 2 else axes[1]
     center, inside = Center(inner, division.batch_specs), as_exchange(rounds.inside, rounds.op)
     if inner == () and not (isinstance(inside.plan, Plan) and inside.plan.raw and not inside.plan.rules):
         why = "as the ranks of a center average parameters" if rounds.alone else "as a center has one rank"
@@ -323,7 +323,7 @@ class CentersTraining:
         def acts(outer: Params, own: PyTree, states: tuple[ExchangeState, ...], count: jax.Array) -> tuple[Any, ...]:
             for turn in self.rounds.turns:
 
-                def on(act: Act, outer: Params, own: PyTree, states: tuple[ExchangeState, ...]) -> tuple[Any, ...]:
+                def on(act: Act, outer: Params, own: PyTree, states: PyTree) -> tuple[Any, ...]:
                     p = act.part
                     done = self._of_rank(act, Ongoing(outer, count, own, None if p is None else states[p]))
                     if p is not None:
@@ -336,7 +336,7 @@ class CentersTraining:
             return outer, own, states
 
         over = self.ranks.over(acts, (P(), rows, part, P()), (P(), rows, part))
-        outer, own, states = over(state.params, sent.own.params, states, inner.count)
+        outer, own, states = over(state.params, sent.own.params, states, inner.steps)
         state = self.after_acts(state, outer, own, states)
         return state, self.metrics(state, loss, telemetry)
 
@@ -344,8 +344,8 @@ class CentersTraining:
         """Ends exchanges that have begun, and applies their results."""
         self.check(state)
         sent = state.exchange
-        states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
-        outer, own, count = state.params, sent.own.params, sent.shared.count
+        states: list[Any] = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
+        outer, own, count = state.params, sent.own.params, sent.shared.steps
         for act in self.rounds.last:
             assert act.part is not None
             done = self.act(act, Ongoing(outer, count, own, states[act.part]))
@@ -380,7 +380,7 @@ class CentersTraining:
             inside = ExchangeState(sent.own, row(_map_keys(lambda _, key: key, sent.shared, shared)))
             # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one
             # another.
-            count = after(loss, inner.count + 1)
+            count = after(loss, inner.steps + 1)
             return Inner(count, row(params), inside, row(opt_state), row(model_state)), row(loss), row(telemetry)
 
         over = self.ranks.over(of_rank, (inner_specs, specs, P()), (inner_specs, rows, rows))
@@ -399,7 +399,7 @@ class CentersTraining:
         outer, own, state = self.rounds.act(act, given.outer, without_row(given.params), state=state, at=self.at())
         if state is not None:
             state = ExchangeState(row(state.own), state.shared)
-        return Ongoing(outer, given.count, row(own), state)
+        return Ongoing(outer, given.steps, row(own), state)
 
     def _updated(self, params: Params, opt_state: PyTree, means: PyTree, loss: jax.Array) -> tuple[Params, PyTree]:
         """Returns (parameters, the optimizer's state) after an update.
@@ -421,13 +421,13 @@ class CentersTraining:
     def inner(self, state: TrainState) -> Inner:
         """Returns what a step changes before any act."""
         own, rows = state.exchange.own, lambda x: None if x is None else x.rows
-        return Inner(state.exchange.shared.count, own.params, own.inside, state.opt_state.rows, rows(state.model_state))
+        return Inner(state.exchange.shared.steps, own.params, own.inside, state.opt_state.rows, rows(state.model_state))
 
     def after_train(self, state: TrainState, inner: Inner) -> TrainState:
         sent = state.exchange
         own = sent.own._replace(params=inner.params, inside=inner.inside)
         model = None if state.model_state is None else PerRank(inner.model_state)
-        sent = ExchangeState(own, sent.shared._replace(count=inner.count))
+        sent = ExchangeState(own, sent.shared._replace(steps=inner.steps))
         return state.replace(exchange=sent, opt_state=PerRank(inner.opt_state), model_state=model)
 
     def after_acts(self, state: TrainState, outer: Params, own: PyTree, states: Sequence[ExchangeState]) -> TrainState:
@@ -515,14 +515,14 @@ class StepOfCenters(Step):
             number, state = self._begin(state)
         with self.checked(batch):
             inner, loss, telemetry = self._train(centers.inner(state), batch, key)
-        sent, count, own, outer = state.exchange, inner.count, inner.params, state.params
+        sent, count, own, outer = state.exchange, inner.steps, inner.params, state.params
         states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
         for act in [act for act in centers.acts if act.due(number + 1)]:
             given = Ongoing(outer, count, own, None if act.part is None else states[act.part])
             outer, count, own, done = self._act(act, given)
             if act.part is not None:
                 states[act.part] = done
-        state = centers.after_train(state, inner._replace(count=count))
+        state = centers.after_train(state, inner._replace(steps=count))
         state = centers.after_acts(state, outer, own, states)
         self._last = self._arrays(state), number + 1
         metrics = centers.metrics(state, loss, telemetry)
@@ -531,7 +531,7 @@ class StepOfCenters(Step):
         return state, metrics
 
     def _arrays(self, state: TrainState) -> list[Any]:
-        return [state.exchange.shared.count, *jax.tree_util.tree_leaves(state.params)]
+        return [state.exchange.shared.steps, *jax.tree_util.tree_leaves(state.params)]
 
     def _begin(self, state: TrainState) -> tuple[int, TrainState]:
         """Prepares a call with a state that the last call didn't return. Returns (the number of its steps, the state).
@@ -546,7 +546,7 @@ class StepOfCenters(Step):
         if kind not in self._known:
             self.acts(state)
             self._known.add(kind)
-        return int(state.exchange.shared.count.addressable_data(0)), state
+        return int(state.exchange.shared.steps.addressable_data(0)), state
 
     def programs(self, state: TrainState, batch: Batch, key: Key | None = None) -> list[Compiled]:
         state = self._centers.placed(state)
@@ -554,7 +554,7 @@ class StepOfCenters(Step):
 
     def acts(self, state: TrainState) -> list[Compiled]:
         """Returns the compiled programs of all acts. JAX keeps them for the calls that follow."""
-        sent, count = state.exchange, state.exchange.shared.count
+        sent, count = state.exchange, state.exchange.shared.steps
         states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
         acts = self._centers.acts
         given = [

@@ -314,7 +314,7 @@ def test_every_element_is_in_one_fragment(number):
         "empty": jnp.zeros((0, 5)),
         **{f"layer{i}": jnp.zeros((9, 40 + i)) for i in range(9)},
     }
-    fragments = cut("diloco", tree, jax.tree.map(lambda _: False, tree), number)
+    fragments = cut("Diloco", tree, jax.tree.map(lambda _: False, tree), number)
     ones, total = jax.tree.map(jnp.ones_like, tree), jax.tree.map(jnp.zeros_like, tree)
     for fragment in fragments:
         here = fragment.put(jax.tree.map(jnp.zeros_like, tree), fragment.take(ones))
@@ -324,7 +324,7 @@ def test_every_element_is_in_one_fragment(number):
     assert max(sizes) <= max(3000, 1.1 * sum(sizes) / number)
     few = {"a": jnp.zeros(2), "empty": jnp.zeros((0, 5))}
     with raises(ValueError, says("Diloco", "fragments", expected="cut into, 2", got="3", remedy="fragments=2")):
-        cut("diloco", few, jax.tree.map(lambda _: False, few), 3)  # one would have no elements
+        cut("Diloco", few, jax.tree.map(lambda _: False, few), 3)  # one would have no elements
 
 
 @pytest.mark.parametrize("given", [dict(), dict(rules=[cgx.Rule(cgx.Raw(), max_size=1023)], min_size=0)], ids=str)
@@ -430,7 +430,7 @@ def test_another_number_of_centers(tmp_path):
     mean = jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), state.exchange.own.params)
     assert_trees(lambda a, b: close(np.asarray(a[3], np.float32), b, atol=1e-2), restored.exchange.own.params, mean)
     restored, metrics = train.step(restored, DATA)
-    assert int(restored.exchange.shared.count) == 7 and np.isfinite(metrics.loss).all()
+    assert int(restored.exchange.shared.steps) == 7 and np.isfinite(metrics.loss).all()
 
 
 def test_noise_of_restored_centers(tmp_path):

@@ -29,7 +29,7 @@ import jaxcgx as cgx
 
 EVERY, FRAGMENTS, OVERLAP = 8, 2, 2
 STEPS = {"streaming": 14, "eager": 22}  # no exchange is in progress after 14 steps. 20 steps have applied residuals
-LIMIT = 100  # seconds
+LIMIT = 400  # seconds
 DIES = 10  # steps of the center that dies. Two exchanges have ended then
 
 

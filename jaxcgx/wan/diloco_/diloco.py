@@ -107,7 +107,7 @@ class Diloco:
         if others:
             raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
         object.__setattr__(self, "plan", phase.plan)
-        few = [codec for codec in self.plan.codecs if codec.makes_codes and _bits(codec) < FEW_BITS]
+        few = [codec for codec in self.plan.codecs if codec.low_rank or (codec.makes_codes and _bits(codec) < FEW_BITS)]
         if few and not self.keep:
             warn(
                 f"{op}: argument 'keep': {spell(few[0])} may lose too much of outer gradients to train without "
@@ -184,17 +184,20 @@ class Diloco:
         return {name: str(getattr(self, name)) for name in names} | {"outer": outer}
 
     def init(self, params: Params, at: At) -> list[ExchangeState]:
-        return [self._turn(p, params, at).init(params, p) for p in range(self.fragments)]
+        return [
+            self._turn(p, params, at).init(params, p, seed=self.seed, keep=self.keep) for p in range(self.fragments)
+        ]
 
     def specs(self, center: P, rank: P) -> ExchangeState:
-        return ExchangeState(Own(center, center, rank), P())
+        own: PyTree = Own
+        return ExchangeState(own(center, center, rank), P())
 
     def act(
         self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
     ) -> tuple[Params, Params, ExchangeState | None]:
         assert act.part is not None
         turn = self._turn(act.part, outer, at)
-        both, state = getattr(turn, act.name)(Both(outer, own), state)
+        both, state = getattr(turn, act.name)(Both(outer, own), state)  # begin, end, at_once or eager
         return both.outer, both.own, state
 
     def measured(self, states: Sequence[ExchangeState]) -> tuple[OuterTelemetry | None, ...] | None:
@@ -203,7 +206,17 @@ class Diloco:
 
     def _turn(self, p: int, params: Params, at: At) -> Turn:
         routes = Routes.of(self.op, self.plan, params)
-        return Turn(self, self._fragments(params)[p], Between(routes, at.net, self.alone))
+        return Turn(
+            op=self.op,
+            fragment=self._fragments(params)[p],
+            between=Between(routes, at.net, self.alone),
+            optimizer=self.optimizer,
+            later=self.later,
+            eager=self.eager,
+            alpha=self.alpha,
+            decay=self.decay,
+            telemetry=self.telemetry,
+        )
 
     def _fragments(self, params: Params) -> tuple[Fragment, ...]:
         return cut(self.op, params, Routes.of(self.op, self.plan, params).skipped, self.fragments)

@@ -76,6 +76,6 @@ class HFA(Diloco):
         self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
     ) -> tuple[Params, Params, ExchangeState | None]:
         if act.part is not None:
-            return super().act(act, outer, own, state, at)
+            return super().act(act, outer, own, state=state, at=at)
         inside = Axes(at.net.names[1:])  # the ranks of a center
         return outer, jax.tree_util.tree_map(inside.plain_pmean, own), state

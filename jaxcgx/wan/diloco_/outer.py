@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     import optax
 
 
-def check_outer(op: str, outer: Any) -> "optax.GradientTransformation":
+def check_outer(op: str, outer: "str | optax.GradientTransformation") -> "optax.GradientTransformation":
     """Returns the outer optimizer that a user gave as an optax.GradientTransformation or by its name."""
     optax = import_optax(op)
-    if isinstance(outer, str) and outer in ("sgd", "nesterov"):
-        return optax.sgd(1.0) if outer == "sgd" else optax.sgd(0.7, momentum=0.9, nesterov=True)
-    if not (callable(getattr(outer, "init", None)) and callable(getattr(outer, "update", None))):
+    if outer == "sgd":
+        return optax.sgd(1.0)
+    if outer == "nesterov":
+        return optax.sgd(0.7, momentum=0.9, nesterov=True)
+    if isinstance(outer, str) or not (
+        callable(getattr(outer, "init", None)) and callable(getattr(outer, "update", None))
+    ):
         expected = "'nesterov', 'sgd' or an optax.GradientTransformation"
         raise wrong(op, "outer", expected, repr(outer), kind=TypeError)
     return outer

@@ -16,7 +16,7 @@ from jaxcgx.wan.diloco_.outer import OuterTelemetry, init_outer, measure
 from jaxcgx.wan.fragments import Fragment
 
 if TYPE_CHECKING:
-    from jaxcgx.wan.diloco_.diloco import Diloco
+    import optax
 
 
 class Waiting(NamedTuple):
@@ -74,38 +74,47 @@ class Both(NamedTuple):
     own: Params
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What is done with a fragment. `both` are all parameters, `state` is that of the fragment."""
+    """What is done with a fragment. `both` are all parameters, `state` is that of the fragment.
 
-    how: "Diloco"
+    `Diloco` explains the last four fields.
+    """
+
+    op: str  # the name that errors have
     fragment: Fragment
     between: Between
+    optimizer: "optax.GradientTransformation"  # the outer one
+    later: bool  # whether an exchange ends in a later step than it begins
+    eager: bool
+    alpha: float
+    decay: float
+    telemetry: bool
 
     @property
     def crosses(self) -> bool:
         """Whether an exchange goes on while the programs of later steps run."""
-        return self.how.later and self.between.net.begin_sum is not None
+        return self.later and self.between.net.begin_sum is not None
 
-    def init(self, params: Params, number: int) -> ExchangeState:
+    def init(self, params: Params, number: int, *, seed: int, keep: bool) -> ExchangeState:
         """Returns the state before the first round, for all parameters and the fragment with this number."""
-        how, params = self.how, self.fragment.take(params)
+        params = self.fragment.take(params)
         zeros = lambda like: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         moved = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        sent, waiting, mean = self.between.init(params, how.seed, number, keep=how.keep), None, None
+        sent, waiting, mean = self.between.init(params, seed, number, keep=keep), None, None
         if self.crosses:
             rows = jax.eval_shape(self.between.begin, moved, sent)
             waiting = Waiting(jnp.zeros((), bool), zeros(jax.tree_util.tree_leaves(rows)))
-        elif how.later:
+        elif self.later:
             mean = Waiting(jnp.zeros((), bool), moved)
         shared = Shared(
             sent=sent._replace(residuals=None),
-            outer=init_outer(how.op, how.optimizer, params),
+            outer=init_outer(self.op, self.optimizer, params),
             waiting=mean,
-            before=moved if how.telemetry else None,
-            telemetry=OuterTelemetry(*jnp.zeros(2, jnp.float32)) if how.telemetry else None,
+            before=moved if self.telemetry else None,
+            telemetry=OuterTelemetry(*jnp.zeros(2, jnp.float32)) if self.telemetry else None,
         )
-        return ExchangeState(Own(sent.residuals, params if how.eager else None, waiting), shared)
+        return ExchangeState(Own(sent.residuals, params if self.eager else None, waiting), shared)
 
     def begin(self, both: Both, state: ExchangeState) -> tuple[Both, ExchangeState]:
         """Begins the exchange of outer gradients. It also ends the exchange if this can't go on in later steps."""
@@ -126,12 +135,12 @@ class Turn:
         good = begun & finite(mean)
         after, state = self._move(self.fragment.take(both.outer), state, mean=mean, good=good)
         own, before = after, self.fragment.take(both.own)
-        if self.how.alpha:
-            weight = self.how.alpha
+        if self.alpha:
+            weight = self.alpha
             mix = lambda x, y: (weight * wide(x) + (1 - weight) * wide(y)).astype(x.dtype)
             own = choose(good, jax.tree_util.tree_map(mix, before, after), after)
         own = choose(begun, own, before)
-        if self.how.eager:  # `finish` ends the last round
+        if self.eager:  # `finish` ends the last round
             state = ExchangeState(state.own._replace(start=choose(begun, own, state.own.start)), state.shared)
         return self._put(both, after, own), state
 
@@ -149,8 +158,8 @@ class Turn:
         mean, begun, done = self._arrived(both, state)
         after, done = self._move(self.fragment.take(both.outer), done, mean=mean, good=begun & finite(mean))
         part = jax.tree_util.tree_map(lambda d, x: (d / self.between.centers).astype(x.dtype), moved, after)
-        ahead, _ = self.how.optimizer.update(part, done.shared.outer, after)
-        start = choose(finite(moved), import_optax(self.how.op).apply_updates(after, ahead), after)
+        ahead, _ = self.optimizer.update(part, done.shared.outer, after)
+        start = choose(finite(moved), import_optax(self.op).apply_updates(after, ahead), after)
         _, done = self.begin(both, done)
         return self._put(both, after, start), ExchangeState(done.own._replace(start=start), done.shared)
 
@@ -169,8 +178,8 @@ class Turn:
         """
         before = _sent(state)
         mean, sent = self.between.end(begun, before)
-        if self.how.decay != 1:
-            sent = sent._replace(residuals=jax.tree_util.tree_map(lambda r: self.how.decay * r, sent.residuals))
+        if self.decay != 1:
+            sent = sent._replace(residuals=jax.tree_util.tree_map(lambda r: self.decay * r, sent.residuals))
         sent = choose(finite(mean), sent, before)
         own = state.own._replace(residuals=sent.residuals)
         return mean, ExchangeState(own, state.shared._replace(sent=sent._replace(residuals=None)))
@@ -203,11 +212,11 @@ class Turn:
         """Returns (outer parameters, state) after an outer step with the mean, or both unchanged unless `good`."""
         shared = state.shared
         given = jax.tree_util.tree_map(lambda d, x: d.astype(x.dtype), mean, before)
-        step, outer = self.how.optimizer.update(given, shared.outer, before)
+        step, outer = self.optimizer.update(given, shared.outer, before)
         done = shared._replace(outer=outer)
         if shared.telemetry is not None:
             done = done._replace(before=mean, telemetry=measure(mean, step, shared.before))
-        moved = import_optax(self.how.op).apply_updates(before, step)
+        moved = import_optax(self.op).apply_updates(before, step)
         after, shared = choose(good, (moved, done), (before, shared))
         return after, ExchangeState(state.own, shared)
 

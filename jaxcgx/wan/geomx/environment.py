@@ -78,7 +78,7 @@ class GeoMX:
     def exchange(self, plan: Any) -> Exchange | HFA:
         """Returns the exchange, or the rounds, that the variables turn on, with this plan: for make_train_step."""
         if self.hfa is not None:
-            return HFA(plan, **self.hfa)
+            return HFA(plan, self.hfa["k1"], self.hfa["k2"])
         return as_exchange(plan) if self.differential is None else Differential(plan, **self.differential)
 
 

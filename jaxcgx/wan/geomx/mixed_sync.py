@@ -46,7 +46,7 @@ class Shared(NamedTuple):
     exchange: Any
 
     @property
-    def count(self) -> jax.Array:
+    def count(self) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.exchange.count
 
     @property
