@@ -36,7 +36,7 @@ MANY = {
 MOST_IN_FRONT = 5  # parameters of a function in MANY that may be given without a name: those of lax.all_to_all, a codec
 MOST_BY_POSITION = 4  # arguments of a call inside the package
 # Training steps are being built anew, beside the old ones. The number of parameters and arguments isn't checked here:
-NEW = "jaxcgx.train.", "jaxcgx.wan.diloco_new", "jaxcgx.wan.mixed_sync_new"
+NEW = ("jaxcgx.train.",)
 OLD = "jaxcgx.collectives.old_", "jaxcgx.mpi.functions"
 # (file, words of the line): why this line asks which codec it has. Other code asks codec/traits.h.
 KINDS = {
