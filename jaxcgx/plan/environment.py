@@ -32,7 +32,7 @@ class Environment:
     bucket_size: int = _variable("CGX_COMPRESSION_BUCKET_SIZE", 512, 1)
     skip_incomplete: bool = _variable("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False, _FLAG)
     minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)
-    fusion_mb: int = _variable("CGX_FUSION_BUFFER_SIZE_MB", 64, 1)
+    fusion_mb: int | None = _variable("CGX_FUSION_BUFFER_SIZE_MB", None, 1)  # None: the plan's default, 64 as in CGX
     # None: SHM if the processes of a node can share memory, else MPI
     inner_communicator: str | None = _variable(
         "CGX_INNER_COMMUNICATOR_TYPE", None, {n: n for n in ("MPI", "SHM", "NCCL")}

@@ -36,8 +36,8 @@ def assert_same_on_all_ranks(tree, axes=1):
         assert (bits == bits[0]).all()
 
 
-def one_axis(t, codec=STOCHASTIC, **kwargs):
-    return cgx.compressed_psum(t, "a", codec, key=KEY if codec.stochastic else None, **kwargs)
+def one_axis(t, codec=STOCHASTIC, **fields):
+    return cgx.compressed_psum(t, "a", planned(codec, **fields), key=KEY if codec.stochastic else None)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -55,7 +55,7 @@ def test_replicas_are_identical_and_runs_reproducible(ranks):
 @pytest.mark.parametrize("inner", [STOCHASTIC, cgx.Raw(), cgx.ByteGrad()], ids=lambda codec: type(codec).__name__)
 def test_replicas_of_hierarchies_are_identical(inner):
     codecs = {"a": STOCHASTIC, "b": inner}
-    f = lambda t: [cgx.compressed_psum(t, ("a", "b"), codecs, key=KEY, **form) for form in FORMS]
+    f = lambda t: [cgx.compressed_psum(t, ("a", "b"), planned(codecs, **form), key=KEY) for form in FORMS]
     assert_same_on_all_ranks(on_ranks(f, mesh(2, 4), check_vma=False)(tree(2, 4)), axes=2)
 
 
@@ -103,7 +103,7 @@ def test_constants_are_exact(ranks=5):
 
     def f(t):
         return [
-            sum_of(t, "a", c, key=KEY if c.stochastic else None, schedule=s)
+            sum_of(t, "a", planned(c, schedule=s), key=KEY if c.stochastic else None)
             for c in codecs
             for s in ("two_shot", "one_shot", "ring")
             for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)
@@ -151,15 +151,7 @@ def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
     """All leaves are in one message, or a few in each, or one in each. So chunks are cut at different places."""
 
     def f(t):
-        return [
-            [
-                cgx.compressed_psum(
-                    t, "a", planned(codec, fusion_mb=mb), key=KEY if codec.stochastic else None, **options
-                )
-                for mb in (64, 0.002, 1e-6)
-            ]
-            for options in ENCODED
-        ]
+        return [[one_axis(t, codec, fusion_mb=mb, **fields) for mb in (64, 0.002, 1e-6)] for fields in ENCODED]
 
     for one, few, alone in on_ranks(f, mesh(3))(tree(3)):
         assert_trees(assert_same_bytes, one, few)
@@ -217,9 +209,9 @@ def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader)
 def test_replicas_of_every_codec_agree_on_every_schedule(codec):
     key = jax.random.key(0) if codec.stochastic else None
     f = lambda t: [
-        cgx.compressed_psum(t, ("a", "b"), planned(c, schedule=s), key=key, **kwargs)
+        cgx.compressed_psum(t, ("a", "b"), planned(c, schedule=s, **fields), key=key)
         for s in ("two_shot", "one_shot", "ring")
-        for c, kwargs in (
+        for c, fields in (
             (codec, {}),
             ({"a": codec, "b": codec}, {}),
             ({"a": codec, "b": cgx.Raw()}, dict(leader=True)),
@@ -236,7 +228,7 @@ def test_some_codecs_on_some_schedules():
     """The expected sum is made by hand from round trips."""
     codecs = [c for c in GRIDS if not c.stochastic and c.bucket_size][::3] + [cgx.Cast("float16"), cgx.Micro("mxfp4")]
     x = normal((3, 1000))
-    f = lambda t: [cgx.compressed_psum(t, "a", c, **options) for c in codecs for options in ENCODED]
+    f = lambda t: [one_axis(t, c, **fields) for c in codecs for fields in ENCODED]
     got = iter(on_ranks(f, mesh(3))(x))
     for codec in codecs:
         total = sum((cgx.roundtrip(row, codec) for row in x), jnp.zeros(1000))

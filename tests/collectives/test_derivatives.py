@@ -159,8 +159,8 @@ def test_a_codec_for_each_direction(op, check_vma):
             gradient(f)
             for f in (
                 lambda x: getattr(lax, op)(x, "a", **kwargs),
-                lambda x: compressed(x, codec=lossy, backward_codec=raw),
-                lambda x: compressed(x, codec=raw, backward_codec=lossy),
+                lambda x: compressed(x, plan=lossy, backward_plan=raw),
+                lambda x: compressed(x, plan=raw, backward_plan=lossy),
             )
         ]
 

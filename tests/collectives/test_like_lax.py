@@ -141,20 +141,16 @@ def test_schedules_and_the_leader_form(schedule):
 
     def body(x):
         sums = [
-            f(x, ("a", "b"), codec, schedule=schedule, leader=leader)
+            f(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
             for f in (cgx.compressed_psum, cgx.compressed_pmean)
             for codec in codecs
             for leader in (False, True)
             if isinstance(codec, dict) or not leader
         ]
-        scattered = (
-            []
-            if schedule == "two_shot"
-            else [
-                cgx.compressed_psum_scatter(x, ("a", "b"), planned(codec, schedule=schedule), tiled=True)
-                for codec in codecs
-            ]
-        )
+        scattered = [
+            cgx.compressed_psum_scatter(x, ("a", "b"), planned(codec, schedule=schedule), tiled=True)
+            for codec in codecs
+        ]
         return sums, scattered
 
     sums, scattered = on_ranks(body, mesh(2, 4), check_vma=schedule != "two_shot")(PAIRS)
@@ -171,8 +167,8 @@ def test_leaders_of_three_axes_one_of_which_has_one_rank(sizes):
     codec = dict(a=EXACT, b=EXACT, c=cgx.Raw())
 
     def body(x):
-        sums = functools.partial(cgx.compressed_psum, x, names, planned(codec, leader=True))
-        return [sums(schedule=schedule) for schedule in ("two_shot", "one_shot")]
+        plans = [planned(codec, leader=True, schedule=schedule) for schedule in ("two_shot", "one_shot")]
+        return [cgx.compressed_psum(x, names, plan) for plan in plans]
 
     m = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4])
     spec = jax.sharding.PartitionSpec(names)
@@ -287,6 +283,6 @@ def test_empty_trees():
 def test_dtypes_of_the_others():
     parts = {dtype: whole_numbers((4, 4, 3), 1, dtype) for dtype in ("float32", "bfloat16", "int32")}
     for op, kwargs in dict(psum_scatter={}, all_gather={}, all_to_all=dict(split_axis=0, concat_axis=0)).items():
-        compressed = lambda t: getattr(cgx, f"compressed_{op}")(t, "a", codec=EXACT, **kwargs)
+        compressed = lambda t: getattr(cgx, f"compressed_{op}")(t, "a", plan=EXACT, **kwargs)
         plain = lambda t: jax.tree.map(lambda x: getattr(lax, op)(x, "a", **kwargs), t)
         assert_same(on_ranks(compressed, mesh(4))(parts), on_ranks(plain, mesh(4))(parts))

@@ -28,7 +28,7 @@ def exchanges(compiled):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("fields", "expected"),
     [
         (dict(schedule="two_shot"), ["all-to-all", "all-gather"]),
         (dict(schedule="one_shot"), ["all-gather"]),
@@ -36,9 +36,9 @@ def exchanges(compiled):
     ],
     ids=str,
 )
-def test_bytes_on_the_wire(options, expected):
+def test_bytes_on_the_wire(fields, expected):
     x = {"w": normal((4, 5000)), "b": normal((4, 17), dtype=jnp.bfloat16), "n": jnp.ones((4, 3), jnp.int32)}
-    compiled = program(lambda t: cgx.compressed_psum(t, "a", CODEC, **options), mesh(4), x)
+    compiled = program(lambda t: cgx.compressed_psum(t, "a", planned(CODEC, **fields)), mesh(4), x)
     assert sent(compiled.as_text()) == {(op, "u8") for op in expected} | {("all-reduce", "s32")}
 
 
@@ -74,7 +74,7 @@ def test_other_collectives_share_messages_too():
         psum_scatter={"all-to-all": 1}, all_gather={"all-gather": 1}, all_to_all={"all-to-all": 1}
     ).items():
         kwargs = dict(split_axis=0, concat_axis=0) if op == "all_to_all" else {}
-        f = lambda t: [x[None] for x in getattr(cgx, f"compressed_{op}")([x[0] for x in t], "a", codec=CODEC, **kwargs)]
+        f = lambda t: [x[None] for x in getattr(cgx, f"compressed_{op}")([x[0] for x in t], "a", plan=CODEC, **kwargs)]
         compiled = program(f, mesh(4), tree, out=P("a"))
         assert exchanges(compiled) == expected and {dtype for _, dtype in sent(compiled.as_text())} == {"u8"}
 
