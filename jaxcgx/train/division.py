@@ -118,6 +118,10 @@ class Division:
         """Returns the function, but with results that are sharded by `specs`. It runs outside of `over`."""
         return function
 
+    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
+        """Returns the function, such that devices divide its work if its results, with these specs, are sharded."""
+        return function
+
     def init_exchange(self, init: Callable[[Params], ExchangeState], params: Params) -> ExchangeState:
         """Returns the state of an exchange, with rows. `init` must depend only on the shapes of parameters."""
         sent = init(params)

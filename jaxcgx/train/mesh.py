@@ -1,6 +1,7 @@
 """The devices along axes of a mesh as the ranks of a step. Every rank has whole parameters."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,6 +103,9 @@ class OverMesh(Division):
             return jax.sharding.auto_axes(function, out_sharding=shardings)
         return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
 
+    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
+        return self.by_partitioner(function, specs()) if self.explicit else function
+
     def specs_of_state(self, state: Any, params: Params, specs: Specs) -> Specs:
         """Returns the specs of an optimizer's state.
 
@@ -120,12 +124,12 @@ class OverMesh(Division):
             sent = init(zeros())
             return ExchangeState(row(sent.own), sent.shared)
 
-        specs = self.specs_of_exchange(jax.eval_shape(fresh), shards, self.names)
+        specs = self.specs_of_exchange(fresh, shards)
         return jax.shard_map(fresh, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
 
-    def specs_of_exchange(self, sent: ExchangeState, params: Params, front: Any) -> Specs:
-        """Returns the specs of the state of an exchange. `front` is the entry of a spec for the axis of the rows."""
-        return ExchangeState(P(front), P())
+    def specs_of_exchange(self, fresh: Callable[[], ExchangeState], params: Params) -> Specs:
+        """Returns the specs of the state that `fresh` makes for shards of parameters."""
+        return ExchangeState(self.rows, P())
 
 
 def like(params: Params, specs: Specs) -> Any:

@@ -1,5 +1,6 @@
 """A step of one rank: its gradients, and their exchange with the other ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax
 from jaxcgx import _programs
 from jaxcgx.exchange.routes import Way
 from jaxcgx.train.division import Division, addable, after, in_rows, row, without_row
-from jaxcgx.train.exchange import At, Exchange, check_state, send, with_row
+from jaxcgx.train.exchange import At, Exchange, check_state, send
 from jaxcgx.train.frozen import join, part
 from jaxcgx.train.gradient import Gradient
 from jaxcgx.train.state import ExchangeState, Pending, Priority
@@ -22,6 +23,8 @@ class Rank:
     Attributes:
       order: the numbers of the leaves in the order in which their gradients are ready. With an overlap, `step` learns
         it while it is traced.
+      state_of: a function from gradients to the shapes of the exchange's state, which it must fit. None: it isn't
+        checked.
     """
 
     def __init__(
@@ -31,9 +34,10 @@ class Rank:
         skipped: PyTree,
         overlap: str | Priority | None,
         order: tuple[int, ...] | None = None,
+        state_of: Callable[[Params], ExchangeState] | None = None,
     ) -> None:
         self.division, self.exchange, self.skipped = division, exchange, skipped
-        self.overlap, self.order = overlap, order
+        self.overlap, self.order, self.state_of = overlap, order, state_of
 
     def step(
         self,
@@ -113,8 +117,8 @@ class Rank:
 
     def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
         """Returns (means, state) of an exchange of all leaves, or of this device's shards of them."""
-        expected = jax.eval_shape(lambda: with_row(self.exchange.init(grads)))
-        check_state("train.step", sent, expected, self.division.remedy)
+        if self.state_of is not None:
+            check_state("train.step", sent, self.state_of(grads), self.division.remedy)
         return send(self.exchange, grads, sent, self._at(params, loss))
 
     def _ready(self, find: Any, args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ axes of the mesh, each shard is exchanged on its own.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -126,14 +127,22 @@ class ShardedMesh(OverMesh):
     def specs_of_means(self, skipped: PyTree) -> Specs:
         return part(self.state_cut.specs(self.names), skipped)[0] if self.state_cut else P()
 
-    def specs_of_exchange(self, sent: ExchangeState, params: Params, front: Any) -> Specs:
+    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
+        return self.by_partitioner(function, specs())
+
+    def specs_of_exchange(self, fresh: Callable[[], ExchangeState], params: Params) -> Specs:
+        return (
+            self._specs_of(jax.eval_shape(fresh), params, self.names)
+            if self.others
+            else super().specs_of_exchange(fresh, params)
+        )
+
+    def _specs_of(self, sent: ExchangeState, params: Params, front: Any) -> Specs:
         """Returns the specs of the state of an exchange over this mesh or, if `front` is None, in its ranks.
 
         An array like a parameter, with the parameter's path at the end of its own, is sharded like it over the other
         axes. So is each row of such arrays. The factors of shards are side by side along their long dimension.
         """
-        if not self.others:
-            return super().specs_of_exchange(sent, params, front)
         known, any_shape = like(params, self.whole), dict(zip(_paths(params), self.shard_axes))
 
         def spec_of(first: tuple[Any, ...], path: Any, x: jax.Array) -> P:
@@ -157,7 +166,7 @@ class ShardedMesh(OverMesh):
             return function
 
         def run(grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Any:
-            specs = self.specs_of_exchange(sent, grads, None)
+            specs = self._specs_of(sent, grads, None)
             return jax.shard_map(
                 function,
                 in_specs=(self.whole, specs, P() if params is None else self.whole, P()),

@@ -43,7 +43,7 @@ class Update:
     ) -> TrainState:
         """Returns the state after an update with the means of gradients. `key` is that of the gather of updates."""
         trained, frozen = part(state.params, skipped)
-        run = self.division.by_partitioner(self._run, self.specs(state.params, skipped))
+        run = self.division.over_devices(self._run, lambda: self.specs(state.params, skipped))
         updates, opt_state = run(means, state.opt_state, trained, loss)
         updates, lost = self.division.send_updates(updates, state.lost, skipped, key)
         moved = import_optax(OP).apply_updates(trained, updates)
