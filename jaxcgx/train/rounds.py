@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,7 +22,7 @@ from jaxcgx.train.agreement import check_same
 from jaxcgx.train.batch import dimensions
 from jaxcgx.train.cut import OP
 from jaxcgx.train.division import Division, addable, after, row, without_row
-from jaxcgx.train.exchange import At, as_exchange
+from jaxcgx.train.exchange import At
 from jaxcgx.train.frozen import part
 from jaxcgx.train.gradient import Gradient, Parts
 from jaxcgx.train.loop import Step, Training, TrainStep, as_arrays, put
@@ -45,11 +44,11 @@ class Act(NamedTuple):
 
     Attributes:
       name: what is done, for `Rounds.act`.
-      part: the number of the part of the parameters; None: it needs no state.
+      part: the number of the part of the parameters; -1: it needs no state.
     """
 
     name: str
-    part: int | None
+    part: int
     first: int
     every: int
 
@@ -113,32 +112,20 @@ class Rounds(Protocol):
         ...
 
 
-class Centers(NamedTuple):
-    """What each center has for itself, a row for each.
-
-    Attributes:
-      params: the parameters of the center.
-      inside: the state of the exchange inside the center. Its arrays per rank have a row for each rank.
-      parts: the state of the rounds, for each part of the parameters.
-    """
-
-    params: PyTree
-    inside: ExchangeState
-    parts: tuple[PyTree, ...]
-
-    per_rank = MappingProxyType({"params": "mean", "inside": "mean"})
-
-
-class Common(NamedTuple):
-    """What is the same in every center.
+class RoundsState(NamedTuple):
+    """The state of centers besides the outer parameters, the optimizer's states and the model states.
 
     Attributes:
       steps: int32[]: the number of steps so far.
+      params: the own parameters of each center, as rows.
+      inside: the state of the exchange inside each center, as rows. Its arrays per rank have a row for each rank.
       parts: the state of the rounds, for each part of the parameters.
     """
 
-    steps: PyTree
-    parts: tuple[PyTree, ...]
+    steps: jax.Array
+    params: PerRank
+    inside: PerRank
+    parts: tuple[ExchangeState, ...]
 
 
 class CentersTelemetry(NamedTuple):
@@ -153,16 +140,6 @@ class CentersTelemetry(NamedTuple):
     outer: PyTree
 
 
-class Inner(NamedTuple):
-    """What a step changes before any act. All arrays except the number of steps are rows."""
-
-    steps: PyTree
-    params: PyTree
-    inside: ExchangeState
-    opt_state: PyTree
-    model_state: PyTree
-
-
 class Ongoing(NamedTuple):
     """What the program of an act gets, and what becomes of it.
 
@@ -170,13 +147,13 @@ class Ongoing(NamedTuple):
       outer: the outer parameters.
       steps: the number of steps, unchanged: the next step waits for it.
       params: the own parameters of the centers, as rows.
-      state: the state of the part, or None.
+      parts: the states of parts; None stands for no part.
     """
 
-    outer: Params
+    outer: PyTree
     steps: PyTree
     params: PyTree
-    state: PyTree | None
+    parts: list[PyTree]
 
 
 class Center(Division):
@@ -205,17 +182,16 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     assert isinstance(division, OverMesh)
     rounds.check(division.mesh, axis)
     axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
-    inner: Any = () if rounds.alone or len(axes) == 1 else axes[1:] if len(axes) > 2 else axes[1]
-    center, inside = Center(inner, division.batch_specs), as_exchange(rounds.inside, rounds.op)
-    if inner == () and not (isinstance(inside.plan, Plan) and inside.plan.raw and not inside.plan.rules):
+    inner: AxisName = () if rounds.alone else axes[1:] if len(axes) != 2 else axes[-1]
+    center, plan = Center(inner, division.batch_specs), training.exchange.plan
+    if inner == () and not (isinstance(plan, Plan) and plan.raw and not plan.rules):
         why = "as the ranks of a center average parameters" if rounds.alone else "as a center has one rank"
         expected = f"jaxcgx.Raw(), {why} and exchange no gradients"
         raise wrong(rounds.op, "inside", expected, repr(rounds.inside), "leave it out")
     if inner == () and training.overlap is not None:
         expected = "None, as a center has one rank, which exchanges no gradients"
         raise wrong(OP, "overlap", expected, repr(training.overlap), "leave it out")
-    update = Update(training.update.optimizer, center)
-    training = dataclasses.replace(training, exchange=inside, update=update)
+    training = dataclasses.replace(training, update=Update(training.update.optimizer, center))
     return StepOfCenters(CentersTraining(rounds, training, division, center, axis), donate).functions
 
 
@@ -266,7 +242,7 @@ class CentersTraining:
     @property
     def parts(self) -> int:
         """The number of parts of the parameters."""
-        return 1 + max(act.part or 0 for act in self.acts)
+        return 1 + max(act.part for act in self.acts)
 
     @property
     def part(self) -> ExchangeState:
@@ -275,9 +251,9 @@ class CentersTraining:
 
     @property
     def specs(self) -> TrainState:
-        rows, part, n = self.rows, self.part, self.parts
-        own = Centers(rows, ExchangeState(self.ranks.rows, rows), (part.own,) * n)
-        return TrainState(P(), rows, rows, ExchangeState(own, Common(P(), (part.shared,) * n)))
+        rows, inside = self.rows, PerRank(ExchangeState(self.ranks.rows, self.rows))
+        sent: PyTree = RoundsState
+        return TrainState(P(), rows, rows, sent(P(), rows, inside, (self.part,) * self.parts))
 
     def at(self) -> At:
         """Returns the place of all ranks, inside of `over`."""
@@ -302,11 +278,11 @@ class CentersTraining:
             fold_in = lambda x: x if addable(x) else fold_keys(x, self.number())
             model_state = jax.tree_util.tree_map(fold_in, model_state)
             opt_state, _ = training.update.init(params, skipped)
-            inside, states = training.exchange.init(params), rounds.init(params, self.at())
-            own = Centers(params, inside, tuple(state.own for state in states))
-            common = Common(jnp.zeros((), jnp.int32), tuple(state.shared for state in states))
-            rows = PerRank(row(model_state)) if training.model_state.mode else None
-            return TrainState(params, rows, PerRank(row(opt_state)), ExchangeState(row(own), common))
+            states = [ExchangeState(row(each.own), each.shared) for each in rounds.init(params, self.at())]
+            own, inside = PerRank(row(params)), PerRank(row(training.exchange.init(params)))
+            sent = RoundsState(jnp.zeros((), jnp.int32), own, inside, tuple(states))
+            model = PerRank(row(model_state)) if training.model_state.mode else None
+            return TrainState(params, model, PerRank(row(opt_state)), sent)
 
         make = self.ranks.over(of_rank, P(), self.specs)
         replicated = self.ranks.shardings(P())
@@ -315,91 +291,86 @@ class CentersTraining:
     def step(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
         """A step of all centers, with all acts in conditionals."""
         self.check(state)
-        inner, loss, telemetry = self.train(self.inner(state), batch, key)
-        state = self.after_train(state, inner)
-        sent, rows, part = state.exchange, self.rows, (self.part,) * self.parts
-        states = tuple(map(ExchangeState, sent.own.parts, sent.shared.parts))
+        inner, loss, telemetry = self.train(inside(state), batch, key)
 
-        def acts(outer: Params, own: PyTree, states: tuple[ExchangeState, ...], count: jax.Array) -> tuple[Any, ...]:
+        def acts(given: Ongoing) -> Ongoing:
             for turn in self.rounds.turns:
+                which = sum(jnp.where(act.due(given.steps), 1 + i, 0) for i, act in enumerate(turn))
+                branches = [lambda same: same, *(functools.partial(self._of_rank, act, act.part) for act in turn)]
+                given = lax.switch(which, branches, given)
+            return given
 
-                def on(act: Act, outer: Params, own: PyTree, states: PyTree) -> tuple[Any, ...]:
-                    p = act.part
-                    done = self._of_rank(act, Ongoing(outer, count, own, None if p is None else states[p]))
-                    if p is not None:
-                        states = (*states[:p], done.state, *states[p + 1 :])
-                    return done.outer, done.params, states
-
-                which = sum(jnp.where(act.due(count), 1 + i, 0) for i, act in enumerate(turn))
-                branches = [lambda *same: same, *(functools.partial(on, act) for act in turn)]
-                outer, own, states = lax.switch(which, branches, outer, own, states)
-            return outer, own, states
-
-        over = self.ranks.over(acts, (P(), rows, part, P()), (P(), rows, part))
-        outer, own, states = over(state.params, sent.own.params, states, inner.steps)
-        state = self.after_acts(state, outer, own, states)
+        specs = Ongoing(P(), P(), self.rows, [*(self.part,) * self.parts, None])
+        state = joined(inner, self.ranks.over(acts, (specs,), specs)(ongoing(state, inner)))
         return state, self.metrics(state, loss, telemetry)
 
     def finish(self, state: TrainState) -> TrainState:
         """Ends exchanges that have begun, and applies their results."""
         self.check(state)
-        sent = state.exchange
-        states: list[Any] = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
-        outer, own, count = state.params, sent.own.params, sent.shared.steps
-        for act in self.rounds.last:
-            assert act.part is not None
-            done = self.act(act, Ongoing(outer, count, own, states[act.part]))
-            outer, own, states[act.part] = done.outer, done.params, done.state
-        return self.after_acts(state, outer, own, states)
+        inner = inside(state)
+        return joined(inner, self.do(self.act, self.rounds.last, ongoing(state, inner)))
 
-    def train(self, inner: Inner, batch: Batch, key: Key | None) -> tuple[Inner, jax.Array, PyTree]:
-        """Returns (what a step changes before any act, the loss of each center, telemetry)."""
-        training, rows = self.training, self.rows
-        batch, specs = self.ranks.place(batch, training.accumulate)
-        parts = Parts(training.accumulate, dimensions(specs))
-        inner_specs = Inner(P(), rows, ExchangeState(self.ranks.rows, rows), rows, rows)
+    def do(self, program: Callable[[Act, Ongoing], Ongoing], acts: Sequence[Act], given: Ongoing) -> Ongoing:
+        """Does acts one after another. Each has a program, which gets the state of one part alone."""
+        parts = list(given.parts)
+        for act in acts:
+            given = program(act, given._replace(parts=[parts[act.part]]))
+            (parts[act.part],) = given.parts
+        return given._replace(parts=parts)
 
-        def of_rank(inner: Inner, batch: Batch, key: Key | None) -> tuple[Inner, jax.Array, PyTree]:
-            params, shared = without_row((inner.params, inner.inside.shared))
-            opt_state, model_state = without_row((inner.opt_state, inner.model_state))
+    def train(self, given: TrainState, batch: Batch, key: Key | None) -> tuple[TrainState, jax.Array, PyTree]:
+        """Returns (the state after a step before any act, the loss of each center, telemetry).
+
+        `given` is the state without what only acts change.
+        """
+        training, rows, specs = self.training, self.rows, inside(self.specs)
+        batch, of_batch = self.ranks.place(batch, training.accumulate)
+        parts = Parts(training.accumulate, dimensions(of_batch))
+
+        def of_rank(given: TrainState, batch: Batch, key: Key | None) -> tuple[TrainState, jax.Array, PyTree]:
+            sent, state = given.exchange, given.exchange.inside.rows
+            params, shared, opt_state = without_row((sent.params.rows, state.shared, given.opt_state.rows))
+            model_state = None if given.model_state is None else without_row(given.model_state.rows)
             skipped, center, number = self.skipped(params), self.center, self.number()
             # Centers draw independent noise. Their keys in the state are equal, so there may be any number of centers.
-            sent = ExchangeState(inner.inside.own, _map_keys(lambda key: fold(key, number), shared))
-            early = training.exchange.early and center.crosses and training.overlap is None
-            outputs = Outputs(OP, None, P())
+            state = ExchangeState(state.own, _map_keys(lambda key: fold(key, number), shared))
             gradient = Gradient(
-                center, training.loss, training.model_state, skipped=skipped, parts=parts, outputs=outputs, early=early
+                center,
+                training.loss,
+                training.model_state,
+                skipped=skipped,
+                parts=parts,
+                outputs=Outputs(OP, None, P()),
+                early=training.exchange.early and center.crosses and training.overlap is None,
             )
             rank = Rank(center, training.exchange, skipped, training.overlap)
             keys = None if key is None else jax.random.fold_in(key, number), None
-            means, sent, model_state, loss, _ = rank.step(
-                gradient, params, model_state, sent=sent, batch=batch, keys=keys
+            means, state, model_state, loss, _ = rank.step(
+                gradient, params, model_state, sent=state, batch=batch, keys=keys
             )
             params, opt_state = self._updated(params, opt_state, means, loss)
-            telemetry = getattr(sent.shared, "telemetry", None)
-            inside = ExchangeState(sent.own, row(_map_keys(lambda _, key: key, sent.shared, shared)))
+            telemetry = row(getattr(state.shared, "telemetry", None))
+            state = ExchangeState(state.own, row(_map_keys(lambda _, key: key, state.shared, shared)))
             # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one
             # another.
-            count = after(loss, inner.steps + 1)
-            return Inner(count, row(params), inside, row(opt_state), row(model_state)), row(loss), row(telemetry)
+            sent = RoundsState(after(loss, sent.steps + 1), PerRank(row(params)), PerRank(state), ())
+            model = None if given.model_state is None else PerRank(row(model_state))
+            return TrainState(None, model, PerRank(row(opt_state)), sent), row(loss), telemetry
 
-        over = self.ranks.over(of_rank, (inner_specs, specs, P()), (inner_specs, rows, rows))
-        return over(inner, batch, key)
+        return self.ranks.over(of_rank, (specs, of_batch, P()), (specs, rows, rows))(given, batch, key)
 
     def act(self, act: Act, given: Ongoing) -> Ongoing:
-        """Does an act in all centers."""
-        specs = Ongoing(P(), P(), self.rows, None if act.part is None else self.part)
-        return self.ranks.over(functools.partial(self._of_rank, act), (specs,), specs)(given)
+        """Does an act in all centers. `given` has the state of its part alone."""
+        specs = Ongoing(P(), P(), self.rows, [None if act.part < 0 else self.part])
+        return self.ranks.over(functools.partial(self._of_rank, act, 0), (specs,), specs)(given)
 
-    def _of_rank(self, act: Act, given: Ongoing) -> Ongoing:
-        """Does an act in a rank."""
-        state = given.state
-        if state is not None:
-            state = ExchangeState(without_row(state.own), state.shared)
+    def _of_rank(self, act: Act, place: int, given: Ongoing) -> Ongoing:
+        """Does an act in a rank. `place` is that of the part's state in `given.parts`."""
+        parts, state = list(given.parts), given.parts[place]
+        state = state and ExchangeState(without_row(state.own), state.shared)
         outer, own, state = self.rounds.act(act, given.outer, without_row(given.params), state=state, at=self.at())
-        if state is not None:
-            state = ExchangeState(row(state.own), state.shared)
-        return Ongoing(outer, given.steps, row(own), state)
+        parts[place] = state and ExchangeState(row(state.own), state.shared)
+        return Ongoing(outer, given.steps, row(own), parts)
 
     def _updated(self, params: Params, opt_state: PyTree, means: PyTree, loss: jax.Array) -> tuple[Params, PyTree]:
         """Returns (parameters, the optimizer's state) after an update.
@@ -418,40 +389,20 @@ class CentersTraining:
             return update(*given)
         return without_row(jax.vmap(update)(*row(given)))
 
-    def inner(self, state: TrainState) -> Inner:
-        """Returns what a step changes before any act."""
-        own, rows = state.exchange.own, lambda x: None if x is None else x.rows
-        return Inner(state.exchange.shared.steps, own.params, own.inside, state.opt_state.rows, rows(state.model_state))
-
-    def after_train(self, state: TrainState, inner: Inner) -> TrainState:
-        sent = state.exchange
-        own = sent.own._replace(params=inner.params, inside=inner.inside)
-        model = None if state.model_state is None else PerRank(inner.model_state)
-        sent = ExchangeState(own, sent.shared._replace(steps=inner.steps))
-        return state.replace(exchange=sent, opt_state=PerRank(inner.opt_state), model_state=model)
-
-    def after_acts(self, state: TrainState, outer: Params, own: PyTree, states: Sequence[ExchangeState]) -> TrainState:
-        sent = state.exchange
-        mine = sent.own._replace(params=own, parts=tuple(each.own for each in states))
-        common = sent.shared._replace(parts=tuple(each.shared for each in states))
-        return state.replace(params=outer, exchange=ExchangeState(mine, common))
-
     def metrics(self, state: TrainState, loss: jax.Array, telemetry: PyTree) -> Metrics:
-        sent = state.exchange
-        outer = self.rounds.measured(tuple(map(ExchangeState, sent.own.parts, sent.shared.parts)))
-        found = None if telemetry is None and outer is None else CentersTelemetry(telemetry, outer)
-        return Metrics(loss, None, found)
+        outer = self.rounds.measured(state.exchange.parts)
+        return Metrics(loss, None, None if telemetry is None and outer is None else CentersTelemetry(telemetry, outer))
 
     def check(self, state: Any) -> None:
         """Checks the state that a step gets."""
-        if not (isinstance(state, TrainState) and isinstance(state.exchange, ExchangeState)):
+        if not isinstance(state, TrainState):
             expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
             raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
-        found = state.exchange.own.parts if isinstance(state.exchange.own, Centers) else ()
-        if len(found) != self.parts:
+        found = len(state.exchange.parts) if isinstance(state.exchange, RoundsState) else 0
+        if found != self.parts:
             expected = f"the state of {self.parts} fragments of {self.rounds.op}"
-            got = str(len(found)) if found else f"one with {type(state.exchange.own).__name__}"
-            raise wrong("train.step", "state", expected, got, f"pass fragments={got}" if found else "")
+            got = found or f"one with {type(state.exchange).__name__}"
+            raise wrong("train.step", "state", expected, got, f"pass fragments={found}" * (found > 0))
 
     def placed(self, state: TrainState) -> TrainState:
         """Returns a state where a step leaves it."""
@@ -514,16 +465,9 @@ class StepOfCenters(Step):
         if len(now) != len(last) or any(x is not y for x, y in zip(now, last)):
             number, state = self._begin(state)
         with self.checked(batch):
-            inner, loss, telemetry = self._train(centers.inner(state), batch, key)
-        sent, count, own, outer = state.exchange, inner.steps, inner.params, state.params
-        states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
-        for act in [act for act in centers.acts if act.due(number + 1)]:
-            given = Ongoing(outer, count, own, None if act.part is None else states[act.part])
-            outer, count, own, done = self._act(act, given)
-            if act.part is not None:
-                states[act.part] = done
-        state = centers.after_train(state, inner._replace(steps=count))
-        state = centers.after_acts(state, outer, own, states)
+            inner, loss, telemetry = self._train(inside(state), batch, key)
+        due = [act for act in centers.acts if act.due(number + 1)]
+        state = joined(inner, centers.do(self._act, due, ongoing(state, inner)))
         self._last = self._arrays(state), number + 1
         metrics = centers.metrics(state, loss, telemetry)
         if self._donate:  # the state's own arrays may be donated to a later step
@@ -531,7 +475,7 @@ class StepOfCenters(Step):
         return state, metrics
 
     def _arrays(self, state: TrainState) -> list[Any]:
-        return [state.exchange.shared.steps, *jax.tree_util.tree_leaves(state.params)]
+        return [state.exchange.steps, *jax.tree_util.tree_leaves(state.params)]
 
     def _begin(self, state: TrainState) -> tuple[int, TrainState]:
         """Prepares a call with a state that the last call didn't return. Returns (the number of its steps, the state).
@@ -546,22 +490,35 @@ class StepOfCenters(Step):
         if kind not in self._known:
             self.acts(state)
             self._known.add(kind)
-        return int(state.exchange.shared.steps.addressable_data(0)), state
+        return int(state.exchange.steps.addressable_data(0)), state
 
     def programs(self, state: TrainState, batch: Batch, key: Key | None = None) -> list[Compiled]:
         state = self._centers.placed(state)
-        return [self._train.lower(self._centers.inner(state), batch, key).compile(), *self.acts(state)]
+        return [self._train.lower(inside(state), batch, key).compile(), *self.acts(state)]
 
     def acts(self, state: TrainState) -> list[Compiled]:
         """Returns the compiled programs of all acts. JAX keeps them for the calls that follow."""
-        sent, count = state.exchange, state.exchange.shared.steps
-        states = list(map(ExchangeState, sent.own.parts, sent.shared.parts))
-        acts = self._centers.acts
-        given = [
-            Ongoing(state.params, count, sent.own.params, None if act.part is None else states[act.part])
-            for act in acts
-        ]
-        return [self._act.lower(act, each).compile() for act, each in zip(acts, given)]
+        given = ongoing(state, inside(state))
+        each = lambda act: self._act.lower(act, given._replace(parts=[given.parts[act.part]])).compile()
+        return [each(act) for act in self._centers.acts]
+
+
+def inside(state: TrainState) -> TrainState:
+    """Returns the state without what only acts change."""
+    return state.replace(params=None, exchange=state.exchange._replace(parts=()))
+
+
+def ongoing(state: TrainState, inner: TrainState) -> Ongoing:
+    """Returns what acts get: the state before the step, and what `train` made of it."""
+    sent = inner.exchange
+    return Ongoing(state.params, sent.steps, sent.params.rows, [*state.exchange.parts, None])
+
+
+def joined(inner: TrainState, given: Ongoing) -> TrainState:
+    """Returns the state after acts."""
+    *parts, _ = given.parts
+    sent = inner.exchange._replace(steps=given.steps, params=PerRank(given.params), parts=tuple(parts))
+    return inner.replace(params=given.outer, exchange=sent)
 
 
 def _map_keys(function: Callable[..., Any], shared: PyTree, *others: PyTree) -> PyTree:

@@ -65,7 +65,7 @@ def run(train, steps=8, state=None, batch=lambda t: X[t % len(X)]):
 
 def parts(state):
     """Returns (what each center has of each fragment, what is the same in every center)."""
-    return state.exchange.own.parts, state.exchange.shared.parts
+    return [part.own for part in state.exchange.parts], [part.shared for part in state.exchange.parts]
 
 
 class Transcription:
@@ -220,7 +220,7 @@ def test_streaming_to_the_bit():
             arriving[t + 1] = p, expected.moved(HALVES[p])
         assert_same_trees(params, expected.outer)
     assert_same_trees(
-        jax.tree.map(lambda x: np.array(x), state.exchange.own.params),
+        jax.tree.map(lambda x: np.array(x), state.exchange.params.rows),
         {name: np.stack([own[name] for own in expected.own]) for name in PARAMS},
     )
     metrics = got[-1][1]
@@ -300,7 +300,7 @@ def test_every_step_with_sgd_of_rate_1_is_averaging():
         expected.train()
         expected.own = [{name: (expected.own[0][name] + expected.own[1][name]) / 2 for name in PARAMS} for _ in "01"]
         assert_same_trees(params_now, jax.tree.map(np.float32, expected.own[0]))
-    assert_same_trees(state.params, jax.tree.map(lambda x: x[0], state.exchange.own.params))
+    assert_same_trees(state.params, jax.tree.map(lambda x: x[0], state.exchange.params.rows))
 
 
 @pytest.mark.parametrize("number", [1, 3, 7])
@@ -378,15 +378,15 @@ def trained():
 
 def test_centers_of_several_ranks():
     train, (state, metrics) = compressed(2, 2), trained()
-    own, params = state.exchange.own, state.params
-    assert own.params["up"].shape == (2, 30, 40) and own.params["up"].sharding.spec == P("dc")
-    assert own.inside.own.residuals["up"].shape == (4, 30, 40) and metrics.loss.shape == (2,)
-    assert (own.params["down"][0] != own.params["down"][1]).any() and params["b"].dtype == jnp.bfloat16
-    fed = own.parts[0].residuals
+    own, params = state.exchange.params.rows, state.params
+    assert own["up"].shape == (2, 30, 40) and own["up"].sharding.spec == P("dc")
+    assert state.exchange.inside.rows.own.residuals["up"].shape == (4, 30, 40) and metrics.loss.shape == (2,)
+    assert (own["down"][0] != own["down"][1]).any() and params["b"].dtype == jnp.bfloat16
+    fed = parts(state)[0][0].residuals
     assert fed["down"].sharding.spec == P("dc") and fed["b"] is None and np.abs(fed["down"]).max() > 0
     # Replicas agree: outer parameters and outer states on all devices, a center's parameters on its ranks.
     same = lambda axes: lambda tree: jnp.stack([cgx.check_replicas(tree, name).agree for name in axes])
-    outer, of_center = (params, state.exchange.shared), (own.params, own.parts, state.opt_state)
+    outer, of_center = (params, parts(state)[1]), (own, parts(state)[0], state.opt_state)
     check = lambda tree, spec, axes: jax.jit(
         jax.shard_map(same(axes), mesh=mesh_of(2, 2), in_specs=(spec,), out_specs=P(), check_vma=False)
     )(tree)
@@ -427,10 +427,10 @@ def test_another_number_of_centers(tmp_path):
     for old, new in zip(parts(state)[0], parts(restored)[0]):
         assert_trees(lambda a, b: close(a.sum(0), b.sum(0)), old.residuals, new.residuals)
     assert_same_trees(parts(state)[1], parts(restored)[1])
-    mean = jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), state.exchange.own.params)
-    assert_trees(lambda a, b: close(np.asarray(a[3], np.float32), b, atol=1e-2), restored.exchange.own.params, mean)
+    mean = jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), state.exchange.params.rows)
+    assert_trees(lambda a, b: close(np.asarray(a[3], np.float32), b, atol=1e-2), restored.exchange.params.rows, mean)
     restored, metrics = train.step(restored, DATA)
-    assert int(restored.exchange.shared.steps) == 7 and np.isfinite(metrics.loss).all()
+    assert int(restored.exchange.steps) == 7 and np.isfinite(metrics.loss).all()
 
 
 def test_noise_of_restored_centers(tmp_path):
@@ -444,8 +444,8 @@ def test_noise_of_restored_centers(tmp_path):
         return trainer(diloco("sgd", inside=plan), mesh, lambda params, x: ((x @ params) ** 2).mean(), donate=False)
 
     def centers_after_a_step(train, state):
-        state, _ = train.step(state, np.tile(batch, (len(state.exchange.own.params), 1)))
-        return np.asarray(state.exchange.own.params)
+        state, _ = train.step(state, np.tile(batch, (len(state.exchange.params.rows), 1)))
+        return np.asarray(state.exchange.params.rows)
 
     first, state = make(2).init(normal((8, 16), 4)), make(4).init(normal((8, 16), 4))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -465,7 +465,7 @@ def test_parameters_that_are_named_key():
     train = trainer(diloco("sgd", cgx.MaxMin(4), every=2, inside=inside), mesh_of(2, 2), loss)
     state, metrics = train.step(train.init(attention(normal((8, 16), 1), normal((8, 16), 2))), normal((8, 8), 3))
     assert np.isfinite(metrics.loss).all()
-    assert np.abs(state.exchange.own.inside.own.residuals.key).max() > 0
+    assert np.abs(state.exchange.inside.rows.own.residuals.key).max() > 0
 
 
 def test_centers_of_one_rank_continue_those_of_several(tmp_path):
@@ -501,7 +501,7 @@ def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
     _, start = run(train, 2)
     _, state = run(train, 2, start, batch)
     assert_same_trees((state.params, parts(state)), (start.params, parts(start)))
-    assert_same_trees(state.exchange.own.params, jax.tree.map(lambda x: jnp.stack([x, x]), start.params))
+    assert_same_trees(state.exchange.params.rows, jax.tree.map(lambda x: jnp.stack([x, x]), start.params))
     got, _ = run(train, 2, state)
     assert np.isfinite(got[-1][0]["w"]).all() and (got[-1][0]["w"] != state.params["w"]).any()
 
@@ -547,7 +547,7 @@ def test_keys_frozen_parameters_and_micro_batches():
     fold = jax.random.fold_in
     keys = [[fold(fold(fold(key, center), 0), part) for part in range(2)] for center in range(2)]
     expected = [-0.25 * np.mean([jax.random.normal(k, (3,)) for k in both], 0) for both in keys]
-    np.testing.assert_allclose(state.exchange.own.params["w"], expected, rtol=1e-5)
+    np.testing.assert_allclose(state.exchange.params.rows["w"], expected, rtol=1e-5)
     state, _ = train.step(state, jnp.asarray(X[0]), key)
     assert_same_trees(state.params["frozen"], jnp.arange(1, 4))
     np.testing.assert_allclose(state.params["w"], 2 * np.mean(expected, 0), rtol=1e-5)

@@ -63,10 +63,9 @@ class Run:
     def digests(self):
         """Returns {device: digest of its last arrays}, without those that change when an exchange in progress ends."""
         found = {}
-        own, shared = self.state.exchange.own, self.state.exchange.shared
-        each = [(x.outer, x.telemetry) for x in shared.parts]
-        each += [x.start if x.start is not None else x.residuals for x in own.parts]
-        for leaf in jax.tree.leaves((self.state.params, own._replace(parts=None), self.state.opt_state, each)):
+        sent = self.state.exchange
+        each = [(x.shared.outer, x.shared.telemetry, x.own.start or x.own.residuals) for x in sent.parts]
+        for leaf in jax.tree.leaves((self.state.params, sent._replace(parts=()), self.state.opt_state, each)):
             for shard in leaf.addressable_shards:
                 digest = found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256())
                 digest.update(np.asarray(shard.data).tobytes())
@@ -95,14 +94,14 @@ def restored_in_mid_exchange(run, path):
 
     for _ in range(EVERY // FRAGMENTS - OVERLAP + 1):
         run.step()
-    begun = [x.waiting.begun for x in run.state.exchange.own.parts]
+    begun = [x.own.waiting.begun for x in run.state.exchange.parts]
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, run.state)
     run.state = before = cgx.restore_state(path, run.state)
     run.step()
     differ = lambda part: any((a != b).any() for a, b in zip(own(part(before)), own(part(run.state)), strict=True))
-    rounds = lambda x: ([each._replace(waiting=None) for each in x.exchange.own.parts], x.exchange.shared.parts)
-    parts = lambda x: x.params, rounds, lambda x: x.exchange.own.params
+    rounds = lambda x: [(each.own._replace(waiting=None), each.shared) for each in x.exchange.parts]
+    parts = lambda x: x.params, rounds, lambda x: x.exchange.params
     return any(x.any() for x in own(begun)), [differ(part) for part in parts]
 
 

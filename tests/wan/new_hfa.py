@@ -68,7 +68,7 @@ def test_to_the_bit():
         state, _ = train.step(state, x)
         for name in PARAMS:
             np.testing.assert_array_equal(state.params[name], expected[name])
-            own = np.asarray(state.exchange.own.params[name])
+            own = np.asarray(state.exchange.params.rows[name])
             np.testing.assert_array_equal(own, [params[name] for params in ranks])
     traced, other = jax.jit(lambda *args: train.step(*args)), train.init(PARAMS)
     for x in X:
@@ -89,7 +89,7 @@ def test_other_centers_and_ranks_send_what_was_held_back(tmp_path):
     state, _ = trainer(mesh_of(2, 2), linear, **options).step(state, X[0])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
-    held = lambda state: np.asarray(state.exchange.own.parts[0].residuals["w"]).sum(0)
+    held = lambda state: np.asarray(state.exchange.parts[0].own.residuals["w"]).sum(0)
     assert np.abs(held(state)).max() > 0.01
     for sizes in (2, 2), (2, 4), (4, 1), (3,):
         train = trainer(mesh_of(*sizes), linear, **options)

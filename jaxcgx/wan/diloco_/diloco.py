@@ -24,7 +24,7 @@ from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.typing import AxisName, Params, PyTree
 from jaxcgx.wan.diloco_.between import Between
 from jaxcgx.wan.diloco_.outer import OuterTelemetry, check_outer, digest_of
-from jaxcgx.wan.diloco_.turn import Both, Own, Shared, Turn
+from jaxcgx.wan.diloco_.turn import Both, Own, Turn
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.several import check_several
 
@@ -195,14 +195,12 @@ class Diloco:
     def act(
         self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
     ) -> tuple[Params, Params, ExchangeState | None]:
-        assert act.part is not None
         turn = self._turn(act.part, outer, at)
         both, state = getattr(turn, act.name)(Both(outer, own), state)  # begin, end, at_once or eager
         return both.outer, both.own, state
 
     def measured(self, states: Sequence[ExchangeState]) -> tuple[OuterTelemetry | None, ...] | None:
-        shared: list[Shared] = [state.shared for state in states]
-        return tuple(each.telemetry for each in shared) if self.telemetry else None
+        return tuple(state.shared.telemetry for state in states) if self.telemetry else None
 
     def _turn(self, p: int, params: Params, at: At) -> Turn:
         routes = Routes.of(self.op, self.plan, params)
@@ -212,7 +210,7 @@ class Diloco:
             between=Between(routes, at.net, self.alone),
             optimizer=self.optimizer,
             later=self.later,
-            eager=self.eager,
+            ahead=self.eager,
             alpha=self.alpha,
             decay=self.decay,
             telemetry=self.telemetry,

@@ -65,7 +65,7 @@ class HFA(Diloco):
 
     @property
     def turns(self) -> Sequence[Sequence[Act]]:
-        return [[Act("average", None, first=self.k1, every=self.k1)], *super().turns]
+        return [[Act("average", -1, first=self.k1, every=self.k1)], *super().turns]
 
     def settings(self, params: Params) -> dict[str, str]:
         found = super().settings(params)
@@ -75,7 +75,7 @@ class HFA(Diloco):
     def act(
         self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
     ) -> tuple[Params, Params, ExchangeState | None]:
-        if act.part is not None:
+        if act.part >= 0:
             return super().act(act, outer, own, state=state, at=at)
         inside = Axes(at.net.names[1:])  # the ranks of a center
         return outer, jax.tree_util.tree_map(inside.plain_pmean, own), state

@@ -78,7 +78,7 @@ class Both(NamedTuple):
 class Turn:
     """What is done with a fragment. `both` are all parameters, `state` is that of the fragment.
 
-    `Diloco` explains the last four fields.
+    `Diloco` explains the last three fields.
     """
 
     op: str  # the name that errors have
@@ -86,7 +86,7 @@ class Turn:
     between: Between
     optimizer: "optax.GradientTransformation"  # the outer one
     later: bool  # whether an exchange ends in a later step than it begins
-    eager: bool
+    ahead: bool  # whether a center goes on from a preliminary outer step
     alpha: float
     decay: float
     telemetry: bool
@@ -114,7 +114,7 @@ class Turn:
             before=moved if self.telemetry else None,
             telemetry=OuterTelemetry(*jnp.zeros(2, jnp.float32)) if self.telemetry else None,
         )
-        return ExchangeState(Own(sent.residuals, params if self.eager else None, waiting), shared)
+        return ExchangeState(Own(sent.residuals, params if self.ahead else None, waiting), shared)
 
     def begin(self, both: Both, state: ExchangeState) -> tuple[Both, ExchangeState]:
         """Begins the exchange of outer gradients. It also ends the exchange if this can't go on in later steps."""
@@ -140,7 +140,7 @@ class Turn:
             mix = lambda x, y: (weight * wide(x) + (1 - weight) * wide(y)).astype(x.dtype)
             own = choose(good, jax.tree_util.tree_map(mix, before, after), after)
         own = choose(begun, own, before)
-        if self.eager:  # `finish` ends the last round
+        if self.ahead:  # `finish` ends the last round
             state = ExchangeState(state.own._replace(start=choose(begun, own, state.own.start)), state.shared)
         return self._put(both, after, own), state
 
