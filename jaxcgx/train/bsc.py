@@ -29,7 +29,7 @@ class BSC(Sparse):
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
       select: how the largest elements are found, as in `TopK`.
-    The other arguments are those of `Momentum`.
+    The other arguments are those of `Momentum`, and `schedule`, `own`, `leader`, `strict` and `fusion_mb` of a `Plan`.
     """
 
     threshold: float = 0.01
@@ -54,7 +54,7 @@ class BSC(Sparse):
         fields = sparsification(
             self.op, share, self.size_bound, names or None, pull=self.pull, select=self.select, tiny=self._tiny
         )
-        return Plan(**fields)
+        return Plan(**fields, **self._fields)
 
 
 @dataclasses.dataclass(frozen=True)

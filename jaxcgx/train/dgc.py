@@ -44,7 +44,7 @@ class DGC(Sparse):
       clip_norm: the largest norm of a leaf.
       clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
         divided by the number of ranks, is clipped to ranks**-0.5 times this limit.
-    The other arguments are those of `Momentum`.
+    The other arguments are those of `Momentum`, and `schedule`, `own`, `leader`, `strict` and `fusion_mb` of a `Plan`.
     """
 
     ratio: float = 0.001
@@ -74,7 +74,7 @@ class DGC(Sparse):
 
     def plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         codec = self.values if share == 1 else TopK(share, self.values, select=self.select, pull=self.pull)
-        return Plan(by_axis(names, codec, Raw()), min_size=self.min_size, skip_1d=self.skip_1d)
+        return Plan(by_axis(names, codec, Raw()), min_size=self.min_size, skip_1d=self.skip_1d, **self._fields)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
         return super().begin(self._clip(grads, at), state, at)

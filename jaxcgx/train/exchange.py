@@ -145,7 +145,10 @@ def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> No
     flatten = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
     (wanted, structure), (found, got_structure) = flatten(expected), flatten(state)
     if structure != got_structure:
-        raise wrong(op, "state", f"the structure {structure}", got_structure, other)
+        paths = [{jax.tree_util.keystr(path) for path, _ in leaves} for leaves in (wanted, found)]
+        changed = [f"one without {name}" for name in sorted(paths[0] - paths[1])]
+        changed += [f"one with {name}" for name in sorted(paths[1] - paths[0])]
+        raise wrong(op, "state", "a state like that of init", (changed or [got_structure])[0], other)
     for (path, want), (_, got) in zip(wanted, found):
         if want is None or got is None:
             fits, why = want is got, other

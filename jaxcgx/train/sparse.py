@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxcgx.checks import check_field, check_integer, check_number, wrong
 from jaxcgx.plan import Plan
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.train.exchange import Number
 from jaxcgx.train.momentum import Momentum
 from jaxcgx.transports.base import Transport
@@ -53,13 +54,20 @@ class WarmUp:
 class Sparse(Momentum):
     """A `Momentum` that makes its plan of its fields, at once: `plan_of`.
 
-    Over several axes, the plan compresses over the outermost axis alone.
+    Over several axes, the plan compresses over the outermost axis alone. `schedule`, `own`, `leader`, `strict` and
+    `fusion_mb` are those of the plan.
     """
 
     plan: Any = dataclasses.field(init=False, repr=False, compare=False)
     momentum: Number = dataclasses.field(default=0.9, kw_only=True)
     masking: bool = dataclasses.field(default=True, kw_only=True)
-    warm_up: WarmUp | None = dataclasses.field(default=None, kw_only=True)
+    _: dataclasses.KW_ONLY
+    warm_up: WarmUp | None = None
+    schedule: str | Overlay | dict[Any, Any] = "auto"
+    own: str = "raw"
+    leader: bool = False
+    strict: bool = False
+    fusion_mb: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.warm_up, WarmUp | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -75,6 +83,11 @@ class Sparse(Momentum):
     @property
     def _shares(self) -> dict[int, float]:
         return {0: self.share} if self.warm_up is None else self.warm_up.shares(self.share)
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        """The fields of a plan that say how messages travel."""
+        return {name: getattr(self, name) for name in ("schedule", "own", "leader", "strict", "fusion_mb")}
 
     def plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         """Returns the plan that sends this share of elements over these axes, outermost first; () for one."""

@@ -136,8 +136,7 @@ def _check_arrays(argument: str, tree: PyTree) -> PyTree:
 
 
 def _check_order(order: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(order) if isinstance(order, Sequence) else ()
-    if sorted(found, key=str) != sorted(range(len(found)), key=str):
+    if not isinstance(order, Sequence) or set(order) != set(range(len(order))):  # pyright: ignore[reportUnnecessaryIsInstance]
         remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
         raise wrong(OP, "order", "the numbers of the leaves, each once", repr(order), remedy)
-    return found
+    return tuple(order)

@@ -1,0 +1,236 @@
+"""Tests compress_gradients together with optax's transformations."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from exchanging import compress, exchange_state
+from helpers import assert_same_bytes, assert_same_trees, assert_trees
+from jax import lax
+from training import PARAMS, X, local_step, loss_fn, on_mesh, train
+
+import jaxcgx as cgx
+
+CODEC = cgx.MaxMin(4, 64)
+RAW, COMPRESS = compress(cgx.Raw()), compress(CODEC)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """optax relies on type promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def close(got, expected, tolerance=0.05):
+    """Checks that two trainings have reached about the same loss."""
+    assert expected[2][-1] < 0.8 * expected[2][0]
+    np.testing.assert_allclose(got[2][-1], expected[2][-1], rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda: optax.adamw(3e-3),
+        lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(optax.cosine_decay_schedule(2.0, 40))),
+        lambda: optax.MultiSteps(optax.sgd(0.5), 2),
+        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 30)),
+        lambda: optax.apply_if_finite(optax.adam(3e-3), 5),
+        lambda: optax.multi_transform({"w": optax.adam(3e-3), "b": optax.set_to_zero()}, {"w": "w", "b": "b"}),
+    ],
+    ids=["adamw", "clip", "MultiSteps", "inject", "finite", "multi"],
+)
+def test_in_front_of(behind):
+    close(*(train(optax.chain(first, behind()), 30) for first in (COMPRESS, RAW)))
+
+
+def test_behind_what_sees_local_gradients():
+    """Every rank clips its own gradients."""
+    clip = optax.clip(1e-3)
+    close(*(train(optax.chain(clip, first, optax.sgd(2.0)), 30) for first in (COMPRESS, RAW)))
+
+
+def test_multi_steps_in_front_updates_every_other_step():
+    optimizer = optax.chain(COMPRESS, optax.MultiSteps(optax.sgd(0.5), 2))
+    state = optimizer.init(PARAMS)
+    step, params, seen = on_mesh(local_step(optimizer), state), PARAMS, []
+    for _ in range(4):
+        params, state, _ = step(params, state, X)
+        seen.append(float(params["w"].sum()))
+    assert seen[0] == float(PARAMS["w"].sum()) and seen[0] != seen[1] == seen[2] != seen[3]
+
+
+def test_masked():
+    """Some leaves are compressed. The others must be averaged, too."""
+    mask = {"w": True, "b": False}
+    optimizer = optax.chain(optax.masked(COMPRESS, mask), optax.masked(RAW, {"w": False, "b": True}), optax.sgd(0.5))
+    got = train(optimizer, 30)
+    same = train(optax.chain(compress(cgx.Plan(CODEC, min_size=100)), optax.sgd(0.5)), 30)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[0][name], same[0][name], rtol=1e-5, atol=1e-6)
+    residuals = got[1][0].inner_state.own.residuals
+    assert residuals == {"w": residuals["w"], "b": optax.MaskedNode()}
+    alone = optax.chain(optax.masked(COMPRESS, mask), optax.sgd(0.5))
+    with pytest.raises(ValueError, match="out_specs"):  # the other leaves still differ between ranks
+        train(alone, 1)
+
+
+def test_multi_transform():
+    """A codec for each group of leaves."""
+    groups = optax.multi_transform({"few": COMPRESS, "all": RAW}, {"w": "few", "b": "all"})
+    close(train(optax.chain(groups, optax.sgd(0.5)), 30), train(optax.chain(RAW, optax.sgd(0.5)), 30))
+
+
+def test_inject_hyperparams():
+    """All numbers that don't choose codecs or shapes may change from step to step, also without feedback."""
+
+    def make(momentum, beta, weight_decay, reset_every, seed):
+        given = dict(beta=beta, weight_decay=weight_decay, reset_every=reset_every, seed=seed)
+        return optax.chain(compress(cgx.Momentum(CODEC, momentum, **given)), optax.sgd(0.1))
+
+    changing = optax.piecewise_constant_schedule(0.5, {3: 0.5})
+    given = dict(weight_decay=0.25, reset_every=2, seed=3)
+    injected = optax.inject_hyperparams(make)(momentum=changing, beta=0.5, **given)
+    for steps, same in ((3, True), (4, False)):
+        got, expected = train(injected, steps), train(make(0.5, 0.5, **given), steps)
+        assert same == all(np.allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6) for name in PARAMS)
+    assert {name: float(got[1].hyperparams[name]) for name in ("momentum", "beta")} == {"momentum": 0.25, "beta": 0.5}
+
+    def clipped(seed, clip_norm, learning_rate):
+        exchange = cgx.DGC(0.1, seed=seed, keep=False, masking=False, clip_norm=clip_norm)
+        return optax.chain(compress(exchange), optax.sgd(learning_rate))
+
+    numbers = dict(seed=3, clip_norm=0.01, learning_rate=0.5)
+    got, expected = train(optax.inject_hyperparams(clipped)(**numbers), 2), train(clipped(**numbers), 2)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_skipped_step_costs_nothing():
+    """One rank overflows once. apply_if_finite skips the step on all ranks.
+
+    With skip_nonfinite the step leaves no trace.
+    """
+
+    def optimizer(skip):
+        first = compress(cgx.Feedback(CODEC, skip_nonfinite=skip))
+        return optax.chain(first, optax.apply_if_finite(optax.adam(3e-3), 5))
+
+    def run(skip, batches):
+        state = optimizer(skip).init(PARAMS)
+        step, params = on_mesh(local_step(optimizer(skip)), state), PARAMS
+        for x in batches:
+            params, state, _ = step(params, state, x)
+        return params, state
+
+    bad = X.at[13].set(jnp.inf)
+    params, state = run(True, [X, bad, X])
+    expected = run(True, [X, X])
+    assert (state[1].total_notfinite, state[1].last_finite) == (1, True)
+    assert_same_trees((params, state[0].own), (expected[0], expected[1][0].own))
+    eaten = run(False, [X, bad, X])[1][0]
+    assert any((np.asarray(a) != b).any() for a, b in zip(jax.tree.leaves(eaten.own), jax.tree.leaves(state[0].own)))
+
+
+def test_dynamic_loss_scaling():
+    """Gradients are float16 gradients of a scaled loss. They are unscaled before they are compressed.
+
+    If one rank overflows, all ranks halve the scale, no rank makes the step, and residuals stay.
+    """
+    transformation = compress(cgx.Feedback(CODEC, skip_nonfinite=True))
+    optimizer = optax.sgd(0.5)
+
+    def step(params, state, x):
+        exchanged, inner, scale = state
+
+        def scaled(params):
+            half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+            return loss_fn(half, x.astype(jnp.float16)).astype(jnp.float32) * scale
+
+        loss, grads = cgx.local_value_and_grad(scaled, "data")(params)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        mean, exchanged = transformation.update(grads, exchanged)
+        fine = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(mean)]).all()
+        updates, new = optimizer.update(mean, inner, params)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(fine, n, o), new, old)
+        params, inner = keep((optax.apply_updates(params, updates), new), (params, inner))
+        return params, (exchanged, inner, jnp.where(fine, scale, scale / 2)), lax.pmean(loss / scale, "data")
+
+    params, state, losses = PARAMS, (transformation.init(PARAMS), optimizer.init(PARAMS), jnp.float32(2.0**22)), []
+    run, scales = on_mesh(step, state), []
+    first = 12 * X.at[6:].multiply(0.1)  # rank 0 has the largest gradients, and overflows alone
+    for _ in range(30):
+        params, state, loss = run(params, state, first)
+        scales.append(float(state[2]))
+        losses.append(float(loss))
+    assert scales[0] == 2.0**21 and 1 < scales[-1] < 2.0**21 and scales[-1] == scales[-10]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+    assert losses[-1] < 0.8 * losses[scales.index(scales[-1])]
+
+
+def test_bfloat16_parameters():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    loss = lambda params, x: loss_fn(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+    got, expected = (train(optax.chain(first, optax.sgd(0.5)), 30, params, loss_fn=loss) for first in (COMPRESS, RAW))
+    assert all(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(got[0]))
+    assert all(r.dtype == jnp.float32 for r in jax.tree.leaves(got[1][0].own))
+    close(got, expected)
+
+
+def test_pmap():
+    """As flax users write it: the state is made outside and replicated, and each device then has its own."""
+    rows = X.reshape(4, 6, 30)
+    of = lambda size: optax.chain(cgx.compress_gradients("data", CODEC, axis_size=size), optax.sgd(0.1))
+    optimizer = of(1)
+    replicate = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 4), tree)  # flax.jax_utils.replicate
+
+    def step(params, state, x):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.pmap(step, axis_name="data", devices=jax.devices()[:4])
+    params, state = replicate((PARAMS, optimizer.init(PARAMS)))
+    made = jax.pmap(optimizer.init, axis_name="data", devices=jax.devices()[:4])(params)
+    assert jax.tree.structure(made) == jax.tree.structure(state)
+    assert [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(state)]
+    for _ in range(3):
+        params, state = step(params, state, rows)
+    expected, _, _ = train(of(4), 3)
+    assert_trees(lambda a, b: np.testing.assert_allclose(a[0], b, atol=1e-5), params, expected)
+    assert_trees(lambda a: assert_same_bytes(a[1:], a[:-1]), params)
+    residuals = exchange_state(state).own.residuals
+    assert residuals["w"].shape == (4, 1, 30, 40) and (residuals["w"][0] != residuals["w"][1]).any()
+    words = says(
+        "compress_gradients",
+        "state",
+        at="leaf .own.residuals['b']",
+        expected="float32[1 40]",
+        got="float32[4, 40]",
+        remedy="jax.pmap axis_size=1",
+    )
+    with raises(ValueError, words):
+        step(params, replicate(of(4).init(PARAMS)), rows)
+
+
+@pytest.mark.parametrize(
+    "plan", [CODEC, cgx.Plan(CODEC, [("w", cgx.MaxMin(4))], min_size=0, skip_1d=False)], ids=["codec", "plan"]
+)
+def test_optax_maps_over_the_state(plan):
+    """optax's map treats the state per rank like parameters, and gives the specs of state_specs."""
+    optimizer = optax.chain(compress(plan), optax.adam(1e-2))
+    state = optimizer.init(PARAMS)
+    found = optax.tree_map_params(optimizer, lambda x: x + 1, state, transform_non_params=lambda x: x)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    np.testing.assert_array_equal(found[1][0].mu["w"], 1 + state[1][0].mu["w"])
+    np.testing.assert_array_equal(found[0].own.residuals["w"], 1 + state[0].own.residuals["w"])
+    assert found[0].shared.count == 0
+
+
+def test_without_optax(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with raises(ImportError, says("compress_gradients", expected="optax to be installed", remedy="pip install optax")):
+        compress(CODEC)
