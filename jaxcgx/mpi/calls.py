@@ -27,20 +27,16 @@ def enter(op: str, comm: Communicator | Net, arrays: Mapping[str, PyTree], setti
       arrays: {name: tree of arrays} of its arguments. Their types are compared.
       settings: {name: value} of its other arguments.
     """
-    net = over(op, comm)
+    given = comm if isinstance(comm, Net) else check_communicator(op, "axis_name", comm)
+    users = given.comm if isinstance(given, Net) else given
+    check_ready(op, users)
     mine = describe(op, arrays, settings)
-    if mpi.CHECK:
-        agree(comm.comm if isinstance(comm, Net) else comm, mine)
+    if mpi.CHECK:  # before the ranks meet, which waits longer
+        agree(users, mine)
+    net = given if isinstance(given, Net) else ranks.over(op, given)
     _check_one_device(op, arrays)
     greet(mine, net)
     return net
-
-
-def over(op: str, comm: Communicator | Net) -> Net:
-    """Returns the transport over a communicator or a hierarchy."""
-    given = comm if isinstance(comm, Net) else check_communicator(op, "axis_name", comm)
-    check_ready(op, given.comm if isinstance(given, Net) else given)
-    return given if isinstance(given, Net) else ranks.over(op, given)
 
 
 def _check_one_device(op: str, arrays: Mapping[str, PyTree]) -> None:

@@ -63,7 +63,6 @@ def in_a_mesh():
             says(
                 "compressed_psum",
                 "plan",
-                at="leaf x",
                 expected="codec for all ranks of a communicator",
                 got="{'cross'",
                 remedy="jaxcgx.mpi.hierarchy()",
@@ -185,7 +184,7 @@ def test_nodes_of_different_sizes():
             lambda x: psum(x, cgx.Plan(CODEC, [(str(i), cgx.MaxMin(4 + (R == i == 1))) for i in range(9)])),
             "... on rank 1",
         ),
-        (lambda x: psum(x, cgx.Plan(CODEC, min_size=(R == 1 and 9) or 5)), "argument 'plan': Plan("),
+        (lambda x: psum(x, cgx.Plan(CODEC, min_size=(R == 1 and 9) or 5)), "argument 'plan': ..."),
         (lambda x: cgx.compressed_psum_scatter(x, COMM, CODEC, tiled=R == 1), "argument 'tiled': False on rank 0"),
         (
             lambda x: psum(x, CODEC) if R == 1 else cgx.compressed_all_gather(x, COMM, CODEC),

@@ -72,7 +72,7 @@ def test_what_auto_saves():
 @pytest.mark.parametrize("function", [cgx.compressed_psum, cgx.compressed_pmean])
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
 def test_bytes_of_schedules(function, schedule):
-    found = quiet(on(lambda x: function(x, "data", CODEC, schedule=schedule), FLAT), TREE)
+    found = quiet(on(lambda x: function(x, "data", planned(CODEC, schedule=schedule)), FLAT), TREE)
     part, whole = chunk(CODEC, TREE, 8), chunk(CODEC, TREE, 1)
     row = ("uint8", part, SPELLED, schedule)
     assert (
