@@ -17,7 +17,7 @@ Part = Any  # what a PartitionSpec says of a dimension
 class Cut(NamedTuple):
     """For each leaf of the parameters, the dimension that is sharded over the ranks, or None."""
 
-    structure: jax.tree_util.PyTreeDef | None  # that of the parameters; None: nothing is cut
+    structure: PyTree  # that of the parameters; None: nothing is cut
     dimensions: tuple[int | None, ...]
 
     @classmethod
@@ -39,7 +39,6 @@ class Cut(NamedTuple):
 
     def masked(self, tree: PyTree) -> list[Any]:
         """Returns the leaves of a tree like the parameters, with None in place of whole leaves."""
-        assert self.structure is not None
         return [None if d is None else x for d, x in zip(self.dimensions, self.structure.flatten_up_to(tree))]
 
     def pick(self, tree: PyTree) -> PyTree:
@@ -47,7 +46,6 @@ class Cut(NamedTuple):
         return self.tree(self.masked(tree))
 
     def tree(self, values: Sequence[Any]) -> PyTree:
-        assert self.structure is not None
         return self.structure.unflatten(values)
 
     def specs(self, names: Names) -> Specs:
@@ -72,7 +70,7 @@ def is_spec(x: object) -> bool:
     return isinstance(x, P)
 
 
-def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, P]], jax.tree_util.PyTreeDef]:
+def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, Any]], PyTree]:
     """Returns ([(path, spec)], structure) of a tree of specs."""
     return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
 

@@ -31,7 +31,7 @@ class Outputs:
           guessed: whether it is only a guess which dimension of a batch has the examples.
         """
         self.op, self.specs, self.rows, self.guessed = op, specs, rows, guessed
-        self.structure: jax.tree_util.PyTreeDef | None = None
+        self.structure: PyTree = None
         self.kinds: list[str | int] = []
 
     def learn(self, aux: PyTree, larger: Callable[[], PyTree], examples: int | None) -> list[jax.Array]:

@@ -47,7 +47,7 @@ class Pending:
 
     grads: PyTree
     ticket: PyTree
-    loss: jax.Array
+    loss: PyTree
     order: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
 

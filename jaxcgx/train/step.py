@@ -160,7 +160,8 @@ class Training:
         metrics = Metrics(loss, outputs.tree(aux), telemetry)
         state = state.replace(model_state=model_state, exchange=sent)
         if late:
-            return state.replace(pending=Pending(*found, loss, rank.order)), metrics
+            grads, ticket = found
+            return state.replace(pending=Pending(grads, ticket, loss, rank.order or ())), metrics
         return self.update(state, found, loss, skipped, noise), metrics
 
     def finish(self, state: TrainState) -> TrainState:

@@ -58,7 +58,7 @@ def test_what_must_stand_behind(wrap, name):
     state = wrap(compressed(4)).init(PARAMS)
     words = says(
         "state_specs",
-        "state",
+        "opt_state",
         expected=f"optax.{name} behind compress_gradients, where gradients are the same on every rank",
         got="it around",
         remedy=f"write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))",
@@ -73,7 +73,7 @@ def test_what_must_not_stand_before():
     state = optax.chain(clip, trace, cgx.compress_gradients("data", CODEC, axis_size=4), optax.sgd(0.1)).init(PARAMS)
     words = says(
         "state_specs",
-        "state",
+        "opt_state",
         expected="transformations with a state like the gradients behind compress_gradients, where gradients are the "
         "same on every rank",
         got="TraceState before it",
