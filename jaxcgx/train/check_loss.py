@@ -1,0 +1,368 @@
+"""check_loss: compares a loss on a whole batch with the same loss on the ranks' parts, and names why they differ."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import check_flag, spell_array, wrong
+from jaxcgx.train.batch import check_even, dimensions, split_batch
+from jaxcgx.train.division import addable
+from jaxcgx.transports.axes import check_axis_names, is_communicator
+from jaxcgx.transports.base import split_rows
+from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
+
+OP = "check_loss"
+LEAST, MOST = 2.0**-12, 0.25  # limits of the relative difference that counts as rounding
+ORDERED = 2.0**-5  # the relative difference from which on the order of the examples matters
+SHAPES = TypeError, ValueError, IndexError  # what a loss raises if the shapes of a part don't fit
+CLOSURE = "pass all arrays with a row for each example in the batch, not by a closure"
+WHOLE = "pass batch_specs, a tree like the batch, with P() for an array that is no array of examples"
+
+
+Program = Callable[..., "Found"]  # (given, order)
+Given = tuple[Params, PyTree, Any]  # (parameters, model state, random key)
+
+
+class Found(NamedTuple):
+    """What a loss finds for the whole batch; or for all parts, with a leading axis of the parts."""
+
+    loss: Any  # with `weighted`, the sum of the losses
+    weight: Any
+    gradients: PyTree  # of the loss
+    outputs: PyTree  # (auxiliary outputs, new model state), without random keys
+
+
+class Split(NamedTuple):
+    """A whole batch, and how the ranks divide it."""
+
+    paths: list[Any]
+    leaves: list[Any]
+    tree: Any
+    dims: list[int | None]  # for each leaf, the dimension of the examples; None: it is whole
+    sizes: dict[Any, int]  # {name: number of ranks} of the axes, outermost first; processes have the name None
+    place: Callable[[Any], Any]  # puts an array with a leading axis of the parts on the ranks
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def orders(self) -> list[Any]:
+        """Returns orders of the examples: that of the batch, one that deals them out, and sorted by each array."""
+        (examples,) = {x.shape[d] for x, d in zip(self.leaves, self.dims) if d is not None}
+        places = np.arange(examples)
+        orders = [places, places[::-1], np.argsort(places % self.ranks, kind="stable")]
+        for x, d in zip(self.leaves, self.dims):
+            if d is not None and addable(x):
+                rows = np.moveaxis(np.asarray(jax.device_get(x)), d, 0).reshape(examples, -1).astype(np.float32)
+                orders.append(np.lexsort((rows.sum(1), (rows != 0).sum(1))))
+        return list({order.tobytes(): order for order in orders}.values())
+
+    def programs(
+        self, one: Callable[..., Found], kept: int | None
+    ) -> tuple[Callable[..., Found], Callable[..., Found]]:
+        """Returns the functions (given, order) for the whole batch and for all parts.
+
+        Args:
+          one: a function (given, arrays) of the examples in `arrays`.
+          kept: the number of an array that is neither split nor put into the order, or None.
+        """
+        dims = [None if i == kept else d for i, d in enumerate(self.dims)]
+        names, sizes = [name for name in self.sizes if name is not None], tuple(self.sizes.values())
+        take = lambda order: [x if d is None else jnp.take(x, order, d) for x, d in zip(self.leaves, dims)]
+
+        def cut(x: jax.Array, d: int) -> jax.Array:
+            rows = self.place(split_rows(x, d, self.ranks, tiled=True))
+            return rows.reshape(*sizes, *rows.shape[1:])
+
+        flat = lambda tree, lead, n: jax.tree_util.tree_map(lambda x: x.reshape(*lead, *x.shape[n:]), tree)
+        alone = each = one  # a loss may use collectives over the axes: for the whole batch they have one rank
+        for name in reversed(self.sizes):
+            each = jax.vmap(each, in_axes=(None, [None if d is None else 0 for d in dims]), axis_name=name)
+        for name in reversed(names):
+            alone = jax.vmap(alone, in_axes=None, axis_name=name, axis_size=1)
+
+        def of_parts(given: Given, order: Any) -> Found:
+            arrays = [x if d is None else cut(x, d) for x, d in zip(take(order), dims)]
+            return flat(each(given, arrays), (self.ranks,), len(sizes))
+
+        whole = jax.jit(lambda given, order: flat(alone(given, take(order)), (), len(names)))
+        parts = jax.jit(of_parts)
+        return lambda *args: jax.device_get(whole(*args)), lambda *args: jax.device_get(parts(*args))
+
+
+def check_loss(
+    loss_fn: Callable[..., Any],
+    params: Params,
+    batch: Batch,
+    mesh_or_comm: Any,
+    *,
+    axis: AxisName = "data",
+    weighted: bool = False,
+    has_aux: bool = False,
+    model_state: PyTree = None,
+    key: Key | None = None,
+    batch_specs: Specs = None,
+) -> None:
+    """Raises an error that names the cause if data-parallel training with this loss would differ from plain JAX.
+
+        cgx.check_loss(loss_fn, params, batch, mesh)  # once, before training
+
+    It computes the loss and its gradients for the whole batch as plain JAX does, and for the ranks' parts as
+    `make_train_step` and `value_and_grad` do, without compression. It compares both, and auxiliary outputs and the new
+    model state. It repeats this with the examples in other orders, such as sorted by the length of their masks, so that
+    the parts are unlike. So take a batch of real data. The cost is that of a few training steps.
+
+    The loss must not draw noise, as ranks draw other noise than plain JAX. Batch norm with the statistics of a rank's
+    part is an error, too. Training with it works, but it isn't what plain JAX computes.
+
+    Args:
+      loss_fn: a function as for `make_train_step`: (params, batch), with a model state (params, model_state, batch).
+        With a key, it takes the key as its last argument. It may use collectives over `axis`.
+      params: the parameters.
+      batch: the batch of all ranks. With a communicator, it is the process's own part, and the whole batch has the
+        parts of all processes, in the order of the ranks. The other arguments are the same in all processes.
+      mesh_or_comm: a mesh, or an MPI communicator or hierarchy.
+      axis: the axis of the mesh over which the batch is split, or a tuple of axes.
+      weighted: whether `loss_fn` returns (sum, weight) in place of a loss.
+      has_aux: whether `loss_fn` returns auxiliary outputs.
+      model_state: the model's state, if `loss_fn` takes one. The new state is compared as with model_state="mean".
+      key: a random key, if `loss_fn` takes one.
+      batch_specs: a PartitionSpec, or a tree of them like the batch, as in `make_train_step`.
+    """
+    if not callable(loss_fn):
+        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+    for name, flag in (("weighted", weighted), ("has_aux", has_aux)):
+        check_flag(OP, name, flag)
+    split = _divide(batch, mesh_or_comm, axis, batch_specs)
+    if split.ranks == 1 or all(d is None for d in split.dims):
+        return
+    one = functools.partial(_one, loss_fn, split.tree, weighted, has_aux)
+    programs = functools.cache(functools.partial(split.programs, one))
+    given, orders = (params, model_state, key), split.orders()
+    wholes = [programs(None)[0](given, order) for order in orders]
+    if not all(np.isfinite(_vector(each)).all() for each in wholes):
+        got = f"a loss of {wholes[0].loss}, or such gradients"
+        raise wrong(OP, "loss_fn", "a finite loss of the whole batch, with finite gradients", got)
+    first, size = _vector(wholes[0]), _norms(_vector(wholes[0]))
+    salted = (params, model_state, None if key is None else jax.random.fold_in(key, 1))
+    if key is not None and _gap(first, _vector(programs(None)[0](salted, orders[0])), size) > LEAST:
+        remedy = "leave out dropout here, or draw noise from an array in the batch that has a key for each example"
+        expected = "a loss without noise, as ranks draw other noise than plain JAX"
+        raise wrong(OP, "loss_fn", expected, "one that depends on the random key", remedy)
+    limit, parts, failure = _limit(params, wholes), None, None
+    try:
+        parts = [programs(None)[1](given, order) for order in orders]
+    except SHAPES as error:
+        failure = error
+    ordered = max(_gap(first, _vector(each), size) for each in wholes) > ORDERED
+    if parts and _constant(parts):
+        expected, got = "a loss of the examples that it gets", "one that is the same for other examples"
+        raise wrong(OP, "loss_fn", expected, got, f"{CLOSURE}, and take real data, whose examples differ")
+    if parts and not ordered and max(map(_apart, wholes, parts)) <= limit:
+        for each, of_ranks in zip(wholes, parts):
+            _check_outputs(each, of_ranks, limit)
+        return
+    for i in (i for i, d in enumerate(split.dims) if d is not None and len(split.dims) > 1):
+        try:
+            runs = [[program(given, order) for program in programs(i)] for order in orders]
+        except SHAPES:
+            continue  # the loss needs a rank's part of this array
+        if not _constant([of_ranks for _, of_ranks in runs]) and max(_apart(*each) for each in runs) <= limit:
+            got = f"{spell_array(split.leaves[i])}, which is split, but which the loss needs whole"
+            raise wrong(
+                OP, "batch", "arrays with a row for each example", got, f"{WHOLE}; {CLOSURE}", path=split.paths[i]
+            )
+    if ordered:
+        expected, remedy = (
+            "a loss that doesn't depend on the order of the examples",
+            f"{CLOSURE}; draw no noise; {WHOLE}",
+        )
+        raise wrong(OP, "loss_fn", expected, "one that does", remedy)
+    if parts is None:
+        expected, got = "a function of any number of examples", f"one that fails for a rank's part: {failure}"
+        remedy = f"{CLOSURE}; take sizes from the shapes of the batch; {WHOLE}"
+        raise wrong(OP, "loss_fn", expected, got, remedy) from failure
+    raise _cause(wholes, parts, weighted, limit)
+
+
+def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs) -> Split:
+    """Returns the whole batch, and how the ranks divide it."""
+    batch = jax.tree_util.tree_map(jnp.asarray, batch)
+    over_mpi = is_communicator(mesh_or_comm)
+    names = () if over_mpi else check_axis_names(OP, axis, "axis")
+    specs = split_batch(batch, batch_specs, P(names or "rank"), said=lambda _: None)
+    found, tree = jax.tree_util.tree_flatten_with_path(batch)
+    paths, leaves, dims = [path for path, _ in found], [x for _, x in found], dimensions(specs)
+    if over_mpi:
+        comm = getattr(mesh_or_comm, "comm", mesh_or_comm)  # a hierarchy has a communicator
+        every = comm.allgather([x.shape for x in leaves])
+        if any(shapes != every[0] for shapes in every):
+            raise wrong(OP, "batch", "parts of the same shapes in all processes", every)
+        join = lambda x, d: x if d is None else jnp.concatenate(comm.allgather(jax.device_get(x)), d)
+        return Split(paths, list(map(join, leaves, dims)), tree, dims, {None: comm.size}, lambda x: x)
+    if not isinstance(mesh_or_comm, Mesh):
+        got = repr(mesh_or_comm)
+        raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", got, kind=TypeError)
+    if missing := [name for name in names if name not in mesh_or_comm.shape]:
+        raise wrong(OP, "axis", f"an axis of the mesh, {', '.join(map(repr, mesh_or_comm.shape))}", repr(missing[0]))
+    check_even(batch, specs, mesh_or_comm.shape)
+    sharding = NamedSharding(Mesh(mesh_or_comm.devices, mesh_or_comm.axis_names), P(names))
+    place = lambda x: jax.lax.with_sharding_constraint(x, sharding)
+    return Split(paths, leaves, tree, dims, {name: mesh_or_comm.shape[name] for name in names}, place)
+
+
+def _one(
+    function: Callable[..., Any], tree: Any, weighted: bool, has_aux: bool, given: Given, arrays: list[Any]
+) -> Found:
+    """Returns what the loss finds for the examples in `arrays`."""
+    params, state, key = given
+
+    def objective(params: Params) -> tuple[Any, tuple[Any, PyTree]]:
+        states, keys = ([] if x is None else [x] for x in (state, key))
+        found, new, aux = function(params, *states, tree.unflatten(arrays), *keys), None, None
+        try:
+            if states and has_aux:
+                value, (new, aux) = found
+            elif states:
+                value, new = found
+            elif has_aux:
+                value, aux = found
+            else:
+                value = found
+            loss, weight = (jnp.asarray(x, jnp.float32).reshape(()) for x in (value if weighted else (value, 1)))
+        except (TypeError, ValueError) as error:
+            rest = (", (model state, aux)" if has_aux else ", model state") if states else ", aux" * has_aux
+            expected = f"a function that returns ({'(sum, weight)' if weighted else 'loss'}{rest})"
+            raise wrong(OP, "loss_fn", expected, f"one that returns {found}") from error
+        return loss, (weight, (aux, new))
+
+    leaves, of_params = jax.tree_util.tree_flatten(params)
+    trained = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+    def of_trained(some: dict[int, Any]) -> tuple[Any, tuple[Any, PyTree]]:
+        return objective(of_params.unflatten([some.get(i, x) for i, x in enumerate(leaves)]))
+
+    (loss, (weight, outputs)), found = jax.value_and_grad(of_trained, has_aux=True)({i: leaves[i] for i in trained})
+    gradients = list(found.values())
+    keep = lambda x: jnp.asarray(x) if addable(jnp.asarray(x)) else None
+    return Found(loss, weight, gradients, jax.tree_util.tree_map(keep, outputs))
+
+
+def _vector(found: Found) -> Any:
+    """Returns the loss and the gradients of the whole batch as one vector, or those of all parts as rows."""
+    lead = np.shape(found.loss)
+    rows = [np.asarray(x, np.float64).reshape(*lead, -1) for x in (found.loss, *found.gradients)]
+    return np.concatenate(rows, -1) / (1 if lead else found.weight)
+
+
+def _norms(vector: Any) -> Any:
+    """Returns the sizes of the loss and of the gradients, [..., 2]."""
+    return np.stack([np.abs(vector[..., 0]), np.linalg.norm(vector[..., 1:], axis=-1)], -1)
+
+
+def _gap(a: Any, b: Any, scale: Any) -> float:
+    """Returns the difference of the losses or of the gradients in two vectors, the larger one, relative to `scale`."""
+    found = _norms(a - b) / np.where(scale == 0, 1, scale)
+    return float(np.nan_to_num(found, nan=np.inf).max())
+
+
+def _scale(whole: Found, parts: Found) -> Any:
+    """Returns the sizes of loss and gradients that count: a mean may cancel what its parts have."""
+    rows = np.nan_to_num(_norms(_vector(parts)), nan=0.0, posinf=0.0)
+    return np.maximum(_norms(_vector(whole)), rows.sum(0) / max(np.sum(parts.weight), LEAST))
+
+
+def _limit(params: Params, wholes: list[Found]) -> float:
+    """Returns the relative difference that counts as rounding, from what the order of the examples changes.
+
+    A loss that has no more digits than bfloat16 has been rounded to it.
+    """
+    losses = np.array([each.loss for each in wholes], np.float32)
+    dtypes = [jnp.result_type(x) for x in jax.tree_util.tree_leaves(params)]
+    dtypes += [jnp.dtype(jnp.bfloat16)] * bool((losses == losses.astype(jnp.bfloat16)).all())
+    eps = max((float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.inexact)), default=0.0)
+    first = _vector(wholes[0])
+    noise = max(_gap(first, _vector(each), _norms(first)) for each in wholes)
+    return min(max(LEAST, 8 * noise, 8 * eps), MOST)
+
+
+def _apart(whole: Found, parts: Found) -> float:
+    """Returns how far the parts together, as training averages them, are from the whole batch."""
+    mean = _vector(parts).sum(0) / np.sum(parts.weight, dtype=np.float64)
+    return _gap(_vector(whole), mean, _scale(whole, parts))
+
+
+def _constant(parts: list[Found]) -> bool:
+    """Returns whether the parts' results have the same bits in all orders."""
+    return len(parts) > 1 and all(np.array_equal(_vector(parts[0]), _vector(each)) for each in parts[1:])
+
+
+def _cause(wholes: list[Found], parts: list[Found], weighted: bool, limit: float) -> Exception:
+    """Returns the error for a loss whose parts don't agree with the whole batch. The lists are by order."""
+    worst = int(np.argmax(list(map(_apart, wholes, parts))))
+    whole, rows = _vector(wholes[worst]), _vector(parts[worst])
+    scale, gap = _scale(wholes[worst], parts[worst]), _apart(wholes[worst], parts[worst])
+    mean = rows[:, 0].sum() / parts[worst].weight.sum()
+    got = (
+        f"{whole[0]:.6g} for the whole batch, and {mean:.6g} for {len(rows)} parts together, which differ by {gap:.2g} "
+    )
+    got += "of the size of the loss or of its gradients"
+    # The weights with which the parts add up to the whole batch. With few parameters, there always are some.
+    finite, weights, fits = bool(np.isfinite(rows).all()), np.zeros(len(rows)), False
+    if finite and np.any(rows, 0).sum() > len(rows):
+        unit = np.concatenate([[scale[0]], np.full(rows.shape[1] - 1, scale[1])])
+        unit = np.where(unit == 0, 1, unit)
+        weights = np.linalg.lstsq((rows / unit) @ (rows / unit).T, (rows / unit) @ (whole / unit), rcond=limit**2)[0]
+        fits = _gap(weights @ rows, whole, scale) <= limit
+    sums = [_vector(each).sum(0) for each in parts]
+    adds = len(sums) > 1 and max(_gap(x, sums[0], scale * len(rows)) for x in sums) <= limit
+    if weighted:
+        remedy = "return (losses.sum(), weights.sum()) of the examples that it gets, and no means"
+        return wrong(OP, "loss_fn", "a sum and a weight that add up over the parts", got, remedy)
+    if not finite or (fits and weights.min() > -0.1 and abs(weights.sum() - 1) < 0.1):
+        remedy = "return (losses.sum(), weights.sum()), and pass weighted=True here and to the step"
+        return wrong(OP, "loss_fn", "a mean in which all parts have the same weight", got, remedy)
+    if adds or (fits and np.abs(weights - 1).max() < 0.1):
+        remedy = "return the mean over the examples that it gets, as in losses.mean()"
+        return wrong(OP, "loss_fn", "a mean over the examples", f"{got}, as sums over the examples do", remedy)
+    remedy = (
+        "average statistics over the ranks, or gather the examples (docs/convert.md); batch norm with the statistics "
+        "of a rank's part is usual, so leave it as it is and check without it; for a mean with weights, return (sum, "
+        "weight) and pass weighted=True"
+    )
+    expected = "a loss without statistics of the batch, in which no example depends on others"
+    return wrong(OP, "loss_fn", expected, got, remedy)
+
+
+def _check_outputs(whole: Found, parts: Found, limit: float) -> None:
+    """Checks auxiliary outputs and the new model state: rows are joined, floats averaged, others the first rank's."""
+    shares = parts.weight / parts.weight.sum()
+    found = jax.tree_util.tree_leaves_with_path(whole.outputs)
+    for ((field, *path), x), y in zip(found, jax.tree_util.tree_leaves(parts.outputs)):
+        what = "a new model state" if field.idx else "auxiliary outputs"
+        if y.shape[1:] == x.shape:
+            inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+            wide = np.asarray(y, np.float64) if inexact else y
+            of_all = np.tensordot(shares, wide, 1) if inexact else y[0]
+        else:  # rows of examples
+            of_all = y.reshape(-1, *y.shape[2:])
+        if of_all.shape != x.shape:
+            expected = f"{what} with a row for each example along the first dimension, or without"
+            raise wrong(OP, "loss_fn", expected, spell_array(x), "take it out", path=path)
+        differs = _most(np.asarray(of_all, np.float64) - np.asarray(x, np.float64))
+        if differs > limit * max(_most(x), _most(y)):
+            expected = f"{what} of which the ranks' parts average to those of the whole batch, or are its rows"
+            remedy = "return means or rows; for a count or a sum, jax.lax.psum over the axis; else take it out"
+            raise wrong(OP, "loss_fn", expected, f"{spell_array(x)}, which differs by {differs:.3g}", remedy, path=path)
+
+
+def _most(x: Any) -> float:
+    """Returns the largest magnitude in an array."""
+    return float(np.abs(np.asarray(x, np.float64)).max(initial=0))
