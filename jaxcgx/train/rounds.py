@@ -25,13 +25,13 @@ from jaxcgx.train.division import Division, addable, after, row, without_row
 from jaxcgx.train.exchange import At
 from jaxcgx.train.frozen import part
 from jaxcgx.train.gradient import Gradient, Parts
-from jaxcgx.train.loop import Step, Training, TrainStep, as_arrays, put
 from jaxcgx.train.mesh import OverMesh
 from jaxcgx.train.model_state import fold_keys
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.rank import Rank
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
+from jaxcgx.train.step import Step, Training, TrainStep, as_arrays, put
 from jaxcgx.train.update import Update
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport

@@ -1,0 +1,66 @@
+"""Tests that exchanges in conditionals wait for the program's other exchanges, or these for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from order import unordered
+
+import jaxcgx as cgx
+from jaxcgx.wan.geomx import differential
+from jaxcgx.wan.geomx.differential import Differential
+
+AXES = "dc", "local"
+PLAN, LATER = [cgx.Plan({"dc": cgx.MaxMin(bits), "local": cgx.Raw()}, min_size=0) for bits in (4, 8)]
+BLOCKS = dict(block_bytes=256)
+STEPS = {
+    "DGT, defer": Differential(PLAN, **BLOCKS),
+    "DGT, quantize": Differential(PLAN, rest="quantize", **BLOCKS),
+    "DGT, drop": Differential(PLAN, rest="drop", **BLOCKS),
+    "DGT, adaptive": Differential(PLAN, adaptive=0.2, **BLOCKS),
+    "DGT, schedule": Differential({0: PLAN, 2: LATER}, **BLOCKS),
+    "schedule": cgx.Feedback({0: PLAN, 2: LATER}),
+    "mixed sync, schedule": cgx.wan.MixedSync({0: PLAN, 2: LATER}),
+}
+INSIDE = cgx.Plan(cgx.MaxMin(8), min_size=0)
+OUTER = dict(seed=1, fragments=2)
+CENTERS = {
+    "DiLoCo": cgx.wan.Diloco(cgx.MaxMin(4), 4, inside=INSIDE, **OUTER),
+    "DiLoCo, streaming": cgx.wan.Diloco(cgx.MaxMin(4), 4, inside=INSIDE, overlap=1, alpha=0.5, **OUTER),
+    "DiLoCo, eager": cgx.wan.Diloco(cgx.MaxMin(4), 4, inside=INSIDE, eager=True, **OUTER),
+    "HFA": cgx.wan.HFA(cgx.MaxMin(4), 2, 2, **OUTER),
+}
+
+
+def loss_fn(params, count, x):
+    """Ranks share a loss, an output and the sum of a model's state."""
+    loss = jnp.mean((x @ params["w"] @ params["v"] - 1) ** 2)
+    return loss, (count + jnp.abs(x).max(), jnp.sum(x))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_conditionals_wait_for_other_exchanges(name, monkeypatch):
+    monkeypatch.setattr(differential, "LEVELS", 2)
+    program = compiled(loss_fn, STEPS[name], has_aux=True)
+    assert "conditional(" in program and not unordered(program)
+
+
+@pytest.mark.parametrize("name", CENTERS)
+def test_exchanges_between_centers_wait_for_those_inside(name):
+    def loss(params, count, x):
+        loss, (count, _) = loss_fn(params, count, x)
+        return loss, count
+
+    program = compiled(loss, CENTERS[name])
+    assert "conditional(" in program and not unordered(program)
+
+
+def compiled(loss_fn, exchange, **options):
+    """Returns the program of a step."""
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    options |= dict(sharding=cgx.Sharding(AXES), model_state="mean")
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, **options)
+    state = train.init({"w": jnp.ones((40, 30)), "v": jnp.ones((30, 20))}, jnp.zeros(()))
+    return train.step.lower(state, np.ones((8, 40), np.float32)).compile().as_text()

@@ -1,0 +1,114 @@
+"""Tests that every technique keeps the replicas the same at every step, with few bits.
+
+This holds for the parameters, and for all of the optimizer's state that isn't an array per rank.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from jaxcgx.wan import Overlay, Tree
+
+AXES = "dc", "local"
+CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
+BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
+INNER = optax.sgd(0.1, momentum=0.9)
+CENTERS = 3
+TREES = Overlay((Tree((-1, 0, 1), 2), Tree((1, -1, 1), 1)))  # the first one is a chain
+OVERLAYS = TREES, Overlay((Tree((2, 0, -1), 1),)), Overlay.owners(CENTERS, [2, 1, 1])
+P3 = dict(overlap=cgx.Priority(slice_elements=400))
+DGT = functools.partial(cgx.wan.Differential, BETWEEN, block_bytes=256)
+
+
+def along(*overlays):
+    """Returns the plan of compression between centers, along these overlays. None: one that it chooses."""
+    return [dataclasses.replace(BETWEEN, schedule={"dc": overlay, "local": "auto"}) for overlay in overlays]
+
+
+# {name: (exchange, or exchanges that take turns, options of make_train_step)}
+TECHNIQUES = {
+    "P3": (BETWEEN, P3),
+    "mixed sync": (cgx.wan.MixedSync(BETWEEN), {}),
+    "DGT, defer": (DGT(k=0.5), {}),
+    "DGT, quantize": (DGT(k=0.5, rest="quantize"), {}),
+    "DGT, drop": (DGT(k=0.5, rest="drop"), {}),
+    "DGT, adaptive": (DGT(k=0.8, adaptive=0.2), {}),
+    "DGT, no feedback": (DGT(k=0.5, rest="drop", keep=False), {}),
+    "BSC": (cgx.BSC(0.1, 100), {}),
+    "BSC along trees": (cgx.BSC(0.1, 100, pull="top", schedule={"dc": TREES, "local": "auto"}), {}),
+    "BSC, no feedback": (cgx.BSC(0.1, 100, keep=False, masking=False), {}),
+    "MPQ, the top of sums": (cgx.MPQ(0.1, 100, pull="top"), {}),
+    "FP16": (cgx.Plan.fp16(axis_name=AXES), {}),
+    "FP16, P3": (cgx.Plan.fp16(axis_name=AXES), P3),
+    "trees": (along(TREES), {}),
+    "trees, P3": (along(TREES), P3),
+    "trees that change": (along(*OVERLAYS), {}),
+    "MultiGPS": (along(OVERLAYS[-1]), {}),
+    "DiLoCo": (cgx.wan.Diloco(CODEC, 2), {}),
+    "HFA": (cgx.wan.HFA(CODEC, 1, 2), {}),
+    "HFA, streaming": (cgx.wan.HFA(CODEC, 2, 2, fragments=2, overlap=1, alpha=0.5, telemetry=True), {}),
+    "SparseLoCo": (cgx.wan.sparseloco(every=2, ratio=0.1), {}),
+}
+
+
+def replicated(tree):
+    """Returns {path: array} of the arrays that every rank has whole. The others are arrays per rank or per center."""
+    return {
+        jax.tree_util.keystr(path): x
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if x.sharding.is_fully_replicated
+    }
+
+
+def assert_same_parts(tree):
+    """Checks that ranks which have the same part of an array have the same bits, such as the ranks of a center."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        parts = {}
+        for shard in x.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            assert parts.setdefault(str(shard.index), bits) == bits, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_replicas_agree(technique):
+    mesh = jax.make_mesh((CENTERS, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * CENTERS])
+    loss_fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2)
+    random = np.random.default_rng(0)
+    batches = random.standard_normal((6, 12, 40), np.float32)
+    params = {"w": random.standard_normal((40, 30), np.float32), "v": random.standard_normal(30, np.float32)}
+    exchange, options = TECHNIQUES[technique]
+    optimizer = optax.sgd(0.1) if isinstance(exchange, cgx.BSC) else INNER
+    trains = [
+        cgx.make_train_step(loss_fn, optimizer, mesh, each, sharding=cgx.Sharding(AXES), **options)
+        for each in (exchange if isinstance(exchange, list) else [exchange])
+    ]
+    check = jax.jit(
+        jax.shard_map(
+            lambda tree: cgx.check_replicas(tree, AXES), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )
+    )
+    state, seen, k1 = trains[0].init(params), [params["w"]], getattr(exchange, "k1", None)
+    for step, (batch, train) in enumerate(zip(batches, itertools.cycle(trains)), 1):
+        state, _ = train.step(state, batch)
+        same = replicated(state)
+        assert len(same) > len(params), "the optimizer's state has no replicated array"
+        check(same).check()
+        assert_same_parts(state)
+        if k1 and step % k1 == 0:  # the ranks of a center have just averaged their parameters
+            for x in jax.tree.leaves(state.exchange.params):
+                first, second = np.asarray(x).reshape(CENTERS, 2, -1).swapaxes(0, 1)
+                np.testing.assert_array_equal(first, second)
+        seen.append(np.asarray(state.params["w"]))
+    last = trains[0].finish(state)
+    check(replicated(last)).check()
+    assert_same_parts(last)
+    assert np.abs(np.asarray(last.params["w"]) - seen[0]).max() > 1e-3 and np.isfinite(last.params["w"]).all()
