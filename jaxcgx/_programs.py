@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
 
 

@@ -177,6 +177,14 @@ def check_whole(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
     return leaf
 
 
+def check_real(function: str, argument: str, tree: Any) -> None:
+    """Checks that no leaf is complex, for functions that compute with their leaves in float32."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            remedy = "keep the real and the imaginary part as two leaves"
+            raise wrong(function, argument, "real numbers", x.dtype, remedy, path=path, kind=TypeError)
+
+
 def check_varying(
     function: str, names: Sequence[Any], paths: Sequence[Any], leaves: Sequence[Any], argument: str = "x"
 ) -> None:

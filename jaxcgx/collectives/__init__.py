@@ -8,7 +8,6 @@ from jaxcgx.collectives.psum_scatter import compressed_psum_scatter
 from jaxcgx.collectives.replicas import check_replicas
 from jaxcgx.collectives.statistics import gradient_statistics
 from jaxcgx.collectives.sync_in_backward import sync_in_backward
-from jaxcgx.collectives.value_and_grad import grad, value_and_grad
 
 __all__ = [
     "check_replicas",
@@ -17,10 +16,8 @@ __all__ = [
     "compressed_pmean",
     "compressed_psum",
     "compressed_psum_scatter",
-    "grad",
     "gradient_statistics",
     "init_carry",
     "local_value_and_grad",
     "sync_in_backward",
-    "value_and_grad",
 ]

@@ -18,13 +18,7 @@ from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
 
-_SUMS = (
-    "compressed_psum",
-    "compressed_pmean",
-    "compress_gradients",
-    "sync_in_backward",
-    "value_and_grad",
-)
+_SUMS = ("compressed_psum", "compressed_pmean", "compress_gradients", "sync_in_backward", "value_and_grad")
 # The argument that has the leaves, for functions that don't call it x. It is shown for a leaf that has no path.
 _PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 

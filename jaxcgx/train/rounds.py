@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jaxcgx import _compat, _programs
-from jaxcgx.checks import wrong
+from jaxcgx.checks import check_real, wrong
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
@@ -411,10 +411,7 @@ class CentersTraining:
     def _check(self, params: Params, skipped: PyTree) -> None:
         """Checks that parameters can be trained, that both plans freeze the same ones, and that processes agree."""
         op, mesh = self.rounds.op, self.ranks.mesh
-        for path, x in jax.tree_util.tree_leaves_with_path(params):
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                remedy = "keep the real and the imaginary part as two leaves"
-                raise wrong(op, "params", "real numbers", x.dtype, remedy, path=path, kind=TypeError)
+        check_real(op, "params", params)
         self.training.check_trained(params, part(params, skipped)[0])
         plan = self.training.exchange.plan
         if self.center.names and isinstance(plan, Plan):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import check_flag, check_integer, spell_array, wrong
+from jaxcgx.checks import check_flag, check_integer, check_real, spell_array, wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import carry
@@ -228,10 +228,7 @@ class ShardedMesh(OverMesh):
         if self.specs_of_lost(skipped) is None:
             return None
         updates = self._updates_cut(skipped).pick(params)
-        for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]:
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                remedy = "keep the real and the imaginary part as two leaves"
-                raise wrong(OP, "sharding.gather", "real numbers", x.dtype, remedy, path=path, kind=TypeError)
+        check_real(OP, "sharding.gather", updates)
         return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), updates)
 
     def send_updates(self, updates: PyTree, lost: PyTree, skipped: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:

@@ -14,10 +14,9 @@ from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.keys import fold
-from jaxcgx.optim.leaves import flatten
-from jaxcgx.optim.telemetry import TINY
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path, why_raw
+from jaxcgx.train.telemetry import TINY
 from jaxcgx.wan.fragments import Fragment, cut
 
 # The weight of a center, from its tokens and steps since it last took part.
@@ -53,10 +52,9 @@ class Packing:
     def of(cls, op: str, plan: Plan, params: Any, average: Any) -> Self:
         """Returns the packing for these parameters. `Decoupled` explains the arguments. Errors name `op`."""
         trained = cut(op, params, plan.skipped(op, "plan", params), 1)[0]
-        whole = flatten(params)
-        assigned = plan.assign(op, "plan", paths=whole.paths, leaves=whole.values)
-        found = []
-        for path, x, at, (codec, guarded) in zip(whole.paths, whole.values, trained.rows, assigned):
+        paths, values = zip(*jax.tree_util.tree_flatten_with_path(params)[0])
+        assigned, found = plan.assign(op, "plan", paths=paths, leaves=values), list[Leaf]()
+        for path, x, at, (codec, guarded) in zip(paths, values, trained.rows, assigned):
             if at is None:
                 continue
             if not isinstance(codec, Codec):
@@ -77,11 +75,11 @@ class Packing:
 
     def pack(self, moved: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Returns (uint8[bytes], the tree that other centers decode from it) for the outer gradients `moved`."""
-        found = flatten(moved)
+        values, tree = jax.tree_util.tree_flatten(moved)
         keys = [fold(key, i) if leaf.codec.stochastic else None for i, leaf in enumerate(self.leaves)]
-        rows = [encode(x, leaf.codec, k) for x, leaf, k in zip(found.values, self.leaves, keys)]
+        rows = [encode(x, leaf.codec, k) for x, leaf, k in zip(values, self.leaves, keys)]
         row = jnp.concatenate([jnp.zeros(0, jnp.uint8), *rows])
-        return row, found.tree(self._unpack(row))
+        return row, tree.unflatten(self._unpack(row))
 
     def average(self, rows: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         """Returns (the average of each leaf, whether any center counts).

@@ -7,12 +7,12 @@ from typing import Any
 from jaxcgx.checks import check_flag, check_integer, check_number, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.optim.phases import check_phases
 from jaxcgx.plan import Plan
+from jaxcgx.plan.phases import check_phases
 from jaxcgx.wan.contributions import WEIGHTS
-from jaxcgx.wan.diloco import warn_of_few_bits
+from jaxcgx.wan.diloco.diloco import warn_of_few_bits
+from jaxcgx.wan.diloco.outer import check_outer
 from jaxcgx.wan.member import DecoupledState, Member
-from jaxcgx.wan.outer import check_outer
 
 OP = "Decoupled"
 
@@ -21,8 +21,8 @@ OP = "Decoupled"
 class Decoupled:
     """Low-communication training (DiLoCo) of centers that start, stop and die on their own.
 
-        train = cgx.make_train_step(loss_fn, optimizer, mesh)  # or any other step
-        params, opt_state = train.init(params)
+        train = cgx.make_train_step(loss_fn, optimizer, mesh, cgx.Raw())  # or any other step
+        state = train.init(params)
         decoupled = cgx.wan.Decoupled(addresses=["a.example:7000", "b.example:7000"], place=0, every=100)
         params, member = decoupled.join(params)
         for batch in batches:
@@ -97,7 +97,8 @@ class Decoupled:
         if others:
             raise wrong(OP, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
         put("plan", phase.plan)
-        warn_of_few_bits(OP, phase.plan, self.feedback)
+        if not self.feedback:
+            warn_of_few_bits(OP, "feedback", phase.plan)
 
     @property
     def hosts(self) -> list[tuple[str, int]]:

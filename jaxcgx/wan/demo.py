@@ -1,61 +1,43 @@
-"""demo: decoupled momentum (DeMo). Ranks exchange the largest coefficients of their momenta's cosine transforms."""
+"""Demo: exchanges only the largest parts of every rank's momentum (DeMo, decoupled momentum)."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx import _compat
-from jaxcgx.checks import check_integer, check_number, wrong
+from jaxcgx.checks import check_field, check_integer, check_number, check_real, wrong
 from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.exchange.sums import same
 from jaxcgx.native import ops
 from jaxcgx.native.layout import layout_of
-from jaxcgx.optim.leaves import check_arrays, check_real, flatten
-from jaxcgx.optim.require import import_optax
-from jaxcgx.optim.settings import check_ranks
-from jaxcgx.typing import AxisName
+from jaxcgx.train.exchange import At
+from jaxcgx.train.state import ExchangeState
+from jaxcgx.transports.base import Transport
+from jaxcgx.typing import Params, PyTree
 
-if TYPE_CHECKING:
-    import optax
-
-OP = "demo"
+OP = "Demo"
 
 
-class DemoState(NamedTuple):
-    """The state of `demo`.
+class Own(NamedTuple):
+    """What each rank has for itself.
 
     Attributes:
-      momentum: like the gradients, `float32[ranks, *shape]`: the part that hasn't been sent yet.
+      momentum: float32, like the gradients: the part that hasn't been sent yet.
     """
 
-    momentum: Any
+    momentum: PyTree
 
-    @property
-    def per_rank(self) -> dict[str, str]:
-        """The fields with arrays per rank, and whether `reshard_state` keeps their sum or their mean over the ranks."""
-        return {"momentum": "mean"}
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """The fields that have the structure of the parameters and are the same on every rank."""
-        return ()
-
-    @property
-    def telemetry(self) -> None:
-        """None, because DeMo reports no telemetry."""
-
-    @property
-    def factors(self) -> None:
-        """None, because DeMo has no PowerSGD factors."""
+    per_rank = MappingProxyType({"momentum": "mean"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,86 +78,93 @@ def _cosines(n: int) -> np.ndarray:
     return np.where(k == 0, np.sqrt(1 / n), rows).astype(np.float32)
 
 
-def demo(
-    axis_name: AxisName,
-    *,
-    decay: float = 0.999,
-    side: int = 64,
-    k: int = 32,
-    values: Codec = Raw(),
-    axis_size: int | None = None,
-) -> "optax.GradientTransformation":
-    """Makes an optax.GradientTransformation that sends only the largest parts of every rank's momentum (DeMo).
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """An exchange that sends only the largest parts of every rank's momentum (DeMo).
 
-        train = cgx.make_train_step(loss_fn, optax.sign_sgd(1e-3), mesh, compress=cgx.wan.demo)
+        train = cgx.make_train_step(loss_fn, optax.sign_sgd(1e-3), mesh, cgx.wan.Demo())
 
     Every rank has its own momentum, m = decay * m + gradient. It sends the largest coefficients of the cosine transform
     of each block of m, and subtracts them from m. All ranks add up the coefficients that they receive. Each sum is
     divided by the number of ranks that sent this coefficient. DeMo's step is the sign of the result. `optax.sign_sgd`
-    after this transformation takes the sign.
+    takes the sign.
 
     The published rule is m = decay * m + learning rate * gradient. With a constant rate, the steps are the same. With a
     schedule of rates, they differ.
 
     Args:
-      axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator.
       decay: the decay of the momentum, from 0 to 1.
       side: the longest side of a block. A leaf is cut as a matrix whose rows have the length of its last dimension.
         The sides of blocks divide the sides of the matrix evenly.
       k: the number of coefficients of a block that a rank sends.
       values: the codec of the coefficients that are sent. It must round to nearest. Sign() sends one bit each.
-      axis_size: as in `compress_gradients`.
     """
-    optax, ranks = import_optax(OP), check_ranks(OP, axis_name)
-    check_number(OP, "decay", decay, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-    check_integer(OP, "side", side, 1)
-    check_integer(OP, "k", k, 1)
-    codec = lambda n: TopK(min(1.0, (k - 0.5) / n), values=values)
-    if codec(k).stochastic:
-        raise wrong(OP, "values", "a codec that rounds to nearest", repr(values), 'leave out rounding="stochastic"')
 
-    def init(params: Any) -> DemoState:
-        params, rows = check_arrays(OP, "params", params), ranks.rows(axis_size)
-        zeros = lambda x: _compat.vary(jnp.zeros((rows.size, *x.shape), jnp.float32), rows.varying)
+    decay: float = 0.999
+    _: dataclasses.KW_ONLY
+    side: int = 64
+    k: int = 32
+    values: Codec = Raw()
+    plan: ClassVar[None] = None
+    early: ClassVar[bool] = False
+    scatters: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_field(self, "decay", check_number, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+        check_field(self, "side", check_integer, 1)
+        check_field(self, "k", check_integer, 1)
+        check_codec(OP, self.values, "values")
+        if self._codec(self.k).stochastic:
+            expected, remedy = "a codec that rounds to nearest", 'leave out rounding="stochastic"'
+            raise wrong(OP, "values", expected, repr(self.values), remedy)
+
+    def _codec(self, n: int) -> TopK:
+        """Returns the codec of the coefficients of a block with n elements."""
+        return TopK(min(1.0, (self.k - 0.5) / n), values=self.values)
+
+    def init(self, params: Params) -> ExchangeState:
         check_real(OP, "params", params)
-        return DemoState(jax.tree_util.tree_map(zeros, params))
+        zeros = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        return ExchangeState(Own(zeros), None)
 
-    def update(updates: Any, state: DemoState, params: Any = None) -> tuple[Any, DemoState]:
-        net, leaves = ranks.net(), flatten(check_arrays(OP, "updates", updates))
-        blocks = [Blocks(x.shape, side) for x in leaves.values]
-        kept: list[Any] = []
+    def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
+        return grads, state
+
+    def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
+        leaves, tree = jax.tree_util.tree_flatten(ticket)
+        blocks = [Blocks(x.shape, self.side) for x in leaves]
+        kept: list[jax.Array] = []
         payloads: list[jax.Array] = []
-        for x, old, cut in zip(leaves.values, leaves.match(state.momentum), blocks):
-            moved = decay * old[0] + x.astype(jnp.float32)
-            found = cut.coefficients(moved)
-            payloads.append(jax.vmap(lambda c: encode(c, codec(c.size)))(found))
+        for x, old, cut in zip(leaves, tree.flatten_up_to(state.own.momentum), blocks):
+            moved = self.decay * old + x.astype(jnp.float32)
+            found, codec = cut.coefficients(moved), self._codec(math.prod(cut.block))
+            payloads.append(jax.vmap(lambda c, codec=codec: encode(c, codec))(found))
             left = moved - cut.restore(_decoded(payloads[-1], codec, cut))
-            kept.append(jnp.where(jnp.isfinite(left), left, old[0])[None])
+            kept.append(jnp.where(jnp.isfinite(left), left, old))
         means: list[jax.Array] = []
-        for x, rows, cut in zip(leaves.values, _gathered(net, payloads), blocks):
-            each = jax.vmap(lambda row, cut=cut: _decoded(row, codec, cut))(rows)
-            senders = jax.vmap(lambda row, cut=cut: _sent(row, codec, cut))(rows).sum(0)
+        for x, rows, cut in zip(leaves, _gathered(at.net, payloads), blocks):
+            codec = self._codec(math.prod(cut.block))
+            each = jax.vmap(lambda row, cut=cut, codec=codec: _decoded(row, codec, cut))(rows)
+            senders = jax.vmap(lambda row, cut=cut, codec=codec: _sent(row, codec, cut))(rows).sum(0)
             mean = cut.restore(each.sum(0) / jnp.maximum(senders, 1))
-            means.append(same(mean.astype(x.dtype), net.names))
-        return leaves.tree(means), DemoState(leaves.tree(kept))
-
-    return optax.GradientTransformation(init, update)
+            means.append(same(mean.astype(x.dtype), at.net.names))
+        return tree.unflatten(means), ExchangeState(Own(tree.unflatten(kept)), None)
 
 
-def _decoded(payload: jax.Array, codec: Any, cut: Blocks) -> jax.Array:
+def _decoded(payload: jax.Array, codec: TopK, cut: Blocks) -> jax.Array:
     """Returns the coefficients of a leaf's blocks that a rank sent. All other coefficients are 0."""
     n = math.prod(cut.block)
-    return jax.vmap(lambda row: decode(row, codec(n), (n,), jnp.float32))(payload)
+    return jax.vmap(lambda row: decode(row, codec, (n,), jnp.float32))(payload)
 
 
-def _sent(payload: jax.Array, codec: Any, cut: Blocks) -> jax.Array:
+def _sent(payload: jax.Array, codec: TopK, cut: Blocks) -> jax.Array:
     """Returns 1 for the coefficients of a leaf's blocks that a rank sent, also for those that are 0. Otherwise 0."""
     n = math.prod(cut.block)
-    layout, ones = layout_of(codec(n), (n,), jnp.float32), jnp.ones(n, jnp.float32)
+    layout, ones = layout_of(codec, (n,), jnp.float32), jnp.ones(n, jnp.float32)
     return jax.vmap(lambda row: 1 - ops.clear(layout, row[None], [ones])[0])(payload)
 
 
-def _gathered(net: Any, payloads: Sequence[jax.Array]) -> list[jax.Array]:
+def _gathered(net: Transport, payloads: Sequence[jax.Array]) -> list[jax.Array]:
     """Gathers every rank's payloads in one exchange. Returns an array [ranks, *shape] for each payload."""
     rows = net.all_gather(jnp.concatenate([payload.reshape(-1) for payload in payloads]))
     ends = np.cumsum([payload.size for payload in payloads])[:-1]

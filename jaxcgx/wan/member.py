@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxcgx.checks import callers_level, check_integer, check_positive, spell_array, wrong
-from jaxcgx.optim.leaves import check_arrays, check_real
+from jaxcgx.checks import callers_level, check_array, check_integer, check_positive, check_real, spell_array, wrong
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.wan.assembly import Contribution, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
+from jaxcgx.wan.diloco.outer import init_outer
 from jaxcgx.wan.inbox import OP, Inbox
 from jaxcgx.wan.moves import Moves, number_of, on_auto_axes, on_axes_of, put_like, shardings_of
-from jaxcgx.wan.outer import init_outer
 from jaxcgx.wan.peers import Frame, Terms
 
 
@@ -86,11 +85,11 @@ class Member:
     """
 
     def __init__(self, given: Any, params: Any, state: DecoupledState | None) -> None:
-        params = jax.tree_util.tree_map(jnp.asarray, check_arrays(OP, "params", params))
+        params = jax.tree_util.tree_map_with_path(lambda path, x: check_array(OP, "params", x, path), params)
+        check_real(OP, "params", params)
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
             if not (x.is_fully_addressable or x.is_fully_replicated):
                 raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
-        check_real(OP, "params", params)
         self._given = given
         self._shardings = shardings_of(params)
         params = on_auto_axes(params)

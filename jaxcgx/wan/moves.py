@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.keys import fold
-from jaxcgx.optim.require import import_optax
+from jaxcgx.train.require import import_optax
 from jaxcgx.wan.contributions import Packing
-from jaxcgx.wan.outer import digest_of
-from jaxcgx.wan.rounds import choose, finite, wide
+from jaxcgx.wan.diloco.outer import digest_of
+from jaxcgx.wan.diloco.turn import choose, finite, wide
 
 _program = functools.partial(jax.jit, static_argnums=0)
 

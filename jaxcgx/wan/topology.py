@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_choice, check_integer, check_number, wrong
-from jaxcgx.plan.overlay import Overlay, Tree
-from jaxcgx.native import connections
-from jaxcgx.transports.axes import Tcp
 from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.native import connections
+from jaxcgx.plan.overlay import Overlay, Tree
+from jaxcgx.transports.axes import Tcp
 from jaxcgx.wan import routes
 from jaxcgx.wan.links import Links
 

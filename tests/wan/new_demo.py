@@ -12,7 +12,7 @@ from training import PARAMS, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.wan.demo_ import Blocks
+from jaxcgx.wan.demo import Blocks
 
 ROWS = ExchangeState(P("data"), P())
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.wan.diloco_.turn import Own, Waiting
+from jaxcgx.wan.diloco.turn import Own, Waiting
 from jaxcgx.wan.fragments import cut
 
 # Numbers with few bits, so that their sums and products are exact in any order. None is -0, because sums may turn it

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
-from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.exchange.routes import Routes
+from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_phases
 from jaxcgx.train.exchange import At
 from jaxcgx.train.require import import_optax
@@ -22,9 +22,9 @@ from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.typing import AxisName, Params, PyTree
-from jaxcgx.wan.diloco_.between import Between
-from jaxcgx.wan.diloco_.outer import OuterTelemetry, check_outer, digest_of
-from jaxcgx.wan.diloco_.turn import Both, Own, Turn
+from jaxcgx.wan.diloco.between import Between
+from jaxcgx.wan.diloco.outer import OuterTelemetry, check_outer, digest_of
+from jaxcgx.wan.diloco.turn import Both, Own, Turn
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.several import check_several
 
@@ -107,12 +107,8 @@ class Diloco:
         if others:
             raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
         object.__setattr__(self, "plan", phase.plan)
-        few = [codec for codec in self.plan.codecs if codec.low_rank or (codec.makes_codes and _bits(codec) < FEW_BITS)]
-        if few and not self.keep:
-            warn(
-                f"{op}: argument 'keep': {spell(few[0])} may lose too much of outer gradients to train without "
-                "feedback; leave keep=False out, or take 4 bits"
-            )
+        if not self.keep:
+            warn_of_few_bits(op, "keep", self.plan)
 
     @property
     def op(self) -> str:
@@ -220,9 +216,18 @@ class Diloco:
         return cut(self.op, params, Routes.of(self.op, self.plan, params).skipped, self.fragments)
 
 
-def _bits(codec: Codec) -> float:
-    """Returns the bits of the code of an element. Scales don't count: they don't make codes finer."""
-    return codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
+def warn_of_few_bits(op: str, argument: str, plan: Plan) -> None:
+    """Warns if a codec of the plan may lose too much of outer gradients to train without feedback.
+
+    Scales don't count as bits: they don't make codes finer.
+    """
+    bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
+    few = [codec for codec in plan.codecs if codec.low_rank or (codec.makes_codes and bits(codec) < FEW_BITS)]
+    if few:
+        warn(
+            f"{op}: argument '{argument}': {spell(few[0])} may lose too much of outer gradients to train without "
+            f"feedback; leave {argument}=False out, or take 4 bits"
+        )
 
 
 def sparseloco(

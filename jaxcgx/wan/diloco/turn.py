@@ -11,8 +11,8 @@ from jax import lax
 from jaxcgx.train.require import import_optax
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Params, PyTree
-from jaxcgx.wan.diloco_.between import Between, Sent
-from jaxcgx.wan.diloco_.outer import OuterTelemetry, init_outer, measure
+from jaxcgx.wan.diloco.between import Between, Sent
+from jaxcgx.wan.diloco.outer import OuterTelemetry, init_outer, measure
 from jaxcgx.wan.fragments import Fragment
 
 if TYPE_CHECKING:

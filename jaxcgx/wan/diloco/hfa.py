@@ -13,7 +13,7 @@ from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import Params
-from jaxcgx.wan.diloco_.diloco import Diloco
+from jaxcgx.wan.diloco.diloco import Diloco
 
 
 @dataclasses.dataclass(frozen=True)
