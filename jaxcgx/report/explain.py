@@ -18,7 +18,7 @@ from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
 
-_SUMS = ("compressed_psum", "compressed_pmean", "compress_gradients", "sync_in_backward", "value_and_grad")
+_ROWS = ("compressed_psum_scatter", "compressed_all_gather", "compressed_all_to_all")  # all other functions sum
 # The argument that has the leaves, for functions that don't call it x. It is shown for a leaf that has no path.
 _PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 
@@ -114,7 +114,7 @@ class Explanation(Totals):
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
         sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
         parts.append(self.spell_totals("a rank sends over", sent))
-        if any(c.schedule == "one_shot" and c.function in _SUMS and c.bytes > c.raw_bytes for c in self.collectives):
+        if any(c.schedule == "one_shot" and c.function not in _ROWS and c.bytes > c.raw_bytes for c in self.collectives):
             parts.append(
                 'An exchange by "one_shot" sends more bytes than the sum without compression would, in fewer rows. '
                 'schedule="auto" takes what is faster, at 1 Gbit/s unless the plan has a network; a plan with '
