@@ -51,7 +51,7 @@ TIMES := $(CURDIR)/build/tests
 # XLA compiles the programs of most tests in a quarter of the time: without optimization, and without the code generator
 # for fusions. It compiles the programs of USUAL as those of users: their tests compare bits that optimization might
 # change, of the reference and of feedback.
-USUAL := tests/test_golden.py tests/optim/test_compress.py tests/optim/test_dgc.py
+USUAL := tests/test_golden.py tests/train/test_feedback.py tests/train/test_dgc.py
 CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
 # Unknown flags end a process: an XLA without these compiles as usual.
@@ -144,7 +144,7 @@ mpi: RANKS = 1 2 3 4
 mpi: ON_TWO = transforms pages
 mpi: ## the Python tests over MPI on 1 to 4 ranks (transformations and programs of the docs on 2)
 mpi-short: RANKS = 2 3
-mpi-short: ON_TWO = transforms train low_rank explain bounds pages
+mpi-short: ON_TWO = transforms steps low_rank explain bounds pages
 mpi-short: ## the same on 2 and 3 ranks, and training and bounds on 2
 mpi mpi-short: $(INSTALLED)
 	@export $(CHEAP_FLAGS); for n in $(RANKS); do \

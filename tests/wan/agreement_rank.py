@@ -6,6 +6,7 @@ The two ranks make trainings whose settings differ, and print the errors of `ini
 """
 
 import ctypes
+import functools
 import json
 import signal
 import sys
@@ -33,9 +34,9 @@ CASES = {
 
 def init(options, axis_type):
     mesh = jax.make_mesh((2,), ("dc",), axis_types=(axis_type,))
-    form = cgx.wan.hfa if "k1" in options else cgx.wan.diloco
+    form = cgx.wan.HFA if "k1" in options else functools.partial(cgx.wan.Diloco, every=500)
     loss = lambda params, x: ((x @ params["w"]) ** 2).mean()
-    train = cgx.make_train_step(loss, INNER, mesh, data_axis="dc", diloco=form(INNER, **options))
+    train = cgx.make_train_step(loss, INNER, mesh, form(cgx.Raw(), **options), sharding=cgx.Sharding("dc"))
     params = {"w": jnp.ones((6, 4)), "n": jnp.ones(3)}
     jax.eval_shape(train.init, params)
     try:

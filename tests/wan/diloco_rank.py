@@ -29,7 +29,7 @@ import jaxcgx as cgx
 
 EVERY, FRAGMENTS, OVERLAP = 8, 2, 2
 STEPS = {"streaming": 14, "eager": 22}  # no exchange is in progress after 14 steps. 20 steps have applied residuals
-LIMIT = 100  # seconds
+LIMIT = 400  # seconds
 DIES = 10  # steps of the center that dies. Two exchanges have ended then
 
 
@@ -37,7 +37,7 @@ class Run:
     """Training over some centers.
 
     Attributes:
-      state: [parameters, state].
+      state: the TrainState.
     """
 
     def __init__(self, axis, centers, local, form):
@@ -46,11 +46,11 @@ class Run:
         mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
         inner = optax.sgd(0.5, momentum=0.9)
         plan = cgx.Plan(cgx.MaxMin(4, 64, "stochastic"), min_size=100)
-        options = dict(every=EVERY, fragments=FRAGMENTS, telemetry=True)
+        options = dict(fragments=FRAGMENTS, telemetry=True)
         options |= dict(eager=True) if form == "eager" else dict(overlap=OVERLAP, alpha=0.5)
-        given = cgx.wan.diloco(inner, axis_name=axis, plan=plan, **options)
+        rounds, sharding = cgx.wan.Diloco(plan, EVERY, **options), cgx.Sharding((axis, *names[1:]))
         loss = lambda p, x: ((jnp.tanh(x @ p["up"]) @ p["down"] + p["b"] - x) ** 2).mean()
-        self.steps = cgx.make_train_step(loss, inner, mesh, data_axis=names, diloco=given, donate=False)
+        self.steps = cgx.make_train_step(loss, inner, mesh, rounds, sharding=sharding, donate=False)
         numbers = np.random.RandomState(0).standard_normal
         shapes = {"up": (30, 40), "down": (40, 30), "b": (30,)}
         self.state = self.steps.init({name: np.float32(0.3 * numbers(shape)) for name, shape in shapes.items()})
@@ -58,17 +58,14 @@ class Run:
         self.batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, P(names)), lambda at: batch[at])
 
     def step(self):
-        *self.state, _ = jax.block_until_ready(self.steps.step(*self.state, self.batch))
+        self.state, _ = jax.block_until_ready(self.steps.step(self.state, self.batch))
 
     def digests(self):
         """Returns {device: digest of its last arrays}, without those that change when an exchange in progress ends."""
         found = {}
-        params, state = self.state
-        each = [
-            (x.outer, x.sent.residuals if state.centers.rows.start is None else None, x.telemetry)
-            for x in state.exchanges
-        ]
-        for leaf in jax.tree.leaves((params, state.centers, each)):
+        sent = self.state.exchange
+        each = [(x.shared.outer, x.shared.telemetry, x.own.start or x.own.residuals) for x in sent.parts]
+        for leaf in jax.tree.leaves((self.state.params, sent._replace(parts=()), self.state.opt_state, each)):
             for shard in leaf.addressable_shards:
                 digest = found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256())
                 digest.update(np.asarray(shard.data).tobytes())
@@ -97,13 +94,14 @@ def restored_in_mid_exchange(run, path):
 
     for _ in range(EVERY // FRAGMENTS - OVERLAP + 1):
         run.step()
-    begun = [x.waiting.begun for x in run.state[1].exchanges]
+    begun = [x.own.waiting.begun for x in run.state.exchange.parts]
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tuple(run.state))
-    run.state = before = cgx.restore_state(path, tuple(run.state))
+        checkpointer.save(path, run.state)
+    run.state = before = cgx.restore_state(path, run.state)
     run.step()
     differ = lambda part: any((a != b).any() for a, b in zip(own(part(before)), own(part(run.state)), strict=True))
-    parts = lambda x: x[0], lambda x: [each._replace(waiting=None) for each in x[1].exchanges], lambda x: x[1].centers
+    rounds = lambda x: [(each.own._replace(waiting=None), each.shared) for each in x.exchange.parts]
+    parts = lambda x: x.params, rounds, lambda x: x.exchange.params
     return any(x.any() for x in own(begun)), [differ(part) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Tests that processes whose settings of diloco or hfa differ get an error before the first step."""
+"""Tests that processes whose settings of Diloco or HFA differ get an error before the first step."""
 
 import json
 import os
@@ -35,11 +35,11 @@ def test_settings_that_differ_are_an_error():
             f"expected the same value in all processes, got {(mine, other)[rank]} in this process and "
             f"{(other, mine)[rank]} in process {1 - rank}; pass the same arguments to"
         )
-        assert found["every"] == f"diloco: argument 'every': {both(10, 5)} diloco in every process"
-        assert found["fragments"].startswith(f"diloco: argument 'fragments': {both(2, 1)}")
-        assert found["alpha"].startswith(f"diloco: argument 'alpha': {both(0.0, 0.5)}")
-        assert found["k2"] == f"hfa: argument 'k2': {both(2, 3)} hfa in every process"
+        assert found["every"] == f"Diloco: argument 'every': {both(10, 5)} Diloco in every process"
+        assert found["fragments"].startswith(f"Diloco: argument 'fragments': {both(2, 1)}")
+        assert found["alpha"].startswith(f"Diloco: argument 'alpha': {both(0.0, 0.5)}")
+        assert found["k2"] == f"HFA: argument 'k2': {both(2, 3)} HFA in every process"
         assert "expected the same value in all processes" in found["form"]
         for name in ("outer", "rate"):
-            assert found[name].startswith("diloco: argument 'outer': expected the same value in all processes")
+            assert found[name].startswith("Diloco: argument 'outer': expected the same value in all processes")
         assert found["same"] == found["explicit"] == "none"

@@ -11,7 +11,7 @@ import pytest
 from helpers import load_script
 
 RANK = pathlib.Path(__file__).with_name("diloco_rank.py")
-LIMIT = 300  # seconds, after which processes count as hung
+LIMIT = 700  # seconds, after which processes count as hung
 
 
 def results(form, local, folder):

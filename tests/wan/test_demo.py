@@ -1,4 +1,4 @@
-"""Tests demo (decoupled momentum) against NumPy."""
+"""Tests Demo (decoupled momentum) against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,13 @@ import pytest
 from errors import raises, says
 from helpers import normal
 from jax.sharding import PartitionSpec as P
-from training import PARAMS, X, loss_fn, mesh_of, train
+from training import PARAMS, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
+from jaxcgx.train.state import ExchangeState
 from jaxcgx.wan.demo import Blocks
+
+ROWS = ExchangeState(P("data"), P())
 
 
 def test_the_cosine_transform_of_blocks():
@@ -43,17 +46,15 @@ def numpy_step(gradients, momenta, k):
 
 def test_as_its_paper_has_it():
     """A coefficient is the mean over the ranks that send it, not over all ranks. Sent parts leave the momentum."""
-    optimizer = cgx.wan.demo("data", decay=0.9, k=20)
+    optimizer = cgx.compress_gradients("data", cgx.wan.Demo(decay=0.9, k=20))
     gradients = normal((2, 30, 40), 3)
-    state = jax.jit(
-        jax.shard_map(lambda: optimizer.init(PARAMS["w"]), mesh=mesh_of(2), in_specs=(), out_specs=P("data"))
-    )()
+    state = jax.jit(jax.shard_map(lambda: optimizer.init(PARAMS["w"]), mesh=mesh_of(2), in_specs=(), out_specs=ROWS))()
     step = jax.jit(
         jax.shard_map(
             lambda g, state: optimizer.update(g[0], state),
             mesh=mesh_of(2),
-            in_specs=P("data"),
-            out_specs=(P(), P("data")),
+            in_specs=(P("data"), ROWS),
+            out_specs=(P(), ROWS),
         )
     )
     momenta = [np.zeros((30, 40), np.float32)] * 2
@@ -61,7 +62,7 @@ def test_as_its_paper_has_it():
         found, state = step(scale * gradients, state)
         expected, momenta = numpy_step(scale * np.asarray(gradients), momenta, 20)
         np.testing.assert_allclose(found, expected, atol=1e-5)
-        np.testing.assert_allclose(state.momentum, momenta, atol=1e-5)
+        np.testing.assert_allclose(state.own.momentum, momenta, atol=1e-5)
 
 
 @pytest.mark.parametrize("values", [cgx.Raw(), cgx.AbsMax(4)], ids=str)
@@ -71,51 +72,53 @@ def test_a_coefficient_of_zero_counts_if_it_is_sent(values):
     mesh = mesh_of(4)
 
     def step(g):
-        optimizer = cgx.wan.demo("data", k=65, values=values)
+        optimizer = cgx.compress_gradients("data", cgx.wan.Demo(k=65, values=values))
         tree = {"w": g[0], "b": g[0, 0, 0], "empty": jnp.zeros((0, 3))}
         return optimizer.update(tree, optimizer.init(tree))
 
-    found, state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P(), P("data"))))(gradients)
-    np.testing.assert_allclose(found["w"], (gradients - state.momentum["w"]).mean(0), atol=1e-5)
-    np.testing.assert_allclose(found["b"], (gradients[:, 0, 0] - state.momentum["b"]).mean(), atol=1e-5)
-    assert values == cgx.Raw() or np.any(state.momentum["w"])
+    found, state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P(), ROWS)))(gradients)
+    np.testing.assert_allclose(found["w"], (gradients - state.own.momentum["w"]).mean(0), atol=1e-5)
+    np.testing.assert_allclose(found["b"], (gradients[:, 0, 0] - state.own.momentum["b"]).mean(), atol=1e-5)
+    assert values == cgx.Raw() or np.any(state.own.momentum["w"])
 
 
 def test_training():
     """It trains with a fraction of the bytes, and its state is like that of any other transformation."""
-    step = cgx.make_train_step(
-        loss_fn, optax.sign_sgd(0.01), mesh_of(4), compress=cgx.wan.demo, k=16, values=cgx.MaxMin(8), donate=False
-    )
-    params, state = step.init(PARAMS)
-    first = loss_fn(params, X)
-    report = cgx.explain(step.step, params, state, X, show=False)
+    demo = cgx.wan.Demo(k=16, values=cgx.MaxMin(8))
+    train = cgx.make_train_step(loss_fn, optax.sign_sgd(0.01), mesh_of(4), demo, donate=False)
+    state = train.init(PARAMS)
+    first = loss_fn(PARAMS, X)
+    report = cgx.explain(train.step, state, X, show=False)
     for _ in range(15):
-        params, state, metrics = step.step(params, state, X)
+        state, metrics = train.step(state, X)
     assert metrics.loss < 0.8 * first and report.bytes < 4 * 1240 / 4
-    assert state[0].momentum["w"].sharding.spec == P("data")
-    assert cgx.reshard_state(state, 2)[0].momentum["w"].shape == (2, 30, 40)
+    assert state.exchange.own.momentum["w"].sharding.spec == P("data")
+    assert cgx.reshard_state(state, 2).exchange.own.momentum["w"].shape == (2, 30, 40)
 
 
 def test_all_coefficients_are_the_mean():
-    optimizer = optax.chain(cgx.wan.demo("data", k=64 * 64, axis_size=2), optax.sgd(0.1))
-    params, _, _ = train(optimizer, 2, ranks=2)
-    plain = optax.chain(cgx.compress_gradients("data", cgx.Raw(), axis_size=2), optax.sgd(0.1))
-    expected, _, _ = train(plain, 2, ranks=2)
-    np.testing.assert_allclose(params["w"], expected["w"], atol=1e-5)
+    found = {}
+    for exchange in cgx.wan.Demo(k=64 * 64), cgx.Raw():
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), exchange)
+        state = train.init(PARAMS)
+        for _ in range(2):
+            state, _ = train.step(state, X)
+        found[type(exchange)] = state.params["w"]
+    np.testing.assert_allclose(*found.values(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (dict(decay=1.5), says("demo", "decay", expected="0 to 1", got="1.5")),
-        (dict(k=0), says("demo", "k", expected="positive integer", got="0")),
-        (dict(side=0), says("demo", "side", expected="positive integer", got="0")),
+        (dict(decay=1.5), says("Demo", "decay", expected="0 to 1", got="1.5")),
+        (dict(k=0), says("Demo", "k", expected="positive integer", got="0")),
+        (dict(side=0), says("Demo", "side", expected="positive integer", got="0")),
         (
             dict(values=cgx.MaxMin(4, rounding="stochastic")),
-            says("demo", "values", expected="nearest", got="MaxMin", remedy="rounding"),
+            says("Demo", "values", expected="nearest", got="MaxMin", remedy="rounding"),
         ),
     ],
 )
 def test_bad_arguments(arguments, words):
     with raises(ValueError, words):
-        cgx.wan.demo("data", **arguments)
+        cgx.wan.Demo(**arguments)

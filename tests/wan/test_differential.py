@@ -1,6 +1,7 @@
 """Tests differential transmission: what travels when, what is conserved, and what is refused."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from ranks import whole_numbers
 
 import jaxcgx as cgx
-from jaxcgx.wan import Differential, differential
+from jaxcgx.wan.geomx import differential
+from jaxcgx.wan.geomx.differential import Differential
 
 RANKS, STEPS, BLOCK = 4, 6, 8  # a block of 8 float32 is 32 bytes
 SHAPES = {
@@ -27,12 +29,12 @@ MEANS = {name: g.mean(1) for name, g in GRADS.items()}
 
 
 @functools.lru_cache
-def run(how, plan=cgx.Raw(), losses=None, names=tuple(SHAPES), **options):
+def run(how, losses=None, names=tuple(SHAPES)):
     """Returns (the updates of every step and rank, the last state), both with a leading axis of the ranks."""
     given = {name: GRADS[name] for name in names}
 
     def of_rank(grads):
-        transformation = how("data", plan, **options)
+        transformation = cgx.compress_gradients("data", how)
 
         def step(state, given):
             g, loss = given
@@ -49,6 +51,7 @@ def run(how, plan=cgx.Raw(), losses=None, names=tuple(SHAPES), **options):
 def updates_of(*args, **options):
     """Returns the updates of every step, which must be the same on every rank."""
     updates, state = run(*args, **options)
+    state = types.SimpleNamespace(**state.own._asdict(), **state.shared._asdict())
     for x in jax.tree.leaves(updates):
         np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
     return jax.tree.map(lambda x: x[0], updates), state
@@ -91,7 +94,7 @@ def transcribed(name, rest, alpha=0.3):
 @pytest.mark.parametrize("rest", ["defer", "drop"])
 def test_the_steps_are_those_of_numpy(rest):
     """All bits agree, because sums of whole numbers are exact. The rest is pending or held back, so nothing is lost."""
-    updates, state = updates_of(Differential(k=0.5, block_bytes=4 * BLOCK, rest=rest))
+    updates, state = updates_of(Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, rest=rest))
     np.testing.assert_array_equal(updates["bias"], MEANS["bias"])  # it has one block
     for name in SHARES:
         expected, left = transcribed(name, rest)
@@ -108,7 +111,7 @@ def test_the_steps_are_those_of_numpy(rest):
 )
 def test_codecs_have_feedback(rest, plan):
     """The errors of a codec, for important blocks and for others, are in the residuals."""
-    updates, state = updates_of(Differential(k=0.5, block_bytes=4 * BLOCK, rest=rest), plan)
+    updates, state = updates_of(Differential(plan, k=0.5, block_bytes=4 * BLOCK, rest=rest))
     for name in SHAPES:
         left = updates[name].sum(0) - MEANS[name].sum(0)
         if state.residuals[name] is not None:
@@ -128,8 +131,8 @@ def sent_blocks(updates, name):
 
 def test_random_blocks():
     """The control sends as many blocks, and different ones in every step."""
-    how = Differential(k=0.5, block_bytes=4 * BLOCK, rest="drop", ranked=False)
-    updates, state = updates_of(how, feedback=False)
+    how = Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, rest="drop", ranked=False, keep=False)
+    updates, state = updates_of(how)
     assert jax.tree.leaves(state.residuals) == []  # dropped blocks are lost
     chosen = sent_blocks(updates, "wide")
     assert [len(each) for each in chosen] == [13] + [6] * (STEPS - 1) and len(set(map(frozenset, chosen))) > 3
@@ -142,15 +145,15 @@ def few(monkeypatch):
 
 
 def test_an_adaptive_share_follows_the_loss(few):
-    how = Differential(k=0.9, block_bytes=4 * BLOCK, rest="drop", adaptive=0.2)
+    how = Differential(cgx.Raw(), k=0.9, block_bytes=4 * BLOCK, rest="drop", adaptive=0.2, keep=False)
     losses = 4.0, 4.0, 2.0, 0.1, float("nan"), 8.0
-    updates, _ = updates_of(how, losses=losses, names=("wide",), feedback=False)
+    updates, _ = updates_of(how, losses=losses, names=("wide",))
     # 0.9; 0.45, rounded up to 0.67; 0.2; without a loss, or above the first loss, it is k
     assert list(map(len, sent_blocks(updates, "wide"))) == [13, 12, 9, 3, 12, 12]
 
 
 def test_a_deferred_rest_of_an_adaptive_share(few):
-    how = Differential(k=0.9, block_bytes=4 * BLOCK, adaptive=0.2)
+    how = Differential(cgx.Raw(), k=0.9, block_bytes=4 * BLOCK, adaptive=0.2)
     updates, state = updates_of(how, losses=(4.0, 4.0, 2.0, 0.1, 1.0, 4.0), names=("wide",))
     total = updates["wide"].sum() + state.pending["wide"].mean(0).sum()
     assert total == MEANS["wide"].sum()
@@ -168,21 +171,21 @@ def test_training_over_two_centers():
     """In make_train_step, with a codec between centers, replicas agree and every exchange is in the table."""
     axes = ("dc", "local")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    how = Differential(k=0.25, block_bytes=256)
     plan = cgx.Plan({"dc": cgx.MaxMin(8, 64), "local": cgx.Raw()}, min_size=64)
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, data_axis=axes, compress=how, plan=plan)
+    how = Differential(plan, k=0.25, block_bytes=256)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=cgx.Sharding(axes))
     batch = np.asarray(whole_numbers((8, 64), 7)) / 4
-    state = list(train.init(params()))
-    table = cgx.explain(train.step, *state, batch, show=False)
+    state = train.init(params())
+    table = cgx.explain(train.step, state, batch, show=False)
     losses = []
     for _ in range(4):
-        *state, metrics = train.step(*state, batch)
+        state, metrics = train.step(state, batch)
         losses.append(float(metrics.loss))
     assert losses[-1] < losses[0]
     check = lambda tree: cgx.check_replicas(tree, axes)
-    jax.jit(jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(state[0]).check()
-    sent = state[1][0]
-    pending = cgx.reshard_state(sent, 2).pending["w"]  # pending sums count with their mean over the ranks
+    jax.jit(jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(state.params).check()
+    sent = state.exchange.own
+    pending = cgx.reshard_state(state.exchange, 2).own.pending["w"]  # pending sums count with their mean over the ranks
     assert pending.shape[0] == 2 and sent.pending["w"].any()
     np.testing.assert_allclose(pending.mean(0), np.asarray(sent.pending["w"]).mean(0), atol=1e-6)
     between = [c for c in table.collectives if c.axes == ("dc",) and c.codec]
@@ -199,12 +202,12 @@ def test_an_adaptive_share_of_all_blocks(rest, few):
     """0.8 of two blocks are both, which are then sent as without differential transmission."""
     mesh = jax.make_mesh((2,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     batch, found = np.asarray(whole_numbers((8, 64), 7)) / 4, []
-    for compress in ({}, dict(compress=Differential(adaptive=0.2, rest=rest))):
-        train = cgx.make_train_step(loss_fn, optax.sgd(0.01), mesh, data_axis="dc", plan=cgx.MaxMin(4), **compress)
+    for exchange in (cgx.MaxMin(4), Differential(cgx.MaxMin(4), adaptive=0.2, rest=rest)):
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.01), mesh, exchange, sharding=cgx.Sharding("dc"))
         state = train.init(params())
         for _ in range(2):
-            *state, _ = train.step(*state, batch)
-        found.append(np.asarray(state[0]["w"]))
+            state, _ = train.step(state, batch)
+        found.append(np.asarray(state.params["w"]))
     np.testing.assert_array_equal(*found)
 
 
@@ -219,29 +222,23 @@ def test_bad_input():
         (dict(adaptive=0.9), "adaptive", "number k 0.8", "0.9"),
     ):
         with raises(ValueError, says("Differential", argument, expected=expected, got=got)):
-            Differential(**options)
-    with raises(ValueError, says("Differential", "momentum", expected="none", got="0.9", remedy="optimizer")):
-        Differential()("data", momentum=0.9)
-    with raises(ValueError, says("Differential", "skip_nonfinite", expected="none", got="True", remedy="leave it out")):
-        Differential()("data", skip_nonfinite=True)
+            Differential(cgx.Raw(), **options)
     with raises(ValueError, says("Differential", "plan", expected="blocks", got="PowerSGD", remedy="jaxcgx.MaxMin")):
-        Differential()("data", cgx.PowerSGD(2))
-    adaptive = Differential(k=0.5, block_bytes=4 * BLOCK, adaptive=0.1)("data", axis_size=2)
+        Differential(cgx.PowerSGD(2))
+    of = lambda how: cgx.compress_gradients("data", how, axis_size=2)
+    adaptive = of(Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, adaptive=0.1))
     with raises(TypeError, says("Differential", "value", expected="loss", got="nothing", remedy="value=loss")):
         two = {"w": jnp.ones((2, 99))}
         jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")(two)
+    how = Differential(cgx.Raw(), block_bytes=256)
     alone = jax.make_mesh((1, 2), ("dc", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
-    with raises(ValueError, says("Differential", "axis_name", expected="several centers along 'dc'", got="one")):
-        options = dict(data_axis=("dc", "local"), compress=Differential())
-        cgx.make_train_step(loss_fn, optax.sgd(0.5), alone, **options).init(params())
-    with raises(ValueError, says("Differential", "axis_name", expected="several centers along 'data'", got="one")):
-        one = {"w": jnp.ones((1, 99))}
-        state = Differential(k=0.5)("data", axis_size=1).init({"w": jnp.ones(99)})  # it can't see the axis
-        jax.vmap(lambda g: Differential(k=0.5)("data", axis_size=1).update(g, state), axis_name="data")(one)
+    with raises(ValueError, says("Differential", "axis", expected="several centers along 'dc'", got="one")):
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.5), alone, how, sharding=cgx.Sharding(("dc", "local")))
+        train.step(train.init(params()), np.ones((8, 64), np.float32))
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    specs = {"w": P("model", None), "b": P()}
+    sharding = cgx.Sharding(params={"w": P("model", None), "b": P()})
     with raises(
-        ValueError, says("make_train_step", "compress", expected="sharded", got="one with a DifferentialState")
+        ValueError,
+        says("make_train_step", "exchange", at="leaf .pending['w']", expected="like the parameters", got="one with"),
     ):
-        options = dict(compress=Differential(), param_specs=specs)
-        cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, **options).init(params())
+        cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=sharding).init(params())

@@ -3,21 +3,24 @@
 import pytest
 from errors import raises, says
 
-from jaxcgx.wan import Differential, from_env
-from jaxcgx.wan.environment import UNUSED, VARIABLES
+import jaxcgx as cgx
+from jaxcgx.wan.geomx.environment import UNUSED, VARIABLES, from_env
 
 
 def test_defaults_turn_nothing_on():
     found = from_env({"DMLC_ROLE": "worker"})
     assert len(VARIABLES) == 14 and found.hfa is None
-    assert found.train_options == found.greed == found.owners == {} and found.size_bound == 200_000
+    assert found.overlap is None and found.greed == found.owners == {} and found.size_bound == 200_000
+    assert found.exchange(cgx.MaxMin(4)) == cgx.Feedback(cgx.MaxMin(4))
 
 
 @pytest.mark.parametrize("value, rest", [("1", "drop"), ("2", "defer"), ("3", "quantize")])
 def test_dgt(value, rest):
     adaptive = from_env({"ENABLE_DGT": value, "ADAPTIVE_K_FLAG": "1"})
-    assert adaptive.train_options == {"compress": Differential(k=0.8, rest=rest, adaptive=0.2)}
-    assert from_env({"ENABLE_DGT": value, "DMLC_K": ".5"}).differential == Differential(k=0.5, rest=rest)
+    plan = cgx.Plan(cgx.MaxMin(4))
+    assert adaptive.exchange(plan) == cgx.wan.Differential(plan, k=0.8, rest=rest, adaptive=0.2)
+    half = from_env({"ENABLE_DGT": value, "DMLC_K": ".5"})
+    assert half.exchange(plan) == cgx.wan.Differential(plan, k=0.5, rest=rest)
 
 
 def test_the_others():
@@ -35,7 +38,8 @@ def test_the_others():
         }
     )
     assert found.hfa == {"k1": 20, "k2": 5}
-    assert found.train_options == {"overlap": "priority"} and found.greed == {"dc": 0.75}
+    assert found.exchange(cgx.Raw()) == cgx.wan.HFA(cgx.Raw(), k1=20, k2=5)
+    assert found.overlap == cgx.Priority() and found.greed == {"dc": 0.75}
     assert found.owners == {"dc": 2} and found.size_bound == 1000
 
 

@@ -1,4 +1,4 @@
-"""Tests mixed_sync against DCASGD's rule in NumPy, bit for bit, and what it refuses."""
+"""Tests MixedSync against DCASGD's rule in NumPy, bit for bit, and what it refuses."""
 
 import functools
 
@@ -23,20 +23,19 @@ def loss_fn(params, x):
 
 
 @functools.lru_cache
-def trained(staleness, **options):
-    """Returns the parameters after each step, and the last state."""
-    options = dict(compress=cgx.wan.mixed_sync, staleness=staleness, **options)
-    train = cgx.make_train_step(loss_fn, optax.sgd(RATE), mesh(4), data_axis="a", **options)
-    state, found = list(train.init(PARAMS)), []
+def trained(exchange):
+    """Returns the parameters after each step, and the last state of the exchange."""
+    train = cgx.make_train_step(loss_fn, optax.sgd(RATE), mesh(4), exchange, sharding=cgx.Sharding("a"))
+    state, found = train.init(PARAMS), []
     for x in X:
-        *state, _ = train.step(*state, x)
-        found.append(np.array(state[0]["w"]))
-    return found, state[1][0]
+        state, _ = train.step(state, x)
+        found.append(np.array(state.params["w"]))
+    return found, state.exchange
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_the_rule_of_dcasgd(staleness):
-    got, _ = trained(staleness, compensation=LAMBDA)
+    got, _ = trained(cgx.wan.MixedSync(cgx.Raw(), staleness=staleness, compensation=LAMBDA))
     w, gradients, past = np.array(PARAMS["w"]), [], []
     for t, x in enumerate(X):
         gradients.append(np.float32(w - x.mean(0)))
@@ -49,9 +48,9 @@ def test_the_rule_of_dcasgd(staleness):
 
 def test_nothing_is_lost():
     """Everything that has not arrived is pending, or in the residuals of the codec."""
-    got, state = trained(1, compensation=0.0, plan=cgx.MaxMin(3))
+    got, state = trained(cgx.wan.MixedSync(cgx.MaxMin(3), compensation=0.0))
     gradients = np.stack([w - x.reshape(4, 2, 6).mean(1) for w, x in zip([PARAMS["w"], *got], X)])
-    left = np.asarray(state.late.gradients[0]["w"]) + np.asarray(state.exchange.residuals["w"])
+    left = np.asarray(state.own.grads[0]["w"]) + np.asarray(state.own.exchange.residuals["w"])
     arrived = (np.asarray(PARAMS["w"]) - got[-1]) / RATE
     np.testing.assert_allclose(arrived + left.mean(0), gradients.sum(0).mean(0), atol=1e-4)
 
@@ -59,11 +58,19 @@ def test_nothing_is_lost():
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_what_waits_keeps_its_mean_on_other_ranks(ranks):
     """The next step applies the mean of the pending gradients, for any number of ranks."""
-    _, state = trained(1, compensation=0.0)
-    waiting = np.asarray(state.late.gradients[0]["w"])
-    moved = np.asarray(cgx.reshard_state(state, ranks).late.gradients[0]["w"])
+    _, state = trained(cgx.wan.MixedSync(cgx.Raw(), compensation=0.0))
+    waiting = np.asarray(state.own.grads[0]["w"])
+    moved = np.asarray(cgx.reshard_state(state, ranks).own.grads[0]["w"])
     assert moved.shape == (ranks, *waiting.shape[1:]) and np.abs(waiting.mean(0)).max() > 0.01
     np.testing.assert_allclose(moved.mean(0), waiting.mean(0), rtol=1e-6)
+
+
+def test_an_exchange_inside_may_be_early():
+    """Two exchanges that are one step late are one that is two steps late."""
+    of = lambda exchange: trained(cgx.wan.MixedSync(exchange, compensation=0.0))[0]
+    twice, once = of(cgx.wan.MixedSync(cgx.Raw(), compensation=0.0)), of(cgx.Raw())
+    np.testing.assert_array_equal(twice[:2], [PARAMS["w"]] * 2)
+    assert (twice[2] != PARAMS["w"]).any() and (once[1] != PARAMS["w"]).any()
 
 
 def test_bad_input():
@@ -71,17 +78,20 @@ def test_bad_input():
         (dict(staleness=0), "staleness", "positive integer", "0"),
         (dict(compensation=-1), "compensation", "number 0", "-1"),
     ):
-        with raises(ValueError, says("mixed_sync", argument, expected=expected, got=got)):
-            cgx.wan.mixed_sync("a", **options)
-    with raises(TypeError, says("mixed_sync", "params", expected="parameters", got="None", remedy="update")):
-        cgx.wan.mixed_sync("a", axis_size=4).update(PARAMS, None)
-    alone = cgx.wan.mixed_sync("a", axis_size=1)
-    one = {"w": jnp.ones((1, 99))}
-    expected = says(
-        "mixed_sync", "axis_name", expected="several centers along 'a'", got="one", remedy="leave mixed_sync"
-    )
-    with raises(ValueError, expected):
-        jax.vmap(alone.init, axis_name="a")(one)
-    state = alone.init({"w": jnp.ones(99)})  # outside of the axis it can't see it
-    with raises(ValueError, expected):
-        jax.vmap(lambda g: alone.update(g, state, g), axis_name="a")(one)
+        with raises(ValueError, says("MixedSync", argument, expected=expected, got=got)):
+            cgx.wan.MixedSync(cgx.Raw(), **options)
+    late = cgx.compress_gradients("a", cgx.wan.MixedSync(cgx.Raw()), axis_size=1)
+    state = late.init({"w": jnp.ones(99)})
+    missing = says("MixedSync", "params", expected="parameters", got="None", remedy="update")
+    for size, error, words, params in (
+        (4, TypeError, missing, lambda g: None),
+        (
+            1,
+            ValueError,
+            says("MixedSync", "axis", expected="centers along 'a'", got="one", remedy="leave"),
+            lambda g: g,
+        ),
+    ):
+        rows = {"w": jnp.ones((size, 99))}
+        with raises(error, words):
+            jax.vmap(lambda g, params=params: late.update(g, state, params(g)), axis_name="a")(rows)

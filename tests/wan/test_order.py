@@ -9,27 +9,28 @@ from jax.sharding import AxisType
 from order import unordered
 
 import jaxcgx as cgx
-from jaxcgx.wan import Differential, differential
+from jaxcgx.wan.geomx import differential
+from jaxcgx.wan.geomx.differential import Differential
 
 AXES = "dc", "local"
 PLAN, LATER = [cgx.Plan({"dc": cgx.MaxMin(bits), "local": cgx.Raw()}, min_size=0) for bits in (4, 8)]
 BLOCKS = dict(block_bytes=256)
 STEPS = {
-    "DGT, defer": dict(compress=Differential(**BLOCKS)),
-    "DGT, quantize": dict(compress=Differential(rest="quantize", **BLOCKS)),
-    "DGT, drop": dict(compress=Differential(rest="drop", **BLOCKS)),
-    "DGT, adaptive": dict(compress=Differential(adaptive=0.2, **BLOCKS)),
-    "DGT, schedule": dict(compress=Differential(**BLOCKS), plan={0: PLAN, 2: LATER}),
-    "schedule": dict(plan={0: PLAN, 2: LATER}),
-    "mixed sync, schedule": dict(compress=cgx.wan.mixed_sync, plan={0: PLAN, 2: LATER}),
-    "DGC, warm-up": dict(compress=cgx.dgc, warmup_epochs=2, steps_per_epoch=1),
+    "DGT, defer": Differential(PLAN, **BLOCKS),
+    "DGT, quantize": Differential(PLAN, rest="quantize", **BLOCKS),
+    "DGT, drop": Differential(PLAN, rest="drop", **BLOCKS),
+    "DGT, adaptive": Differential(PLAN, adaptive=0.2, **BLOCKS),
+    "DGT, schedule": Differential({0: PLAN, 2: LATER}, **BLOCKS),
+    "schedule": cgx.Feedback({0: PLAN, 2: LATER}),
+    "mixed sync, schedule": cgx.wan.MixedSync({0: PLAN, 2: LATER}),
 }
-OUTER = dict(plan=cgx.MaxMin(4), seed=1)
+INSIDE = cgx.Plan(cgx.MaxMin(8), min_size=0)
+OUTER = dict(seed=1, fragments=2)
 CENTERS = {
-    "DiLoCo": lambda inner: cgx.wan.diloco(inner, every=4, fragments=2, **OUTER),
-    "DiLoCo, streaming": lambda inner: cgx.wan.diloco(inner, every=4, fragments=2, overlap=1, alpha=0.5, **OUTER),
-    "DiLoCo, eager": lambda inner: cgx.wan.diloco(inner, every=4, fragments=2, eager=True, **OUTER),
-    "HFA": lambda inner: cgx.wan.hfa(inner, k1=2, k2=2, fragments=2, **OUTER),
+    "DiLoCo": cgx.wan.Diloco(cgx.MaxMin(4), 4, inside=INSIDE, **OUTER),
+    "DiLoCo, streaming": cgx.wan.Diloco(cgx.MaxMin(4), 4, inside=INSIDE, overlap=1, alpha=0.5, **OUTER),
+    "DiLoCo, eager": cgx.wan.Diloco(cgx.MaxMin(4), 4, inside=INSIDE, eager=True, **OUTER),
+    "HFA": cgx.wan.HFA(cgx.MaxMin(4), 2, 2, **OUTER),
 }
 
 
@@ -42,8 +43,7 @@ def loss_fn(params, count, x):
 @pytest.mark.parametrize("name", STEPS)
 def test_conditionals_wait_for_other_exchanges(name, monkeypatch):
     monkeypatch.setattr(differential, "LEVELS", 2)
-    options = STEPS[name] if "warmup_epochs" in STEPS[name] else dict(plan=PLAN) | STEPS[name]
-    program = compiled(loss_fn, optax.sgd(0.1), has_aux=True, **options)
+    program = compiled(loss_fn, STEPS[name], has_aux=True)
     assert "conditional(" in program and not unordered(program)
 
 
@@ -53,15 +53,14 @@ def test_exchanges_between_centers_wait_for_those_inside(name):
         loss, (count, _) = loss_fn(params, count, x)
         return loss, count
 
-    inner = optax.sgd(0.1)
-    plan = {} if name == "HFA" else dict(plan=cgx.Plan(cgx.MaxMin(8), min_size=0))  # HFA has no exchange there
-    program = compiled(loss, inner, diloco=CENTERS[name](inner), **plan)
+    program = compiled(loss, CENTERS[name])
     assert "conditional(" in program and not unordered(program)
 
 
-def compiled(loss_fn, optimizer, **options):
+def compiled(loss_fn, exchange, **options):
     """Returns the program of a step."""
     mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    train = cgx.make_train_step(loss_fn, optimizer, mesh, data_axis=AXES, model_state="mean", **options)
+    options |= dict(sharding=cgx.Sharding(AXES), model_state="mean")
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, **options)
     state = train.init({"w": jnp.ones((40, 30)), "v": jnp.ones((30, 20))}, jnp.zeros(()))
-    return train.step.lower(*state, np.ones((8, 40), np.float32)).compile().as_text()
+    return train.step.lower(state, np.ones((8, 40), np.float32)).compile().as_text()

@@ -3,6 +3,8 @@
 This holds for the parameters, and for all of the optimizer's state that isn't an array per rank.
 """
 
+import dataclasses
+import functools
 import itertools
 
 import jax
@@ -20,38 +22,41 @@ AXES = "dc", "local"
 CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
 BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
 INNER = optax.sgd(0.1, momentum=0.9)
-SPARSE = dict(optimizer=optax.sgd(0.1), threshold=0.1, size_bound=100)
 CENTERS = 3
 TREES = Overlay((Tree((-1, 0, 1), 2), Tree((1, -1, 1), 1)))  # the first one is a chain
 OVERLAYS = TREES, Overlay((Tree((2, 0, -1), 1),)), Overlay.owners(CENTERS, [2, 1, 1])
+P3 = dict(overlap=cgx.Priority(slice_elements=400))
+DGT = functools.partial(cgx.wan.Differential, BETWEEN, block_bytes=256)
+
+
+def along(*overlays):
+    """Returns the plan of compression between centers, along these overlays. None: one that it chooses."""
+    return [dataclasses.replace(BETWEEN, schedule={"dc": overlay, "local": "auto"}) for overlay in overlays]
+
+
+# {name: (exchange, or exchanges that take turns, options of make_train_step)}
 TECHNIQUES = {
-    "P3": dict(plan=BETWEEN, overlap="priority", slice_elements=400),
-    "mixed sync": dict(plan=BETWEEN, compress=cgx.wan.mixed_sync),
-    "DGT, defer": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256)),
-    "DGT, quantize": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="quantize")),
-    "DGT, drop": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="drop")),
-    "DGT, adaptive": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.8, block_bytes=256, adaptive=0.2)),
-    "DGT, no feedback": dict(
-        plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="drop"), feedback=False
-    ),
-    "BSC": dict(compress=cgx.bsc, **SPARSE),
-    "BSC along trees": dict(compress=cgx.bsc, pull="top", schedule={"dc": TREES, "local": "auto"}, **SPARSE),
-    "BSC, no feedback": dict(compress=cgx.bsc, feedback=False, momentum_masking=False, **SPARSE),
-    "MPQ, the top of sums": dict(compress=cgx.mpq, pull="top", **SPARSE),
-    "FP16": dict(plan=cgx.Plan.fp16(axis_name=AXES)),
-    "FP16, P3": dict(plan=cgx.Plan.fp16(axis_name=AXES), overlap="priority", slice_elements=400),
-    "trees": dict(plan=BETWEEN, schedule={"dc": TREES, "local": "auto"}),
-    "trees, P3": dict(plan=BETWEEN, schedule={"dc": TREES, "local": "auto"}, overlap="priority", slice_elements=400),
-    "trees that change": dict(plan=BETWEEN),  # with each step, another one of OVERLAYS
-    "MultiGPS": dict(plan=BETWEEN, schedule={"dc": OVERLAYS[-1], "local": "auto"}),
-    "DiLoCo": dict(diloco=cgx.wan.diloco(INNER, every=2, axis_name="dc", plan=CODEC)),
-    "HFA": dict(diloco=cgx.wan.hfa(INNER, k1=1, k2=2, axis_name="dc", plan=CODEC)),
-    "HFA, streaming": dict(
-        diloco=cgx.wan.hfa(
-            INNER, k1=2, k2=2, axis_name="dc", plan=CODEC, fragments=2, overlap=1, alpha=0.5, telemetry=True
-        )
-    ),
-    "SparseLoCo": dict(diloco=cgx.wan.sparseloco(INNER, every=2, ratio=0.1, axis_name="dc")),
+    "P3": (BETWEEN, P3),
+    "mixed sync": (cgx.wan.MixedSync(BETWEEN), {}),
+    "DGT, defer": (DGT(k=0.5), {}),
+    "DGT, quantize": (DGT(k=0.5, rest="quantize"), {}),
+    "DGT, drop": (DGT(k=0.5, rest="drop"), {}),
+    "DGT, adaptive": (DGT(k=0.8, adaptive=0.2), {}),
+    "DGT, no feedback": (DGT(k=0.5, rest="drop", keep=False), {}),
+    "BSC": (cgx.BSC(0.1, 100), {}),
+    "BSC along trees": (cgx.BSC(0.1, 100, pull="top", schedule={"dc": TREES, "local": "auto"}), {}),
+    "BSC, no feedback": (cgx.BSC(0.1, 100, keep=False, masking=False), {}),
+    "MPQ, the top of sums": (cgx.MPQ(0.1, 100, pull="top"), {}),
+    "FP16": (cgx.Plan.fp16(axis_name=AXES), {}),
+    "FP16, P3": (cgx.Plan.fp16(axis_name=AXES), P3),
+    "trees": (along(TREES), {}),
+    "trees, P3": (along(TREES), P3),
+    "trees that change": (along(*OVERLAYS), {}),
+    "MultiGPS": (along(OVERLAYS[-1]), {}),
+    "DiLoCo": (cgx.wan.Diloco(CODEC, 2), {}),
+    "HFA": (cgx.wan.HFA(CODEC, 1, 2), {}),
+    "HFA, streaming": (cgx.wan.HFA(CODEC, 2, 2, fragments=2, overlap=1, alpha=0.5, telemetry=True), {}),
+    "SparseLoCo": (cgx.wan.sparseloco(every=2, ratio=0.1), {}),
 }
 
 
@@ -80,27 +85,30 @@ def test_replicas_agree(technique):
     random = np.random.default_rng(0)
     batches = random.standard_normal((6, 12, 40), np.float32)
     params = {"w": random.standard_normal((40, 30), np.float32), "v": random.standard_normal(30, np.float32)}
-    options, changes = {"optimizer": INNER, **TECHNIQUES[technique]}, technique == "trees that change"
-    schedules = [dict(schedule={"dc": overlay, "local": "auto"}) for overlay in OVERLAYS] if changes else [{}]
-    trains = [cgx.make_train_step(loss_fn, mesh=mesh, data_axis=AXES, **options, **each) for each in schedules]
+    exchange, options = TECHNIQUES[technique]
+    optimizer = optax.sgd(0.1) if isinstance(exchange, cgx.BSC) else INNER
+    trains = [
+        cgx.make_train_step(loss_fn, optimizer, mesh, each, sharding=cgx.Sharding(AXES), **options)
+        for each in (exchange if isinstance(exchange, list) else [exchange])
+    ]
     check = jax.jit(
         jax.shard_map(
             lambda tree: cgx.check_replicas(tree, AXES), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
         )
     )
-    state, seen, k1 = trains[0].init(params), [params["w"]], getattr(options.get("diloco"), "k1", None)
+    state, seen, k1 = trains[0].init(params), [params["w"]], getattr(exchange, "k1", None)
     for step, (batch, train) in enumerate(zip(batches, itertools.cycle(trains)), 1):
-        *state, _ = train.step(*state, batch)
+        state, _ = train.step(state, batch)
         same = replicated(state)
         assert len(same) > len(params), "the optimizer's state has no replicated array"
         check(same).check()
         assert_same_parts(state)
         if k1 and step % k1 == 0:  # the ranks of a center have just averaged their parameters
-            for x in jax.tree.leaves(state[1].centers.rows.params):
+            for x in jax.tree.leaves(state.exchange.params):
                 first, second = np.asarray(x).reshape(CENTERS, 2, -1).swapaxes(0, 1)
                 np.testing.assert_array_equal(first, second)
-        seen.append(np.asarray(state[0]["w"]))
-    last, left = trains[0].finish(*state)
-    check(replicated((last, left))).check()
-    assert_same_parts((last, left))
-    assert np.abs(np.asarray(last["w"]) - seen[0]).max() > 1e-3 and np.isfinite(last["w"]).all()
+        seen.append(np.asarray(state.params["w"]))
+    last = trains[0].finish(state)
+    check(replicated(last)).check()
+    assert_same_parts(last)
+    assert np.abs(np.asarray(last.params["w"]) - seen[0]).max() > 1e-3 and np.isfinite(last.params["w"]).all()
