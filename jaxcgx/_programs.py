@@ -60,3 +60,33 @@ def same_in_vmap(program: Any) -> bool:
     inner = [value for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
     changed = any(re.search("cond|while|callback|ffi_call", eqn.primitive.name) for eqn in program.eqns)
     return not (program.effects or changed) and all(map(same_in_vmap, inner))
+
+
+# Whether a loss closes over the examples of all ranks. Their gradient would be wrong without an error.
+
+
+def closed_over(jaxpr: Any, count: int) -> list[Any]:
+    """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
+    for eqn in inner.eqns:
+        for value in eqn.params.values():
+            if hasattr(value, "consts"):
+                found += closed_over(value, len(getattr(value, "jaxpr", value).invars))
+    return found
+
+
+# Where a loss constrains how arrays are sharded. Over the axes of the ranks it must not.
+
+
+def constraints(jaxpr: Any) -> list[Any]:
+    """Returns the PartitionSpecs of all sharding constraints in a traced program."""
+    found: list[Any] = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            found.append(getattr(eqn.params.get("sharding"), "spec", ()))
+        for param in eqn.params.values():
+            for value in param if isinstance(param, tuple | list) else [param]:
+                if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                    found += constraints(value)
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxcgx import _compat
+from jaxcgx import _compat, _programs
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.typing import AxisName
@@ -52,20 +52,14 @@ def _constrained(function: str, argument: str, names: tuple[Any, ...], what: Any
     )
 
 
-def check_constraints(function: str, argument: str, names: tuple[Any, ...], jaxpr: Any) -> None:
+def check_constraints(function: str, argument: str, names: tuple[Any, ...], program: Any) -> None:
     """Refuses sharding constraints over the ranks' axes in a traced program.
 
     Without check_vma, JAX itself refuses them only at compile time.
     """
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        spec = getattr(eqn.params.get("sharding"), "spec", ())
-        axes = {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
-        if eqn.primitive.name == "sharding_constraint" and axes & set(names):
+    for spec in _programs.constraints(program):
+        if {name for part in spec for name in (part if isinstance(part, tuple) else (part,))} & set(names):
             raise _constrained(function, argument, names, spec)
-        for param in eqn.params.values():
-            for value in param if isinstance(param, tuple | list) else [param]:
-                if hasattr(getattr(value, "jaxpr", value), "eqns"):
-                    check_constraints(function, argument, names, value)
 
 
 def _own(function: str, argument: str, names: tuple[Any, ...], loss: Any) -> Any:

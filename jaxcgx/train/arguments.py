@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.train.splitting import Ranks, check_spans, examples
 
@@ -104,7 +105,7 @@ class Split:
         traced = lambda params, arrays: call(self.arguments(params, arrays))[0]
         axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average over them
         program = jax.make_jaxpr(traced, axis_env=axes)(*given)
-        for x in _closed_over(program, len(jax.tree_util.tree_leaves(given))):
+        for x in _programs.closed_over(program, len(jax.tree_util.tree_leaves(given))):
             if np.shape(x)[:1] == (ranks.size,):
                 expected = "a function that takes the batch as arguments, of which a rank has a single example"
                 got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
@@ -126,17 +127,6 @@ def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixe
     for i, x in sorted(zip(places, whole), key=lambda pair: pair[0]):
         args.insert(i, x)
     return args
-
-
-def _closed_over(jaxpr: Any, count: int) -> list[Any]:
-    """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
-    for eqn in inner.eqns:
-        for value in eqn.params.values():
-            if hasattr(value, "consts"):
-                found += _closed_over(value, len(getattr(value, "jaxpr", value).invars))
-    return found
 
 
 def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> dict[int, Any]:
