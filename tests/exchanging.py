@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from helpers import normal
 from jax.sharding import PartitionSpec as P
+from model import State
 from training import mesh_of
 
 import jaxcgx as cgx
@@ -59,3 +60,19 @@ def exchange_state(state):
     is_state = lambda node: isinstance(node, ExchangeState)
     (found,) = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
     return found
+
+
+def exchange_of(model, plans):
+    """Returns the exchange with the options of a `model.Model`."""
+    beta = None if model.beta == 1 else model.beta
+    options = dict(beta=beta, reset_every=model.reset_every, keep=model.feedback, skip_nonfinite=model.skip_nonfinite)
+    if model.momentum is None:
+        return cgx.Feedback(plans, **options)
+    options |= dict(nesterov=model.nesterov, masking=model.momentum_masking, weight_decay=model.weight_decay)
+    return cgx.Momentum(plans, model.momentum, **options)
+
+
+def fields_of(state):
+    """Returns the fields of a `model.State`, each of which may be None."""
+    own, shared = (found := exchange_state(state)).own, found.shared
+    return State(own.residuals, own.momentum, shared.trace, shared.factors)
