@@ -3,6 +3,7 @@
 `python training.py PROCESS ADDRESS` trains as one of two processes.
 """
 
+import dataclasses
 import functools
 import sys
 
@@ -10,7 +11,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from helpers import planned
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -65,7 +65,7 @@ def ranks_of_one_device(device, plan):
     def step(params, state, batch):
         def rank(x):
             loss, grads = jax.value_and_grad(loss_fn)(params, x)
-            return loss, cgx.compressed_pmean(grads, "data", planned(plan, schedule="two_shot"))
+            return loss, cgx.compressed_pmean(grads, "data", dataclasses.replace(plan, schedule="two_shot"))
 
         losses, grads = jax.vmap(rank, axis_name="data")(batch.reshape(4, -1, X.shape[1]))
         updates, state = OPTIMIZER.update(jax.tree.map(lambda g: g[0], grads), state, params)
@@ -77,7 +77,7 @@ def ranks_of_one_device(device, plan):
 
 def check(losses):
     """Compressed steps learn like plain ones, and their programs have the kernels."""
-    (plain, _), (found, kernels) = (losses(plan) for plan in (cgx.Raw(), PLAN))
+    (plain, _), (found, kernels) = (losses(plan) for plan in (cgx.Plan.every(cgx.Raw()), PLAN))
     assert plain[-1] < 0.8 * plain[0]
     assert kernels == {"encode", "decode", "reduce"}
     np.testing.assert_allclose(found[0], plain[0], rtol=1e-5)

@@ -272,7 +272,7 @@ def test_ranks_that_come_to_their_communicators_in_other_orders(monkeypatch):
     comms = [COMM.Dup(), COMM.Dup()]
     monkeypatch.setattr(cgx.mpi, "MEET", 0.5)
     for _ in range(2):  # the second time, the error comes at once
-        with raises(RuntimeError, says("compressed_psum", expected="rank waited 0.5 s for all ranks")):
+        with raises(RuntimeError, says("compressed_psum", expected="waited")):
             psum(normal(8), CODEC, comms[int(R == 1)])
     COMM.Barrier()
     comms[int(R != 1)].Idup()[1].Wait()  # otherwise MPI could not end

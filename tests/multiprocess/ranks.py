@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import planned
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcgx as cgx
@@ -55,7 +54,7 @@ def psum(axes=AXES, codec=cgx.MaxMin(4), keyed=False, **options):
 
 def pmean(x):
     inexact = {k: v for k, v in x.items() if k != "count"}
-    return cgx.compressed_pmean(inexact, AXES, planned(cgx.Float8(), schedule="two_shot"))
+    return cgx.compressed_pmean(inexact, AXES, cgx.Plan.every(cgx.Float8(), schedule="two_shot"))
 
 
 # Every case has the shapes of a rank's leaves, and the collective.
@@ -76,7 +75,7 @@ CASES = {
     "psum_scatter": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4))),
     "psum_scatter ring": (
         ROWS,
-        lambda x: cgx.compressed_psum_scatter(x, AXES, planned(cgx.MaxMin(4), schedule="ring")),
+        lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.Plan.every(cgx.MaxMin(4), schedule="ring")),
     ),
     "psum_scatter raw": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.Raw())),
     "gradient of all_gather raw": (
@@ -135,7 +134,7 @@ def digests(mesh, shapes, collective):
 
 def sum_until(mesh, action):
     x = on_devices(mesh, random_leaf("w", (2**20,), jnp.float32))
-    program = compiled(mesh, lambda x: cgx.compressed_psum(x, AXES, planned(cgx.MaxMin(4), schedule="two_shot")))
+    program = compiled(mesh, lambda x: cgx.compressed_psum(x, AXES, cgx.Plan.every(cgx.MaxMin(4), schedule="two_shot")))
     program(x).block_until_ready()
     if action in ("die", "stop"):
         number = signal.SIGKILL if action == "die" else signal.SIGSTOP

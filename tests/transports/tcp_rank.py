@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import planned
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -70,7 +69,7 @@ def zeros(x):
 def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **fields):
     def run(axes, x):
         carry = cgx.Carry(residuals=jax.tree.map(lambda r: r + 0.125, zeros(x))) if fed else None
-        return cgx.compressed_pmean(x, axes, planned(codec, **fields), key=key() if keyed else None, carry=carry)
+        return cgx.compressed_pmean(x, axes, cgx.Plan.every(codec, **fields), key=key() if keyed else None, carry=carry)
 
     return run
 
@@ -88,12 +87,14 @@ def raw(codec=cgx.Raw()):
 
 def in_a_scan(axes, x):
     return lax.scan(
-        lambda x, _: (cgx.compressed_pmean(x, axes, planned(cgx.MaxMin(8), schedule="two_shot")), None), x, length=3
+        lambda x, _: (cgx.compressed_pmean(x, axes, cgx.Plan.every(cgx.MaxMin(8), schedule="two_shot")), None),
+        x,
+        length=3,
     )[0]
 
 
 def under_vmap(axes, x):
-    return jax.vmap(lambda x: cgx.compressed_psum(x, axes, planned(NOISY, schedule="two_shot"), key=key()))(x)
+    return jax.vmap(lambda x: cgx.compressed_psum(x, axes, cgx.Plan.every(NOISY, schedule="two_shot"), key=key()))(x)
 
 
 def in_a_mapped_branch(axes, x):
@@ -121,7 +122,7 @@ def derivative(axes, x):
 
 def backward(axes, x):
     def loss(x):
-        leaves = jax.tree.leaves(cgx.sync_in_backward(x, axes, planned(cgx.MaxMin(4), fusion_mb=0.001)))
+        leaves = jax.tree.leaves(cgx.sync_in_backward(x, axes, cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.001)))
         return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
 
     return jax.grad(loss)(x)
@@ -130,7 +131,7 @@ def backward(axes, x):
 def backward_with_feedback(axes, x):
     def loss(x, residuals):
         synchronised = cgx.sync_in_backward(
-            x, axes, planned(cgx.MaxMin(4), fusion_mb=0.001), carry=cgx.Carry(residuals=residuals)
+            x, axes, cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.001), carry=cgx.Carry(residuals=residuals)
         )
         return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(synchronised))
 
@@ -193,9 +194,9 @@ CASES = {
 # Means that cross programs: the shapes of a rank's leaves, the axes, the plan, and whether there is feedback.
 PLAN = cgx.Plan(cgx.MaxMin(4), min_size=1000, skip_1d=False)
 CROSSING = {
-    "two_shot": (SHAPES, "data", planned(cgx.MaxMin(4), schedule="two_shot"), True),
-    "one_shot": (SHAPES, "data", planned(NOISY, schedule="one_shot"), True),
-    "several pieces": (LARGE, "data", planned(NOISY, schedule="two_shot"), False),
+    "two_shot": (SHAPES, "data", cgx.Plan.every(cgx.MaxMin(4), schedule="two_shot"), True),
+    "one_shot": (SHAPES, "data", cgx.Plan.every(NOISY, schedule="one_shot"), True),
+    "several pieces": (LARGE, "data", cgx.Plan.every(NOISY, schedule="two_shot"), False),
     "plan": (SHAPES, "data", PLAN, True),
     "sparse": (LARGE, "data", cgx.TopK(0.01), True),
     "low rank": (SHAPES, "data", cgx.PowerSGD(2), False),
@@ -314,7 +315,7 @@ def end_without(last):
     """Returns the error of a mean whose other rank is killed before it begins, and checks what still works."""
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=60, connections=3)
     x = array(mesh, (200_000,), "float32", 0)
-    plan = planned(cgx.MaxMin(4), schedule="two_shot")
+    plan = cgx.Plan.every(cgx.MaxMin(4), schedule="two_shot")
     begin = jax.jit(on_ranks(mesh, lambda x: begin_pmean(x, axis, plan, carry=cgx.Carry(residuals=jnp.ones_like(x)))))
     end = jax.jit(on_ranks(mesh, lambda begun: reduce.end(*begun)))
     double = jax.jit(on_ranks(mesh, lambda x: x * 2))
@@ -353,7 +354,7 @@ def bytes_sent(mesh, axis):
     """Returns the bytes that TCP carries for a lossless sum, per byte of the array."""
     x = array(mesh, (2**20,), "bfloat16", 0)
     program = jax.jit(
-        on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, planned(cgx.Lossless(), schedule="two_shot")))
+        on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, cgx.Plan.every(cgx.Lossless(), schedule="two_shot")))
     )
     compiled = program.lower(x).compile()  # connects the processes
     count = lambda: sum(each.bytes for each in connections.sent())
@@ -579,7 +580,9 @@ def adapted():
         topology.update()
         overlays.append(str(topology.overlay.trees))
     x = array(mesh, (4000,), "float32", 0)
-    make = lambda schedule, codec=cgx.Raw(): lambda x: cgx.compressed_psum(x, TCP, planned(codec, schedule=schedule))
+    make = lambda schedule, codec=cgx.Raw(): (
+        lambda x: cgx.compressed_psum(x, TCP, cgx.Plan.every(codec, schedule=schedule))
+    )
     total = jax.jit(on_ranks(mesh, make(topology.overlay)))(x)
     known = np.isfinite(topology.links.rates).mean() if jax.process_index() == 0 else None
     finite = bool(np.isfinite(total.addressable_data(0)).all())
@@ -594,7 +597,7 @@ def sum_until(action, last):
     x = array(mesh, (200_000,), "float32", 0)
     collective = cgx.compressed_pmean if action == "differ" and last else cgx.compressed_psum
     schedule = "tree" if action in ("raise", "stay_away") else "two_shot"
-    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, planned(cgx.MaxMin(4), schedule=schedule))))
+    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.Plan.every(cgx.MaxMin(4), schedule=schedule))))
     topology = Topology(mesh, axis) if action == "update" else None
     connections.connect(60)
     for i in range(10**9):
