@@ -9,15 +9,29 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.cut import OP, Names, axes_of, flatten_specs, is_spec
-from jaxcgx.typing import Batch, Specs
+from jaxcgx.typing import Batch, PyTree, Specs
 
-STEP = "train.step"
+OP, STEP = "make_train_step", "train.step"
+Names = tuple[Any, ...]  # the names of mesh axes
 REMEDY = (
     "pass sharding=Sharding(batch=...) to make_train_step: a tree like the batch, with P() where every rank has the "
     "whole array"
 )
 ARGUMENT = "sharding.batch"
+
+
+def is_spec(x: object) -> bool:
+    return isinstance(x, P)
+
+
+def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, Any]], PyTree]:
+    """Returns ([(path, spec)], structure) of a tree of specs."""
+    return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
+
+
+def axes_of(part: Any) -> Names:
+    """Returns the axes in `part`, the entry of a spec for one dimension."""
+    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def check_batch_specs(specs: Specs, names: Names) -> None:

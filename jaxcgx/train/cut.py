@@ -1,4 +1,4 @@
-"""PartitionSpecs of a step's trees, and the dimension along which each leaf is cut into shards, one for each rank."""
+"""The dimension along which each leaf is cut into shards, one for each rank, and checks of the specs that say so."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,11 +7,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import spell_array, wrong
+from jaxcgx.train.batch import OP, Names, axes_of, flatten_specs
 from jaxcgx.typing import Params, PyTree, Specs
-
-OP = "make_train_step"
-Names = tuple[Any, ...]  # the names of mesh axes
-Part = Any  # what a PartitionSpec says of a dimension
 
 
 class Cut(NamedTuple):
@@ -64,20 +61,6 @@ class Cut(NamedTuple):
                 remedy = "PartitionSpec() leaves it whole, and jaxcgx.shard_specs finds dimensions"
                 expected = f"a dimension that {ranks} ranks divide"
                 raise wrong(OP, argument, expected, f"dimension {d} of {spell_array(x)}", remedy, path=path)
-
-
-def is_spec(x: object) -> bool:
-    return isinstance(x, P)
-
-
-def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, Any]], PyTree]:
-    """Returns ([(path, spec)], structure) of a tree of specs."""
-    return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
-
-
-def axes_of(part: Part) -> Names:
-    """Returns the axes in `part`, the entry of a spec for one dimension."""
-    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def named(spec: P) -> Names:

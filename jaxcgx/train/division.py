@@ -13,8 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.train.batch import split_batch
-from jaxcgx.train.cut import OP
+from jaxcgx.train.batch import OP, split_batch
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Batch, DType, Key, Params, PyTree, Specs

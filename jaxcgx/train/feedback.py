@@ -37,7 +37,7 @@ class Shared(NamedTuple):
       telemetry: the Telemetry of the last step; None without.
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  (tuple.count)
     key: Key
     factors: PyTree = None
     trace: PyTree = None
@@ -171,8 +171,8 @@ class Feedback:
             telemetry = self._measure(sent.ticket.travel, at, sent.grads, sent.before, mean, carry.residuals)
         residuals, factors, count = carry.residuals, carry.factors, shared.count + 1
         each = jax.tree_util.tree_map
-        if self.beta is not None:
-            damp = lambda old, new: (1 - self.beta) * old + self.beta * new
+        if (beta := self.beta) is not None:
+            damp = lambda old, new: (1 - beta) * old + beta * new
             residuals = each(damp, sent.before, residuals)
         if self.skip_nonfinite:
             bad = at.nonfinite(self.op, mean)

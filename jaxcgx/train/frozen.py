@@ -2,8 +2,6 @@
 
 import jax
 
-from jaxcgx.train.cut import OP
-from jaxcgx.train.require import import_optax
 from jaxcgx.typing import PyTree
 
 
@@ -12,13 +10,16 @@ def part(tree: PyTree, skipped: PyTree) -> tuple[PyTree, PyTree]:
 
     Each tree has optax.MaskedNode() in place of the other tree's leaves. It is a node without leaves.
     """
-    hole = import_optax(OP).MaskedNode()
+    from optax import MaskedNode  # an optional dependency
+
+    hole = MaskedNode()
     take = lambda wanted: jax.tree_util.tree_map(lambda x, skip: x if skip == wanted else hole, tree, skipped)
     return take(False), take(True)
 
 
 def join(trained: PyTree, frozen: PyTree) -> PyTree:
     """Returns the tree that `part` has split."""
-    hole = import_optax(OP).MaskedNode
-    is_hole = lambda x: isinstance(x, hole)
+    from optax import MaskedNode
+
+    is_hole = lambda x: isinstance(x, MaskedNode)
     return jax.tree_util.tree_map(lambda x, y: y if is_hole(x) else x, trained, frozen, is_leaf=is_hole)

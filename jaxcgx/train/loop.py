@@ -4,24 +4,23 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxcgx.checks import check_flag, check_integer, wrong
-from jaxcgx.train.cut import OP
+from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division
 from jaxcgx.train.exchange import Exchange, as_exchange
 from jaxcgx.train.gradient import Loss
 from jaxcgx.train.mesh import OverMesh, check_mesh
 from jaxcgx.train.model_state import ModelState
 from jaxcgx.train.require import import_optax
+from jaxcgx.train.rounds import train_rounds
 from jaxcgx.train.sharded import ShardedMesh, check_gather
 from jaxcgx.train.state import Priority, Sharding
-from jaxcgx.train.step import Step, Training, TrainStep, as_arrays, put
+from jaxcgx.train.step import Training, TrainStep
 from jaxcgx.train.update import Update
 from jaxcgx.transports.axes import is_communicator
 from jaxcgx.typing import Specs
 
 if TYPE_CHECKING:
     import optax
-
-__all__ = ["Step", "TrainStep", "Training", "as_arrays", "make_train_step", "put"]  # rounds.py still imports them here
 
 
 def make_train_step(
@@ -110,8 +109,6 @@ def make_train_step(
         aux_specs=aux_specs,
     )
     if rounds is not None:
-        from jaxcgx.train.rounds import train_rounds  # it is made of the rooms of this module
-
         return train_rounds(rounds, training, sharding.axis, donate)
     return training.functions(donate)
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import check_axes
-from jaxcgx.train.batch import REMEDY, STEP, check_batch_specs, check_even, split_batch
-from jaxcgx.train.cut import OP, axes_of, flatten_specs, shortest
+from jaxcgx.train.batch import OP, REMEDY, STEP, axes_of, check_batch_specs, check_even, flatten_specs, split_batch
+from jaxcgx.train.cut import shortest
 from jaxcgx.train.division import Division, Function, row
 from jaxcgx.train.splitting import Ranks, check_spans
 from jaxcgx.train.state import ExchangeState, Sharding

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_array, check_choice, spell_array, wrong
-from jaxcgx.train.cut import OP
+from jaxcgx.train.batch import OP
 from jaxcgx.train.division import addable, first_of, mean_of, row, wide, without_row
 from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport

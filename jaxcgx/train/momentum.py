@@ -104,7 +104,7 @@ class Momentum(Feedback):
             momentum, trace = unless(bad, (momentum, trace), (ticket.before, old))
         return final, ExchangeState(Carry(new.own.residuals, momentum), new.shared._replace(trace=trace))
 
-    def _accelerate(self, u: jax.Array | None, g: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    def _accelerate(self, u: Any, g: jax.Array) -> tuple[Any, jax.Array]:
         """Adds a gradient to the momentum `u` of a leaf. Returns (the new momentum, what takes the gradient's place).
 
         None: the leaf has no momentum, and the gradient is unchanged.
@@ -132,10 +132,9 @@ class Momentum(Feedback):
         if p is not None:
             rest = rest + (jnp.asarray(self.weight_decay, p.dtype) * p).astype(x.dtype)
         moved, moving = self._accelerate(trace, rest)
-        assert moved is not None
         return jnp.where(jnp.isfinite(moved), moved, trace), moving if u is None else x + moving
 
-    def _decayed(self, tree: jax.tree_util.PyTreeDef, params: Params) -> list[jax.Array | None]:
+    def _decayed(self, tree: Any, params: Params) -> list[jax.Array | None]:
         """Returns for each leaf the parameter if it has weight decay, else None."""
         if self.weight_decay is None:
             return [None] * tree.num_leaves
@@ -156,4 +155,4 @@ def _hold(old: jax.Array | None, new: jax.Array | None, mean: jax.Array) -> jax.
     Otherwise, an overflow would stay in the momentum forever. The mean doesn't always show an overflow: TopK sends only
     some elements of an overflowing leaf, as NaN.
     """
-    return None if new is None else jnp.where(jnp.isfinite(mean) & jnp.isfinite(new), new, old)
+    return new if new is None or old is None else jnp.where(jnp.isfinite(mean) & jnp.isfinite(new), new, old)

@@ -7,8 +7,7 @@ from jaxcgx.checks import wrong
 from jaxcgx.mpi.nodes import check_communicator
 from jaxcgx.mpi.ranks import over
 from jaxcgx.mpi.waiting import check_ready
-from jaxcgx.train.batch import check_batch_specs
-from jaxcgx.train.cut import OP
+from jaxcgx.train.batch import OP, check_batch_specs
 from jaxcgx.train.division import Division
 from jaxcgx.train.state import Sharding
 from jaxcgx.transports.mpi import Net

@@ -23,7 +23,8 @@ from jaxcgx.exchange.message import carry
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_plan
-from jaxcgx.train.cut import OP, Cut, beside, check_optimizer_specs, check_specs, flatten_specs, is_spec, named
+from jaxcgx.train.batch import OP, flatten_specs, is_spec
+from jaxcgx.train.cut import Cut, beside, check_optimizer_specs, check_specs, named
 from jaxcgx.train.division import Function
 from jaxcgx.train.frozen import part
 from jaxcgx.train.mesh import OverMesh, like

@@ -30,11 +30,11 @@ class WarmUp:
     def __post_init__(self) -> None:
         check_field(self, "epochs", check_integer, 1)
         check_field(self, "steps_per_epoch", check_integer, 1)
-        listed = isinstance(self.coeff, tuple | list)
-        for each in self.coeff if listed else () if self.coeff is None else [self.coeff]:
+        coeff = list(self.coeff) if isinstance(self.coeff, tuple | list) else self.coeff
+        for each in coeff if isinstance(coeff, list) else [] if coeff is None else [coeff]:
             expected = "a number above 0 and up to 1, or a list of them"
             check_number("WarmUp", "coeff", each, lambda x: 0 < x <= 1, expected)
-        if listed and len(self.coeff) != self.epochs:
+        if isinstance(coeff, list) and len(coeff) != self.epochs:
             raise wrong("WarmUp", "coeff", f"a share for each of {self.epochs} epochs", repr(self.coeff))
 
     def shares(self, final: float) -> dict[int, float]:
@@ -42,9 +42,10 @@ class WarmUp:
         coeff, n = self.coeff, self.epochs
         if coeff is None:
             found = [final ** ((epoch + 1) / (n + 1)) for epoch in range(n)]
+        elif isinstance(coeff, Sequence):
+            found = list(coeff)
         else:
-            listed = isinstance(coeff, Sequence)
-            found = list(coeff) if listed else [max(coeff ** (epoch + 1), final) for epoch in range(n)]
+            found = [max(coeff ** (epoch + 1), final) for epoch in range(n)]
         found.append(final)
         steps = self.steps_per_epoch
         return {epoch * steps: now for epoch, now in enumerate(found) if epoch == 0 or now != found[epoch - 1]}

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxcgx.checks import wrong
-from jaxcgx.train.cut import OP
+from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division
 from jaxcgx.train.frozen import join, part
-from jaxcgx.train.require import import_optax
 from jaxcgx.train.state import TrainState
 from jaxcgx.typing import Key, Params, PyTree
 
@@ -42,11 +41,13 @@ class Update:
         self, state: TrainState, means: PyTree, loss: jax.Array, skipped: PyTree, key: Key | None
     ) -> TrainState:
         """Returns the state after an update with the means of gradients. `key` is that of the gather of updates."""
+        from optax import apply_updates  # an optional dependency
+
         trained, frozen = part(state.params, skipped)
         run = self.division.over_devices(self._run, lambda: self.specs(state.params, skipped))
         updates, opt_state = run(means, state.opt_state, trained, loss)
         updates, lost = self.division.send_updates(updates, state.lost, skipped, key)
-        moved = import_optax(OP).apply_updates(trained, updates)
+        moved = apply_updates(trained, updates)
         return state.replace(params=join(moved, frozen), opt_state=opt_state, lost=lost)
 
     def _run(self, means: PyTree, opt_state: PyTree, trained: Params, loss: jax.Array) -> tuple[PyTree, PyTree]:
