@@ -13,6 +13,7 @@ from training import CODEC, NESTED, PARAMS, SHARDED, SPECS, STOCHASTIC, X, loss_
 from training import train as by_hand
 
 import jaxcgx as cgx
+from jaxcgx.wan import Differential
 
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
 
@@ -181,6 +182,55 @@ def test_loops_that_start_from_zeros_and_losses_averaged_over_the_ranks():
         got, _, metrics = train.step(*train.init(params), x)
         assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected)
         np.testing.assert_allclose(metrics.loss, of_all(params, x), rtol=1e-6)
+
+
+WAYS = {
+    "momentum": dict(plan=CODEC, momentum=0.9, weight_decay=0.1),
+    "DGC": dict(compress=cgx.dgc, ratio=0.1),
+    "BSC": dict(compress=cgx.bsc, size_bound=100),
+    "MPQ": dict(compress=cgx.mpq, size_bound=100),
+    "DGT, drop": dict(compress=Differential(k=0.5, block_bytes=400, rest="drop"), plan=cgx.Plan(CODEC, min_size=0)),
+    "DGT, defer": dict(compress=Differential(k=0.5, block_bytes=400), plan=cgx.Plan(CODEC, min_size=0)),
+    "mixed sync": dict(compress=cgx.wan.mixed_sync, plan=CODEC),
+    "feedback": dict(plan=CODEC),
+    "factors": dict(plan=cgx.PowerSGD(2)),
+    "priority": dict(plan=CODEC, overlap="priority"),
+}
+ADDED_AXES = pytest.mark.xfail(strict=True, reason="the rows of momentum and of blocks have one axis more")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[ADDED_AXES] if n in ("momentum", "DGC", "BSC", "MPQ", "DGT, drop") else []) for n in WAYS],
+)
+def test_ranks_of_arrays_are_not_promoted(name):
+    def loss(params, x):
+        return loss_fn({"w": params["w"], "b": params["b"][None]}, x)
+
+    with jax.numpy_rank_promotion("raise"):
+        train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), **WAYS[name])
+        jax.eval_shape(train.step, *train.init(PARAMS), X)
+
+
+@pytest.mark.xfail(strict=True, reason="outputs are computed for made-up inputs, to see whether they count examples")
+@pytest.mark.parametrize("form", ["has_aux", "model_state"])
+def test_the_loss_does_not_run_while_it_is_traced(form):
+    """It is traced at most twice, and runs once in a step of each rank."""
+    ran, traced = [], []
+
+    def loss(params, *rest):
+        traced.append(1)
+        total = jax.lax.stop_gradient(params["b"].sum())
+        total = jax.pure_callback(lambda x: (ran.append(1), x)[1], jax.ShapeDtypeStruct((), jnp.float32), total)
+        return loss_fn(params, rest[-1]), {"total": total + jnp.ones(len(rest[-1])).mean()}
+
+    options, state = (dict(has_aux=True), ()) if form == "has_aux" else (dict(model_state="mean"), ({"total": 0.0},))
+    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), plan=CODEC, **options)
+    given = *train.init(PARAMS, *state), X
+    train.step.lower(*given)
+    assert not ran and len(traced) <= 2
+    jax.block_until_ready(train.step(*given))
+    assert len(ran) == 4
 
 
 @pytest.mark.parametrize("donate", [True, False])

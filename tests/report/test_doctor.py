@@ -72,6 +72,15 @@ def test_this_installation():
         assert word in result.stdout
 
 
+@pytest.mark.xfail(strict=True, reason="mpirun is looked for on the PATH alone")
+def test_an_environment_that_is_not_activated(monkeypatch):
+    """Its programs are next to Python, and not on the PATH."""
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setattr(doctor, "_mpi", lambda: ("Open MPI", []))
+    report = doctor.examine()
+    assert not report.problems and report.mpi_programs["mpirun"].startswith(os.path.dirname(sys.executable))
+
+
 def test_what_of_plain_jax_to_avoid(pretend):
     pretend()
     assert any("lax.psum_scatter" in text for text in doctor.examine().warnings) == (jax.__version_info__ < (0, 12))
