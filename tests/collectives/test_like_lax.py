@@ -284,7 +284,6 @@ def test_dtypes_of_the_others():
         assert_same(on_ranks(compressed, mesh(4))(parts), on_ranks(plain, mesh(4))(parts))
 
 
-@pytest.mark.xfail(strict=True, reason="XLA refuses to gather or scatter nothing")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("codec", [EXACT, cgx.Raw()], ids=str)
 def test_empty_leaves_of_tiled_exchanges(codec, check_vma):
