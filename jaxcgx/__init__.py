@@ -26,6 +26,7 @@ from jaxcgx.codecs import (
     roundtrip,
 )
 from jaxcgx.collectives import (
+    all_finite,
     begin_pmean,
     check_replicas,
     compressed_all_gather,
@@ -84,6 +85,7 @@ __all__ = [
     "Tcp",
     "TopK",
     "advise",
+    "all_finite",
     "backward_order",
     "begin_pmean",
     "bsc",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
+from jaxcgx.collectives.finite import count_nonfinite
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.optim.exchange import Kept, exchange
@@ -20,7 +21,7 @@ from jaxcgx.optim.halves import after
 from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.leaves import check_arrays, flatten
 from jaxcgx.optim.momentum import accelerate, accelerate_mean, decayed, hold
-from jaxcgx.optim.nonfinite import count_nonfinite, unless
+from jaxcgx.optim.nonfinite import unless
 from jaxcgx.optim.phases import switch
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import Settings
