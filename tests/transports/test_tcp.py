@@ -187,7 +187,6 @@ def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
     assert nothing is None
 
 
-@pytest.mark.xfail(strict=True, reason="XLA's wait ends when the late rank comes")
 def test_ctrl_c_ends_an_exchange_at_once():
     """Python sees the signal when the exchange ends. The other rank gets an error."""
     error, seconds = results("interrupt", 2)
