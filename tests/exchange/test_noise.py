@@ -196,14 +196,15 @@ SHARED = {
 }
 
 
-def cases():
-    return [
-        pytest.param(*CASES[n], id=n, marks=[pytest.mark.xfail(reason=SHARED[n], strict=True)] if n in SHARED else [])
-        for n in CASES
-    ]
-
-
-@pytest.mark.parametrize(("axes", "run"), cases())
+@pytest.mark.parametrize(
+    ("axes", "run"),
+    [
+        pytest.param(
+            *found, id=name, marks=[pytest.mark.xfail(reason=SHARED.get(name), strict=True)] * (name in SHARED)
+        )
+        for name, found in CASES.items()
+    ],
+)
 def test_no_two_encodings_of_an_element_share_their_noise(axes, run, draws):
     """Two draws of one key are one encoding on replicas. No key draws noise and makes other keys."""
     for name in reversed(axes):
