@@ -63,7 +63,7 @@ ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-commands test-demos test-ray test-recipes begin slowest build \
-	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short matrix matrix-short wheels clean interpreter \
+	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house matrix matrix-short wheels clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-errors bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
@@ -181,6 +181,9 @@ matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest 
 
 matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 	@.venv/bin/python scripts/matrix.py --short --flags='$(CHEAP)'
+
+house: $(INSTALLED) ## count the code and what tracing a step costs; PROGRAMS=NAME: list compiled programs in NAME.md
+	@.venv/bin/python scripts/house.py $(if $(PROGRAMS),--programs $(PROGRAMS))
 
 wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
 	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)

@@ -9,27 +9,12 @@ import pathlib
 import re
 
 import pytest
+from helpers import load_script
 
 ROOT = pathlib.Path(__file__).parent.parent
-# From top to bottom. A module may import from its own storey and from those below it.
-STOREYS = (
-    ("__init__", "__main__"),
-    ("report",),
-    ("lab",),
-    ("wan",),
-    ("optim",),
-    ("mpi",),
-    ("collectives",),
-    ("exchange",),
-    ("plan",),
-    ("codecs",),
-    ("transports",),
-    ("native",),
-    ("checks", "text", "typing", "units", "_compat"),
-)
-# (importer, imported): why this import may point upward or close a circle.
-EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
-MOST = 7  # parameters
+with pytest.MonkeyPatch.context() as patch:
+    source = load_script(ROOT / "scripts/source.py", patch)
+EXCEPTIONS, MOST, STOREYS = source.EXCEPTIONS, source.MOST, source.STOREYS
 OF_SUM = "jax.lax's arguments, the state that a sum keeps, and the options that all collectives share"
 OF_LAX = "jax.lax's arguments, and the options that all collectives share"
 OF_MPI = "the arguments of the collective of the same name, with a communicator in place of an axis"
@@ -84,77 +69,29 @@ def none(wrong, rule):
         raise AssertionError("\n".join([f"{rule}:", *lines]))
 
 
-@functools.cache
-def modules():
-    """Returns {name: syntax tree} of every module of the package. A package has the name of its folder."""
-    found = {}
-    for path in sorted((ROOT / "jaxcgx").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(), str(path))
-    return found
-
-
-def binds(package, name):
-    """Returns whether a package imports an object with this name, which then hides a module of the same name.
-
-    An example is jaxcgx.optim.dgc.
-    """
-    nodes = [node for node in modules()[package].body if isinstance(node, ast.ImportFrom)]
-    return any(alias.name == name for node in nodes for alias in node.names)
-
-
-def imports(name):
-    """Yields (module, name or None, line) of the package's modules that a module imports, also inside functions."""
-    for node in ast.walk(modules()[name]):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None, node.lineno) for alias in node.names if alias.name in modules())
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name}:{node.lineno}: expected imports by the full name"
-            if node.module in modules():
-                for alias in node.names:
-                    inner, known = f"{node.module}.{alias.name}", binds(node.module, alias.name)
-                    module = inner in modules() and not known
-                    yield (inner, None, node.lineno) if module else (node.module, alias.name, node.lineno)
-
-
-def edges():
-    return {
-        (name, module): line
-        for name in modules()
-        for module, _, line in imports(name)
-        if (name, module) not in EXCEPTIONS and not (name == "jaxcgx" and module == "jaxcgx")
-    }
-
-
-def storey(module):
-    """Returns the number of a module's storey, from the top."""
-    parts = module.split(".")
-    place = parts[1] if len(parts) > 1 else "__init__"
-    return next(number for number, names in enumerate(STOREYS) if place in names)
-
-
 def test_every_module_has_a_storey():
     places = {name for names in STOREYS for name in names}
-    found = {name.split(".")[1] for name in modules() if name != "jaxcgx"}
-    none(sorted(found - places), "every module has a storey; add it to STOREYS and to docs/architecture.md")
+    found = {name.split(".")[1] for name in source.modules() if name != "jaxcgx"}
+    none(
+        sorted(found - places),
+        "every module has a storey; add it to STOREYS in scripts/source.py and to docs/architecture.md",
+    )
 
 
 def test_nothing_imports_upward():
-    spelled = lambda module: f"{module} (storey {'/'.join(STOREYS[storey(module)])})"
+    spelled = lambda module: f"{module} (storey {'/'.join(STOREYS[source.storey(module)])})"
     none(
         [
             f"{name}:{line} imports {module}: {spelled(module)} is above {spelled(name)}"
-            for (name, module), line in edges().items()
-            if storey(module) < storey(name)
+            for (name, module), line in source.upward().items()
         ],
         "a module imports from its own storey and from those below it; move what both need down",
     )
 
 
 def test_nothing_imports_in_a_circle():
-    graph = {name: [] for name in modules()}
-    for name, module in edges():
+    graph = {name: [] for name in source.modules()}
+    for name, module in source.edges():
         graph[name].append(module)
     done, path = set(), []
 
@@ -172,63 +109,32 @@ def test_nothing_imports_in_a_circle():
 
 
 def test_exceptions_are_needed():
-    found = {(name, module) for name in modules() for module, _, _ in imports(name)}
-    none(EXCEPTIONS.keys() - found, "these imports are gone; remove them from EXCEPTIONS")
-
-
-def origin(module, name):
-    """Returns the module that defines what another module imports as `name`, and its name there."""
-    found = [inner for inner, imported, _ in imports(module) if imported == name]
-    return origin(found[0], name) if found else (module, name)
-
-
-def public():
-    """Yields (module, name) for everything in __all__ of the packages that users import."""
-    for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.wan"):
-        for node in modules().get(package, ast.Module([], [])).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names = [name for name in ast.literal_eval(node.value) if (package, name) != ("jaxcgx", "wan")]
-                # Without the package, whose names are yielded separately.
-                yield from (origin(package, name) for name in names)
-
-
-def parameters(function):
-    """Returns the names of a function's parameters, without self and cls."""
-    given = function.args
-    named = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if arg]
-    return [name for name in named if name not in ("self", "cls")]
+    found = {(name, module) for name in source.modules() for module, _, _ in source.imports(name)}
+    none(EXCEPTIONS.keys() - found, "these imports are gone; remove them from EXCEPTIONS in scripts/source.py")
 
 
 def test_public_names_are_found():
-    found = set(public())
+    found = set(source.public())
     assert ("jaxcgx.collectives.psum", "compressed_psum") in found and ("jaxcgx.plan.plan", "Plan") in found
     assert ("jaxcgx.mpi.functions", "compressed_allreduce") in found
-    assert all(any(getattr(node, "name", None) == name for node in modules()[module].body) for module, name in found), (
-        found
-    )
-
-
-def functions():
-    """(module, function, whether a module's own) of every function and lambda of the package."""
-    for module, tree in modules().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                yield module, node, node in tree.body
+    assert all(
+        any(getattr(node, "name", None) == name for node in source.modules()[module].body) for module, name in found
+    ), found
 
 
 def test_functions_have_few_parameters():
     wrong = []
-    for module, node, top in functions():
-        name, names = getattr(node, "name", "lambda"), parameters(node)
+    for module, node, top in source.functions():
+        name, names = getattr(node, "name", "lambda"), source.parameters(node)
         if len(names) > MOST and not (top and (module, name) in MANY):
             wrong.append(f"{module}:{node.lineno} {name} has {len(names)}: {', '.join(names)}")
     none(wrong, f"a function has at most {MOST} parameters; pass some as a class, or, if it is public, add it to MANY")
 
 
 def test_functions_with_many_parameters_are_public_and_take_them_by_name():
-    none(MANY.keys() - set(public()), "only public functions are in MANY; remove these")
-    found = {(module, node.name): node for module, node, top in functions() if top}
-    few = [name for name in MANY if len(parameters(found[name])) <= MOST]
+    none(MANY.keys() - set(source.public()), "only public functions are in MANY; remove these")
+    found = {(module, node.name): node for module, node, top in source.functions() if top}
+    few = [name for name in MANY if len(source.parameters(found[name])) <= MOST]
     none(few, f"functions in MANY have more than {MOST} parameters; remove these")
     in_front = {name: len(found[name].args.posonlyargs + found[name].args.args) for name in MANY}
     none(
@@ -237,10 +143,26 @@ def test_functions_with_many_parameters_are_public_and_take_them_by_name():
     )
 
 
+def test_bodies_and_complexity():
+    function = ast.parse(
+        """def f(x):
+        'Not counted.'
+        if x and x.a or x.b:
+
+            return [y for y in x if y] if x else 1
+
+        def inner():
+            while x: pass
+        return inner"""
+    ).body[0]
+    assert (source.body_lines(function), source.complexity(function)) == (7, 2)
+    assert source.complexity(function, conditions=True) == 7  # and, or, for, if in it, if else
+
+
 def definitions():
     """Returns {name: [node]} of every function and class of the package."""
     found = {}
-    for tree in modules().values():
+    for tree in source.modules().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
@@ -253,10 +175,10 @@ def takes_any_number(node):
 
 def test_calls_name_their_arguments():
     """Exceptions are the functions of checks.py, which have the same order everywhere, and functions with *args."""
-    checks = {node.name for node in modules()["jaxcgx.checks"].body if isinstance(node, ast.FunctionDef)}
+    checks = {node.name for node in source.modules()["jaxcgx.checks"].body if isinstance(node, ast.FunctionDef)}
     exempt = checks | {name for name, nodes in definitions().items() if all(map(takes_any_number, nodes))}
     known, wrong = definitions().keys() - exempt, []
-    for module, tree in modules().items():
+    for module, tree in source.modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and len(node.args) > MOST_BY_POSITION:
                 name = getattr(node.func, "id", getattr(node.func, "attr", None))  # f(...) or module.f(...)
@@ -268,7 +190,9 @@ def test_calls_name_their_arguments():
 
 def codec_classes():
     """The names of all codecs: the classes of codecs/ that inherit from Codec."""
-    classes = [node for name, tree in modules().items() if name.startswith("jaxcgx.codecs.") for node in tree.body]
+    classes = [
+        node for name, tree in source.modules().items() if name.startswith("jaxcgx.codecs.") for node in tree.body
+    ]
     bases = {node.name: set(map(ast.unparse, node.bases)) for node in classes if isinstance(node, ast.ClassDef)}
     found = {"Codec"}
     while more := {name for name, of in bases.items() if of & found} - found:
@@ -285,7 +209,7 @@ def members(*names):
 
 def outside_codecs():
     """(module, node) of all code that may not know one codec from another."""
-    for module, tree in modules().items():
+    for module, tree in source.modules().items():
         if not module.startswith("jaxcgx.codecs"):
             yield from ((module, node) for node in ast.walk(tree))
 
@@ -321,7 +245,7 @@ def test_code_does_not_ask_for_the_class_of_a_codec():
 
 def docstrings():
     """Yields (module, line, text) of every string that documents a module, a class, a function or an attribute."""
-    for module, tree in modules().items():
+    for module, tree in source.modules().items():
         bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
         for node in (node for body in bodies for node in body if isinstance(node, ast.Expr)):
             if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -424,7 +348,7 @@ def test_native_code_asks_traits_which_codec_it_has():
 def test_private_imports_of_jax_are_in_compat(private):
     """These are JAX's private modules, or modules that move between versions. The doctor reads jaxlib's version."""
     wrong = []
-    for module, tree in modules().items():
+    for module, tree in source.modules().items():
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
@@ -441,7 +365,7 @@ def test_versions_of_jax_are_compared_in_compat():
     none(
         [
             f"{module}:{node.lineno}"
-            for module, tree in modules().items()
+            for module, tree in source.modules().items()
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and node.attr == "__version_info__" and module != "jaxcgx._compat"
         ],
@@ -456,7 +380,7 @@ def test_the_package_is_typed():
 def test_the_architecture_page_shows_the_storeys():
     """The arrows of the picture go from the first storey to the last, in order."""
     page = (ROOT / "docs/architecture.md").read_text()
-    built = {name.split(".")[1] for name in modules() if name != "jaxcgx"}
+    built = {name.split(".")[1] for name in source.modules() if name != "jaxcgx"}
     shown = [names[0] for names in STOREYS[1:-1] if names[0] in built]
     arrows = f"    {' --> '.join([*shown, 'ground'])}\n"
     none(
