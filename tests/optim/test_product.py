@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from model import Model
+from model import Model, State
 from training import compress_state
 
 import jaxcgx as cgx
@@ -76,7 +76,7 @@ SHAPES = {
     "joined too": (3, 2),
     "dense": (16, 12),
     "dense too": (8, 24),
-    "sparse": (48, 32),
+    "sparse": (44, 32),  # the shares of three ranks are padded
     "low rank": (24, 20),
 }
 PARAMS = {k: np.random.RandomState(i).standard_normal(n).astype(np.float32) for i, (k, n) in enumerate(SHAPES.items())}
@@ -96,12 +96,12 @@ MODES = {
     "skip": dict(plans={0: PLAN}, own="encoded", skip_nonfinite=True, reset_every=4, **MOVING),
     "schedule": dict(plans=PLANS, beta=0.5, **MOVING),
 }
-LOSSY = cgx.MaxMin(4, 8)
+LOSSY = cgx.Micro("mxfp4")  # its scales are powers of two, so its sums are exact
 WAYS = {
     "flat": dict(ranks=(4,)),
     "shards": dict(ranks=(4,), cuts={"raw": 1, "dense": 1, "dense too": 0, "sparse": 0}),
-    "hierarchy": dict(ranks=(3, 2), inner={"dense": LOSSY, "dense too": LOSSY}),
-    "leader": dict(ranks=(3, 2), inner={"sparse": LOSSY, "low rank": LOSSY}, leader=True),
+    "hierarchy": dict(ranks=(2, 3), inner={"dense": LOSSY, "dense too": LOSSY}),
+    "leader": dict(ranks=(2, 3), inner={"sparse": LOSSY, "low rank": LOSSY}, leader=True),
 }
 # Every kind of leaf overflows once on one rank: {step: (leaf, value)}.
 OVERFLOWS = {
@@ -142,11 +142,15 @@ def test_exchange_is_the_models(mode, way):
     for number in range(3 if mode == "feedback" else 9):
         grads = gradients(model.size, number, mode != "feedback")
         (means, state), expected = step(grads), model.step(grads)
+        kept = {"means": means} | {field: getattr(state, field) or {} for field in State._fields}
         for field, wanted in {"means": expected, **model.state._asdict()}.items():
-            found = means if field == "means" else getattr(state, field) or {}
-            assert {k for k, x in found.items() if x is not None} == set(wanted), field
+            assert {k for k, x in kept[field].items() if x is not None} == set(wanted), field
             for k, x in wanted.items():
                 # MaxMin rounds the width of its levels to few bits: an input's last bit may matter.
                 error = 1e-3 if k in PLAN else 1e-5
                 words = f"step {number}: {field} of {k}"
-                np.testing.assert_allclose(found[k], x, rtol=error, atol=error, err_msg=words)
+                np.testing.assert_allclose(kept[field][k], x, rtol=error, atol=error, err_msg=words)
+        # The model goes on with what is kept, so differences of rounding don't add up.
+        model.state = State(
+            *({k: np.array(kept[field][k]) for k in getattr(model.state, field)} for field in State._fields)
+        )
