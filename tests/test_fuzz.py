@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,10 +18,12 @@ from jax.sharding import PartitionSpec as P
 import jaxcgx as cgx
 from jaxcgx._compat import varying_axes
 
-# Seconds per example differ, so each property has its own number: 20 s in all, and 10 minutes in the long suite.
-few = lambda number: settings(max_examples=number * (30 if FULL else 1), print_blob=True)
+pytestmark = pytest.mark.timeout(3600)
 
-SIZES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 1), (1, 3)]
+# 20 s in all, or 10 minutes in the long suite, where XLA needs four times as long for a program.
+few = lambda number: settings(max_examples=number * (8 if FULL else 1))
+
+SIZES = [(1,), (2,), (3,), (8,), (2, 2), (2, 3), (4, 2), (1, 3)]
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 SHAPES = [(), (1,), (3,), (0,), (2, 3), (4, 0), (5, 1, 2), (300,)]
 CLOSE = {jnp.dtype(jnp.bfloat16): 2.0**-7, jnp.dtype(jnp.float16): 2.0**-10}
@@ -96,9 +99,11 @@ def leaves_of(shapes, dtypes):
 def places(draw, names=True):
     """Draws (sizes of a mesh, kind of its axes, axes of the exchange, a codec that loses nothing)."""
     sizes, kind = draw(st.sampled_from(SIZES)), draw(st.sampled_from([AxisType.Auto, AxisType.Explicit]))
-    axes = draw(st.sampled_from(["a"] if len(sizes) == 1 else [("a", "b"), "a", "b"] if names else [("a", "b")]))
+    axes = draw(
+        st.sampled_from(["a"] if len(sizes) == 1 else [("a", "b"), ("a", "b"), "a", "b"] if names else [("a", "b")])
+    )
     raw = cgx.Raw()
-    codecs = [raw, raw, cgx.Plan(raw), cgx.Plan(cgx.Lossless(), min_size=4), cgx.Lossless()]
+    codecs = [raw, cgx.Plan(raw), cgx.Lossless(), cgx.Plan(cgx.Lossless(), min_size=4)]
     if isinstance(axes, tuple):
         codecs += [dict.fromkeys(axes, raw), {"a": cgx.Lossless(), "b": raw}]
     return sizes, kind, axes, draw(st.sampled_from(codecs))
@@ -163,7 +168,7 @@ ADDS, DIFFERENTIATES = ("vmap", "scan"), ("grad", "jvp", "remat")
 @st.composite
 def exchanges(draw):
     sizes, kind, axes, codec = draw(places())
-    op = draw(st.sampled_from(list(OPS)))
+    op = draw(st.sampled_from(["psum", "pmean", *OPS]))
     chain = draw(st.lists(st.sampled_from(["jit", "vmap", "scan", "remat"]), max_size=2, unique=True))
     chain += draw(st.sampled_from([[], ["grad"], ["jvp"]]))
     differentiates = set(chain) & set(DIFFERENTIATES)
@@ -195,7 +200,7 @@ def on_every_rank(f, style, mesh, axes):
     return lambda x: mapped(jax.device_put(x, NamedSharding(mesh, spec)))
 
 
-@few(30)
+@few(48)
 @given(exchanges())
 def test_collectives(case):
     (sizes, kind, axes, codec), op, options = case["place"], case["op"], case["options"]
@@ -261,34 +266,39 @@ def trainings(draw):
             trees(leaves_of(SHAPES, FLOATS), least=1).filter(lambda t: any(x.size for x in jax.tree.leaves(t)))
         ),
         weighted=draw(st.booleans()),
-        has_aux=draw(st.booleans()),
-        accumulate=draw(st.sampled_from([1, 1, 2])),
+        has_aux=draw(st.sampled_from([True, True, False])),
+        accumulate=draw(st.sampled_from([1, 2])),
         optimizer=draw(st.sampled_from(list(OPTIMIZERS))),
         seed=draw(st.integers(0, 99)),
     )
 
 
 def prepared(case):
-    """Returns (mesh, parameters, batch sharded over the mesh, the same batch whole)."""
+    """Returns (mesh, parameters and batch on the mesh, the same on the host)."""
     sizes, kind, axes, _ = case["place"]
     mesh = mesh_of(sizes, kind)
-    params = jax.device_put(numbers(case["params"], seed=case["seed"], scale=0.25), NamedSharding(mesh, P()))
+    params = jax.tree.map(np.asarray, numbers(case["params"], seed=case["seed"], scale=0.25))
     examples = np.random.RandomState(case["seed"]).uniform(0.5, 1.5, (4 * math.prod(sizes), 3)).astype(np.float32)
-    return mesh, params, jax.device_put(examples, NamedSharding(mesh, P(axes))), jnp.asarray(examples)
+    place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    return (
+        mesh,
+        (place(params, P()), place(examples, P(axes))),
+        (jax.tree.map(jnp.asarray, params), jnp.asarray(examples)),
+    )
 
 
 @few(8)
 @given(trainings())
 def test_train_steps(case):
     _, _, axes, codec = case["place"]
-    mesh, params, batch, whole = prepared(case)
+    mesh, (params, batch), host = prepared(case)
     flags = {name: case[name] for name in ("weighted", "has_aux")}
     optimizer = OPTIMIZERS[case["optimizer"]]()
     train = train_step(
         functools.partial(loss_of, **flags), optimizer, mesh, axes, codec, accumulate=case["accumulate"], **flags
     )
     got, state = train.init(params)
-    expected, rest = params, optimizer.init(params)
+    (expected, whole), rest = host, optimizer.init(host[0])
     plain = jax.jit(jax.value_and_grad(functools.partial(plain_loss, **flags), has_aux=case["has_aux"]))
     for step in range(2):
         got, state, metrics = train.step(got, state, batch)
@@ -304,25 +314,25 @@ def test_train_steps(case):
 @given(trainings(), st.booleans())
 def test_value_and_grad(case, jit):
     _, _, axes, codec = case["place"]
-    mesh, params, batch, whole = prepared(case)
+    mesh, (params, batch), host = prepared(case)
     flags = {name: case[name] for name in ("weighted", "has_aux")}
     ours = value_and_grad(functools.partial(loss_of, **flags), axes, codec, mesh, **flags)
     got = (jax.jit(ours) if jit else ours)(params, batch)
     plain = jax.value_and_grad(functools.partial(plain_loss, **flags), has_aux=case["has_aux"])
-    assert_alike(got, jax.jit(plain)(params, whole), loose=2**6)
+    assert_alike(got, jax.jit(plain)(*host), loose=2**6)
 
 
-@few(10)
+@few(8)
 @given(trainings(), st.sampled_from(INSIDE), st.sampled_from(["shard_map", "no check_vma", "pmap"]))
 def test_gradients_inside(case, how, style):
     _, _, axes, codec = case["place"]
-    mesh, params, batch, whole = prepared(case)
+    mesh, (params, batch), host = prepared(case)
     f = gradients_inside(how, loss_of, axes, codec)
     if style == "pmap" and isinstance(axes, str):
-        rows = jnp.asarray(whole).reshape(mesh.size, -1, 3)
+        rows = host[1].reshape(mesh.size, -1, 3)
         mapped = jax.pmap(f, axis_name=axes, in_axes=(None, 0), out_axes=None, devices=list(mesh.devices.flat))
-        got = mapped(params, rows)
+        got = mapped(host[0], rows)
     else:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=style == "shard_map")
         got = jax.jit(mapped)(params, batch)
-    assert_alike(got, jax.jit(jax.value_and_grad(plain_loss))(params, whole), loose=2**6)
+    assert_alike(got, jax.jit(jax.value_and_grad(plain_loss))(*host), loose=2**6)

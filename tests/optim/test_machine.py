@@ -24,10 +24,9 @@ ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
 
 RATE = 2.0**-4
 # Whole buckets, as a message is cut between them. "c" and "d" share a collective if both travel raw.
-SHAPES = {"a": (16, 12), "b": (8, 5), "c": (8,), "d": (16,), "e": ()}
+SHAPES = {"a": (16, 12), "b": (4, 10), "c": (8,), "d": ()}
 # Sums of these codecs have the same bits in any program, so a second rounding is never between two levels.
-CODECS = [cgx.Raw(), cgx.AbsMax(4, 8), cgx.Sign(8), cgx.TopK(0.25), cgx.Cast("bfloat16")]
-LOSSY = CODECS[1:]
+LOSSY = [cgx.AbsMax(4, 8), cgx.Sign(8), cgx.TopK(0.25), cgx.Cast("bfloat16")]
 
 
 # The only part that calls jaxcgx.
@@ -89,7 +88,7 @@ def restored(path, like):
 @st.composite
 def exchanges(draw):
     """Draws the options of an exchange that it accepts together."""
-    plan = st.tuples(*(st.sampled_from(CODECS) for _ in SHAPES))
+    plan = st.tuples(*(st.just(cgx.Raw()) | st.sampled_from(LOSSY) for _ in SHAPES))
     plans = [(0, draw(plan))] + [(draw(st.integers(1, 6)), draw(plan))] * draw(st.booleans())
     sparse = any(codec.sparse for codec in plans[0][1])  # the first plan stays
     feedback = draw(st.sampled_from([True, True, True, False]))
@@ -101,7 +100,7 @@ def exchanges(draw):
     )
     if options["schedule"] == "one_shot":
         options["own"] = "raw"
-    if draw(st.booleans()):
+    if draw(st.sampled_from([True, True, False])):
         options |= dict(momentum=0.5, nesterov=draw(st.booleans()))
         options |= dict(momentum_masking=sparse and feedback and draw(st.booleans()))
         options |= dict(weight_decay=draw(st.sampled_from([None, 0.25])))
@@ -110,7 +109,8 @@ def exchanges(draw):
     return tuple(plans), {name: value for name, value in options.items() if value is not None}
 
 
-ranks = st.sampled_from([1, 2, 3, 4])
+ranks = st.sampled_from([4, 3, 2, 1])
+overflows = st.tuples(st.sampled_from(list(SHAPES)), st.sampled_from([np.inf, -np.inf, np.nan]), st.booleans())
 
 
 class Loop(RuleBasedStateMachine):
@@ -151,18 +151,16 @@ class Loop(RuleBasedStateMachine):
         if found.count is not None:
             assert found.count == self.count
 
-    @rule(
-        seed=st.integers(0, 99),
-        steps=st.integers(1, 4),
-        overflow=st.none() | st.tuples(st.sampled_from(list(SHAPES)), st.sampled_from([np.inf, -np.inf, np.nan])),
-    )
-    def train(self, seed, steps, overflow):
-        """Trains some steps. In the last one, a gradient of one rank may overflow."""
+    @rule(seed=st.integers(0, 99), overflows=st.lists(st.none() | overflows, min_size=1, max_size=6))
+    def train(self, seed, overflows):
+        """Trains a step for each of `overflows`: one gradient, or all gradients of a leaf, of one rank."""
         random = np.random.RandomState(seed)
-        for step in range(steps):
+        for overflow in overflows:
             grads = {k: np.float32(random.standard_normal((self.model.size, *n))) for k, n in SHAPES.items()}
-            if overflow and step == steps - 1:
-                grads[overflow[0]][seed % self.model.size].flat[seed % grads[overflow[0]][0].size] = overflow[1]
+            if overflow is not None:
+                leaf, value, everywhere = overflow
+                rows = grads[leaf].reshape(self.model.size, -1)
+                rows[seed % len(rows), slice(None) if everywhere else seed % rows.shape[1]] = value
             wanted = self.model.step(grads)
             self.count += 1
             params, self.state = self.step(self.params, self.state, grads)
@@ -212,7 +210,7 @@ class Loop(RuleBasedStateMachine):
         self.adopt(dict(rtol=0, atol=0) if ranks == size else dict(rtol=1e-5, atol=1e-6))
 
 
-TestLoop = Loop.TestCase
+TestLoop = pytest.mark.timeout(3600)(Loop.TestCase)
 TestLoop.settings = settings(
-    max_examples=200 if FULL else 6, stateful_step_count=12, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=60 if FULL else 8, stateful_step_count=12, suppress_health_check=[HealthCheck.filter_too_much]
 )
