@@ -5,6 +5,7 @@ Only the codecs come from jaxcgx. They must draw no noise.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ def flat(codec, leaves, held, how):
         n, y = x.shape[1], np.zeros_like(x)
         starts = [-(-(-(-c * sum(sizes) // chunks) - before) // unit) * unit for c in range(chunks)]
         bounds = np.clip([*starts, n], 0, n)
-        pieces = [slice(*each) for each in zip(bounds, bounds[1:])]
+        pieces = [slice(*each) for each in itertools.pairwise(bounds)]
         for piece in pieces:
             y[:, piece] = decoded(codec, x[:, piece])
         mean, lost, sent = total(y) / divisor, finite_or(x - y, r), y != 0
@@ -230,7 +231,7 @@ class Model:
         outer, *inner = codecs
         if any(k in self.cuts for k in names):
             return [to_slices(outer, x, self.cuts[k], r, self.own) for k, x, r in zip(names, leaves, held)]
-        if not inner and not outer.low_rank or all(codec.raw for codec in codecs):
+        if (not inner and not outer.low_rank) or all(codec.raw for codec in codecs):
             rows = lambda arrays: [x.reshape(self.size, -1) for x in arrays]
             return flat(outer, rows(leaves), rows(held), self.how)
         local = self.ranks[1] if inner else 1
