@@ -401,7 +401,7 @@ void update_unsent(const float* x, const float* old, int64_t first, int64_t n, c
   const int32_t* index = sent.index.data() + begin;
   float kept[kStretch];
   for (int64_t i = 0; i < count; ++i) kept[i] = old[index[i] - first];
-  kernels().hold(x, old, n, 0x7f800000u, updated);
+  kernels().hold(x, old, n, kNotFinite, updated);
   for (int64_t i = 0; i < count; ++i) updated[index[i] - first] = kept[i];
 }
 
