@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
     }
     __syncthreads();
   }
-  const int32_t top = top_of(m.codec);
+  const int32_t top = Levels::top(m.codec);
   Words<Scalar, kBits> w;
   w.clear();
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   if (threadIdx.x % kWarpSize == 0) of_warp[0][threadIdx.x / kWarpSize] = lo, of_warp[1][threadIdx.x / kWarpSize] = hi;
   float* sums = work + kGridFloats + kRangeFloats * parts;
   const bool needs_sums = traits_of(m.codec.kind).sums;
-  constexpr int64_t kGroup = Sign::kSumGroup / kBlock;
+  constexpr int64_t kGroup = kSumGroup / kBlock;
   const int64_t blocks = div_up(n, kBlock);
   if (needs_sums && m.stage == kSums) {
     for (int64_t first = threadIdx.x * kGroup; first < blocks; first += blockDim.x * kGroup) {

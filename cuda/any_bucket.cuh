@@ -94,7 +94,7 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
   if (l.rows == 0) return;
   const uint8_t* payloads = payloads_of(m, p);
   const Metadata meta(m, payloads, e.meta + l.bucket * m.meta);
-  const int32_t top = top_of(m.codec);
+  const int32_t top = Levels::top(m.codec);
   const float base = meta.base(m, p.rank);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = base;
@@ -132,7 +132,7 @@ CGX_D void widen_bucket(const Lane& l, uint32_t threads, float* lo, float* hi) {
 }
 
 // Returns the sum of the magnitudes of a block, in every thread that has a lane of the block. The sum has the order of
-// codec/sign.h. CUB's reductions promise no order.
+// codec/grid.h. CUB's reductions promise no order.
 CGX_D float sum_of_block(const Lane& l, uint32_t threads, const float (&x)[kRows], float scale) {
   float sum = 0.0f;
 #pragma unroll

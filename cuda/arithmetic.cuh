@@ -25,6 +25,8 @@ CGX_D SmallFloat operator-(SmallFloat a, SmallFloat b) { return {a.v - b.v}; }
 CGX_D SmallFloat min(SmallFloat a, SmallFloat b) { return {fminf(a.v, b.v)}; }
 CGX_D SmallFloat max(SmallFloat a, SmallFloat b) { return {fmaxf(a.v, b.v)}; }
 CGX_D SmallFloat round(SmallFloat a) { return {jaxcgx::round(a.v)}; }
+using jaxcgx::bits;
+CGX_D int32_t bits(SmallFloat a) { return bits(a.v); }
 CGX_D int32_t round_int(SmallFloat a) { return bits(a.v + 0x1.8p23f) - static_cast<int32_t>(kMagic); }
 
 struct Small {
@@ -113,39 +115,22 @@ CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
   }
 }
 
-// The codec type of kernels that serve both MaxMin and AbsMax. AbsMax has an origin of 0, and its codes are larger by
-// `top`.
-struct Levels {
-  static constexpr Kind kKind = Kind::kMaxMin;
-  CGX_D static Grid grid(const Stats& s, float sum, int64_t n, const Codec& c) {
-    return c.kind == Kind::kAbsMax ? AbsMax::grid(s, sum, n, c) : MaxMin::grid(s, sum, n, c);
-  }
-};
-// The type with which a kernel is instantiated, for each codec of codec/dispatch.h. It is the codec itself, or Levels,
-// which serves several codecs. ByteGrad decodes like MaxMin.
-template <class C>
-using EncodesAs = std::conditional_t<std::is_same_v<C, MaxMin> || std::is_same_v<C, AbsMax>, Levels, C>;
-template <class C>
-using DecodesAs = std::conditional_t<std::is_same_v<C, ByteGrad>, Levels, EncodesAs<C>>;
-
-CGX_D int32_t top_of(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::top(c.bits) : 0; }
-
 // Returns the code of x.
 template <class C, int kBits, bool kStochastic>
 CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
-  if constexpr (std::is_same_v<C, Levels> && kStochastic) {
-    // With 7 bits and more, 16.16 fixed point exceeds the range of Small.
-    using V = FromScaled<std::conditional_t<kBits <= 6, Small, Scalar>>;
-    return MaxMin::quantize<V, kBits>({x, g.scale}, g, noise);
-  } else if constexpr (kStochastic) {
-    return C::template quantize<Scalar, kBits>(x * g.scale, g, noise);
-  } else if constexpr (std::is_same_v<C, Levels>) {
-    return MaxMin::quantize<FromScaled<Small>, kBits>({x, g.scale}, g) + top;
-  } else if constexpr (std::is_same_v<C, ByteGrad>) {
-    return ByteGrad::quantize<Small, kBits>(Small::splat(x * g.scale), g);
-  } else {
-    return C::template quantize<Scalar, kBits>(x * g.scale, g);
-  }
+  constexpr bool kLevels = std::is_same_v<C, Levels>;
+  // With stochastic rounding to 7 bits and more, 16.16 fixed point exceeds the range of Small.
+  using Number = std::conditional_t<kStochastic ? kLevels && kBits <= 6 : traits_of(C::kKind).small, Small, Scalar>;
+  using V = std::conditional_t<kLevels, FromScaled<Number>, Number>;
+  typename V::F y;
+  if constexpr (kLevels)
+    y = {x, g.scale};
+  else
+    y = Number::splat(x * g.scale);
+  if constexpr (kStochastic)
+    return C::template quantize<V, kBits>(y, g, noise);
+  else
+    return C::template quantize<V, kBits>(y, g) + (kLevels ? top : 0);
 }
 
 // Whether a code is one field of a word. Then add_field can sum codes that are all too large by the same `excess`, if
@@ -181,19 +166,24 @@ CGX_D float number_of(const Words<Scalar, kBits>& w, int row) {
 }
 
 // Returns so_far + unit * the value of a row's code. `scale`: the scale of the row, for codecs that have scales. The
-// multiply-add is fused for Levels and Sign, whose products are exact (codec/traits.h).
+// multiply-add is fused where the product is exact (codec/traits.h).
 template <class C, int kBits>
 CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top, float scale) {
-  if constexpr (std::is_same_v<DecodesAs<C>, Levels>) {
-    return __fmaf_rn(unit, to_float(level_of<kBits>(w, row) - top), so_far);
-  } else if constexpr (std::is_same_v<C, Sign>) {
-    return __fmaf_rn(unit, Sign::value<Counted, 1>(level_of<1>(w, row)), so_far);
-  } else {
-    float value = number_of<typename C::Element, kBits>(w, row);
-    if constexpr (traits_of(C::kKind).scales) value = __fmul_rn(value, scale);
-    if constexpr (has_unit<C>()) value = __fmul_rn(unit, value);
-    return __fadd_rn(so_far, value);
-  }
+  using D = DecodesAs<C>;
+  constexpr Traits traits = traits_of(D::kKind);
+  float value;
+  if constexpr (std::is_same_v<D, Levels>)
+    value = to_float(level_of<kBits>(w, row) - top);
+  else if constexpr (traits.small)
+    value = D::template value<Counted, kBits>(level_of<kBits>(w, row));
+  else if constexpr (traits.floats)
+    value = number_of<typename D::Element, kBits>(w, row);
+  else
+    value = D::template value<Scalar, kBits>(w.get(row));
+  if constexpr (traits.exact) return __fmaf_rn(unit, value, so_far);
+  if constexpr (traits.scales) value = __fmul_rn(value, scale);
+  if constexpr (has_unit<D>()) value = __fmul_rn(unit, value);
+  return __fadd_rn(so_far, value);
 }
 
 }  // namespace jaxcgx::cuda

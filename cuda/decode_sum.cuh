@@ -84,7 +84,7 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
   const Quad q(unit, m.log_bucket);
   const uint8_t* payloads = payloads_of(m, p);
   const Metadata meta(m, payloads, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(m.meta));
-  const int32_t top = top_of(m.codec);
+  const int32_t top = Levels::top(m.codec);
   const auto begin = [&] {
     const float base = meta.base(m, p.rank);
 #pragma unroll

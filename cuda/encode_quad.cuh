@@ -89,7 +89,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
       lo = min_or_nan(lo, of_warp[0][i]), hi = max_or_nan(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
-  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h; CUB promises no order
+  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/grid.h; CUB promises no order
     const float scale = scale_of(largest_of({lo, hi}));
     float lane[4];
 #pragma unroll
@@ -196,7 +196,7 @@ CGX_D void codes_of_quad(const T& t, const Place& p, const Quad& q, const Grid& 
   } else {
     const Message& m = t.message;
     auto& lanes = codes.lane;
-    const int32_t top = top_of(m.codec);
+    const int32_t top = Levels::top(m.codec);
     constexpr bool kSums = std::is_same_v<C, Levels> && !kStochastic && kOneField<kBits>;
     const uint32_t excess = kMagic - static_cast<uint32_t>(top);
 #pragma unroll
@@ -256,7 +256,7 @@ template <class C, int kBits>
 CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g,
                       const QuadCodes<C, kBits>& codes, float divisor, float (&x)[kRows][4]) {
   const float* old = residual.old + q.element();
-  const int32_t top = top_of(m.codec);
+  const int32_t top = Levels::top(m.codec);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float scale = codes.scale(r);

@@ -183,7 +183,7 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
       constexpr int kBits = decltype(bits)::value;
       QuadCodes<Levels, kBits> sent;
       sent.load(codes + sent.at(q), q);
-      const int32_t top = top_of(m.codec);
+      const int32_t top = Levels::top(m.codec);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -352,7 +352,7 @@ CGX_D Grid find_codes(const Message& m, const Bucket& b, const float (&x)[kRows]
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) lo = fminf(lo, s.lo[w]), hi = fmaxf(hi, s.hi[w]);
   const Grid g = Levels::grid({lo, hi}, 0.0f, b.size, m.codec);
-  const int32_t top = top_of(m.codec);
+  const int32_t top = Levels::top(m.codec);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
 #pragma unroll

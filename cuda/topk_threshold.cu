@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) exponential_kernel(const __
   sum_before<kSelectThreads>(number, &all);
   if (threadIdx.x == 0) atomicAdd(&s.state->number, all);
   if (!is_last(s.state, 1, blocks)) return;
-  constexpr int64_t kParts = Sign::kSumGroup / kBlock;
+  constexpr int64_t kParts = kSumGroup / kBlock;
   for (int64_t first = threadIdx.x * kParts; first < parts; first += kSelectThreads * kParts) {
     float group = 0.0f;
     for (int64_t i = first; i < first + kParts && i < parts; ++i) group += sums[i];

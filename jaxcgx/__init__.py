@@ -26,6 +26,7 @@ from jaxcgx.codecs import (
     roundtrip,
 )
 from jaxcgx.collectives import (
+    all_finite,
     check_replicas,
     compressed_all_gather,
     compressed_all_to_all,
@@ -104,6 +105,7 @@ __all__ = [
     "TrainState",
     "WarmUp",
     "advise",
+    "all_finite",
     "backward_order",
     "check_loss",
     "check_replicas",

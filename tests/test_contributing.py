@@ -73,7 +73,7 @@ def copy(tmp_path_factory):
     """A copy of the package and its tests, with the native module, the codec and the transport."""
     where = tmp_path_factory.mktemp("copy")
     leave = shutil.ignore_patterns("__pycache__", "results", ".hypothesis")
-    for name in ("jaxcgx", "tests", "xla_ffi"):
+    for name in ("jaxcgx", "tests", "xla_ffi", "cuda"):
         shutil.copytree(ROOT / name, where / name, ignore=leave)
     (where / "docs").mkdir()
     for name in ("pyproject.toml", "docs/api.md"):
@@ -114,10 +114,22 @@ def test_its_kernels_compile(copy):
     if not shutil.which(compiler):
         pytest.skip("there is no C++ compiler")
     vectors = {"avx2": ["-mavx2"], "avx512": [f"-mavx512{each}" for each in ("f", "bw", "dq", "vl")]}
+    emulated = ["-x", "c++", "-I", ".", "-I", "tests/cpp/cuda_emulator", "-Wno-unknown-pragmas"]
     files = {"xla_ffi/cpu/kernels_portable.cc": [], "tests/cpp/test_bounds.cc": ["-Werror=switch"]}
+    files |= {f"cuda/{name}.cu": emulated for name in ("any_bucket", "encode", "decode")}
     if platform.machine() == "x86_64":
         files |= {f"xla_ffi/cpu/kernels_{name}.cc": ["-mfma", *options] for name, options in vectors.items()}
     for file, options in files.items():
         command = [compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", *options, file]
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
+
+
+def test_its_kernels_are_in_few_files():
+    """Native files outside xla_ffi/codec don't change, because they ask for traits, not which codec they have."""
+    changed = re.findall(r"^\+\+\+ b/((?:xla_ffi|cuda|tests/cpp)/.*)$", DIFFS["Add its kernels"], re.MULTILINE)
+    assert len(changed) <= 10 and {file.rpartition("/")[0] for file in changed} == {"xla_ffi/codec", "tests/cpp"}
+    asks = re.compile(r"(?<!Error::)Kind::k|\b(MaxMin|ByteGrad|AbsMax|Float8|Sign|Eden|Micro)(::|<\w)")
+    sources = [file for name in ("xla_ffi", "cuda") for file in (ROOT / name).rglob("*.[ch]*")]
+    found = [f for f in sources if f.parent.name != "codec" and asks.search(re.sub("//.*", "", f.read_text()))]
+    assert not found, f"these files ask which codec they have: {found}"

@@ -141,6 +141,7 @@ NB_MODULE(_native, m) {
       "silent for that many seconds has vanished. This one sends at most `pace` bytes a second; 0: no limit.",
       nb::arg("process"), nb::arg("connections"), nb::arg("silence"), nb::arg("pace"));
   m.def("tcp_leave", jaxcgx::tcp::leave, "Ends this process's part in all exchanges over TCP.");
+  m.def("tcp_interrupt", jaxcgx::tcp::interrupt, "The same, but only if exchanges are under way.");
   m.def(
       "select_kernels",
       [](const std::string& name) {

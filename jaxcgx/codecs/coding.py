@@ -17,6 +17,8 @@ from jaxcgx.typing import ArrayLike, DTypeLike
 def encode(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Array:
     """Returns the bytes of an array: uint8[codec.wire_bytes(x.shape, x.dtype)].
 
+    Differentiating through it is an error, because bytes have no derivative. `roundtrip` and the collectives have one.
+
     Args:
       x: an array of any shape, in float32, bfloat16 or float16.
       codec: any codec that makes bytes (all except PowerSGD).

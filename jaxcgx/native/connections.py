@@ -2,7 +2,9 @@
 
 import contextlib
 import ipaddress
+import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -21,6 +23,7 @@ _ONE = threading.Lock()
 _data: list[list[int]] = []  # for each process, the descriptors of the connections for data, which the engine owns
 _why: str | None = None  # why the processes are not connected: "" if they are, None before the first try
 _links: Links | None = None
+_wakeup: list[socket.socket] = []  # open as long as the process
 
 
 def connect(timeout: float, links: Links = PLAIN) -> None:
@@ -83,6 +86,33 @@ def _connect(timeout: float, links: Links) -> None:
         module().tcp_start(process, connections, SILENCE, links.pace or 0.0)
     _data[:] = [data for _, data, _ in connections]
     at_exit(module().tcp_leave)
+    _end_at_ctrl_c()
+
+
+def _end_at_ctrl_c() -> None:
+    """Lets Ctrl-C end the exchanges under way, if Ctrl-C raises KeyboardInterrupt.
+
+    Python calls its handlers between two operations of the main thread, which may wait in XLA for an exchange as long
+    as another rank is late. Python's handler in C writes the signal's number to the wakeup descriptor at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set the descriptor
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # an event loop's, which needs it
+        signal.set_wakeup_fd(before)
+        return
+
+    def watch() -> None:
+        while numbers := receiver.recv(4096):
+            if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                module().tcp_interrupt()
+
+    _wakeup.append(sender)
+    threading.Thread(target=watch, name="jaxcgx-ctrl-c", daemon=True).start()
+    # In the child of a fork, signals would reach this process.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def sent() -> list[Traffic]:

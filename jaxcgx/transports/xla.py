@@ -89,12 +89,16 @@ class Axes(base.Transport):
         return lax.pmean(x, self.names)
 
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
+        if tiled and x.shape[scatter_dimension] == 0:  # XLA scatters no slices without elements
+            return _compat.vary(x, _compat.tracked_axes(self.names))
         if _compat.reduce_scatter_is_wrong():
             # An all_to_all of XLA, also over Tcp, because it has derivatives
             return base.Transport.plain_psum_scatter(Axes(self.names), x, scatter_dimension, tiled)
         return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
+        if tiled and x.shape[axis] == 0:  # XLA gathers no slices without elements
+            return _compat.vary(x, _compat.tracked_axes(self.names)) if to == "varying" else lax.psum(x, self.names)
         if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
             rows = Axes(self.names).all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
             return base.join_rows(rows, axis, tiled)

@@ -141,6 +141,14 @@ def test_sums_are_those_of_raw(schedule):
             assert_same_bytes(x, y)
 
 
+def test_sums_keep_denormals_that_raw_sums_may_lose():
+    """XLA may flush them to zero. The kernels keep them."""
+    x = jnp.full((4, 1000), 1e-40)
+    got, raw = on_ranks(lambda x: [cgx.compressed_psum(x, "a", codec) for codec in (CODEC, cgx.Raw())], mesh(4))(x)
+    assert_same_bytes(got, np.full((4, 1000), 4 * np.float32(1e-40)))
+    assert {*np.unique(np.asarray(raw))} <= {np.float32(0), 4 * np.float32(1e-40)}
+
+
 def test_feedback_gives_back_the_rounding_alone():
     x, lost = normal(1000, dtype=jnp.bfloat16), normal(1000, 1, scale=0.1)
     layout = Layout.of(CODEC, [x])

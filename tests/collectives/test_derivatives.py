@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises, says
 from helpers import normal, planned, sent
 from jax import lax
 from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
@@ -204,3 +205,17 @@ def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma)
         check_vma,
     )(x)
     assert abs(np.corrcoef((there - exact).ravel(), (back - exact).ravel())[0, 1]) < 0.1
+
+
+def test_a_payload_has_no_derivative():
+    """Its gradient would be zero, in silence. What isn't differentiated may be encoded inside of a loss."""
+    loss = lambda x, move: (move(x) * x).sum()
+    pairs = [(i, (i + 1) % 4) for i in range(4)]
+    by_hand = lambda x: cgx.decode(lax.ppermute(cgx.encode(x, EXACT), "a", pairs), EXACT, x.shape, x.dtype)
+    grad = lambda move: on_ranks(jax.grad(lambda x: loss(x, move)), mesh(4))(X)
+    words = says(
+        "encode", "x", expected="not differentiated", got="one that is", remedy="cgx.roundtrip cgx.compressed_ppermute"
+    )
+    with raises(TypeError, words):
+        grad(by_hand)
+    grad(lambda x: by_hand(lax.stop_gradient(x)))

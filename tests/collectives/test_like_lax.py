@@ -286,3 +286,19 @@ def test_dtypes_of_the_others():
         compressed = lambda t: getattr(cgx, f"compressed_{op}")(t, "a", plan=EXACT, **kwargs)
         plain = lambda t: jax.tree.map(lambda x: getattr(lax, op)(x, "a", **kwargs), t)
         assert_same(on_ranks(compressed, mesh(4))(parts), on_ranks(plain, mesh(4))(parts))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("codec", [EXACT, cgx.Raw()], ids=str)
+def test_empty_leaves_of_tiled_exchanges(codec, check_vma):
+    shapes = {"none": (4, 0, 3), "wide": (4, 8, 0), "some": (4, 8, 3)}
+    tree = {name: jnp.zeros(shape) for name, shape in shapes.items()} | {"count": jnp.zeros((4, 0), jnp.int32)}
+    for run, size in (cgx.compressed_all_gather, 32), (cgx.compressed_psum_scatter, 2):
+        got = on_ranks(lambda t, run=run: run(t, "a", codec, tiled=True), mesh(4), check_vma)(tree)
+        assert {name: x.shape[1:] for name, x in got.items()} == {
+            "none": (0, 3),
+            "wide": (size, 0),
+            "some": (size, 3),
+            "count": (0,),
+        }
+        assert got["count"].dtype == jnp.int32

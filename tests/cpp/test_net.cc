@@ -236,6 +236,24 @@ void test_one_way() {
   });
 }
 
+// A process sends its last message and leaves, long before the late receiver begins the exchange.
+void test_one_leaves_before_another_begins() {
+  together(
+      2,
+      [](Net& net, int64_t rank) {
+        std::vector<uint8_t> data(1000, 7), got(1000);
+        if (rank == 1) std::this_thread::sleep_for(500ms);  // several beats
+        Waiter waiter;
+        tcp::Exchange e{"the last", 1, 0, {first(2), rank, 30s}, {}, rank == 0, {}, waiter.done()};
+        if (rank == 1) e.receives.push_back({0, 0, got.data(), 1000});
+        const auto running = net.begin(std::move(e));
+        if (rank == 0) net.send(running, 1, 0, data.data(), 1000);
+        const std::string error = waiter.wait();
+        CHECK(error.empty() && (rank == 0 || got == data), "late for the last exchange: " + error);
+      },
+      300ms);
+}
+
 void test_one_leaves() {
   together(3, [](Net& net, int64_t rank) {
     CHECK(AllToAll(net, first(3), rank, 1000, 1, 1).result() == "", "all are here");
@@ -530,6 +548,7 @@ int main() {
     test_overtaking();
     test_one_way();
     test_one_leaves();
+    test_one_leaves_before_another_begins();
     test_one_ends();
     test_one_is_late();
     test_one_is_late_for_much();

@@ -108,13 +108,10 @@ def test_roundtrip_is_straight_through(codec):
     )
 
 
-def test_bytes_have_no_tangent():
-    codec = cgx.MaxMin(4, 64)
+def test_residuals_have_no_tangent():
     x = normal(100)
-    assert (jax.grad(lambda x: cgx.decode(cgx.encode(x, codec), codec, x.shape, x.dtype).sum())(x) == 0).all()
-    layout = Layout.of(codec, [x])
-    payload, tangent = jax.jvp(lambda x: ops.encode(layout, [x]), (x,), (x,))
-    assert payload.dtype == jnp.uint8 and tangent.dtype == jax.dtypes.float0
+    layout = Layout.of(cgx.MaxMin(4, 64), [x])
+    payload = ops.encode(layout, [x])
     for lossy in (lambda r: ops.encode_fed(layout, [x], [r]), lambda r: ops.reduce_fed(layout, payload, [r])):
         assert (jax.grad(lambda r: lossy(r)[1][0].sum())(jnp.zeros(100)) == 0).all()
 

@@ -107,6 +107,19 @@ def test_hierarchies_by_shards(inner):
     ]
 
 
+def test_leaves_that_are_raw_on_every_axis():
+    """They travel by shards, whose padding counts. An axis of one rank sends nothing."""
+    sizes, tree = {"a": 2, "b": 2, "one": 1, "c": 2}, {"w": jnp.zeros((51, 21)), "v": jnp.zeros(101)}
+    plan = cgx.Plan(dict.fromkeys(sizes, RAW), min_size=0, skip_1d=False)
+    found = plan.explain(tree, sizes)
+    assert [(r.leaf, r.axes, r.codec, r.bytes, r.raw_bytes, r.why) for r in found.rows] == [
+        (leaf, (axis,), RAW, size, size, "its codec is Raw()")
+        for leaf, share in (("v", 4 * 26), ("w", 4 * 268))
+        for axis, size in (("a", share), ("b", 2 * share), ("c", 4 * share))
+    ]
+    assert sent(tree, list(sizes.items()), plan) == {axes: total for axes, (total, _) in found.totals.items()}
+
+
 @pytest.mark.parametrize(
     ("sizes", "codecs"),
     [

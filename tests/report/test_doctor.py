@@ -28,12 +28,6 @@ H200 = device("NVIDIA H200", compute_capability="9.0")
 UNKNOWN = device("another GPU")
 
 
-@pytest.fixture(autouse=True)
-def programs(monkeypatch):
-    """Open MPI's wheel has its programs next to Python."""
-    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
-
-
 @pytest.fixture
 def pretend(monkeypatch):
     """Replaces the native module, the GPUs that JAX sees, and MPI."""
@@ -70,6 +64,14 @@ def test_this_installation():
         "no problems",
     ):
         assert word in result.stdout
+
+
+def test_an_environment_that_is_not_activated(monkeypatch):
+    """Its programs are next to Python, and not on the PATH."""
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setattr(doctor, "_mpi", lambda: ("Open MPI", []))
+    report = doctor.examine()
+    assert not report.problems and report.mpi_programs["mpirun"].startswith(os.path.dirname(sys.executable))
 
 
 def test_what_of_plain_jax_to_avoid(pretend):

@@ -3,7 +3,9 @@
 import concurrent.futures
 import json
 import socket
+import statistics
 import sys
+import time
 
 import pytest
 from errors import raises, says
@@ -47,14 +49,19 @@ def waiting():
         yield server, pool, server.getsockname()[1]
 
 
-def test_both_hosts_find_and_keep_the_same(waiting):
+def test_both_hosts_find_and_keep_the_same(waiting, monkeypatch):
+    """The delay is half of the median round trip, in which both hosts are slow to read."""
     server, pool, port = waiting
+    receive, trip, trips = link._receive, link._trip, []
+    monkeypatch.setattr(link, "_receive", lambda *args: (time.sleep(0.01 * (args[1] == 1)), receive(*args))[1])
+    monkeypatch.setattr(link, "_trip", lambda words: trips.append(trip(words)) or trips[-1])
     assert link.slowest() is None
     other = pool.submit(link.serve, server)
     found = link.measure("localhost", port)
     peer, seen = other.result()
     assert peer == "127.0.0.1" and seen == link.Measured(up=found.down, down=found.up, delay=found.delay)
-    assert min(found.up, found.down, found.delay) > 0
+    assert min(found.up, found.down) > 0
+    assert found.delay == statistics.median(trips) / 2 and min(trips) >= 0.01
     assert link.known() == {"localhost": found, peer: seen}
     assert link.slowest() == link.Measured(min(found.up, found.down), min(found.up, found.down), found.delay)
 

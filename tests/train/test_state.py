@@ -8,7 +8,7 @@ import pytest
 from errors import raises, says
 from helpers import assert_same_bytes
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, local_step, on_mesh, place
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, loss_fn, mesh_of, on_mesh, place
 
 import jaxcgx as cgx
 
@@ -138,6 +138,18 @@ def test_the_same_size_changes_nothing():
     state = train(4, PARAMS, compressed(4).init(PARAMS), 2)[1]
     same, leaves = jax.tree.leaves(cgx.reshard_state(state, 4)), jax.tree.leaves(state)
     assert leaves and all(a is b for a, b in zip(same, leaves, strict=True))
+
+
+@pytest.mark.xfail(strict=True, reason="both states share what every rank has")
+def test_a_resharded_state_shares_no_memory():
+    """A step that donates the new state leaves the old one alone."""
+    of = lambda ranks: cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), mesh_of(ranks), CODEC)
+    four, two = of(4), of(2)
+    state = four.init(PARAMS)
+    new = cgx.reshard_state(state, 2)
+    new = place(new, cgx.state_specs(new, "data"), 2)
+    two.step(new, X)
+    assert all(x.is_deleted() for x in jax.tree.leaves(new)) and not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def test_sixteen_bit_momentum_keeps_its_dtype():

@@ -174,6 +174,49 @@ def test_loops_that_start_from_zeros_and_losses_averaged_over_the_ranks():
         np.testing.assert_allclose(metrics.loss, of_all(params, x), rtol=1e-6)
 
 
+WAYS = {
+    "momentum": cgx.Momentum(CODEC, weight_decay=0.1),
+    "DGC": cgx.DGC(0.1),
+    "BSC": cgx.BSC(size_bound=100),
+    "MPQ": cgx.MPQ(size_bound=100),
+    "DGT, drop": cgx.wan.Differential(cgx.Plan(CODEC, min_size=0), k=0.5, block_bytes=400, rest="drop"),
+    "DGT, defer": cgx.wan.Differential(cgx.Plan(CODEC, min_size=0), k=0.5, block_bytes=400),
+    "mixed sync": cgx.wan.MixedSync(CODEC),
+    "feedback": CODEC,
+    "factors": cgx.PowerSGD(2),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_of_arrays_are_not_promoted(name):
+    def loss(params, x):
+        return loss_fn({"w": params["w"], "b": params["b"][None]}, x)
+
+    with jax.numpy_rank_promotion("raise"):
+        train = cgx.make_train_step(loss, optax.sgd(0.2), mesh_of(4), WAYS[name])
+        jax.eval_shape(train.step, train.init(PARAMS), X)
+
+
+@pytest.mark.parametrize("form", ["has_aux", "model_state"])
+def test_the_loss_does_not_run_while_it_is_traced(form):
+    """It is traced at most twice, and runs once in a step of each rank."""
+    ran, traced = [], []
+
+    def loss(params, *rest):
+        traced.append(1)
+        total = jax.lax.stop_gradient(params["b"].sum())
+        total = jax.pure_callback(lambda x: (ran.append(1), x)[1], jax.ShapeDtypeStruct((), jnp.float32), total)
+        return loss_fn(params, rest[-1]), {"total": total + jnp.ones(len(rest[-1])).mean()}
+
+    options, state = (dict(has_aux=True), ()) if form == "has_aux" else (dict(model_state="mean"), ({"total": 0.0},))
+    train = cgx.make_train_step(loss, optax.sgd(0.2), mesh_of(4), CODEC, **options)
+    given = train.init(PARAMS, *state), X
+    train.step.lower(*given)
+    assert not ran and len(traced) <= 2
+    jax.block_until_ready(train.step(*given))
+    assert len(ran) == 4
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_donation(donate):
     train = make(donate=donate)

@@ -6,6 +6,8 @@
   unsupported calls, what `explain` reports (only rank 1), and the events of means that cross programs.
 - die, stay_away, raise, differ: the others sum and print their error. Meanwhile the last process kills itself while a
   child of it lives, doesn't take part, ends with an exception, or forms the mean instead of the sum.
+- interrupt: the last process gets Ctrl-C while it waits for another one, which is 8 s late. It prints after how many
+  seconds its sum has ended.
 - cross: the last process kills itself while a mean of the others crosses programs.
 - connections: two processes with several paced connections. They print the sent bytes of a lossless sum, the digests of
   "several pieces" over these connections and over the plain axis, and the error of means that are never ended.
@@ -19,6 +21,7 @@ import pathlib
 import re
 import signal
 import sys
+import threading
 import time
 import unittest.mock
 
@@ -155,6 +158,7 @@ CASES = {
     "raw along trees": (SHAPES, "data", reduction(cgx.Raw(), schedule="tree")),
     "lists along trees": (SHAPES, "data", reduction(cgx.TopK(0.05, pull="top"), schedule=UNEVEN, fed=True)),
     "raw": (LARGE, "data", raw()),
+    "raw, fed": (SHAPES, "data", reduction(cgx.Plan(cgx.MaxMin(4)), schedule="two_shot", fed=True)),
     "raw in all": (SHAPES, BOTH, raw()),
     "raw by axis": ({"w": LARGE["w"]}, BOTH, raw(RAW)),  # axis by axis, XLA rounds bfloat16 twice
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
@@ -601,7 +605,14 @@ def sum_until(action, last):
     topology = Topology(mesh, axis) if action == "update" else None
     connections.connect(60)
     for i in range(10**9):
-        if last and i == 5:
+        if i == 5 and action == "interrupt":
+            pressed = time.monotonic() + 1
+            if last:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore the signal
+                threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            else:
+                time.sleep(8)
+        elif last and i == 5:
             if action == "die":
                 if os.fork() == 0:
                     os.close(1)
@@ -613,6 +624,8 @@ def sum_until(action, last):
             time.sleep(10**6)
         try:
             topology.update() if topology else program(x).block_until_ready()
+        except KeyboardInterrupt:
+            return time.monotonic() - pressed
         except jax.errors.JaxRuntimeError as error:
             return str(error)
     return None

@@ -73,13 +73,19 @@ def test_a_round_waits_for_its_quorum_and_then_as_long_as_the_grace():
     assert [place for place, _ in found.decide(now=105).members] == [0, 2]
 
 
-def test_nobody_waits_for_a_center_that_has_gone_or_is_far_behind():
+@pytest.mark.parametrize("behind", [1, 2])
+def test_nobody_waits_for_a_center_that_has_gone_or_is_far_behind(behind):
+    """A center that is one round behind is about to come, so it is waited for."""
     found = assembly(others=(1, 2, 3))
     del found.others[1]
-    found.others[3] = Version(1, 3, 7)
+    found.others[3] = Version(A.round - behind, 3, 7)
     found.contribute(0, sent(0))
     found.contribute(2, sent(2))
-    assert [place for place, _ in found.decide(now=0).members] == [0, 2]
+    if behind == 1:
+        assert found.decide(now=0) is None
+        found.contribute(3, sent(3))
+    expected = [0, 2, 3] if behind == 1 else [0, 2]
+    assert [place for place, _ in found.decide(now=0).members] == expected
 
 
 def test_the_chair_is_the_center_with_the_most_contributions():

@@ -76,8 +76,9 @@ struct Codec : Dense {
   Sparse sparse = {};
 };
 
-constexpr int64_t kUnit = 512;              // for codecs without buckets, chunks begin at multiples of this
-constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN in metadata
+constexpr int64_t kUnit = 512;                // for codecs without buckets, chunks begin at multiples of this
+constexpr uint32_t kNaNBits = 0x7fc00000u;    // the only NaN in metadata
+constexpr uint32_t kNotFinite = 0x7f800000u;  // magnitudes with these bits and above are infinite or NaN
 
 // Numbers below kTiny are multiplied by kUp before arithmetic whose results may be denormal. This product is exact.
 constexpr float kTiny = 0x1p-60f, kUp = 0x1p80f, kDown = 0x1p-80f;

@@ -2,6 +2,8 @@
 // decoders, on CPU and in CUDA, are instantiated through this file.
 #pragma once
 
+#include <type_traits>
+
 #include "codec/absmax.h"
 #include "codec/bytegrad.h"
 #include "codec/float8.h"
@@ -47,6 +49,20 @@ CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
   }
   __builtin_unreachable();
 }
+
+// The type of CUDA kernels that serve both MaxMin and AbsMax: they differ only in their grids and in `top`, by which
+// the codes of AbsMax are larger. ByteGrad decodes like MaxMin.
+struct Levels : MaxMin {
+  CGX_HD static Grid grid(const Stats& s, float sum, int64_t n, const Codec& c) {
+    return c.kind == Kind::kAbsMax ? AbsMax::grid(s, sum, n, c) : MaxMin::grid(s, sum, n, c);
+  }
+  CGX_HD static int32_t top(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::top(c.bits) : 0; }
+};
+// The types with which CUDA kernels are instantiated for a codec: itself, or Levels.
+template <class C>
+using EncodesAs = std::conditional_t<std::is_same_v<C, MaxMin> || std::is_same_v<C, AbsMax>, Levels, C>;
+template <class C>
+using DecodesAs = std::conditional_t<std::is_same_v<C, ByteGrad>, Levels, EncodesAs<C>>;
 
 // A codec whose code width and rounding are compile-time constants.
 template <class C, int kBits, bool kStochastic>

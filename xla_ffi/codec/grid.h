@@ -15,6 +15,11 @@ struct Stats {
   float lo, hi;
 };
 
+// The sum of magnitudes that some grids need has a fixed order, so that all vector widths agree. Within a block, the
+// rows of a lane are added in order, then lanes j and j + 8, j + 4, j + 2, j + 1. Blocks are added in order within
+// groups of 256 blocks (kSumGroup elements). Then the groups are added in order.
+constexpr int64_t kSumGroup = 32768;
+
 struct Grid {
   float unit, base;  // for decoding
   float inv;         // 1 / unit, in the scaled domain (0 if unit is 0)

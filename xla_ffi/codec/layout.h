@@ -58,6 +58,8 @@ struct Layout {
   int64_t chunk_bytes = 0;        // the length of the longest chunk; every chunk is padded to it
 
   int64_t chunks() const { return static_cast<int64_t>(first.size()) - 1; }
+  // Returns the offset of a chunk in a payload [rows, chunks, chunk_bytes].
+  int64_t chunk_at(int64_t row, int64_t chunk) const { return (row * chunks() + chunk) * chunk_bytes; }
 
   Layout(const Codec& codec, std::vector<Leaf> leaves_in, int64_t chunks, std::vector<int64_t> shares_in = {})
       : codec(codec), leaves(std::move(leaves_in)), shares(std::move(shares_in)) {

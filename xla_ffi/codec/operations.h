@@ -1,6 +1,9 @@
 // The arguments of the four operations on messages, the same on every platform. cpu/cpu.h and cuda/cuda.h run them.
 //
 // Every buffer has `batch` messages, one after another. The operations do not check sizes: handlers do.
+//
+// A new residual is the error of encoding. An error that is not finite (an overflow, a NaN) is not a rounding error, so
+// the old residual is kept.
 #pragma once
 
 #include "codec/layout.h"
@@ -14,7 +17,7 @@ struct Encode {
   const int64_t* leaf_ids = nullptr;        // per leaf: a number on which its noise depends
   const uint32_t* keys = nullptr;           // [batch, kKeyWords]; null if the codec draws no noise
   const float* const* residuals = nullptr;  // with feedback: added to the leaves before encoding
-  float* const* new_residuals = nullptr;    // with feedback: the encoding errors; may be the memory of `residuals`
+  float* const* new_residuals = nullptr;    // with feedback; may be the memory of `residuals`
   uint8_t* payload = nullptr;               // [batch, chunks, chunk_bytes]
   void* workspace = nullptr;                // CUDA only: workspace_bytes() bytes, aligned to 16
 };

@@ -1,9 +1,5 @@
 // Sign: one bit for each element, its sign, which decodes to plus or minus the mean magnitude of the bucket. Metadata
 // of a bucket: the mean (one float).
-//
-// The sum of magnitudes has a fixed order, so that all vector widths agree. Within a block, the rows of a lane are
-// added in order, then lanes j and j + 8, j + 4, j + 2, j + 1. Blocks are added in order within groups of 256 blocks
-// (kSumGroup elements). Then the groups are added in order.
 #pragma once
 
 #include "codec/grid.h"
@@ -12,7 +8,6 @@ namespace jaxcgx {
 
 struct Sign {
   static constexpr Kind kKind = Kind::kSign;
-  static constexpr int64_t kSumGroup = 32768;
 
   CGX_HD static Grid grid(const Stats& s, float sum, int64_t n, const Codec&) {
     const float largest = largest_of(s), scale = scale_of(largest);

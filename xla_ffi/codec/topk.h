@@ -83,7 +83,7 @@ CGX_HD float next_threshold(const Sparse& s, float t) {
 // The first threshold of Select::kExponential, which fits exponential distributions to the sample. `largest` is the
 // sample's largest magnitude, at most kLargest. x is a magnitude times scale_of(largest), or 0 if this product is
 // denormal. t begins at 0. Each of `rounds` rounds adds sum(x - t) * factor / max(number, 1) to t. The sum and the
-// number are over all x in the first round, and over all x > t in later rounds. The sum has the order of codec/sign.h,
+// number are over all x in the first round, and over all x > t in later rounds. The sum has the order of codec/grid.h,
 // where an x that is not in the sum counts as 0. The threshold is t / scale_of(largest).
 struct Exponential {
   int rounds = 1;

@@ -25,11 +25,14 @@ struct Traits {
   bool stochastic = false;            // has stochastic rounding
   bool skips = false;                 // has skip_incomplete
   bool compatible = false;            // has a compatible mode
-  bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/sign.h)
+  bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/grid.h)
   bool rotates = false;               // has a rotation (codec/rotation.h)
   bool table = false;                 // always rotates; takes levels from a table and seeds from noise (codec/eden.h)
   bool exact = false;                 // unit * value(code) is exact for every unit that is a multiple of 2^-149 and has
                                       // 16 significant bits: a fused multiply-add gives the same bits
+  bool small = false;                 // quantize and value compute with integers within +-2^22 and no bits of numbers,
+                                      // and `exact` holds: GPUs take cheaper number types (cuda/arithmetic.cuh)
+  bool floats = false;                // a code is a small float, C::Element (codec/minifloat.h)
   bool scales = false;                // each block of codes has scales (codec/micro.h)
 };
 
@@ -42,22 +45,23 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kMaxMin:
       t.least_bits = 1, t.most_bits = 8;
       t.meta_floats = 2;
-      t.stochastic = t.skips = t.rotates = t.exact = true;
+      t.stochastic = t.skips = t.rotates = t.exact = t.small = true;
       return t;
     case Kind::kByteGrad:
       t.code_bits = 8;
       t.meta_floats = 2;
-      t.whole = t.compatible = t.exact = true;
+      t.whole = t.compatible = t.exact = t.small = true;
       return t;
     case Kind::kAbsMax:
       t.least_bits = 2, t.most_bits = 8;
       t.meta_floats = 1;
-      t.rotates = t.exact = true;
+      t.rotates = t.exact = t.small = true;
       return t;
     case Kind::kFloat8:
       t.least_bits = 4, t.most_bits = 5;
       t.code_bits = 8;
       t.meta_floats = 1;
+      t.floats = true;
       return t;
     case Kind::kCast:
       t.least_bits = 1, t.most_bits = 2;
@@ -67,7 +71,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kSign:
       t.code_bits = 1;
       t.meta_floats = 1;
-      t.sums = t.exact = true;
+      t.sums = t.exact = t.small = true;
       return t;
     case Kind::kTopK:
       t.sparse = t.stochastic = true;
@@ -80,7 +84,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kMicro:
       t.least_bits = kNvfp4, t.most_bits = kMxfp8;
       t.meta_floats = 1;
-      t.whole = t.scales = true;
+      t.whole = t.floats = t.scales = true;
       return t;
     case Kind::kLossless:
       t.lossless = true;

@@ -76,12 +76,16 @@ CGX_HD void map(int64_t n, float* out, Op op, const X*... x) {
 void add(const float* x, const float* y, int64_t n, float* out) {
   map(n, out, [](F a, F b) { return a + b; }, x, y);
 }
+// Returns whether the magnitude of x has bits >= `least`.
+CGX_HD M at_least(F x, uint32_t least) {
+  return less(splat_i(static_cast<int32_t>(least - 1u)), bits(x) & splat_i(0x7fffffff));
+}
+CGX_HD F held(F x, F old, uint32_t least) { return select(at_least(x, least), old, x); }
+void hold(const float* x, const float* old, int64_t n, uint32_t least, float* out) {
+  map(n, out, [=](F a, F was) { return held(a, was, least); }, x, old);
+}
 void residual(const float* x, const float* y, const float* old, int64_t n, float* out) {
-  const auto op = [](F a, F b, F was) {
-    const F lost = a - b;
-    return select(less(bits(lost) & splat_i(0x7fffffff), splat_i(0x7f800000)), lost, was);
-  };
-  map(n, out, op, x, y, old);
+  map(n, out, [](F a, F b, F was) { return held(a - b, was, kNotFinite); }, x, y, old);
 }
 void scale(const float* x, int64_t n, float factor, float* out) {
   map(n, out, [=](F a) { return a * splat_f(factor); }, x);
@@ -129,11 +133,6 @@ float largest_magnitude(const float* x, int64_t n) {
   return highest(largest(most[0], most[1]));
 }
 
-// Returns whether the magnitude of x has bits >= `least`.
-CGX_HD M at_least(F x, uint32_t least) {
-  return less(splat_i(static_cast<int32_t>(least - 1u)), bits(x) & splat_i(0x7fffffff));
-}
-
 int64_t count(const float* x, int64_t n, uint32_t least) {
   int64_t found = 0;
   each_vector(
@@ -163,10 +162,6 @@ int64_t find(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* 
     take(i, v, at_least(v, least) & less(iota(), splat_i(k)));
   }
   return found;
-}
-
-void hold(const float* x, const float* old, int64_t n, uint32_t least, float* out) {
-  map(n, out, [=](F a, F was) { return select(at_least(a, least), was, a); }, x, old);
 }
 
 }  // namespace

@@ -28,7 +28,6 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
     k.add(x, a.residuals[i] + place(s, at), n, buffer);
     return buffer;
   };
-  // If the difference is not finite (an overflow, a NaN), it is not a rounding error, so the old residual is kept.
   const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     k.residual(x, decoded, a.residuals[i] + place(s, at), n, a.new_residuals[i] + place(s, at));

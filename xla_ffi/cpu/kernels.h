@@ -48,7 +48,7 @@ struct Kernels {
   void (*stats)(const float* x, int64_t n, Stats* stats);
   // Returns the largest magnitude of n values. A NaN may count as any number.
   float (*largest)(const float* x, int64_t n);
-  // Returns so_far plus the sum of n magnitudes, in the order of codec/sign.h. n is a multiple of kBlock, except in the
+  // Returns so_far plus the sum of n magnitudes, in the order of codec/grid.h. n is a multiple of kBlock, except in the
   // last call of a sum.
   float (*sum)(const float* x, int64_t n, float so_far);
   // Draws 16 random bits per element for `blocks` blocks of 128 elements, from element `first` on, a multiple of 128.

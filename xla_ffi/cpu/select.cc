@@ -138,7 +138,7 @@ class Selection {
 
   // Returns the bits of the first threshold by exponential distributions (Exponential in codec/topk.h).
   uint32_t exponential(const float* sample, int64_t count) const {
-    const int64_t groups = div_up(count, Sign::kSumGroup);
+    const int64_t groups = div_up(count, kSumGroup);
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::min(magnitude_of(sample[i]), kLargest));
     const float scale = scale_of(float_of(largest));
@@ -149,7 +149,7 @@ class Selection {
       std::vector<int64_t> numbers(sums.size());
       parallel_for(pool_, groups, [&](int64_t g) {
         const auto group = static_cast<size_t>(g);
-        const int64_t begin = g * Sign::kSumGroup, end = std::min(count, begin + Sign::kSumGroup);
+        const int64_t begin = g * kSumGroup, end = std::min(count, begin + kSumGroup);
         for (int64_t at = begin; at < end; at += kTile) {
           float excess[kTile];
           const int64_t m = std::min(kTile, end - at);
@@ -401,7 +401,7 @@ void update_unsent(const float* x, const float* old, int64_t first, int64_t n, c
   const int32_t* index = sent.index.data() + begin;
   float kept[kStretch];
   for (int64_t i = 0; i < count; ++i) kept[i] = old[index[i] - first];
-  kernels().hold(x, old, n, 0x7f800000u, updated);
+  kernels().hold(x, old, n, kNotFinite, updated);
   for (int64_t i = 0; i < count; ++i) updated[index[i] - first] = kept[i];
 }
 

@@ -4,13 +4,12 @@
 #include <algorithm>
 #include <vector>
 
-#include "codec/sign.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace jaxcgx::cpu {
 
-constexpr int64_t kSpan = Sign::kSumGroup;       // the most elements of a span
+constexpr int64_t kSpan = kSumGroup;             // the most elements of a span
 constexpr int64_t kTile = 2048;                  // elements that fit in the L1 cache while they are processed
 constexpr int64_t kMostTogether = kMostRotated;  // the most elements fetched at a time: a rotated bucket
 constexpr int64_t kTask = 32768;                 // the fewest elements of a task, except of the last one

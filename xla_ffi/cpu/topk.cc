@@ -238,15 +238,14 @@ void encode_topk(const Encode& a, const Pool& pool) {
         const Numbers numbers{p.coded, l.leaves[i].dtype, at_element(a.leaves[i], l.leaves[i].dtype, first),
                               feedback ? a.residuals[i] + first : nullptr, 1.0f};
         float* residual = feedback ? a.new_residuals[i] + first : nullptr;
-        const Piecewise to{l, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes, a.leaf_ids,
-                           key_of(a.keys, row)};
+        const Piecewise to{l, a.payload + l.chunk_at(row, p.chunk), a.leaf_ids, key_of(a.keys, row)};
         Elements sent = choose(to, p, numbers, residual, pool);
         put(to, p, sent, pool, feedback, [&](int64_t at, int64_t n, const float* decoded) {
           update_sent(sent, at, n, sent.values.data() + at, decoded, residual);
         });
       });
   for (int64_t row = 0; row < a.batch; ++row) {
-    for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + (row * l.chunks() + c) * l.chunk_bytes);
+    for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + l.chunk_at(row, c));
   }
 }
 
@@ -259,7 +258,7 @@ void decode_topk(const Decode& a, const Pool& pool) {
       [&](const Piece& p, int64_t row) {
         const auto i = static_cast<size_t>(p.leaf);
         const DType dtype = l.leaves[i].dtype;
-        Elements e = read(l.codec, p.coded, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes + p.codes, pool);
+        Elements e = read(l.codec, p.coded, a.payload + l.chunk_at(row, p.chunk) + p.codes, pool);
         std::vector<uint16_t> halves(dtype == DType::kF32 ? 0 : e.values.size());
         if (dtype != DType::kF32)
           kernels().store(dtype, e.values.data(), static_cast<int64_t>(e.values.size()), halves.data());
@@ -326,8 +325,7 @@ void clear(const Clear& a, const Pool& pool) {
         const DType dtype = l.leaves[i].dtype;
         void* array = at_element(a.arrays[i], dtype, row * l.leaves[i].size + p.start);
         const IndexList list(p.coded, capacity(l.codec.sparse, p.coded));
-        for (const int32_t index :
-             read_indices(list, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes + p.codes).index) {
+        for (const int32_t index : read_indices(list, a.payload + l.chunk_at(row, p.chunk) + p.codes).index) {
           if (dtype == DType::kF32)
             static_cast<float*>(array)[index] = 0.0f;
           else

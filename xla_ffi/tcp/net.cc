@@ -112,6 +112,12 @@ void Net::leave() {
   post([this] { fail({Error::Kind::kGone, process_, "ends"}); });
 }
 
+void Net::interrupt() {
+  post([this] {
+    if (!running_.empty()) fail({Error::Kind::kGone, process_, "was interrupted"});
+  });
+}
+
 void Net::post(std::function<void()> command) {
   {
     std::lock_guard<std::mutex> lock(mutex_);

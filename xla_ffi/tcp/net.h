@@ -116,6 +116,8 @@ class Net {
 
   // Ends every exchange with an error, and tells the other processes. Bytes that were sent still arrive.
   void leave();
+  // Ends the exchanges that are under way, if any, like leave(). Otherwise it does nothing.
+  void interrupt();
   // Closes the sockets of the child of a fork, which would keep the connections of a dead parent open. Call it in the
   // child.
   void forget();

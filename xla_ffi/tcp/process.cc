@@ -63,4 +63,8 @@ void leave() {
   if (the_net() && the_net()->process() >= 0) the_net()->leave();
 }
 
+void interrupt() {
+  if (the_net() && the_net()->process() >= 0) the_net()->interrupt();
+}
+
 }  // namespace jaxcgx::tcp

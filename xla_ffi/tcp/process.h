@@ -31,4 +31,7 @@ std::optional<Failure> start(int64_t process, std::vector<Connection> connection
 // Tells the other processes at once that this process has left. Call it before the process ends.
 void leave();
 
+// Ends the exchanges that are under way, if any, and tells the other processes that this process has left.
+void interrupt();
+
 }  // namespace jaxcgx::tcp
