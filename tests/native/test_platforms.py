@@ -51,15 +51,15 @@ def test_a_training_step():
     """The model rounds nothing, because its sums have whole numbers."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     loss_fn = lambda params, batch: (params["w"] * batch).sum() / 64
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, plan=cgx.MaxMin(4, 64))
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, cgx.MaxMin(4, 64))
     total = lambda x: cgx.compressed_psum(x, "data", planned(cgx.AbsMax(8, 64), schedule="two_shot"))
 
-    def step(params, state, batch):
+    def step(state, batch):
         summed = jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(batch)
-        return train.step(params, state, batch)[:2], summed
+        return train.step(state, batch)[0], summed
 
     batch = jax.device_put(np.arange(600, dtype=np.float32).reshape(2, 300) % 37, NamedSharding(mesh, P("data")))
-    args = *train.init({"w": jnp.zeros(300)}), batch
+    args = train.init({"w": jnp.zeros(300)}), batch
     found = lowered(step, *args, platform="tpu")
     text = found.mlir_module()
     assert "custom_call @jaxcgx" not in text and "all_to_all" in text and "ui8" in text
