@@ -52,14 +52,14 @@ class Task(NamedTuple):
 
 
 class Run(NamedTuple):
-    exchange: Callable  # (axis, options of compress_gradients) -> an optax transformation
+    exchange: Callable  # options -> an exchange
     bits: int | None = None  # per element, for runs that have a goal
     momentum: bool = False  # whether the run has its own momentum
     warm: bool = False  # whether the run has a warm-up
 
 
 def plan(codec):
-    return functools.partial(cgx.compress_gradients, plan=codec)
+    return functools.partial(cgx.Feedback, codec)
 
 
 def layers(weights, images):
@@ -127,9 +127,9 @@ RUNS = {
     "NVFP4": Run(plan(cgx.Micro("nvfp4")), 4),
     "ByteGrad": Run(plan(cgx.ByteGrad())),
     "PowerSGD, rank 4": Run(plan(cgx.PowerSGD(4))),
-    "DGC, 0.1 %": Run(functools.partial(cgx.dgc, ratio=0.001), momentum=True, warm=True),
-    "BSC, 1 %": Run(functools.partial(cgx.bsc, **SPARSE), momentum=True),
-    "MPQ, 1 %": Run(functools.partial(cgx.mpq, **SPARSE), momentum=True),
+    "DGC, 0.1 %": Run(functools.partial(cgx.DGC, 0.001), momentum=True, warm=True),
+    "BSC, 1 %": Run(functools.partial(cgx.BSC, **SPARSE), momentum=True),
+    "MPQ, 1 %": Run(functools.partial(cgx.MPQ, **SPARSE), momentum=True),
     "Sign": Run(plan(cgx.Sign())),
     "Eden, 1 bit": Run(plan(cgx.Eden(1))),
     "MaxMin, 8 bits": Run(plan(cgx.MaxMin(8))),
@@ -188,7 +188,7 @@ def cross_entropy(logits, targets):
 def sent_bytes(exchange, weights):
     """Returns the bytes that a rank sends in a step, as jaxcgx.explain finds them in the compiled exchange."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
-    transformation = exchange(axis_size=RANKS)
+    transformation = cgx.compress_gradients("data", exchange, axis_size=RANKS)
     state = jax.eval_shape(transformation.init, weights)
     specs = P(), cgx.state_specs(state, "data"), P()
     mapped = jax.shard_map(transformation.update, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
@@ -216,10 +216,10 @@ def train(name, run, feedback, seed):
     """Returns the measurement on held-out data, and the bytes that a rank sends in a step after any warm-up."""
     task, rng = TASKS[name], np.random.default_rng(seed)
     # Masking is only for delayed elements.
-    unmasked = dict(momentum_masking=False) if run.momentum and not feedback else {}
-    exchange = functools.partial(run.exchange, "data", feedback=feedback, seed=seed, **unmasked)
-    warm = dict(warmup_epochs=4, steps_per_epoch=task.steps // EPOCHS) if run.warm else {}
-    transformation, optimizer = exchange(**warm), optimizer_of(task, run)
+    unmasked = dict(masking=False) if run.momentum and not feedback else {}
+    exchange = functools.partial(run.exchange, keep=feedback, seed=seed, **unmasked)
+    warm = dict(warm_up=cgx.WarmUp(4, task.steps // EPOCHS)) if run.warm else {}
+    transformation, optimizer = cgx.compress_gradients("data", exchange(**warm)), optimizer_of(task, run)
 
     def loss_fn(weights, batch):
         return cross_entropy(task.predict(weights, batch[0]), batch[1])
@@ -235,7 +235,7 @@ def train(name, run, feedback, seed):
         return optax.apply_updates(weights, updates), state, kept
 
     weights = jax.tree.map(jnp.array, first_weights(name, seed))
-    sent = sent_bytes(exchange, weights)
+    sent = sent_bytes(exchange(), weights)
     kept = jax.vmap(lambda _: transformation.init(weights), axis_name="data")(jnp.arange(RANKS))
     batches, (inputs, targets) = task.batches(rng, task.steps, task.batch, task.held_out)
     state = optimizer.init(weights)

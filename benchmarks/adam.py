@@ -67,7 +67,7 @@ def gradients():
 def losses(codec, feedback, grads):
     """Returns {leaf: [error of the mean, error of the update, length of the update]}."""
     optimizer = optax.scale_by_adam()
-    exchange = cgx.compress_gradients("ranks", cgx.Plan(codec, min_size=0), feedback=feedback)
+    exchange = cgx.compress_gradients("ranks", cgx.Feedback(cgx.Plan(codec, min_size=0), keep=feedback))
 
     def step(carry, grads):
         kept, true_state, state = carry

@@ -27,9 +27,9 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.lab import Lab, signals_raise, why_not
 from jaxcgx.report.results import bandwidths, quartiles
-from jaxcgx.exchange.resolve import check_axes
 
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"
@@ -141,7 +141,9 @@ def reductions():
     return (
         {"psum": lambda x: lax.psum(x, "data")}
         | {
-            schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", cgx.Plan.every(CODEC, schedule=schedule))
+            schedule: lambda x, schedule=schedule: cgx.compressed_psum(
+                x, "data", cgx.Plan.every(CODEC, schedule=schedule)
+            )
             for schedule in SCHEDULES
         }
         | {TCP: lambda x: cgx.compressed_psum(x, cgx.Tcp("data"), CODEC)}

@@ -117,8 +117,8 @@ class Run(NamedTuple):
     ranked: bool
     feedback: bool = True
 
-    def options(self):
-        return dict(compress=cgx.wan.Differential(k=K, rest=self.rest, ranked=self.ranked), feedback=self.feedback)
+    def exchange(self):
+        return cgx.wan.Differential(PLAN, K, rest=self.rest, ranked=self.ranked, keep=self.feedback)
 
 
 RUNS = {
@@ -153,8 +153,8 @@ NOTES = f"""\
 @functools.cache  # a step compiles once for all seeds
 def make_train(name, run):
     task, mesh = TASKS[name], jax.make_mesh(SHAPE, AXES, axis_types=(AxisType.Auto,) * 2)
-    options = run.options() if run else {}
-    return cgx.make_train_step(task.loss, task.optimizer, mesh, data_axis=AXES, plan=PLAN, **options)
+    exchange = run.exchange() if run else PLAN
+    return cgx.make_train_step(task.loss, task.optimizer, mesh, exchange, sharding=cgx.Sharding(AXES))
 
 
 def explained(name, run=None):
@@ -163,7 +163,7 @@ def explained(name, run=None):
     weights = data.MAKERS[MODEL][0] if name == MODEL else task.weights
     state = train.init(weights(rng))
     batches, _ = task.batches(rng, (1, int(np.prod(SHAPE)) * task.batch), task.held_out)
-    return cgx.explain(train.step, *state, tuple(jnp.asarray(part[0]) for part in batches), show=False)
+    return cgx.explain(train.step, state, tuple(jnp.asarray(part[0]) for part in batches), show=False)
 
 
 def count(name):
@@ -186,9 +186,9 @@ def curve(name, run, seed):
     state, evaluate, found = train.init(weights), jax.jit(task.loss), []
     for step in range(task.steps):
         batch = tuple(jnp.asarray(part[step]) for part in batches)
-        *state, _ = jax.block_until_ready(train.step(*state, batch))
+        state, _ = jax.block_until_ready(train.step(state, batch))
         if (step + 1) % EVALUATE == 0:
-            found.append((step + 1, round(float(evaluate(state[0], held_out)), 4)))
+            found.append((step + 1, round(float(evaluate(state.params, held_out)), 4)))
     return found
 
 

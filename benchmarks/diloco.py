@@ -1,4 +1,4 @@
-"""Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
+"""Measures training with few exchanges (cgx.wan.Diloco): final losses, bytes, and the time of a step between hosts.
 
     python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 3000] [--centers 2]
         [--hosts 2 4] [--methods REGEX] [--torch PYTHON] [--out DIR]
@@ -55,13 +55,13 @@ WHOLE = cgx.MaxMin(2, 2**18)  # the largest parameter has 2**18 elements, so eac
 class Run(NamedTuple):
     """A row of the first table. Without `form` it is data parallelism, with an exchange in every step."""
 
-    form: Any = None  # makes a Diloco from an inner optimizer
+    form: Any = None  # makes a Diloco
     fewer: float | None = None  # goal: bytes of a step with float32 over bytes of a step
     close: bool | None = None  # goal: whether the final loss is within WORSE of the dense run's; None means no goal
 
 
 def four_bits(every, outer="sgd", **options):
-    return lambda inner: cgx.wan.diloco(inner, outer, every=every, plan=cgx.MaxMin(4), **options)
+    return lambda: cgx.wan.Diloco(cgx.MaxMin(4), every, outer=outer, **options)
 
 
 RUNS = {
@@ -70,16 +70,12 @@ RUNS = {
     "4 bits, H 100, SGD 1.5": Run(four_bits(100, optax.sgd(1.5)), 500, True),
     "4 bits, H 20, streaming": Run(four_bits(20, fragments=4, overlap=2, alpha=0.5), 100, True),
     "4 bits, H 20, Nesterov 0.9": Run(four_bits(20, "nesterov", telemetry=True)),
-    "SparseLoCo, 1 %, 2 bits, H 15": Run(lambda inner: cgx.wan.sparseloco(inner, every=15), 100, True),
-    "SparseLoCo, no feedback": Run(
-        lambda inner: cgx.wan.sparseloco(inner, every=15, decay=1.0, feedback=False), None, False
-    ),
-    "2 bits, H 20": Run(lambda inner: cgx.wan.muloco(inner, every=20, outer="sgd")),
-    "2 bits, H 20, no feedback": Run(
-        lambda inner: cgx.wan.muloco(inner, every=20, outer="sgd", feedback=False), None, False
-    ),
+    "SparseLoCo, 1 %, 2 bits, H 15": Run(lambda: cgx.wan.sparseloco(every=15), 100, True),
+    "SparseLoCo, no feedback": Run(lambda: cgx.wan.sparseloco(every=15, decay=1.0, keep=False), None, False),
+    "2 bits, H 20": Run(lambda: cgx.wan.muloco(every=20, outer="sgd")),
+    "2 bits, H 20, no feedback": Run(lambda: cgx.wan.muloco(every=20, outer="sgd", keep=False), None, False),
     "2 bits, H 20, large buckets, no feedback": Run(
-        lambda inner: cgx.wan.muloco(inner, every=20, outer="sgd", feedback=False, plan=WHOLE), None, False
+        lambda: cgx.wan.muloco(WHOLE, every=20, outer="sgd", keep=False), None, False
     ),
 }
 CHARTS = [
@@ -117,21 +113,20 @@ def curve(run, weights, seed, steps, centers):
     mesh = jax.make_mesh((centers,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centers])
     batches, held_out = data.text(np.random.default_rng(seed), (steps, centers * BATCH), HELD_OUT)
     inner = optax.adam(optax.warmup_cosine_decay_schedule(0.0, RATE, steps // 20, steps))
-    diloco = run.form and run.form(inner)
-    plan = {} if diloco else dict(plan=cgx.Raw())
+    exchange = run.form() if run.form else cgx.Raw()
     loss = make_loss("transformer")
-    train = cgx.make_train_step(loss, inner, mesh, data_axis="dc", diloco=diloco, **plan)
-    params, state = train.init(weights)
+    train = cgx.make_train_step(loss, inner, mesh, exchange, sharding=cgx.Sharding("dc"))
+    state = train.init(weights)
     evaluate, found, sent, metrics = jax.jit(loss), [], None, None
     for t in range(steps):
         batch = tuple(jnp.asarray(each[t]) for each in batches)
         if sent is None:
             # `explain` counts every branch of a conditional. Together they are one exchange of everything.
-            sent = cgx.explain(train.step, params, state, batch, show=False).bytes / (diloco.every if diloco else 1)
-        params, state, metrics = jax.block_until_ready(train.step(params, state, batch))
+            sent = cgx.explain(train.step, state, batch, show=False).bytes / (exchange.every if run.form else 1)
+        state, metrics = jax.block_until_ready(train.step(state, batch))
         if (t + 1) % max(steps // EVALUATE, 1) == 0 or t + 1 == steps:
-            found.append((t + 1, round(float(evaluate(params, held_out)), 4)))
-    outer = getattr(metrics, "outer", None)
+            found.append((t + 1, round(float(evaluate(state.params, held_out)), 4)))
+    outer = getattr(metrics.telemetry, "outer", None)
     telemetry = {"gain": round(float(outer[0].gain), 3), "rho": round(float(outer[0].rho), 3)} if outer else {}
     return found, round(sent), telemetry
 

@@ -22,7 +22,7 @@ class Steps:
 
     def text(self):
         """Returns the texts of the compiled programs of all exchanges."""
-        return "\n".join(each.as_text() for each in self._program.step.exchanges(*self._program.trained))
+        return "\n".join(each.as_text() for each in self._program.training.step.acts(self._program.state))
 
     def __call__(self):
         self._program.run(2 * STREAMING["every"] // STREAMING["fragments"])

@@ -121,12 +121,13 @@ def training(mesh, axes, plan):
     import jaxcgx as cgx
 
     loss_fn = lambda weights, x: jnp.mean((x @ weights) ** 2)
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
-    state = list(train.init(np.zeros((4096, 4096), np.float32)))
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, plan, sharding=cgx.Sharding(axes))
+    state = train.init(np.zeros((4096, 4096), np.float32))
     batch = np.ones((4 * mesh.size, 4096), np.float32)
 
     def step(x):
-        *state[:], metrics = train.step(*state, x)
+        nonlocal state
+        state, metrics = train.step(state, x)
         return metrics
 
     sharding = jax.NamedSharding(mesh, jax.P(mesh.axis_names))

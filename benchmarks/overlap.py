@@ -32,13 +32,14 @@ from jaxcgx.lab import signals_raise, why_not
 LAYERS, WIDTH = 16, 1024  # 64 MiB of parameters
 BATCHES = {"1gbit": [16, 64, 128, 256], "200mbit": [256, 384, 512]}  # {rate of the links: batches}
 CODEC = cgx.MaxMin(4)
+PLAN = cgx.Plan(CODEC, min_size=0)
 EXPOSED = 0.25  # goal: the exposed part of a step whose computation and exchange take about as long
 ALIKE = 0.6, 1.67  # the ratio of the exchange to the computation that counts as about as long
 STEPS = {  # options of make_train_step
-    "at the end": {},
-    "at the end, 4 MiB": dict(fusion_mb=4),
-    "overlapped": dict(overlap="backward"),
-    "priority": dict(overlap="priority"),
+    "at the end": dict(exchange=PLAN),
+    "at the end, 4 MiB": dict(exchange=cgx.Plan(CODEC, min_size=0, fusion_mb=4)),
+    "overlapped": dict(exchange=PLAN, overlap="backward"),
+    "priority": dict(exchange=PLAN, overlap=cgx.Priority()),
 }
 RUN = 4  # steps with "priority" that are timed together, because an exchange continues in the next step
 LIMIT = 900  # seconds
@@ -51,7 +52,7 @@ NOTES = f"""\
   one message. exposed: how much longer the overlapped step takes than compute, over the overlapped step. hidden: the
   part of the exchange that is hidden. Each turn runs all programs. Ratios are formed within a turn, and the table has
   their medians.
-- priority: a step with overlap="priority", whose exchange continues in the next step. {RUN} steps in a row are timed
+- priority: a step with overlap=Priority(), whose exchange continues in the next step. {RUN} steps in a row are timed
   together, after one that isn't timed. It has its own exposed part.
 - Kernels and the network stack run on the processor that computes, so they can't be hidden. Only the time on the wire
   can, behind the backward pass, which is two thirds of compute.
@@ -86,18 +87,18 @@ def alone(mesh, params, batch):
 
 
 def exchanged(mesh, params, batch, options):
-    train = cgx.make_train_step(
-        loss, optax.sgd(1e-2), mesh, data_axis=cgx.Tcp("data"), plan=cgx.Plan(CODEC, min_size=0), **options
-    )
-    state = list(train.init(params))
+    train = cgx.make_train_step(loss, optax.sgd(1e-2), mesh, sharding=cgx.Sharding(cgx.Tcp("data")), **options)
+    state = train.init(params)
 
     def again():
-        *state[:], _ = jax.block_until_ready(train.step(*state, batch))
+        nonlocal state
+        state, _ = jax.block_until_ready(train.step(state, batch))
 
     def finish():
-        state[:] = jax.block_until_ready(train.finish(*state))
+        nonlocal state
+        state = jax.block_until_ready(train.finish(state))
 
-    again.text, again.finish = lambda: train.step.lower(*state, batch).compile().as_text(), finish
+    again.text, again.finish = lambda: train.step.lower(state, batch).compile().as_text(), finish
     return again
 
 

@@ -31,15 +31,16 @@ from jaxcgx.lab import signals_raise, why_not
 LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
 BATCHES = {"50mbit": [704, 1024, 1440, 2048, 3072], "25mbit": [2880]}  # {rate of the links: batches}
 CODEC = cgx.MaxMin(4)
+PLAN = cgx.Plan(CODEC, min_size=0)
 MORE = 0.15  # goal: how much longer a step may take than the longer of computation and communication
 ALIKE = 0.6, 1.67  # the ratio of communication to computation for which the goal counts
 RUN = 4  # steps that are timed together, because an exchange continues in the next step
 STEPS = {
-    "plain": {},
-    "backward": dict(overlap="backward"),
-    "priority": dict(overlap="priority"),
-    "DGT": dict(compress=cgx.wan.Differential(k=0.5)),
-    "mixed sync": dict(compress=cgx.wan.mixed_sync),
+    "plain": dict(exchange=PLAN),
+    "backward": dict(exchange=PLAN, overlap="backward"),
+    "priority": dict(exchange=PLAN, overlap=cgx.Priority()),
+    "DGT": dict(exchange=cgx.wan.Differential(PLAN, k=0.5)),
+    "mixed sync": dict(exchange=cgx.wan.MixedSync(PLAN)),
 }
 LESS = 0.25  # goal of DGT: how much less time a step takes, at least, than the plain step
 LIMIT = 900  # seconds
@@ -54,9 +55,9 @@ CHART = dict(
 NOTES = f"""\
 - {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts, each on one processor.
 - compute: the same step without any exchange. communicate: the exchange of such gradients without any computation.
-  plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and "priority". DGT: with
-  compress=Differential(k=0.5). mixed sync: with compress=mixed_sync. {RUN} steps in a row are timed together, after one
-  that isn't timed. Each turn runs all programs. Ratios are formed within a turn, and the table has their medians.
+  plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and Priority(). DGT: with
+  Differential(k=0.5). mixed sync: with MixedSync. {RUN} steps in a row are timed together, after one that isn't timed.
+  Each turn runs all programs. Ratios are formed within a turn, and the table has their medians.
 - more: how much longer a step with "priority" takes than the longer of compute and communicate. at best: the same if
   kernels took no time and the wire always sent the first layer that it can. The gradient of the first layer is ready
   last and needed first, so its exchange can't be hidden. That of the last layer is ready first, but from its arrival
@@ -73,7 +74,7 @@ NOTES = f"""\
 
 def communicate(mesh, params):
     """An exchange, with feedback, of gradients that already exist."""
-    exchange = cgx.compress_gradients(cgx.Tcp("data"), cgx.Plan(CODEC, min_size=0), axis_size=mesh.size)
+    exchange = cgx.compress_gradients(cgx.Tcp("data"), PLAN, axis_size=mesh.size)
     kept = cgx.state_specs(jax.eval_shape(exchange.init, params), "data")
     on_ranks = lambda f, given, out: jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)
     run = jax.jit(on_ranks(exchange.update, (P(), kept), (P(), kept)), donate_argnums=1)

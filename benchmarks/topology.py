@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec
 from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
-from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
+from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.report.overlays import draw_overlay
 from jaxcgx.wan import routes
 

@@ -70,12 +70,12 @@ class Program:
 
     def run(self, steps):
         for _ in range(steps):
-            *self._state, _ = jax.block_until_ready(self._training.step(*self._state, self._batch))
+            self._state, _ = jax.block_until_ready(self._training.step(self._state, self._batch))
 
 
 def scheduled(overlay):
-    schedule = {"dc": overlay, "local": "auto"}
-    return lambda mesh: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=TCP, plan=BITS4, schedule=schedule)
+    plan = cgx.Plan.every(BITS4, schedule={"dc": overlay, "local": "auto"})
+    return lambda mesh: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, plan, sharding=cgx.Sharding(TCP))
 
 
 def adapting(mesh):

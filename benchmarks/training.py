@@ -11,6 +11,7 @@ import functools
 import pathlib
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,15 +29,16 @@ LEAST = 1.0  # the least points of accuracy that few bits without feedback lose,
 CHARTS = [dict(table="rows", title="Accuracy in percent", x="run", y=["accuracies"], panel="data")]
 WARM = 0.4  # the part of the epochs in which DGC's ratio decreases
 MOMENTUM = functools.partial(optax.sgd, momentum=0.9)
-RAW = dict(plan=cgx.Raw(), feedback=False)
+RAW = functools.partial(cgx.Feedback, cgx.Raw(), keep=False)
 
 
 class Run(NamedTuple):
     optimizer: Any
-    options: dict  # of make_train_step
+    exchange: Callable  # options -> an exchange
     most: float | None = 0.0  # the most points of accuracy that it may lose; None: it must lose more than LEAST
     against: str = "float32"
     rate: float = 0.1  # the first value of the cosine
+    warm: bool = False  # whether the run has a warm-up
 
 
 class Table(NamedTuple):
@@ -52,9 +54,11 @@ TABLES = {
         256,
         {
             "float32": Run(MOMENTUM, RAW),
-            "4 bits, stochastic, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(4, rounding="stochastic")), 0.3),
-            "2 bits, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2)), 1.0),
-            "2 bits, no feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2), feedback=False), None),
+            "4 bits, stochastic, feedback": Run(
+                MOMENTUM, functools.partial(cgx.Feedback, cgx.MaxMin(4, rounding="stochastic")), 0.3
+            ),
+            "2 bits, feedback": Run(MOMENTUM, functools.partial(cgx.Feedback, cgx.MaxMin(2)), 1.0),
+            "2 bits, no feedback": Run(MOMENTUM, functools.partial(cgx.Feedback, cgx.MaxMin(2), keep=False), None),
         },
         "- lost: points of accuracy against float32, of the means. The row of 2 bits without feedback shows the effect "
         "of feedback. Digits don't show it.",
@@ -65,11 +69,11 @@ TABLES = {
         64,
         {
             "float32": Run(MOMENTUM, RAW, rate=0.05),
-            "DGC, 0.1 %": Run(optax.sgd, dict(compress=cgx.dgc, ratio=0.001), 0.5, rate=0.05),
+            "DGC, 0.1 %": Run(optax.sgd, functools.partial(cgx.DGC, 0.001), 0.5, rate=0.05, warm=True),
             "float32, Adam": Run(optax.adam, RAW, against="float32, Adam", rate=1e-3),
             "BSC, 1 %, Adam": Run(
                 functools.partial(optax.adam, b1=0.0),
-                dict(compress=cgx.bsc, threshold=0.01, size_bound=10_000, select="exact"),
+                functools.partial(cgx.BSC, 0.01, 10_000, select="exact"),
                 0.5,
                 "float32, Adam",
                 rate=1e-3,
@@ -111,26 +115,19 @@ def train(data, epochs, batch_size, run, seed, mesh):
     """Returns the test accuracy in percent, and the bytes that a rank sends in a step after any warm-up."""
     (images, labels), (test_images, test_labels) = data
     each = len(images) // batch_size
-    make = functools.partial(
-        cgx.make_train_step,
-        loss_fn,
-        run.optimizer(optax.cosine_decay_schedule(run.rate, epochs * each)),
-        mesh,
-        seed=seed,
-        **run.options,
-    )
-    warm = "ratio" in run.options
-    training = make(warmup_epochs=int(WARM * epochs), steps_per_epoch=each) if warm else make()
-    params, state = training.init(init_params(seed, images.shape[1]))
+    optimizer = run.optimizer(optax.cosine_decay_schedule(run.rate, epochs * each))
+    make = lambda **options: cgx.make_train_step(loss_fn, optimizer, mesh, run.exchange(seed=seed, **options))
+    training = make(warm_up=cgx.WarmUp(int(WARM * epochs), each)) if run.warm else make()
+    state = training.init(init_params(seed, images.shape[1]))
     rng, sent = np.random.default_rng(seed), None
     for _ in range(epochs):
         order = rng.permutation(len(images))[: each * batch_size].reshape(each, batch_size)
         for chosen in order:
             batch = images[chosen], labels[chosen]
             if sent is None:
-                sent = cgx.explain(make().step, params, state, batch, show=False).bytes
-            params, state, _ = jax.block_until_ready(training.step(params, state, batch))
-    return 100 * float((predict(params, test_images).argmax(-1) == test_labels).mean()), sent
+                sent = cgx.explain(make().step, state, batch, show=False).bytes
+            state, _ = jax.block_until_ready(training.step(state, batch))
+    return 100 * float((predict(state.params, test_images).argmax(-1) == test_labels).mean()), sent
 
 
 def main():

@@ -6,7 +6,7 @@ python benchmarks/training_speed_jax.py '{"address": "10.77.0.1:20000", "rank": 
 import json
 import sys
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from training_speed_models import make_loss
 
 import jaxcgx as cgx
+from jaxcgx.train.step import TrainStep
 
 BUCKET = 512  # elements that share a scale in the quantization written by hand
 TCP = cgx.Tcp("data")
@@ -98,7 +99,13 @@ def compressed_mean(grads, lost, *, encode, decode=dequantize):
     return unravel(mean[: lost.size]), lost
 
 
-# Methods: functions of a Run that return (init, step), like make_train_step.
+# Methods: functions of a Run that return a TrainStep.
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+    lost: jax.Array  # the errors of every rank
 
 
 def by_hand(exchange):
@@ -106,31 +113,30 @@ def by_hand(exchange):
 
     def make(run):
         optimizer = run.optimizer()
-        specs = P(), (P(), P("data"))  # of the weights, and of the optimizer's state and the errors
+        specs = State(P(), P(), P("data"))
 
         def init(weights):
             shape = run.mesh.size, sum(w.size for w in weights.values())
             place = jax.tree.map(lambda spec: NamedSharding(run.mesh, spec), specs)
-            return jax.jit(lambda w: (w, (optimizer.init(w), jnp.zeros(shape))), out_shardings=place)(weights)
+            return jax.jit(lambda w: State(w, optimizer.init(w), jnp.zeros(shape)), out_shardings=place)(weights)
 
-        def step(weights, state, batch):
-            loss, grads = jax.value_and_grad(make_loss(run.model))(weights, batch)
-            means, lost = exchange(grads, state[1][0])
-            updates, opt_state = optimizer.update(means, state[0], weights)
-            return optax.apply_updates(weights, updates), (opt_state, lost[None]), loss[None]
+        def step(state, batch):
+            loss, grads = jax.value_and_grad(make_loss(run.model))(state.params, batch)
+            means, lost = exchange(grads, state.lost[0])
+            updates, opt_state = optimizer.update(means, state.opt_state, state.params)
+            return State(optax.apply_updates(state.params, updates), opt_state, lost[None]), loss[None]
 
-        mapped = jax.shard_map(
-            step, mesh=run.mesh, in_specs=(*specs, P("data")), out_specs=(*specs, P("data")), check_vma=False
-        )
-        return init, jax.jit(mapped, donate_argnums=(0, 1))
+        both = specs, P("data")
+        mapped = jax.shard_map(step, mesh=run.mesh, in_specs=both, out_specs=both, check_vma=False)
+        return TrainStep(init, jax.jit(mapped, donate_argnums=0), finish=lambda state: state)
 
     return make
 
 
-def ours(axis="data", momentum=True, **options):
+def ours(exchange, axis="data", momentum=True, **options):
     """Trains with make_train_step."""
-    return lambda run, optimizer=None: cgx.make_train_step(
-        make_loss(run.model), optimizer or run.optimizer(momentum), run.mesh, data_axis=axis, **options
+    return lambda run: cgx.make_train_step(
+        make_loss(run.model), run.optimizer(momentum), run.mesh, exchange, sharding=cgx.Sharding(axis), **options
     )
 
 
@@ -139,13 +145,7 @@ STREAMING = dict(every=20, fragments=4, overlap=3, alpha=0.5)
 
 def diloco(every, **options):
     """Trains centers of one host each, which exchange every `every` steps."""
-
-    def make(run):
-        inner = run.optimizer()
-        given = cgx.wan.diloco(inner, "sgd", every=every, axis_name=TCP, plan=cgx.MaxMin(4), **options)
-        return ours(TCP, diloco=given)(run, inner)
-
-    return make
+    return ours(cgx.wan.Diloco(cgx.MaxMin(4), every, outer="sgd", **options), TCP)
 
 
 METHODS = {
@@ -161,14 +161,14 @@ METHODS = {
         "by hand, 4 bits": by_hand(partial(compressed_mean, encode=partial(quantize, bits=4))),
     },
     "jaxcgx": {
-        "MaxMin(4), Gloo": ours(plan=cgx.MaxMin(4)),
-        "MaxMin(4), Tcp": ours(TCP, plan=cgx.MaxMin(4)),
-        "MaxMin(4), backward": ours(TCP, plan=cgx.MaxMin(4), overlap="backward"),
-        "MaxMin(4), priority": ours(TCP, plan=cgx.MaxMin(4), overlap="priority"),
-        "Eden(4), Tcp": ours(TCP, plan=cgx.Eden(4)),
-        "ByteGrad, Tcp": ours(TCP, plan=cgx.ByteGrad()),
-        "DGC 1 %, Tcp": ours(TCP, momentum=False, compress=cgx.dgc, ratio=0.01),
-        "PowerSGD(4), Gloo": ours(plan=cgx.PowerSGD(4)),
+        "MaxMin(4), Gloo": ours(cgx.MaxMin(4)),
+        "MaxMin(4), Tcp": ours(cgx.MaxMin(4), TCP),
+        "MaxMin(4), backward": ours(cgx.MaxMin(4), TCP, overlap="backward"),
+        "MaxMin(4), priority": ours(cgx.MaxMin(4), TCP, overlap=cgx.Priority()),
+        "Eden(4), Tcp": ours(cgx.Eden(4), TCP),
+        "ByteGrad, Tcp": ours(cgx.ByteGrad(), TCP),
+        "DGC 1 %, Tcp": ours(cgx.DGC(0.01), TCP, momentum=False),
+        "PowerSGD(4), Gloo": ours(cgx.PowerSGD(4)),
     },
     "DiLoCo": {"DiLoCo, 4 bits, H 20": diloco(20), "DiLoCo, 4 bits, H 20, streaming": diloco(**STREAMING)},
 }
@@ -178,31 +178,24 @@ class Program:
     """A model that one method trains."""
 
     def __init__(self, run, data, method):
-        init, step = method(run)
-        self._finish = getattr(step, "finish", lambda *state: state)
+        self.training = method(run)
         self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
         self._sharding = NamedSharding(run.mesh, P("data"))
-        self._weights, self._state = init(data.weights)
-        self.step = step
-
-    @property
-    def trained(self):
-        """The weights and the state of the method."""
-        return self._weights, self._state
+        self.state = self.training.init(data.weights)
 
     def _batch(self):
         return tuple(jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at))
 
     def run(self, steps):
         for _ in range(steps):
-            self._weights, self._state, _ = self.step(self._weights, self._state, self._batch())
-            jax.block_until_ready((self._weights, self._state))
+            self.state, _ = self.training.step(self.state, self._batch())
+            jax.block_until_ready(self.state)
             self._at += 1
-        self._weights, self._state = jax.block_until_ready(self._finish(self._weights, self._state))
+        self.state = jax.block_until_ready(self.training.finish(self.state))
 
     def loss(self):
         """Returns the loss of this host's part of the held-out examples."""
-        weights = jax.tree.map(lambda w: w.addressable_data(0), self._weights)
+        weights = jax.tree.map(lambda w: w.addressable_data(0), self.state.params)
         return float(self._loss(weights, tuple(self._data.held_out)))
 
 

@@ -11,7 +11,7 @@ import jax
 from host import Data, serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from training_speed_jax import Run
+from training_speed_jax import Run, ours
 from training_speed_models import make_loss
 
 import jaxcgx as cgx
@@ -29,73 +29,62 @@ def over(codec):
 RAW, BITS4 = over(cgx.Raw()), over(cgx.MaxMin(4))
 
 
-def step(momentum=True, **options):
-    """A technique that is a set of options of make_train_step: a function of a Run that returns its init and step."""
-    return lambda run: cgx.make_train_step(
-        make_loss(run.model), run.optimizer(momentum), run.mesh, data_axis=TCP, **options
-    )
+# A technique: a function of a Run that returns a TrainStep.
+step = partial(ours, axis=TCP)
 
 
-def few(form, **options):
-    """A technique with few exchanges."""
-
-    def make(run):
-        inner = run.optimizer()
-        given = form(inner, axis_name=TCP[0], **options)
-        return cgx.make_train_step(make_loss(run.model), inner, run.mesh, data_axis=TCP, diloco=given)
-
-    return make
+def routed(codecs, overlay):
+    """Returns a plan whose exchanges between centers follow an overlay."""
+    return cgx.Plan.every(codecs, schedule={"dc": overlay, "local": "auto"})
 
 
-def measured(**options):
+def measured(codecs, exchange=lambda plan: plan):
     """An overlay that follows the links as they are measured."""
 
     def make(run):
         topology = cgx.wan.Topology(run.mesh, TCP[0])
-        return topology.steps(lambda overlay: step(schedule={"dc": overlay, "local": "auto"}, **options)(run))
+        return topology.steps(lambda overlay: step(exchange(routed(codecs, overlay)))(run))
 
     return make
 
 
-def dgt(rest="defer", **options):
-    return cgx.wan.Differential(k=0.5, rest=rest, **options)
-
-
-HFA = partial(few, cgx.wan.hfa, k1=PERIOD // 4, k2=4)
-DILOCO = partial(few, cgx.wan.diloco, outer="sgd", every=PERIOD)
+DGT = partial(cgx.wan.Differential, k=0.5)
+HFA = partial(cgx.wan.HFA, k1=PERIOD // 4, k2=4)
+DILOCO = partial(cgx.wan.Diloco, every=PERIOD, outer="sgd")
+OWNERS = cgx.wan.Overlay.owners(4, 2)
 
 ANY = {
-    "float32": step(plan=RAW),
-    "4 bits": step(plan=BITS4),
-    "FP16": step(plan=cgx.Plan.fp16(axis_name=AXES)),
-    "BSC": step(momentum=False, compress=cgx.bsc),
-    "MPQ": step(momentum=False, compress=cgx.mpq),
-    "DGT, defer": step(plan=RAW, compress=dgt()),
-    "DGT, defer, random": step(plan=RAW, compress=dgt(ranked=False)),
-    "DGT, quantize": step(plan=RAW, compress=dgt("quantize")),
-    "DGT, drop": step(plan=RAW, compress=dgt("drop")),
-    "DGT, drop, random": step(plan=RAW, compress=dgt("drop", ranked=False)),
-    "DGT, lost by the sender": step(plan=RAW, compress=dgt("drop"), feedback=False),
-    "P3": step(plan=RAW, overlap="priority"),
-    "mixed sync": step(plan=RAW, compress=cgx.wan.mixed_sync),
-    "HFA": HFA(),
-    "DiLoCo": DILOCO(),
-    "4 bits + DGT, defer": step(plan=BITS4, compress=dgt()),
-    "4 bits + P3": step(plan=BITS4, overlap="priority"),
-    "4 bits + mixed sync": step(plan=BITS4, compress=cgx.wan.mixed_sync),
-    "4 bits + HFA": HFA(plan=cgx.MaxMin(4)),
-    "4 bits + DiLoCo": DILOCO(plan=cgx.MaxMin(4)),
-    "4 bits + DiLoCo, streaming": DILOCO(plan=cgx.MaxMin(4), fragments=4, overlap=3, alpha=0.5),
+    "float32": step(RAW),
+    "4 bits": step(BITS4),
+    "FP16": step(cgx.Plan.fp16(axis_name=AXES)),
+    "BSC": step(cgx.BSC(), momentum=False),
+    "MPQ": step(cgx.MPQ(), momentum=False),
+    "DGT, defer": step(DGT(RAW)),
+    "DGT, defer, random": step(DGT(RAW, ranked=False)),
+    "DGT, quantize": step(DGT(RAW, rest="quantize")),
+    "DGT, drop": step(DGT(RAW, rest="drop")),
+    "DGT, drop, random": step(DGT(RAW, rest="drop", ranked=False)),
+    "DGT, lost by the sender": step(DGT(RAW, rest="drop", keep=False)),
+    "P3": step(RAW, overlap=cgx.Priority()),
+    "mixed sync": step(cgx.wan.MixedSync(RAW)),
+    "HFA": step(HFA(cgx.Raw())),
+    "DiLoCo": step(DILOCO(cgx.Raw())),
+    "4 bits + DGT, defer": step(DGT(BITS4)),
+    "4 bits + P3": step(BITS4, overlap=cgx.Priority()),
+    "4 bits + mixed sync": step(cgx.wan.MixedSync(BITS4)),
+    "4 bits + HFA": step(HFA(cgx.MaxMin(4))),
+    "4 bits + DiLoCo": step(DILOCO(cgx.MaxMin(4))),
+    "4 bits + DiLoCo, streaming": step(DILOCO(cgx.MaxMin(4), fragments=4, overlap=3, alpha=0.5)),
 }
 # Techniques with routes over several centers.
 SEVERAL = {
-    "float32": step(plan=RAW),
-    "4 bits": step(plan=BITS4),
-    "MultiGPS, 2 owners": step(plan=RAW, schedule={"dc": cgx.wan.Overlay.owners(4, 2), "local": "auto"}),
-    "TSEngine": measured(plan=RAW),
-    "4 bits + MultiGPS, 2 owners": step(plan=BITS4, schedule={"dc": cgx.wan.Overlay.owners(4, 2), "local": "auto"}),
-    "4 bits + TSEngine": measured(plan=BITS4),
-    "4 bits + TSEngine + DGT, defer": measured(plan=BITS4, compress=dgt()),
+    "float32": step(RAW),
+    "4 bits": step(BITS4),
+    "MultiGPS, 2 owners": step(routed(RAW, OWNERS)),
+    "TSEngine": measured(RAW),
+    "4 bits + MultiGPS, 2 owners": step(routed(BITS4, OWNERS)),
+    "4 bits + TSEngine": measured(BITS4),
+    "4 bits + TSEngine + DGT, defer": measured(BITS4, DGT),
 }
 METHODS = {"2 centers of 2 ranks": {"jaxcgx": ANY}, "4 centers": {"jaxcgx": SEVERAL}}
 
@@ -107,20 +96,20 @@ class Program:
         self._training = technique(run)
         self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
         self._sharding = NamedSharding(run.mesh, P(AXES))
-        self._weights, self._state = self._training.init(data.weights)
+        self._state = self._training.init(data.weights)
 
     def run(self, steps):
         for _ in range(steps):
             batch = [jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at)]
-            self._weights, self._state, _ = self._training.step(self._weights, self._state, tuple(batch))
-            jax.block_until_ready(self._weights)
+            self._state, _ = self._training.step(self._state, tuple(batch))
+            jax.block_until_ready(self._state.params)
             self._at += 1
         # The bytes, the time and the weights of these steps include what P3 has sent.
-        self._weights, self._state = jax.block_until_ready(self._training.finish(self._weights, self._state))
+        self._state = jax.block_until_ready(self._training.finish(self._state))
 
     def loss(self):
         """Returns the loss of this rank's part of the held-out text."""
-        weights = jax.tree.map(lambda w: w.addressable_data(0), self._weights)
+        weights = jax.tree.map(lambda w: w.addressable_data(0), self._state.params)
         return float(self._loss(weights, tuple(self._data.held_out)))
 
 

@@ -42,11 +42,11 @@ SEED = 0
 
 OPTIMIZER = optax.sgd(0.05, momentum=0.9, nesterov=True)
 WAYS = {
-    "float32": (OPTIMIZER, dict(plan=cgx.Raw())),
-    "ByteGrad": (OPTIMIZER, dict(plan=cgx.ByteGrad())),
-    "4 bits": (OPTIMIZER, dict(plan=cgx.MaxMin(4))),
+    "float32": (OPTIMIZER, cgx.Raw()),
+    "ByteGrad": (OPTIMIZER, cgx.ByteGrad()),
+    "4 bits": (OPTIMIZER, cgx.MaxMin(4)),
     # DGC applies the momentum, so the optimizer has none.
-    "DGC, 1 %": (optax.sgd(0.05), dict(compress=cgx.dgc, ratio=0.01, nesterov=True)),
+    "DGC, 1 %": (optax.sgd(0.05), cgx.DGC(0.01, nesterov=True)),
 }
 
 
@@ -84,22 +84,21 @@ def train(name, mesh, axis, steps):
     data = images, _, labels, _ = train_test_split(
         digits.data.astype(np.float32) / 16, digits.target, test_size=0.25, random_state=SEED, stratify=digits.target
     )
-    optimizer, options = WAYS[name]
-    training = cgx.make_train_step(loss_fn, optimizer, mesh, data_axis=axis, **options)
-    params, state = training.init(init_params())
+    training = cgx.make_train_step(loss_fn, WAYS[name][0], mesh, WAYS[name][1], sharding=cgx.Sharding(axis))
+    state = training.init(init_params())
     found = dict(seconds=[], losses=[], accuracies=[], times=[])
     numbers, mine, sharding = np.random.default_rng(SEED), jax.process_index(), NamedSharding(mesh, P("data"))
     for step in tqdm(range(steps), desc=f"{name:<9}", unit="step", disable=mine > 0):
         chosen = numbers.choice(len(images), (PROCESSES, BATCH), replace=False)[mine]
         batch = tuple(jax.make_array_from_process_local_data(sharding, x[chosen]) for x in (images, labels))
         if step == 0:
-            compiled = training.step.lower(params, state, batch).compile()
+            compiled = training.step.lower(state, batch).compile()
             found["sent"] = cgx.explain(compiled, show=False).bytes
         start = time.perf_counter()
-        params, state, _ = jax.block_until_ready(compiled(params, state, batch))
+        state, _ = jax.block_until_ready(compiled(state, batch))
         found["times"].append(time.perf_counter() - start)
         if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
-            loss, accuracy = evaluate([{k: w.addressable_data(0) for k, w in layer.items()} for layer in params], data)
+            loss, accuracy = evaluate(jax.tree.map(lambda w: w.addressable_data(0), state.params), data)
             found["losses"].append(float(loss))
             found["accuracies"].append(float(accuracy))
             # In the first step, a process may wait for the other one's compiler: the median counts in its place.

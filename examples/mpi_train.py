@@ -54,20 +54,21 @@ def main():
     plan = cgx.Plan.from_env(("cross", "inner"))  # reads all other variables
     optimizer = optax.sgd(0.1, momentum=0.9)
     # By default, CGX's variables mean a ring between nodes, which doesn't support error feedback.
-    train = cgx.make_train_step(loss_fn, optimizer, data_axis=ranks, plan=plan, feedback=False)
+    train = cgx.make_train_step(loss_fn, optimizer, ranks, cgx.Feedback(plan, keep=False))
 
     digits = load_digits()
     order = np.random.default_rng(SEED).permutation(len(digits.target))  # the same in every process
     images, labels = digits.data[order].astype(np.float32) / 16, digits.target[order]
     known, rest = np.split(np.arange(len(order)), [1400])
-    params, state = train.init(init_params())
+    state = train.init(init_params())
     rng = np.random.default_rng(SEED)
     for number in range(steps):
         chosen = rng.choice(known, BATCH, replace=False)[ranks.rank :: ranks.size]
-        params, state, metrics = train.step(params, state, (images[chosen], labels[chosen]))
+        state, metrics = train.step(state, (images[chosen], labels[chosen]))
         if ranks.rank == 0 and (number + 1) % 100 == 0:
             print(f"step {number + 1}: loss {metrics.loss:.4f}", flush=True)
 
+    params = state.params
     accuracy = (predict(params, images[rest]).argmax(-1) == labels[rest]).mean()
     same = jax.tree.map(lambda ours, first: (ours == first).all(), params, cgx.mpi.broadcast(params, comm=ranks))
     agree = cgx.compressed_psum(jnp.stack(jax.tree.leaves(same)).all(), ranks, cgx.Raw()) == ranks.size

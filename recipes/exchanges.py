@@ -1,7 +1,4 @@
-"""The options of make_train_step for a config's section `compression`.
-
-This module can't have the name `compression`, because Python 3.14 has a module of that name.
-"""
+"""The exchange for a config's section `compression`."""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,16 +12,16 @@ from jaxcgx.codecs import Codec
 class Around(NamedTuple):
     """The properties of the training that an exchange depends on."""
 
-    optimizer: Any
     moved: dict[str, Any]  # options, such as momentum, that the exchange gets in place of the optimizer
     steps_per_epoch: int
 
 
 class Exchange(NamedTuple):
-    """The exchange of gradients, as options of make_train_step."""
+    """How ranks exchange what they learn."""
 
-    options: dict[str, Any]
-    settled: dict[str, Any] | None  # the options after the warm-up; None: there is no warm-up
+    made: Any  # the argument `exchange` of make_train_step
+    warmup_epochs: int = 0
+    settled: Any = None  # the same after the warm-up; None: there is no warm-up
     every: int = 1  # steps between two exchanges
 
 
@@ -39,28 +36,27 @@ def has_momentum(kind: str) -> bool:
 
 
 def _plan(around: Around, *, codec: Any, feedback: bool, **guards: Any) -> Exchange:
-    return Exchange(dict(plan=cgx.Plan(_codec(codec), **guards), feedback=feedback), None)
+    return Exchange(cgx.Feedback(cgx.Plan(_codec(codec), **guards), keep=feedback))
 
 
-def _dgc(around: Around, *, values: Any, ratio: float, **options: Any) -> Exchange:
+def _dgc(around: Around, *, values: Any, ratio: float, momentum_masking: bool, **options: Any) -> Exchange:
     if ratio == 1:
         raise Wrong("config.compression.ratio: expected a number below 1, got 1; --compression=none sends everything")
-    return _sparse(cgx.dgc, around, values=_codec(values), ratio=ratio, **options)
+    return _sparse(cgx.DGC, around, values=_codec(values), ratio=ratio, masking=momentum_masking, **options)
 
 
 def _diloco(around: Around, *, codec: Any, every: int, **options: Any) -> Exchange:
-    form = cgx.wan.diloco(around.optimizer, every=every, axis_name="data", plan=_codec(codec), **options)
-    return Exchange(dict(diloco=form), None, every)
+    return Exchange(cgx.wan.Diloco(_codec(codec), every, **options), every=every)
 
 
-def _sparse(compress: Any, around: Around, *, warmup_epochs: int, warmup_coeff: Any = None, **options: Any) -> Exchange:
-    settled = dict(compress=compress, **options, **around.moved)
+def _sparse(kind: Any, around: Around, *, warmup_epochs: int, warmup_coeff: Any = None, **options: Any) -> Exchange:
+    made = functools.partial(kind, **options, **around.moved)
     if not warmup_epochs:
         if warmup_coeff is not None:
             raise Wrong("config.compression.warmup_coeff: nothing reads it, because warmup_epochs is 0")
-        return Exchange(settled, None)
-    warm = dict(warmup_epochs=warmup_epochs, warmup_coeff=warmup_coeff, steps_per_epoch=around.steps_per_epoch)
-    return Exchange(settled | warm, settled)
+        return Exchange(made())
+    warm_up = cgx.WarmUp(warmup_epochs, around.steps_per_epoch, warmup_coeff)
+    return Exchange(made(warm_up=warm_up), warmup_epochs, made())
 
 
 def _codec(section: dict[str, Any]) -> Any:
@@ -70,9 +66,9 @@ def _codec(section: dict[str, Any]) -> Any:
 
 CODECS = {name: x for name, x in vars(cgx).items() if isinstance(x, type) and issubclass(x, Codec) and x is not Codec}
 KINDS = {
-    "bsc": functools.partial(_sparse, cgx.bsc),
+    "bsc": functools.partial(_sparse, cgx.BSC),
     "dgc": _dgc,
     "diloco": _diloco,
-    "mpq": functools.partial(_sparse, cgx.mpq),
+    "mpq": functools.partial(_sparse, cgx.MPQ),
     "plan": _plan,
 }

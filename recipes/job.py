@@ -45,13 +45,13 @@ class Job(NamedTuple):
     model: models.Model
     schedule: Any  # from a step to its learning rate
     exchange: exchanges.Exchange
-    make_step: Any  # from the options of an exchange to a training step
+    make_step: Any  # from the argument `exchange` of make_train_step to a TrainStep
     steps_per_epoch: int
     share: slice  # this process's part of a batch
     examples: int  # per step, of all ranks together
     stop: int  # the number of steps
 
-    def sent(self, programs: list[Any], args: tuple[Any, ...]) -> dict[str, float]:
+    def sent(self, programs: list[Any], *args: Any) -> dict[str, float]:
         """Returns {"bytes": ..., "raw_bytes": ...}: the bytes a rank sends per step, with and without compression.
 
         Both are for steps after any warm-up. If not every step exchanges, "bytes" is the mean over all steps.
@@ -61,7 +61,7 @@ class Job(NamedTuple):
           args: the arguments of the step.
         """
         if self.exchange.settled:
-            programs = self.make_step(**self.exchange.settled).step.programs(*args)
+            programs = self.make_step(self.exchange.settled).step.programs(*args)
         found = [cgx.explain(each, show=False) for each in programs]
         sent, raw = sum(each.bytes for each in found), sum(each.raw_bytes for each in found)
         return dict(bytes=sent / self.exchange.every, raw_bytes=raw)
@@ -93,10 +93,10 @@ def prepare(config: Any, world: World) -> Job:
     kind = sections["compression"].get("kind", "")
     applies = optimizers.Applied(momentum=exchanges.has_momentum(kind), clip=kind == "dgc")
     optimizer, moved = call(optimizers.make, "config.optimizer", schedule, applies, **sections["optimizer"])
-    around = exchanges.Around(optimizer, moved, each)
+    around = exchanges.Around(moved, each)
     exchange = call(exchanges.make, "config.compression", around, **sections["compression"])
     make_step = functools.partial(
-        cgx.make_train_step, model.loss, optimizer, world.mesh, data_axis=world.data_axis, model_state="mean"
+        cgx.make_train_step, model.loss, optimizer, world.mesh or world.comm, model_state="mean"
     )
     share, examples = world.share(settings.batch_size), settings.batch_size // world.ranks * world.ranks
     stop = _last_step(settings, each, exchange.every)

@@ -29,11 +29,6 @@ class World(NamedTuple):
     comm: Any  # the MPI communicator; None without MPI
 
     @property
-    def data_axis(self) -> Any:
-        """The argument `data_axis` of make_train_step."""
-        return "data" if self.comm is None else self.comm
-
-    @property
     def speaks(self) -> bool:
         """Whether this process writes logs and files."""
         return self.first == 0

@@ -30,7 +30,7 @@ from job import Job, check_same, prepare
 from run_folder import RunFolder
 from tqdm import tqdm
 
-from jaxcgx.optim import PerRank
+from jaxcgx.train import PerRank, TrainState
 
 
 def main(arguments: list[str]) -> None:
@@ -68,7 +68,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
         job = prepare(command.config, world)
         content = job.dataset.content()
     check_same(content, world)
-    step = call(job.make_step, "config.compression", **job.exchange.options)
+    step = call(job.make_step, "config.compression", job.exchange.made)
     with contextlib.closing(RunFolder(command.runs / command.name, command.config, content, world)) as run:
         _steps(command.name, job, step, run, world)
         return _finish(command, job, run, world)
@@ -97,10 +97,10 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
         for number, batch in enumerate(bar, start + 1):
             placed = world.put(batch)
             if number == start + 1:
-                programs = step.step.programs(*state, placed)
-                run.write(start, **job.sent(programs, (*state, placed)))
+                programs = step.step.programs(state, placed)
+                run.write(start, **job.sent(programs, state, placed))
                 begun = time.perf_counter()
-            *state, metrics = step.step(*state, placed)
+            state, metrics = step.step(state, placed)
             last = number == stop
             logs = number % settings.log_every == 0 or last
             if waits or logs:
@@ -117,7 +117,7 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
             ends = signals.end() and not last
             if number % settings.save_every == 0 or last or ends:
                 _loss(number, metrics, world)
-                checkpoints.save(number, tuple(state))
+                checkpoints.save(number, state)
             if ends:
                 bar.close()
                 run.say(f"interrupted: step {number} of {stop} is saved, and the same command goes on from there")
@@ -145,9 +145,9 @@ class Tester:
             functools.partial(jax.tree.map, lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0])
         )
 
-    def __call__(self, state: list[Any]) -> dict[str, float]:
+    def __call__(self, state: TrainState) -> dict[str, float]:
         """Returns the mean loss and the accuracy of a step's state."""
-        params, rest = state[0], state[1]
+        params, rest = state.params, state.model_state
         if isinstance(rest, PerRank):  # with DiLoCo, each center has its own state
             rest = jax.block_until_ready(self.mean(rest.rows))
         job = self.job
@@ -180,7 +180,7 @@ def _finish(command: config.Command, job: Job, run: RunFolder, world: launch.Wor
     next_command = command.with_compression(other) if alone else f"the same command with --compression={other}"
     when = " after the warm-up" if job.exchange.settled else ""
     sent = f"{results['bytes']:,.0f} bytes a step{when}, uncompressed {results['raw_bytes']:,.0f}"
-    short = job.stop <= job.exchange.options.get("warmup_epochs", 0) * job.steps_per_epoch
+    short = job.stop <= job.exchange.warmup_epochs * job.steps_per_epoch
     warm = f"all {job.stop} steps belong to the warm-up, in which a rank sends more\n" if short else ""
     title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
     plot.draw(lines, title, run.path / "plot.png")

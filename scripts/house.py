@@ -57,14 +57,10 @@ def mesh(**sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def train(loss_fn=loss, optimizer=ADAM, over=None, **options):
+def train(exchange=BITS, loss_fn=loss, optimizer=ADAM, over=None, **options):
     """Returns the functions (init, step) of training."""
-    made = cgx.make_train_step(loss_fn, optimizer, mesh(**over or {}), **options)
+    made = cgx.make_train_step(loss_fn, optimizer, mesh(**over or {}), exchange, **options)
     return made.init, made.step
-
-
-def diloco():
-    return train(diloco=cgx.wan.diloco(ADAM, every=4, plan=BITS, axis_name="data"))
 
 
 def value_and_grad():
@@ -91,38 +87,38 @@ def compress_gradients():
 
 def hierarchy():
     plan = {"node": BITS, "local": cgx.Raw()}
-    return train(over={"node": 2, "local": 2}, data_axis=("node", "local"), plan=plan)
+    return train(plan, over={"node": 2, "local": 2}, sharding=cgx.Sharding(("node", "local")))
 
 
 def priority():
     """The first step has nothing to exchange, so a state is that after it."""
-    init, step = train(plan=cgx.Plan(BITS, skip_1d=False, min_size=0), overlap="priority")
+    init, step = train(overlap=cgx.Priority())
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), BATCH)
-    return lambda params: step(*arguments(init(params))[:-1], batch)[:-1], step
+    return lambda params: step(init(params), batch)[0], step
 
 
 # What is counted while it is traced. Each makes (init, step).
 TRACED = {
-    "make_train_step": lambda: train(plan=BITS),
-    "with aux": lambda: train(loss_aux, plan=BITS, has_aux=True),
-    "DGC": lambda: train(compress=cgx.dgc),
-    "DGT": lambda: train(compress=cgx.wan.Differential(), plan=BITS),
-    "mixed sync": lambda: train(compress=cgx.wan.mixed_sync, plan=BITS),
-    "DiLoCo": diloco,
+    "make_train_step": train,
+    "with aux": lambda: train(loss_fn=loss_aux, has_aux=True),
+    "DGC": lambda: train(cgx.DGC()),
+    "DGT": lambda: train(cgx.wan.Differential(BITS)),
+    "mixed sync": lambda: train(cgx.wan.MixedSync(BITS)),
+    "DiLoCo": lambda: train(cgx.wan.Diloco(BITS, every=4)),
     "value_and_grad": value_and_grad,
     "compress_gradients": compress_gradients,
 }
 # What is compiled, in addition to the above.
 COMPILED = TRACED | {
-    "ring, no feedback": lambda: train(plan=BITS, feedback=False, schedule="ring"),
-    "PowerSGD": lambda: train(plan=cgx.PowerSGD(2)),
-    "overlap with the backward pass": lambda: train(plan=cgx.Plan(BITS, skip_1d=False, min_size=0), overlap="backward"),
+    "ring, no feedback": lambda: train(cgx.Feedback(cgx.Plan.every(BITS, schedule="ring"), keep=False)),
+    "PowerSGD": lambda: train(cgx.PowerSGD(2)),
+    "overlap with the backward pass": lambda: train(overlap="backward"),
     "priority": priority,
-    "4 micro-batches": lambda: train(plan=BITS, accumulate=4),
-    "ZeRO-1": lambda: train(plan=BITS, optimizer_specs=cgx.shard_specs(PARAMS, mesh())),
-    "FSDP": lambda: train(plan=BITS, param_specs=cgx.shard_specs(PARAMS, mesh())),
+    "4 micro-batches": lambda: train(accumulate=4),
+    "ZeRO-1": lambda: train(sharding=cgx.Sharding(optimizer=cgx.shard_specs(PARAMS, mesh()))),
+    "FSDP": lambda: train(sharding=cgx.Sharding(params=cgx.shard_specs(PARAMS, mesh()))),
     "hierarchy": hierarchy,
-    "Tcp": lambda: train(over={"data": 2}, data_axis=cgx.Tcp("data", timeout=60), plan=BITS),
+    "Tcp": lambda: train(over={"data": 2}, sharding=cgx.Sharding(cgx.Tcp("data", timeout=60))),
 }
 BETWEEN_PROCESSES = ("Tcp",)
 
@@ -186,7 +182,7 @@ def added_calls():
     found = []
     for make in (
         lambda: (lambda given: (given, sgd.init(given)), jax.jit(plain)),
-        lambda: train(many_leaves, sgd, plan=cgx.Plan(BITS, min_size=0)),
+        lambda: train(cgx.Plan(BITS, min_size=0), many_leaves, sgd),
     ):
         for params in (small, large):  # the first trace imports and caches
             init, step = make()

@@ -15,7 +15,6 @@ STOREYS = (
     ("lab",),
     ("wan",),
     ("train",),
-    ("optim",),
     ("collectives",),
     ("exchange",),
     ("mpi",),
@@ -27,24 +26,11 @@ STOREYS = (
 )
 # (importer, imported): why this import may point upward or close a circle.
 SETTINGS = "reads CHECK, WAIT or MEET when it is needed: programs may set them"
-OLD = "serves the old training steps, and goes with them"
 EXCEPTIONS = {
     ("jaxcgx.mpi.calls", "jaxcgx.mpi"): SETTINGS,
     ("jaxcgx.mpi.waiting", "jaxcgx.mpi"): SETTINGS,
     ("jaxcgx.train.exchange", "jaxcgx.train.feedback"): "makes a Feedback of a plan, which is short for it",
     ("jaxcgx.train.loop", "jaxcgx.train.rounds"): "hands Rounds to their loop, which is made of the rooms of a step",
-    **{
-        ("jaxcgx.mpi.functions", f"jaxcgx.{name}"): OLD
-        for name in (
-            "collectives.old_all_gather",
-            "collectives.old_all_to_all",
-            "collectives.old_arguments",
-            "collectives.old_psum",
-            "collectives.old_psum_scatter",
-            "collectives.state",
-            "exchange.scopes",
-        )
-    },
 }
 MOST = 7  # parameters
 
@@ -66,7 +52,7 @@ def name_of(path):
 def binds(package, name):
     """Returns whether a package imports an object with this name, which then hides a module of the same name.
 
-    An example is jaxcgx.optim.dgc.
+    An example is jaxcgx.train.value_and_grad.
     """
     nodes = [node for node in modules()[package].body if isinstance(node, ast.ImportFrom)]
     return any(alias.name == name for node in nodes for alias in node.names)

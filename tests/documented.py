@@ -3,6 +3,7 @@
 A function, a class, a method and a property have a docstring. The first line of a property's has no colon. An argument
 is a line of the section `Args`, or, without this section, a word of the docstring. A class attribute, a field and an
 attribute that a method sets are lines of `Args` or `Attributes` in the docstring of their class or of one of its bases.
+A protocol documents its members for all classes that have them.
 """
 
 import ast
@@ -16,7 +17,14 @@ import typing
 import jax
 import optax
 
+from jaxcgx.train.exchange import Exchange
+from jaxcgx.train.rounds import Rounds
+
 ROOT = pathlib.Path(__file__).parent.parent
+PROTOCOLS = [
+    {name for name in {*vars(each), *inspect.get_annotations(each)} if not name.startswith("_")}
+    for each in (Exchange, Rounds)
+]
 
 
 def undocumented(module):
@@ -77,6 +85,8 @@ def missing_members(name, kind):
     members = {
         member for base in bases for member in (*vars(base), *inspect.get_annotations(base), *set_by_methods(base))
     }
+    if kind not in (Exchange, Rounds):
+        members -= set().union(*(each for each in PROTOCOLS if each <= members))
     found = []
     for member in sorted(member for member in members if not member.startswith("_")):
         thing = getattr(kind, member, None)

@@ -173,7 +173,10 @@ def test_fsdp():
         names |= dict(optimizer=optax.adam(3e-3), codec=codec, params=PARAMS, specs=SPECS)
         exec(source, names)
         args, found = (names["params"], names["state"]), []
-        sharded = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(args[0])]
+        if codec:
+            args = (names["state"],)
+        params = names["state"].params if codec else names["params"]
+        sharded = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(params)]
         assert sharded == [(16, 3), (8, 16)]  # "v" and "w"
         for _ in range(STEPS):
             *args, loss = names["step"](*args, x, y)

@@ -13,6 +13,8 @@ import pytest
 from helpers import load_script
 from jax.sharding import AxisType
 
+import jaxcgx as cgx
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
@@ -80,8 +82,8 @@ def test_wide_area(name, monkeypatch):
     batch = np.zeros((8, 64), np.float32), np.zeros(8, np.int32)
     with jax.numpy_dtype_promotion("standard"):
         for make in load_script(EXAMPLES / "wan" / f"{name}.py", monkeypatch).TECHNIQUES.values():
-            init, step = make(mesh, common.AXES)
-            step.lower(*init(common.init_params()), batch)
+            train = make(mesh, cgx.Sharding(common.AXES))
+            train.step.lower(train.init(common.init_params()), batch)
 
 
 def test_wide_area_demonstration(tmp_path):

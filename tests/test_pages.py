@@ -62,9 +62,8 @@ def names_of(*sizes, axes=("data",)):
 
 def step_of(names, **options):
     """A training step and its state, as pages have one from before."""
-    train = cgx.make_train_step(names["loss_fn"], names["optimizer"], names["mesh"], plan=cgx.MaxMin(4), **options)
-    params, state = train.init(names["params"])
-    return dict(train=train, params=params, state=state)
+    train = cgx.make_train_step(names["loss_fn"], names["optimizer"], names["mesh"], cgx.MaxMin(4), **options)
+    return dict(train=train, state=train.init(names["params"]))
 
 
 def test_every_page_with_programs_has_a_test():
@@ -121,9 +120,9 @@ def test_checkpoints(tmp_path):
     names, more = names_of(4), names_of(6)
     names |= step_of(names) | dict(orbax=orbax, path=tmp_path / "saved")
     before = names["state"]
-    changed = {1: dict(optimizer_state=before[1]), 2: step_of(more), 3: dict(state=before, mesh=more["mesh"])}
+    changed = {1: dict(optimizer_state=before.opt_state), 2: step_of(more), 3: dict(state=before, mesh=more["mesh"])}
     names = walk("docs/checkpoints", names, changed)
-    residuals = [state[0].residuals for state in (before, names["state"])]
+    residuals = [state.exchange.own.residuals for state in (before, names["state"])]
     assert [jax.tree.leaves(x)[0].shape[0] for x in residuals] == [4, 6]
 
 
@@ -175,9 +174,11 @@ def test_explain(capsys):
     printed = {tuple(row[:5]) for row in rows(capsys.readouterr().out)}
     assert {tuple(row[:5]) for row in rows(shown)} <= printed
 
-    step = step_of(names | dict(params=pages.given()["params"], loss_fn=pages.loss_fn), data_axis=("node", "local"))
+    step = step_of(
+        names | dict(params=pages.given()["params"], loss_fn=pages.loss_fn), sharding=cgx.Sharding(("node", "local"))
+    )
     batch = pages.given()["batch"]
-    exec(check, dict(found=cgx.explain(step["train"].step, step["params"], step["state"], batch, show=False)))
+    exec(check, dict(found=cgx.explain(step["train"].step, step["state"], batch, show=False)))
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ def test_fsdp(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", saved)
         exec(restored, found := names | dict(checkpointer=checkpointer, path=tmp_path / "saved"))
-    jax.tree.map(np.testing.assert_array_equal, (found["params"], found["state"]), saved)
+    jax.tree.map(np.testing.assert_array_equal, found["state"], saved)
 
     def local(shards, batch):
         found = names | dict(shards=shards, batch=batch)
@@ -231,8 +232,8 @@ def test_fsdp(tmp_path):
 
 def test_hierarchies():
     names = walk("docs/hierarchies", names_of())
-    params, state = names["train"].init(names["params"])
-    found = cgx.explain(names["train"].step, params, state, names["batch"], show=False)
+    state = names["train"].init(names["params"])
+    found = cgx.explain(names["train"].step, state, names["batch"], show=False)
     compressed = [collective.axes for collective in found.collectives if collective.codec.startswith("MaxMin")]
     assert set(compressed) == {("node",)}
 
@@ -282,8 +283,7 @@ def test_plans(tmp_path, monkeypatch, capsys):
     exec(measured, names)
     assert (names["statistics"].norms > 0).all()
     assert [rule.path for rule in names["plan"].rules] == ["^(v)$", "^(w)$"]
-    train = cgx.make_train_step(names["loss_fn"], names["optimizer"], names["mesh"], plan=cgx.MaxMin(4))
-    names |= dict(zip(("params", "state"), train.init(names["params"])))
+    names |= step_of(names)
     exec(adapted, names)
     assert jnp.isfinite(names["metrics"].loss)
     exec(saved, names | dict(grads=grads))
@@ -327,9 +327,9 @@ def test_training_losses():
     losses = lambda params, batch: jnp.square(pages.predict(params, batch[0]) - batch[1]).mean(-1)
     names |= dict(token_losses=lambda params, batch: (losses(params, batch), jnp.float32(batch[0][:, 0] > 0)))
     exec(weighted, names)
-    params, state = names["train"].init(start)
+    state = names["train"].init(start)
     mask = batch[0][:, 0] > 0
-    found = names["train"].step(params, state, batch)[2].loss
+    found = names["train"].step(state, batch)[1].loss
     np.testing.assert_allclose(found, losses(start, batch)[mask].mean(), rtol=1e-5)
 
     noisy = lambda params, batch, key: (pages.loss_fn(params, batch), jax.random.normal(key))
@@ -338,8 +338,8 @@ def test_training_losses():
     class model:
         apply = staticmethod(lambda params, state, batch: (pages.loss_fn(params, batch), state + batch[0].mean()))
 
-    exec(stateful, found := names | dict(params=start, state=jnp.float32(0), model=model))
-    np.testing.assert_allclose(found["state"], 2 * batch[0].mean(), rtol=1e-4)
+    exec(stateful, found := names | dict(params=start, model_state=jnp.float32(0), model=model))
+    np.testing.assert_allclose(found["state"].model_state, 2 * batch[0].mean(), rtol=1e-4)
 
     exec(frozen, names)
     exec(warm_up, names)
@@ -349,9 +349,7 @@ def test_training_steps_that_are_skipped():
     chain, scaling, _, keeping = pages.programs("docs/training")[9:13]  # tests/collectives/test_finite.py has the third
     names = names_of()
     exec(chain, names)
-    names |= dict(
-        transformation=cgx.compress_gradients("data", names["plan"], skip_nonfinite=True), inner=optax.sgd(0.1)
-    )
+    names |= dict(transformation=cgx.compress_gradients("data", names["exchange"]), inner=optax.sgd(0.1))
 
     def begin(params):
         compress, inner = names["transformation"].init(params), names["inner"].init(params)
@@ -378,7 +376,7 @@ def test_training_models():
     compute_loss = lambda model, batch: model(batch[0]).var()
     names |= dict(nnx=nnx, model=Model(nnx.Rngs(0)), compute_loss=compute_loss)
     exec(split, names)
-    train = cgx.make_train_step(names["loss_fn"], optax.sgd(0.1), names["mesh"], plan=names["plan"], model_state="mean")
+    train = cgx.make_train_step(names["loss_fn"], optax.sgd(0.1), names["mesh"], names["plan"], model_state="mean")
     assert jax.eval_shape(train.init, names["params"], names["rest"])
 
     names |= dict(model=nnx.Linear(8, 256, rngs=nnx.Rngs(0)), loss_fn=compute_loss)

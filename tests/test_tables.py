@@ -1,6 +1,6 @@
 """Tests figures of the docs: those that follow from the library are computed, others are those of committed results.
 
-tests/optim/test_sharded.py has the table of docs/fsdp.md.
+tests/train/test_sharded.py has the table of docs/fsdp.md.
 """
 
 import json

@@ -26,6 +26,7 @@ from jaxcgx.lab import why_not
 
 CENTERS, LOCAL = 2, 2  # data centers, ranks in each
 AXES = "dc", "local"
+RAW = {"dc": cgx.Raw(), "local": cgx.Raw()}  # a plan without compression
 SIZES = 64, 1024, 1024, 10  # pixels, two hidden layers, digits: 1,126,410 parameters
 BATCH = 32  # examples per rank and step
 EVALUATE_EVERY = 10  # steps
@@ -54,7 +55,7 @@ def bytes_sent():
     return sum(int(counts.split()[8]) for name, counts in lines if name.strip() != "lo")
 
 
-def train(name, make, mesh, axes, steps):
+def train(name, make, mesh, sharding, steps):
     """Trains with one technique. Returns {"seconds": [...], "loss": [...], "bytes": ...}.
 
     The seconds of training and the loss are lists with an element every few steps. The bytes are the bytes that this
@@ -63,8 +64,8 @@ def train(name, make, mesh, axes, steps):
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
     evaluate = jax.jit(lambda params: loss_fn(params, (images, labels)))
-    sharding, rng = NamedSharding(mesh, P(AXES)), np.random.default_rng(SEED)
-    training = make(mesh, axes)
+    placed, rng = NamedSharding(mesh, P(AXES)), np.random.default_rng(SEED)
+    training = make(mesh, sharding)
     state = training.init(init_params())
     found = dict(seconds=[], loss=[], bytes=0)
     elapsed, first = 0.0, 0
@@ -72,14 +73,14 @@ def train(name, make, mesh, axes, steps):
     for number in tqdm(range(-1, steps + 1), desc=name, unit="step", disable=jax.process_index() > 0):
         chosen = rng.choice(len(images), mesh.size * BATCH)
         batch = [
-            jax.make_array_from_callback(x.shape, sharding, lambda place, x=x: x[place])
+            jax.make_array_from_callback(x.shape, placed, lambda place, x=x: x[place])
             for x in (images[chosen], labels[chosen])
         ]
         start = time.perf_counter()
-        *state, _ = training.step(*state, tuple(batch))
+        state, _ = training.step(state, tuple(batch))
         evaluated = number % EVALUATE_EVERY == 0 or number == steps
         if evaluated:
-            state = training.finish(*state)
+            state = training.finish(state)
         jax.block_until_ready(state)
         if number <= 0:
             first = bytes_sent()
@@ -87,7 +88,7 @@ def train(name, make, mesh, axes, steps):
         elapsed += time.perf_counter() - start
         if evaluated:
             found["seconds"].append(elapsed)
-            found["loss"].append(float(evaluate(state[0])))
+            found["loss"].append(float(evaluate(state.params)))
     found["bytes"] = (bytes_sent() - first) / steps
     return found
 
@@ -123,7 +124,7 @@ def run(techniques, axes, args):
     """Trains with every technique on all devices. Process 0 prints the table and writes the plot."""
     cgx.keep_pages()
     mesh = jax.make_mesh((CENTERS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
-    runs = {name: train(name, make, mesh, axes, args.steps) for name, make in techniques.items()}
+    runs = {name: train(name, make, mesh, cgx.Sharding(axes), args.steps) for name, make in techniques.items()}
     if jax.process_index() == 0:
         show(runs, args.steps, args.local)
         path = args.out / f"{pathlib.Path(sys.argv[0]).stem}.png"
@@ -136,8 +137,8 @@ def demonstrate(doc, techniques):
 
     Args:
       doc: the docstring of the demonstration. Its first line is shown by --help.
-      techniques: {name: function (mesh, axes) that returns a TrainStep}. `axes` is the data_axis of the TrainStep: (the
-        axis of the data centers, which may be a `Tcp`; the axis of the ranks in a data center).
+      techniques: {name: function (mesh, sharding) that returns a TrainStep}. `sharding` has its axes: that of the
+        data centers, which may be a `Tcp`, and that of the ranks in a data center.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rate", default="100mbit", help="of the link of each data center (default: 100mbit)")

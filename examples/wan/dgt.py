@@ -15,18 +15,18 @@ import jaxcgx as cgx
 PLAN = cgx.Plan({"dc": cgx.Cast("bfloat16"), "local": cgx.Raw()})
 
 
-def plain(mesh, axes):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=PLAN)
+def plain(mesh, sharding):
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, PLAN, sharding=sharding)
 
 
-def differential(mesh, axes):
-    how = cgx.wan.Differential(k=0.5)
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=how, plan=PLAN)
+def differential(mesh, sharding):
+    exchange = cgx.wan.Differential(PLAN, k=0.5)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
 
 
-def random_blocks(mesh, axes):
-    how = cgx.wan.Differential(k=0.5, ranked=False)
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=how, plan=PLAN)
+def random_blocks(mesh, sharding):
+    exchange = cgx.wan.Differential(PLAN, k=0.5, ranked=False)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
 
 
 TECHNIQUES = {"all at once": plain, "differential": differential, "random blocks": random_blocks}

@@ -7,28 +7,25 @@ The script starts two data centers of two ranks each:
 """
 
 import optax
-from common import demonstrate, loss_fn
+from common import RAW, demonstrate, loss_fn
 
 import jaxcgx as cgx
 
 INNER = optax.adam(1e-3)
 
 
-def every_step(mesh, axes):
-    plan = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
-    return cgx.make_train_step(loss_fn, INNER, mesh, data_axis=axes, plan=plan)
+def every_step(mesh, sharding):
+    return cgx.make_train_step(loss_fn, INNER, mesh, RAW, sharding=sharding)
 
 
-def diloco(mesh, axes):
-    given = cgx.wan.diloco(INNER, "sgd", every=20, axis_name=axes[0], plan=cgx.MaxMin(4))
-    return cgx.make_train_step(loss_fn, INNER, mesh, data_axis=axes, diloco=given)
+def diloco(mesh, sharding):
+    rounds = cgx.wan.Diloco(cgx.MaxMin(4), every=20, outer="sgd")
+    return cgx.make_train_step(loss_fn, INNER, mesh, rounds, sharding=sharding)
 
 
-def streaming(mesh, axes):
-    given = cgx.wan.diloco(
-        INNER, "sgd", every=20, axis_name=axes[0], plan=cgx.MaxMin(4), fragments=4, overlap=2, alpha=0.5
-    )
-    return cgx.make_train_step(loss_fn, INNER, mesh, data_axis=axes, diloco=given)
+def streaming(mesh, sharding):
+    rounds = cgx.wan.Diloco(cgx.MaxMin(4), every=20, outer="sgd", fragments=4, overlap=2, alpha=0.5)
+    return cgx.make_train_step(loss_fn, INNER, mesh, rounds, sharding=sharding)
 
 
 TECHNIQUES = {"every step": every_step, "DiLoCo, H = 20": diloco, "DiLoCo, streaming": streaming}

@@ -7,19 +7,17 @@ The script starts two data centers of two ranks each:
 """
 
 import optax
-from common import AXES, demonstrate, loss_fn
+from common import AXES, RAW, demonstrate, loss_fn
 
 import jaxcgx as cgx
 
 
-def full(mesh, axes):
-    plan = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
+def full(mesh, sharding):
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, RAW, sharding=sharding)
 
 
-def fp16(mesh, axes):
-    plan = cgx.Plan.fp16(axis_name=AXES)
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
+def fp16(mesh, sharding):
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, cgx.Plan.fp16(axis_name=AXES), sharding=sharding)
 
 
 TECHNIQUES = {"float32": full, "float16": fp16}

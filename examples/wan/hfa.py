@@ -7,21 +7,20 @@ The script starts two data centers of two ranks each:
 """
 
 import optax
-from common import demonstrate, loss_fn
+from common import RAW, demonstrate, loss_fn
 
 import jaxcgx as cgx
 
 OPTIMIZER = optax.sgd(0.1)
 
 
-def every_step(mesh, axes):
-    plan = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
-    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, data_axis=axes, plan=plan)
+def every_step(mesh, sharding):
+    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, RAW, sharding=sharding)
 
 
-def hfa(mesh, axes):
-    how = cgx.wan.hfa(OPTIMIZER, k1=5, k2=2, axis_name=axes[0], plan=cgx.MaxMin(8))
-    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, data_axis=axes, diloco=how)
+def hfa(mesh, sharding):
+    rounds = cgx.wan.HFA(cgx.MaxMin(8), k1=5, k2=2)
+    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, rounds, sharding=sharding)
 
 
 TECHNIQUES = {"every step": every_step, "K1 = 5, K2 = 2": hfa}

@@ -14,16 +14,13 @@ import jaxcgx as cgx
 PLAN = cgx.Plan({"dc": cgx.Cast("bfloat16"), "local": cgx.Raw()})
 
 
-def synchronous(mesh, axes):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=PLAN)
+def synchronous(mesh, sharding):
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, PLAN, sharding=sharding)
 
 
 def late(compensation):
-    def make(mesh, axes):
-        options = dict(compress=cgx.wan.mixed_sync, compensation=compensation)
-        return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=PLAN, **options)
-
-    return make
+    exchange = cgx.wan.MixedSync(PLAN, compensation=compensation)
+    return lambda mesh, sharding: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
 
 
 TECHNIQUES = {"synchronous": synchronous, "late": late(0.0), "late, compensated": late(0.04)}

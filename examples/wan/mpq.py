@@ -7,19 +7,18 @@ The script starts two data centers of two ranks each:
 """
 
 import optax
-from common import demonstrate, loss_fn
+from common import RAW, demonstrate, loss_fn
 
 import jaxcgx as cgx
 
 
-def dense(mesh, axes):
-    plan = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), mesh, data_axis=axes, plan=plan)
+def dense(mesh, sharding):
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), mesh, RAW, sharding=sharding)
 
 
-def mixed(mesh, axes):
-    options = dict(threshold=0.01, warmup_epochs=3, steps_per_epoch=10)
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=cgx.mpq, **options)
+def mixed(mesh, sharding):
+    exchange = cgx.MPQ(0.01, warm_up=cgx.WarmUp(epochs=3, steps_per_epoch=10))
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
 
 
 TECHNIQUES = {"float32": dense, "mixed precision": mixed}

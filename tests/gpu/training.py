@@ -39,12 +39,12 @@ def loss_fn(params, x):
     return ((nnx.merge(model()[0], params)(x) - x[:, :4]) ** 2).mean()
 
 
-def run(step, params, state, batch):
+def run(step, state, batch):
     """Returns the loss of each step, and the kernels in its program."""
-    text = step.lower(params, state, batch).as_text()
+    text = step.lower(state, batch).as_text()
     losses = []
     for _ in range(STEPS):
-        params, state, metrics = step(params, state, batch)
+        state, metrics = step(state, batch)
         losses.append(float(getattr(metrics, "loss", metrics)))  # CPUs wait for every step
     return np.array(losses), {name for name in ("encode", "decode", "reduce") if f"@jaxcgx_{name}" in text}
 
@@ -52,27 +52,31 @@ def run(step, params, state, batch):
 def train_step(devices, plan, sharded):
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     params = jax.tree.map(np.asarray, model()[1])
-    options = dict(param_specs=cgx.shard_specs(params, mesh, min_size=100)) if sharded else dict(schedule="two_shot")
-    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan=plan, **options)
+    sharding = cgx.Sharding(params=cgx.shard_specs(params, mesh, min_size=100) if sharded else None)
+    if not sharded:
+        plan = dataclasses.replace(plan, schedule="two_shot")
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan, sharding=sharding)
     batch = jax.make_array_from_callback(X.shape, NamedSharding(mesh, P("data")), lambda at: X[at])
-    return run(train.step, *train.init(params), batch)
+    return run(train.step, train.init(params), batch)
 
 
 def ranks_of_one_device(device, plan):
     """Trains four ranks of vmap. One device runs all kernels of the exchange."""
 
     @jax.jit
-    def step(params, state, batch):
+    def step(state, batch):
+        params, state = state
+
         def rank(x):
             loss, grads = jax.value_and_grad(loss_fn)(params, x)
             return loss, cgx.compressed_pmean(grads, "data", dataclasses.replace(plan, schedule="two_shot"))
 
         losses, grads = jax.vmap(rank, axis_name="data")(batch.reshape(4, -1, X.shape[1]))
         updates, state = OPTIMIZER.update(jax.tree.map(lambda g: g[0], grads), state, params)
-        return optax.apply_updates(params, updates), state, losses.mean()
+        return (optax.apply_updates(params, updates), state), losses.mean()
 
     params = model()[1]
-    return run(step, *jax.device_put((params, OPTIMIZER.init(params), X), device))
+    return run(step, *jax.device_put(((params, OPTIMIZER.init(params)), X), device))
 
 
 def check(losses):

@@ -153,18 +153,19 @@ def check_batches(mesh):
         new = {"mean": batch["x"].mean(0), "count": model_state["count"] + 1, "key": key}
         return (params * batch["x"]).sum() * batch["scale"], new
 
-    options = dict(data_axis=AXES, plan=cgx.Raw(), model_state="mean")
-    train = cgx.make_train_step(loss, optax.sgd(2.0), mesh, **options)
+    sharding = cgx.Sharding(AXES)
+    train = cgx.make_train_step(loss, optax.sgd(2.0), mesh, cgx.Raw(), sharding=sharding, model_state="mean")
     first = {"mean": jnp.zeros(3), "count": 0, "key": jax.random.key(5)}
     state, own = train.init(jnp.zeros(3), first), np.full((2, 3), 1 + jax.process_index(), np.float32)
     for batch in (own, jnp.asarray(own)):
         try:
-            train.step(*state, {"x": batch, "scale": 2.0})
+            train.step(state, {"x": batch, "scale": 2.0})
         except ValueError as error:
             print("REFUSED", error, flush=True)
     made = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXES)), own)
-    params, new, *_ = train.step(*state, {"x": made, "scale": 2.0})
-    print("PARAMETERS", np.asarray(params), flush=True)
+    state, _ = train.step(state, {"x": made, "scale": 2.0})
+    new = state.model_state
+    print("PARAMETERS", np.asarray(state.params), flush=True)
     print("STATE", new["mean"].tolist(), new["count"], jax.random.key_data(new["key"]).tolist(), flush=True)
     asked = cgx.value_and_grad(lambda params, x: (params * x).sum(-1).mean(), AXES, cgx.MaxMin(4))
     with jax.set_mesh(mesh):
@@ -177,12 +178,14 @@ def check_batches(mesh):
 
 def check_shards(mesh):
     """Weights are sharded over the devices of both processes."""
-    options = dict(data_axis=AXES, plan=cgx.MaxMin(8), gather=cgx.MaxMin(8), param_specs=PartitionSpec(AXES))
-    train = cgx.make_train_step(lambda w, x: (w * x.sum(0)).sum(), optax.sgd(1.0), mesh, **options)
+    sharding = cgx.Sharding(AXES, params=PartitionSpec(AXES), gather=cgx.MaxMin(8))
+    train = cgx.make_train_step(
+        lambda w, x: (w * x.sum(0)).sum(), optax.sgd(1.0), mesh, cgx.MaxMin(8), sharding=sharding
+    )
     own = np.full((2, 8), 1 + jax.process_index(), np.float32)
     batch = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXES)), own)
-    weights, *_ = train.step(*train.init(jnp.zeros(8)), batch)
-    print("SHARDS", [shard.data.tolist() for shard in weights.addressable_shards], flush=True)
+    state, _ = train.step(train.init(jnp.zeros(8)), batch)
+    print("SHARDS", [shard.data.tolist() for shard in state.params.addressable_shards], flush=True)
 
 
 def main():

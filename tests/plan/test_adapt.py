@@ -158,7 +158,7 @@ def test_an_adapted_plan_is_for_parts_of_the_tree_too():
     exchange = jax.shard_map(jax.grad(loss), mesh=mesh(2), in_specs=P(), out_specs=P())
     assert jax.tree.map(jnp.shape, jax.eval_shape(exchange, GRADS)) == jax.tree.map(jnp.shape, GRADS)
     masked = optax.masked(cgx.compress_gradients("a", plan, axis_size=2), {name: name == "layer/2" for name in GRADS})
-    assert [x.shape for x in jax.tree.leaves(masked.init(GRADS).inner_state.residuals)] == [(2, 64, 128)]
+    assert [x.shape for x in jax.tree.leaves(masked.init(GRADS).inner_state.own.residuals)] == [(2, 64, 128)]
 
 
 def test_training_goes_on_with_an_adapted_plan():
@@ -175,19 +175,18 @@ def test_training_goes_on_with_an_adapted_plan():
         return cgx.gradient_statistics(cgx.local_value_and_grad(loss_fn, "a")(params, batch)[1], "a")
 
     def make(plan):
-        return cgx.make_train_step(loss_fn, optax.sgd(rate), on, data_axis="a", plan=plan, donate=False)
+        return cgx.make_train_step(loss_fn, optax.sgd(rate), on, plan, sharding=cgx.Sharding("a"), donate=False)
 
     base = cgx.Plan(cgx.MaxMin(3))
-    params, state = make(base).init(params)
-    params, state, _ = make(base).step(params, state, batch)
+    state, _ = make(base).step(make(base).init(params), batch)
+    params, lost = state.params, state.exchange.own.residuals
     run = jax.shard_map(measure, mesh=on, in_specs=(P(), P("a")), out_specs=P())
     plan = base.adapt(jax.jit(run)(params, batch))
     assert plan.explain(params, 4).rows[0].codec != plan.explain(params, 4).rows[1].codec
-    lost = state[0].residuals
-    new, state, _ = make(plan).step(params, state, batch)
+    state, _ = make(plan).step(state, batch)
     exact = jax.grad(loss_fn)(params, batch)
     for name in leaves:
-        sent = (params[name] - new[name]) / rate + state[0].residuals[name].mean(0)
+        sent = (params[name] - state.params[name]) / rate + state.exchange.own.residuals[name].mean(0)
         np.testing.assert_allclose(sent, exact[name] + lost[name].mean(0), rtol=0, atol=1e-5)
         assert np.abs(lost[name]).max() > 1e-4
 

@@ -35,7 +35,7 @@ class Probe(ray_train.Worker):
                     out_specs=P(),
                     check_vma=False,
                 )
-            )(tree[0])
+            )(tree.params)
             rows = [process_allgather(x, tiled=True) for x in jax.tree.leaves(tree) if not x.is_fully_replicated]
             sums = [float(each) for x in rows for each in np.ravel(x.sum(0, dtype=np.float64))[:64]]
             if world.speaks:

@@ -58,7 +58,7 @@ def test_configs(name, run, tmp_path):
 @pytest.fixture
 def steps(train, monkeypatch):
     """The programs of steps that are lowered. "sent" comes before the first step."""
-    found, named = [], {"jit(step)", "jit(_step)", "jit(exchange)"}
+    found, named = [], {"jit(step)", "jit(train)", "jit(act)"}
 
     def listen(event, seconds, **about):
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and about["fun_name"] in named:
@@ -79,7 +79,8 @@ def test_compressions(word, run, steps, tmp_path):
     assert ("bytes a step after the warm-up" in log) == warms
     assert ("all 20 steps belong to the warm-up, in which a rank sends more" in log) == warms
     # All is compiled before the first step. With DiLoCo, no step has exchanges in conditionals.
-    assert steps == ["jit(step)", *["jit(step)"] * warms, *["jit(exchange)"] * (word == "diloco"), "sent"]
+    own = ["jit(train)", "jit(act)"] if word == "diloco" else ["jit(step)"] * (1 + warms)
+    assert steps == [*own, "sent"]
     if word == "none":
         assert results["bytes"] == results["raw_bytes"]
     else:
@@ -90,7 +91,7 @@ def test_dgc_after_its_warm_up(run, train, monkeypatch):
     """Steps then change few parameters: 0.1 % of each of two ranks."""
     saved = []
     monkeypatch.setattr(
-        train.Checkpoints, "save", lambda self, step, tree: saved.append(jax.tree.map(np.asarray, tree[0]))
+        train.Checkpoints, "save", lambda self, step, tree: saved.append(jax.tree.map(np.asarray, tree.params))
     )
     changes = {"compression": "dgc", "compression.warmup_epochs": 1, "train.save_every": 1, "train.steps": 7}
     run("digits/mlp", changes | {"train.batch_size": 256, "optimizer.weight_decay": 0.0})  # 5 steps an epoch
@@ -140,7 +141,10 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
         ({"schedule.rate": -0.1}, r"config\.schedule: expected a rate of at least 0, got -0\.1"),
         ({"model.hidden": (0,)}, r"config\.model: expected a size of at least 1, got 0"),
         ({"train.test_examples": -1}, r"config\.train: expected a test_examples of at least 0, got -1"),
-        ({"compression": "dgc", "compression.ratio": 2.0}, r"config\.compression: dgc: argument 'ratio': expected"),
+        (
+            {"compression": "dgc", "compression.ratio": 2.0},
+            r"config\.compression, dgc: DGC: argument 'ratio': expected",
+        ),
         ({"compression": "dgc", "compression.ratio": 1.0}, r"\.ratio: expected .* got 1; --compression=none sends"),
         (
             {"compression": "dgc-wm0", "compression.warmup_coeff": 0.1},
@@ -169,7 +173,7 @@ def test_a_key_that_nothing_reads(section, word, train):
         config[section].extra = 1
     with pytest.raises(train.Wrong, match=rf"config\.{section}\b.*\bextra\b"):
         job = train.prepare(config, train.launch.over_devices(jax.devices()[:2]))
-        train.call(job.make_step, "config.compression", **job.exchange.options)
+        train.call(job.make_step, "config.compression", job.exchange.made)
 
 
 def test_wrong_files(train, tmp_path):
@@ -240,7 +244,7 @@ def test_layers(train):
 
 
 def test_the_page_for_users_of_dgc(train):
-    """The options in its table are those of the recipes, and reach `jaxcgx.dgc`."""
+    """The options in its table are those of the recipes, and reach `jaxcgx.DGC`."""
     page = (CONFIGS.parents[1] / "docs/from-dgc.md").read_text()
     options = {}
     for given in re.findall(r"\| `(--(?:config|compression)[.=][^`]*)`", page):
@@ -251,12 +255,12 @@ def test_the_page_for_users_of_dgc(train):
     assert len(options) == 9
     section = lambda given: options[given].compression.to_dict()
     make = lambda given: importlib.import_module("exchanges").make(around, **section(given))
-    around = importlib.import_module("exchanges").Around(None, {}, 10)
+    around = importlib.import_module("exchanges").Around({}, 10)
     warm = make("--compression=dgc --config.compression.warmup_coeff=1,1,1,1,1")
-    assert warm.options["warmup_coeff"] == (1,) * 5 and "warmup_coeff" not in warm.settled
+    assert warm.made.warm_up.coeff == (1,) * 5 and warm.settled.warm_up is None
     bare = make("--compression=dgc --config.compression.momentum_masking=False")
-    assert not bare.options["momentum_masking"] and not bare.settled["momentum_masking"]
-    assert make("--compression=dgc --config.compression.ratio=0.01").options["ratio"] == 0.01
+    assert not bare.made.masking and not bare.settled.masking
+    assert make("--compression=dgc --config.compression.ratio=0.01").made.ratio == 0.01
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from helpers import FULL
 
-from jaxcgx.optim.train import Step
-from jaxcgx.wan.turns import CentersStep
+from jaxcgx.train.rounds import StepOfCenters
+from jaxcgx.train.step import Step
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `recipes`")
 
@@ -130,7 +130,7 @@ def test_exchanges_that_are_programs_of_their_own(run, tmp_path, monkeypatch):
     results = run("digits/mlp", changes, runs=ours)
     assert "goes on from step 5 of 9" in next(ours.glob("*/log.txt")).read_text()
     for name in ("__call__", "programs"):
-        monkeypatch.setattr(CentersStep, name, getattr(Step, name))
+        monkeypatch.setattr(StepOfCenters, name, getattr(Step, name))
     assert run("digits/mlp", changes, runs=one)["bytes"] == results["bytes"]
     assert lines(ours) == lines(one)
     assert_same_bits(checkpoint(ours, 9), checkpoint(one, 9))

@@ -10,7 +10,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from jaxcgx.optim import clipping
+from jaxcgx.train import dgc
+from jaxcgx.train.exchange import At
+from jaxcgx.transports.xla import Axes
 
 PARAMS = {"c": jnp.asarray(np.arange(8) * (1 + 2j), jnp.complex64), "w": jnp.ones(8)}
 SPECS = {"c": P("data"), "w": P("data")}
@@ -41,8 +43,8 @@ def test_complex_parameters_are_refused():
 
 
 def test_demo_and_decoupled_refuse_them():
-    with raises(TypeError, says("demo", "params", "leaf ['c']", expected="real numbers", got="complex64")):
-        cgx.wan.demo("data", axis_size=2).init(PARAMS)
+    with raises(TypeError, says("Demo", "params", "leaf ['c']", expected="real numbers", got="complex64")):
+        cgx.compress_gradients("data", cgx.wan.Demo(), axis_size=2).init(PARAMS)
     with raises(TypeError, says("Decoupled.join", "params", "leaf ['c']", expected="real numbers", got="complex64")):
         cgx.wan.Decoupled(addresses=["127.0.0.1:1", "127.0.0.1:2"], place=0).join(PARAMS)
 
@@ -57,4 +59,5 @@ def test_without_them_steps_are_those_of_optax():
 
 
 def test_norms_have_both_parts():
-    np.testing.assert_allclose(clipping._square(jnp.array([3 + 4j, 0, 12j]), ()), 169.0, rtol=1e-6)
+    (square,) = dgc._squares([jnp.array([3 + 4j, 0, 12j])], At(Axes(("data",))))
+    np.testing.assert_allclose(square, 169.0, rtol=1e-6)

@@ -39,7 +39,8 @@ from jaxcgx.exchange import reduce
 from jaxcgx.exchange.routes import Way
 from jaxcgx.native import connections
 from jaxcgx.transports.axes import axis_names
-from jaxcgx.wan import Overlay, Topology, Tree, differential
+from jaxcgx.wan import Differential, MixedSync, Overlay, Topology, Tree
+from jaxcgx.wan.geomx import differential
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from order import unordered
@@ -369,26 +370,29 @@ def bytes_sent(mesh, axis):
 
 
 TRAINED = {
-    "make_train_step": dict(plan=cgx.MaxMin(4)),
-    "overlap": dict(plan=cgx.MaxMin(4), overlap="backward", fusion_mb=0.01),
-    "priority": dict(plan=cgx.MaxMin(4), overlap="priority", slice_elements=1000),
-    "dgc": dict(compress=cgx.dgc, ratio=0.02, nesterov=True, clip_norm=1.0),
-    "DGT": dict(compress=cgx.wan.Differential(k=0.5, block_bytes=400), plan=cgx.Plan(cgx.MaxMin(4), min_size=0)),
-    "DGT, drop": dict(
-        compress=cgx.wan.Differential(k=0.5, block_bytes=400, rest="drop"),
-        plan=cgx.Plan(cgx.Cast("bfloat16"), schedule="two_shot"),  # "auto" is not the same one over both transports
+    "make_train_step": dict(exchange=cgx.MaxMin(4)),
+    "overlap": dict(exchange=cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.01), overlap="backward"),
+    "priority": dict(exchange=cgx.MaxMin(4), overlap=cgx.Priority(1000)),
+    "DGC": dict(exchange=cgx.DGC(ratio=0.02, nesterov=True, clip_norm=1.0)),
+    "DGT": dict(exchange=Differential(cgx.Plan(cgx.MaxMin(4), min_size=0), k=0.5, block_bytes=400)),
+    "DGT, drop": dict(  # "auto" is not the same schedule over both transports
+        exchange=Differential(
+            cgx.Plan(cgx.Cast("bfloat16"), schedule="two_shot"), k=0.5, block_bytes=400, rest="drop"
+        )
     ),
-    "mixed sync": dict(compress=cgx.wan.mixed_sync, plan=cgx.MaxMin(4)),
+    "mixed sync": dict(exchange=MixedSync(cgx.MaxMin(4))),
 }
 LATE = "DGT", "mixed sync"  # with sums that travel while a step computes
 # Exchanges inside and between centers, in 2 x 2 ranks. "auto" is not the same schedule over both transports.
 CENTERS = cgx.Plan({"node": cgx.MaxMin(8), "local": cgx.Raw()}, min_size=0, skip_1d=False, schedule="two_shot")
 IN_CENTERS = {
-    "P3": dict(plan=CENTERS, overlap="priority", slice_elements=1000),
-    "DGT, defer": dict(plan=CENTERS, compress=cgx.wan.Differential(k=0.8, block_bytes=400)),
-    "DGT, drop": dict(plan=CENTERS, compress=cgx.wan.Differential(k=0.8, block_bytes=400, rest="drop")),
-    "DGT, quantize": dict(plan=CENTERS, compress=cgx.wan.Differential(k=0.8, block_bytes=400, rest="quantize")),
-    "adaptive DGT": dict(plan=CENTERS, **cgx.wan.from_env({"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1"}).train_options),
+    "P3": dict(exchange=CENTERS, overlap=cgx.Priority(1000)),
+    "DGT, defer": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400)),
+    "DGT, drop": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400, rest="drop")),
+    "DGT, quantize": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400, rest="quantize")),
+    "adaptive DGT": dict(
+        exchange=Differential(CENTERS, **cgx.wan.from_env({"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1"}).differential)
+    ),
 }
 
 
@@ -484,11 +488,11 @@ def assert_meanwhile(program):
 MATRICES = {"v": np.ones((300, 40), np.float32), "w": np.ones((8, 300), np.float32)}
 
 
-def of_matrices(axis, **options):
+def of_matrices(axis, exchange, **options):
     """Returns a training step of two matrices."""
     loss_fn = lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2)
     mesh = the_mesh(*axis_names(axis))
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axis, **options)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=cgx.Sharding(axis), **options)
 
 
 def batch_of_ranks(axis):
@@ -498,21 +502,21 @@ def batch_of_ranks(axis):
     return jax.make_array_from_callback(batch.shape, sharding, lambda at: batch[at])
 
 
-def train(axis, late=False, **options):
-    train, batch = of_matrices(axis, **options), batch_of_ranks(axis)
-    params, state = train.init(MATRICES)
+def train(axis, exchange, late=False, **options):
+    train, batch = of_matrices(axis, exchange, **options), batch_of_ranks(axis)
+    state = train.init(MATRICES)
     for _ in range(2):
-        params, state, _ = jax.block_until_ready(train.step(params, state, batch))
+        state, _ = jax.block_until_ready(train.step(state, batch))
     if axis == TCP:  # neither gradients nor losses travel by Gloo, whose errors name no rank, but PowerSGD's factors do
-        by_gloo = "all_reduce" in train.step.lower(params, state, batch).as_text()
-        assert by_gloo == isinstance(options.get("plan"), cgx.PowerSGD)
+        by_gloo = "all_reduce" in train.step.lower(state, batch).as_text()
+        assert by_gloo == isinstance(exchange, cgx.PowerSGD)
     if axis == BETWEEN:
-        assert not unordered(train.step.lower(params, state, batch).compile().as_text())
+        assert not unordered(train.step.lower(state, batch).compile().as_text())
     if late:
-        assert_meanwhile(train.step.lower(params, state, batch).compile().as_text())
-    state = jax.block_until_ready(train.finish(params, state))
+        assert_meanwhile(train.step.lower(state, batch).compile().as_text())
+    state = jax.block_until_ready(train.finish(state))
     # contributions are means by lax; their last bits depend on the transport
-    is_late = lambda x: isinstance(x, cgx.wan.DifferentialState)
+    is_late = lambda x: isinstance(x, differential.Shared)
     return digests(jax.tree.map(lambda x: x._replace(contributions=None) if is_late(x) else x, state, is_leaf=is_late))
 
 
@@ -521,12 +525,11 @@ def changing(**options):
     topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks(TCP)
     overlays = iter([Overlay.owners(4, 2), Overlay.ring(range(4))])
     topology.update = lambda: setattr(topology, "overlay", next(overlays))
-    train = topology.steps(lambda overlay: of_matrices(TCP, plan=cgx.MaxMin(4), schedule=overlay, **options), every=2)
+    train = topology.steps(lambda overlay: of_matrices(TCP, cgx.Plan.every(cgx.MaxMin(4), schedule=overlay), **options), every=2)
     state = train.init(MATRICES)
     for _ in range(6):
-        *state, _ = jax.block_until_ready(train.step(*state, batch))
-    params, _ = train.finish(*state)
-    return digests(params)
+        state, _ = jax.block_until_ready(train.step(state, batch))
+    return digests(train.finish(state).params)
 
 
 def low_rank():
@@ -538,7 +541,7 @@ def low_rank():
         x = array(mesh, (40, 30), "float32", 1)
         program = jax.jit(on_ranks(mesh, lambda x: [cgx.compressed_pmean(x, way, codec) for way in (axes, marked)]))
         found += map(digests, jax.block_until_ready(program(x)))
-    return found + [train(axis, plan=cgx.PowerSGD(2)) for axis in ("data", TCP)]
+    return found + [train(axis, cgx.PowerSGD(2)) for axis in ("data", TCP)]
 
 
 def messages_of_errors(processes):

@@ -490,8 +490,8 @@ def test_a_step_waits_for_one_round(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [{}, dict(axis_size=2)], ids=["unknown ranks", "known ranks"])
 def test_an_outer_optimizer_with_arrays_per_rank(ranks):
-    outer = cgx.compressed(optax.sgd(1.0), "dc", cgx.MaxMin(4), **ranks)
-    words = says("Decoupled", "outer", expected="share", got="one with arrays per rank", remedy="plan= to Decoupled")
+    outer = optax.chain(cgx.compress_gradients("dc", cgx.MaxMin(4), **ranks), optax.sgd(1.0))
+    words = says("Decoupled", "outer", expected="share", got="one with arrays per rank", remedy="a plan to Decoupled")
     with raises(ValueError, words):
         alone(outer=outer).join(PARAMS)
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxcgx.exchange.overlay import Overlay, Tree
+from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.wan import routes
 
 

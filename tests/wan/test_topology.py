@@ -126,16 +126,16 @@ def test_steps():
 def test_a_codec_that_can_not_go_along_trees_is_an_error_of_the_first_step():
     loss_fn = lambda params, batch: (params["w"] * batch[:, None]).sum()
     make = lambda overlay: cgx.make_train_step(
-        loss_fn, optax.sgd(0.1), mesh(4), data_axis="a", compress=cgx.bsc, size_bound=4, schedule=overlay
+        loss_fn, optax.sgd(0.1), mesh(4), cgx.BSC(size_bound=4, schedule=overlay), sharding=cgx.Sharding("a")
     )
     topology = Simulated()
     assert topology.overlay.depth == 1
     train = topology.steps(make)
     state = train.init({"w": np.ones(99, np.float32)})
     words = dict(expected="whose sums grow", got="trees of several levels", remedy="owners")
-    with raises(ValueError, says("compressed_pmean", "schedule", **words)):
-        train.step(*state, np.ones(4, np.float32))
-    assert np.isfinite(Simulated(shape="owners").steps(make).step(*state, np.ones(4, np.float32))[-1].loss)
+    with raises(ValueError, says("make_train_step", "schedule", **words)):
+        train.step(state, np.ones(4, np.float32))
+    assert np.isfinite(Simulated(shape="owners").steps(make).step(state, np.ones(4, np.float32))[-1].loss)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ def get_config() -> ConfigDict:
             kind="dgc",
             ratio=0.001,
             warmup_epochs=5,
-            warmup_coeff=None,  # the ratios of the warm-up, as the argument of jaxcgx.dgc
+            warmup_coeff=None,  # the ratios of the warm-up, as `coeff` of jaxcgx.WarmUp
             momentum_masking=True,
             values=dict(name="Raw"),
         )
