@@ -81,6 +81,15 @@ def test_momentum_has_the_dtype_of_its_parameters():
     assert_same_trees(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
 
 
+@pytest.mark.parametrize(
+    "exchange", [cgx.Momentum(CODEC, nesterov=True), cgx.DGC(0.1, clip_norm=1.0), cgx.BSC(0.1, 100), cgx.MPQ(0.1, 100)]
+)
+def test_no_shape_or_dtype_is_promoted(exchange):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        ((mean, _),) = run(exchange)
+    assert jax.tree.map(jnp.shape, mean) == jax.tree.map(jnp.shape, PARAMS)
+
+
 @pytest.mark.parametrize("function", ["make_train_step", "state_specs"])
 def test_momentum_twice_is_a_warning(function):
     """Elsewhere, a warning is an error."""

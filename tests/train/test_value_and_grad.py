@@ -506,6 +506,22 @@ def test_a_change_that_would_be_lost_is_refused():
     close(popped(PARAMS, {"x": X}), jax.value_and_grad(loss_fn)(PARAMS, X))
 
 
+@KINDS
+def test_skipped_leaves(kind):
+    """Gradients are those of stop_gradient, and there are no residuals."""
+    loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
+    params, mesh = {"w": normal((30, 40), 1), "frozen": normal((30, 40), 2)}, mesh_of(kind)
+    plan = cgx.Plan(cgx.MaxMin(8), [("^frozen$", cgx.Skip())])
+    f = cgx.value_and_grad(loss, "data", cgx.Feedback(plan), mesh=mesh)
+    (value, grads), state = f(params, place(mesh, X), state=f.init(params))
+    assert state.own.residuals["frozen"] is None and state.own.residuals["w"].any()
+    stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
+    expected = jax.value_and_grad(stopped)(params, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], expected[1]["w"], atol=0.02 * np.abs(expected[1]["w"]).max())
+    assert not grads["frozen"].any()
+
+
 @NESTED
 @KINDS
 def test_other_axes_stay_sharded(kind):

@@ -785,3 +785,18 @@ def test_parameters_that_are_no_arrays():
     words = says("train.init", "params", at="leaf ['act']", expected="array", got="<", remedy="eqx.partition")
     with raises(TypeError, words):
         train.init({**PARAMS, "act": jnp.tanh})
+
+
+@pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))
+def test_finish_applies_the_last_round(given):
+    """Centers go on from the result, as from new parameters. So it is applied once."""
+    train = trainer(diloco(optax.sgd(0.5), every=2, **given), donate=False)
+    _, state = run(train, 2)
+    last, expected = train.finish(state), Transcription()
+    for _ in range(2):
+        expected.train()
+    mean = expected.moved(WHOLE)
+    assert_same_trees(state.params, PARAMS)
+    assert_same_trees(last.params, {name: np.float32(x - 0.5 * mean[name]) for name, x in PARAMS.items()})
+    further = lambda start: [params for params, _ in run(train, 5, start)[0]]
+    assert_same_trees(further(last), further(train.init(last.params)))
