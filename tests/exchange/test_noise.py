@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal, planned
+from jaxcgx.exchange.overlay import Overlay, Tree
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.exchange import trees
-from jaxcgx.exchange.overlay import Overlay, Tree
 from jaxcgx.native import ops
 from jaxcgx.native.operands import Reduce
 
