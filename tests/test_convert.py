@@ -208,14 +208,14 @@ def test_several_processes():
 def test_evaluation_and_checkpoints(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(2, 64), feedback=True, mesh=mesh)
+    compressed = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(cgx.MaxMin(2, 64)), mesh=mesh)
     params, x, y = (
         jax.device_put(PARAMS, NamedSharding(mesh, P())),
         *jax.device_put((X, Y), NamedSharding(mesh, P("data"))),
     )
-    (_, grads), residuals = compressed(params, x, y, residuals=compressed.init(params))
+    (_, grads), sent = compressed(params, x, y, state=compressed.init(params))
     names = dict(jax=jax, cgx=cgx, loss_fn=loss_fn, params=params, state=grads, x=x, y=y)
-    names |= dict(residuals=residuals, compressed=compressed)
+    names |= dict(sent=sent, compressed=compressed)
     found = []
     for i, source in enumerate(PAIRS["Evaluation and checkpoints"]):
         with ocp.StandardCheckpointer() as checkpointer:
@@ -224,12 +224,12 @@ def test_evaluation_and_checkpoints(tmp_path):
     (before, plain), (after, fed) = found
     assert before == after == pytest.approx(float(loss_fn(PARAMS, X, Y)), rel=1e-5)
     assert_same_trees(plain, dict(params=params, state=grads))
-    assert_same_trees(fed, dict(plain, residuals=residuals))
-    assert jax.tree.map(lambda x: x.sharding, fed["residuals"]) == jax.tree.map(lambda x: x.sharding, residuals)
+    assert_same_trees(fed, dict(plain, sent=sent))
+    assert jax.tree.map(lambda x: x.sharding, fed["sent"]) == jax.tree.map(lambda x: x.sharding, sent)
 
 
 def test_feedback_with_a_gradient_outside():
-    """Parameters and residuals are those of value_and_grad(feedback=True)."""
+    """Parameters and residuals are those of value_and_grad with a Feedback."""
     section = re.search(r"^## shard_map, gradient outside\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
     source, optimizer, codec = re.findall(CODE, section, re.DOTALL | re.MULTILINE)[-1], optax.adam(3e-3), cgx.MaxMin(2)
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
@@ -238,20 +238,21 @@ def test_feedback_with_a_gradient_outside():
     names |= dict(optimizer=optimizer, loss_fn=loss_fn)
     exec(source, names)
     found = PARAMS, jax.tree.map(lambda x: jnp.zeros((RANKS, *x.shape)), PARAMS), optimizer.init(PARAMS)
-    compressed = cgx.value_and_grad(loss_fn, "data", codec, feedback=True, mesh=mesh)
+    compressed = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(codec), mesh=mesh)
     expected = PARAMS, compressed.init(PARAMS), optimizer.init(PARAMS)
 
     @jax.jit
-    def step(params, residuals, state):
-        (_, grads), residuals = compressed(params, x, y, residuals=residuals)
+    def step(params, sent, state):
+        (_, grads), sent = compressed(params, x, y, state=sent)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), residuals, state
+        return optax.apply_updates(params, updates), sent, state
 
     with jax.numpy_dtype_promotion("standard"):  # as programs of users have
         for _ in range(5):
             *found, _ = names["step"](*found, x, y)
             expected = step(*expected)
-    for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(expected[:2]), strict=True):
+    fed = expected[0], expected[1].own.residuals
+    for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(fed), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert all(np.abs(r).max() > 1e-4 for r in jax.tree.leaves(found[1]))
 
@@ -260,9 +261,8 @@ def test_compare_once():
     (source,) = re.findall(r"^## Compare once\n.*?^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
-    names = dict(jax=jax, np=np, cgx=cgx, params=PARAMS, x=x, y=y)
-    with jax.set_mesh(mesh):
-        exec(source, {**names, "loss_fn": loss_fn})
-        with pytest.raises(AssertionError):  # of a weighted mean
-            mean = lambda losses, mask: (losses * mask).sum() / mask.sum()
-            exec(source, {**names, "loss_fn": lambda params, x, y: mean(*token_losses(params, x, y))})
+    names = dict(cgx=cgx, mesh=mesh, params=PARAMS, x=x, y=y)
+    exec(source, {**names, "loss_fn": loss_fn})
+    with pytest.raises(ValueError, match="weighted=True"):
+        mean = lambda losses, mask: (losses * mask).sum() / mask.sum()
+        exec(source, {**names, "loss_fn": lambda params, x, y: mean(*token_losses(params, x, y))})

@@ -51,14 +51,14 @@ def test_migration():
     names |= dict(init=lambda key: names["params"])
     before = names["loss_fn"](names["params"], names["batch"])
     exec(program, names)
-    assert names["metrics"].loss < before and same_everywhere(names["params"])
+    assert names["metrics"].loss < before and same_everywhere(names["state"].params)
 
 
 def check_training(names):
-    params, state = names["train"].init(names["params"])
+    state = names["train"].init(names["params"])
     for _ in range(2):
-        params, state, metrics = names["train"].step(params, state, names["batch"])
-    assert metrics.loss < names["loss_fn"](names["params"], names["batch"]) and same_everywhere(params)
+        state, metrics = names["train"].step(state, names["batch"])
+    assert metrics.loss < names["loss_fn"](names["params"], names["batch"]) and same_everywhere(state.params)
 
 
 def test_steps_by_hand():
@@ -85,15 +85,15 @@ def test_checkpoints():
     pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     save, restore = pages.programs("docs/mpi")[4:6]
     names = names_of()
-    train = cgx.make_train_step(names["loss_fn"], names["optimizer"], data_axis=COMM, plan=names["plan"])
-    params, state, _ = train.step(*train.init(names["params"]), names["batch"])
+    train = cgx.make_train_step(names["loss_fn"], names["optimizer"], COMM, names["plan"])
+    state, _ = train.step(train.init(names["params"]), names["batch"])
     with tempfile.TemporaryDirectory() as folder:
         path = COMM.bcast(pathlib.Path(folder) / "saved")
         names |= dict(orbax=orbax, path=path, train=train, state=state)
-        exec(save, names | dict(params=params))
+        exec(save, names)
         exec(restore, names)
         COMM.Barrier()  # the folder is the first rank's
-    assert_same_trees((names["params"], names["state"]), (params, state))
+    assert_same_trees(names["state"], state)
 
 
 def test_ranks_with_batches_of_different_sizes():
