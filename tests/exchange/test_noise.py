@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal, planned
-from jaxcgx.exchange.overlay import Overlay, Tree
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.exchange import trees
 from jaxcgx.native import ops
 from jaxcgx.native.operands import Reduce
+from jaxcgx.plan.overlay import Overlay, Tree
 
 CODEC = cgx.MaxMin(2, 128, rounding="stochastic")
 
@@ -138,22 +138,20 @@ ONE, TWO, THREE = {"a": 4}, {"a": 3, "b": 2}, {"a": 2, "b": 2, "c": 2}
 
 def case(op, axes=ONE, codec=EIGHT, fed=False, back=False, **options):
     """Returns (axes, a function of a rank's numbers): a collective, with its transpose or with feedback."""
-    codec = codec if len(axes) == 1 else dict.fromkeys(axes, codec)
+    fields = {name: options.pop(name) for name in ("schedule", "leader") if name in options}
+    plan = planned(codec if len(axes) == 1 else dict.fromkeys(axes, codec), **fields)
 
     def run(x, y):
+        carry = dict(carry=cgx.Carry(residuals=y)) if fed else {}
         f = lambda tree: getattr(cgx, f"compressed_{op}")(
-            tree, tuple(axes), codec=codec, key=jax.random.key(0), **options
+            tree, tuple(axes), plan=plan, key=jax.random.key(0), **carry, **options
         )
         if not back:
             return f(x)
         results, transpose = jax.vjp(f, x)
         return results, transpose(jnp.cos(results + y.sum()))
 
-    def run_fed(x, y):
-        options["residuals"] = y
-        return run(x, y)
-
-    return axes, run_fed if fed else run
+    return axes, run
 
 
 def calls(x, y):
@@ -189,22 +187,9 @@ CASES = {
     "feedback of slices": case("psum_scatter", fed=True, **SLICES),
     "calls": (ONE, calls),
 }
-SHARED = {
-    "gather and back": "ranks along the outer axis send back different rows with the same noise over the inner axis",
-    "three levels and back": "BACK is the number of the third stage",
-    "leaders and back": "BACK is the number of the third stage",
-}
 
 
-@pytest.mark.parametrize(
-    ("axes", "run"),
-    [
-        pytest.param(
-            *found, id=name, marks=[pytest.mark.xfail(reason=SHARED.get(name), strict=True)] * (name in SHARED)
-        )
-        for name, found in CASES.items()
-    ],
-)
+@pytest.mark.parametrize(("axes", "run"), CASES.values(), ids=CASES)
 def test_no_two_encodings_of_an_element_share_their_noise(axes, run, draws):
     """Two draws of one key are one encoding on replicas. No key draws noise and makes other keys."""
     for name in reversed(axes):
@@ -220,7 +205,6 @@ def test_no_two_encodings_of_an_element_share_their_noise(axes, run, draws):
     assert all(-1 not in each or len(each) == 1 for each in chunks.values())
 
 
-@pytest.mark.xfail(reason="the transpose folds the keys of all ranks at once", raises=ValueError, strict=True)
 def test_the_transpose_of_ranks_of_vmap():
     f = jax.vmap(lambda x: cgx.compressed_psum(x, "a", EIGHT, key=jax.random.key(0)), axis_name="a")
     jax.grad(lambda x: f(x).sum())(normal((4, 12, 8)))

@@ -567,7 +567,6 @@ def test_16_bits_beside_another_axis(kind):
     np.testing.assert_allclose(aux, X.reshape(2, -1).max(1).mean(), rtol=0.01)
 
 
-
 def test_stochastic_rounding_takes_a_key():
     mesh, codec = mesh_of(AxisType.Auto), cgx.MaxMin(2, 64, rounding="stochastic")
     f = cgx.value_and_grad(loss_fn, "data", codec, mesh=mesh)
