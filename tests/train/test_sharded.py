@@ -122,10 +122,7 @@ def test_plain_jax(form, axis_type):
     # XLA may join it with the second gather.
     assert text.count(" all-gather(") in ((1, 2) if form == "params" else (1,))
     summed = re.findall(r"= \(?(.*?)\)? all-reduce\(", text)
-    assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(summed))) == {
-        "f32[]",
-        "f32[3]",
-    }  # norms, the loss, and all "one"
+    assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(summed))) == {"f32[]", "f32[3]"}  # norms, the loss, and all "one"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -372,9 +372,7 @@ TRAINED = {
     "DGC": dict(exchange=cgx.DGC(ratio=0.02, nesterov=True, clip_norm=1.0)),
     "DGT": dict(exchange=Differential(cgx.Plan(cgx.MaxMin(4), min_size=0), k=0.5, block_bytes=400)),
     "DGT, drop": dict(  # "auto" is not the same schedule over both transports
-        exchange=Differential(
-            cgx.Plan(cgx.Cast("bfloat16"), schedule="two_shot"), k=0.5, block_bytes=400, rest="drop"
-        )
+        exchange=Differential(cgx.Plan(cgx.Cast("bfloat16"), schedule="two_shot"), k=0.5, block_bytes=400, rest="drop")
     ),
     "mixed sync": dict(exchange=MixedSync(cgx.MaxMin(4))),
 }
@@ -521,7 +519,9 @@ def changing(**options):
     topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks(TCP)
     overlays = iter([Overlay.owners(4, 2), Overlay.ring(range(4))])
     topology.update = lambda: setattr(topology, "overlay", next(overlays))
-    train = topology.steps(lambda overlay: of_matrices(TCP, cgx.Plan.every(cgx.MaxMin(4), schedule=overlay), **options), every=2)
+    train = topology.steps(
+        lambda overlay: of_matrices(TCP, cgx.Plan.every(cgx.MaxMin(4), schedule=overlay), **options), every=2
+    )
     state = train.init(MATRICES)
     for _ in range(6):
         state, _ = jax.block_until_ready(train.step(state, batch))
