@@ -20,7 +20,7 @@ def compress(exchange, ranks=RANKS, **options):
     return cgx.compress_gradients("data", exchange, axis_size=ranks, **options)
 
 
-def run(exchange, steps=1, grads=GRADS, state=None, check_vma=True):
+def run(exchange, steps=1, grads=GRADS, state=None, params=None, check_vma=True):
     """Returns the [(mean, state)] of some steps with the same gradients, whose leading axis is the rank."""
     ranks = len(next(iter(grads.values()), range(RANKS)))
     transformation, found = compress(exchange, ranks), []
@@ -33,7 +33,7 @@ def run(exchange, steps=1, grads=GRADS, state=None, check_vma=True):
         jax.shard_map, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma
     )
     def step(grads, state):
-        return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
+        return transformation.update(jax.tree.map(lambda g: g[0], grads), state, params)
 
     for _ in range(steps):
         mean, state = step(grads, state)

@@ -62,7 +62,8 @@ def test_every_public_name_is_documented(module):
 
 @pytest.mark.parametrize("module", [jaxcgx, wan, lab], ids=lambda module: module.__name__)
 def test_the_api_page_has_every_result(module):
-    assert {(kind.__module__, kind.__name__) for kind in results(module)} <= {*RESULTS}
+    of_jaxcgx = {getattr(jaxcgx, name) for name in jaxcgx.__all__}
+    assert {(kind.__module__, kind.__name__) for kind in results(module) - of_jaxcgx} <= {*RESULTS}
 
 
 @pytest.mark.parametrize("module, name", RESULTS)

@@ -1,4 +1,4 @@
-"""A small model for the tests of optim: its parameters, the batch of every rank, and a training step."""
+"""A small model for the tests of train: its parameters, the batch of every rank, and a training step."""
 
 import functools
 
@@ -63,29 +63,8 @@ def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **op
     return params, state, losses
 
 
-def compress_state(state):
-    """Returns the CompressState in an optimizer's state."""
-    (found,) = (
-        node
-        for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, cgx.optim.CompressState))
-        if isinstance(node, cgx.optim.CompressState)
-    )
-    return found
-
-
 NESTED = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
 )
 SHARDED = {"up": normal((30, 64), 1, scale=0.2), "bias": jnp.zeros(64), "down": normal((64, 30), 2, scale=0.2)}
 SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
-
-
-def tensor_parallel(model=4, optimizer=None, **options):
-    def loss(params, x):
-        return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
-
-    mesh = jax.make_mesh(
-        (2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * model]
-    )
-    optimizer = optimizer or optax.sgd(0.5, momentum=0.5)
-    return cgx.make_train_step(loss, optimizer, mesh, param_specs=SPECS, **options)

@@ -26,7 +26,7 @@ from jaxcgx.lab import why_not
 
 CENTERS, LOCAL = 2, 2  # data centers, ranks in each
 AXES = "dc", "local"
-RAW = {"dc": cgx.Raw(), "local": cgx.Raw()}  # a plan without compression
+RAW = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
 SIZES = 64, 1024, 1024, 10  # pixels, two hidden layers, digits: 1,126,410 parameters
 BATCH = 32  # examples per rank and step
 EVALUATE_EVERY = 10  # steps

@@ -214,6 +214,19 @@ def test_a_state_of_another_optimizer():
         jax.vmap(lambda w: compress(CODEC).update(w, optax.adam(1e-3).init(w)), axis_name="data")(PARAMS["w"])
 
 
+@pytest.mark.parametrize(
+    "state",
+    [optax.adam(1e-3).init(PARAMS), {"opt_state": {0: vars(compress(CODEC).init(PARAMS))}}, PARAMS],
+    ids=["adam", "as nnx.state has it", "parameters"],
+)
+def test_specs_of_trees_without_a_state(state):
+    """Without the error, all of the tree would seem replicated."""
+    with raises(
+        TypeError, says("state_specs", "opt_state", expected="state of jaxcgx", got="a ", remedy="nnx.Optimizer")
+    ):
+        cgx.state_specs(state, "data")
+
+
 def test_a_state_fits_any_plan_that_compresses_the_same_leaves():
     """Residuals are gradients, whatever the codec. Noise and schedules continue from the same step."""
     ((_, state),) = run(cgx.Feedback({0: cgx.Raw(), 1: CODEC}, seed=5))

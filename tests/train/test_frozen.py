@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exchanging import GRADS, exchange_state
+from exchanging import run as run_exchange
 from helpers import assert_same_trees, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -19,6 +21,20 @@ def promotion():
     """optax relies on type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def test_an_exchange():
+    """Means are zeros, also with momentum and weight decay, and there is no state."""
+    plan = cgx.Plan(cgx.TopK(0.5), [("w", cgx.Skip())], min_size=0, skip_1d=False)
+    everything = dict(masking=True, weight_decay=0.1, beta=0.5, telemetry=True)
+    ones = jax.tree.map(lambda g: jnp.ones(g.shape[1:]), GRADS)
+    for mean, state in run_exchange(cgx.Momentum({0: plan, 5: plan}, 0.9, **everything), 2, params=ones):
+        own, shared = (found := exchange_state(state)).own, found.shared
+        assert not mean["w"].any() and mean["b"].any()
+        for field in (own.residuals, own.momentum, shared.trace):
+            assert field["w"] is None and field["b"] is not None
+        sent = shared.telemetry
+        assert sent.bytes["w"] == sent.uncompressed["w"] == 0 < sent.bytes["b"]
 
 
 @jax.custom_vjp

@@ -15,6 +15,7 @@ from steps import run
 from training import CODEC, NESTED, SHARDED, SPECS, X, mesh_of
 
 import jaxcgx as cgx
+from jaxcgx.train import PerRank
 
 fold = jax.random.fold_in
 W = normal((30, 8), 1)
@@ -87,7 +88,7 @@ def test_per_rank():
     for _ in range(3):
         w, states = by_hand(w, states, X, 3)
     close(found.params, w)
-    assert isinstance(found.model_state, cgx.PerRank)
+    assert isinstance(found.model_state, PerRank)
     close(found.model_state.rows, jax.tree.map(lambda *xs: jnp.stack(xs), *states))
     for x in jax.tree.leaves(found.model_state):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh_of(4), P("data")), x.ndim)

@@ -1,5 +1,7 @@
 """Tests that make_train_step gives the same as a step by hand, on meshes of every kind."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ from training import CODEC, NESTED, PARAMS, SHARDED, SPECS, STOCHASTIC, X, loss_
 from training import train as by_hand
 
 import jaxcgx as cgx
+from jaxcgx.train.exchange import At
+from jaxcgx.transports.xla import Axes
 
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
 TWO = (AxisType.Auto,) * 2
@@ -323,6 +327,15 @@ def test_norms_are_those_of_all_shards():
         np.testing.assert_allclose(state.params[name], expected.params[name], rtol=1e-4, atol=1e-6)
         trace, place = state.exchange.shared.trace[name], NamedSharding(state.params[name].sharding.mesh, spec)
         assert trace.sharding.is_equivalent_to(place, trace.ndim)
+
+
+def test_axes_of_sums():
+    """Every process makes the same program, whatever the order of its sets."""
+    axes = ("data", "e", "d", "c", "b")  # ranks, and shards in an order that is not alphabetical
+    mesh = jax.make_mesh((2, 2, 2, 1, 1), axes, axis_types=(AxisType.Auto,) * 5)
+    sums = lambda x: At(Axes(("data",))).of_shards([x])[0]
+    program = jax.make_jaxpr(jax.shard_map(sums, mesh=mesh, in_specs=P(axes), out_specs=P("data")))(jnp.ones(8))
+    assert re.findall(r"psum\w*\[\s*axes=\(([^)]*)\)", str(program)) == ["'b', 'c', 'd', 'e'"]
 
 
 def test_optimizers_that_want_the_loss():

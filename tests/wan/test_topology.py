@@ -133,7 +133,7 @@ def test_a_codec_that_can_not_go_along_trees_is_an_error_of_the_first_step():
     train = topology.steps(make)
     state = train.init({"w": np.ones(99, np.float32)})
     words = dict(expected="whose sums grow", got="trees of several levels", remedy="owners")
-    with raises(ValueError, says("make_train_step", "schedule", **words)):
+    with raises(ValueError, says("BSC", "plan", **words)):
         train.step(state, np.ones(4, np.float32))
     assert np.isfinite(Simulated(shape="owners").steps(make).step(state, np.ones(4, np.float32))[-1].loss)
 
