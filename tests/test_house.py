@@ -29,7 +29,6 @@ MANY = {
     ("jaxcgx.optim.bsc", "bsc"): OF_OPTAX,
     ("jaxcgx.optim.mpq", "mpq"): OF_OPTAX,
     ("jaxcgx.wan.diloco", "diloco"): OF_OPTAX,
-    ("jaxcgx.wan.diloco_.diloco", "pier"): OF_OPTAX,
     ("jaxcgx.optim.train", "make_train_step"): "one call makes a whole training step: the specs of jax.shard_map by "
     "name, and a word for each way to train; it passes the rest on to the transformation",
 }
