@@ -114,7 +114,9 @@ class Explanation(Totals):
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
         sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
         parts.append(self.spell_totals("a rank sends over", sent))
-        if any(c.schedule == "one_shot" and c.function not in _ROWS and c.bytes > c.raw_bytes for c in self.collectives):
+        if any(
+            c.schedule == "one_shot" and c.function not in _ROWS and c.bytes > c.raw_bytes for c in self.collectives
+        ):
             parts.append(
                 'An exchange by "one_shot" sends more bytes than the sum without compression would, in fewer rows. '
                 'schedule="auto" takes what is faster, at 1 Gbit/s unless the plan has a network; a plan with '
