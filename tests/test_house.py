@@ -25,7 +25,6 @@ MANY = {
     ("jaxcgx.collectives.all_to_all", "compressed_all_to_all"): OF_LAX,
     ("jaxcgx.train.check_loss", "check_loss"): "what make_train_step is given, and a batch",
     ("jaxcgx.train.value_and_grad", "value_and_grad"): "those of jax.value_and_grad and of jax.shard_map",
-    ("jaxcgx.wan.diloco.diloco", "pier"): OF_OPTAX,
     ("jaxcgx.train.loop", "make_train_step"): "one call makes a whole training step: the specs of jax.shard_map by "
     "name, and a word for each way to train; it passes the rest on to the transformation",
 }

@@ -22,12 +22,12 @@ class Decoupled:
     """Low-communication training (DiLoCo) of centers that start, stop and die on their own.
 
         train = cgx.make_train_step(loss_fn, optimizer, mesh, cgx.Raw())  # or any other step
-        state = train.init(params)
         decoupled = cgx.wan.Decoupled(addresses=["a.example:7000", "b.example:7000"], place=0, every=100)
         params, member = decoupled.join(params)
+        state = train.init(params)
         for batch in batches:
-            params, opt_state, metrics = train.step(params, opt_state, batch)
-            params = member.step(params)
+            state, metrics = train.step(state, batch)
+            state = state.replace(params=member.step(state.params))
 
     Every center is a separate JAX program: one process, or several processes that `jax.distributed` connects. It can
     train any model with any optimizer. After `every` steps a center sends its outer gradient, outer parameters - own

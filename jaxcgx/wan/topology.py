@@ -42,7 +42,7 @@ class Topology:
     decides, and all ranks take the same overlay from the same step on:
 
         topology = cgx.wan.Topology(mesh, cgx.Tcp("dc"))
-        train = topology.steps(lambda overlay: cgx.make_train_step(..., data_axis=cgx.Tcp("dc"), schedule=overlay))
+        train = topology.steps(lambda overlay: cgx.make_train_step(..., cgx.Plan.every(codec, schedule=overlay), ...))
 
     Args:
       mesh: a mesh with one device of each process.

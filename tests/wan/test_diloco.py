@@ -590,7 +590,7 @@ def test_forms():
     for name in ("w", "b"):
         kept = np.asarray(residuals[name]).mean(0) / 0.95
         np.testing.assert_allclose(outer_step[name] + kept, mean[name], rtol=1e-5, atol=1e-6)
-    pier = cgx.wan.pier(cgx.Raw(), 9, rounds=10, warmup=0.2, decay_from=0.6)
+    pier = cgx.wan.pier(cgx.Raw(), every=9, rounds=10, warmup=0.2, decay_from=0.6)
     state, momenta = pier.optimizer.init(PARAMS), []
     for _ in range(11):
         _, state = pier.optimizer.update(PARAMS, state)

@@ -281,7 +281,6 @@ def muloco(plan: Any = None, every: int = 30, *, bits: int | None = None, **opti
 
 def pier(
     plan: Any,
-    every: int,
     *,
     rounds: int,
     rate: float = 0.7,
@@ -297,13 +296,12 @@ def pier(
 
     Args:
       plan: as in `Diloco`.
-      every: the number of steps between two exchanges.
       rounds: the number of exchanges in the whole training, steps / `every`.
       rate: the learning rate of the outer SGD.
       momentum: the largest momentum, from 0 to below 1.
       warmup: the share of the rounds in which momentum rises, at the beginning.
       decay_from: the share of the rounds after which momentum falls.
-      **options: other fields of `Diloco`.
+      **options: `every` and other fields of `Diloco`.
     """
     op = "pier"
     check_integer(op, "rounds", rounds, 1)
@@ -322,7 +320,7 @@ def pier(
         [rises, falls],
     )
     sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
-    return Diloco(plan, every, outer=sgd(rate, momentum=momenta, nesterov=True), **options)
+    return Diloco(plan, outer=sgd(rate, momentum=momenta, nesterov=True), **options)
 
 
 def _check_beside_plan(op: str, plan: Any, **wanted: Any) -> None:
