@@ -17,7 +17,6 @@ with pytest.MonkeyPatch.context() as patch:
 EXCEPTIONS, MOST, STOREYS = source.EXCEPTIONS, source.MOST, source.STOREYS
 OF_SUM = "jax.lax's arguments, the state that a sum keeps, and the options that all collectives share"
 OF_LAX = "jax.lax's arguments, and the options that all collectives share"
-OF_OPTAX = "hyperparameters by name, as the constructors of optax have them"
 # (module, public function): why it has more parameters than MOST.
 MANY = {
     ("jaxcgx.collectives.psum_scatter", "compressed_psum_scatter"): OF_SUM,

@@ -40,17 +40,17 @@ class BSC(Sparse):
     _tiny: ClassVar[Codec] = Raw()  # of small leaves, over all axes
 
     def __post_init__(self) -> None:
-        self.plan_of(self.threshold, ())  # checks the threshold before the warm-up uses it
+        self._plan_of(self.threshold, ())  # checks the threshold before the warm-up uses it
         # If every element is always sent, no codec is sparse, and masking would be an error.
         if min(self._shares.values()) == 1:
             object.__setattr__(self, "masking", False)
         super().__post_init__()
 
     @property
-    def share(self) -> float:
+    def _share(self) -> float:
         return self.threshold
 
-    def plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
+    def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         fields = sparsification(
             self.op, share, self.size_bound, names or None, pull=self.pull, select=self.select, tiny=self._tiny
         )

@@ -69,10 +69,10 @@ class DGC(Sparse):
         self._check_numbers(**dict.fromkeys(("clip_value", "clip_norm", "clip_global_norm"), (check_positive,)))
 
     @property
-    def share(self) -> float:
+    def _share(self) -> float:
         return self.ratio
 
-    def plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
+    def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         codec = self.values if share == 1 else TopK(share, self.values, select=self.select, pull=self.pull)
         return Plan(by_axis(names, codec, Raw()), min_size=self.min_size, skip_1d=self.skip_1d, **self._fields)
 

@@ -77,6 +77,9 @@ class Feedback:
         optimizers that skip such steps (optax.apply_if_finite, loss scaling). Residuals are then not updated in place.
       telemetry: whether to measure the errors of each step, a `Telemetry`.
       seed: the seed of the noise of codecs that round stochastically.
+
+    Attributes:
+      phases: the plans in the order of their first steps.
     """
 
     plan: Any  # Plan | Codec | {axis: Codec} | {step: Plan}; later a Plan, or {step: Plan}

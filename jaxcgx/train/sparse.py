@@ -53,10 +53,19 @@ class WarmUp:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Momentum):
-    """A `Momentum` that makes its plan of its fields, at once: `plan_of`.
+    """A `Momentum` that makes its plan of its fields, at once.
 
-    Over several axes, the plan compresses over the outermost axis alone. `schedule`, `own`, `leader`, `strict` and
-    `fusion_mb` are those of the plan.
+    Over several axes, the plan compresses over the outermost axis alone.
+
+    Args:
+      momentum: the factor of momentum, as in `Momentum`.
+      masking: whether momentum becomes 0 where an element was sent.
+      warm_up: a `WarmUp` of the fraction, or None.
+      schedule: as in `Plan`.
+      own: as in `Plan`.
+      leader: as in `Plan`.
+      strict: as in `Plan`.
+      fusion_mb: as in `Plan`.
     """
 
     plan: Any = dataclasses.field(init=False, repr=False, compare=False)
@@ -73,26 +82,26 @@ class Sparse(Momentum):
     def __post_init__(self) -> None:
         if not isinstance(self.warm_up, WarmUp | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong(self.op, "warm_up", "a jaxcgx.WarmUp", repr(self.warm_up), kind=TypeError)
-        object.__setattr__(self, "plan", {start: self.plan_of(share, ()) for start, share in self._shares.items()})
+        object.__setattr__(self, "plan", {start: self._plan_of(share, ()) for start, share in self._shares.items()})
         super().__post_init__()
 
     @property
-    def share(self) -> float:
+    def _share(self) -> float:
         """The share of a leaf's elements that is sent after the warm-up."""
-        raise NotImplementedError(f"{self.op}.share")
+        raise NotImplementedError(f"{self.op}._share")
 
     @property
     def _shares(self) -> dict[int, float]:
-        return {0: self.share} if self.warm_up is None else self.warm_up.shares(self.share)
+        return {0: self._share} if self.warm_up is None else self.warm_up.shares(self._share)
 
     @property
     def _fields(self) -> dict[str, Any]:
         """The fields of a plan that say how messages travel."""
         return {name: getattr(self, name) for name in ("schedule", "own", "leader", "strict", "fusion_mb")}
 
-    def plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
+    def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         """Returns the plan that sends this share of elements over these axes, outermost first; () for one."""
-        raise NotImplementedError(f"{self.op}.plan_of")
+        raise NotImplementedError(f"{self.op}._plan_of")
 
     def _plan_over(self, phase: int, net: Transport) -> Plan:
-        return self.plan_of(list(self._shares.values())[phase], tuple(net.parts))
+        return self._plan_of(list(self._shares.values())[phase], tuple(net.parts))

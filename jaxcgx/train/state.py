@@ -16,7 +16,12 @@ from jaxcgx.typing import AxisName, Params, PyTree, Specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExchangeState:
-    """The state of an exchange. `own` has a row for each rank, [ranks, ...]. `shared` is the same on every rank."""
+    """The state of an exchange.
+
+    Attributes:
+      own: what differs from rank to rank, with a row for each rank, [ranks, ...].
+      shared: what is the same on every rank.
+    """
 
     own: PyTree
     shared: PyTree
@@ -73,6 +78,7 @@ class TrainState:
     lost: PyTree = None
 
     def replace(self, **changes: PyTree) -> "TrainState":
+        """Returns the state with other values of the fields in `changes`."""
         return dataclasses.replace(self, **changes)
 
 

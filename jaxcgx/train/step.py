@@ -69,7 +69,7 @@ class Step:
         return without_constraints(OP, "loss_fn", self._division.names)
 
     def programs(self, state: TrainState, batch: Batch, key: Key | None = None) -> list[Compiled]:
-        """Returns the compiled programs that calls with such arguments run. JAX keeps them for these calls.
+        """Returns the compiled programs that calls with such a state, batch and key run. JAX keeps them.
 
         There is one, except with Rounds: the step of a center, followed by a program for each exchange.
         """

@@ -181,7 +181,8 @@ class _Found(NamedTuple):
 class ValueAndGrad:
     """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
 
-    The fields are the arguments of `value_and_grad`.
+    Its fields loss_fn, axis_name, exchange, argnums, has_aux, weighted, aux_specs, batch_specs, param_specs and mesh
+    are the arguments of `value_and_grad`.
     """
 
     loss_fn: Callable[..., Any]

@@ -70,6 +70,9 @@ class Diloco:
         outer gradients of the last round.
       keep: whether residuals, the compression errors of outer gradients, are kept and sent later.
       seed: the seed of the noise of codecs that round stochastically.
+
+    Attributes:
+      optimizer: the outer optimizer, an optax.GradientTransformation.
     """
 
     plan: Any  # Plan | Codec | {axis: Codec}; later a Plan

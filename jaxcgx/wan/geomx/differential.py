@@ -119,6 +119,9 @@ class Differential:
       ranked: whether important blocks are chosen by their contributions. False: at random, as a control.
       keep: whether the errors of compression are kept and sent later.
       seed: the seed of the noise of codecs that round stochastically, and of random blocks.
+
+    Attributes:
+      phases: the plans in the order of their first steps.
     """
 
     plan: Any  # Plan | Codec | {axis: Codec} | {step: Plan}; later a Plan, or {step: Plan}
@@ -167,16 +170,16 @@ class Differential:
         step = (self.k - self.adaptive) / (LEVELS - 1)
         return (*(self.adaptive + i * step for i in range(LEVELS - 1)), self.k)
 
-    def routes(self, tree: PyTree) -> list[Routes]:
+    def _routes(self, tree: PyTree) -> list[Routes]:
         """Returns the routes of whole leaves, for each phase."""
         return [Routes.of(OP, phase.plan, tree) for phase in self.phases]
 
-    def cut(self, routes: Routes) -> Cut:
+    def _cut(self, routes: Routes) -> Cut:
         return cut(routes, self.block_bytes, self.shares[0])
 
     def init(self, params: Params) -> ExchangeState:
-        first, *others = self.routes(params)
-        blocks, defers, adapts = self.cut(first), self.rest == "defer", self.adaptive is not None
+        first, *others = self._routes(params)
+        blocks, defers, adapts = self._cut(first), self.rest == "defer", self.adaptive is not None
         tree = first.tree.unflatten
         encoded = [any(each.encoded for each in routes) for routes in zip(first.leaves, *(r.leaves for r in others))]
         lossy = [self.keep and (has or (b and not defers)) for has, b in zip(encoded, blocks)]
@@ -218,8 +221,8 @@ class Transmission:
     def __init__(self, how: Differential, state: ExchangeState, at: At, tree: PyTree) -> None:
         """`tree` has the gradients, or arrays like them if the step only begins."""
         self.how, self.at, self.own, self.shared = how, at, state.own, state.shared
-        routes = how.routes(tree)
-        self.tree, self.cut, self.turn = routes[0].tree, how.cut(routes[0]), state.shared.count
+        routes = how._routes(tree)
+        self.tree, self.cut, self.turn = routes[0].tree, how._cut(routes[0]), state.shared.count
         self.plans = [plan_of_parts(each) for each in routes]
         self.gradients = [x if b is None else b.split(x) for b, x in zip(self.cut, self.tree.flatten_up_to(tree))]
         residuals = self.list(self.own.residuals)
