@@ -50,7 +50,7 @@ NETWORKS = [
 NONE = "no exchange"
 EACH = 1e-6  # fusion_mb with which every array is a message
 # {method of training_speed.py: (codec, mover, fusion_mb, overlap)}. The planner has no model of the methods that are
-# written by hand, of overlap="priority", and of PyTorch.
+# written by hand, of overlap=Priority(), and of PyTorch.
 METHODS = {
     "psum, float32": (cgx.Raw(), "gloo", EACH, False),
     "psum, one array": (cgx.Raw(), "gloo", 64, False),
