@@ -7,16 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx import _compat
-from jaxcgx.transports.resolve import check_axes
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.typing import AxisName
-
-
-def count_nonfinite(leaves: list[jax.Array]) -> Any:
-    """Returns the number of leaves with an element that is not finite. It is the same on all ranks and shards."""
-    bad = sum(((~jnp.isfinite(x)).any().astype(jnp.int32) for x in leaves), jnp.int32(0))
-    # The axes of the mesh over which the gradients are sharded, in the same order in every process.
-    shards = tuple(sorted(_compat.varying_axes(bad), key=str))
-    return lax.psum(bad, shards) if shards else bad
 
 
 def all_finite(grads: Any, axis_name: AxisName) -> jax.Array:
@@ -30,4 +22,8 @@ def all_finite(grads: Any, axis_name: AxisName) -> jax.Array:
     """
     net = check_axes("all_finite", axis_name)
     leaves = [x for x in map(jnp.asarray, jax.tree_util.tree_leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return net.plain_psum(_compat.vary(count_nonfinite(leaves), _compat.tracked_axes(net.names))) == 0
+    bad = sum(((~jnp.isfinite(x)).any().astype(jnp.int32) for x in leaves), jnp.int32(0))
+    # The axes of the mesh over which the gradients are sharded, in the same order in every process.
+    if shards := tuple(sorted(_compat.varying_axes(bad) - set(net.names), key=str)):
+        bad = lax.psum(bad, shards)
+    return net.plain_psum(_compat.vary(bad, _compat.tracked_axes(net.names))) == 0
