@@ -167,7 +167,7 @@ def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> No
 def keeps(own: PyTree) -> PyTree:
     """Returns what each array of `ExchangeState.own` keeps for another number of ranks, in a tree like it.
 
-    It is the "sum" or the "mean" over the ranks, or "zeros": nothing. A class of nodes says this in its attribute
+    It is the "sum" or the "mean" over the ranks, or "zeros": nothing. A class of nodes says this by its function
     `per_rank`, {field: what}. Fields without an entry are nodes that say it themselves.
     """
     says = lambda x: isinstance(x, Carry) or hasattr(type(x), "per_rank")
@@ -175,7 +175,7 @@ def keeps(own: PyTree) -> PyTree:
     def of_node(node: Any) -> PyTree:
         if not says(node):
             raise TypeError(f"jaxcgx: {type(node).__name__} in the state of an exchange has no `per_rank`")
-        rows = {"residuals": "sum", "momentum": "mean"} if isinstance(node, Carry) else type(node).per_rank
+        rows = {"residuals": "sum", "momentum": "mean"} if isinstance(node, Carry) else node.per_rank()
         names = getattr(node, "_fields", None) or [field.name for field in dataclasses.fields(node)]
         of_field = lambda name, x: jax.tree_util.tree_map(lambda _: rows[name], x) if name in rows else keeps(x)
         return type(node)(**{name: of_field(name, getattr(node, name)) for name in names})

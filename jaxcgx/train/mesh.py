@@ -26,13 +26,22 @@ from jaxcgx.typing import AxisName, Batch, Params, Specs
 class OverMesh(Division):
     """The ranks along axes of a mesh. `Division` documents the members."""
 
+    names: tuple[Any, ...]
+    rows: P
+    size: int
+    crosses: bool
+    mesh: Any
+    axis: AxisName
+    others: set[Any]  # the axes that are left to XLA's partitioner
+    explicit: bool
+
     def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
         super().__init__(batch_specs)
         self.mesh, self.axis = mesh, axis
         self.names, self.crosses = axis_names(axis), crosses(axis)
         self.rows = P(self.names)
         self.size = math.prod(mesh.shape[name] for name in self.names)
-        self.others = {name for name in mesh.shape if name not in self.names}  # left to XLA's partitioner
+        self.others = {name for name in mesh.shape if name not in self.names}
         self.explicit = AxisType.Explicit in mesh.axis_types
 
     @property

@@ -21,6 +21,13 @@ class Outputs:
     A kind is "mean", "sum", "first", or the dimension along which the outputs of ranks and micro-batches are joined.
     """
 
+    op: str
+    specs: Specs
+    rows: P
+    guessed: bool
+    structure: PyTree
+    kinds: list[str | int]
+
     def __init__(self, op: str, specs: Specs, rows: P, *, guessed: bool = False) -> None:
         """Makes the outputs of a step.
 

@@ -1,6 +1,6 @@
 """The processes of an MPI communicator as the ranks of a step. Importing this module starts MPI."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxcgx import mpi
 from jaxcgx.checks import wrong
@@ -17,7 +17,9 @@ from jaxcgx.typing import PyTree
 class Processes(Division):
     """The ranks of a communicator or a hierarchy. Each computes alone, on its own device."""
 
-    remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
+    remedy: ClassVar[str] = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
+
+    comm: Any
 
     def __init__(self, comm: Any, sharding: Sharding) -> None:
         for name, given in dict(params=sharding.params, optimizer=sharding.optimizer).items():

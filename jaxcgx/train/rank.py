@@ -27,6 +27,13 @@ class Rank:
         checked.
     """
 
+    division: Division
+    exchange: Exchange
+    skipped: PyTree
+    overlap: str | Priority | None
+    order: tuple[int, ...] | None
+    state_of: Callable[[Params], ExchangeState] | None
+
     def __init__(
         self,
         division: Division,

@@ -159,6 +159,10 @@ class Ongoing(NamedTuple):
 class Center(Division):
     """A rank of a center, which has whole parameters. `axis` are the axes of the center's ranks; (): it has one."""
 
+    axis: AxisName
+    names: tuple[Any, ...]
+    crosses: bool
+
     def __init__(self, axis: AxisName, batch_specs: Specs) -> None:
         super().__init__(batch_specs)
         self.axis, self.names = axis, axis_names(axis)

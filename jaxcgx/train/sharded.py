@@ -74,6 +74,21 @@ class ShardedMesh(OverMesh):
       keep: whether the errors of gathered updates are kept.
     """
 
+    params_given: Specs
+    state: Specs
+    whole: Specs
+    params: Specs
+    params_cut: Cut
+    state_cut: Cut
+    dims: tuple[int | None, ...]
+    params_specs: Specs
+    shard_axes: tuple[tuple[Any, ...], ...]
+    gather: Plan
+    regather: bool
+    keep: bool
+    noisy: bool
+    loose: Plan
+
     def __init__(self, mesh: Mesh, sharding: Sharding, *, keep: bool = True) -> None:
         super().__init__(mesh, sharding.axis, sharding.batch)
         names, self.params_given = self.names, sharding.params

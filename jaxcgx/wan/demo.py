@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -37,7 +36,10 @@ class Own(NamedTuple):
 
     momentum: PyTree
 
-    per_rank = MappingProxyType({"momentum": "mean"})
+    @staticmethod
+    def per_rank() -> dict[str, str]:
+        """Returns what becomes of the rows of each field for another number of ranks."""
+        return {"momentum": "mean"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The turn of a fragment: centers exchange their outer gradients, and the outer parameters move by the mean."""
 
 import dataclasses
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -45,7 +44,10 @@ class Own(NamedTuple):
     start: PyTree
     waiting: Waiting | None
 
-    per_rank = MappingProxyType({"residuals": "sum", "start": "mean", "waiting": "zeros"})
+    @staticmethod
+    def per_rank() -> dict[str, str]:
+        """Returns what becomes of the rows of each field for another number of ranks."""
+        return {"residuals": "sum", "start": "mean", "waiting": "zeros"}
 
 
 class Shared(NamedTuple):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -51,7 +50,10 @@ class Own(NamedTuple):
     residuals: PyTree
     pending: PyTree
 
-    per_rank = MappingProxyType({"residuals": "sum", "pending": "mean"})
+    @staticmethod
+    def per_rank() -> dict[str, str]:
+        """Returns what becomes of the rows of each field for another number of ranks."""
+        return {"residuals": "sum", "pending": "mean"}
 
 
 class Shared(NamedTuple):
@@ -170,16 +172,13 @@ class Differential:
         step = (self.k - self.adaptive) / (LEVELS - 1)
         return (*(self.adaptive + i * step for i in range(LEVELS - 1)), self.k)
 
-    def _routes(self, tree: PyTree) -> list[Routes]:
-        """Returns the routes of whole leaves, for each phase."""
-        return [Routes.of(OP, phase.plan, tree) for phase in self.phases]
-
-    def _cut(self, routes: Routes) -> Cut:
-        return cut(routes, self.block_bytes, self.shares[0])
-
     def init(self, params: Params) -> ExchangeState:
-        first, *others = self._routes(params)
-        blocks, defers, adapts = self._cut(first), self.rest == "defer", self.adaptive is not None
+        first, *others = _routes(self.phases, params)
+        blocks, defers, adapts = (
+            cut(first, self.block_bytes, self.shares[0]),
+            self.rest == "defer",
+            self.adaptive is not None,
+        )
         tree = first.tree.unflatten
         encoded = [any(each.encoded for each in routes) for routes in zip(first.leaves, *(r.leaves for r in others))]
         lossy = [self.keep and (has or (b and not defers)) for has, b in zip(encoded, blocks)]
@@ -210,6 +209,11 @@ class Differential:
         return Transmission(self, state, at, grads).run(ticket)
 
 
+def _routes(phases: Sequence[Phase], tree: PyTree) -> list[Routes]:
+    """Returns the routes of whole leaves, for each phase."""
+    return [Routes.of(OP, phase.plan, tree) for phase in phases]
+
+
 class Transmission:
     """One step for all leaves. Each list has an entry for each leaf; None means that the leaf has no such value.
 
@@ -218,11 +222,23 @@ class Transmission:
     the number of steps so far, which depends on the exchanges before.
     """
 
+    how: Differential
+    at: At
+    own: PyTree
+    shared: PyTree
+    tree: PyTree
+    cut: Cut
+    turn: jax.Array
+    plans: list[Plan]
+    gradients: list[Any]  # arrays, or their blocks
+    residuals: Arrays
+
     def __init__(self, how: Differential, state: ExchangeState, at: At, tree: PyTree) -> None:
         """`tree` has the gradients, or arrays like them if the step only begins."""
         self.how, self.at, self.own, self.shared = how, at, state.own, state.shared
-        routes = how._routes(tree)
-        self.tree, self.cut, self.turn = routes[0].tree, how._cut(routes[0]), state.shared.count
+        routes = _routes(how.phases, tree)
+        self.cut = cut(routes[0], how.block_bytes, how.shares[0])
+        self.tree, self.turn = routes[0].tree, state.shared.count
         self.plans = [plan_of_parts(each) for each in routes]
         self.gradients = [x if b is None else b.split(x) for b, x in zip(self.cut, self.tree.flatten_up_to(tree))]
         residuals = self.list(self.own.residuals)

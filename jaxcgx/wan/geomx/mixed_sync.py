@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -29,7 +28,10 @@ class Held(NamedTuple):
     grads: list[PyTree]
     exchange: PyTree
 
-    per_rank = MappingProxyType({"grads": "mean"})
+    @staticmethod
+    def per_rank() -> dict[str, str]:
+        """Returns what becomes of the rows of each field for another number of ranks."""
+        return {"grads": "mean"}
 
 
 class Shared(NamedTuple):
