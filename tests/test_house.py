@@ -29,11 +29,6 @@ MANY = {
 }
 MOST_IN_FRONT = 5  # parameters of a function in MANY that may be given without a name: those of lax.all_to_all, a codec
 MOST_BY_POSITION = 4  # arguments of a call inside the package
-# (file, words of the line): why this line asks which codec it has. Other code asks codec/traits.h.
-KINDS = {
-    ("cuda/arithmetic.cuh", "AbsMax::grid"): "one kernel has MaxMin's and AbsMax's grids, and chooses as it runs",
-    ("cuda/arithmetic.cuh", "AbsMax::top"): "AbsMax's codes in this kernel are larger by its top code",
-}
 # (module, class): why this module asks whether a codec has this class. Other code asks the contract of codecs.
 CLASSES = {
     ("jaxcgx.plan.adapt", "MaxMin"): "CGX's k-means chooses the bits and the bucket sizes of a MaxMin",
@@ -314,17 +309,14 @@ def test_native_functions_have_few_parameters():
 def test_native_code_asks_traits_which_codec_it_has():
     asks, own = re.compile(r"(?<!Error::)\bKind::k"), re.compile(r"static constexpr Kind kKind = Kind::k\w+;")
     lines = [
-        (path, number, line)
+        f"{path}:{number} {line.strip()}"
         for path, text in native().items()
         if path not in KIND_FILES
         for number, line in enumerate(text.splitlines(), 1)
         if asks.search(line) and not own.search(line)
     ]
-    needed = {key for key in KINDS for path, _, line in lines if path == key[0] and key[1] in line}
-    none(KINDS.keys() - needed, "these lines are gone; remove them from KINDS")
-    wrong = [line for line in lines if not any(line[0] == path and words in line[2] for path, words in KINDS)]
     none(
-        [f"{path}:{number} {line.strip()}" for path, number, line in wrong],
+        lines,
         "only codec/base.h, dispatch.h and traits.h know one codec from another; ask traits_of, with a new trait if it "
         "needs one",
     )

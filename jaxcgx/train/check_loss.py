@@ -143,7 +143,7 @@ def check_loss(
     split = _divide(batch, mesh_or_comm, axis, batch_specs)
     if split.ranks == 1 or all(d is None for d in split.dims):
         return
-    one = functools.partial(_one, loss_fn, split.tree, weighted, has_aux)
+    one = functools.partial(_one, loss_fn, split.tree, weighted=weighted, has_aux=has_aux)
     programs = functools.cache(functools.partial(split.programs, one))
     given, orders = (params, model_state, key), split.orders()
     wholes = [programs(None)[0](given, order) for order in orders]
@@ -206,7 +206,8 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
         if any(shapes != every[0] for shapes in every):
             raise wrong(OP, "batch", "parts of the same shapes in all processes", every)
         join = lambda x, d: x if d is None else jnp.concatenate(comm.allgather(jax.device_get(x)), d)
-        return Split(paths, list(map(join, leaves, dims)), tree, dims, {None: comm.size}, lambda x: x)
+        leaves = list(map(join, leaves, dims))
+        return Split(paths, leaves, tree, dims, sizes={None: comm.size}, place=lambda x: x)
     if not isinstance(mesh_or_comm, Mesh):
         got = repr(mesh_or_comm)
         raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", got, kind=TypeError)
@@ -215,11 +216,12 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
     check_even(batch, specs, mesh_or_comm.shape)
     sharding = NamedSharding(Mesh(mesh_or_comm.devices, mesh_or_comm.axis_names), P(names))
     place = lambda x: jax.lax.with_sharding_constraint(x, sharding)
-    return Split(paths, leaves, tree, dims, {name: mesh_or_comm.shape[name] for name in names}, place)
+    sizes = {name: mesh_or_comm.shape[name] for name in names}
+    return Split(paths, leaves, tree, dims, sizes=sizes, place=place)
 
 
 def _one(
-    function: Callable[..., Any], tree: Any, weighted: bool, has_aux: bool, given: Given, arrays: list[Any]
+    function: Callable[..., Any], tree: Any, given: Given, arrays: list[Any], *, weighted: bool, has_aux: bool
 ) -> Found:
     """Returns what the loss finds for the examples in `arrays`."""
     params, state, key = given

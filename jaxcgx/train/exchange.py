@@ -74,28 +74,42 @@ class Exchange(Protocol):
     says what becomes of it for another number of ranks. `ExchangeState.shared` is the same on every rank.
 
     Attributes:
-      plan: the plan, or {first step: plan}. All plans skip the same leaves. None: it sends no messages.
       early: whether `begin` needs nothing of this step. A step then calls it before the loss, with None in place of the
         gradients, and `end` gets this step's gradients.
       scatters: whether `end` can return a rank's slices of means (`Way.dims`).
     """
 
     @property
-    def plan(self) -> Plan | Mapping[int, Plan] | None: ...
+    def plan(self) -> Plan | Mapping[int, Plan] | None:
+        """The plan, or {first step: plan}. All plans skip the same leaves. None: it sends no messages."""
+        ...
 
     early: ClassVar[bool]
     scatters: ClassVar[bool]
 
     def init(self, params: Params) -> ExchangeState:
-        """Returns the state before the first step. It depends on the shapes of the parameters alone."""
+        """Returns the state before the first step. It depends on the shapes of `params` alone."""
         ...
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
-        """Returns (a ticket for `end`, the state in between)."""
+        """Returns (a ticket for `end`, the state in between).
+
+        Args:
+          grads: the rank's gradients, or None with `early`.
+          state: the rank's state.
+          at: the place in a step.
+        """
         ...
 
     def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        """Returns (the mean, the state after the step)."""
+        """Returns (the mean, the state after the step).
+
+        Args:
+          ticket: what `begin` returned.
+          state: the state that `begin` returned.
+          at: the place in a step, the same as in `begin`.
+          grads: this step's gradients with `early`, and else None.
+        """
         ...
 
 

@@ -171,7 +171,7 @@ class Feedback:
             mean, carry, telemetry = switch(self.phases, _turn(shared.count, at), branches, sent.grads, old)
         else:
             mean, carry = end(sent.ticket, old)
-            telemetry = self._measure(sent.ticket.travel, at, sent.grads, sent.before, mean, carry.residuals)
+            telemetry = self._measure(sent.ticket.travel, at, sent.grads, sent.before, mean=mean, lost=carry.residuals)
         residuals, factors, count = carry.residuals, carry.factors, shared.count + 1
         each = jax.tree_util.tree_map
         if (beta := self.beta) is not None:
@@ -238,16 +238,16 @@ class Feedback:
             first = [s and q[: s[0]] for s, q in zip(shapes, routes.each(factors))]
             factors = routes.tree.unflatten(first)
         mean, new = reduce(grads, Carry(given, carry.momentum, factors), travel, self._key(shared, travel))
-        telemetry = self._measure(travel, at, grads, given, mean, new.residuals)
+        telemetry = self._measure(travel, at, grads, given, mean=mean, lost=new.residuals)
         if factors is not None:
             both = zip(shapes, routes.each(carry.factors), routes.each(new.factors))
             factors = routes.tree.unflatten([q if s is None else q.at[: s[0]].set(x) for s, q, x in both])
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
 
     def _measure(
-        self, travel: Travel, at: At, grads: PyTree, before: PyTree, mean: PyTree, lost: PyTree
+        self, travel: Travel, at: At, grads: PyTree, before: PyTree, *, mean: PyTree, lost: PyTree
     ) -> Telemetry | None:
-        return measure(travel, at, grads, before, mean, lost) if self.telemetry else None
+        return measure(travel, at, grads, before, mean=mean, lost=lost) if self.telemetry else None
 
 
 def _turn(count: jax.Array, at: At) -> jax.Array:

@@ -152,7 +152,7 @@ def find(
         examples = next((x.shape[d] for x, d in zip(part, parts.dims) if d is not None), None)
         found = [] if aux is None else outputs.learn(aux, larger, examples)
         found = found if weight is None else outputs.weighted(found, weight)
-        return Found(grads, jnp.asarray(value), weight, new, found)
+        return Found(grads, jnp.asarray(value), weight, model_state=new, aux=found)
 
     if parts.number == 1:
         return of_part(given), renewed
@@ -171,7 +171,7 @@ def find(
     grads = jax.tree_util.tree_map(lambda x, p: (x / parts.number).astype(p.dtype), sums, params)
     value, weight = (None if x is None else added(x) / parts.number for x in each)
     assert value is not None
-    return Found(grads, value, weight, state, outputs.joined(aux, parts.number)), renewed
+    return Found(grads, value, weight, model_state=state, aux=outputs.joined(aux, parts.number)), renewed
 
 
 def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
@@ -226,7 +226,7 @@ class Gradient:
         key = None if key is None else jax.random.fold_in(key, net.rank)
         given = Given(self.model_state.of_rank(model_state, net), batch, key)
         with without_constraints(OP, "loss_fn", net.names):
-            found, renewed = find(of_trained, trained, given, self.parts, self.outputs)
+            found, renewed = find(of_trained, trained, given, self.parts, outputs=self.outputs)
         if self.early:
             found = found._replace(loss=after(found.grads, found.loss))
         grads, value, aux = of_all(found, self.outputs, net)

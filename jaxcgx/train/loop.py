@@ -100,7 +100,7 @@ def make_train_step(
     _check_overlap(overlap, mesh_or_comm, exchange, rounds)
     training = Training(
         division=division,
-        loss=Loss(OP, loss_fn, model_state is not None, has_aux, weighted),
+        loss=Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted),
         exchange=exchange,
         update=Update(optax.with_extra_args_support(optimizer), division),
         model_state=ModelState(model_state),

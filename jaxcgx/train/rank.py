@@ -73,7 +73,7 @@ class Rank:
             found, sent = self._pend(grads, sent, params, loss)
         elif early:
             ticket = jax.tree_util.tree_map(lambda x: after(grads, x), ticket)
-            found, sent = self._end(ticket, grads, sent, params, loss)
+            found, sent = self._end(ticket, grads, sent, params, loss=loss)
         else:
             found, sent = self.reduce(grads, sent, params, loss)
         return found, sent, model_state, loss, aux
@@ -89,7 +89,7 @@ class Rank:
         if pending.ticket is None:
             return self.reduce(without_row(pending.grads), sent, params, pending.loss)
         grads = None if pending.grads is None else without_row(pending.grads)
-        return self._end(pending.ticket, grads, sent, params, pending.loss)
+        return self._end(pending.ticket, grads, sent, params, loss=pending.loss)
 
     def _pend(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> tuple[Any, ExchangeState]:
         """Begins an exchange that the next step ends, if it can go on in between."""
@@ -106,7 +106,7 @@ class Rank:
     def _at(self, params: Params, loss: jax.Array | None) -> At:
         slices = self.overlap.slice_elements if isinstance(self.overlap, Priority) else None
         way = Way(dims=self.division.dims, join=True, order=self.order, slice_elements=slices)
-        return At(self.division.net(), params, loss, way, self.division.shard_axes)
+        return At(self.division.net(), params, loss, way, shards=self.division.shard_axes)
 
     def _begin(
         self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None

@@ -196,7 +196,7 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
         expected = "None, as a center has one rank, which exchanges no gradients"
         raise wrong(OP, "overlap", expected, repr(training.overlap), "leave it out")
     training = dataclasses.replace(training, update=Update(training.update.optimizer, center))
-    return StepOfCenters(CentersTraining(rounds, training, division, center, axis), donate).functions
+    return StepOfCenters(CentersTraining(rounds, training, division, center, axis=axis), donate).functions
 
 
 def _check(rounds: Rounds, training: Training) -> None:
@@ -385,7 +385,7 @@ class CentersTraining:
         skipped = self.skipped(params)
 
         def update(params: Params, opt_state: PyTree, means: PyTree, loss: jax.Array) -> tuple[Params, PyTree]:
-            state = self.training.update(TrainState(params, None, opt_state, None), means, loss, skipped, None)
+            state = self.training.update(TrainState(params, None, opt_state, None), means, loss, skipped, key=None)
             return state.params, state.opt_state
 
         given = params, opt_state, means, loss

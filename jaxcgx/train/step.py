@@ -146,7 +146,7 @@ class Training:
         outputs = Outputs(OP, self.aux_specs, rows, guessed=division.guesses(self.accumulate))
         parts = Parts(self.accumulate, dimensions(specs))
         early = self.exchange.early and division.crosses and self.overlap is None
-        gradient = Gradient(division, self.loss, self.model_state, skipped, parts, outputs, early)
+        gradient = Gradient(division, self.loss, self.model_state, skipped, parts=parts, outputs=outputs, early=early)
         rank = Rank(division, self.exchange, skipped, self.overlap, state_of=self.state_of)
         model, sent = self.model_state.spec(rows), ExchangeState(rows, P())
         found, sent, model_state, loss, aux = division.over(
@@ -161,7 +161,7 @@ class Training:
         if late:
             grads, ticket = found
             return state.replace(pending=Pending(grads, ticket, loss, rank.order or ())), metrics
-        return self.update(state, found, loss, skipped, noise), metrics
+        return self.update(state, found, loss, skipped, key=noise), metrics
 
     def finish(self, state: TrainState) -> TrainState:
         """Applies the gradients that are pending. Without, it changes nothing."""
@@ -170,7 +170,7 @@ class Training:
             return state
         division, pending, skipped = self.division, state.pending, self._skipped(state.params)
         # The parameters that the loss uses first have gradients that are ready last.
-        rank = Rank(division, self.exchange, skipped, self.overlap, pending.order[::-1], self.state_of)
+        rank = Rank(division, self.exchange, skipped, self.overlap, order=pending.order[::-1], state_of=self.state_of)
         sent, noise = ExchangeState(division.rows, P()), self._noise(state)
         means, sent = division.over(
             rank.receive,
@@ -178,7 +178,7 @@ class Training:
             out_specs=(division.specs_of_means(skipped), sent),
         )(pending, state.exchange, state.params)
         state = state.replace(exchange=sent, pending=None)
-        return self.update(state, means, pending.loss, skipped, noise)
+        return self.update(state, means, pending.loss, skipped, key=noise)
 
     @functools.cached_property
     def state_of(self) -> Callable[[Params], ExchangeState]:

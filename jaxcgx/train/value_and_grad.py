@@ -159,7 +159,7 @@ class Once:
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         routes = Routes.of(OP, self.plan, ticket)
-        travel, key = at.over(routes), shared_key(routes, routes, state.shared, at.net, "codec_key")
+        travel, key = at.over(routes), shared_key(routes, routes, state.shared, at.net, argument="codec_key")
         check_input(ticket, Carry(), travel, "params")
         return reduce(ticket, Carry(), travel, key)[0], state
 
@@ -181,8 +181,17 @@ class _Found(NamedTuple):
 class ValueAndGrad:
     """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
 
-    Its fields loss_fn, axis_name, exchange, argnums, has_aux, weighted, aux_specs, batch_specs, param_specs and mesh
-    are the arguments of `value_and_grad`.
+    Attributes:
+      loss_fn: the loss function, an argument of `value_and_grad` like the fields below.
+      axis_name: the axis or axes of the ranks.
+      exchange: the exchange of gradients.
+      argnums: the numbers of the arguments that are differentiated.
+      has_aux: whether the loss function returns auxiliary outputs.
+      weighted: whether the loss function returns a weight.
+      aux_specs: the specs of the auxiliary outputs.
+      batch_specs: the specs of the batch.
+      param_specs: the specs of the parameters.
+      mesh: the mesh, or None.
     """
 
     loss_fn: Callable[..., Any]
@@ -356,7 +365,7 @@ class ValueAndGrad:
             mean, mean_weight = plain_reduce(OP, (total, weight), net, mean=True)
             value = mean / mean_weight
             (grads,) = back(vary((1 / mean_weight, -value / mean_weight), names))
-        return _Found(value, grads, extras, weight, mean_weight)
+        return _Found(value, grads, extras, weight=weight, mean_weight=mean_weight)
 
     def _call(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
         """Calls `loss_fn` with the `given` (arguments, keyword arguments).
