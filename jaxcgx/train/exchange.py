@@ -81,7 +81,7 @@ class Exchange(Protocol):
 
     @property
     def plan(self) -> Plan | Mapping[int, Plan] | None:
-        """The plan, or {first step: plan}. All plans skip the same leaves. None: it sends no messages."""
+        """The plan, or a dict from first steps to plans, which skip the same leaves; None if it sends no messages."""
         ...
 
     early: ClassVar[bool]
