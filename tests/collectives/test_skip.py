@@ -62,16 +62,17 @@ def test_value_and_grad(kind):
     loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
     params, x = {"w": normal((8, 16), 1), "frozen": normal((8, 16), 2)}, normal((4, 8), 3)
     plan = cgx.Plan(cgx.Raw(), [("^frozen$", cgx.Skip())])
-    train = cgx.value_and_grad(loss, "a", plan, mesh=mesh(4, axis_type=kind), feedback=True)
-    residuals = train.init(params)
-    assert residuals["frozen"] is None and residuals["w"].shape == (4, 8, 16)
+    train = cgx.value_and_grad(loss, "a", cgx.Feedback(plan), mesh=mesh(4, axis_type=kind))
+    state = train.init(params)
+    residuals = state.own.residuals
+    assert residuals["frozen"] is None
     x = jax.device_put(x, NamedSharding(mesh(4, axis_type=kind), P("a")))
-    (value, grads), residuals = train(params, x, residuals=residuals)
+    (value, grads), state = train(params, x, state=state)
     stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
     expected = jax.value_and_grad(stopped)(params, np.asarray(x))
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(grads["w"], expected[1]["w"], rtol=1e-4, atol=1e-6)
-    assert not grads["frozen"].any() and residuals["frozen"] is None
+    assert not grads["frozen"].any() and state.own.residuals["frozen"] is None
 
 
 @pytest.mark.parametrize(

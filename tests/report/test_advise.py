@@ -66,8 +66,8 @@ def test_bytes_are_those_of_programs(codec):
         if codec.sparse and row.schedule == "ring" and codec.sums_grow:
             continue  # this sum doesn't exist
         schedule = "auto" if codec.low_rank else row.schedule
-        options = dict(schedule=schedule, key=jax.random.key(0) if codec.stochastic else None)
-        run = on_ranks(lambda x, o=options: cgx.compressed_psum(x, "a", cgx.Plan(codec), **o), mesh(4))
+        plan, key = cgx.Plan(codec, schedule=schedule), jax.random.key(0) if codec.stochastic else None
+        run = on_ranks(lambda x, plan=plan, key=key: cgx.compressed_psum(x, "a", plan, key=key), mesh(4))
         assert abs(row.bytes - cgx.explain(run, x, show=False).bytes) <= 2, row  # two sums of factors are rounded
     plain = cgx.explain(on_ranks(lambda x: jax.lax.psum(x, "a"), mesh(4)), x, show=False).bytes
     assert abs(found.rows[0].bytes - plain) <= 2

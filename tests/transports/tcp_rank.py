@@ -43,6 +43,7 @@ from jaxcgx.wan import Differential, MixedSync, Overlay, Topology, Tree
 from jaxcgx.wan.geomx import differential
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from helpers import planned
 from order import unordered
 
 TCP, BOTH = cgx.Tcp("data"), ("node", "local")
@@ -71,9 +72,11 @@ def zeros(x):
 
 
 def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **fields):
+    plan = planned(codec, **fields)
+
     def run(axes, x):
         carry = cgx.Carry(residuals=jax.tree.map(lambda r: r + 0.125, zeros(x))) if fed else None
-        return cgx.compressed_pmean(x, axes, cgx.Plan.every(codec, **fields), key=key() if keyed else None, carry=carry)
+        return cgx.compressed_pmean(x, axes, plan, key=key() if keyed else None, carry=carry)
 
     return run
 
