@@ -14,6 +14,7 @@
 """
 
 import ctypes
+import dataclasses
 import hashlib
 import json
 import os
@@ -43,7 +44,6 @@ from jaxcgx.wan import Differential, MixedSync, Overlay, Topology, Tree
 from jaxcgx.wan.geomx import differential
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from helpers import planned
 from order import unordered
 
 TCP, BOTH = cgx.Tcp("data"), ("node", "local")
@@ -72,7 +72,7 @@ def zeros(x):
 
 
 def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **fields):
-    plan = planned(codec, **fields)
+    plan = dataclasses.replace(codec, **fields) if isinstance(codec, cgx.Plan) else cgx.Plan.every(codec, **fields)
 
     def run(axes, x):
         carry = cgx.Carry(residuals=jax.tree.map(lambda r: r + 0.125, zeros(x))) if fed else None
