@@ -28,7 +28,7 @@ from jaxcgx.typing import Key, PyTree
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["begun", "held", "key"], meta_fields=["travel"])
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A sum that has begun. It must be ended once, in this program or in a later one.
+    """A sum that has begun. It must be ended once, in this program or, with `Way.later`, in a later one.
 
     Attributes:
       begun: {number of the envelope: sum on its way}.
@@ -132,7 +132,7 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
             rows = [kept.arrays["residuals"][i] for i in ids]
             rows = [jnp.zeros(s, jnp.float32) if r is None else r for r, s in zip(rows, begun.layout.shapes)]
             begun = dataclasses.replace(begun, residuals=rows)
-        leaves, residuals = sums.end(begun)
+        leaves, residuals = sums.end(begun, travel.way.later)
         found |= {i: sums.same(x, travel.net.names) for i, x in zip(ids, leaves)}
         kept.update(ids, Message(ids, [], residuals=residuals))
     for plain in travel.plain:

@@ -89,6 +89,7 @@ class Way(NamedTuple):
       order: the numbers of the leaves, in the order in which they are ready. Messages are made and sent in this order.
       slice_elements: the elements of a slice of a message. Slices of later messages may overtake earlier messages.
         Messages are then made in the order of the tree, so the bits don't depend on `order`.
+      later: whether a later program may end a sum that `begin` began. No later exchange then begins before its end.
     """
 
     mean: bool = True
@@ -98,6 +99,7 @@ class Way(NamedTuple):
     join: bool = False
     order: tuple[int, ...] | None = None
     slice_elements: int | None = None
+    later: bool = False
 
     def cuts(self, i: int) -> bool:
         """Returns whether a rank gets only its slice of leaf i."""

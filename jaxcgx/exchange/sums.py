@@ -107,9 +107,12 @@ def begin(message: Message, stages: tuple[Stage, ...], how: Sum) -> Any:
         return schedules.begin(stage, message, how)
 
 
-def end(begun: Any) -> tuple[list[Any], Any]:
-    """Ends a sum. Returns (leaves, new residuals): the residuals are a list with an array per leaf, or None."""
-    leaves, residuals = begun.net.end_sum(begun, later=True)
+def end(begun: Any, later: bool) -> tuple[list[Any], Any]:
+    """Ends a sum. Returns (leaves, new residuals): the residuals are a list with an array per leaf, or None.
+
+    `later` is that of `Way`.
+    """
+    leaves, residuals = begun.net.end_sum(begun, later)
     return [x.astype(dtype) for x, dtype in zip(leaves, begun.layout.dtypes)], residuals
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end
-from jaxcgx.exchange.routes import Routes
+from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
@@ -79,7 +79,7 @@ class Between:
 
     def begin(self, moved: PyTree, sent: Sent) -> tuple[Ticket, Carry]:
         """Begins an exchange of the outer gradients `moved`. Returns what `end` needs."""
-        travel = Routes.of(self.routes.op, self.plan, moved).over(self.net)
+        travel = Routes.of(self.routes.op, self.plan, moved).over(self.net, Way(later=True))
         residuals = sent.residuals
         if self._inner:
             first = lax.axis_index(self._inner) == 0
