@@ -104,9 +104,9 @@ class Rank:
         return join(grads, part(self.division.like_whole(params), self.skipped)[1])
 
     def _at(self, params: Params, loss: jax.Array | None) -> At:
-        later = isinstance(self.overlap, Priority)
-        slices = self.overlap.slice_elements if later else None
-        way = Way(dims=self.division.dims, join=True, order=self.order, slice_elements=slices, later=later)
+        way = Way(dims=self.division.dims, join=True, order=self.order)
+        if isinstance(self.overlap, Priority):
+            way = way._replace(slice_elements=self.overlap.slice_elements, later=True)
         return At(self.division.net(), params, loss, way, shards=self.division.shard_axes)
 
     def _begin(
