@@ -6,7 +6,7 @@ from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.reduce import check_input
 from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.by_axis import Codecs
+from jaxcgx.plan.leaves import Codecs
 from jaxcgx.typing import AxisName, Key, PyTree
 
 

@@ -12,8 +12,8 @@ from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.resolve import check_ranks
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.by_axis import Codecs
-from jaxcgx.plan.phases import check_plan
+from jaxcgx.plan.leaves import Codecs
+from jaxcgx.plan.plan import check_plan
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, PyTree
 

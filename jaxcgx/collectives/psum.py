@@ -8,8 +8,8 @@ from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.reduce import check_input, reduce
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.by_axis import Codecs
-from jaxcgx.plan.phases import check_plan
+from jaxcgx.plan.leaves import Codecs
+from jaxcgx.plan.plan import check_plan
 from jaxcgx.typing import AxisName, Key, PyTree
 
 

@@ -14,8 +14,8 @@ from jaxcgx.codecs.checks import check_codec, check_key
 from jaxcgx.codecs.coding import roundtrip
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.leaves import spell_path, why_unfit
-from jaxcgx.plan.statistics import GradientStatistics
 from jaxcgx.typing import AxisName
 
 TOP = 100  # the number of largest magnitudes whose norm is in `tops`, as in CGX

@@ -18,7 +18,7 @@ from jaxcgx.exchange.message import carry as carry_over
 from jaxcgx.exchange.reduce import check_carry, leaf_scope, message_scope, plain_sum, send
 from jaxcgx.exchange.routes import Plain, Travel, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.by_axis import Codecs
+from jaxcgx.plan.leaves import Codecs
 from jaxcgx.typing import AxisName, Key, PyTree
 
 OP = "sync_in_backward"

@@ -23,8 +23,7 @@ from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.message import Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
-from jaxcgx.plan.by_axis import Codecs, skips, values
-from jaxcgx.plan.leaves import factor_shape
+from jaxcgx.plan.leaves import Codecs, factor_shape, skips, values
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree

@@ -10,8 +10,8 @@ from typing import Any
 from jaxcgx import codecs
 from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
+from jaxcgx.plan.assignment import Rule
 from jaxcgx.plan.overlay import Overlay
-from jaxcgx.plan.rules import Rule
 from jaxcgx.transports.network import Network
 
 _EXPORTED: dict[str, Any] = {name: getattr(codecs, name) for name in codecs.__all__ if name != "Codec"}

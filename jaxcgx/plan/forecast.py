@@ -16,8 +16,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
-from jaxcgx.plan.by_axis import Codecs, skips, values
-from jaxcgx.plan.leaves import Shaped, messages, spell_path, why_raw
+from jaxcgx.plan.leaves import Codecs, Shaped, messages, skips, spell_path, values, why_raw
 from jaxcgx.text import Totals, ratio, spell_sizes, table
 
 _OP = "Plan.explain"

@@ -1,27 +1,39 @@
-"""The plan, which gives each leaf its codec, and says how messages travel."""
+"""The plan, which gives each leaf its codec and says how messages travel, and schedules of plans by step."""
 
 import dataclasses
 import numbers
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
-from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer, check_positive, wrong
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.checks import (
+    MOST,
+    check_choice,
+    check_field,
+    check_flag,
+    check_integer,
+    check_number,
+    check_positive,
+    is_integer,
+    wrong,
+)
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.topk import Sampled
+from jaxcgx.codecs.topk import Sampled, TopK, check_pull, check_select
 from jaxcgx.plan import adapt, environment, file, forecast
-from jaxcgx.plan.assignment import Assignment
-from jaxcgx.plan.by_axis import ByAxis, Codecs, by_axis, values
+from jaxcgx.plan.adapt import GradientStatistics
+from jaxcgx.plan.assignment import Assignment, Rule
+from jaxcgx.plan.leaves import ByAxis, Codecs, by_axis, check_codecs, values
 from jaxcgx.plan.overlay import Overlay
-from jaxcgx.plan.rules import Rule
-from jaxcgx.plan.sparsification import sparsification
-from jaxcgx.plan.statistics import GradientStatistics
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.network import Network
 from jaxcgx.typing import AxisName
@@ -162,11 +174,8 @@ class Plan(Assignment):
           axis_name: a name, or a tuple of names, outermost first. With a tuple, large leaves travel raw over all axes
             except the outermost.
         """
-        op, half = "Plan.mixed_precision", Cast("float16")
-        names = check_axis_names(op, axis_name, optional=True)
-        check_codec(op, codec)
-        tiny = Rule(by_axis(names, half, half), max_size=check_integer(op, "size_bound", size_bound, 0, MOST))
-        return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False, prefer="bytes")
+        op = "Plan.mixed_precision"
+        return cls(**_by_size(op, size_bound, axis_name, large=check_codec(op, codec), tiny=Cast("float16")))
 
     @classmethod
     def bsc(
@@ -305,3 +314,61 @@ def _check_bits(op: str, bits: Any) -> int:
     if number not in (*range(1, 9), 32):
         raise wrong(op, "bits", "an integer from 1 to 8, or 32 for no compression", number)
     return number
+
+
+class Phase(NamedTuple):
+    """A phase of a schedule. Its plan is used from step `start` on, until the next phase starts."""
+
+    start: int
+    plan: Plan
+
+
+def check_phases(function: str, plan: Any) -> tuple[Phase, ...]:
+    """Returns the phases in order: one for a plan, or one for each entry of {first step: plan}."""
+    plans = {0: plan}
+    if isinstance(plan, dict) and any(map(is_integer, plan)):
+        if 0 not in plan or not all(is_integer(step) and step >= 0 for step in plan):
+            expected = "a schedule {first step: plan} that begins with step 0"
+            raise wrong(function, "plan", expected, f"steps {list(plan)}")
+        plans = plan
+    return tuple(Phase(start, check_plan(function, plans[start])) for start in sorted(plans))
+
+
+def check_plan(function: str, plan: Any, argument: str = "plan") -> Plan:
+    """Returns a plan. A codec, or {axis: codec}, becomes a plan without guards."""
+    return plan if isinstance(plan, Plan) else Plan.every(check_codecs(function, argument, plan))
+
+
+def switch(
+    phases: Sequence[Phase], count: jax.Array | None, branches: Sequence[Callable[..., Any]], *operands: Any
+) -> Any:
+    """Calls the branch of the phase to which step `count` belongs. `branches` has one function for each phase.
+
+    `count` is None only if no plan compresses anything. Then all branches do the same.
+    """
+    if len(branches) == 1 or count is None:
+        return branches[0](*operands)
+    now = sum((count >= phase.start).astype(jnp.int32) for phase in phases[1:])
+    return lax.switch(now, branches, *operands)
+
+
+def sparsification(
+    function: str, threshold: Any, size_bound: Any, axis_name: AxisName, *, pull: Any, select: Any, tiny: Codec = Raw()
+) -> dict[str, Any]:
+    """Returns the fields of the plan `Plan.bsc`, whose docstring explains the arguments.
+
+    Errors name the function `function`. `tiny` is the codec of leaves with up to `size_bound` elements, over all axes.
+    """
+    remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
+    check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
+    select, pull = check_select(function, "select", select), check_pull(function, "pull", pull)
+    # If every element is sent, momentum must not be masked. Raw() masks nothing.
+    codec = Raw() if threshold == 1 else TopK(threshold, select=select, pull=pull)
+    return _by_size(function, size_bound, axis_name, large=codec, tiny=tiny)
+
+
+def _by_size(function: str, size_bound: Any, axis_name: AxisName, *, large: Codec, tiny: Codec) -> dict[str, Any]:
+    """Returns the fields of GeoMX's plans. Leaves with up to `size_bound` elements are `tiny`, over all axes."""
+    names = check_axis_names(function, axis_name, optional=True)
+    rule = Rule(by_axis(names, tiny, tiny), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
+    return dict(default=by_axis(names, large, Raw()), rules=[rule], min_size=0, skip_1d=False, prefer="bytes")

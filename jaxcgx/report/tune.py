@@ -21,8 +21,7 @@ from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.statistics import gradient_statistics
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import GradientStatistics, Plan, why_raw
-from jaxcgx.plan.by_axis import compressing, skips
-from jaxcgx.plan.leaves import spell_path
+from jaxcgx.plan.leaves import compressing, skips, spell_path
 from jaxcgx.text import spell_sizes, table
 
 Path = str | os.PathLike[str]

@@ -8,7 +8,7 @@ from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import Sampled
 from jaxcgx.plan import Plan
-from jaxcgx.plan.sparsification import sparsification
+from jaxcgx.plan.plan import sparsification
 from jaxcgx.train.sparse import Sparse
 
 

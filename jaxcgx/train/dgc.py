@@ -13,7 +13,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import Sampled, TopK, check_pull, check_select, check_values
 from jaxcgx.plan import Plan
-from jaxcgx.plan.by_axis import by_axis
+from jaxcgx.plan.leaves import by_axis
 from jaxcgx.train.exchange import At, Number
 from jaxcgx.train.sparse import Sparse
 from jaxcgx.train.state import ExchangeState

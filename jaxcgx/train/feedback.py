@@ -17,7 +17,7 @@ from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, reduce
 from jaxcgx.exchange.routes import Route, Routes, Travel
 from jaxcgx.plan import Plan
-from jaxcgx.plan.phases import Phase, check_phases, switch
+from jaxcgx.plan.plan import Phase, check_phases, switch
 from jaxcgx.train.division import after
 from jaxcgx.train.exchange import At, Number, check_hyperparameter, zeros
 from jaxcgx.train.state import ExchangeState

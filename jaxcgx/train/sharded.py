@@ -22,7 +22,7 @@ from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import carry
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.phases import check_plan
+from jaxcgx.plan.plan import check_plan
 from jaxcgx.train.batch import OP, flatten_specs, is_spec
 from jaxcgx.train.cut import Cut, beside, check_optimizer_specs, check_specs, named
 from jaxcgx.train.division import Function

@@ -17,7 +17,7 @@ from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan.leaves import spell_path
-from jaxcgx.plan.phases import check_phases
+from jaxcgx.plan.plan import check_phases
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, addable
 from jaxcgx.train.exchange import Exchange, with_row

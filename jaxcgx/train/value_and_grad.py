@@ -22,7 +22,7 @@ from jaxcgx.exchange.reduce import check_input, plain_reduce, reduce
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
-from jaxcgx.plan.phases import check_plan
+from jaxcgx.plan.plan import check_plan
 from jaxcgx.train import eager
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part
 from jaxcgx.train.exchange import At, Exchange, as_exchange, check_state, send

@@ -8,7 +8,7 @@ from jaxcgx.checks import check_flag, check_integer, check_number, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.plan import Plan
-from jaxcgx.plan.phases import check_phases
+from jaxcgx.plan.plan import check_phases
 from jaxcgx.wan.contributions import WEIGHTS
 from jaxcgx.wan.diloco.diloco import warn_of_few_bits
 from jaxcgx.wan.diloco.outer import check_outer

@@ -9,8 +9,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.skip import Skip
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan, Rule
-from jaxcgx.plan.by_axis import ByAxis, Codecs, by_axis
-from jaxcgx.plan.leaves import spell_path
+from jaxcgx.plan.leaves import ByAxis, Codecs, by_axis, spell_path
 
 
 @functools.lru_cache(maxsize=64)

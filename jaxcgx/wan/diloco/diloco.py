@@ -15,7 +15,7 @@ from jaxcgx.codecs.spelling import spell
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
-from jaxcgx.plan.phases import check_phases
+from jaxcgx.plan.plan import check_phases
 from jaxcgx.train.exchange import At
 from jaxcgx.train.require import import_optax
 from jaxcgx.train.rounds import Act

@@ -22,8 +22,8 @@ from jaxcgx.exchange.message import carry
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, plain_reduce, reduce
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
-from jaxcgx.plan.by_axis import by_axis
-from jaxcgx.plan.phases import Phase, check_phases, switch
+from jaxcgx.plan.leaves import by_axis
+from jaxcgx.plan.plan import Phase, check_phases, switch
 from jaxcgx.train.division import after
 from jaxcgx.train.exchange import At, check_hyperparameter
 from jaxcgx.train.state import ExchangeState
