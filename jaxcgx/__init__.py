@@ -38,7 +38,7 @@ from jaxcgx.collectives import (
     local_value_and_grad,
     sync_in_backward,
 )
-from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.message import Carry
 from jaxcgx.native.pages import keep_pages
 from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.advise import advise

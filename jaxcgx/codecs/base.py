@@ -28,7 +28,7 @@ class Codec:
       meta: the number of float32 values of metadata per bucket.
       whole: whether all elements of a leaf in a chunk are one bucket. `bucket_size` is then None.
       stochastic: whether encoding draws noise, and so needs a key.
-      correlated: whether ranks draw shares of common noise (exchange/keys.py). Otherwise their noise is independent.
+      correlated: whether ranks draw shares of common noise (exchange/message.py). Otherwise their noise is independent.
       skip_incomplete: whether the elements after the last whole bucket of a leaf travel raw.
       rotate: whether buckets are rotated before they are quantized (rotation.py).
       raw: whether all elements travel raw.

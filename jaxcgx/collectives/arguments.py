@@ -9,6 +9,8 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_integer, check_whole, spell_array, warn, wrong
 from jaxcgx.codecs.checks import check_encodes, check_key
 from jaxcgx.codecs.spelling import spell
+from jaxcgx.exchange.message import Carry
+from jaxcgx.exchange.reduce import check_input
 from jaxcgx.exchange.resolve import check_ranks
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
@@ -55,8 +57,11 @@ class Call(NamedTuple):
         routes, backward = Routes.of(op, there, x), Routes.of(op, back, x)
         return cls(x, net, routes, backward, shared_key(routes, backward, key, net))
 
-    def over(self, way: Way) -> Travel:
-        return self.routes.over(self.net, way, self.backward)
+    def travel(self, way: Way, carry: Carry | None = None) -> Travel:
+        """Returns how the tree travels, after a check that it and the carry may travel so."""
+        travel = self.routes.over(self.net, way, self.backward)
+        check_input(self.x, carry or Carry(), travel)
+        return travel
 
     def check_rows(self) -> None:
         """Checks that every codec makes bytes of rows, and that no leaf is skipped."""

@@ -1,4 +1,4 @@
-"""Measures the error of each codec on the gradients of each leaf. `Plan.adapt` chooses codecs by these errors."""
+"""Measures gradients: whether all are finite, and for `Plan.adapt` the error of each codec on each leaf."""
 
 import collections
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_codec, check_key
@@ -16,17 +17,17 @@ from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.leaves import spell_path, why_unfit
-from jaxcgx.typing import AxisName
+from jaxcgx.typing import AxisName, Key, PyTree
 
 TOP = 100  # the number of largest magnitudes whose norm is in `tops`, as in CGX
 
 
 def gradient_statistics(
-    grads: Any,
+    grads: PyTree,
     axis_name: AxisName = None,
     codecs: Sequence[Codec] = tuple(MaxMin(bits) for bits in range(2, 9)),
     *,
-    key: Any = None,
+    key: Key | None = None,
 ) -> GradientStatistics:
     """Returns the squared error of every codec and the squared norm, leaf by leaf, for `Plan.adapt`.
 
@@ -66,7 +67,7 @@ def gradient_statistics(
     )
 
 
-def _check_leaves(op: str, grads: Any) -> tuple[list[Any], list[jax.Array]]:
+def _check_leaves(op: str, grads: PyTree) -> tuple[list[Any], list[jax.Array]]:
     """Returns (JAX paths, arrays) of the leaves that codecs can take. Their paths must differ."""
     found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
@@ -79,9 +80,27 @@ def _check_leaves(op: str, grads: Any) -> tuple[list[Any], list[jax.Array]]:
     return [path for path, _ in found], [leaf for _, leaf in found]
 
 
-def _measure(x: jax.Array, codecs: Sequence[Codec], key: Any) -> jax.Array:
+def _measure(x: jax.Array, codecs: Sequence[Codec], key: Key | None) -> jax.Array:
     """Returns float32[codecs + 2]: the squared errors, the squared norm, the squared norm of the largest magnitudes."""
     exact = x.astype(jnp.float32)
     errors = [roundtrip(x, codec, key if codec.stochastic else None).astype(jnp.float32) - exact for codec in codecs]
     top = lax.top_k(jnp.abs(exact.reshape(-1)), min(TOP, x.size))[0]
     return jnp.stack([jnp.square(e).sum() for e in (*errors, exact, top)])
+
+
+def all_finite(grads: PyTree, axis_name: AxisName) -> jax.Array:
+    """Returns whether every element is finite on every rank of an axis, as bool[]. All ranks get the same answer.
+
+    Pass gradients after their exchange: a mean may overflow though no rank's gradient does. Each rank sends 4 bytes.
+
+    Args:
+      grads: a pytree of arrays.
+      axis_name: one name, or a tuple of names.
+    """
+    net = check_axes("all_finite", axis_name)
+    leaves = [x for x in map(jnp.asarray, jax.tree_util.tree_leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    bad = sum(((~jnp.isfinite(x)).any().astype(jnp.int32) for x in leaves), jnp.int32(0))
+    # The axes of the mesh over which the gradients are sharded, in the same order in every process.
+    if shards := tuple(sorted(_compat.varying_axes(bad) - set(net.names), key=str)):
+        bad = lax.psum(bad, shards)
+    return net.plain_psum(_compat.vary(bad, _compat.tracked_axes(net.names))) == 0

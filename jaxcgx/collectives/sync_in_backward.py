@@ -12,10 +12,9 @@ from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.collectives.arguments import Call
 from jaxcgx.collectives.gradients import vary
-from jaxcgx.exchange.carry import Carry
-from jaxcgx.exchange.message import Message
-from jaxcgx.exchange.message import carry as carry_over
-from jaxcgx.exchange.reduce import check_carry, leaf_scope, message_scope, plain_sum, send
+from jaxcgx.exchange.message import Carry, Message, carry_over
+from jaxcgx.exchange.primitives import psum
+from jaxcgx.exchange.reduce import check_carry, plain_sum
 from jaxcgx.exchange.routes import Plain, Travel, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs
@@ -77,7 +76,7 @@ def sync_in_backward(
     call, given = Call.of(OP, params, axis_name, plan, key=key), carry or Carry()
     if order is not None:  # not every caller is typed
         order = tuple(order) if isinstance(order, Sequence) else (order,)  # pyright: ignore[reportUnnecessaryIsInstance]
-    travel = call.over(Way(order=order))
+    travel = call.routes.over(call.net, Way(order=order))
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
     check_carry(given, travel, "params")
@@ -89,7 +88,7 @@ def sync_in_backward(
             if jnp.issubdtype(leaves[i].dtype, jnp.inexact):  # others have no gradient
                 alone = Plain((i,), plain.nets, (why,))
                 own = None if residuals[i] is None else [residuals[i]]
-                with leaf_scope(travel, i, why):
+                with travel.leaf_scope(i, why):
                     message = Message((i,), [leaves[i]], residuals=own)
                     (found[i],) = _in_backward(
                         message, travel, lambda back, alone=alone: _send_plain(travel, alone, back)
@@ -101,8 +100,9 @@ def sync_in_backward(
         if given.residuals is not None and "residuals" in envelope.stages[0].codec.state:
             own = [jnp.zeros(leaves[i].shape, jnp.float32) if residuals[i] is None else residuals[i] for i in ids]
         message = Message(ids, [leaves[i] for i in ids], call.key if envelope.stochastic else None, residuals=own)
-        with message_scope(travel, ids):
-            found |= zip(ids, _in_backward(message, travel, functools.partial(send, travel, envelope)))
+        with travel.scope(ids):
+            send = functools.partial(psum, net=travel.net, stages=envelope.stages, how=travel.how)
+            found |= zip(ids, _in_backward(message, travel, send))
     return call.routes.tree.unflatten([found[i] for i in range(len(leaves))])
 
 

@@ -25,12 +25,18 @@ between machines with a few cores. docs/planner.md has the formulas, and compare
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import jax
 
 from jaxcgx.codecs.base import Codec
+from jaxcgx.exchange.message import Stage
 from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.tcp_sum import pieces_of
+from jaxcgx.plan import Plan
+from jaxcgx.plan.leaves import Shaped
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.network import Network
 
@@ -49,7 +55,7 @@ class Load(NamedTuple):
     whole: bool = False  # whether a leaf in a chunk is one bucket, which can't be cut into pieces
 
     @classmethod
-    def of(cls, codec: Codec, leaves: Sequence[Any], raw: float, ranks: int, mover: str | None) -> "Load":
+    def of(cls, codec: Codec, leaves: Sequence[Shaped], raw: float, ranks: int, mover: str | None) -> "Load":
         """Makes the load of leaves of `raw` bytes in float32 that a codec compresses."""
         sent, back = (wire(each, leaves, mover) for each in (codec, codec.of_sum(ranks)))
         return cls(ranks, raw, sent, back, sparse=codec.sparse, whole=codec.whole)
@@ -74,7 +80,7 @@ class Time(NamedTuple):
         return max(self.kernels, self.wire) + min(self.kernels, self.wire) / self.pieces
 
 
-def wire(codec: Codec, leaves: Sequence[Any], mover: str | None = None) -> int:
+def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> int:
     """Returns the compressed bytes of leaves. A leaf is any object with a shape and a dtype."""
     bytes_of = codec.likely_bytes if mover == "tcp" else codec.wire_bytes
     return sum(bytes_of(x.shape, x.dtype) for x in leaves)
@@ -145,7 +151,34 @@ def faster(one: float, two: float) -> str:
     return "one_shot" if one <= ENOUGH * two else "two_shot"
 
 
-def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: int, mover: str | None = None) -> int:
+def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -> tuple[Stage, ...]:
+    """Returns the stages, outermost first, with a schedule in place of "auto", for the leaves of all messages.
+
+    The outermost stage gets the schedule that takes the least time or sends the fewest bytes. It is the same for all
+    messages.
+    """
+    outer, inner = stages[0], stages[1:]
+    net, codec = outer.net, outer.codec
+    if codec.low_rank:
+        outer = outer._replace(schedule="psum")
+    elif outer.schedule == "tree":
+        outer = outer._replace(schedule=Overlay.tree(net.size))
+    elif outer.schedule == "auto":
+        share = 1 if plan.leader else math.prod(stage.net.size for stage in inner)  # every inner rank takes a share
+        if max(x.size for x in leaves) // share > codec.most:
+            schedule = "two_shot"  # one_shot doesn't cut leaves, and this one is too long for the codec
+        else:
+            known = plan.network or Network()
+            known = dataclasses.replace(known, mover=known.mover or net.mover)
+            parts = [jax.ShapeDtypeStruct((x.size // share,), x.dtype) for x in leaves]
+            raw = sum(4 * x.size for x in leaves) // share
+            load = Load.of(codec, parts, raw, ranks=net.size, mover=known.mover)
+            schedule = choose(load, known, prefer=plan.prefer)
+        outer = outer._replace(schedule=schedule)
+    return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
+
+
+def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Shaped], ranks: int, mover: str | None = None) -> int:
     """Returns the exact number of bytes that a rank sends to sum a message. If ranks differ, it is the largest.
 
     Args:

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.keys import fold
-from jaxcgx.exchange.message import Sum
+from jaxcgx.exchange.message import Sum, fold
 from jaxcgx.plan.overlay import Overlay, Tree
 
 _GROUPS = 8  # the most groups of ranks for a measurement; the sum of each group is encoded

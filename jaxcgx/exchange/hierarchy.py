@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.exchange import schedules, scopes
-from jaxcgx.exchange.keys import fold_stage
-from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
+from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry_over, fold_stage
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport, countable
 
@@ -40,7 +39,7 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
     before = message.residuals
     if before is None:
         return by(stages, message, how)
-    leaves, lost = carry(message.leaves, before)
+    leaves, lost = carry_over(message.leaves, before)
     summed = by(stages, message.replace(leaves=leaves), how)
     added: Any = summed.residuals
     residuals = [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(summed.leaves, lost, added, before)]

@@ -1,11 +1,13 @@
-"""The values that travel through an exchange: a message, its stages, and how its sum is formed."""
+"""The values that travel through an exchange: a message with its keys and its state, its stages, and its sum."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ops
@@ -13,11 +15,32 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.terms import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
+from jaxcgx.typing import PyTree
 
-# The state that a sum keeps from call to call, as fields of the message. Each rank has its own residuals and momentum.
-# Factors are the same on every rank: like sums, they don't vary over the axes of the exchange.
-OWN, SHARED = ("residuals", "momentum"), ("factors",)
-STATE = OWN + SHARED
+# The state that a sum keeps from call to call, as fields of `Carry` and `Message`. Each rank has its own residuals and
+# momentum. Factors are the same on every rank: like sums, they don't vary over the axes of the exchange.
+STATE, SHARED = ("residuals", "momentum", "factors"), ("factors",)
+# Numbers that are folded into keys: for the first encoding, the encoding of a sum, the hops of a ring or a tree, and
+# the backward pass, whose number no stage of a hierarchy has.
+FIRST, SUM, HOP, BACK = 0, 1, 3, 2**16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """What a sum keeps from call to call: trees like the summed one, with None for leaves that keep nothing.
+
+    None in place of a tree: no leaf keeps anything of its kind.
+
+    Attributes:
+      residuals: float32, this rank's own compression errors, which the next sum adds to its input.
+      momentum: this rank's own momentum, like the leaves.
+      factors: the factors of low-rank codecs, the same on every rank.
+    """
+
+    residuals: PyTree = None
+    momentum: PyTree = None
+    factors: PyTree = None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves", "key", "back", *STATE], meta_fields=["ids"])
@@ -103,7 +126,7 @@ class Summed(NamedTuple):
     sent: Any = None  # a `Sent`; None if no momentum needs it
 
 
-def carry(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:
+def carry_over(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:
     """Returns (the leaves plus their residuals, in the leaves' dtypes; the losses of rounding to these dtypes).
 
     Where a loss is not finite, the residual stays unchanged, as in the kernels.
@@ -112,3 +135,54 @@ def carry(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]
     carried = [w.astype(x.dtype) for w, x in zip(whole, leaves)]
     lost = [w - c.astype(jnp.float32) for w, c in zip(whole, carried)]
     return carried, [jnp.where(jnp.isfinite(x), x, r) for x, r in zip(lost, residuals)]
+
+
+def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
+    """Returns the key folded with the numbers, as two words. No key gives None. An offset is kept as the third word."""
+    if key is None:
+        return None
+    folded = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
+    for n in numbers:
+        folded = jax.random.fold_in(folded, n)
+    words = jax.random.key_data(folded)
+    return words if key.shape == (2,) else jnp.concatenate([words, key[2:]])
+
+
+def back_key(key: jax.Array | None, dimensions: int = 0) -> jax.Array | None:
+    """Returns the key of the backward pass. vmap has added `dimensions` in front of the key."""
+    make: Any = lambda words: fold(words, BACK)
+    for _ in range(dimensions if key is not None else 0):
+        make = jax.vmap(make)
+    return make(key)
+
+
+def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | None:
+    """Returns the key of a rank's first encoding. No two encodings of an element share their noise, with one exception.
+
+    For correlated rounding (Suresh et al., 2022), rank r of N ranks rounds with the noise u_r = (pi_r + u) / N, where u
+    is uniform in [0, 1) and pi is a random permutation of 0, ..., N - 1. So u_r is uniform as well, and each rank's
+    rounding is unbiased. But the ranks' noise is evenly spread in [0, 1), so that their errors cancel.
+
+    Here u_r = (U + s_r / N) mod 1. U is drawn from the key for each element, and is the same on all ranks. s is a
+    random permutation of the ranks, one per message. Each element has the distribution above: the integer part of N U
+    rotates s, and the fraction of N U is u. Errors of different elements are uncorrelated, because they are unbiased
+    for each s. Kernels only add the offset s_r / N, which is the third word of the key.
+    """
+    if key is None or not codec.correlated:
+        return fold(key, FIRST, net.rank)
+    order: Any = fold(key, FIRST, 0)
+    words: Any = fold(key, FIRST, 1)
+    offsets = np.uint32(2**16 * np.arange(net.size) // net.size)
+    shares = jax.random.permutation(jax.random.wrap_key_data(order, impl="threefry2x32"), offsets)
+    return jnp.append(words, shares[net.rank])
+
+
+def fold_stage(key: jax.Array | None, number: int, others: Sequence[Stage]) -> jax.Array | None:
+    """Returns the key of stage `number` of a hierarchy.
+
+    Ranks with different places along the stages `others` draw different noise.
+    """
+    rank = 0
+    for stage in others if key is not None else ():
+        rank = rank * stage.net.size + stage.net.rank
+    return fold(key, number, rank)

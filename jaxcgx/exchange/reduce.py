@@ -13,15 +13,12 @@ from jaxcgx.checks import check_varying, spell_array, warn, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.exchange import hierarchy, primitive, row_primitives, scopes, sums
-from jaxcgx.exchange.carry import Carry
-from jaxcgx.exchange.keys import fold, fold_stage
-from jaxcgx.exchange.message import STATE, Message, Sum
-from jaxcgx.exchange.message import carry as carry_over
-from jaxcgx.exchange.routes import Envelope, Plain, Routes, Travel, Way
+from jaxcgx.exchange import hierarchy, primitives, rows, schedules, scopes
+from jaxcgx.exchange.message import STATE, Carry, Message, carry_over
+from jaxcgx.exchange.routes import Envelope, Plain, Route, Routes, Travel, Way
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
-from jaxcgx.transports.base import Transport, join_rows, split_rows
+from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, PyTree
 
 
@@ -86,9 +83,9 @@ class _Kept:
         return Carry(**{kind: self.routes.tree.unflatten(arrays) for kind, arrays in self.arrays.items()})
 
 
-def hold(x: PyTree, travel: Travel, key: Key | None) -> Ticket:
+def _hold(x: PyTree, travel: Travel, key: Key | None) -> Ticket:
     """Returns the ticket of a sum of which nothing has begun: `end` sends everything."""
-    return Ticket({}, dict(enumerate(travel.routes.tree.flatten_up_to(x))), key, travel)
+    return Ticket({}, dict(enumerate(travel.routes.each(x))), key, travel)
 
 
 def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Ticket, Carry]:
@@ -106,15 +103,15 @@ def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Tic
     Returns:
       (the ticket, the carry for `end`).
     """
-    ticket, kept = hold(x, travel, key), _Kept(carry, travel.routes)
-    if not travel.crosses:
+    ticket, kept = _hold(x, travel, key), _Kept(carry, travel.routes)
+    if travel.net.begin_sum is None:
         return ticket, carry
     for m, envelope in enumerate(travel.envelopes):
-        with message_scope(travel, envelope.ids):
-            message = primitive.match_varying(_message(envelope, ticket, kept), travel.net)
-            begun = None if travel.way.cuts(envelope.ids[0]) else sums.begin(message, envelope.stages, travel.how)
-        if begun is None:
+        if travel.way.cuts(envelope.ids[0]) or not schedules.can_begin(envelope.stages):
             continue
+        with travel.scope(envelope.ids):
+            message = primitives.match_varying(_message(envelope, ticket, kept), travel.net)
+            begun = schedules.begin(envelope.stages[0], message, travel.how)
         kept.update(envelope.ids, message.replace(residuals=begun.residuals))
         ticket.begun[m] = dataclasses.replace(begun, residuals=None)  # they are in the carry
         for i in envelope.ids:
@@ -129,19 +126,23 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
     for m in reversed(ticket.begun):  # the last to begin has the first layers, which the next step needs first
         ids, begun = travel.envelopes[m].ids, ticket.begun[m]
         if "residuals" in kept.arrays:
-            rows = [kept.arrays["residuals"][i] for i in ids]
-            rows = [jnp.zeros(s, jnp.float32) if r is None else r for r, s in zip(rows, begun.layout.shapes)]
-            begun = dataclasses.replace(begun, residuals=rows)
-        leaves, residuals = sums.end(begun, travel.way.later)
-        found |= {i: sums.same(x, travel.net.names) for i, x in zip(ids, leaves)}
+            old = [kept.arrays["residuals"][i] for i in ids]
+            old = [jnp.zeros(s, jnp.float32) if r is None else r for r, s in zip(old, begun.layout.shapes)]
+            begun = dataclasses.replace(begun, residuals=old)
+        leaves, residuals = begun.net.end_sum(begun, travel.way.later)
+        for i, x in zip(ids, leaves):
+            found[i] = primitives.same(x.astype(routes.leaves[i].dtype), travel.net.names)
         kept.update(ids, Message(ids, [], residuals=residuals))
     for plain in travel.plain:
         found |= _plain(plain, ticket, kept)
     for m, envelope in enumerate(travel.envelopes):
         if m not in ticket.begun:
-            message, cuts = _message(envelope, ticket, kept), travel.way.cuts(envelope.ids[0])
-            with message_scope(travel, envelope.ids):
-                done = _scatter(travel, envelope, message) if cuts else send(travel, envelope, message)
+            message = _message(envelope, ticket, kept)
+            with travel.scope(envelope.ids):
+                if travel.way.cuts(envelope.ids[0]):
+                    done = rows.scatter(message, envelope.stages, travel)
+                else:
+                    done = primitives.psum(message, travel.net, envelope.stages, travel.how)
             found |= dict(zip(envelope.ids, done.leaves))
             kept.update(envelope.ids, done)
     return routes.tree.unflatten([found[i] for i in range(len(routes.leaves))]), kept.carry()
@@ -149,7 +150,7 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
 
 def reduce(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[PyTree, Carry]:
     """Returns (sums, carry). It can be differentiated: linearization ignores compression."""
-    return end(hold(x, travel, key), carry)
+    return end(_hold(x, travel, key), carry)
 
 
 def plain_reduce(op: str, x: PyTree, net: Transport, *, mean: bool) -> PyTree:
@@ -188,53 +189,48 @@ def check_input(x: PyTree, carry: Carry, travel: Travel, argument: str = "x") ->
 def check_carry(carry: Carry, travel: Travel, argument: str) -> None:
     """Checks that a carry fits the leaves, and that the plan allows feedback. `argument` is as in `check_input`."""
     routes = travel.routes
-    shapes = {
-        "residuals": [f"float32{list(r.shape)}" if r.dtype in DTYPES else "None" for r in routes.leaves],
-        "momentum": [spell_array(r) for r in routes.leaves],
-        "factors": ["None" if r.factor is None else f"float32{list(r.factor)}" for r in routes.leaves],
-    }
     if carry.momentum is not None and carry.residuals is None:
         raise wrong(routes.op, "carry.residuals", f"a tree like {argument} with momentum", None)
-    for kind, expected in shapes.items():
-        tree, name = getattr(carry, kind), f"carry.{kind}"
+    for kind in STATE:
+        tree = getattr(carry, kind)
         try:
             found = routes.each(tree)
         except (TypeError, ValueError):
             got = jax.tree_util.tree_structure(tree)
-            raise wrong(routes.op, name, f"a tree like {argument}, {routes.tree}", got) from None
-        for route, array, shape in zip(routes.leaves, found, expected):
-            if array is not None and spell_array(array) != shape:
-                raise wrong(routes.op, name, f"{shape} for {spell_array(route)}", spell_array(array), path=route.path)
-            if array is not None and kind == "momentum" and route.encoded and kind not in route.codecs[0].state:
-                what = f"None for a leaf whose every element is sent, with {spell(route.codecs[0])}"
-                raise wrong(routes.op, name, what, "an array", "take jaxcgx.TopK", path=route.path)
-            if array is not None and kind == "factors" and (got := _varying(array, travel.net)):
-                remedy = "pass on what the call before returned, through P() in shard_map's specs"
-                raise wrong(routes.op, name, "the same array on every rank", got, remedy, path=route.path)
-    if carry.residuals is not None:
-        travel.check_feedback()
-        _warn_of_growth(travel)
-
-
-def _varying(x: jax.Array, net: Transport) -> str:
-    axes = [name for name in net.names if name in _compat.varying_axes(x)]
-    return f"one that varies over {', '.join(map(repr, axes))}" if axes else ""
-
-
-def _warn_of_growth(travel: Travel) -> None:
-    """Warns about codecs whose residuals grow without bound."""
-    for codec in dict.fromkeys(each.stages[0].codec for each in travel.envelopes):
+            raise wrong(routes.op, f"carry.{kind}", f"a tree like {argument}, {routes.tree}", got) from None
+        for route, array in zip(routes.leaves, found):
+            if array is not None:
+                _check_array(travel, kind, route, array)
+    if carry.residuals is None:
+        return
+    travel.check_feedback()
+    for codec in {each.stages[0].codec: None for each in travel.envelopes}:
         if not codec.contracts:
             warn(
-                f"{travel.routes.op}: argument 'plan': residuals of {spell(codec)} grow without bound, because its "
-                "error is larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign"
+                f"{routes.op}: argument 'plan': residuals of {spell(codec)} grow without bound, because its error is "
+                "larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign"
             )
 
 
-def message_scope(travel: Travel, ids: tuple[int, ...]) -> PyTree:
-    """Returns the scope of a message, which `explain` finds in the compiled program."""
-    paths = tuple(jax.tree_util.keystr(travel.routes.leaves[i].path) for i in ids)
-    return scopes.scope(scopes.MessageScope(travel.routes.op, travel.net.names, paths))
+def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array) -> None:
+    """Checks an array of a carry."""
+    op, name = travel.routes.op, f"carry.{kind}"
+    if kind == "momentum":
+        expected = spell_array(route)
+    elif kind == "factors":
+        expected = "None" if route.factor is None else f"float32{list(route.factor)}"
+    else:
+        expected = f"float32{list(route.shape)}" if route.dtype in DTYPES else "None"
+    if spell_array(array) != expected:
+        raise wrong(op, name, f"{expected} for {spell_array(route)}", spell_array(array), path=route.path)
+    if kind == "momentum" and route.encoded and kind not in route.codecs[0].state:
+        expected = f"None for a leaf whose every element is sent, with {spell(route.codecs[0])}"
+        raise wrong(op, name, expected, "an array", "take jaxcgx.TopK", path=route.path)
+    axes = _compat.varying_axes(array).intersection(travel.net.names) if kind == "factors" else ()
+    if axes:
+        got = f"one that varies over {', '.join(repr(axis) for axis in travel.net.names if axis in axes)}"
+        remedy = "pass on what the call before returned, through P() in shard_map's specs"
+        raise wrong(op, name, "the same array on every rank", got, remedy, path=route.path)
 
 
 def _message(envelope: Envelope, ticket: Ticket, kept: _Kept) -> Message:
@@ -253,46 +249,11 @@ def _numbers(ids: tuple[int, ...], travel: Travel) -> tuple[int, ...]:
     return tuple(alike.index(i) for i in ids)
 
 
-def send(travel: Travel, envelope: Envelope, message: Message) -> Message:
-    """Returns the sums of a message of whole leaves, with its new state."""
-    tracked = bool(_compat.tracked_axes(travel.net.names))
-    return sums.psum(message, net=travel.net, stages=envelope.stages, how=travel.how, tracked=tracked)
-
-
-def _scatter(travel: Travel, envelope: Envelope, message: Message) -> Message:
-    """Returns this rank's slices of the sums of a message. Its new residuals are those of whole leaves."""
-    stages, size, way = envelope.stages, travel.net.size, travel.way
-    dims = [way.dims[i] or 0 for i in envelope.ids]
-
-    def cut(arrays: list[jax.Array]) -> list[jax.Array]:
-        rows = [split_rows(x, d, size=size, tiled=way.tiled) for x, d in zip(arrays, dims)]
-        return [x.reshape(*(stage.net.size for stage in stages), *x.shape[1:]) for x in rows]
-
-    parts = message.replace(leaves=cut(message.leaves), residuals=message.residuals and cut(message.residuals))
-    key = fold(message.key, 0)
-    for j, stage in reversed(list(enumerate(stages))):
-        others = stages[:j] + stages[j + 1 :]
-        words = fold_stage(key, j, others) if others else key
-        part = parts.replace(key=words, leaves=[jnp.moveaxis(x, j, 0) for x in parts.leaves])
-        how = Sum(travel.how.own, 1.0 if j else travel.how.divisor)
-        parts = row_primitives.psum_scatter(part, stage, how)
-    if parts.residuals is None:
-        return parts
-    return parts.replace(residuals=[join_rows(x, d, way.tiled) for x, d in zip(parts.residuals, dims)])
-
-
-def leaf_scope(travel: Travel, i: int, why: str) -> PyTree:
-    """Returns the scope of a leaf without message."""
-    route, op = travel.routes.leaves[i], travel.routes.op
-    size, path = 0 if route.skipped else route.nbytes, jax.tree_util.keystr(route.path)
-    return scopes.scope(scopes.LeafScope(op, travel.net.names, path, dtype=str(route.dtype), bytes=size, reason=why))
-
-
 def _plain(plain: Plain, ticket: Ticket, kept: _Kept) -> dict[int, jax.Array]:
     """Returns {number of the leaf: sum} of leaves without message."""
     travel, (i, *others) = ticket.travel, plain.ids
     if not others:
-        with leaf_scope(travel, i, plain.why[0]):
+        with travel.leaf_scope(i, plain.why[0]):
             leaf = ticket.held[i]
             return {i: plain_sum(travel, plain, leaf if travel.routes.leaves[i].skipped else kept.carried(i, leaf))}
     found: dict[int, jax.Array] = {}
@@ -302,12 +263,11 @@ def _plain(plain: Plain, ticket: Ticket, kept: _Kept) -> dict[int, jax.Array]:
         alike.setdefault(_compat.varying_axes(leaf), []).append(i)
     for ids in alike.values():
         flat = jnp.concatenate([leaves[i].reshape(-1) for i in ids])
-        paths = tuple(jax.tree_util.keystr(travel.routes.leaves[i].path) for i in ids)
-        with scopes.scope(scopes.MessageScope(travel.routes.op, travel.net.names, paths, bytes=flat.nbytes)):
+        with travel.scope(tuple(ids), bytes=flat.nbytes):
             total = plain_sum(travel, plain, flat)
         parts = jnp.split(total, np.cumsum([leaves[i].size for i in ids[:-1]]))
         for i, part in zip(ids, parts):
-            with leaf_scope(travel, i, plain.why[plain.ids.index(i)]):
+            with travel.leaf_scope(i, plain.why[plain.ids.index(i)]):
                 found[i] = checkpoint_name(part.reshape(leaves[i].shape), scopes.JOINED)  # a name that `explain` finds
     return found
 

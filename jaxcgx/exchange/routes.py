@@ -8,7 +8,7 @@ object, which jit hashes by its identity.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
@@ -18,9 +18,8 @@ from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.exchange import sums
-from jaxcgx.exchange.carry import Carry
-from jaxcgx.exchange.message import Stage, Sum
+from jaxcgx.exchange import costs, scopes
+from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
 from jaxcgx.plan.leaves import Codecs, factor_shape, skips, values
@@ -69,10 +68,6 @@ class Route:
     @property
     def encoded(self) -> bool:
         return self.why_raw is None and not self.skipped
-
-    @property
-    def like(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
 class Way(NamedTuple):
@@ -188,13 +183,9 @@ class Envelope(NamedTuple):
     stages: tuple[Stage, ...]
 
     @property
-    def codecs(self) -> list[Codec]:
-        """The codecs of all stages, followed by those of the transpose."""
-        return [stage.codec for stage in self.stages] + [stage.backward for stage in self.stages]
-
-    @property
     def stochastic(self) -> bool:
-        return any(codec.stochastic for codec in self.codecs)
+        """Whether the exchange or its transpose draws noise."""
+        return any(stage.codec.stochastic or stage.backward.stochastic for stage in self.stages)
 
 
 class Plain(NamedTuple):
@@ -222,10 +213,16 @@ class Travel:
     plain: tuple[Plain, ...]
     how: Sum
 
-    @property
-    def crosses(self) -> bool:
-        """Whether exchanges may go on while later programs run."""
-        return self.net.begin_sum is not None
+    def scope(self, ids: tuple[int, ...], bytes: int = 0) -> AbstractContextManager[object]:
+        """Returns the scope of a message, which `explain` finds in the compiled program."""
+        paths = tuple(jax.tree_util.keystr(self.routes.leaves[i].path) for i in ids)
+        return scopes.scope(scopes.MessageScope(self.routes.op, self.net.names, paths, bytes))
+
+    def leaf_scope(self, i: int, why: str) -> AbstractContextManager[object]:
+        """Returns the scope of a leaf without message. `why` is the reason."""
+        route, op = self.routes.leaves[i], self.routes.op
+        size, path = 0 if route.skipped else route.nbytes, jax.tree_util.keystr(route.path)
+        return scopes.scope(scopes.LeafScope(op, self.net.names, path, str(route.dtype), bytes=size, reason=why))
 
     def check_feedback(self) -> None:
         """Checks that schedules and codecs allow residuals: a rank must know the errors of its own encodings.
@@ -234,7 +231,7 @@ class Travel:
         """
         routes = self.routes
         compresses = any(route.encoded and not route.codecs[0].low_rank for route in routes.leaves)
-        outermost = _asked(routes.op, routes.plan, self.net)[0]
+        outermost = _asked(routes, self.net)[0]
         if (compresses and outermost == "ring") or any(each.stages[0].schedule == "ring" for each in self.envelopes):
             expected, got = 'the schedule "two_shot" or "one_shot"', '"ring", which encodes sums of several ranks'
             remedy = 'write schedule="two_shot", or keep no residuals (keep=False)'
@@ -251,7 +248,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     `manual`: whether no axis of the mesh is left to XLA's partitioner, which may shard leaves over it.
     """
     op, plan, size = routes.op, routes.plan, sizes[0]
-    outermost = _asked(op, plan, net)[0]
+    outermost = _asked(routes, net)[0]
     hops = outermost == "tree" or isinstance(outermost, Overlay)
     _check_way(routes, way, hops)
     # Raw leaves also travel along an overlay. Over Tcp, their exchange overlaps with the program, unlike lax.psum.
@@ -262,7 +259,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         stages = _stages(op, route, backward.leaves[i], net)
         codecs = [codec for stage in stages for codec in (stage.codec, stage.backward)]
         # A leaf that a guard leaves raw may be compressed by the transpose.
-        unfit = why_raw(route.like, codecs) or ("there is one rank" if size == 1 else None)
+        unfit = why_raw(route, codecs) or ("there is one rank" if size == 1 else None)
         why = unfit and (route.why_raw or unfit)
         raw = route.dtype in DTYPES and route.size and all(codec.raw for codec in codecs)
         if route.skipped:
@@ -277,11 +274,8 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         raise wrong(op, "plan", "leader=False without a hierarchy", "leader=True", remedy)
     envelopes: list[Envelope] = []
     for (cuts, stages), ids in groups.items():
-        leaves = [routes.leaves[i].like for i in ids]
-        if way.rows:
-            chosen = tuple(stage._replace(schedule="one_shot") for stage in stages)
-        else:
-            chosen = _of_slices(routes, stages, net) if cuts else _of_sums(routes, stages, net, leaves)
+        leaves = [routes.leaves[i] for i in ids]
+        chosen = _scheduled(routes, stages, net, leaves, way, cuts)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
         envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, _limit(plan, way))]
@@ -300,11 +294,10 @@ def _limit(plan: Plan, way: Way) -> float:
     return OVERLAPPING if plan.fusion_mb is None and way.order is not None else plan.message_bytes
 
 
-def _asked(op: str, plan: Plan, net: Transport) -> list[str | Overlay]:
+def _asked(routes: Routes, net: Transport) -> list[str | Overlay]:
     """Returns the plan's schedules: one or, for a dict, one for each part of the transport, outermost first."""
-    if not isinstance(plan.schedule, dict):
-        return [plan.schedule]
-    return by_parts(op, plan.schedule, net, what="a schedule")
+    schedule = routes.plan.schedule
+    return by_parts(routes.op, schedule, net, what="a schedule") if isinstance(schedule, dict) else [schedule]
 
 
 def by_parts(op: str, given: dict[PyTree, PyTree], net: Transport, what: str) -> list[PyTree]:
@@ -354,32 +347,26 @@ def _by_part(op: str, route: Route, net: Transport) -> list[tuple[Transport, Cod
     return list(zip(net.parts.values(), by_parts(op, route.codec, net, what="a codec")))
 
 
-def _of_sums(
-    routes: Routes, stages: tuple[Stage, ...], net: Transport, leaves: Sequence[jax.ShapeDtypeStruct]
+def _scheduled(
+    routes: Routes, stages: tuple[Stage, ...], net: Transport, leaves: list[Route], way: Way, cuts: bool
 ) -> tuple[Stage, ...]:
-    """Returns the stages of sums of whole leaves, with their schedules."""
-    plan, asked = routes.plan, _asked(routes.op, routes.plan, net)
-    parts = dict(zip(net.parts.values(), asked)) if isinstance(plan.schedule, dict) else {}
-    # A leaf that a plan leaves raw also gets a stage for each axis, because each axis has its own schedule.
-    if parts and len(stages) < len(parts) and stages[0].net is net and stages[0].codec.raw:
-        stages = tuple(stages[0]._replace(net=part) for part in parts)
-    named = tuple(
-        stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0])) for j, stage in enumerate(stages)
-    )
-    chosen = sums.choose(named, list(leaves), leader=plan.leader, prefer=plan.prefer, network=plan.network)
+    """Returns the stages of messages of these leaves, with their schedules. `cuts`: a rank gets its slices of sums."""
+    if way.rows:
+        return tuple(stage._replace(schedule="one_shot") for stage in stages)
+    asked = _asked(routes, net)
+    parts = dict(zip(net.parts.values(), asked)) if isinstance(routes.plan.schedule, dict) else {}
+    if cuts:  # straight to the owner, or a ring
+        rings = [parts.get(stage.net, asked[0]) == "ring" for stage in stages]
+        named = [stage._replace(schedule="ring" if ring else "one_shot") for stage, ring in zip(stages, rings)]
+        chosen = tuple(named)
+    else:
+        # A leaf that a plan leaves raw also gets a stage for each axis, because each axis has its own schedule.
+        if len(stages) < len(parts) and stages[0].net is net and stages[0].codec.raw:
+            stages = tuple(stages[0]._replace(net=part) for part in parts)
+        named = [s._replace(schedule=parts.get(s.net, "auto" if j else asked[0])) for j, s in enumerate(stages)]
+        chosen = costs.scheduled(tuple(named), leaves, routes.plan)
     for stage, before in zip(chosen, named):
         _check_hops(routes.op, stage, before.schedule)
-    return chosen
-
-
-def _of_slices(routes: Routes, stages: tuple[Stage, ...], net: Transport) -> tuple[Stage, ...]:
-    """Returns the stages of sums of slices, with their schedules: straight to the owner, or a ring."""
-    plan, asked = routes.plan, _asked(routes.op, routes.plan, net)
-    parts = dict(zip(net.parts.values(), asked)) if isinstance(plan.schedule, dict) else {}
-    ring = lambda stage: parts.get(stage.net, asked[0]) == "ring"
-    chosen = tuple(stage._replace(schedule="ring" if ring(stage) else "one_shot") for stage in stages)
-    for stage in chosen:
-        _check_hops(routes.op, stage, stage.schedule)
     return chosen
 
 

@@ -14,6 +14,7 @@ A sparse codec may encode sums with another codec, which has room for every elem
 (`Codec.of_sum`). A rank's own part is then encoded, too, so the encoding of the sum loses nothing.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,8 +25,7 @@ from jax import lax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange import trees
-from jaxcgx.exchange.keys import HOP, SUM, first, fold
-from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
+from jaxcgx.exchange.message import HOP, SUM, Message, Sent, Stage, Sum, Summed, carry_over, first, fold
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -213,8 +213,21 @@ def is_piecewise(stage: Stage) -> bool:
     return bool(stage.net.begin_sum) and stage.schedule != "ring" and kernels
 
 
+def can_begin(stages: Sequence[Stage]) -> bool:
+    """Returns whether a later program can end a sum over these stages. Otherwise the same program must."""
+    return len(stages) == 1 and not stages[0].codec.low_rank and is_piecewise(stages[0])
+
+
 def begin(stage: Stage, message: Message, how: Sum) -> Any:
-    """Begins a piecewise sum, which has the same bits as its schedule. `end_sum` of the stage's transport ends it."""
+    """Begins a piecewise sum, which has the same bits as its schedule, and returns a pytree.
+
+    `end_sum` of the transport in it ends the sum, and makes its new residuals final.
+    """
+    with _piecewise_scope(stage, message):
+        return _begin(stage, message, how)
+
+
+def _begin(stage: Stage, message: Message, how: Sum) -> Any:
     stage = stage.compared(message, how)
     asked = PiecewiseSum(
         layout=_layout(stage, message),
@@ -241,7 +254,7 @@ def _layout(stage: Stage, message: Message) -> Layout:
     return message.layout(stage.codec, stage.net.size if stage.schedule == "two_shot" else 1)
 
 
-def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[Any]:
+def _piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[Any]:
     layout, ranks = _layout(stage, message), stage.net.size
     part = 2 / ranks
     if stage.schedule != "one_shot":  # for the rank that sends most
@@ -252,9 +265,8 @@ def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[An
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """Returns the divided sum of the leaves over all ranks of a stage. Every rank gets it."""
     if is_piecewise(stage):
-        with piecewise_scope(stage, message):
-            leaves, residuals = stage.net.end_sum(begin(stage, message, how))
-            summed = Summed(leaves, residuals)
+        with _piecewise_scope(stage, message):
+            summed = Summed(*stage.net.end_sum(_begin(stage, message, how)))
     else:
         stage, how = stage.compared(message, how), how.with_codec(stage.codec)
         if isinstance(stage.schedule, Overlay):
@@ -283,7 +295,7 @@ def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, h
     payload, lost = parts.encode_fed(residuals, first(key, parts.layout.codec, net))
     received, own = net.all_to_all(payload), None
     if how.own == "raw":
-        leaves, rest = carry(_rows(parts.leaves, net.rank), _rows(residuals, net.rank))
+        leaves, rest = carry_over(_rows(parts.leaves, net.rank), _rows(residuals, net.rank))
         own = Own(leaves, net.rank)
         lost = [lax.dynamic_update_index_in_dim(x, r, net.rank, 0) for x, r in zip(lost, rest)]
     return Summed(parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor), lost)

@@ -10,8 +10,7 @@ ready.
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.exchange.keys import HOP, SUM, first, fold
-from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed
+from jaxcgx.exchange.message import HOP, SUM, Message, Sent, Stage, Sum, Summed, first, fold
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.ops import Own

@@ -285,7 +285,7 @@ class Case:
         return Load.of(codec, leaves, raw=4 * sum(x.size for x in leaves), ranks=self.nodes, mover=mover)
 
     def _auto(self, codec: Codec, network: Network) -> str:
-        """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/sums.py)."""
+        """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/costs.py)."""
         ids = [i for group in self.groups(codec)[0] for i in group]
         return costs.choose(self._load(codec, ids, network.mover), network)
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan

@@ -12,8 +12,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.exchange.carry import Carry
-from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, reduce
 from jaxcgx.exchange.routes import Route, Routes, Travel
 from jaxcgx.plan import Plan

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_number, wrong
-from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.message import Carry
 from jaxcgx.train.exchange import At, Number
 from jaxcgx.train.feedback import Feedback, Sent, unless
 from jaxcgx.train.state import ExchangeState

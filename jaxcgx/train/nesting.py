@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import warn, wrong
-from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.message import Carry
 from jaxcgx.train.require import import_optax
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import PyTree

@@ -14,7 +14,7 @@ from jax.stages import Compiled
 
 from jaxcgx import _compat, _programs
 from jaxcgx.checks import check_real, wrong
-from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx.checks import check_flag, check_integer, check_real, spell_array, wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import rows
-from jaxcgx.exchange.message import carry
+from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import check_plan
@@ -268,7 +268,7 @@ class ShardedMesh(OverMesh):
             return self._gather(shards, cut, key, to="invarying"), None
         leaves, tree = jax.tree_util.tree_flatten(shards)
         before = jax.tree_util.tree_leaves(lost)
-        leaves, rest = carry(leaves, before)
+        leaves, rest = carry_over(leaves, before)
         found = self._gather(tree.unflatten(leaves), cut, key, to="invarying")
         dims = [d for d in cut.dimensions if d is not None]
         rank, after = self.net().rank, list[jax.Array]()

@@ -17,7 +17,7 @@ from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
-from jaxcgx.exchange.carry import Carry
+from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import check_input, plain_reduce, reduce
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes

@@ -13,7 +13,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.message import fold
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path, why_raw
 from jaxcgx.train.telemetry import TINY

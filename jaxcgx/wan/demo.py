@@ -16,7 +16,7 @@ from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK
-from jaxcgx.exchange.sums import same
+from jaxcgx.exchange.primitives import same
 from jaxcgx.native import ops
 from jaxcgx.native.layout import layout_of
 from jaxcgx.train.exchange import At

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from jaxcgx.collectives.replicas import checksum
-from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.message import fold
 from jaxcgx.train.require import import_optax
 from jaxcgx.wan.contributions import Packing
 from jaxcgx.wan.diloco.outer import digest_of

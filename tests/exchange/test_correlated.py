@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from jaxcgx.exchange.keys import first
+from jaxcgx.exchange.message import first
 from jaxcgx.native.rng import noise
 from jaxcgx.transports.xla import Axes
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.exchange.carry import Carry
-from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan

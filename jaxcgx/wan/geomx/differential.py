@@ -16,9 +16,7 @@ from jaxcgx.checks import check_choice, check_field, check_flag, check_integer, 
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.exchange.carry import Carry
-from jaxcgx.exchange.keys import fold
-from jaxcgx.exchange.message import carry
+from jaxcgx.exchange.message import Carry, carry_over, fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, plain_reduce, reduce
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
@@ -401,7 +399,7 @@ class Transmission:
                 return None, None if r is None else r + x
             if r is None:
                 return x, None
-            (x,), (lost,) = carry([x], [r])
+            (x,), (lost,) = carry_over([x], [r])
             return x, lost
 
         def pend(b: Blocks, x: jax.Array) -> jax.Array:
