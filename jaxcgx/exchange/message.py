@@ -12,6 +12,7 @@ import numpy as np
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.ops import Own
 from jaxcgx.native.terms import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
@@ -66,6 +67,33 @@ class Message:
 
     def layout(self, codec: Codec, chunks: int = 1, shares: tuple[int, ...] | None = None) -> Layout:
         return dataclasses.replace(Layout.of(codec, self.leaves, chunks=chunks, ids=self.ids), shares=shares)
+
+    def encode(self, layout: Layout, key: jax.Array | None) -> tuple[jax.Array, list[Any] | None]:
+        """Returns (the encoded leaves with their residuals added, the new residuals or None)."""
+        if self.residuals is None:
+            return ops.encode(layout, self.leaves, key), None
+        return ops.encode_fed(layout, self.leaves, residuals=self.residuals, key=key)
+
+    def add(
+        self,
+        layout: Layout,
+        payloads: jax.Array,
+        lost: list[Any] | None,
+        how: "Sum",
+        *,
+        chunk: Any,
+        place: Any,
+        key: Any,
+    ) -> tuple[jax.Array, list[Any] | None]:
+        """Adds the payloads of a chunk, of which this rank sent number `place`. Returns (the encoded sum, the losses).
+
+        With feedback and `own` "raw", the loss of the first encoding of a rank's own part is added back to the sum.
+        Only the loss of encoding that sum remains.
+        """
+        if lost is not None and how.own == "raw":
+            return ops.reduce_fed(layout, payloads, lost, chunk=chunk, divisor=how.divisor, key=key)
+        own = Own(self.leaves, place) if how.replaces_own(layout.codec) else None
+        return ops.reduce_encoded(layout, payloads, chunk=chunk, own=own, divisor=how.divisor, key=key), lost
 
 
 class Stage(NamedTuple):

@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, spell_array, warn, wrong
-from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import hierarchy, primitives, rows, schedules, scopes
@@ -51,19 +50,14 @@ class _Kept:
             if (tree := getattr(carry, kind)) is not None:
                 self.arrays[kind] = routes.each(tree)
 
-    def of(self, ids: tuple[int, ...], leaves: list[jax.Array], codec: Codec) -> dict[str, list[jax.Array]]:
-        """Returns the state of a message's leaves. A leaf for which the caller gave None starts from zeros."""
-        state: dict[str, list[jax.Array]] = {}
-        for kind, arrays in self.arrays.items():
-            if kind in codec.state:
-                given = [arrays[i] for i in ids]
-                state[kind] = [self._zeros(kind, i, x) if a is None else a for i, a, x in zip(ids, given, leaves)]
-        return state
+    def of(self, kind: str, ids: tuple[int, ...]) -> list[jax.Array]:
+        """Returns the arrays of some leaves. A leaf for which the caller gave None starts from zeros."""
+        arrays = self.arrays[kind]
+        return [self._zeros(kind, self.routes.leaves[i]) if arrays[i] is None else arrays[i] for i in ids]
 
-    def _zeros(self, kind: str, i: int, x: jax.Array) -> jax.Array:
-        if kind == "momentum":
-            return jnp.zeros_like(x)
-        return jnp.zeros(self.routes.leaves[i].factor or () if kind == "factors" else x.shape, jnp.float32)
+    def _zeros(self, kind: str, route: Route) -> jax.Array:
+        shape = route.factor or () if kind == "factors" else route.shape
+        return jnp.zeros(shape, route.dtype if kind == "momentum" else jnp.float32)
 
     def carried(self, i: int, leaf: jax.Array) -> jax.Array:
         """Returns leaf i, which travels raw, plus its residual. The new residual is the loss of rounding the sum."""
@@ -126,9 +120,7 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
     for m in reversed(ticket.begun):  # the last to begin has the first layers, which the next step needs first
         ids, begun = travel.envelopes[m].ids, ticket.begun[m]
         if "residuals" in kept.arrays:
-            old = [kept.arrays["residuals"][i] for i in ids]
-            old = [jnp.zeros(s, jnp.float32) if r is None else r for r, s in zip(old, begun.layout.shapes)]
-            begun = dataclasses.replace(begun, residuals=old)
+            begun = dataclasses.replace(begun, residuals=kept.of("residuals", ids))
         leaves, residuals = begun.net.end_sum(begun, travel.way.later)
         for i, x in zip(ids, leaves):
             found[i] = primitives.same(x.astype(routes.leaves[i].dtype), travel.net.names)
@@ -235,9 +227,8 @@ def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array) -> N
 
 def _message(envelope: Envelope, ticket: Ticket, kept: _Kept) -> Message:
     ids, key = envelope.ids, ticket.key if envelope.stochastic else None
-    leaves = [ticket.held[i] for i in ids]
-    message = Message(_numbers(ids, ticket.travel), leaves, key)
-    return message.replace(**kept.of(ids, leaves, envelope.stages[0].codec))
+    state = {kind: kept.of(kind, ids) for kind in kept.arrays if kind in envelope.stages[0].codec.state}
+    return Message(_numbers(ids, ticket.travel), [ticket.held[i] for i in ids], key).replace(**state)
 
 
 def _numbers(ids: tuple[int, ...], travel: Travel) -> tuple[int, ...]:

@@ -166,11 +166,8 @@ def _routes(op: str, plan: Plan, tree: PyTree, shapes: tuple[tuple[tuple[int, ..
         why = None if skipped else guarded or why_raw(x, values(codec))
         refused = not guarded and any(each.why_raw(x.shape, x.dtype) for each in values(codec))
         if plan.strict and why and (refused or x.dtype not in DTYPES):
-            expected, kind = (
-                "a leaf that can be compressed, as the plan is strict",
-                ValueError if refused else TypeError,
-            )
-            raise wrong(op, "plan", expected, f"one that can't, because {why}", path=path, kind=kind)
+            expected, got = "a leaf that can be compressed, as the plan is strict", f"one that can't, because {why}"
+            raise wrong(op, "plan", expected, got, path=path, kind=ValueError if refused else TypeError)
         factor = factor_shape(x, values(codec))
         routes.append(Route(path, x.shape, x.dtype, codec, why_raw=why, skipped=skipped, factor=factor))
     return Routes(op, plan, tree, tuple(routes))
@@ -272,26 +269,22 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     if plan.leader and not way.rows and groups and not any(isinstance(r.codec, dict) for r in routes.leaves):
         remedy = "name several axes, and give the plan a codec for each axis, {axis: codec}"
         raise wrong(op, "plan", "leader=False without a hierarchy", "leader=True", remedy)
-    envelopes: list[Envelope] = []
+    envelopes, limit = list[Envelope](), plan.message_bytes
+    if plan.fusion_mb is None:  # messages that overlap with computation are smaller
+        limit = OVERLAPPING if way.order is not None else limit
+        limit = limit if way.slice_elements is None else 4 * way.slice_elements
     for (cuts, stages), ids in groups.items():
         leaves = [routes.leaves[i] for i in ids]
         chosen = _scheduled(routes, stages, net, leaves, way, cuts)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
-        envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, _limit(plan, way))]
+        envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, limit)]
     if way.order is not None:
         turns = {i: turn for turn, i in enumerate(way.order)}
         envelopes.sort(key=lambda each: min((turns[i] for i in each.ids), default=0))
     how = Sum(own=plan.own, divisor=float(size) if way.mean else 1.0, leader=plan.leader)
     shared = _share(routes, plain, way) if envelopes and manual and not way.rows else plain
     return Travel(routes, net, way, tuple(envelopes), plain=tuple(shared), how=how)
-
-
-def _limit(plan: Plan, way: Way) -> float:
-    """Returns the most bytes of a message. Messages that overlap with computation are smaller by default."""
-    if plan.fusion_mb is None and way.slice_elements is not None:
-        return 4 * way.slice_elements
-    return OVERLAPPING if plan.fusion_mb is None and way.order is not None else plan.message_bytes
 
 
 def _asked(routes: Routes, net: Transport) -> list[str | Overlay]:
@@ -419,8 +412,6 @@ def _share(routes: Routes, plain: list[Plain], way: Way) -> list[Plain]:
         route = routes.leaves[each.ids[0]]
         small = 0 < route.nbytes <= SMALL and not route.skipped and len(each.nets) == 1 and not way.cuts(each.ids[0])
         (alike.setdefault(route.dtype, []) if small else others).append(each)
-    joined = [
-        Plain(tuple(each.ids[0] for each in same), same[0].nets, tuple(each.why[0] for each in same))
-        for same in alike.values()
-    ]
-    return others + joined
+    for same in alike.values():
+        others.append(Plain(tuple(p.ids[0] for p in same), same[0].nets, tuple(p.why[0] for p in same)))
+    return others

@@ -3,9 +3,8 @@
 The schedules of overlays are in trees.py.
 
 A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
-half, which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: the message
-is cut between buckets into parts of similar bytes. `Slices` are the parts of psum_scatter: the message is cut along the
-caller's scatter dimension.
+half, which only psum needs, every rank gets the encoded sums of all parts. The parts of psum are chunks: the message is
+cut between buckets into parts of similar bytes. Those of psum_scatter are slices along the caller's dimension.
 
 Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded".
 All ranks, including the owner, decode the same bytes of a sum, so replicas are identical bit for bit.
@@ -14,7 +13,7 @@ A sparse codec may encode sums with another codec, which has room for every elem
 (`Codec.of_sum`). A rank's own part is then encoded, too, so the encoding of the sum loses nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,143 +33,50 @@ from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import PiecewiseSum, Transport
 
 
-class Chunks:
-    """The leaves as one message, cut into a chunk for each rank."""
+def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
+    """Sums in two halves: each owner sums its part, encodes the sum, and sends it to all ranks."""
+    net, lost, sent = stage.net, None, None
+    layout = message.layout(stage.codec, net.size)
+    back, of_sum = layout.of_sum(net.size), fold(message.key, SUM)
+    with scope(ExchangeScope.of(stage.schedule, layout)):
+        if stage.schedule == "ring":
 
-    layout: Layout
-    leaves: list[Any]
+            def add(payloads: jax.Array, part: Any, place: int, key: Any, divisor: float = 1.0) -> jax.Array:
+                own = Own(message.leaves, place)
+                return ops.reduce_encoded(layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
 
-    def __init__(self, codec: Codec, message: Message, size: int) -> None:
-        self.layout, self.leaves = message.layout(codec, size), message.leaves
-
-    def encode(self, key: Any) -> jax.Array:
-        """Returns the encoded chunks, uint8[ranks, bytes]."""
-        return ops.encode(self.layout, self.leaves, key)
-
-    def own(self, part: Any, place: Any) -> Own:
-        """Returns this rank's leaves, which replace payload `place` of a part."""
-        return Own(self.leaves, place)
-
-    def partial(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float = 1.0) -> jax.Array:
-        """Returns the sum of a part's payloads, encoded."""
-        return ops.reduce_encoded(self.layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
-
-    total = partial  # the sum stays encoded, because the other ranks get it
-
-    def owned(self, rank: Any) -> list[Any]:
-        """Returns a mask per leaf, True for the elements in a rank's part."""
-        ends = np.zeros((len(self.leaves), self.layout.chunks + 1), np.int64)
-        for c, pieces in enumerate(self.layout.pieces, 1):
-            for p in pieces:
-                ends[p.leaf, c:] += p.coded
-        masks: list[jax.Array] = []
-        for x, end in zip(self.leaves, jnp.asarray(ends)):
-            index = jnp.arange(x.size)
-            masks.append(((index >= end[rank]) & (index < end[rank + 1])).reshape(x.shape))
-        return masks
+            row = _ring(net, layout, message.key, add, lambda rows, part: add(rows, part, 1, of_sum, how.divisor))
+        else:  # every part goes straight to its owner
+            payload, lost = message.encode(layout, first(message.key, stage.codec, net))
+            received = net.all_to_all(payload)
+            row, lost = message.add(layout, received, lost, how, chunk=net.rank, place=net.rank, key=of_sum)
+            if lost is not None:  # the elements of the encoded sum count as sent by this rank
+                sent = Sent(layout, payload if how.own == "encoded" else payload.at[net.rank].set(row))
+    with scope(ExchangeScope.of(stage.schedule, back)):
+        return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
-class Slices:
-    """Leaves [ranks, ...]. Row r is for rank r."""
-
-    layout: Layout
-    leaves: list[Any]
-    size: int  # the number of ranks
-
-    def __init__(self, codec: Codec, message: Message, size: int) -> None:
-        shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
-        self.layout = Layout(codec, shapes, dtypes=dtypes, chunks=1, ids=message.ids)
-        self.leaves, self.size = message.leaves, size
-
-    def encode(self, key: Any) -> jax.Array:
-        """Returns the encoded rows, uint8[ranks, bytes]."""
-
-        def one(leaves: list[Any], row: Any) -> jax.Array:
-            return ops.encode(self.layout, leaves, fold(key, row))[0]
-
-        return jax.vmap(one)(self.leaves, jnp.arange(self.size))
-
-    def encode_fed(self, residuals: list[Any], key: Any) -> tuple[jax.Array, list[Any]]:
-        """Encodes the rows with feedback. Returns (payloads, new residuals)."""
-
-        def one(leaves: list[Any], residuals: list[Any], row: Any) -> tuple[jax.Array, list[Any]]:
-            payload, lost = ops.encode_fed(self.layout, leaves, residuals=residuals, key=fold(key, row))
-            return payload[0], lost
-
-        return jax.vmap(one)(self.leaves, residuals, jnp.arange(self.size))
-
-    def own(self, part: Any, place: Any) -> Own:
-        """Returns this rank's leaves of a part, which replace payload `place` of the part."""
-        return Own(_rows(self.leaves, part), place)
-
-    def partial(self, payloads: Any, part: Any, own: Own | None, key: Any) -> jax.Array:
-        """Returns the sum of a part's payloads, encoded."""
-        return ops.reduce_encoded(self.layout, payloads, own=own, key=key)
-
-    def total(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float) -> list[Any]:
-        """Returns the sum of a part's payloads, as float32 leaves."""
-        return ops.reduce(self.layout, payloads, own=own, divisor=divisor)
-
-
-def _rows(arrays: list[Any], r: Any) -> list[jax.Array]:
-    """Returns row r of each array."""
-    return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
-
-
-def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
-    """Runs the first half in one step: every part goes straight to its owner, which sums it."""
-    received = net.all_to_all(parts.encode(first(key, parts.layout.codec, net)))
-    own = parts.own(net.rank, net.rank) if how.replaces_own(parts.layout.codec) else None
-    return parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor)
-
-
-def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
+def _ring(net: Transport, layout: Layout, key: Any, add: Callable[..., jax.Array], total: Callable[..., Any]) -> Any:
     """Runs the first half from neighbour to neighbour: a part visits every rank, and ends at its owner.
 
-    Every rank on the way adds its own part and encodes the sum again.
+    Every rank on the way adds its own part and encodes the sum again: add(payloads, the part, the place of its own
+    payload, key), and at the owner total(payloads, the part).
     """
     part = (net.rank - 1) % net.size
     # Nothing has arrived yet, so the first sum is this rank's own part. It replaces the zeros, which are not read.
-    nothing = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
-    row = parts.partial(nothing, part, own=parts.own(part, 0), key=fold(key, HOP, net.rank))
+    row = add(jnp.zeros((1, layout.chunk_bytes), jnp.uint8), part, 0, fold(key, HOP, net.rank))
     for hop in range(1, net.size - 1):
         row, part = net.shift(row), (part - 1) % net.size
-        row = parts.partial(jnp.stack([row, row]), part, own=parts.own(part, 1), key=fold(key, HOP + hop, net.rank))
+        row = add(jnp.stack([row, row]), part, 1, fold(key, HOP + hop, net.rank))
     row, part = net.shift(row), (part - 1) % net.size
-    return parts.total(jnp.stack([row, row]), part, own=parts.own(part, 1), key=fold(key, SUM), divisor=how.divisor)
-
-
-FIRST_HALF = {"two_shot": exchange, "one_shot": exchange, "ring": ring}
-
-
-def _fed_exchange(
-    net: Transport, parts: Chunks, residuals: list[Any], key: Any, how: Sum
-) -> tuple[jax.Array, list[Any], Sent]:
-    """Runs `exchange` with feedback. Returns (the encoded sum, the new residuals, the payload that was sent).
-
-    With `own` "raw", the loss of the first encoding of a rank's own part is added back to the sum. Only the loss of
-    encoding that sum remains as the residual of that part. The elements of the encoded sum count as sent by this rank.
-    """
-    payload, lost = ops.encode_fed(
-        parts.layout, parts.leaves, residuals=residuals, key=first(key, parts.layout.codec, net)
-    )
-    received, of_sum = net.all_to_all(payload), fold(key, SUM)
-    if how.own == "encoded":
-        row = parts.partial(received, net.rank, own=None, key=of_sum, divisor=how.divisor)
-        return row, lost, Sent(parts.layout, payload)
-    row, lost = ops.reduce_fed(parts.layout, received, lost, chunk=net.rank, divisor=how.divisor, key=of_sum)
-    return row, lost, Sent(parts.layout, payload.at[net.rank].set(row))
+    return total(jnp.stack([row, row]), part)
 
 
 def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
     """Sums in one exchange: every rank gets all messages, and adds them up. It rounds once, but sends more bytes."""
     net, codec, layout = stage.net, stage.codec, message.layout(stage.codec)
     with scope(ExchangeScope.of("one_shot", layout, 2 / net.size)):
-        key, lost = first(message.key, codec, net), None
-        if message.residuals is None:
-            payload = ops.encode(layout, message.leaves, key)
-        else:
-            payload, lost = ops.encode_fed(layout, message.leaves, residuals=message.residuals, key=key)
+        payload, lost = message.encode(layout, first(message.key, codec, net))
         received = net.all_gather(payload[0])
         if codec.trims_sums:
             sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
@@ -186,25 +92,26 @@ def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any]
     `lost` has what the owners lose by it, added to the argument `lost`. All ranks have the sums, so they compute this
     without an exchange.
     """
-    parts = Chunks(stage.codec, sums, stage.net.size)
+    layout = sums.layout(stage.codec, stage.net.size)
     zeros = [jnp.zeros_like(x) for x in sums.leaves]
-    payload, rest = ops.encode_fed(parts.layout, sums.leaves, residuals=zeros, key=fold(sums.key, SUM))
+    payload, rest = ops.encode_fed(layout, sums.leaves, residuals=zeros, key=fold(sums.key, SUM))
     if lost is not None:
-        lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, parts.owned(stage.net.rank), rest)]
-    return ops.decode(parts.layout, payload), lost
+        owned = _owned(layout, sums.leaves, stage.net.rank)
+        lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, owned, rest)]
+    return ops.decode(layout, payload), lost
 
 
-def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Sums in two halves: each owner sums its part, encodes the sum, and sends it to all ranks."""
-    net, parts, lost, sent = stage.net, Chunks(stage.codec, message, stage.net.size), None, None
-    back = parts.layout.of_sum(net.size)
-    with scope(ExchangeScope.of(stage.schedule, parts.layout)):
-        if message.residuals is None:
-            row = FIRST_HALF[str(stage.schedule)](net, parts, message.key, how)
-        else:
-            row, lost, sent = _fed_exchange(net, parts, residuals=message.residuals, key=message.key, how=how)
-    with scope(ExchangeScope.of(stage.schedule, back)):
-        return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
+def _owned(layout: Layout, leaves: list[Any], rank: Any) -> list[jax.Array]:
+    """Returns a mask per leaf, True for the elements in a rank's chunk."""
+    ends = np.zeros((len(leaves), layout.chunks + 1), np.int64)
+    for c, pieces in enumerate(layout.pieces, 1):
+        for p in pieces:
+            ends[p.leaf, c:] += p.coded
+    masks: list[jax.Array] = []
+    for x, end in zip(leaves, jnp.asarray(ends)):
+        index = jnp.arange(x.size)
+        masks.append(((index >= end[rank]) & (index < end[rank + 1])).reshape(x.shape))
+    return masks
 
 
 def is_piecewise(stage: Stage) -> bool:
@@ -278,27 +185,51 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 
+def _of_rows(codec: Codec, message: Message) -> Layout:
+    """Returns the layout of a row of leaves [ranks, ...]."""
+    shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
+    return Layout(codec, shapes, dtypes=dtypes, chunks=1, ids=message.ids)
+
+
+def _encode_rows(layout: Layout, message: Message, key: Any) -> tuple[jax.Array, list[Any] | None]:
+    """Returns (the encoded rows of the leaves [ranks, ...], the new residuals or None)."""
+
+    def one(leaves: list[Any], residuals: list[Any] | None, row: Any) -> tuple[jax.Array, list[Any] | None]:
+        payload, lost = message.replace(leaves=leaves, residuals=residuals).encode(layout, fold(key, row))
+        return payload[0], lost
+
+    return jax.vmap(one)(message.leaves, message.residuals, jnp.arange(len(message.leaves[0])))
+
+
+def _row(arrays: list[Any], r: Any) -> list[jax.Array]:
+    """Returns row r of each array."""
+    return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
+
+
 def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Returns the divided sum over ranks of this rank's row of the leaves [ranks, ...], in float32."""
-    net = stage.compared(message, how.own).net
+    """Returns the divided sum over ranks of this rank's row of the leaves [ranks, ...], in float32.
+
+    With feedback and `own` "raw", a rank's own row is only rounded to its dtype.
+    """
+    net, key = stage.compared(message, how.own).net, message.key
     if net.size == 1:
         return Summed([x[0].astype(jnp.float32) / how.divisor for x in message.leaves], message.residuals)
-    parts = Slices(stage.codec, message, net.size)
-    with scope(ExchangeScope.of(stage.schedule, parts.layout)):
-        if message.residuals is None:
-            return Summed(FIRST_HALF[str(stage.schedule)](net, parts, message.key, how))
-        return _fed_slices(net, parts, residuals=message.residuals, key=message.key, how=how)
-
-
-def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, how: Sum) -> Summed:
-    """Runs `exchange` of slices with feedback. With `own` "raw", a rank's own slice is only rounded to its dtype."""
-    payload, lost = parts.encode_fed(residuals, first(key, parts.layout.codec, net))
-    received, own = net.all_to_all(payload), None
-    if how.own == "raw":
-        leaves, rest = carry_over(_rows(parts.leaves, net.rank), _rows(residuals, net.rank))
-        own = Own(leaves, net.rank)
-        lost = [lax.dynamic_update_index_in_dim(x, r, net.rank, 0) for x, r in zip(lost, rest)]
-    return Summed(parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor), lost)
+    layout = _of_rows(stage.codec, message)
+    with scope(ExchangeScope.of(stage.schedule, layout)):
+        if stage.schedule == "ring":
+            own = lambda part, place: Own(_row(message.leaves, part), place)
+            add = lambda rows, part, place, key: ops.reduce_encoded(layout, rows, own=own(part, place), key=key)
+            total = lambda rows, part: ops.reduce(layout, rows, own=own(part, 1), divisor=how.divisor)
+            return Summed(_ring(net, layout, key, add, total))
+        payloads, lost = _encode_rows(layout, message, first(key, stage.codec, net))
+        received, own = net.all_to_all(payloads), None
+        if lost is not None and how.own == "raw":
+            leaves, rest = carry_over(_row(message.leaves, net.rank), _row(message.residuals or [], net.rank))
+            lost = [lax.dynamic_update_index_in_dim(x, r, net.rank, 0) for x, r in zip(lost, rest)]
+            own = Own(leaves, net.rank)
+        elif how.replaces_own(stage.codec):
+            own = Own(_row(message.leaves, net.rank), net.rank)
+        return Summed(ops.reduce(layout, received, own=own, divisor=how.divisor), lost)
 
 
 def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
@@ -322,6 +253,7 @@ def all_to_all(stage: Stage, message: Message) -> list[Any]:
     net = stage.compared(message, "all_to_all").net
     if net.size == 1:
         return list(message.leaves)
-    parts = Slices(stage.codec, message, net.size)
-    with scope(ExchangeScope.of("one_shot", parts.layout)):
-        return _decode_rows(parts.layout, net.all_to_all(parts.encode(first(message.key, stage.codec, net))))
+    layout = _of_rows(stage.codec, message)
+    with scope(ExchangeScope.of("one_shot", layout)):
+        payloads, _ = _encode_rows(layout, message, first(message.key, stage.codec, net))
+        return _decode_rows(layout, net.all_to_all(payloads))

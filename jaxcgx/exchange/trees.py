@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxcgx.exchange.message import HOP, SUM, Message, Sent, Stage, Sum, Summed, first, fold
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
-from jaxcgx.native.ops import Own
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 
@@ -68,12 +67,7 @@ class _Climb:
         self.net, self.overlay, self.message, self.how = stage.net, overlay, message, how
         self.layout = message.layout(stage.codec, len(overlay.trees), overlay.shares)
         self.sum_layout = self.layout.of_sum(overlay.ranks)
-        key, self.lost = first(message.key, stage.codec, self.net), None
-        if message.residuals is None:
-            self.rows = ops.encode(self.layout, message.leaves, key)
-        else:
-            fed = ops.encode_fed(self.layout, message.leaves, residuals=message.residuals, key=key)
-            self.rows, self.lost = fed
+        self.rows, self.lost = message.encode(self.layout, first(message.key, stage.codec, self.net))
         self.sent = self.rows  # the payload that this rank sends for its leaves
         self.sums = jnp.zeros((len(overlay.trees), self.sum_layout.chunk_bytes), jnp.uint8)  # sums at the roots
 
@@ -100,15 +94,12 @@ class _Climb:
             place[rank] = each.index(rank)
         payloads = rows[jnp.asarray(which)[net.rank]]
         mine = jnp.asarray([rank in ranks for rank in range(net.size)])[net.rank]
-        divisor = 1.0 if depth else self.how.divisor
+        how = self.how._replace(divisor=1.0) if depth else self.how
         key = fold(key, HOP, net.rank) if depth else fold(key, SUM)
-        if self.lost is not None and self.how.own == "raw":
-            row, lost = ops.reduce_fed(self.layout, payloads, self.lost, chunk=t, divisor=divisor, key=key)
+        at = jnp.asarray(place)[net.rank]
+        row, lost = self.message.add(self.layout, payloads, self.lost, how, chunk=t, place=at, key=key)
+        if self.lost is not None and lost is not None:
             self.lost = [jnp.where(mine, new, old) for new, old in zip(lost, self.lost)]
-        else:
-            replaces = self.how.replaces_own(self.layout.codec)
-            own = Own(self.message.leaves, jnp.asarray(place)[net.rank]) if replaces else None
-            row = ops.reduce_encoded(self.layout, payloads, chunk=t, own=own, divisor=divisor, key=key)
         if depth:
             self.rows = self.rows.at[t].set(jnp.where(mine, row, self.rows[t]))
         else:

@@ -56,9 +56,8 @@ class GradientStatistics:
             return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
             sizes = [f"those of {len(x.paths)} leaves and {len(x.codecs)} codecs" for x in (self, other)]
-            raise unexpected(
-                "GradientStatistics", "statistics of the same leaves and codecs to add", " and ".join(sizes)
-            )
+            expected = "statistics of the same leaves and codecs to add"
+            raise unexpected("GradientStatistics", expected, " and ".join(sizes))
         return jax.tree.map(lambda a, b: a + b, self, other)
 
 
@@ -75,13 +74,11 @@ def adapt(plan: Assignment, statistics: Any, method: str, budget: str, alpha: fl
     reference = _check_reference(plan, reference)
     ids = _adaptable(plan, statistics)
     chosen = _METHODS[method](statistics, ids, reference, budget, alpha)
-    rules: list[Rule] = []
+    default, rules = plan.default, list[Rule]()
     for codec in dict.fromkeys(chosen):
         paths = "|".join(re.escape(statistics.paths[i]) for i, found in zip(ids, chosen) if found == codec)
-        default = plan.default
-        given = (
-            {axis: old if old.raw else codec for axis, old in default.items()} if isinstance(default, dict) else codec
-        )
+        by_axis = isinstance(default, dict)
+        given = {axis: old if old.raw else codec for axis, old in default.items()} if by_axis else codec
         rules.append(Rule(given, path=f"^({paths})$", optional=True))
     return rules
 
@@ -100,22 +97,14 @@ def _check_reference(plan: Assignment, reference: Any) -> Codec:
 
 def _adaptable(plan: Assignment, statistics: GradientStatistics) -> list[int]:
     """Returns the numbers of the leaves in the statistics that get the plan's default codec."""
-    leaves = [
-        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in zip(statistics.shapes, statistics.dtypes)
-    ]
-    ids = [
-        i
-        for i, (path, leaf) in enumerate(zip(statistics.paths, leaves))
-        if not plan.why_guarded(leaf) and not any(rule.matches(_OP, path, leaf) for rule in plan.rules)
-    ]
+    ids = list[int]()
+    for i, (path, shape, dtype) in enumerate(zip(statistics.paths, statistics.shapes, statistics.dtypes)):
+        leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        if not plan.why_guarded(leaf) and not any(rule.matches(_OP, path, leaf) for rule in plan.rules):
+            ids.append(i)
     if not ids:
-        raise wrong(
-            _OP,
-            "statistics",
-            "a leaf that gets the plan's default codec",
-            "none: guards and rules decide them all",
-            "adapt the plan without the rules of an earlier adaptation",
-        )
+        expected, got = "a leaf that gets the plan's default codec", "none: guards and rules decide them all"
+        raise wrong(_OP, "statistics", expected, got, "adapt the plan without the rules of an earlier adaptation")
     return ids
 
 
@@ -164,12 +153,9 @@ def _finite(statistics: GradientStatistics, ids: Sequence[int], measured: jax.Ar
     rows = np.asarray(measured, np.float64)
     for i in ids:
         if not np.isfinite(rows[i]).all():
-            raise unexpected(
-                f"{_OP}: argument 'statistics', leaf {statistics.paths[i]!r}",
-                "finite numbers",
-                rows[i].tolist(),
-                "leave out the steps whose gradients overflowed",
-            )
+            place = f"{_OP}: argument 'statistics', leaf {statistics.paths[i]!r}"
+            remedy = "leave out the steps whose gradients overflowed"
+            raise unexpected(place, "finite numbers", rows[i].tolist(), remedy)
     return rows[list(ids)].tolist()
 
 

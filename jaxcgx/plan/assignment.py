@@ -41,7 +41,12 @@ class Rule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec", check_codecs("Rule", "codec", self.codec, skip=True))
-        _check_pattern(self.path)
+        if not isinstance(self.path, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong("Rule", "path", "a regular expression as a string", repr(self.path), kind=TypeError)
+        try:
+            re.compile(self.path or "")
+        except re.error as error:
+            raise wrong("Rule", "path", "a regular expression", f"{self.path!r}: {error}") from None
         if not (self.where is None or callable(self.where)):
             raise wrong("Rule", "where", "a function of a path and a leaf", repr(self.where), kind=TypeError)
         check_hashable("Rule", "where", self.where, "plans are static under jit")
@@ -54,9 +59,7 @@ class Rule:
         check_field(self, "optional", check_flag)
 
     def __str__(self) -> str:
-        return re.sub(
-            " at 0x[0-9a-f]+", "", spell(self)
-        )  # removes the address of a predicate, which differs between processes
+        return re.sub(" at 0x[0-9a-f]+", "", spell(self))  # without a predicate's address: it differs by process
 
     @property
     def names(self) -> bool:
@@ -78,17 +81,6 @@ class Rule:
             expected = f"True or False for leaf {path!r}"
             raise unexpected(f"{op}: {self} of the plan", expected, repr(answer), kind=TypeError)
         return bool(answer)
-
-
-def _check_pattern(path: Any) -> None:
-    if path is None:
-        return
-    if not isinstance(path, str):
-        raise wrong("Rule", "path", "a regular expression as a string", repr(path), kind=TypeError)
-    try:
-        re.compile(path)
-    except re.error as error:
-        raise wrong("Rule", "path", "a regular expression", f"{path!r}: {error}") from None
 
 
 def as_rule(rule: Any) -> Rule:
@@ -155,19 +147,14 @@ class Assignment:
         names = [spell_path(path) for path in paths]
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         held = [[rule for rule in self.rules if rule.matches(op, *found)] for found in zip(names, shapes)]
-        self._check_rules_hold(op, argument, names=names, held=held)
+        useful = {id(rule) for rules in held for rule in rules}  # by identity: equality would compare field by field
+        for rule in self.rules:
+            if rule.names and not rule.optional and id(rule) not in useful:
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                got = f"none for {rule} among {', '.join(map(repr, names[:_SHOWN])) or 'no leaves'}{more}"
+                remedy = "correct the rule, take it out, or make it optional=True"
+                raise wrong(op, argument, "a leaf for every rule of the plan", got, remedy)
         return [self._choose(op, argument, *found) for found in zip(names, shapes, held)]
-
-    def skipped(self, op: str, argument: str, tree: Any) -> Any:
-        """Returns a tree like `tree` with a bool per leaf: whether the plan skips it.
-
-        Errors name the function `op` and its argument `argument`.
-        """
-        found, structure = jax.tree_util.tree_flatten_with_path(tree)
-        if not found:
-            return tree
-        paths, leaves = zip(*found)
-        return structure.unflatten([skips(codec) for codec, _ in self.assign(op, argument, paths=paths, leaves=leaves)])
 
     def why_guarded(self, leaf: Shaped) -> str | None:
         """Returns the reason why a guard keeps a leaf raw, or None if no guard does."""
@@ -176,19 +163,6 @@ class Assignment:
         if self.skip_1d and leaf.ndim < 2:
             return f"it has {'one' if leaf.ndim else 'no'} dimension, and the plan has skip_1d=True"
         return None
-
-    def _check_rules_hold(self, op: str, argument: str, names: list[str], held: list[list[Rule]]) -> None:
-        useful = {id(rule) for rules in held for rule in rules}  # by identity: equality would compare field by field
-        for rule in self.rules:
-            if rule.names and not rule.optional and id(rule) not in useful:
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                raise wrong(
-                    op,
-                    argument,
-                    "a leaf for every rule of the plan",
-                    f"none for {rule} among {', '.join(map(repr, names[:_SHOWN])) or 'no leaves'}{more}",
-                    "correct the rule, take it out, or make it optional=True",
-                )
 
     def _choose(self, op: str, argument: str, name: str, leaf: Shaped, rules: list[Rule]) -> tuple[Codecs, str | None]:
         rules = [rule for rule in rules if rule.priority == max(r.priority for r in rules)]
@@ -199,10 +173,7 @@ class Assignment:
             return Raw(), f"{why}, though {named} names it" if named else why
         for rule in rules[1:]:
             if rule.codec != rules[0].codec:
-                raise unexpected(
-                    f"{op}: argument '{argument}', leaf {name!r}",
-                    "one codec",
-                    f"two: {rules[0]} and {rule} of the plan have the same priority",
-                    "give one of them a higher one",
-                )
+                got = f"two: {rules[0]} and {rule} of the plan have the same priority"
+                place = f"{op}: argument '{argument}', leaf {name!r}"
+                raise unexpected(place, "one codec", got, "give one of them a higher one")
         return given[0], None

@@ -30,11 +30,8 @@ def write(fields: dict[str, Any]) -> str:
     for i, rule in enumerate(fields["rules"]):
         where = f"rules[{i}]"
         if rule.where is not None:
-            raise unexpected(
-                f"Plan.save: {where}",
-                "a rule by path, size or dimensions",
-                f"one by a predicate, which no file can hold: {rule}",
-            )
+            got = f"one by a predicate, which no file can hold: {rule}"
+            raise unexpected(f"Plan.save: {where}", "a rule by path, size or dimensions", got)
         said = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
         lines += ["", "[[rules]]"]
         lines += [f"{name} = {_value(f'{where}.{name}', value)}" for name, value in said.items() if value is not None]

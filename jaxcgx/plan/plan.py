@@ -231,7 +231,9 @@ class Plan(Assignment):
         if names[:2] == ("inner", "cross"):  # jaxcgx.mpi.hierarchy() has these two
             raise wrong(op, "axis_name", "the outermost axis first", names, 'write ("cross", "inner")')
         hierarchy = len(names) > 1
-        bits = env.bits if bits is None else _check_bits(op, bits)
+        bits = env.bits if bits is None else check_integer(op, "bits", bits)
+        if bits not in (*range(1, 9), 32):
+            raise wrong(op, "bits", "an integer from 1 to 8, or 32 for no compression", bits)
         size = env.bucket_size if bucket_size is None else check_integer(op, "bucket_size", bucket_size, 1, MOST)
         least = env.minimal_size + 1 if min_size is None else check_integer(op, "min_size", min_size, 0)
         codec = MaxMin(bits, size, skip_incomplete=env.skip_incomplete) if bits < 32 else Raw()
@@ -258,8 +260,8 @@ class Plan(Assignment):
           tree: a pytree of arrays or jax.ShapeDtypeStruct.
           axis_size: the number of ranks, or {axis name: number of ranks}, outermost first.
         """
-        schedule, leader = self.schedule, self.leader
-        return forecast.forecast(self, tree, axis_size, limit=self.message_bytes, schedule=schedule, leader=leader)
+        fields = dict[str, Any](limit=self.message_bytes, schedule=self.schedule, leader=self.leader)
+        return forecast.forecast(self, tree, axis_size, **fields)
 
     def adapt(
         self,
@@ -306,14 +308,6 @@ class Plan(Assignment):
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"Plan.load: {path}: {error}") from None
-
-
-def _check_bits(op: str, bits: Any) -> int:
-    """Returns the checked number of bits. 32 means no compression, as in CGX."""
-    number = check_integer(op, "bits", bits)
-    if number not in (*range(1, 9), 32):
-        raise wrong(op, "bits", "an integer from 1 to 8, or 32 for no compression", number)
-    return number
 
 
 class Phase(NamedTuple):

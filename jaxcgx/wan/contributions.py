@@ -15,7 +15,7 @@ from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.message import fold
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import spell_path, why_raw
+from jaxcgx.plan.leaves import skips, spell_path, why_raw
 from jaxcgx.train.telemetry import TINY
 from jaxcgx.wan.fragments import Fragment, cut
 
@@ -51,9 +51,10 @@ class Packing:
     @classmethod
     def of(cls, op: str, plan: Plan, params: Any, average: Any) -> Self:
         """Returns the packing for these parameters. `Decoupled` explains the arguments. Errors name `op`."""
-        trained = cut(op, params, plan.skipped(op, "plan", params), 1)[0]
-        paths, values = zip(*jax.tree_util.tree_flatten_with_path(params)[0])
+        each, tree = jax.tree_util.tree_flatten_with_path(params)
+        paths, values = zip(*each)
         assigned, found = plan.assign(op, "plan", paths=paths, leaves=values), list[Leaf]()
+        trained = cut(op, params, tree.unflatten([skips(codec) for codec, _ in assigned]), 1)[0]
         for path, x, at, (codec, guarded) in zip(paths, values, trained.rows, assigned):
             if at is None:
                 continue
