@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.terms import digest
+from jaxcgx.native.rules import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 

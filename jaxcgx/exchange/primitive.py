@@ -20,9 +20,7 @@ import jax
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange.message import SHARED, STATE, Message
-from jaxcgx.native.eager import define_impl
-from jaxcgx.native.operands import places
-from jaxcgx.native.rules import in_front
+from jaxcgx.native.rules import define_impl, in_front, places
 from jaxcgx.transports.base import Transport
 
 Batch = tuple[tuple[int, Any], ...]

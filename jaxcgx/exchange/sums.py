@@ -13,7 +13,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.exchange import costs, hierarchy, keys, low_rank, primitive, schedules
 from jaxcgx.exchange.message import Message, Stage, Sum
-from jaxcgx.native.eager import define_impl
+from jaxcgx.native.rules import define_impl
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.network import Network
