@@ -197,7 +197,13 @@ def arguments(state):
 
 
 class Trace:
-    """Counts the calls of the package's functions while it is entered."""
+    """Counts the calls of the package's functions while it is entered.
+
+    A call of a function in a storey above is upward. The function was passed in if the caller's variables have it, or
+    an object with it: as a method or a property of the object's class, or in its fields (`codes`). So a transport or
+    an exchange that was passed in may be asked for what it does. A function from anywhere else, such as a table of a
+    module, was not passed in. Imports are counted apart, also those inside functions.
+    """
 
     def __init__(self):
         self.files, self.functions, self.upward = set(), collections.Counter(), collections.Counter()
@@ -231,15 +237,25 @@ def module_of(code):
 
 
 def codes(value, depth=3):
-    """Yields the code of a function, and of the functions in a container or in an object's fields."""
+    """Yields the code of a function, and of the functions in a container, in an object's fields and of its class."""
     value = getattr(value, "__func__", value)
     if hasattr(value, "__code__"):
         yield value.__code__
+    yield from codes_of_class(value if isinstance(value, type) else type(value))
     inner = [getattr(value, name, None) for name in ("func", "__wrapped__")] if callable(value) else []
     inner += value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else []
     inner += vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else []
     for each in inner if depth else ():
         yield from codes(each, depth - 1)
+
+
+@functools.cache
+def codes_of_class(kind):
+    """Returns the code of the methods and properties of a class of the package, and of its bases."""
+    found = [member for base in kind.__mro__ if base.__module__.startswith("jaxcgx.") for member in vars(base).values()]
+    names = "fget", "func", "__func__"  # of properties, cached properties, class methods
+    functions = [next((getattr(each, name) for name in names if hasattr(each, name)), each) for each in found]
+    return [each.__code__ for each in functions if hasattr(each, "__code__")]
 
 
 def traced(name):

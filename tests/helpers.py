@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxcgx as cgx
 from jaxcgx.native import ops, reference
-from jaxcgx.native.operands import Decode, Encode
+from jaxcgx.native.reference import Decode, Encode
 
 FULL = os.environ.get("HYPOTHESIS_PROFILE", "default") != "default"  # `make test-full`, in which tests have more cases
 

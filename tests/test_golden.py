@@ -14,7 +14,7 @@ from golden import numpy_codec
 import jaxcgx as cgx
 from jaxcgx.native import ops, reference
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.operands import Encode, Reduce
+from jaxcgx.native.reference import Encode, Reduce
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "v1.json").read_text())
 KEY = np.array(GOLDEN["key"], np.uint32)

@@ -9,8 +9,8 @@ import numpy as np
 from jaxcgx.checks import check_field, check_flag
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
-from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.native import ieee
+from jaxcgx.native.ieee import scale_of, scaled, unscaled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxcgx.checks import MOST, check_choice, check_field, check_integer
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
-from jaxcgx.native.minifloat import E4M3, E5M2, Minifloat
+from jaxcgx.native.ieee import E4M3, E5M2, Minifloat
 
 _FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 

@@ -9,8 +9,8 @@ import numpy as np
 from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.rotation import padded, rotate, rotate_back
-from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.native import ieee
+from jaxcgx.native.ieee import scale_of, scaled, unscaled
 from jaxcgx.native.packing import pack, packed_bytes, unpack
 from jaxcgx.typing import ArrayLike, DType
 

@@ -11,8 +11,8 @@ from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_int
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
 from jaxcgx.codecs.rotation import check_block
-from jaxcgx.codecs.scale import scale_of, scaled
 from jaxcgx.native import ieee
+from jaxcgx.native.ieee import scale_of, scaled
 
 
 @dataclasses.dataclass(frozen=True)

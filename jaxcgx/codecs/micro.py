@@ -11,7 +11,7 @@ from jaxcgx.checks import check_choice, check_field
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
 from jaxcgx.native import ieee
-from jaxcgx.native.minifloat import E2M1, E4M3, Minifloat
+from jaxcgx.native.ieee import E2M1, E4M3, Minifloat
 from jaxcgx.native.packing import BLOCK, pack, unpack
 from jaxcgx.typing import DType
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.checks import check_integer, wrong
-from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.native import ieee
+from jaxcgx.native.ieee import scale_of, scaled, unscaled
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 from jaxcgx.native.rng import philox
 from jaxcgx.typing import ArrayLike

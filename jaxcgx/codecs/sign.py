@@ -10,8 +10,8 @@ from jax import lax
 from jaxcgx.checks import MOST, check_field, check_integer
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid, unit_of
-from jaxcgx.codecs.scale import scale_of, scaled
 from jaxcgx.native import ieee
+from jaxcgx.native.ieee import scale_of, scaled
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 
 _GROUP = 256  # the blocks of a group: the sums of its blocks are added in order, and then the sums of the groups

@@ -14,12 +14,12 @@ from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.codecs.sign import sum_of_magnitudes
 from jaxcgx.native import ieee, reference
-from jaxcgx.native.indices import from_list, index_bytes, to_list
+from jaxcgx.native.ieee import scale_of, scaled, unscaled
 from jaxcgx.native.layout import Layout, align16
-from jaxcgx.native.operands import Decode
+from jaxcgx.native.packing import from_list, index_bytes, to_list
+from jaxcgx.native.reference import Decode
 from jaxcgx.typing import DType
 
 _FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # the bits of the largest finite magnitude, and of every NaN

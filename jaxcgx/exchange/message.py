@@ -13,7 +13,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import Own
-from jaxcgx.native.terms import digest
+from jaxcgx.native.rules import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import PyTree

@@ -27,9 +27,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange import hierarchy, low_rank, schedules
 from jaxcgx.exchange.message import SHARED, STATE, Message, Stage, Sum, back_key
-from jaxcgx.native.eager import define_impl
-from jaxcgx.native.operands import places
-from jaxcgx.native.rules import in_front
+from jaxcgx.native.rules import define_impl, in_front, places
 from jaxcgx.transports.base import Transport, join_rows, split_rows
 
 Batch = tuple[tuple[int, Any], ...]

@@ -31,8 +31,8 @@ _MISMATCH = (
 try:
     from mpi4py import MPI
 
-    from jaxcgx.mpi.broadcast import broadcast
-    from jaxcgx.mpi.nodes import hierarchy
+    from jaxcgx.mpi.calls import broadcast
+    from jaxcgx.mpi.ranks import hierarchy
 except ModuleNotFoundError as _error:
     raise ImportError(f"jaxcgx.mpi: {_error}; {_MISSING}") from _error
 except (ImportError, RuntimeError) as _error:

@@ -4,7 +4,7 @@ Otherwise the other ranks would wait for it forever: MPI's waits have no deadlin
 all ranks have called it.
 
 - At a normal end, a rank finishes the exchanges of its programs, leaves the shared memory, and answers the greetings
-  (greeting.py) of the other ranks until they end too. A rank that makes a call in the meantime gets an error.
+  (agreement.py) of the other ranks until they end too. A rank that makes a call in the meantime gets an error.
 - After an exception, a rank ends all ranks, as `python -m mpi4py` does.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from mpi4py import MPI
 
-from jaxcgx.mpi.greeting import part
+from jaxcgx.mpi.agreement import part
 from jaxcgx.mpi.waiting import patience
 from jaxcgx.transports.mpi import Comm, Shared
 

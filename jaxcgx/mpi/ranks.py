@@ -1,19 +1,23 @@
-"""The transports over a communicator. They live as long as the communicator.
+"""The transports over a communicator and over the nodes of its ranks. They live as long as the communicator.
 
 Python may run ahead of a compiled program, and its messages must not be mistaken for those of the program. So exchanges
 use separate communicators. The user's communicator keeps these as attributes, and they are freed with it
 (`comm.Free()`).
 """
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from mpi4py import MPI
 
+from jaxcgx.checks import unexpected, wrong
+from jaxcgx.mpi.agreement import compare
 from jaxcgx.mpi.leave import forget, watch
-from jaxcgx.mpi.waiting import Communicator, meet
-from jaxcgx.transports.mpi import Comm, Shared
+from jaxcgx.mpi.waiting import Communicator, check_ready, meet
+from jaxcgx.plan import environment
+from jaxcgx.transports.mpi import Comm, Nodes, Shared
 
 
 def keyval(parts: Callable[[Any], Iterable[Comm | Shared]]) -> int:
@@ -33,6 +37,8 @@ def keyval(parts: Callable[[Any], Iterable[Comm | Shared]]) -> int:
 
 
 _OWN = keyval(lambda kept: [kept])
+# The key of the hierarchies that a communicator keeps.
+_NODES = keyval(lambda made: [net for each in made.values() for net in (each.everybody, each.cross, each.inner)])
 
 
 def over(op: str, comm: Communicator) -> Comm:
@@ -45,3 +51,125 @@ def over(op: str, comm: Communicator) -> Comm:
         watch(net)
         comm.Set_attr(_OWN, net)
     return net
+
+
+def check_communicator(op: str, argument: str, comm: Any) -> Communicator:
+    """Checks a communicator and returns it. None means MPI.COMM_WORLD."""
+    if comm is None:
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
+        got = "MPI.COMM_NULL" if null else repr(comm)
+        raise wrong(op, argument, "an mpi4py communicator (MPI.Intracomm)", got, kind=TypeError)
+    return comm
+
+
+def hierarchy(comm: Communicator | None = None, inner: Communicator | None = None) -> Nodes:
+    """Groups the ranks of `comm` by nodes, for networks that are slower between nodes than inside them.
+
+    Pass the result as the `comm` of the collectives.
+
+    The environment variables CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE choose what moves the bytes
+    inside nodes and between nodes. If the first isn't set, the processes of a node use shared memory if they can, and
+    MPI otherwise. All ranks must have the same variables.
+
+    The result's `cross` has the ranks with this rank's place in all nodes. Its `inner` has the ranks of this node. The
+    result itself numbers all ranks node by node (`rank`, `size`). This order may differ from the order of `comm`.
+
+    Args:
+      comm: all ranks. MPI.COMM_WORLD by default.
+      inner: the ranks of this rank's node. By default, MPI finds the ranks that share memory with this rank. Every node
+        must have the same number of ranks.
+    """
+    ranks: Communicator = check_communicator("hierarchy", "comm", comm)
+    check_ready("hierarchy", ranks)
+    if inner is not None:
+        inner = check_communicator("hierarchy", "inner", inner)
+    meet("hierarchy", ranks, ranks.Ibarrier())
+    env, variables = _check_variables(ranks)
+    _check_not_nccl(env)
+    node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank) if inner is None else inner
+    places = ranks.allgather((node.bcast(ranks.rank), node.rank))
+    if inner is None:
+        node.Free()
+    made: dict[Any, Nodes] = ranks.Get_attr(_NODES) or {}
+    key = (*variables, *places)
+    if key not in made:
+        made[key] = _make(ranks, env, places)
+        for net in {made[key].everybody, made[key].cross, made[key].inner}:
+            watch(net)
+        ranks.Set_attr(_NODES, made)
+    return made[key]
+
+
+def _check_variables(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
+    """Returns CGX's variables, parsed and as text.
+
+    Raises an error on every rank if the ranks' variables differ, or if a variable of any rank is invalid.
+    """
+    text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
+    env = error = None
+    try:
+        env = environment.read(op="hierarchy")
+    except ValueError as bad:
+        error = str(bad)
+    every = comm.allgather((text, error))
+    for rank, (_, error) in enumerate(every):
+        if error:
+            raise ValueError(f"{error}, on rank {rank}")
+    compare("hierarchy", [text for text, _ in every])
+    assert env is not None  # otherwise this rank has raised an error
+    return env, text.items()
+
+
+def _check_not_nccl(env: environment.Environment) -> None:
+    for level, kind, expected in (
+        ("INNER", env.inner_communicator, "MPI or SHM"),
+        ("CROSS", env.cross_communicator, "MPI"),
+    ):
+        if kind == "NCCL":
+            raise unexpected(
+                f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE",
+                f"{expected} between processes",
+                "NCCL, which XLA uses between the GPUs of a mesh: jax.distributed.initialize() and "
+                "jaxcgx.compressed_psum",
+            )
+
+
+def _make(comm: Communicator, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:
+    """Makes the hierarchy. `places` has for each rank the first rank of its node, and its own rank there."""
+    firsts, (_, place) = [first for first, _ in places], places[comm.rank]
+    nodes = sorted(set(firsts))
+    sizes = [firsts.count(first) for first in nodes]
+    if len(set(sizes)) > 1:
+        remedy = "pass the communicator itself, without a hierarchy, or start as many everywhere"
+        raise wrong("hierarchy", "comm", "as many ranks on every node", ", ".join(map(str, sizes)), remedy)
+    number = nodes.index(firsts[comm.rank])
+    cross, inner = Comm.over(comm.Split(place, number)), _within(comm, env, comm.Split(number, place))
+    return Nodes(inner if len(nodes) == 1 else Comm.over(comm.Split(0, number * sizes[0] + place)), cross, inner)
+
+
+def _within(comm: Communicator, env: environment.Environment, inner: Communicator) -> Comm | Shared:
+    """Makes the transport over the ranks of a node: shared memory or MPI, the same on all nodes of `comm`."""
+    if inner.size == 1 or env.inner_communicator == "MPI":
+        return Comm.over(inner)
+    wanted = env.inner_communicator == "SHM"
+    # Shared memory is for computations on CPUs. A program may place computations there even if CPUs aren't the default,
+    # but only the program knows.
+    if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
+        return Comm.over(inner)
+    shared = error = None
+    try:
+        shared = Shared.over(inner)
+    except RuntimeError as failed:
+        error = str(failed)
+    errors = [found for found in comm.allgather(error) if found]
+    if shared and not errors:
+        return shared
+    if wanted:
+        raise RuntimeError(
+            f"hierarchy: {errors[0]}; set CGX_INNER_COMMUNICATOR_TYPE=MPI, and MPI moves the bytes within a node"
+        )
+    if shared:
+        shared.close()
+    return Comm.over(inner)

@@ -6,19 +6,21 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import threading
 import time
+from typing import NamedTuple
 
 import jax
 
 from jaxcgx import _compat
 from jaxcgx.checks import unexpected
-from jaxcgx.native.leaving import at_exit
 from jaxcgx.native.meeting import PLAIN, SILENCE, Links, Meeting, MeetingError, Other
-from jaxcgx.native.registration import module
-from jaxcgx.native.traffic import Traffic, traffic
+from jaxcgx.native.registration import at_exit, module
 
 LOOK = 1.0  # seconds between two looks for new processes
+_ACKED, _BUSY = 120, 168  # offsets of tcpi_bytes_acked and tcpi_busy_time, which tcpi_rwnd_limited follows
+_LENGTH = 184  # of struct tcp_info up to there
 _ONE = threading.Lock()
 _data: list[list[int]] = []  # for each process, the descriptors of the connections for data, which the engine owns
 _why: str | None = None  # why the processes are not connected: "" if they are, None before the first try
@@ -115,11 +117,6 @@ def _end_at_ctrl_c() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
-def sent() -> list[Traffic]:
-    """Returns the traffic from this process to each process, including itself."""
-    return [traffic(data) for data in _data]
-
-
 def _host(coordinator: str) -> str:
     """Returns the address of this host in the coordinator's network."""
     host, _, port = coordinator.rpartition(":")
@@ -149,3 +146,34 @@ def _binds(address: str) -> bool:
         except OSError:
             return False
         return True
+
+
+# The kernel's counts of bytes and time on connections: Linux's TCP_INFO (struct tcp_info in linux/tcp.h)
+
+
+class Traffic(NamedTuple):
+    """The traffic to a process since it was connected."""
+
+    bytes: float = 0.0  # the bytes that the process has acknowledged
+    seconds: float = 0.0  # the seconds in which bytes were under way and the process had room for more bytes
+
+
+def sent() -> list[Traffic]:
+    """Returns the traffic from this process to each process, including itself."""
+    return [_traffic(data) for data in _data]
+
+
+def _traffic(descriptors: list[int]) -> Traffic:
+    """Returns the traffic of connections that carry the same messages together: the sum of bytes, the longest time."""
+    total = Traffic()
+    for descriptor in descriptors:
+        connection = socket.socket(fileno=descriptor)
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH)
+        finally:
+            connection.detach()  # the engine owns the descriptor
+        if len(info) < _LENGTH:
+            raise RuntimeError("Topology: expected a kernel that counts traffic (Linux 4.10 or later)")
+        (acked,), (busy, full) = struct.unpack_from("=Q", info, _ACKED), struct.unpack_from("=QQ", info, _BUSY)
+        total = Traffic(total.bytes + acked, max(total.seconds, (busy - full) / 1e6))
+    return total

@@ -1,9 +1,11 @@
-"""IEEE arithmetic in jnp, for the reference implementation.
+"""IEEE arithmetic in jnp, for the reference implementation, also of small floating-point numbers.
 
 XLA on CPUs flushes denormals to zero, may fuse a product into the sum that uses it, and turns a division by a constant
 into a product. So the wire format adds a product to a number only if the product is exact. Very small numbers are first
 multiplied by 2^80 (`up`). That is exact and leaves no denormals.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -95,3 +97,70 @@ def largest(a: jax.Array, b: jax.Array) -> jax.Array:
 def positive_zero(x: jax.Array) -> jax.Array:
     """Returns x with +0 in place of -0."""
     return as_float(jnp.where(bits(x) == -(2**31), 0, bits(x)))
+
+
+# The power of two that brings tiny and huge buckets into the range of normal numbers
+
+
+def scale_of(largest: jax.Array) -> jax.Array:
+    """Returns the scale of buckets with this largest magnitude."""
+    # 0 < largest < 2^-60 is one comparison of integers. LLVM would turn `m > 0` into a comparison of floats, which
+    # flushes denormals.
+    tiny = (magnitude_bits(largest) - 1).astype(jnp.uint32) < ((127 - 60) << 23) - 1
+    power = jnp.where(tiny, jnp.float32(2.0**80), jnp.float32(1))
+    return jnp.where(largest >= 2.0**100, jnp.float32(2.0**-40), power)
+
+
+def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.where(scale > 1, up(x), x * jnp.minimum(scale, 1))
+
+
+def unscaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.where(scale > 1, down(x), x / jnp.minimum(scale, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Minifloat:
+    """A format with a sign and denormals, but without infinities: xla_ffi/codec/minifloat.h in jnp.
+
+    Attributes:
+      exponent: the bits of the exponent. Its bias is as in IEEE 754.
+      mantissa: the bits of the mantissa.
+      largest: the largest number.
+      top: the code of that number.
+    """
+
+    exponent: int
+    mantissa: int
+    largest: float
+    top: int
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def sign(self) -> int:
+        """The position of the sign bit."""
+        return self.exponent + self.mantissa
+
+    def encode(self, y: jax.Array) -> jax.Array:
+        """Returns the codes of the nearest numbers, ties to even."""
+        drop = 23 - self.mantissa
+        m = magnitude_bits(y)
+        normal = ((m + (1 << (drop - 1)) - 1 + ((m >> drop) & 1)) >> drop) - ((127 - self.bias) << self.mantissa)
+        denormal = round_int(as_float(m) * 2.0 ** (self.mantissa + self.bias - 1))
+        code = jnp.minimum(jnp.where(m < ((128 - self.bias) << 23), denormal, normal), self.top)
+        return code | (shr(bits(y), 31 - self.sign) & (1 << self.sign))
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        m = codes & ((1 << self.sign) - 1)
+        normal = as_float((m << (23 - self.mantissa)) + ((127 - self.bias) << 23))
+        denormal = m.astype(jnp.float32) * 2.0 ** -(self.mantissa + self.bias - 1)
+        y = jnp.where(m < (1 << self.mantissa), denormal, normal)
+        return jnp.where(codes & (1 << self.sign), -y, y)
+
+
+E2M1 = Minifloat(2, 1, 6.0, 0x7)
+E4M3 = Minifloat(4, 3, 448.0, 0x7E)
+E5M2 = Minifloat(5, 2, 57344.0, 0x7B)

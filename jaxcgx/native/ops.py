@@ -1,8 +1,9 @@
 """The native operations as JAX primitives. Each works on a message of many leaves in one call.
 
 Every primitive is written in the same order: function, abstract evaluation, attributes of the call,
-differentiation, registration. Its operands are a pytree from operands.py. `bind` gets the leaves of that pytree and its
-structure as the static parameter `tree`, and every rule gets the names back from `tree`. rules.py has the common rules.
+differentiation, registration. Its operands are a pytree from reference.py. `bind` gets the leaves of that pytree and
+its structure as the static parameter `tree`, and every rule gets the names back from `tree`. rules.py has the common
+rules.
 
 Operands have the axes of `batch` before their own axes, one message for each index. vmap adds an axis there, and one
 call handles all messages.
@@ -21,12 +22,11 @@ from jax.tree_util import SequenceKey
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.native import partitioning, reference
-from jaxcgx.native.eager import define_impl
-from jaxcgx.native.layout import Layout
-from jaxcgx.native.operands import Clear, Decode, Encode, Reduce, Roundtrip
+from jaxcgx.native import reference
+from jaxcgx.native.layout import Codec, Layout
+from jaxcgx.native.reference import Clear, Decode, Encode, Reduce
 from jaxcgx.native.rng import kernel_key
-from jaxcgx.native.rules import batch_rule, one_by_one, register, zero_jvp
+from jaxcgx.native.rules import batch_rule, define_impl, one_by_one, partitioned, register, zero_jvp
 from jaxcgx.typing import ArrayLike, DTypeLike
 
 _LEAST_DIVISOR = 2.0**-126  # for this divisor and larger ones, 1 / divisor is finite
@@ -44,29 +44,25 @@ def _check_operand(function: str, argument: str, x: Any, shape: Sequence[int], d
     return x
 
 
-def _check_leaves(
-    function: str, argument: str, arrays: Iterable[Any], layout: Layout, dtypes: Sequence[DTypeLike]
-) -> list[Any]:
-    """Returns the arrays as a list, after a check: there must be one for each leaf of the layout, with its shape."""
+def _check_leaves(function: str, argument: str, arrays: Iterable[Any], layout: Layout) -> list[Any]:
+    """Returns the arrays as a list, after a check: there must be one for each leaf of the layout, with its type.
+
+    Residuals are float32.
+    """
     arrays = list(arrays)
     if len(arrays) != len(layout.shapes):
         raise wrong(function, argument, f"{len(layout.shapes)} arrays", len(arrays))
-    for i, (x, shape, dtype) in enumerate(zip(arrays, layout.shapes, dtypes)):
+    for i, (x, shape, dtype) in enumerate(zip(arrays, layout.shapes, layout.dtypes)):
+        dtype = jnp.float32 if argument == "residuals" else dtype
         _check_operand(function, argument, x=x, shape=shape, dtype=dtype, path=(SequenceKey(i),))
     return arrays
-
-
-def _check_residuals(function: str, residuals: Iterable[Any], layout: Layout) -> list[Any]:
-    return _check_leaves(
-        function, "residuals", arrays=residuals, layout=layout, dtypes=[jnp.float32] * len(layout.shapes)
-    )
 
 
 def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
     return _check_operand(function, "payload", x=payload, shape=(layout.chunks, layout.chunk_bytes), dtype="uint8")
 
 
-def _check_words(function: str, codec: Any, key: Any) -> jax.Array | None:
+def _check_words(function: str, codec: Codec, key: Any) -> jax.Array | None:
     """Returns the key for the kernels if the codec draws noise, else None."""
     if not codec.stochastic:
         return None
@@ -89,7 +85,7 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
       leaves: arrays of the layout's shapes and dtypes.
       key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
-    leaves = _check_leaves("encode", "leaves", arrays=leaves, layout=layout, dtypes=layout.dtypes)
+    leaves = _check_leaves("encode", "leaves", leaves, layout)
     if not leaves:  # the payload is empty, and no operand says which axes it varies over
         return jnp.zeros((layout.chunks, 0), jnp.uint8)
     return _bind(encode_p, Encode(leaves, key=_check_words("encode", layout.codec, key)), layout=layout)[0]
@@ -98,19 +94,13 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
 def encode_fed(
     layout: Layout, leaves: Iterable[ArrayLike], residuals: Iterable[ArrayLike], key: ArrayLike | None = None
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Encodes with feedback. Returns (payload of leaves + residuals, new residuals).
+    """Encodes with feedback, like `encode`. Returns (payload of leaves + residuals, new residuals).
 
-    A new residual is the loss of encoding. Where the loss is not finite (an overflow, a NaN), the residual stays
-    unchanged. Donated residuals are updated in place.
-
-    Args:
-      layout: the layout of the message.
-      leaves: arrays of the layout's shapes and dtypes.
-      residuals: float32 arrays of the leaves' shapes.
-      key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
+    Residuals are float32 arrays of the leaves' shapes. A new residual is the loss of encoding. Where the loss is not
+    finite (an overflow, a NaN), the residual stays unchanged. Donated residuals are updated in place.
     """
-    leaves = _check_leaves("encode_fed", "leaves", arrays=leaves, layout=layout, dtypes=layout.dtypes)
-    residuals = _check_residuals("encode_fed", residuals, layout)
+    leaves = _check_leaves("encode_fed", "leaves", leaves, layout)
+    residuals = _check_leaves("encode_fed", "residuals", residuals, layout)
     if not leaves:
         return jnp.zeros((layout.chunks, 0), jnp.uint8), []
     operands = Encode(leaves, residuals, _check_words("encode_fed", layout.codec, key))
@@ -122,10 +112,6 @@ def _encode_abstract(operands: Encode, layout: Layout, batch: tuple[Any, ...]) -
     result = functools.partial(_compat.result_aval, jax.tree.leaves(operands), rows=len(batch))
     payload = result((*batch, layout.chunks, layout.chunk_bytes), jnp.uint8)
     return payload, [result(x.shape, jnp.float32) for x in operands.residuals or []]
-
-
-def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(feedback=operands.residuals is not None), dict(payloads=0, encodes=True)
 
 
 # Payloads are integers, which have no tangent, so a gradient through them would be zero in silence. Exchanges have
@@ -145,7 +131,7 @@ register(
     encode_p,
     "encode",
     abstract=_encode_abstract,
-    attributes=_encode_attributes,
+    attributes=lambda operands, layout: (dict(feedback=operands.residuals is not None), dict(payloads=0, encodes=True)),
     function=reference.encode,
     jvp=_encode_jvp,
 )
@@ -167,15 +153,11 @@ def _decode_abstract(operands: Decode, layout: Layout, batch: tuple[Any, ...]) -
     return [result((*batch, *shape), dtype) for shape, dtype in zip(layout.shapes, layout.dtypes)]
 
 
-def _decode_attributes(operands: Decode, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {}, dict(payloads=1, encodes=False)
-
-
 register(
     decode_p,
     "decode",
     abstract=_decode_abstract,
-    attributes=_decode_attributes,
+    attributes=lambda operands, layout: ({}, dict(payloads=1, encodes=False)),
     function=reference.decode,
     jvp=zero_jvp(decode_p),
 )
@@ -235,7 +217,7 @@ def reduce_encoded(
       key: uint32[2], if the codec of the sum is stochastic.
     """
     operands, divisor = _check_sum("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
-    operands = operands._replace(key=_check_sums_key("reduce_encoded", layout, payloads, key=key))
+    operands = operands._replace(key=_check_words("reduce_encoded", layout.of_sum(len(payloads)).codec, key))
     return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)[0] if layout.shapes else payloads[0]
 
 
@@ -250,22 +232,13 @@ def reduce_fed(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Sums with feedback, like `reduce_encoded`. Returns (payload of the sum + residuals, new residuals).
 
-    Only the chunk's elements of the residuals are added to the sum, before it is divided. Only these elements change.
-    They become the loss of encoding, sum - divisor * decoded. Where the loss is not finite, they stay unchanged.
-    Donated residuals are updated in place.
-
-    Args:
-      layout: the layout of each message.
-      payloads: uint8[ranks, layout.chunk_bytes].
-      residuals: float32 arrays, in the shapes of the whole leaves.
-      chunk: the number of the payloads' chunk in the layout; may be traced. A chunk out of range is an error on CPU and
-        gives NaN on GPU, where kernels cannot raise.
-      divisor: divides the sum before it is encoded; 2^-126 or more.
-      key: uint32[2], if the codec of the sum is stochastic.
+    Residuals are float32 arrays in the shapes of the whole leaves. Only the chunk's elements of the residuals are added
+    to the sum, before it is divided. Only these elements change. They become the loss of encoding, sum - divisor *
+    decoded. Where the loss is not finite, they stay unchanged. Donated residuals are updated in place.
     """
     operands, divisor = _check_sum("reduce_fed", layout, payloads=payloads, divisor=divisor, chunk=chunk)
-    residuals = _check_residuals("reduce_fed", residuals, layout)
-    operands = operands._replace(residuals=residuals, key=_check_sums_key("reduce_fed", layout, payloads, key=key))
+    key = _check_words("reduce_fed", layout.of_sum(len(payloads)).codec, key)
+    operands = operands._replace(residuals=_check_leaves("reduce_fed", "residuals", residuals, layout), key=key)
     if not layout.shapes:
         return payloads[0], []
     payload, *residuals = _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)
@@ -282,13 +255,9 @@ def _check_sum(
         raise wrong(function, "divisor", "a positive number, 2^-126 or more", divisor)
     leaves, rank = (None, 0) if own is None else own
     if leaves is not None:
-        leaves = _check_leaves(function, "own", arrays=leaves, layout=layout, dtypes=layout.dtypes)
+        leaves = _check_leaves(function, "own", leaves, layout)
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
     return Reduce(payloads, where, leaves), float(divisor)
-
-
-def _check_sums_key(function: str, layout: Layout, payloads: Any, key: Any) -> jax.Array | None:
-    return _check_words(function, layout.of_sum(len(payloads)).codec, key)
 
 
 def _reduce_abstract(operands: Reduce, layout: Layout, batch: tuple[Any, ...], divisor: float, encoded: bool) -> Any:
@@ -346,15 +315,10 @@ clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
     """Returns the arrays with 0 in place of every element that the payload of a sparse codec has.
 
-    Donated arrays are updated in place.
-
-    Args:
-      layout: the layout of the message.
-      payload: uint8[layout.chunks, layout.chunk_bytes].
-      arrays: arrays of the layout's shapes and dtypes.
+    The payload is uint8[layout.chunks, layout.chunk_bytes]. Donated arrays are updated in place.
     """
     payload = _check_payload("clear", payload, layout)
-    arrays = _check_leaves("clear", "arrays", arrays=arrays, layout=layout, dtypes=layout.dtypes)
+    arrays = _check_leaves("clear", "arrays", arrays, layout)
     return _bind(clear_p, Clear(payload, arrays), layout=layout) if arrays else []
 
 
@@ -362,15 +326,11 @@ def _clear_abstract(operands: Clear, layout: Layout, batch: tuple[Any, ...]) -> 
     return [_compat.result_aval([operands.payload, x], x.shape, x.dtype, rows=len(batch)) for x in operands.arrays]
 
 
-def _clear_attributes(operands: Clear, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {}, dict(payloads=1, encodes=False)
-
-
 register(
     clear_p,
     "clear",
     abstract=_clear_abstract,
-    attributes=_clear_attributes,
+    attributes=lambda operands, layout: ({}, dict(payloads=1, encodes=False)),
     function=reference.clear,
     jvp=zero_jvp(clear_p),
 )
@@ -381,7 +341,12 @@ register(
 roundtrip_p: _compat.Primitive = _compat.Primitive("jaxcgx_roundtrip")
 
 
-def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
+class Roundtrip(NamedTuple):
+    x: jax.Array
+    key: jax.Array | None = None  # uint32[3], for stochastic codecs: rng.kernel_key
+
+
+def roundtrip(codec: Codec, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
     """Returns decode(encode(x)), where x is a separate message. The caller defines the derivative."""
     return _bind(roundtrip_p, Roundtrip(x, _check_words("roundtrip", codec, key)), codec=codec)[0]
 
@@ -420,6 +385,5 @@ define_impl(roundtrip_p)
 roundtrip_p.def_abstract_eval(_roundtrip_abstract)
 batching.primitive_batchers[roundtrip_p] = functools.partial(batch_rule, roundtrip_p)
 mlir.register_lowering(
-    roundtrip_p,
-    partitioning.lower(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps),
+    roundtrip_p, partitioned(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps)
 )

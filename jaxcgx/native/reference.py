@@ -1,7 +1,10 @@
-"""The native operations in plain jnp.
+"""The native operations in plain jnp, and their operands by name.
 
 Kernels are tested against these functions. Platforms and codecs without kernels use them. With JAXCGX_REFERENCE=1, all
 programs do. This file handles messages. The arithmetic of a bucket is in the codec (codecs/*.py).
+
+The operands of an operation are a pytree: JAX sees its leaves, in the order in which the handlers in xla_ffi/handlers
+expect them, and a rule gets the names back from its structure. An operand that is None is left out.
 """
 
 import functools
@@ -16,10 +19,43 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.native import ieee
 from jaxcgx.native.layout import Layout, Piece
-from jaxcgx.native.operands import Clear, Decode, Encode, Reduce
 from jaxcgx.native.packing import from_bytes, to_bytes
 from jaxcgx.native.rng import noise
 from jaxcgx.typing import DType
+
+Arrays = list[Any]  # of jax.Array, tracers or abstract values
+# The field `in_place` has the operands that are overwritten if they are donated. They become the last results.
+
+
+class Encode(NamedTuple):
+    leaves: Arrays
+    residuals: Arrays | None = None  # float32, added to the leaves
+    key: jax.Array | None = None  # uint32[3], for stochastic codecs: rng.kernel_key
+
+    in_place = "residuals"
+
+
+class Decode(NamedTuple):
+    payload: jax.Array  # uint8[chunks, chunk_bytes]
+
+    in_place = None
+
+
+class Reduce(NamedTuple):
+    payloads: jax.Array  # uint8[ranks, chunk_bytes]
+    where: jax.Array  # int32[2]: the number of the chunk, and the rank whose payload `own` replaces
+    own: Arrays | None = None  # leaves
+    residuals: Arrays | None = None  # float32, in the shapes of the whole leaves; never together with `own`
+    key: jax.Array | None = None  # uint32[3], if the sum is encoded again by a stochastic codec
+
+    in_place = "residuals"
+
+
+class Clear(NamedTuple):
+    payload: jax.Array  # uint8[chunks, chunk_bytes]
+    arrays: Arrays
+
+    in_place = "arrays"
 
 
 def widen(x: jax.Array) -> jax.Array:

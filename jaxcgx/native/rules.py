@@ -1,6 +1,14 @@
-"""The rules that all primitives of native operations share: for lowering, batching and registration."""
+"""The rules that primitives share: for operands, lowering, batching, partitioning and registration.
 
+Without a rule, XLA's partitioner gathers every operand of a custom call on every device if jit distributes a program
+(Auto, Explicit meshes). Inside shard_map no such rule is needed: an operation sees only its shard. Messages are
+independent of one another, so the axes of vmap stay sharded. A message is gathered, because its bytes depend on all of
+its leaves. An array that is only rounded (roundtrip) stays sharded if that cuts no bucket.
+"""
+
+import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,75 +17,64 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcgx import _compat
-from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.native import partitioning, registration
-from jaxcgx.native.eager import define_impl
+from jaxcgx._compat import Primitive, ad, batching, mlir
+from jaxcgx.native import registration
 from jaxcgx.native.layout import Layout
 
+Rule = Callable[..., Any]
 
-def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+
+# Operands
+
+
+def places(tree: Any) -> Any:
+    """Returns the pytree of a structure, whose leaves are the places of the arrays among the operands."""
+    return tree.unflatten(range(tree.num_leaves))
+
+
+def add(rows: jax.Array) -> jax.Array:
+    """Returns the sum of rows [ranks, ...], added in their order. Floats under 32 bits are added in float32."""
+    short = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
+    return functools.reduce(jnp.add, rows.astype(jnp.float32) if short else rows).astype(rows.dtype)
+
+
+def digest(*what: Any) -> np.int64:
+    """Returns a number that differs if any of the values differs. It is the same in every process.
+
+    The ranks of an exchange compare it before they use any bytes. Values without a plain form, such as functions in a
+    user's codec, count only as their types. Their texts would contain addresses, which differ between processes.
+    """
+    return np.frombuffer(hashlib.sha256(repr(_plain(what)).encode()).digest(), "<i8")[0]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return [[_plain(key), _plain(each)] for key, each in value.items()]
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return [type(value).__qualname__, *([field.name, _plain(getattr(value, field.name))] for field in fields)]
+
+
+# Batching and differentiation
+
+
+def one_by_one(function: Rule) -> Rule:
     """Maps a function over the first axis, like jax.vmap, for functions that use lax.switch.
 
     jax.vmap would compute every branch, which JAX can't do under shard_map's check_vma.
     """
     return lambda *operands: lax.map(lambda each: function(*each), operands)
-
-
-def _lower_to_reference(function: Callable[..., Any], over: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a lowering rule to jnp. `over` maps the function over an axis of the batch."""
-
-    def batched(*leaves: Any, tree: Any, batch: tuple[Any, ...], **params: Any) -> list[jax.Array]:
-        def one(*leaves: Any) -> list[jax.Array]:
-            return jax.tree.leaves(function(operands=tree.unflatten(leaves), **params))
-
-        for _ in batch:
-            one = over(one)
-        return one(*map(_compat.whole, leaves))
-
-    return mlir.lower_fun(batched, multiple_results=True)
-
-
-def _lower_to_handler(
-    target: str, attributes: Callable[..., Any], workspace_bytes: Callable[..., int]
-) -> Callable[..., Any]:
-    """Returns a lowering rule to an FFI call.
-
-    A workspace is one more result of the call, which is not a result of the primitive.
-    """
-
-    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple[Any, ...], **params: Any) -> Any:
-        extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
-        message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
-        in_place = tree.unflatten(range(len(leaves))).in_place
-        number = len(ctx.avals_out)
-        if workspace := workspace_bytes(message, **work):
-            hidden = _compat.result_aval(ctx.avals_in, (workspace,), np.dtype("uint8"))
-            ctx = ctx.replace(avals_out=[*ctx.avals_out, hidden])
-        call = jax.ffi.ffi_lowering(
-            f"jaxcgx_{target}", operand_output_aliases=dict(zip(in_place, range(number - len(in_place), number)))
-        )
-        return call(ctx, *leaves, **message, **extra)[:number]
-
-    return rule
-
-
-def _refuse(target: str, why: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        raise NotImplementedError(f"jaxcgx_{target}: {why}")
-
-    return rule
-
-
-def _lower(to_kernel: Callable[..., Any], to_reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a lowering rule: `to_kernel` if the codec has kernels, else `to_reference`."""
-
-    def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
-        chosen = to_reference if layout.codec.native is None else to_kernel
-        return chosen(ctx, *operands, layout=layout, **params)
-
-    return rule
 
 
 def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:
@@ -89,9 +86,14 @@ def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | No
       size: the length of the axis, needed if no operand has it.
     """
     size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    repeated = lambda x: jnp.broadcast_to(x, (size, *x.shape))
-    moved = lambda x, d: x if d == 0 else jnp.moveaxis(x, d, 0)  # moveaxis takes 125 calls of Python for nothing
-    return [repeated(x) if d is None else moved(x, d) for x, d in zip(operands, dims)]
+    moved = []
+    for x, dim in zip(operands, dims):
+        if dim is None:
+            x = jnp.broadcast_to(x, (size, *x.shape))
+        elif dim:  # moveaxis takes 125 calls of Python for nothing
+            x = jnp.moveaxis(x, dim, 0)
+        moved.append(x)
+    return moved
 
 
 def one_of_same(x: jax.Array, dim: int | None) -> jax.Array:
@@ -103,32 +105,182 @@ def one_of_same(x: jax.Array, dim: int | None) -> jax.Array:
 
 
 def batch_rule(
-    primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple[Any, ...], **params: Any
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple[int, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
+    """The batching rule of an operation that handles all messages in one call, along the axes `batch`."""
     moved = in_front(operands, dims)
     results = primitive.bind(*moved, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
 
 
-def zero_jvp(primitive: Any) -> Callable[..., Any]:
+def exchange_aval(x: Any, *who: Any, operation: str, net: Any, **params: Any) -> tuple[Any, frozenset[Any]]:
+    """The abstract evaluation of an engine's exchange of x among the ranks of the transport `net`."""
+    shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
+    return _compat.result_aval([x], shape, x.dtype), net.effects
+
+
+def batch_exchange(
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: Any
+) -> tuple[jax.Array, int]:
+    """The batching rule of an engine's exchange of the first operand: one exchange of longer rows."""
+    before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))  # behind the ranks
+    x, rest = jnp.moveaxis(operands[0], dims[0], before), map(one_of_same, operands[1:], dims[1:])
+    return primitive.bind(x, *rest, operation=operation, **params), after
+
+
+def zero_jvp(primitive: Primitive) -> Rule:
     """Returns the differentiation rule of an operation whose results have derivative zero."""
 
-    def rule(primals: Any, tangents: Any, **params: Any) -> Any:
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         results = primitive.bind(*primals, **params)
         return results, [_compat.zero_tangent(r) for r in results]
 
     return rule
 
 
+# Lowering
+
+
+def _lower_to_reference(function: Rule, over: Rule) -> Rule:
+    """Returns a lowering rule to jnp. `over` maps the function over an axis of the batch."""
+
+    def batched(*leaves: Any, tree: Any, batch: tuple[int, ...], **params: Any) -> list[jax.Array]:
+        def one(*leaves: Any) -> list[jax.Array]:
+            return jax.tree.leaves(function(operands=tree.unflatten(leaves), **params))
+
+        for _ in batch:
+            one = over(one)
+        return one(*map(_compat.whole, leaves))
+
+    return mlir.lower_fun(batched, multiple_results=True)
+
+
+def _lower_to_handler(target: str, attributes: Rule, workspace_bytes: Callable[..., int]) -> Rule:
+    """Returns a lowering rule to an FFI call.
+
+    A workspace is one more result of the call, which is not a result of the primitive.
+    """
+
+    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple[int, ...], **params: Any) -> Any:
+        extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
+        message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
+        at, number = places(tree), len(ctx.avals_out)
+        overwritten = getattr(at, at.in_place or "", None) or []
+        if workspace := workspace_bytes(message, **work):
+            hidden = _compat.result_aval(ctx.avals_in, (workspace,), np.dtype("uint8"))
+            ctx = ctx.replace(avals_out=[*ctx.avals_out, hidden])
+        aliases = dict(zip(overwritten, range(number - len(overwritten), number)))
+        call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
+        return call(ctx, *leaves, **message, **extra)[:number]
+
+    return rule
+
+
+def _spec(x: Any) -> tuple[Any, ...]:
+    """Returns the spec of a value that the partitioner asks about, with an entry for each axis of the value."""
+    spec = getattr(x.sharding, "spec", ())
+    return (*spec, *(None,) * (len(x.shape) - len(spec)))
+
+
+def _shards(mesh: Mesh, entry: Any) -> int:
+    """Returns the number of shards into which an entry of a spec cuts its axis."""
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] | None = None) -> Rule:
+    """Returns a lowering rule. If the partitioner distributes the program, it includes a rule for the partitioner.
+
+    Args:
+      primitive: the primitive that is lowered.
+      direct: the lowering rule without a partitioner.
+      keeps: keeps(shape, shards, **params) returns whether the first operand and the first result may stay sharded.
+        `shape` has the axes after the batch, and `shards` has the number of shards along each of these axes.
+    """
+
+    _compat.needs_devices(primitive)
+
+    def rule(ctx: Any, *operands: Any, batch: tuple[int, ...], **params: Any) -> Any:
+        if not _compat.partitioner_decides(ctx):
+            with _compat.mesh_of_a_part(ctx):
+                return direct(ctx, *operands, batch=batch, **params)
+        n = len(batch)
+
+        def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+            specs = [_spec(a) for a in args]
+            rows = next((s[:n] for s in specs if any(s[:n])), (None,) * n)
+            cut, shape = specs[0][n:], args[0].shape[n:]
+            if not (keeps and keeps(shape, [_shards(mesh, entry) for entry in cut], **params)):
+                cut = (None,) * len(shape)
+
+            def place(i: int, value: Any) -> NamedSharding:
+                rest = cut if keeps and i == 0 else (None,) * (len(value.shape) - n)
+                return NamedSharding(mesh, PartitionSpec(*rows, *rest))
+
+            return mesh, bind, [place(*r) for r in enumerate(results)], tuple(place(*a) for a in enumerate(args))
+
+        def bind(*operands: Any) -> Any:
+            return primitive.bind(*operands, batch=operands[0].shape[:n], **params)
+
+        def factors(value: str, avals: Sequence[Any]) -> list[list[str]]:
+            # Axes with the same name are sharded alike in all values.
+            return [
+                [f"row{k}" if k < n else f"{'x' if keeps and i == 0 else f'{value}{i}'}_{k}" for k in range(a.ndim)]
+                for i, a in enumerate(avals)
+            ]
+
+        ins, outs = factors("in", ctx.avals_in), factors("out", ctx.avals_out)
+        whole = dict.fromkeys(f for value in ins + outs for f in value if not f.startswith(("row", "x_")))
+        call = custom_partitioning(bind)
+        call.def_partition(
+            partition,
+            sharding_rule=" -> ".join(", ".join(map(" ".join, side)) for side in (ins, outs)),
+            need_replication_factors=tuple(whole),
+        )
+        return mlir.lower_fun(lambda *operands: call(*operands), multiple_results=True)(ctx, *operands)
+
+    return rule
+
+
+def refuse(error: str) -> Rule:
+    """Returns a lowering rule for a platform that can't run an operation."""
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        raise NotImplementedError(error)
+
+    return rule
+
+
+# Registration
+
+
+def define_impl(primitive: Primitive) -> None:
+    """Runs a primitive outside jit as a separate compiled program, even under `jax.disable_jit`.
+
+    JAX's own primitives do the same. With `jax.jit` alone, `jax.disable_jit` would make the implementation call itself
+    forever.
+    """
+
+    @functools.lru_cache
+    def compiled(params: tuple[tuple[str, Any], ...]) -> Rule:
+        return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+    def impl(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(tuple(params.items()))(*operands)
+
+    primitive.def_impl(impl)
+
+
 def register(
-    primitive: Any,
+    primitive: Primitive,
     target: str,
     *,
-    abstract: Callable[..., Any],
-    attributes: Callable[..., Any],
-    function: Callable[..., Any],
-    jvp: Callable[..., Any],
-    over: Callable[..., Any] = jax.vmap,
+    abstract: Rule,
+    attributes: Rule,
+    function: Rule,
+    jvp: Rule,
+    over: Rule = jax.vmap,
 ) -> None:
     """Gives a primitive its rules.
 
@@ -156,16 +308,19 @@ def register(
     if registration.MODULE is None:
         return
 
-    def to_handler(workspace_bytes: Callable[..., int]) -> Callable[..., Any]:
-        return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace_bytes))
+    def to_kernel(workspace_bytes: Callable[..., int]) -> Rule:
+        return partitioned(primitive, _lower_to_handler(target, attributes, workspace_bytes))
 
-    rules = {
-        "cpu": to_handler(lambda message, **work: 0),
-        "cuda": to_handler(registration.MODULE.workspace_bytes)
-        if hasattr(registration.MODULE, "workspace_bytes")
-        else _refuse(
-            target, f"the computation is placed on a GPU, and this build has no CUDA half; {registration.CUDA_REMEDY}"
-        ),
-    }
-    for platform, rule in rules.items():
-        mlir.register_lowering(primitive, _lower(rule, to_reference), platform=platform)
+    cpu = to_kernel(lambda message, **work: 0)
+    if hasattr(registration.MODULE, "workspace_bytes"):
+        cuda = to_kernel(registration.MODULE.workspace_bytes)
+    else:
+        why = "the computation is placed on a GPU, and this build has no CUDA half"
+        cuda = refuse(f"jaxcgx_{target}: {why}; {registration.CUDA_REMEDY}")
+    for platform, kernel in ("cpu", cpu), ("cuda", cuda):
+
+        def rule(ctx: Any, *operands: Any, layout: Layout, kernel: Rule = kernel, **params: Any) -> Any:
+            chosen = to_reference if layout.codec.native is None else kernel
+            return chosen(ctx, *operands, layout=layout, **params)
+
+        mlir.register_lowering(primitive, rule, platform=platform)

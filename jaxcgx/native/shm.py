@@ -5,6 +5,7 @@ The parts are in the same order as in ops.py. `net` is the transport. It has a `
 (which contain this effect), and a `label` (a digest that describes the bytes).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,9 +15,7 @@ import numpy as np
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.native.eager import define_impl
-from jaxcgx.native.rows import add, exchanged_shape, mapped_axes
-from jaxcgx.native.terms import digest
+from jaxcgx.native.rules import add, batch_exchange, define_impl, digest, exchange_aval, refuse
 
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
 
@@ -55,23 +54,6 @@ def _lower(ctx: Any, x: Any, *, operation: str, argument: int, net: Any) -> Any:
     )
 
 
-def _refuse(ctx: Any, x: Any, **params: Any) -> Any:
-    raise NotImplementedError(
-        "jaxcgx_exchange: memory is shared by processes that compute on CPUs; the computation is placed on another "
-        "platform"
-    )
-
-
-def _abstract(x: Any, *, operation: str, argument: int, net: Any) -> Any:
-    return _compat.result_aval([x], exchanged_shape(operation, x, net.size), x.dtype), net.effects
-
-
-# vmap makes one exchange of longer rows.
-def _batch(operands: Any, dims: Any, *, operation: str, **params: Any) -> Any:
-    before, after = mapped_axes(operation)
-    return exchange_p.bind(jnp.moveaxis(operands[0], dims[0], before), operation=operation, **params), after
-
-
 # The cotangent of an array that went to one rank comes back the same way. If the array went to every rank, the
 # cotangents of all ranks are added.
 def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: int, net: Any) -> list[jax.Array]:
@@ -86,8 +68,9 @@ def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: int, net: Any
 
 
 define_impl(exchange_p)
-exchange_p.def_effectful_abstract_eval(_abstract)
-batching.primitive_batchers[exchange_p] = _batch
+exchange_p.def_effectful_abstract_eval(exchange_aval)
+batching.primitive_batchers[exchange_p] = functools.partial(batch_exchange, exchange_p)
 ad.deflinear2(exchange_p, _transpose)
-mlir.register_lowering(exchange_p, _refuse)
+_ELSEWHERE = "memory is shared by processes that compute on CPUs; the computation is placed on another platform"
+mlir.register_lowering(exchange_p, refuse(f"jaxcgx_exchange: {_ELSEWHERE}"))
 mlir.register_lowering(exchange_p, _lower, platform="cpu")

@@ -5,9 +5,10 @@ derivatives, because each collective defines its own derivatives. The operand `w
 every rank's place in the mesh.
 """
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
-from jaxcgx.native.rows import exchanged_shape, mapped_axes
-from jaxcgx.native.rules import one_of_same
-from jaxcgx.native.terms import digest
+from jaxcgx.native.rules import batch_exchange, digest, exchange_aval, refuse
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
@@ -96,26 +95,13 @@ def _lower(ctx: Any, x: Any, who: Any, *, operation: str, targets: tuple[int, ..
     )
 
 
-def refuse(ctx: Any, *operands: Any, **params: Any) -> NoReturn:
-    """The lowering rule for platforms other than CPUs."""
-    raise NotImplementedError(
-        "jaxcgx_tcp: Tcp is for processes that compute on CPUs; the computation is placed on another platform; give "
-        "the axis's name alone"
-    )
+def lower_on_cpus(primitive: _compat.Primitive, rule: Any) -> None:
+    """Registers a lowering rule for CPUs, and an error for other platforms."""
+    where = "Tcp is for processes that compute on CPUs; the computation is placed on another platform"
+    mlir.register_lowering(primitive, refuse(f"jaxcgx_tcp: {where}; give the axis's name alone"))
+    mlir.register_lowering(primitive, rule, platform="cpu")
 
 
-def _abstract(x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> tuple[Any, frozenset[Any]]:
-    return _compat.result_aval([x], exchanged_shape(operation, x, net.size), x.dtype), net.effects
-
-
-# vmap makes one exchange of longer rows.
-def _batch(operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: Any) -> tuple[jax.Array, int]:
-    (x, who), (dim, of_who), (before, after) = operands, dims, mapped_axes(operation)
-    who = one_of_same(who, of_who)
-    return tcp_exchange_p.bind(jnp.moveaxis(x, dim, before), who, operation=operation, **params), after
-
-
-tcp_exchange_p.def_effectful_abstract_eval(_abstract)
-batching.primitive_batchers[tcp_exchange_p] = _batch
-mlir.register_lowering(tcp_exchange_p, refuse)
-mlir.register_lowering(tcp_exchange_p, _lower, platform="cpu")
+tcp_exchange_p.def_effectful_abstract_eval(exchange_aval)
+batching.primitive_batchers[tcp_exchange_p] = functools.partial(batch_exchange, tcp_exchange_p)
+lower_on_cpus(tcp_exchange_p, _lower)

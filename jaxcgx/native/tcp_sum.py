@@ -17,13 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx import _compat
-from jaxcgx._compat import batching, mlir
+from jaxcgx._compat import batching
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.operands import places
 from jaxcgx.native.rng import kernel_key
-from jaxcgx.native.rules import in_front, one_of_same
-from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
-from jaxcgx.native.terms import digest
+from jaxcgx.native.rules import batch_rule, digest, in_front, one_of_same, places
+from jaxcgx.native.tcp import lower_on_cpus, who_takes_part, with_processes
 
 # The fewest bytes of a piece, and the most pieces of a chunk (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**17, 16
@@ -37,8 +35,8 @@ def pieces_of(size: int, trees: bool = False) -> int:
     return max(1, min(most, size // piece))
 
 
-tcp_begin_p: Any = _compat.Primitive("jaxcgx_tcp_begin")
-tcp_end_p: Any = _compat.Primitive("jaxcgx_tcp_end")
+tcp_begin_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_begin")
+tcp_end_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_end")
 
 
 # The operands and the results of both primitives, in the order in which the handlers have them.
@@ -50,9 +48,7 @@ class Operands(NamedTuple):
     leaves: list[Any]
     residuals: list[Any] | None
     who: Any
-    first_key: Any = None
-    sum_key: Any = None
-    hop_key: Any = None
+    keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums
 
 
 class Started(NamedTuple):
@@ -62,11 +58,22 @@ class Started(NamedTuple):
     ticket: Any
 
 
-class Ending(NamedTuple):
-    """The operands of the second primitive."""
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ticket", "residuals"], meta_fields=["layout", "two_shot", "net"]
+)
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A sum that has begun: the operands of the second primitive.
 
-    ticket: Any
+    The ticket is two words. They are zeros if nothing has begun. The residuals are from the first encoding. If `own` is
+    "raw", an owner's residuals of its part become the loss of encoding the sum when the sum ends.
+    """
+
+    ticket: jax.Array
     residuals: list[Any] | None
+    layout: Layout
+    two_shot: bool  # whether the sum goes along trees
+    net: Any
 
 
 class Results(NamedTuple):
@@ -86,44 +93,9 @@ class How(NamedTuple):
     divisor: float
 
 
-class HowToEnd(NamedTuple):
-    """The settings of the second primitive."""
-
-    two_shot: bool  # as in `How`
-    later: bool  # whether the program may be later than the program that began the sum
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["ticket", "residuals"], meta_fields=["layout", "two_shot", "net"]
-)
-@dataclasses.dataclass(frozen=True)
-class Begun:
-    """A sum that has begun. A pytree.
-
-    The ticket is two words. They are zeros if nothing has begun. The residuals are from the first encoding. If `own` is
-    "raw", an owner's residuals of its part become the loss of encoding the sum when the sum ends.
-    """
-
-    ticket: jax.Array
-    residuals: list[Any] | None
-    layout: Layout
-    two_shot: bool  # whether the sum goes along trees
-    net: Any
-
-
-def begin(
-    layout: Layout, operands: Operands, *, parents: tuple[tuple[int, ...], ...], own: str, divisor: float, net: Any
-) -> Begun:
-    """Begins a sum with the bits of "one_shot", "two_shot" or an overlay (exchange/schedules.py).
-
-    Args:
-      layout: the layout of the message, with one chunk for each tree, or one chunk for one_shot. Its codec has kernels.
-      operands: the operands. This function sets `who`.
-      parents: for each tree, the parent of each rank; () for one_shot.
-      own: how a rank adds its own part.
-      divisor: divides the sum.
-      net: the transport.
-    """
+def begin(asked: Any, net: Any) -> Begun:
+    """Begins a `PiecewiseSum` (transports/base.py), with the bits of its schedule (exchange/schedules.py)."""
+    layout, parents, feedback = asked.layout, asked.parents, asked.residuals is not None
     # A codec with `whole` makes one bucket of a leaf's part, which can't be cut.
     if layout.codec.whole:
         pieces = 1
@@ -132,20 +104,19 @@ def begin(
     else:
         pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
-    names = ("first_key", "sum_key", "hop_key")[: 3 if parents else 1] if layout.codec.stochastic else ()
-    keys = {name: kernel_key(getattr(operands, name)) for name in names}
-    operands = Operands(operands.leaves, operands.residuals, who_takes_part(net), **keys)
+    keys = [asked.first_key, asked.sum_key, asked.hop_key][: 3 if parents else 1] if layout.codec.stochastic else []
+    operands = Operands(asked.leaves, asked.residuals, who_takes_part(net), list(map(kernel_key, keys)))
     flat, tree = jax.tree_util.tree_flatten(operands)
-    feedback, raw = operands.residuals is not None, bool(parents) and own == "raw"
+    raw = bool(parents) and asked.own == "raw"
     how = How(
         two_shot=bool(parents),
         parents=parents,
         own=raw and not feedback and not layout.codec.raw,  # a raw codec's payload is the unencoded part already
         sum_feedback=raw and feedback,
-        divisor=float(divisor),
+        divisor=float(asked.divisor),
     )
     found = tcp_begin_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
-    started = _started(operands.residuals).unflatten(found)
+    started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
     return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net)
 
 
@@ -157,27 +128,14 @@ def end(begun: Begun, later: bool) -> Results:
       later: whether the program may be later than the program that began the sum. Then no later exchange begins before
         this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
     """
-    flat, tree = jax.tree_util.tree_flatten(Ending(begun.ticket, begun.residuals))
-    how = HowToEnd(begun.two_shot, later)
-    found = tcp_end_p.bind(
-        *_compat.match_varying(*flat), tree=tree, layout=begun.layout, batch=(), how=how, net=begun.net
-    )
-    return _ended(begun.layout, begun.residuals).unflatten(found)
+    flat, tree = jax.tree_util.tree_flatten(begun)
+    found = tcp_end_p.bind(*_compat.match_varying(*flat), tree=tree, batch=(), later=later)
+    return jax.tree_util.tree_structure(Results([0] * len(begun.layout.shapes), begun.residuals)).unflatten(found)
 
 
-def _started(residuals: list[Any] | None) -> Any:
-    """Returns the structure of `Started`, from the residuals among the operands."""
-    return jax.tree_util.tree_structure(Started(residuals, ticket=0))
-
-
-def _ended(layout: Layout, residuals: list[Any] | None) -> Any:
-    """Returns the structure of `Results`, from the residuals among the operands."""
-    return jax.tree_util.tree_structure(Results([0] * len(layout.shapes), residuals))
-
-
-def _in_place(residuals: list[int] | None, results: Any) -> dict[int, int]:
+def _in_place(at: Any, results: Started | Results) -> dict[int, int]:
     """Returns {place among the operands: place among the results} of the residuals, which are updated in place."""
-    return dict(zip(residuals or (), places(results).residuals or ()))
+    return dict(zip(at.residuals or (), places(jax.tree_util.tree_structure(results)).residuals or ()))
 
 
 # A sum is two calls, so that other operations or later programs run between them.
@@ -187,7 +145,7 @@ def _lower_begin(
     at = places(tree)
     given, messages = list(operands), math.prod(batch)
     given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], net=net)
-    in_place = _in_place(at.residuals, _started(at.residuals))
+    in_place = _in_place(at, Started(at.residuals, ticket=0))
     return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=in_place)(
         ctx,
         *given,
@@ -207,23 +165,21 @@ def _lower_begin(
     )
 
 
-def _lower_end(
-    ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: HowToEnd, net: Any
-) -> Sequence[Any]:
+def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], later: bool) -> Sequence[Any]:
     at = places(tree)
-    options: dict[str, Any] = dict(operand_output_aliases=_in_place(at.residuals, _ended(layout, at.residuals)))
-    if how.later:
-        call = _compat.lower_ordered("jaxcgx_tcp_allreduce_end", net.order, **options)
+    target, in_place = "jaxcgx_tcp_allreduce_end", _in_place(at, Results([0] * len(at.layout.shapes), at.residuals))
+    if later:
+        call = _compat.lower_ordered(target, at.net.order, operand_output_aliases=in_place)
     else:
-        call = jax.ffi.ffi_lowering("jaxcgx_tcp_allreduce_end", has_side_effect=True, **options)
+        call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
     return call(
         ctx,
         *operands,
-        **layout.attributes,
+        **at.layout.attributes,
         batch=np.int64(math.prod(batch)),
-        two_shot=how.two_shot,
+        two_shot=at.two_shot,
         feedback=at.residuals is not None,
-        ordered=how.later,
+        ordered=later,
     )
 
 
@@ -245,25 +201,24 @@ def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> 
 def _abstract_begin(
     *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> tuple[list[Any], frozenset[Any]]:
-    residuals = _residuals(layout, tree.unflatten(avals))
-    return _results(avals, batch, Started(residuals, ticket=jax.ShapeDtypeStruct((2,), jnp.uint32))), net.effects
+    ticket = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    return _result_avals(avals, batch, Started(_residuals(layout, tree.unflatten(avals)), ticket)), net.effects
 
 
-def _abstract_end(
-    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: HowToEnd, net: Any
-) -> tuple[list[Any], frozenset[Any]]:
-    residuals = _residuals(layout, tree.unflatten(avals))
-    dtypes = layout.dtypes if how.two_shot else [jnp.float32] * len(layout.dtypes)
-    results = Results(list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes)), residuals)
-    return _results(avals, batch, results), net.effects if how.later else net.effects - {net.order}
+def _abstract_end(*avals: Any, tree: Any, batch: tuple[int, ...], later: bool) -> tuple[list[Any], frozenset[Any]]:
+    begun = tree.unflatten(avals)
+    layout, net = begun.layout, begun.net
+    dtypes = layout.dtypes if begun.two_shot else [jnp.float32] * len(layout.dtypes)
+    results = Results(list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes)), _residuals(layout, begun))
+    return _result_avals(avals, batch, results), net.effects if later else net.effects - {net.order}
 
 
-def _residuals(layout: Layout, operands: Operands | Ending) -> list[Any] | None:
+def _residuals(layout: Layout, given: Operands | Begun) -> list[Any] | None:
     """Returns the types of the new residuals, or None without feedback."""
-    return None if operands.residuals is None else [jax.ShapeDtypeStruct(s, jnp.float32) for s in layout.shapes]
+    return None if given.residuals is None else [jax.ShapeDtypeStruct(s, jnp.float32) for s in layout.shapes]
 
 
-def _results(avals: Sequence[Any], batch: tuple[int, ...], results: Started | Results) -> list[Any]:
+def _result_avals(avals: Sequence[Any], batch: tuple[int, ...], results: Started | Results) -> list[Any]:
     return [
         _compat.result_aval(avals, (*batch, *x.shape), x.dtype, rows=len(batch))
         for x in jax.tree_util.tree_leaves(results)
@@ -280,21 +235,11 @@ def _batch_begin(
     return results, [0] * len(results)
 
 
-def _batch_end(
-    operands: Sequence[Any], dims: Sequence[Any], *, batch: tuple[int, ...], **params: Any
-) -> tuple[list[jax.Array], list[int]]:
-    moved = in_front(operands, dims)
-    results = tcp_end_p.bind(*moved, batch=(len(moved[0]), *batch), **params)
-    return results, [0] * len(results)
-
-
-def _define(primitive: Any, abstract: Any, batched: Any, lower: Any) -> None:
-    primitive.multiple_results = True
-    primitive.def_effectful_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, refuse)
-    mlir.register_lowering(primitive, lower, platform="cpu")
-
-
-_define(tcp_begin_p, _abstract_begin, batched=_batch_begin, lower=_lower_begin)
-_define(tcp_end_p, _abstract_end, batched=_batch_end, lower=_lower_end)
+for _primitive, _abstract, _batched, _lowered in (
+    (tcp_begin_p, _abstract_begin, _batch_begin, _lower_begin),
+    (tcp_end_p, _abstract_end, functools.partial(batch_rule, tcp_end_p), _lower_end),
+):
+    _primitive.multiple_results = True
+    _primitive.def_effectful_abstract_eval(_abstract)
+    batching.primitive_batchers[_primitive] = _batched
+    lower_on_cpus(_primitive, _lowered)

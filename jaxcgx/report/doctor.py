@@ -17,7 +17,7 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.native import registration
-from jaxcgx.native.pages import keeps_pages
+from jaxcgx.native.registration import keeps_pages
 
 
 @dataclasses.dataclass(frozen=True)

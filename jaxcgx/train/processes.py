@@ -4,8 +4,7 @@ from typing import Any, ClassVar
 
 from jaxcgx import mpi
 from jaxcgx.checks import wrong
-from jaxcgx.mpi.nodes import check_communicator
-from jaxcgx.mpi.ranks import over
+from jaxcgx.mpi.ranks import check_communicator, over
 from jaxcgx.mpi.waiting import check_ready
 from jaxcgx.train.batch import OP, check_batch_specs
 from jaxcgx.train.division import Division

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.rows import add
+from jaxcgx.native.rules import add
 
 
 class PiecewiseSum(NamedTuple):

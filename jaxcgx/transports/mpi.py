@@ -24,7 +24,7 @@ from mpi4py import MPI
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import unexpected
-from jaxcgx.native.eager import define_impl
+from jaxcgx.native.rules import define_impl
 from jaxcgx.transports import base
 from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.shm import Shm

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_number
-from jaxcgx.native.leaving import at_exit
-from jaxcgx.native.registration import module
-from jaxcgx.native.rows import add
+from jaxcgx.native.registration import at_exit, module
+from jaxcgx.native.rules import add
 from jaxcgx.native.shm import exchange
 from jaxcgx.transports.base import Transport, countable
 

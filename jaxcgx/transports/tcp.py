@@ -98,17 +98,7 @@ class TcpAxes(Axes):
         return tcp.exchange("permute", row, self, targets=tuple(target.get(rank, -1) for rank in range(self.size)))
 
     def begin_sum(self, asked: PiecewiseSum) -> tcp_sum.Begun:
-        operands = tcp_sum.Operands(
-            leaves=asked.leaves,
-            residuals=asked.residuals,
-            who=None,
-            first_key=asked.first_key,
-            sum_key=asked.sum_key,
-            hop_key=asked.hop_key,
-        )
-        return tcp_sum.begin(
-            asked.layout, operands, parents=asked.parents, own=asked.own, divisor=asked.divisor, net=self
-        )
+        return tcp_sum.begin(asked, self)
 
     def end_sum(self, begun: tcp_sum.Begun, later: bool = False) -> tcp_sum.Results:
         return tcp_sum.end(begun, later)

@@ -11,9 +11,9 @@ from helpers import KEY, assert_same_bytes, assert_same_values, each_codec, nati
 
 import jaxcgx as cgx
 from jaxcgx.codecs.topk import Sampled
-from jaxcgx.native import indices, ops, reference
+from jaxcgx.native import ops, packing, reference
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.operands import Clear
+from jaxcgx.native.reference import Clear
 
 TopK = cgx.TopK
 MOST = 2**31 - 1
@@ -260,14 +260,14 @@ def test_indices_come_back(n, k):
             if k < n
             else np.arange(n, dtype=np.int32)
         )
-        raw = jax.jit(indices.to_list, static_argnums=1)(given, n)
-        assert raw.size == indices.index_bytes(n, k)
-        np.testing.assert_array_equal(jax.jit(indices.from_list, static_argnums=(1, 2))(raw, n, k), given)
+        raw = jax.jit(packing.to_list, static_argnums=1)(given, n)
+        assert raw.size == packing.index_bytes(n, k)
+        np.testing.assert_array_equal(jax.jit(packing.from_list, static_argnums=(1, 2))(raw, n, k), given)
 
 
 def test_the_largest_piece_has_sizes():
     # tests/cpp/test_wire.cc has the same sizes.
-    assert [indices.index_bytes(MOST, k) for k in (0, 2147484, 21474837, MOST)] == [0, 3208644, 22984790, 0]
+    assert [packing.index_bytes(MOST, k) for k in (0, 2147484, 21474837, MOST)] == [0, 3208644, 22984790, 0]
     assert TopK(0.001).code_bytes(MOST, jnp.dtype("float32")) == -(-3208644 // 16) * 16 + 4 * 2147484
     assert TopK(1.0).code_bytes(MOST, jnp.dtype("float32")) == 4 * MOST + 4
     words = says("TopK", expected="at most 2^31 - 1 elements of a leaf in a chunk", got="2147483648")

@@ -13,7 +13,7 @@ from ranks import mesh, on_ranks
 import jaxcgx as cgx
 from jaxcgx.exchange import trees
 from jaxcgx.native import ops
-from jaxcgx.native.operands import Reduce
+from jaxcgx.native.reference import Reduce
 from jaxcgx.plan.overlay import Overlay, Tree
 
 CODEC = cgx.MaxMin(2, 128, rounding="stochastic")

@@ -18,7 +18,7 @@ from strategies import LAYOUTS, layouts, spaces, values
 import jaxcgx as cgx
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.operands import Encode
+from jaxcgx.native.reference import Encode
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = hypothesis.settings().max_examples

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxcgx as cgx
-from jaxcgx.native import pages
+from jaxcgx.native import registration
 
 # The median of the page faults of several steps. Arrays have 40 MiB, because glibc always keeps arrays below 32 MiB.
 PROGRAM = """
@@ -27,7 +27,7 @@ print(int(statistics.median(found[9:])))
 """
 
 
-@pytest.mark.skipif(not pages.keeps_pages(), reason="malloc is not glibc's")
+@pytest.mark.skipif(not registration.keeps_pages(), reason="malloc is not glibc's")
 def test_steps_use_pages_again():
     start = lambda how: subprocess.Popen([sys.executable, "-c", PROGRAM, how], stdout=subprocess.PIPE, text=True)
     running = [start(how) for how in ("kept", "given back")]
@@ -35,14 +35,14 @@ def test_steps_use_pages_again():
     assert kept < 20 < given_back
 
 
-@pytest.mark.skipif(not pages.keeps_pages(), reason="malloc is not glibc's")
+@pytest.mark.skipif(not registration.keeps_pages(), reason="malloc is not glibc's")
 def test_too_late(monkeypatch):
-    monkeypatch.setattr(pages, "_mallopt", lambda: lambda option, value: 1)  # nothing changes in this process
+    monkeypatch.setattr(registration, "_mallopt", lambda: lambda option, value: 1)  # nothing changes in this process
     jax.devices()
     with pytest.warns(UserWarning, match="jaxcgx.keep_pages: expected a call before JAX's first computation"):
         assert cgx.keep_pages()
 
 
 def test_without_glibc(monkeypatch):
-    monkeypatch.setattr(pages, "_mallopt", lambda: None)
+    monkeypatch.setattr(registration, "_mallopt", lambda: None)
     assert not cgx.keep_pages()

@@ -29,7 +29,7 @@ from strategies import LAYOUTS, layouts, spaces, values
 import jaxcgx as cgx
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.operands import Reduce
+from jaxcgx.native.reference import Reduce
 
 # One layout for each kind of codec, and for each rounding of MaxMin.
 KINDS = {
