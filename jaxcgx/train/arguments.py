@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.splitting import Ranks, check_spans, examples
+from jaxcgx.train.batch import Ranks, check_spans, examples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

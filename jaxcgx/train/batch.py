@@ -1,11 +1,15 @@
-"""The division of a batch: over the ranks, and on each rank into micro-batches."""
+"""How the arguments of a step are split: a batch over the ranks, and on each rank into micro-batches."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import spell_array, wrong
@@ -32,6 +36,14 @@ def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, Any]], PyTree]:
 def axes_of(part: Any) -> Names:
     """Returns the axes in `part`, the entry of a spec for one dimension."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
+
+
+def shortest(spec: P) -> P:
+    """Returns the spec without its last dimensions that no axis shards."""
+    parts = list(spec)
+    while parts and parts[-1] in (None, ()):
+        parts.pop()
+    return P(*parts)
 
 
 def check_batch_specs(specs: Specs, names: Names) -> None:
@@ -112,3 +124,237 @@ def _filled(batch: Batch, given: Specs) -> Specs:
         expected = "a PartitionSpec, or a tree of them like the batch"
         raise wrong(OP, ARGUMENT, expected, given) from error
     return jax.tree_util.tree_map(lambda x, spec: spec if np.ndim(x) else P(), batch, specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The ranks along some axes of a mesh. XLA's partitioner handles the other axes. `op` is for errors."""
+
+    op: str
+    mesh: Any
+    names: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, op: str, mesh: Any, names: tuple[Any, ...], arrays: Sequence[Any]) -> "Ranks":
+        """Makes the ranks of a mesh. If `mesh` is None, takes the mesh in context, or else the mesh of the arrays."""
+        context = jax.sharding.get_abstract_mesh()
+        known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
+        found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
+        if found is None:
+            remedy = "pass mesh=, or call it under jax.set_mesh(mesh)"
+            raise wrong(op, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
+        if not isinstance(found, Mesh | AbstractMesh):
+            raise wrong(op, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
+        if missing := [name for name in names if name not in found.shape]:
+            expected = f"an axis of the mesh, {', '.join(map(repr, found.shape))}, or a tuple of them"
+            raise wrong(op, "axis_name", expected, repr(missing[0]))
+        return cls(op, found, names)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def others(self) -> frozenset[Any]:
+        """The axes of the mesh that are not axes of the ranks and have several devices."""
+        return frozenset(name for name, size in self.mesh.shape.items() if name not in self.names and size > 1)
+
+    @property
+    def explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def place(self, x: Any, spec: P) -> Any:
+        """Reshards x as shard_map requires on an Explicit mesh. On an Auto mesh the partitioner does it."""
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, spec)) if self.explicit else x
+
+    def spec_of_batch(self, x: Any) -> P | None:
+        """Returns how an array that is no parameter is split over the ranks, or None if this isn't known."""
+        if not np.ndim(x):
+            return P()
+        sharding = _sharding(x)
+        return None if sharding is None or sharding.mesh.empty else self._over(sharding.spec, self.names)
+
+    def specs_of_params(self, params: Any, param_specs: Any) -> Any:
+        """Returns a tree like `params` of their specs over the other axes of the mesh."""
+        if param_specs is not None:
+            return self._given_specs(params, param_specs)
+
+        def spec_of(path: Any, x: Any) -> P:
+            sharding = _sharding(x)
+            if sharding is None or sharding.mesh.empty:
+                if self.others:
+                    raise wrong(
+                        self.op,
+                        "param_specs",
+                        f"PartitionSpecs of the parameters over {', '.join(sorted(map(repr, self.others)))}, "
+                        "which their types don't say",
+                        None,
+                        "pass a tree of them, or P() where parameters are not sharded",
+                        path=path,
+                    )
+                return P()
+            if any(self._over(sharding.spec, self.names)):
+                raise wrong(
+                    self.op,
+                    "params",
+                    f"parameters that are whole on every rank of {self._spelled()}",
+                    f"one sharded as {tuple(sharding.spec)}",
+                    "docs/fsdp.md shows how to train weights that are sharded over it",
+                    path=path,
+                )
+            return self._over(sharding.spec, self.others)
+
+        return jax.tree_util.tree_map_with_path(spec_of, params)
+
+    def _given_specs(self, params: Any, param_specs: Any) -> Any:
+        """Returns the caller's spec for every leaf of the parameters."""
+        others = [name for name in self.mesh.shape if name not in self.names]
+        try:
+            specs = jax.tree_util.tree_broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, P))
+        except (TypeError, ValueError) as error:
+            expected = "a PartitionSpec, or a tree of them like the parameters"
+            raise wrong(self.op, "param_specs", expected, param_specs) from error
+
+        def check(path: Any, x: Any, spec: Any) -> P:
+            self._check_spec("param_specs", path, x, spec, among=others)
+            return self._over(spec, self.others)
+
+        return jax.tree_util.tree_map_with_path(check, params, specs)
+
+    def _check_spec(self, argument: str, path: Any, x: Any, spec: Any, *, among: Sequence[Any]) -> None:
+        """Checks a caller's spec of an array. The spec may have only the axes `among`."""
+        if not isinstance(spec, P) or len(spec) > np.ndim(x):
+            expected = f"a PartitionSpec of at most {np.ndim(x)} dimensions for {spell_array(x)}"
+            raise wrong(self.op, argument, expected, repr(spec), path=path)
+        if other := [name for part in spec for name in axes_of(part) if name not in among]:
+            expected = f"PartitionSpecs over {', '.join(map(repr, among)) or 'no axis'}"
+            remedy = "the axes of the ranks are for batch_specs, the other axes of the mesh for param_specs"
+            raise wrong(self.op, argument, expected, repr(other[0]), remedy, path=path)
+
+    def check_batch(self, leaves: Sequence[tuple[Any, Any, P | None]]) -> list[P]:
+        """Returns the specs of arrays, and checks them. `leaves` has (path, array, the caller's spec or None) of each.
+
+        An array without a known spec is split along its first dimension. It must have as many examples as the other
+        arrays.
+        """
+        for path, x, given in leaves:
+            if given is not None:
+                self._check_spec("batch_specs", path, x, given, among=self.names)
+        known = [self.spec_of_batch(x) if given is None else given for _, x, given in leaves]
+        specs = [P(self.names) if spec is None else spec for spec in known]
+        split = [i for i, spec in enumerate(specs) if any(spec)]
+        first = next((i for i in split if known[i] is not None), split[0] if split else 0)
+        for (path, x, given), spec, said in zip(leaves, specs, known):
+            batch = examples(leaves[first][1], specs[first])
+            if said is None and examples(x, spec) != batch:
+                raise wrong(
+                    self.op,
+                    "batch_specs",
+                    f"one for an array that is not split over {self._spelled()} like the others",
+                    f"none, and leaves {jax.tree_util.keystr(leaves[first][0])} of {spell_array(leaves[first][1])} and "
+                    f"{jax.tree_util.keystr(path)} of {spell_array(x)}, whose numbers of examples differ",
+                    self.remedy,
+                )
+            # Without this error, a rank's examples could be broadcast against the examples of all ranks, or could index
+            # examples of other ranks.
+            if given is None and said == P() and self.size > 1 and any(specs[first]) and np.shape(x)[:1] == (batch,):
+                raise wrong(
+                    self.op,
+                    "batch_specs",
+                    f"one for an array that looks like the examples of all ranks of {self._spelled()}",
+                    f"{spell_array(x)}, which is whole on every rank, and the others are split",
+                    f"shard it like the others, or {self.remedy}",
+                    path=path,
+                )
+            for part in spec:
+                ranked = [name for name in axes_of(part) if name in self.names]
+                if ranked != sorted(ranked, key=self.names.index):
+                    raise wrong(
+                        self.op,
+                        "axis_name",
+                        "axes in the order in which the batch is split over them",
+                        f"{self.names} for an array that is sharded as {tuple(spec)}",
+                        f"pass axis_name={tuple(ranked)}",
+                        path=path,
+                    )
+            for size, part in zip(np.shape(x), spec):
+                count = math.prod(self.mesh.shape[name] for name in axes_of(part))
+                if size % count:
+                    raise wrong(
+                        self.op,
+                        "batch_specs",
+                        f"arrays that {self._spelled()} splits evenly",
+                        f"{spell_array(x)} for {count} ranks",
+                        "leave out the examples that are over, or fill up and give those the weight 0 "
+                        "(weighted=True); pass batch_specs for arrays that are split otherwise, or not at all",
+                        path=path,
+                    )
+        if self.size > 1 and not split:
+            raise wrong(
+                self.op,
+                "batch_specs",
+                f"an argument that is split over {self._spelled()}",
+                "none: every rank would compute the same",
+                "pass the batch as an argument, not by a closure, and shard it: "
+                f"jax.device_put(batch, NamedSharding(mesh, P({self._spelled()}))), or pass batch_specs",
+            )
+        return specs
+
+    def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        """Returns the shape and dtype of a rank's part of an array."""
+        counts = [math.prod(self.mesh.shape[name] for name in axes_of(part)) for part in spec]
+        counts += [1] * (np.ndim(x) - len(counts))
+        return jax.ShapeDtypeStruct(tuple(n // c for n, c in zip(np.shape(x), counts)), jnp.result_type(x))
+
+    def _over(self, spec: Any, names: Any) -> P:
+        """Returns a spec with only the axes `names`."""
+        parts = [tuple(name for name in axes_of(part) if name in names) for part in spec]
+        while parts and not parts[-1]:
+            parts.pop()
+        return P(*(part or None for part in parts))
+
+    @property
+    def remedy(self) -> str:
+        """The remedy of an error: how to tell how the arguments are split."""
+        return (
+            f"pass batch_specs=(P({self._spelled()}), P()), a PartitionSpec for each argument that is not "
+            "differentiated and {name: P()} behind them for those by keyword; P() is for one that every rank has whole"
+        )
+
+    def _spelled(self) -> str:
+        return repr(self.names[0] if len(self.names) == 1 else self.names)
+
+
+def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterable[tuple[Any, Any]]) -> None:
+    """Refuses arrays of a single process if the mesh has several: jit would take them for the whole batch.
+
+    `leaves` are (path, value) pairs.
+    """
+    if not isinstance(mesh, Mesh) or len({device.process_index for device in mesh.devices.flat}) == 1:
+        return
+    for path, x in leaves:
+        if not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True) and np.ndim(x):
+            raise wrong(
+                function,
+                "batch",
+                "arrays over the devices of all processes",
+                f"{spell_array(x)} of this process, which JAX would take for the batch of all processes",
+                "make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
+                f"P({names!r})), array)",
+                path=path,
+            )
+
+
+def _sharding(x: Any) -> NamedSharding | None:
+    """Returns the sharding of an array, or None if it isn't known, as under jit on an Auto mesh."""
+    if isinstance(x, Tracer):
+        sharding: Any = jax.typeof(x).sharding
+        explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+        return sharding if explicit else None
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def examples(x: Any, spec: P) -> int | None:
+    """Returns the number of examples in an array: the size of its first split dimension, or None if none is split."""
+    return next((size for size, part in zip(np.shape(x), spec) if part), None)

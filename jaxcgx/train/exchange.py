@@ -12,7 +12,6 @@ from jax.core import Tracer
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Travel, Way
@@ -111,18 +110,6 @@ class Exchange(Protocol):
           grads: this step's gradients with `early`, and else None.
         """
         ...
-
-
-def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
-    """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
-    from jaxcgx.train.feedback import Feedback
-
-    if isinstance(given, Codec | Plan | dict):
-        return Feedback(given)
-    if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
-        expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
-        raise wrong(op, "exchange", expected, repr(given), kind=TypeError)
-    return given
 
 
 def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:

@@ -19,7 +19,7 @@ from jaxcgx.exchange.routes import Route, Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import Phase, check_phases, switch
 from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, Number, check_hyperparameter, zeros
+from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, zeros
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.telemetry import Telemetry, measure
 from jaxcgx.transports.base import Transport
@@ -248,6 +248,16 @@ class Feedback:
         self, travel: Travel, at: At, grads: PyTree, before: PyTree, *, mean: PyTree, lost: PyTree
     ) -> Telemetry | None:
         return measure(travel, at, grads, before, mean=mean, lost=lost) if self.telemetry else None
+
+
+def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
+    """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
+    if isinstance(given, Codec | Plan | dict):
+        return Feedback(given)
+    if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
+        expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
+        raise wrong(op, "exchange", expected, repr(given), kind=TypeError)
+    return given
 
 
 def _turn(count: jax.Array, at: At) -> jax.Array:

@@ -14,9 +14,8 @@ from jaxcgx.checks import spell_array, wrong
 from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, after, mean_of, wide
-from jaxcgx.train.frozen import join, part
-from jaxcgx.train.model_state import ModelState, check_renewed
-from jaxcgx.train.outputs import Outputs, added
+from jaxcgx.train.outputs import ModelState, Outputs, added, check_renewed
+from jaxcgx.train.update import join, part
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Batch, Key, Params, PyTree
 

@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.train.batch import OP
-from jaxcgx.train.division import Division
-from jaxcgx.train.exchange import Exchange, as_exchange
+from jaxcgx.train.division import Division, OverMesh, check_mesh
+from jaxcgx.train.exchange import Exchange
+from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
-from jaxcgx.train.mesh import OverMesh, check_mesh
-from jaxcgx.train.model_state import ModelState
-from jaxcgx.train.require import import_optax
+from jaxcgx.train.outputs import ModelState
 from jaxcgx.train.rounds import train_rounds
 from jaxcgx.train.sharded import ShardedMesh, check_gather
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
-from jaxcgx.train.update import Update
+from jaxcgx.train.update import Update, import_optax
 from jaxcgx.transports.axes import is_communicator
 from jaxcgx.typing import Specs
 

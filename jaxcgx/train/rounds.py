@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
@@ -18,21 +21,15 @@ from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
-from jaxcgx.train.agreement import check_same
-from jaxcgx.train.batch import dimensions
-from jaxcgx.train.cut import OP
-from jaxcgx.train.division import Division, addable, after, row, without_row
+from jaxcgx.train.batch import OP, dimensions
+from jaxcgx.train.division import Division, OverMesh, addable, after, row, without_row
 from jaxcgx.train.exchange import At
-from jaxcgx.train.frozen import part
 from jaxcgx.train.gradient import Gradient, Parts
-from jaxcgx.train.mesh import OverMesh
-from jaxcgx.train.model_state import fold_keys
-from jaxcgx.train.outputs import Outputs
-from jaxcgx.train.rank import Rank
+from jaxcgx.train.outputs import Outputs, fold_keys
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
-from jaxcgx.train.step import Step, Training, TrainStep, as_arrays, put
-from jaxcgx.train.update import Update
+from jaxcgx.train.step import Rank, Step, Training, TrainStep, as_arrays, put
+from jaxcgx.train.update import Update, part
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.xla import Axes
@@ -530,3 +527,31 @@ def _map_keys(function: Callable[..., Any], shared: PyTree, *others: PyTree) -> 
         return states[0]._replace(key=function(*(x.key for x in states))) if has_key(states[0]) else states[0]
 
     return jax.tree_util.tree_map(of_state, shared, *others, is_leaf=has_key)
+
+
+BYTES = 1024  # of the settings of a process, as JSON
+LONGEST = 64  # characters of a setting
+
+
+def check_same(function: str, settings: dict[str, str], mesh: Mesh) -> None:
+    """Checks that all processes of a mesh have the same settings. All of them call this at the same time.
+
+    Args:
+      function: the public function that got the settings.
+      settings: {argument: its value as text}.
+      mesh: the mesh.
+    """
+    text = json.dumps({name: value[:LONGEST] for name, value in settings.items()}).encode()
+    own = np.frombuffer(text.ljust(BYTES), np.uint8)[None]
+    rows = NamedSharding(mesh, P(mesh.axis_names))
+    given = jax.make_array_from_callback((mesh.size, BYTES), rows, lambda _: own)
+    gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(given)
+    here = json.loads(text)
+    for device, text in zip(mesh.devices.flat, np.asarray(gathered.addressable_data(0))):
+        there = json.loads(text.tobytes())
+        for name in here | there:
+            mine, other = here.get(name, "none"), there.get(name, "none")
+            if mine != other:
+                got = f"{mine} in this process and {other} in process {device.process_index}"
+                remedy = f"pass the same arguments to {function} in every process"
+                raise wrong(function, name, "the same value in all processes", got, remedy)

@@ -25,11 +25,12 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_plan
 from jaxcgx.train import eager
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part
-from jaxcgx.train.exchange import At, Exchange, as_exchange, check_state, send
-from jaxcgx.train.mesh import OverMesh
+from jaxcgx.train.batch import Ranks
+from jaxcgx.train.division import OverMesh
+from jaxcgx.train.exchange import At, Exchange, check_state, send
+from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh
-from jaxcgx.train.splitting import Ranks
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.transports.base import Transport
