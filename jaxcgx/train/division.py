@@ -6,7 +6,7 @@ parameters or states (sharded.py) overrides what is different there.
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.train.batch import (
     OP,
@@ -45,6 +44,7 @@ class Division:
     A function of one rank runs on all ranks by `over`. Specs are PartitionSpecs.
 
     Attributes:
+      net: a function that returns the transport over the ranks, inside a step that is traced.
       batch_specs: the caller's specs of a batch, or None.
       names: the axes of the ranks, outermost first; () if JAX doesn't know the ranks.
       rows: the PartitionSpec of arrays with a row for each rank.
@@ -55,25 +55,22 @@ class Division:
       params_specs: the specs of parameters in `over`.
       mesh: the mesh, or None.
       noisy: whether gathers of parameters or updates draw noise.
+      spread: whether devices divide the work of the optimizer.
     """
 
-    names: tuple[Any, ...] = ()
     rows: P = P()
     size: int = 1
-    crosses: bool = False
     dims: tuple[int | None, ...] = ()
     shard_axes: tuple[tuple[Any, ...], ...] = ()
     params_specs: Specs = P()
     mesh: Any = None
     noisy: bool = False
-    remedy: ClassVar[str] = "a rank has the row of its own alone"
+    spread: bool = False
+    remedy: str = "a rank has the row of its own alone"
 
-    def __init__(self, batch_specs: Specs = None) -> None:
-        self.batch_specs = batch_specs
-
-    def net(self) -> Transport:
-        """Returns the transport over the ranks, inside a step that is traced."""
-        raise NotImplementedError(f"{type(self).__name__}.net")
+    def __init__(self, net: Callable[[], Transport], batch_specs: Specs = None, axis: AxisName = ()) -> None:
+        self.net, self.batch_specs, self.names = net, batch_specs, axis_names(axis)
+        self.crosses = bool(self.names) and crosses(axis)
 
     def numbers(self) -> jax.Array:
         """Returns the numbers of the ranks whose rows a program has."""
@@ -115,13 +112,10 @@ class Division:
         """Returns the shapes of a device's shards of the gradients before the exchange."""
         return params
 
-    def specs_of(self, params: Params) -> Specs:
-        """Returns the specs of the parameters, a tree like them."""
-        return jax.tree_util.tree_map(lambda _: P(), params)
-
-    def specs_of_updates(self, params: Params) -> Specs:
-        """Returns the specs of the updates that an optimizer makes from gradients."""
-        return self.specs_of(params)
+    def specs_of(self, params: Params) -> tuple[Specs, Specs]:
+        """Returns the specs of the parameters, and of the updates that an optimizer makes from gradients."""
+        specs = jax.tree_util.tree_map(lambda _: P(), params)
+        return specs, specs
 
     def specs_of_state(self, state: PyTree, params: Params, specs: Specs) -> Specs:
         """Returns the specs of an optimizer's state. `specs` are those of the updates of these parameters."""
@@ -135,14 +129,9 @@ class Division:
         """Returns the function, but with results that are sharded by `specs`. It runs outside of `over`."""
         return function
 
-    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
-        """Returns the function, such that devices divide its work if its results, with these specs, are sharded."""
-        return function
-
     def init_exchange(self, init: Callable[[Params], ExchangeState], params: Params) -> ExchangeState:
         """Returns the state of an exchange, with rows. `init` must depend only on the shapes of parameters."""
-        sent = init(params)
-        return ExchangeState(row(sent.own), sent.shared)
+        return with_row(init(params))
 
     def on_shards(self, function: Function, sent: ExchangeState) -> Function:
         """Returns a function that runs an exchange on all shards over the other axes of a mesh, inside of `over`.
@@ -172,14 +161,6 @@ class Division:
         return updates, lost
 
 
-def in_rows(function: Function, own: PyTree, *others: PyTree) -> PyTree:
-    """Calls a function of one rank with rows [1, ...] of its own state, which are then written in place.
-
-    Reshaping a donated row to [...] makes XLA copy it, so the function runs under vmap.
-    """
-    return jax.vmap(function)(own, *others)
-
-
 def row(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: lax.expand_dims(x, (0,)), tree)
 
@@ -188,9 +169,13 @@ def without_row(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: lax.squeeze(x, (0,)), tree)  # x[0] takes ten times as long to trace
 
 
-def mean_of(x: jax.Array, net: Transport) -> jax.Array:
-    """Returns the uncompressed mean over the ranks of a step's own number, such as its loss."""
-    return plain_reduce(OP, x, net, mean=True)
+def with_row(state: ExchangeState) -> ExchangeState:
+    """Returns the state of a rank with a row, as a step has it."""
+    return ExchangeState(row(state.own), state.shared)
+
+
+def zeros(shapes: PyTree) -> PyTree:
+    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def first_of(x: jax.Array, net: Transport) -> jax.Array:
@@ -231,30 +216,13 @@ def _zero(x: jax.Array) -> jax.Array:
 class OverMesh(Division):
     """The ranks along axes of a mesh. `Division` documents the members."""
 
-    names: tuple[Any, ...]
-    rows: P
-    size: int
-    crosses: bool
-    mesh: Any
-    axis: AxisName
-    others: set[Any]  # the axes that are left to XLA's partitioner
-    explicit: bool
-
     def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
-        super().__init__(batch_specs)
-        self.mesh, self.axis = mesh, axis
-        self.names, self.crosses = axis_names(axis), crosses(axis)
-        self.rows = P(self.names)
+        super().__init__(lambda: check_axes(OP, axis), batch_specs, axis)
+        self.mesh, self.rows = mesh, P(self.names)
         self.size = math.prod(mesh.shape[name] for name in self.names)
-        self.others = {name for name in mesh.shape if name not in self.names}
-        self.explicit = AxisType.Explicit in mesh.axis_types
-
-    @property
-    def remedy(self) -> str:
-        return f"shard the state over {self.axis!r}; a state of another number of ranks is for jaxcgx.reshard_state"
-
-    def net(self) -> Transport:
-        return check_axes(OP, self.axis)
+        self.others = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
+        self.explicit = self.spread = AxisType.Explicit in mesh.axis_types
+        self.remedy = f"shard the state over {axis!r}; a state of another number of ranks is for jaxcgx.reshard_state"
 
     def numbers(self) -> jax.Array:
         return jnp.arange(self.size)
@@ -317,10 +285,7 @@ class OverMesh(Division):
             return jax.sharding.auto_axes(function, out_sharding=shardings)
         return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
 
-    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
-        return self.by_partitioner(function, specs()) if self.explicit else function
-
-    def specs_of_state(self, state: Any, params: Params, specs: Specs) -> Specs:
+    def specs_of_state(self, state: PyTree, params: Params, specs: Specs) -> Specs:
         """Returns the specs of an optimizer's state.
 
         An array gets the spec of a parameter if it has the parameter's shape, and its path ends with the parameter's
@@ -330,14 +295,9 @@ class OverMesh(Division):
         known = like(params, specs)
         return jax.tree_util.tree_map_with_path(lambda path, x: known(path, x.shape) or P(), state)
 
-    def init_exchange(self, init: Any, params: Params) -> ExchangeState:
+    def init_exchange(self, init: Callable[[Params], ExchangeState], params: Params) -> ExchangeState:
         shards = self.shards(params)
-        zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shards)
-
-        def fresh() -> ExchangeState:
-            sent = init(zeros())
-            return ExchangeState(row(sent.own), sent.shared)
-
+        fresh = lambda: with_row(init(zeros(shards)))
         specs = self.specs_of_exchange(fresh, shards)
         return jax.shard_map(fresh, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
 

@@ -16,7 +16,7 @@ from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
-from jaxcgx.train.division import in_rows, row, without_row
+from jaxcgx.train.division import row, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Params, PyTree
@@ -122,13 +122,9 @@ def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tup
 
     if not jax.tree_util.tree_leaves(state.own):
         return both(state.own, grads)
-    mean, new = in_rows(both, state.own, row(grads))
+    # The function runs under vmap: reshaping a donated row to [...] makes XLA copy it.
+    mean, new = jax.vmap(both)(state.own, row(grads))
     return without_row(mean), ExchangeState(new.own, without_row(new.shared))
-
-
-def with_row(state: ExchangeState) -> ExchangeState:
-    """Returns the state of a rank with a row, as a step has it."""
-    return ExchangeState(row(state.own), state.shared)
 
 
 def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
@@ -196,7 +192,3 @@ def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[...
         if isinstance(value, float) and value.is_integer():  # inject_hyperparams may have made it from an integer
             value = int(value)
     check(op, argument, value, *args)
-
-
-def zeros(shapes: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

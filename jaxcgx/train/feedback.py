@@ -18,8 +18,8 @@ from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, reduce
 from jaxcgx.exchange.routes import Route, Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import Phase, check_phases, switch
-from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, zeros
+from jaxcgx.train.division import after, zeros
+from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.telemetry import Telemetry, measure
 from jaxcgx.transports.base import Transport

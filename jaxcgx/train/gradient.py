@@ -12,8 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.collectives.gradients import without_constraints
+from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.train.batch import OP
-from jaxcgx.train.division import Division, after, mean_of, wide
+from jaxcgx.train.division import Division, after, wide
 from jaxcgx.train.outputs import ModelState, Outputs, added, check_renewed
 from jaxcgx.train.update import join, part
 from jaxcgx.transports.base import Transport
@@ -186,9 +187,9 @@ def of_all(found: Found, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.
 
     With weights, all three are divided by the mean of the weights.
     """
-    loss, weight, grads = mean_of(found.loss, net), None, found.grads
+    loss, weight, grads = plain_reduce(OP, found.loss, net, mean=True), None, found.grads
     if found.weight is not None:
-        weight = mean_of(found.weight, net)
+        weight = plain_reduce(OP, found.weight, net, mean=True)
         loss = loss / weight
         divide = lambda x: (x.astype(wide(x.dtype)) / weight.astype(wide(x.dtype))).astype(x.dtype)
         grads = jax.tree_util.tree_map(divide, grads)

@@ -9,8 +9,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_array, check_choice, spell_array, wrong
+from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.train.batch import OP
-from jaxcgx.train.division import addable, first_of, mean_of, row, wide, without_row
+from jaxcgx.train.division import addable, first_of, row, wide, without_row
 from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import PyTree, Specs
@@ -114,7 +115,7 @@ class Outputs:
             elif kind == "sum":
                 found["shared"].append(net.plain_psum(x))
             else:
-                mean = mean_of(x, net)
+                mean = plain_reduce(OP, x, net, mean=True)
                 found["shared"].append(mean if weight is None else mean / weight.astype(mean.dtype))
         return found
 
@@ -231,7 +232,7 @@ class ModelState:
         def of_all(x: jax.Array) -> jax.Array:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return first_of(x, net)
-            return mean_of(x.astype(wide(x.dtype)), net).astype(x.dtype)
+            return plain_reduce(OP, x.astype(wide(x.dtype)), net, mean=True).astype(x.dtype)
 
         leaves, structure = jax.tree_util.tree_flatten(state)
         after = zip(leaves, jax.tree_util.tree_leaves(new), renewed)

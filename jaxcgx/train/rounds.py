@@ -30,10 +30,8 @@ from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
 from jaxcgx.train.step import Rank, Step, Training, TrainStep, as_arrays, put
 from jaxcgx.train.update import Update, part
-from jaxcgx.transports.axes import axis_names, crosses
-from jaxcgx.transports.base import Transport
 from jaxcgx.transports.xla import Axes
-from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
+from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree
 
 
 class Act(NamedTuple):
@@ -153,22 +151,6 @@ class Ongoing(NamedTuple):
     parts: list[PyTree]
 
 
-class Center(Division):
-    """A rank of a center, which has whole parameters. `axis` are the axes of the center's ranks; (): it has one."""
-
-    axis: AxisName
-    names: tuple[Any, ...]
-    crosses: bool
-
-    def __init__(self, axis: AxisName, batch_specs: Specs) -> None:
-        super().__init__(batch_specs)
-        self.axis, self.names = axis, axis_names(axis)
-        self.crosses = bool(self.names) and crosses(axis)
-
-    def net(self) -> Transport:
-        return check_axes(OP, self.axis) if self.names else Axes(())
-
-
 def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: bool) -> TrainStep:
     """Returns the functions of a training loop with rounds.
 
@@ -184,7 +166,8 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     rounds.check(division.mesh, axis)
     axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
     inner: AxisName = () if rounds.alone else axes[1:] if len(axes) != 2 else axes[-1]
-    center, plan = Center(inner, division.batch_specs), training.exchange.plan
+    net = lambda: Axes(()) if inner == () else check_axes(OP, inner)
+    center, plan = Division(net, division.batch_specs, inner), training.exchange.plan
     if inner == () and not (isinstance(plan, Plan) and plan.raw and not plan.rules):
         why = "as the ranks of a center average parameters" if rounds.alone else "as a center has one rank"
         expected = f"jaxcgx.Raw(), {why} and exchange no gradients"
@@ -223,7 +206,7 @@ class CentersTraining:
     rounds: Rounds
     training: Training  # with the exchange and the update of a rank inside its center
     ranks: OverMesh
-    center: Center
+    center: Division  # the ranks of a center
     axis: AxisName
 
     @property

@@ -169,24 +169,9 @@ class ShardedMesh(OverMesh):
       keep: whether the errors of gathered updates are kept.
     """
 
-    params_given: Specs
-    state: Specs
-    whole: Specs
-    params: Specs
-    params_cut: Cut
-    state_cut: Cut
-    dims: tuple[int | None, ...]
-    params_specs: Specs
-    shard_axes: tuple[tuple[Any, ...], ...]
-    gather: Plan
-    regather: bool
-    keep: bool
-    noisy: bool
-    loose: Plan
-
     def __init__(self, mesh: Mesh, sharding: Sharding, *, keep: bool = True) -> None:
         super().__init__(mesh, sharding.axis, sharding.batch)
-        names, self.params_given = self.names, sharding.params
+        names, self.spread = self.names, True
         self.state = sharding.params if sharding.optimizer is None else sharding.optimizer
         self._check_specs(sharding)
         self.whole = jax.tree_util.tree_map(lambda spec: beside(spec, names), self.state, is_leaf=is_spec)
@@ -229,24 +214,16 @@ class ShardedMesh(OverMesh):
     def _placed(self, specs: Specs) -> Any:
         return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-    def specs_of(self, params: Params) -> Specs:
-        return self.params
-
-    def specs_of_updates(self, params: Params) -> Specs:
-        return self.state
+    def specs_of(self, params: Params) -> tuple[Specs, Specs]:
+        return self.params, self.state
 
     def specs_of_means(self, skipped: PyTree) -> Specs:
         return part(self.state_cut.specs(self.names), skipped)[0] if self.state_cut else P()
 
-    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
-        return self.by_partitioner(function, specs())
-
     def specs_of_exchange(self, fresh: Callable[[], ExchangeState], params: Params) -> Specs:
-        return (
-            self._specs_of(jax.eval_shape(fresh), params, self.names)
-            if self.others
-            else super().specs_of_exchange(fresh, params)
-        )
+        if not self.others:
+            return super().specs_of_exchange(fresh, params)
+        return self._specs_of(jax.eval_shape(fresh), params, self.names)
 
     def _specs_of(self, sent: ExchangeState, params: Params, front: Any) -> Specs:
         """Returns the specs of the state of an exchange over this mesh or, if `front` is None, in its ranks.

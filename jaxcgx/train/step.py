@@ -20,8 +20,8 @@ from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.train.batch import OP, dimensions
-from jaxcgx.train.division import Division, addable, after, in_rows, row, without_row
-from jaxcgx.train.exchange import At, Exchange, check_state, send, with_row
+from jaxcgx.train.division import Division, addable, after, row, with_row, without_row
+from jaxcgx.train.exchange import At, Exchange, check_state, send
 from jaxcgx.train.gradient import Gradient, Loss, Parts
 from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
@@ -111,7 +111,7 @@ class Training:
         skipped = self._skipped(params)
         self.check_trained(params, part(params, skipped)[0])
         _, of_optimizer = self.update.specs(params, skipped)
-        placed = division.specs_of(params), of_optimizer, division.specs_of_lost(skipped)
+        placed = division.specs_of(params)[0], of_optimizer, division.specs_of_lost(skipped)
 
         def fresh(params: Params) -> tuple[PyTree, ...]:
             own = jax.tree_util.tree_map(jnp.copy, params)  # `step` must not donate the caller's arrays
@@ -249,6 +249,7 @@ def put(state: PyTree, sharding: Any) -> PyTree:
 Reduced = tuple[PyTree, ExchangeState]  # (means of the trained leaves, the state after the exchange)
 
 
+@dataclasses.dataclass(eq=False)
 class Rank:
     """The functions of one rank. They run on all ranks by `Division.over`.
 
@@ -263,20 +264,8 @@ class Rank:
     exchange: Exchange
     skipped: PyTree
     overlap: str | Priority | None
-    order: tuple[int, ...] | None
-    state_of: Callable[[Params], ExchangeState] | None
-
-    def __init__(
-        self,
-        division: Division,
-        exchange: Exchange,
-        skipped: PyTree,
-        overlap: str | Priority | None,
-        order: tuple[int, ...] | None = None,
-        state_of: Callable[[Params], ExchangeState] | None = None,
-    ) -> None:
-        self.division, self.exchange, self.skipped = division, exchange, skipped
-        self.overlap, self.order, self.state_of = overlap, order, state_of
+    order: tuple[int, ...] | None = None
+    state_of: Callable[[Params], ExchangeState] | None = None
 
     def step(
         self,
@@ -346,13 +335,13 @@ class Rank:
     ) -> tuple[PyTree, ExchangeState]:
         at, grads = self._at(params, loss), None if grads is None else row(self._whole(grads, params))
         begin = lambda own, grads: self.exchange.begin(grads, ExchangeState(own, sent.shared), at)
-        ticket, new = in_rows(begin, sent.own, grads)
+        ticket, new = jax.vmap(begin)(sent.own, grads)
         return ticket, ExchangeState(new.own, without_row(new.shared))
 
     def _end(self, ticket: PyTree, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
         at, grads = self._at(params, loss), row(self._whole(grads, params)) if self.exchange.early else None
         end = lambda own, ticket, grads: self.exchange.end(ticket, ExchangeState(own, sent.shared), at, grads)
-        means, new = in_rows(end, sent.own, ticket, grads)
+        means, new = jax.vmap(end)(sent.own, ticket, grads)
         return part(without_row(means), self.skipped)[0], ExchangeState(new.own, without_row(new.shared))
 
     def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:

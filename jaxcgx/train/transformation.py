@@ -17,7 +17,8 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.resolve import check_axes, check_ranks
 from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
-from jaxcgx.train.exchange import At, Exchange, check_state, send, with_row
+from jaxcgx.train.division import with_row
+from jaxcgx.train.exchange import At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax

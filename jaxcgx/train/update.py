@@ -42,7 +42,7 @@ class Update:
     def specs(self, params: Params, skipped: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the PartitionSpecs of (updates, the optimizer's state)."""
         trained, _ = part(params, skipped)
-        specs, _ = part(self.division.specs_of_updates(params), skipped)
+        specs, _ = part(self.division.specs_of(params)[1], skipped)
         state = jax.eval_shape(self.optimizer.init, trained)
         return specs, self.division.specs_of_state(state, trained, specs)
 
@@ -53,7 +53,9 @@ class Update:
         from optax import apply_updates  # an optional dependency
 
         trained, frozen = part(state.params, skipped)
-        run = self.division.over_devices(self._run, lambda: self.specs(state.params, skipped))
+        run = self._run
+        if self.division.spread:
+            run = self.division.by_partitioner(run, self.specs(state.params, skipped))
         updates, opt_state = run(means, state.opt_state, trained, loss)
         updates, lost = self.division.send_updates(updates, state.lost, skipped, key)
         moved = apply_updates(trained, updates)
