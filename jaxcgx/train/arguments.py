@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import Ranks, check_spans, examples
+from jaxcgx.train.batch import Ranks, check_spans, examples, filled
+from jaxcgx.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,6 @@ class Split:
     is_array: tuple[bool, ...]  # for each leaf of the other arguments
     specs: tuple[P, ...]  # for each array: how it is split over the ranks
     keys: tuple[bool, ...]  # for each array: whether it is a single random key
-    param_specs: Any  # how the differentiated arguments are sharded over the other axes of the mesh
 
     @property
     def dims(self) -> list[int | None]:
@@ -33,7 +33,7 @@ class Split:
         return [next((d for d, part in enumerate(spec) if part), None) for spec in self.specs]
 
     @classmethod
-    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any], param_specs: Any) -> "Split":
+    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any]) -> "Split":
         """Makes the split of a call.
 
         Args:
@@ -42,7 +42,6 @@ class Split:
           others: the other positional arguments, the keyword arguments, and the leaves of the differentiated arguments
             that have no gradient.
           given: for each leaf of `others` the caller's spec, or None if the caller gave none.
-          param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
         """
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
@@ -70,7 +69,6 @@ class Split:
             is_array=tuple(is_array),
             specs=tuple(specs),
             keys=tuple(keys),
-            param_specs=param_specs,
         )
 
     def arrays(self, others: Any) -> list[Any]:
@@ -98,9 +96,6 @@ class Split:
         ranks = self.ranks
         if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
             return
-        shapes = lambda tree: jax.tree_util.tree_map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree
-        )
         given = shapes(params), [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
         traced = lambda params, arrays: call(self.arguments(params, arrays))[0]
         axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average over them
@@ -113,6 +108,10 @@ class Split:
                 raise wrong(ranks.op, "loss_fn", expected, got, remedy)
 
 
+def shapes(tree: PyTree) -> PyTree:
+    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
+
+
 def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:
     """Returns all positional arguments of a loss.
 
@@ -122,7 +121,7 @@ def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixe
       params: the differentiated arguments, with None in place of the leaves that have no gradient.
       fixed: the leaves that have no gradient, with None in place of the differentiated leaves.
     """
-    whole = jax.tree_util.tree_map(lambda x, y: y if x is None else x, list(params), fixed, is_leaf=is_none)
+    whole = filled(list(params), fixed)
     args = list(others)
     for i, x in sorted(zip(places, whole), key=lambda pair: pair[0]):
         args.insert(i, x)
@@ -206,10 +205,6 @@ def _is_variable(x: Any) -> bool:
     It looks at the type, because instances of nnx.Rngs have an attribute of any name.
     """
     return hasattr(type(x), "set_value")
-
-
-def is_none(x: Any) -> bool:
-    return x is None
 
 
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -21,6 +21,7 @@ REMEDY = (
     "pass sharding=Sharding(batch=...) to make_train_step: a tree like the batch, with P() where every rank has the "
     "whole array"
 )
+FILL = "leave out the examples that are over, or fill up and give those the weight 0 (weighted=True)"
 ARGUMENT = "sharding.batch"
 
 
@@ -87,12 +88,15 @@ def split_batch(batch: Batch, given: Specs, rows: P, said: Callable[[Any], P | N
         is_like_first = np.ndim(x) and split and np.shape(x)[0] == np.shape(split[0][1])[0]
         if (spec is None and not is_like_first) or (np.ndim(x) and spec == P() and is_like_first):
             expected = "arrays that share their first dimension, that of the examples, and how it is split"
-            got = [f"{jax.tree_util.keystr(at)} of {spell_array(leaf)}" for at, leaf in (split[0], (path, x))]
             is_key = any(spell_array(leaf) == "uint32[2]" for leaf in (split[0][1], x))
             remedy = REMEDY + ("; for a random key, jax.random.key, which is a scalar" if is_key else "")
-            raise wrong(STEP, "batch", expected, f"leaves {' and '.join(got)}", remedy)
+            raise wrong(STEP, "batch", expected, _leaves(split[0], (path, x)), remedy)
         specs.append(rows if spec is None or (any(spec) and not any(spec[1:])) else spec)
     return tree.unflatten(specs)
+
+
+def _leaves(*found: tuple[Any, Any]) -> str:
+    return "leaves " + " and ".join(f"{jax.tree_util.keystr(path)} of {spell_array(x)}" for path, x in found)
 
 
 def check_even(batch: Batch, specs: Specs, sizes: Mapping[Any, int]) -> None:
@@ -100,15 +104,16 @@ def check_even(batch: Batch, specs: Specs, sizes: Mapping[Any, int]) -> None:
     for (path, x), (_, spec) in zip(jax.tree_util.tree_leaves_with_path(batch), flatten_specs(specs)[0]):
         if len(spec) > x.ndim:
             raise wrong(OP, ARGUMENT, f"a PartitionSpec of at most {x.ndim} dimensions", spec, path=path)
-        for size, part in zip(x.shape, spec):
-            count = math.prod(sizes[name] for name in axes_of(part))
-            if size % count:
-                expected = f"arrays that {count} ranks share evenly"
-                remedy = (
-                    "leave out the examples that are over, or fill up and give those the weight 0 (weighted=True); for "
-                    "an array that is not split, " + REMEDY
-                )
-                raise wrong(STEP, "batch", expected, spell_array(x), remedy, path=path)
+        if (count := _uneven(x, spec, sizes)) is not None:
+            expected = f"arrays that {count} ranks share evenly"
+            remedy = f"{FILL}; for an array that is not split, {REMEDY}"
+            raise wrong(STEP, "batch", expected, spell_array(x), remedy, path=path)
+
+
+def _uneven(x: Any, spec: P, sizes: Mapping[Any, int]) -> int | None:
+    """Returns a number of ranks that doesn't divide the dimension that is split over them, or None."""
+    counts = [math.prod(sizes[name] for name in axes_of(part)) for part in spec]
+    return next((count for size, count in zip(np.shape(x), counts) if size % count), None)
 
 
 def dimensions(specs: Specs) -> list[int | None]:
@@ -183,25 +188,16 @@ class Ranks:
             sharding = _sharding(x)
             if sharding is None or sharding.mesh.empty:
                 if self.others:
-                    raise wrong(
-                        self.op,
-                        "param_specs",
-                        f"PartitionSpecs of the parameters over {', '.join(sorted(map(repr, self.others)))}, "
-                        "which their types don't say",
-                        None,
-                        "pass a tree of them, or P() where parameters are not sharded",
-                        path=path,
-                    )
+                    others = ", ".join(sorted(map(repr, self.others)))
+                    expected = f"PartitionSpecs of the parameters over {others}, which their types don't say"
+                    remedy = "pass a tree of them, or P() where parameters are not sharded"
+                    raise wrong(self.op, "param_specs", expected, None, remedy, path=path)
                 return P()
             if any(self._over(sharding.spec, self.names)):
-                raise wrong(
-                    self.op,
-                    "params",
-                    f"parameters that are whole on every rank of {self._spelled()}",
-                    f"one sharded as {tuple(sharding.spec)}",
-                    "docs/fsdp.md shows how to train weights that are sharded over it",
-                    path=path,
-                )
+                expected = f"parameters that are whole on every rank of {self._spelled()}"
+                remedy = "docs/fsdp.md shows how to train weights that are sharded over it"
+                got = f"one sharded as {tuple(sharding.spec)}"
+                raise wrong(self.op, "params", expected, got, remedy, path=path)
             return self._over(sharding.spec, self.others)
 
         return jax.tree_util.tree_map_with_path(spec_of, params)
@@ -237,67 +233,43 @@ class Ranks:
         An array without a known spec is split along its first dimension. It must have as many examples as the other
         arrays.
         """
+        op, argument, ranks = self.op, "batch_specs", self._spelled()
         for path, x, given in leaves:
             if given is not None:
-                self._check_spec("batch_specs", path, x, given, among=self.names)
+                self._check_spec(argument, path, x, given, among=self.names)
         known = [self.spec_of_batch(x) if given is None else given for _, x, given in leaves]
         specs = [P(self.names) if spec is None else spec for spec in known]
         split = [i for i, spec in enumerate(specs) if any(spec)]
+        if self.size > 1 and not split:
+            remedy = (
+                "pass the batch as an argument, not by a closure, and shard it: "
+                f"jax.device_put(batch, NamedSharding(mesh, P({ranks}))), or pass batch_specs"
+            )
+            expected = f"an argument that is split over {ranks}"
+            raise wrong(op, argument, expected, "none: every rank would compute the same", remedy)
         first = next((i for i in split if known[i] is not None), split[0] if split else 0)
         for (path, x, given), spec, said in zip(leaves, specs, known):
-            batch = examples(leaves[first][1], specs[first])
+            other, batch = leaves[first], examples(leaves[first][1], specs[first])
             if said is None and examples(x, spec) != batch:
-                raise wrong(
-                    self.op,
-                    "batch_specs",
-                    f"one for an array that is not split over {self._spelled()} like the others",
-                    f"none, and leaves {jax.tree_util.keystr(leaves[first][0])} of {spell_array(leaves[first][1])} and "
-                    f"{jax.tree_util.keystr(path)} of {spell_array(x)}, whose numbers of examples differ",
-                    self.remedy,
-                )
+                expected = f"one for an array that is not split over {ranks} like the others"
+                got = f"none, and {_leaves(other[:2], (path, x))}, whose numbers of examples differ"
+                raise wrong(op, argument, expected, got, self.remedy)
             # Without this error, a rank's examples could be broadcast against the examples of all ranks, or could index
             # examples of other ranks.
             if given is None and said == P() and self.size > 1 and any(specs[first]) and np.shape(x)[:1] == (batch,):
-                raise wrong(
-                    self.op,
-                    "batch_specs",
-                    f"one for an array that looks like the examples of all ranks of {self._spelled()}",
-                    f"{spell_array(x)}, which is whole on every rank, and the others are split",
-                    f"shard it like the others, or {self.remedy}",
-                    path=path,
-                )
+                expected = f"one for an array that looks like the examples of all ranks of {ranks}"
+                got = f"{spell_array(x)}, which is whole on every rank, and the others are split"
+                raise wrong(op, argument, expected, got, f"shard it like the others, or {self.remedy}", path=path)
             for part in spec:
                 ranked = [name for name in axes_of(part) if name in self.names]
                 if ranked != sorted(ranked, key=self.names.index):
-                    raise wrong(
-                        self.op,
-                        "axis_name",
-                        "axes in the order in which the batch is split over them",
-                        f"{self.names} for an array that is sharded as {tuple(spec)}",
-                        f"pass axis_name={tuple(ranked)}",
-                        path=path,
-                    )
-            for size, part in zip(np.shape(x), spec):
-                count = math.prod(self.mesh.shape[name] for name in axes_of(part))
-                if size % count:
-                    raise wrong(
-                        self.op,
-                        "batch_specs",
-                        f"arrays that {self._spelled()} splits evenly",
-                        f"{spell_array(x)} for {count} ranks",
-                        "leave out the examples that are over, or fill up and give those the weight 0 "
-                        "(weighted=True); pass batch_specs for arrays that are split otherwise, or not at all",
-                        path=path,
-                    )
-        if self.size > 1 and not split:
-            raise wrong(
-                self.op,
-                "batch_specs",
-                f"an argument that is split over {self._spelled()}",
-                "none: every rank would compute the same",
-                "pass the batch as an argument, not by a closure, and shard it: "
-                f"jax.device_put(batch, NamedSharding(mesh, P({self._spelled()}))), or pass batch_specs",
-            )
+                    expected = "axes in the order in which the batch is split over them"
+                    got = f"{self.names} for an array that is sharded as {tuple(spec)}"
+                    raise wrong(op, "axis_name", expected, got, f"pass axis_name={tuple(ranked)}", path=path)
+            if (count := _uneven(x, spec, self.mesh.shape)) is not None:
+                got = f"{spell_array(x)} for {count} ranks"
+                remedy = f"{FILL}; pass batch_specs for arrays that are split otherwise, or not at all"
+                raise wrong(op, argument, f"arrays that {ranks} splits evenly", got, remedy, path=path)
         return specs
 
     def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -308,10 +280,7 @@ class Ranks:
 
     def _over(self, spec: Any, names: Any) -> P:
         """Returns a spec with only the axes `names`."""
-        parts = [tuple(name for name in axes_of(part) if name in names) for part in spec]
-        while parts and not parts[-1]:
-            parts.pop()
-        return P(*(part or None for part in parts))
+        return shortest(P(*(tuple(name for name in axes_of(part) if name in names) or None for part in spec)))
 
     @property
     def remedy(self) -> str:
@@ -334,15 +303,13 @@ def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterab
         return
     for path, x in leaves:
         if not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True) and np.ndim(x):
-            raise wrong(
-                function,
-                "batch",
-                "arrays over the devices of all processes",
-                f"{spell_array(x)} of this process, which JAX would take for the batch of all processes",
+            expected = "arrays over the devices of all processes"
+            got = f"{spell_array(x)} of this process, which JAX would take for the batch of all processes"
+            remedy = (
                 "make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
-                f"P({names!r})), array)",
-                path=path,
+                f"P({names!r})), array)"
             )
+            raise wrong(function, "batch", expected, got, remedy, path=path)
 
 
 def _sharding(x: Any) -> NamedSharding | None:
@@ -358,3 +325,8 @@ def _sharding(x: Any) -> NamedSharding | None:
 def examples(x: Any, spec: P) -> int | None:
     """Returns the number of examples in an array: the size of its first split dimension, or None if none is split."""
     return next((size for size, part in zip(np.shape(x), spec) if part), None)
+
+
+def filled(some: PyTree, others: PyTree) -> PyTree:
+    """Returns the first tree, with leaves of the second tree in place of None."""
+    return jax.tree_util.tree_map(lambda x, y: y if x is None else x, some, others, is_leaf=lambda x: x is None)

@@ -44,7 +44,7 @@ class Shared(NamedTuple):
     telemetry: Telemetry | None = None
 
 
-class Sent(NamedTuple):
+class SentGradients(NamedTuple):
     """Gradients on their way.
 
     Attributes:
@@ -155,11 +155,11 @@ class Feedback:
         # Branches of a conditional can't return tickets of different messages. And without feedback, the state has no
         # place for the errors that telemetry measures.
         if len(self.phases) > 1 or (self.telemetry and not self.keep):
-            return Sent(None, grads, before), state
+            return SentGradients(None, grads, before), state
         travel = self._travel(0, grads, own.residuals, at)
         given = Carry(own.residuals, own.momentum, shared.factors)
         ticket, carry = begin(grads, given, travel, self._key(shared, travel))
-        sent = Sent(ticket, grads if self.telemetry else None, before)
+        sent = SentGradients(ticket, grads if self.telemetry else None, before)
         own = Carry(carry.residuals, carry.momentum)
         return sent, ExchangeState(own, shared._replace(factors=carry.factors))
 
@@ -171,7 +171,9 @@ class Feedback:
             mean, carry, telemetry = switch(self.phases, _turn(shared.count, at), branches, sent.grads, old)
         else:
             mean, carry = end(sent.ticket, old)
-            telemetry = self._measure(sent.ticket.travel, at, sent.grads, sent.before, mean=mean, lost=carry.residuals)
+            telemetry, travel = None, sent.ticket.travel
+            if self.telemetry:
+                telemetry = measure(travel, at, sent.grads, sent.before, mean=mean, lost=carry.residuals)
         residuals, factors, count = carry.residuals, carry.factors, shared.count + 1
         each = jax.tree_util.tree_map
         if (beta := self.beta) is not None:
@@ -238,16 +240,11 @@ class Feedback:
             first = [s and q[: s[0]] for s, q in zip(shapes, routes.each(factors))]
             factors = routes.tree.unflatten(first)
         mean, new = reduce(grads, Carry(given, carry.momentum, factors), travel, self._key(shared, travel))
-        telemetry = self._measure(travel, at, grads, given, mean=mean, lost=new.residuals)
+        telemetry = measure(travel, at, grads, given, mean=mean, lost=new.residuals) if self.telemetry else None
         if factors is not None:
             both = zip(shapes, routes.each(carry.factors), routes.each(new.factors))
             factors = routes.tree.unflatten([q if s is None else q.at[: s[0]].set(x) for s, q, x in both])
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
-
-    def _measure(
-        self, travel: Travel, at: At, grads: PyTree, before: PyTree, *, mean: PyTree, lost: PyTree
-    ) -> Telemetry | None:
-        return measure(travel, at, grads, before, mean=mean, lost=lost) if self.telemetry else None
 
 
 def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:

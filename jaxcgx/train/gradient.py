@@ -29,7 +29,7 @@ class Given(NamedTuple):
     key: Key | None
 
 
-class Found(NamedTuple):
+class OfRank(NamedTuple):
     """What a rank finds. With weights, loss and gradients are sums, and averaged outputs are times the weight."""
 
     grads: PyTree
@@ -51,40 +51,39 @@ class Loss:
 
     def __call__(self, params: Params, given: Given) -> tuple[jax.Array, tuple[Any, PyTree, PyTree]]:
         """Returns (loss, (weight, model state, aux)), with None for those that the function doesn't return."""
-        # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
-        states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if self.has_state else ()
-        keys = () if given.key is None else (given.key,)
-        found = self.function(params, *states, given.batch, *keys)
-        loss, weight, model_state, aux = found, None, None, None
-        try:
-            if self.has_state and self.has_aux:
-                loss, (model_state, aux) = found
-            elif self.has_state:
-                loss, model_state = found
-            elif self.has_aux:
-                loss, aux = found
-            if self.weighted:
-                loss, weight = loss
-        except (TypeError, ValueError):
-            raise wrong(
-                self.op, "loss_fn", f"a function that returns {self._form}", f"one that returns {found}"
-            ) from None
+        loss, weight, model_state, aux = self.call(params, given)
         loss = self._scalar(loss, "sum" if self.weighted else "loss")
         if self.weighted:
             loss = loss.astype(wide(loss.dtype))
             weight = _constant(self._scalar(weight, "weight").astype(loss.dtype))
         return loss, (weight, model_state, aux)
 
-    @property
-    def _form(self) -> str:
-        rest = (
-            ", (model state, aux)"
-            if self.has_state and self.has_aux
-            else ", model state"
-            if self.has_state
-            else ", aux"
-        )
-        return f"({'(sum, weight)' if self.weighted else 'loss'}{rest * (self.has_state or self.has_aux)})"
+    def call(self, params: Params, given: Given) -> tuple[Any, Any, PyTree, PyTree]:
+        """Returns what the function returns: (loss, weight, model state, aux), with None for what it doesn't."""
+        # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
+        states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if self.has_state else ()
+        keys = () if given.key is None else (given.key,)
+        found: Any = self.function(params, *states, given.batch, *keys)
+        rest: Any = None
+        weight, model_state, aux = None, None, None
+        try:
+            loss, rest = found if self.has_state or self.has_aux else (found, rest)
+            if self.has_state:
+                model_state, aux = rest if self.has_aux else (rest, None)
+            elif self.has_aux:
+                aux = rest
+            if self.weighted:
+                loss, weight = loss
+        except (TypeError, ValueError):
+            raise self.misfit(found) from None
+        return loss, weight, model_state, aux
+
+    def misfit(self, found: Any) -> Exception:
+        """Returns the error of a function that returns something else than this loss should."""
+        rest = ["model state"] * self.has_state + ["aux"] * self.has_aux
+        second = f", ({', '.join(rest)})" if len(rest) == 2 else "".join(f", {each}" for each in rest)
+        expected = f"a function that returns ({'(sum, weight)' if self.weighted else 'loss'}{second})"
+        return wrong(self.op, "loss_fn", expected, f"one that returns {found}")
 
     def _scalar(self, x: Any, what: str) -> jax.Array:
         """Returns a loss, a sum or a weight as an array, after a check that it is a scalar that JAX can use."""
@@ -130,7 +129,7 @@ class Parts(NamedTuple):
 
 def find(
     loss: Callable[[Params, Given], Any], params: Params, given: Given, parts: Parts, outputs: Outputs
-) -> tuple[Found, list[bool]]:
+) -> tuple[OfRank, list[bool]]:
     """Returns (a rank's results, averaged over micro-batches; for each leaf of the model state whether it was renewed).
 
     Each micro-batch gets another key, and the model state that the one before returned. Gradients are added up in at
@@ -140,7 +139,7 @@ def find(
     leaves, tree = jax.tree_util.tree_flatten(given.batch)
     renewed: list[bool] = []
 
-    def of_part(given: Given) -> Found:
+    def of_part(given: Given) -> OfRank:
         nonlocal renewed
         (value, (weight, new, aux)), grads = differentiate(params, given)
         new, renewed = check_renewed(given.model_state, new)
@@ -152,7 +151,7 @@ def find(
         examples = next((x.shape[d] for x, d in zip(part, parts.dims) if d is not None), None)
         found = [] if aux is None else outputs.learn(aux, larger, examples)
         found = found if weight is None else outputs.weighted(found, weight)
-        return Found(grads, jnp.asarray(value), weight, model_state=new, aux=found)
+        return OfRank(grads, jnp.asarray(value), weight, model_state=new, aux=found)
 
     if parts.number == 1:
         return of_part(given), renewed
@@ -171,7 +170,7 @@ def find(
     grads = jax.tree_util.tree_map(lambda x, p: (x / parts.number).astype(p.dtype), sums, params)
     value, weight = (None if x is None else added(x) / parts.number for x in each)
     assert value is not None
-    return Found(grads, value, weight, model_state=state, aux=outputs.joined(aux, parts.number)), renewed
+    return OfRank(grads, value, weight, model_state=state, aux=outputs.joined(aux, parts.number)), renewed
 
 
 def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
@@ -182,7 +181,7 @@ def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
 
 
-def of_all(found: Found, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
+def of_all(found: OfRank, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
     """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).
 
     With weights, all three are divided by the mean of the weights.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxcgx.checks import check_number, wrong
 from jaxcgx.exchange.carry import Carry
 from jaxcgx.train.exchange import At, Number
-from jaxcgx.train.feedback import Feedback, Sent, unless
+from jaxcgx.train.feedback import Feedback, SentGradients, unless
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Params, PyTree
 
@@ -18,7 +18,7 @@ from jaxcgx.typing import Params, PyTree
 class Moved(NamedTuple):
     """Gradients on their way, after momentum. `before` is the momentum before, like the gradients."""
 
-    sent: Sent
+    sent: SentGradients
     before: PyTree
 
 

@@ -19,31 +19,27 @@ from jaxcgx.typing import PyTree, Specs
 WAYS = ("mean", "sum", "first")
 
 
+@dataclasses.dataclass
 class Outputs:
     """The auxiliary outputs of a loss. It learns their structure and kinds while the loss is traced.
 
-    A kind is "mean", "sum", "first", or the dimension along which the outputs of ranks and micro-batches are joined.
+    Attributes:
+      op: the public function that errors name.
+      specs: the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None.
+      rows: the PartitionSpec of arrays with the examples of all ranks.
+      guessed: whether it is only a guess which dimension of a batch has the examples.
+      structure: the structure of the outputs. None: the loss has none.
+      kinds: for each output "mean", "sum", "first", or the dimension along which those of ranks and micro-batches are
+        joined.
     """
 
     op: str
     specs: Specs
     rows: P
-    guessed: bool
-    structure: PyTree
-    kinds: list[str | int]
-
-    def __init__(self, op: str, specs: Specs, rows: P, *, guessed: bool = False) -> None:
-        """Makes the outputs of a step.
-
-        Args:
-          op: the public function that errors name.
-          specs: the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None.
-          rows: the PartitionSpec of arrays with the examples of all ranks.
-          guessed: whether it is only a guess which dimension of a batch has the examples.
-        """
-        self.op, self.specs, self.rows, self.guessed = op, specs, rows, guessed
-        self.structure: PyTree = None
-        self.kinds: list[str | int] = []
+    _: dataclasses.KW_ONLY
+    guessed: bool = False
+    structure: PyTree = dataclasses.field(default=None, init=False)
+    kinds: list[str | int] = dataclasses.field(default_factory=list, init=False)
 
     def learn(self, aux: PyTree, larger: Callable[[], PyTree], examples: int | None) -> list[jax.Array]:
         """Returns the leaves of the outputs of a part of a batch.

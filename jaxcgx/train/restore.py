@@ -20,7 +20,7 @@ from jaxcgx.typing import PyTree
 OP = "restore_state"
 
 
-class Leaf(NamedTuple):
+class SavedLeaf(NamedTuple):
     """A leaf of the template."""
 
     path: Any  # the JAX path
@@ -117,10 +117,10 @@ def _net(comm: Any) -> Transport | None:
     return net_over(OP, "comm", comm)
 
 
-def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], Any]:
+def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[SavedLeaf], Any]:
     """Returns (the leaves of the template, its structure)."""
     keep = jax.tree_util.tree_leaves(rows_keep(template))
-    leaves = [Leaf(*leaf, keep) for leaf, keep in zip(jax.tree_util.tree_flatten_with_path(template)[0], keep)]
+    leaves = [SavedLeaf(*leaf, keep) for leaf, keep in zip(jax.tree_util.tree_flatten_with_path(template)[0], keep)]
     for pattern, keep in per_rank.items():
         check_choice(OP, "per_rank", keep, ("sum", "mean"))
         matching = [not leaf.keep and re.search(pattern, leaf.name) is not None for leaf in leaves]
@@ -150,7 +150,7 @@ def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
     }
 
 
-def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
+def _check(leaves: list[SavedLeaf], saved: dict[str, Any]) -> None:
     """Checks that the template has the leaves of the checkpoint, with the same shapes except for the number of rows."""
     if missing := [name for name in saved if name not in {leaf.name for leaf in leaves}]:
         remedy = "the template has the structure of what was saved, with the same plan and feedback"
@@ -179,7 +179,7 @@ def _words(x: Any) -> Any:
     return jax.eval_shape(jax.random.key_data, x) if is_key else x
 
 
-def _move(rows: np.ndarray, leaf: Leaf, size: int) -> Any:
+def _move(rows: np.ndarray, leaf: SavedLeaf, size: int) -> Any:
     """Returns the rows of a leaf, converted to `size` ranks. Random keys are words, before and after."""
     if addable(leaf.value):
         return np.asarray(spread(size, leaf.keep, rows))

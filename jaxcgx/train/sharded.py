@@ -23,7 +23,7 @@ from jaxcgx.exchange.message import carry
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_plan
-from jaxcgx.train.batch import OP, Names, axes_of, flatten_specs, is_spec, shortest
+from jaxcgx.train.batch import OP, Names, axes_of, filled, flatten_specs, is_spec, shortest
 from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.train.update import part
@@ -290,8 +290,8 @@ class ShardedMesh(OverMesh):
                 gathered, in_specs=(specs,), out_specs=specs, axis_names=self.others, check_vma=False
             )
         if not self.regather:
-            return _join(gathered(shards), params), loss
-        fill = lambda shards, like: _join(gathered(shards), like)
+            return filled(gathered(shards), params), loss
+        fill = lambda shards, like: filled(gathered(shards), like)
         whole = jax.custom_vjp(fill)
         whole.defvjp(lambda *args: (fill(*args), None), lambda _, cts: (None, cts))
         return self.like_whole(params), _checkpointed(lambda like, *rest: loss(whole(shards, like), *rest))
@@ -332,7 +332,7 @@ class ShardedMesh(OverMesh):
             out_specs=(whole, kept),
         )
         found, lost = exchange(cut.pick(updates), lost)
-        return _join(found, updates), lost
+        return filled(found, updates), lost
 
     def _send(self, cut: Cut, shards: PyTree, lost: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:
         """Gathers updates on one device. Returns (whole updates, new errors)."""
@@ -386,11 +386,6 @@ def _checkpointed(loss: Function) -> Function:
         return structure.unflatten([next(new) if place is None else given[place] for place in places])
 
     return run
-
-
-def _join(some: PyTree, others: PyTree) -> PyTree:
-    """Returns the first tree, with leaves of the second tree in place of None."""
-    return jax.tree_util.tree_map(lambda x, y: y if x is None else x, some, others, is_leaf=lambda x: x is None)
 
 
 def _paths(tree: PyTree) -> list[Any]:

@@ -1,5 +1,6 @@
 """DGC, BSC and MPQ: exchanges that send the largest elements of leaves, after momentum, with a warm-up."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ class WarmUp:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Momentum):
+class Sparse(Momentum, abc.ABC):
     """A `Momentum` that makes its plan of its fields, at once.
 
     Over several axes, the plan compresses over the outermost axis alone.
@@ -98,9 +99,9 @@ class Sparse(Momentum):
         super().__post_init__()
 
     @property
+    @abc.abstractmethod
     def _share(self) -> float:
         """The share of a leaf's elements that is sent after the warm-up."""
-        raise NotImplementedError(f"{self.op}._share")
 
     @property
     def _shares(self) -> dict[int, float]:
@@ -111,9 +112,9 @@ class Sparse(Momentum):
         """The fields of a plan that say how messages travel."""
         return {name: getattr(self, name) for name in ("schedule", "own", "leader", "strict", "fusion_mb")}
 
+    @abc.abstractmethod
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         """Returns the plan that sends this share of elements over these axes, outermost first; () for one."""
-        raise NotImplementedError(f"{self.op}._plan_of")
 
     def _plan_over(self, phase: int, net: Transport) -> Plan:
         return self._plan_of(list(self._shares.values())[phase], tuple(net.parts))

@@ -38,7 +38,7 @@ class TrainStep(NamedTuple):
       init: a function (params, model_state=None) -> TrainState, placed as `step` needs it.
       step: a jitted function (state, batch, key=None) -> (TrainState, Metrics): a `Step`.
       finish: a function (state) -> TrainState, to be called after the last step. With `Priority`, it applies the
-        pending gradients. Otherwise it changes nothing.
+        pending gradients. With rounds, it ends the exchanges that have begun. Otherwise it changes nothing.
     """
 
     init: Callable[..., TrainState]
@@ -88,6 +88,7 @@ class Training:
     accumulate: int
     overlap: str | Priority | None
     aux_specs: Specs
+    _states: dict[Any, ExchangeState] = dataclasses.field(default_factory=dict, init=False)
 
     def functions(self, donate: bool) -> TrainStep:
         """Returns the functions of a training loop."""
@@ -177,20 +178,14 @@ class Training:
         state = state.replace(exchange=sent, pending=None)
         return self.update(state, means, pending.loss, skipped, key=noise)
 
-    @functools.cached_property
-    def state_of(self) -> Callable[[Params], ExchangeState]:
-        """A function from parameters to the shapes of the exchange's state. It remembers them."""
-        known: dict[Any, ExchangeState] = {}
-
-        def find(params: Params) -> ExchangeState:
-            leaves, tree = jax.tree_util.tree_flatten(params)
-            key = tree, tuple((x.shape, x.dtype) for x in leaves)
-            if key not in known:
-                like = tree.unflatten([jax.ShapeDtypeStruct(*each) for each in key[1]])
-                known[key] = jax.eval_shape(lambda params: with_row(self.exchange.init(params)), like)
-            return known[key]
-
-        return find
+    def state_of(self, params: Params) -> ExchangeState:
+        """Returns the shapes of the exchange's state for parameters. It remembers them."""
+        leaves, tree = jax.tree_util.tree_flatten(params)
+        key = tree, *((x.shape, x.dtype) for x in leaves)
+        if key not in self._states:
+            like = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            self._states[key] = jax.eval_shape(lambda params: with_row(self.exchange.init(params)), like)
+        return self._states[key]
 
     def _skipped(self, params: Params) -> PyTree:
         """Returns for each parameter whether it is frozen. All plans of a schedule skip the same parameters."""

@@ -24,7 +24,7 @@ from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_plan
 from jaxcgx.train import eager
-from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part
+from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
 from jaxcgx.train.batch import Ranks
 from jaxcgx.train.division import OverMesh
 from jaxcgx.train.exchange import At, Exchange, check_state, send
@@ -248,13 +248,8 @@ class ValueAndGrad:
           params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
         """
         given, _ = part(self._as_list(params))
-        ranks = self._ranks(given)
-        division = self._division(ranks, ranks.specs_of_params(given, self._as_list(self.param_specs)))
-        return jax.jit(lambda: division.init_exchange(self.exchange.init, self._shapes(given)))()
-
-    def _shapes(self, params: list[Any]) -> Params:
-        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-        return self._as_argument(jax.tree_util.tree_map(shape, params))
+        _, division = self._ranks(given)
+        return jax.jit(lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(given))))()
 
     def _inside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
         """Returns the result of a call inside of shard_map, pmap or vmap."""
@@ -269,14 +264,12 @@ class ValueAndGrad:
 
     def _outside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
         """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
-        ranks = self._ranks((params, others))
-        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
-        division = self._division(ranks, param_specs)
+        ranks, division = self._ranks(params, others)
         if self.stateful:
-            init = lambda: division.init_exchange(self.exchange.init, self._shapes(params))
+            init = lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(params)))
             remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
             check_state(OP, sent, jax.eval_shape(init), remedy)
-        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
+        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others))
         given = params, split.arrays(others), sent
         # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
         # because values that the loss closes over may have changed.
@@ -334,13 +327,14 @@ class ValueAndGrad:
             raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
         return value, outputs.tree(aux), grads, sent
 
-    def _ranks(self, arguments: Any) -> Ranks:
-        return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
-
-    def _division(self, ranks: Ranks, param_specs: list[Any]) -> OverMesh:
+    def _ranks(self, params: list[Any], others: PyTree = ()) -> tuple[Ranks, OverMesh]:
+        """Returns the ranks, and their division of the parameters. `others` are the other arguments."""
+        arrays = jax.tree_util.tree_leaves((params, others))
+        ranks = Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=arrays)
+        specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
         if not ranks.others:
-            return OverMesh(ranks.mesh, self.axis_name)
-        return ShardedMesh(ranks.mesh, Sharding(self.axis_name, params=self._as_argument(param_specs)))
+            return ranks, OverMesh(ranks.mesh, self.axis_name)
+        return ranks, ShardedMesh(ranks.mesh, Sharding(self.axis_name, params=self._as_argument(specs)))
 
     def _check_inside(self) -> None:
         check_axes(OP, self.axis_name)
