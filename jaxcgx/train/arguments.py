@@ -36,12 +36,8 @@ class Split:
     def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any]) -> "Split":
         """Makes the split of a call.
 
-        Args:
-          ranks: the ranks.
-          places: the positions of the differentiated arguments.
-          others: the other positional arguments, the keyword arguments, and the leaves of the differentiated arguments
-            that have no gradient.
-          given: for each leaf of `others` the caller's spec, or None if the caller gave none.
+        `others` are the other positional arguments, the keyword arguments, and the leaves of the differentiated
+        arguments that have no gradient. `given` has for each leaf of `others` the caller's spec, or None.
         """
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
@@ -88,10 +84,7 @@ class Split:
         JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
         don't match, and JAX raises an error.
 
-        Args:
-          call: a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
-          params: the differentiated leaves.
-          arrays: the other arrays.
+        `call` is a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
         """
         ranks = self.ranks
         if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
@@ -115,11 +108,8 @@ def shapes(tree: PyTree) -> PyTree:
 def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:
     """Returns all positional arguments of a loss.
 
-    Args:
-      others: the positional arguments that are not differentiated.
-      places: the positions of the differentiated arguments.
-      params: the differentiated arguments, with None in place of the leaves that have no gradient.
-      fixed: the leaves that have no gradient, with None in place of the differentiated leaves.
+    `params` are the differentiated arguments, with None in place of the leaves that have no gradient. `fixed` has those
+    leaves, and None in place of the others. `others` are the arguments that are not differentiated.
     """
     whole = filled(list(params), fixed)
     args = list(others)
@@ -134,10 +124,7 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> d
     Modules of Flax NNX change their variables. A loss gets copies of its arguments. So items that it replaces in a list
     or a dict, new variables of a module, and changed static attributes would be lost. These are errors.
 
-    Args:
-      op: the function that errors name.
-      before: the leaves of the arguments with their paths, and the structure, from before the call.
-      given: the arguments after the call.
+    `before` has the leaves of the arguments with their paths, and the structure, from before the call.
     """
     (leaves, structure), (now, structure_now) = before, jax.tree_util.tree_flatten_with_path(given)
     after = dict(now)

@@ -130,11 +130,7 @@ def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tup
 def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
     """Checks that a state fits the gradients and the exchange: its structure, shapes and dtypes.
 
-    Args:
-      op: the function that errors name.
-      state: the state.
-      expected: the shapes of such a state.
-      remedy: what to do with a state of another number of ranks.
+    `expected` has the shapes of such a state. `remedy` says what to do with one of another number of ranks.
     """
     if not isinstance(state, ExchangeState):
         raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)

@@ -122,9 +122,7 @@ class Parts(NamedTuple):
     """The micro-batches of a rank's part of a batch."""
 
     number: int
-    dims: Sequence[
-        int | None
-    ]  # for each leaf, the dimension that is split; None: every micro-batch gets the whole leaf
+    dims: Sequence[int | None]  # for each leaf, the dimension that is split; None: micro-batches get the whole leaf
 
 
 def find(
@@ -143,13 +141,9 @@ def find(
         nonlocal renewed
         (value, (weight, new, aux)), grads = differentiate(params, given)
         new, renewed = check_renewed(given.model_state, new)
-        part = jax.tree_util.tree_leaves(given.batch)
-        double = lambda: tree.unflatten(
-            x if d is None else jnp.concatenate([x, x], d) for x, d in zip(part, parts.dims)
-        )
-        larger = lambda: jax.eval_shape(lambda: loss(params, given._replace(batch=double()))[1][2])
-        examples = next((x.shape[d] for x, d in zip(part, parts.dims) if d is not None), None)
-        found = [] if aux is None else outputs.learn(aux, larger, examples)
+        again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
+        batch = list(zip(jax.tree_util.tree_leaves(given.batch), parts.dims))
+        found = [] if aux is None else outputs.learn(aux, again, batch)
         found = found if weight is None else outputs.weighted(found, weight)
         return OfRank(grads, jnp.asarray(value), weight, model_state=new, aux=found)
 

@@ -120,11 +120,9 @@ class Momentum(Feedback):
     ) -> tuple[jax.Array | None, jax.Array]:
         """Applies momentum after the exchange: to the mean of a leaf that always travels raw, and to weight decay.
 
-        Args:
-          trace: the momentum that is the same on every rank. None: the leaf has none.
-          u: the momentum of this rank's own gradients. None: the leaf always travels raw, and its mean gets momentum.
-          x: the mean.
-          p: the parameter. None: it has no weight decay.
+        `trace` is the momentum that is the same on every rank; None: the leaf has none. `u` is the momentum of this
+        rank's own gradients; None: the leaf always travels raw, and its mean `x` gets momentum. `p` is the parameter;
+        None: it has no weight decay.
         """
         if trace is None:
             return trace, x

@@ -16,6 +16,7 @@ from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import PyTree, Specs
 
+Batched = list[tuple[jax.Array, int | None]]  # leaves of a batch, each with the dimension of the examples
 WAYS = ("mean", "sum", "first")
 
 
@@ -41,20 +42,21 @@ class Outputs:
     structure: PyTree = dataclasses.field(default=None, init=False)
     kinds: list[str | int] = dataclasses.field(default_factory=list, init=False)
 
-    def learn(self, aux: PyTree, larger: Callable[[], PyTree], examples: int | None) -> list[jax.Array]:
+    def learn(self, aux: PyTree, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.Array]:
         """Returns the leaves of the outputs of a part of a batch.
 
         Args:
           aux: the outputs.
-          larger: a function that returns the shapes of the outputs for twice as many examples. It is called only if the
-            first dimension of an output is as long as there are examples.
-          examples: their number in this part, or None if the part has none.
+          again: a function that returns the outputs for other leaves of a batch. It is traced only if the first
+            dimension of an output is as long as there are examples, for twice as many.
+          batch: the leaves of the part, and the dimension of the examples in each.
         """
         found, self.structure = jax.tree_util.tree_flatten_with_path(aux)
+        examples = next((x.shape[d] for x, d in batch if d is not None), None)
         leaves = [jnp.asarray(x) for _, x in found]
         said = self._said(aux)
         unsure = [s is None and x.ndim > 0 and x.shape[0] == examples for s, x in zip(said, leaves)]
-        twice = self._twice(larger) if any(unsure) else None
+        twice = self._twice(again, batch) if any(unsure) else None
         joined = [
             doubt and twice is not None and twice[i].shape == (2 * x.shape[0], *x.shape[1:])
             for i, (doubt, x) in enumerate(zip(unsure, leaves))
@@ -74,9 +76,11 @@ class Outputs:
             raise wrong(self.op, "aux_specs", expected, self.specs) from error
         return jax.tree_util.tree_structure(aux).flatten_up_to(specs)
 
-    def _twice(self, larger: Callable[[], PyTree]) -> list[jax.ShapeDtypeStruct] | None:
+    def _twice(self, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.ShapeDtypeStruct] | None:
+        """Returns the shapes of the outputs for twice as many examples."""
+        larger = lambda: again([x if d is None else jnp.concatenate([x, x], d) for x, d in batch])
         try:
-            return jax.tree_util.tree_leaves(larger())
+            return jax.tree_util.tree_leaves(jax.eval_shape(larger))
         except (TypeError, ValueError) as error:
             if self.guessed:  # a wrong guess is no error: the batch may have no examples
                 return None
@@ -97,10 +101,7 @@ class Outputs:
     def of_all(self, leaves: list[jax.Array], weight: jax.Array | None, net: Transport) -> dict[str, list[jax.Array]]:
         """Returns the outputs of all ranks in two lists: those that are joined, examples first, and those all share.
 
-        Args:
-          leaves: those of a rank, as from `weighted` if there is a weight.
-          weight: the mean of the ranks' weights, or None.
-          net: the ranks.
+        `leaves` are those of a rank, as from `weighted` if there is a weight. `weight` is the mean of all weights.
         """
         found: dict[str, list[jax.Array]] = {"joined": [], "shared": []}
         for x, kind in zip(leaves, self.kinds):
@@ -216,11 +217,7 @@ class ModelState:
         Floats are averaged over the ranks. Integers, flags and keys are the first rank's. Leaves that the loss returned
         unchanged are kept: the mean of equal numbers may be rounded.
 
-        Args:
-          state: the state before the step.
-          new: the state that the loss function returned.
-          renewed: for each leaf, whether the loss function returned another array than it got.
-          net: the ranks.
+        `renewed` says for each leaf whether the loss function returned another array than it got.
         """
         if self.mode == "per_rank":
             return PerRank(row(new))

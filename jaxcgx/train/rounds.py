@@ -28,7 +28,7 @@ from jaxcgx.train.gradient import Gradient, Parts
 from jaxcgx.train.outputs import Outputs, fold_keys
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
-from jaxcgx.train.step import Rank, Step, Training, TrainStep, as_arrays, put
+from jaxcgx.train.step import Rank, Step, Training, TrainStep, as_arrays, check_train_state, put
 from jaxcgx.train.update import Update, part
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree
@@ -136,29 +136,19 @@ class CentersTelemetry(NamedTuple):
 
 
 class Ongoing(NamedTuple):
-    """What the program of an act gets, and what becomes of it.
+    """What the program of an act gets, and what becomes of it."""
 
-    Attributes:
-      outer: the outer parameters.
-      steps: the number of steps, unchanged: the next step waits for it.
-      params: the own parameters of the centers, as rows.
-      parts: the states of parts; None stands for no part.
-    """
-
-    outer: PyTree
-    steps: PyTree
-    params: PyTree
-    parts: list[PyTree]
+    outer: PyTree  # the outer parameters
+    steps: PyTree  # the number of steps, unchanged: the next step waits for it
+    params: PyTree  # the own parameters of the centers, as rows
+    parts: list[PyTree]  # the states of parts; None stands for no part
 
 
 def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: bool) -> TrainStep:
     """Returns the functions of a training loop with rounds.
 
-    Args:
-      rounds: the rounds.
-      training: the rooms of a step of all ranks, which have whole parameters.
-      axis: the axes of the ranks. Some may be marked, as by Tcp.
-      donate: as in `make_train_step`.
+    `training` has the rooms of a step of all ranks. `axis` are the axes of the ranks, some of them maybe marked as by
+    Tcp.
     """
     division = training.division
     _check(rounds, training)
@@ -176,7 +166,9 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
         expected = "None, as a center has one rank, which exchanges no gradients"
         raise wrong(OP, "overlap", expected, repr(training.overlap), "leave it out")
     training = dataclasses.replace(training, update=Update(training.update.optimizer, center))
-    return StepOfCenters(CentersTraining(rounds, training, division, center, axis=axis), donate).functions
+    centers = CentersTraining(rounds, training, division, center, axis=axis)
+    step = StepOfCenters(centers, donate)
+    return TrainStep(centers.init, step, step.finish if rounds.last else lambda state: state)
 
 
 def _check(rounds: Rounds, training: Training) -> None:
@@ -379,9 +371,7 @@ class CentersTraining:
 
     def check(self, state: Any) -> None:
         """Checks the state that a step gets."""
-        if not isinstance(state, TrainState):
-            expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
-            raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
+        check_train_state(state)
         found = len(state.exchange.parts) if isinstance(state.exchange, RoundsState) else 0
         if found != self.parts:
             expected = f"the state of {self.parts} fragments of {self.rounds.op}"
@@ -427,14 +417,9 @@ class StepOfCenters(Step):
         self._centers, self._donate = centers, donate
         self._train = jax.jit(centers.train, donate_argnums=given(0))
         self._act = jax.jit(centers.act, static_argnums=0, donate_argnums=given(1))
-        self._finish = jax.jit(centers.finish, donate_argnums=given(0))
+        self.finish = jax.jit(centers.finish, donate_argnums=given(0))
         self._last: tuple[list[Any], int] = [], 0  # what the last call returned, and the number of its steps
         self._known: set[Any] = set()  # the kinds of states for which the programs of acts have been compiled
-
-    @property
-    def functions(self) -> TrainStep:
-        finish = self._finish if self._centers.rounds.last else lambda state: state
-        return TrainStep(self._centers.init, self, finish)
 
     def __call__(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
         centers = self._centers

@@ -231,7 +231,8 @@ class ShardedMesh(OverMesh):
         An array like a parameter, with the parameter's path at the end of its own, is sharded like it over the other
         axes. So is each row of such arrays. The factors of shards are side by side along their long dimension.
         """
-        known, any_shape = like(params, self.whole), dict(zip(_paths(params), self.shard_axes))
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        known, any_shape = like(params, self.whole), dict(zip(paths, self.shard_axes))
 
         def spec_of(first: tuple[Any, ...], path: Any, x: jax.Array) -> P:
             spec = known(path, x.shape[len(first) :])
@@ -386,7 +387,3 @@ def _checkpointed(loss: Function) -> Function:
         return structure.unflatten([next(new) if place is None else given[place] for place in places])
 
     return run
-
-
-def _paths(tree: PyTree) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

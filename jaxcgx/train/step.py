@@ -203,9 +203,7 @@ class Training:
         return fold(shared.key, shared.count, GATHERED)
 
     def _check_state(self, state: TrainState) -> None:
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
-            raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
+        check_train_state(state)
         self.model_state.check_rows(state.model_state, self.division.size, self.division.remedy)
 
     def check_trained(self, params: Params, trained: Params) -> None:
@@ -222,6 +220,13 @@ class Training:
             expected, got = "an optimizer without compression", "one that exchanges gradients itself"
             raise wrong(OP, "optimizer", expected, got, "pass the plain one, such as optax.adam(1e-3)")
         warn_of_momentum(OP, "optimizer", state, self.state_of(self.division.shards(params)))
+
+
+def check_train_state(state: Any) -> None:
+    """Checks that a step got a TrainState."""
+    if not isinstance(state, TrainState):
+        expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
+        raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
 
 
 def as_arrays(argument: str, tree: PyTree) -> PyTree:

@@ -23,7 +23,6 @@ from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_plan
-from jaxcgx.train import eager
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
 from jaxcgx.train.batch import Ranks
 from jaxcgx.train.division import OverMesh
@@ -37,6 +36,8 @@ from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
+MOST_COMPILED = 64  # the most programs of calls outside of jit that are kept
+_compiled: dict[Any, Any] = {}
 
 
 def value_and_grad(
@@ -285,7 +286,7 @@ class ValueAndGrad:
             raise
         check_constraints(OP, "loss_fn", ranks.names, traced.jaxpr)
         split.check_closure(self._call, *given[:2])
-        return eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
+        return _call_compiled(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
 
     def _run(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState) -> Any:
         """Runs the step on all ranks. Returns (value, (aux, changes of the arguments), gradients, new state)."""
@@ -295,13 +296,11 @@ class ValueAndGrad:
             net = division.net()
             arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(arrays, split.keys)]
             found = self._differentiate(lambda params: split.arguments(params, arrays), params, net)
-            twice = [x if d is None else jnp.concatenate([x, x], d) for x, d in zip(arrays, split.dims)]
-            larger = lambda: jax.eval_shape(lambda: self._call(split.arguments(params, twice))[1])
             is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
             of_changes = {i: None if is_float(x) else "first" for i, x in found.extras[1].items()}
             outputs.specs = self.aux_specs, of_changes
-            examples = next((x.shape[d] for x, d in zip(arrays, split.dims) if d is not None), None)
-            leaves = outputs.learn(found.extras, larger, examples)
+            again = lambda arrays: self._call(split.arguments(params, arrays))[1]
+            leaves = outputs.learn(found.extras, again, list(zip(arrays, split.dims)))
             leaves = leaves if found.weight is None else outputs.weighted(leaves, found.weight)
             aux, value = outputs.of_all(leaves, found.mean_weight, net), found.value
 
@@ -439,3 +438,27 @@ def _bound(names: tuple[Any, ...]) -> bool:
         with contextlib.suppress(NameError):
             return bool(lax.axis_size(name))
     return False
+
+
+def _call_compiled(traced: Any, *args: Any, mesh: Any) -> Any:
+    """Runs a function that jax.jit has traced, and returns its result for these arguments.
+
+    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
+    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
+    program, so their values may change between calls.
+    """
+    consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)
+    evaluate = functools.partial(_compat.eval_jaxpr, getattr(traced.jaxpr, "jaxpr", traced.jaxpr))
+    lowered = jax.jit(evaluate).lower(consts, *flat)
+    text = lowered.as_text()
+    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in (*consts, *flat))
+    dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
+    key = text, places, dtypes, mesh, jax.sharding.get_mesh()
+    program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
+    if program is None:
+        program = _compiled[key] = lowered.compile()
+        if len(_compiled) > MOST_COMPILED:
+            del _compiled[next(iter(_compiled))]
+    with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
+        results = program(consts, *flat)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)
