@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
@@ -21,7 +22,7 @@ class Split:
 
     ranks: Ranks
     places: tuple[int, ...]  # the positions of the differentiated arguments
-    tree: Any  # the structure of the other arguments
+    tree: PyTree  # the structure of the other arguments
     static: list[Any]  # the leaves of the other arguments that are no arrays, with None in place of each array
     is_array: tuple[bool, ...]  # for each leaf of the other arguments
     specs: tuple[P, ...]  # for each array: how it is split over the ranks
@@ -33,7 +34,7 @@ class Split:
         return [next((d for d, part in enumerate(spec) if part), None) for spec in self.specs]
 
     @classmethod
-    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any]) -> "Split":
+    def of(cls, ranks: Ranks, places: tuple[int, ...], others: PyTree, given: list[Any]) -> "Split":
         """Makes the split of a call.
 
         `others` are the other positional arguments, the keyword arguments, and the leaves of the differentiated
@@ -67,7 +68,7 @@ class Split:
             keys=tuple(keys),
         )
 
-    def arrays(self, others: Any) -> list[Any]:
+    def arrays(self, others: PyTree) -> list[Any]:
         """Returns the arrays among the leaves of the other arguments."""
         return [x for x, array in zip(jax.tree_util.tree_leaves(others), self.is_array) if array]
 
@@ -78,7 +79,7 @@ class Split:
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
-    def check_closure(self, call: Callable[..., Any], params: Any, arrays: Any) -> None:
+    def check_closure(self, call: Callable[..., Any], params: PyTree, arrays: list[jax.Array]) -> None:
         """Refuses a loss that closes over an array with as many rows as the batch, if each rank has a single example.
 
         JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
@@ -118,7 +119,7 @@ def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixe
     return args
 
 
-def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> dict[int, Any]:
+def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -> dict[int, Any]:
     """Returns {number of the leaf: new value} for the leaves of its arguments that a loss has changed.
 
     Modules of Flax NNX change their variables. A loss gets copies of its arguments. So items that it replaces in a list
@@ -147,7 +148,7 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> d
     return found
 
 
-def _modules(structure: Any) -> list[tuple[type, Any]]:
+def _modules(structure: PyTree) -> list[tuple[type, Any]]:
     """Returns (type, static data) of every node of a tree that isn't a list, dict or tuple.
 
     Plain containers don't count, because a loss may add items to its own copies of them.
@@ -157,7 +158,7 @@ def _modules(structure: Any) -> list[tuple[type, Any]]:
     return own + [each for child in structure.children() for each in _modules(child)]
 
 
-def check_aliases(op: str, arguments: Any) -> None:
+def check_aliases(op: str, arguments: PyTree) -> None:
     """Refuses a variable of NNX that is in two places.
 
     In a pytree it would become two variables, and each would get only a part of the gradient.
@@ -174,7 +175,7 @@ def check_aliases(op: str, arguments: Any) -> None:
             raise wrong(op, "loss_fn", expected, got, remedy, path=path)
 
 
-def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
+def assign(tree: PyTree, path: Sequence[Any], value: Any) -> None:
     """Assigns a new value to the attribute at a path of a tree."""
     *inner, last = path
     for key in inner:
@@ -200,7 +201,7 @@ def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
     Each tree has None in place of the leaves of the other tree.
     """
 
-    def differentiated(path: Any, x: Any) -> bool:
+    def differentiated(path: KeyPath[Any], x: Any) -> bool:
         if isinstance(x, jax.Array | np.ndarray | np.generic):
             return jnp.issubdtype(x.dtype, jnp.inexact)
         # A number in a module has no gradient in Equinox. A number in a dict has one in JAX.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.typing import Batch, PyTree, Specs
+from jaxcgx.typing import ArrayLike, Batch, Params, PyTree, Specs
 
 OP, STEP = "make_train_step", "train.step"
 Names = tuple[Any, ...]  # the names of mesh axes
@@ -110,7 +111,7 @@ def check_even(batch: Batch, specs: Specs, sizes: Mapping[Any, int]) -> None:
             raise wrong(STEP, "batch", expected, spell_array(x), remedy, path=path)
 
 
-def _uneven(x: Any, spec: P, sizes: Mapping[Any, int]) -> int | None:
+def _uneven(x: ArrayLike, spec: P, sizes: Mapping[Any, int]) -> int | None:
     """Returns a number of ranks that doesn't divide the dimension that is split over them, or None."""
     counts = [math.prod(sizes[name] for name in axes_of(part)) for part in spec]
     return next((count for size, count in zip(np.shape(x), counts) if size % count), None)
@@ -168,23 +169,23 @@ class Ranks:
     def explicit(self) -> bool:
         return AxisType.Explicit in self.mesh.axis_types
 
-    def place(self, x: Any, spec: P) -> Any:
+    def place(self, x: ArrayLike, spec: P) -> Any:
         """Reshards x as shard_map requires on an Explicit mesh. On an Auto mesh the partitioner does it."""
         return jax.sharding.reshard(x, NamedSharding(self.mesh, spec)) if self.explicit else x
 
-    def spec_of_batch(self, x: Any) -> P | None:
+    def spec_of_batch(self, x: ArrayLike) -> P | None:
         """Returns how an array that is no parameter is split over the ranks, or None if this isn't known."""
         if not np.ndim(x):
             return P()
         sharding = _sharding(x)
         return None if sharding is None or sharding.mesh.empty else self._over(sharding.spec, self.names)
 
-    def specs_of_params(self, params: Any, param_specs: Any) -> Any:
+    def specs_of_params(self, params: Params, param_specs: Specs) -> Specs:
         """Returns a tree like `params` of their specs over the other axes of the mesh."""
         if param_specs is not None:
             return self._given_specs(params, param_specs)
 
-        def spec_of(path: Any, x: Any) -> P:
+        def spec_of(path: KeyPath[Any], x: ArrayLike) -> P:
             sharding = _sharding(x)
             if sharding is None or sharding.mesh.empty:
                 if self.others:
@@ -202,7 +203,7 @@ class Ranks:
 
         return jax.tree_util.tree_map_with_path(spec_of, params)
 
-    def _given_specs(self, params: Any, param_specs: Any) -> Any:
+    def _given_specs(self, params: Params, param_specs: Specs) -> Specs:
         """Returns the caller's spec for every leaf of the parameters."""
         others = [name for name in self.mesh.shape if name not in self.names]
         try:
@@ -211,13 +212,15 @@ class Ranks:
             expected = "a PartitionSpec, or a tree of them like the parameters"
             raise wrong(self.op, "param_specs", expected, param_specs) from error
 
-        def check(path: Any, x: Any, spec: Any) -> P:
+        def check(path: KeyPath[Any], x: ArrayLike, spec: P) -> P:
             self._check_spec("param_specs", path, x, spec, among=others)
             return self._over(spec, self.others)
 
         return jax.tree_util.tree_map_with_path(check, params, specs)
 
-    def _check_spec(self, argument: str, path: Any, x: Any, spec: Any, *, among: Sequence[Any]) -> None:
+    def _check_spec(
+        self, argument: str, path: KeyPath[Any], x: ArrayLike, spec: object, *, among: Sequence[Any]
+    ) -> None:
         """Checks a caller's spec of an array. The spec may have only the axes `among`."""
         if not isinstance(spec, P) or len(spec) > np.ndim(x):
             expected = f"a PartitionSpec of at most {np.ndim(x)} dimensions for {spell_array(x)}"
@@ -272,13 +275,13 @@ class Ranks:
                 raise wrong(op, argument, f"arrays that {ranks} splits evenly", got, remedy, path=path)
         return specs
 
-    def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
+    def local(self, x: ArrayLike, spec: P) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype of a rank's part of an array."""
         counts = [math.prod(self.mesh.shape[name] for name in axes_of(part)) for part in spec]
         counts += [1] * (np.ndim(x) - len(counts))
         return jax.ShapeDtypeStruct(tuple(n // c for n, c in zip(np.shape(x), counts)), jnp.result_type(x))
 
-    def _over(self, spec: Any, names: Any) -> P:
+    def _over(self, spec: P, names: Collection[Any]) -> P:
         """Returns a spec with only the axes `names`."""
         return shortest(P(*(tuple(name for name in axes_of(part) if name in names) or None for part in spec)))
 
@@ -312,7 +315,7 @@ def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterab
             raise wrong(function, "batch", expected, got, remedy, path=path)
 
 
-def _sharding(x: Any) -> NamedSharding | None:
+def _sharding(x: ArrayLike) -> NamedSharding | None:
     """Returns the sharding of an array, or None if it isn't known, as under jit on an Auto mesh."""
     if isinstance(x, Tracer):
         sharding: Any = jax.typeof(x).sharding
@@ -322,7 +325,7 @@ def _sharding(x: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def examples(x: Any, spec: P) -> int | None:
+def examples(x: ArrayLike, spec: P) -> int | None:
     """Returns the number of examples in an array: the size of its first split dimension, or None if none is split."""
     return next((size for size, part in zip(np.shape(x), spec) if part), None)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_flag, spell_array, wrong
 from jaxcgx.train.batch import check_even, dimensions, split_batch
@@ -39,9 +40,9 @@ class Results(NamedTuple):
 class WholeBatch(NamedTuple):
     """A whole batch, and how the ranks divide it."""
 
-    paths: list[Any]
-    leaves: list[Any]
-    tree: Any
+    paths: list[KeyPath[Any]]
+    leaves: list[jax.Array]
+    tree: PyTree
     dims: list[int | None]  # for each leaf, the dimension of the examples; None: it is whole
     sizes: dict[Any, int]  # {name: number of ranks} of the axes, outermost first; processes have the name None
     place: Callable[[Any], Any]  # puts an array with a leading axis of the parts on the ranks
@@ -233,14 +234,14 @@ def _one(loss: Loss, tree: PyTree, params: Params, given: Given, arrays: list[ja
     return Results(value, weight, list(gradients.values()), jax.tree_util.tree_map(keep, outputs))
 
 
-def _vector(found: Results) -> Any:
+def _vector(found: Results) -> np.ndarray[Any, Any]:
     """Returns the loss and the gradients of the whole batch as one vector, or those of all parts as rows."""
     lead = np.shape(found.loss)
     rows = [np.asarray(x, np.float64).reshape(*lead, -1) for x in (found.loss, *found.gradients)]
     return np.concatenate(rows, -1) / (1 if lead else found.weight)
 
 
-def _norms(vector: Any) -> Any:
+def _norms(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Returns the sizes of the loss and of the gradients, [..., 2]."""
     return np.stack([np.abs(vector[..., 0]), np.linalg.norm(vector[..., 1:], axis=-1)], -1)
 
@@ -251,7 +252,7 @@ def _gap(a: Any, b: Any, scale: Any) -> float:
     return float(np.nan_to_num(found, nan=np.inf).max())
 
 
-def _scale(whole: Results, parts: Results) -> Any:
+def _scale(whole: Results, parts: Results) -> np.ndarray[Any, Any]:
     """Returns the sizes of loss and gradients that count: a mean may cancel what its parts have."""
     rows = np.nan_to_num(_norms(_vector(parts)), nan=0.0, posinf=0.0)
     return np.maximum(_norms(_vector(whole)), rows.sum(0) / max(np.sum(parts.weight), LEAST))

@@ -16,6 +16,7 @@ from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
+from jaxcgx.plan.phases import check_phases
 from jaxcgx.train.division import row, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
@@ -174,6 +175,13 @@ def keeps(own: PyTree) -> PyTree:
         return type(node)(**{name: of_field(name, getattr(node, name)) for name in names})
 
     return jax.tree_util.tree_map(of_node, own, is_leaf=says)
+
+
+def set_phases(exchange: Any, op: str) -> None:
+    """Sets `phases` of an exchange, and `plan` as its protocol says, from the plan or schedule that it was given."""
+    phases = check_phases(op, exchange.plan)
+    object.__setattr__(exchange, "phases", phases)
+    object.__setattr__(exchange, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
 
 
 def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:

@@ -17,9 +17,9 @@ from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, reduce
 from jaxcgx.exchange.routes import Route, Routes, Travel
 from jaxcgx.plan import Plan
-from jaxcgx.plan.phases import Phase, check_phases, switch
+from jaxcgx.plan.phases import Phase, switch
 from jaxcgx.train.division import after, zeros
-from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter
+from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.telemetry import Telemetry, measure
 from jaxcgx.transports.base import Transport
@@ -95,9 +95,7 @@ class Feedback:
     scatters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        phases = check_phases(self.op, self.plan)
-        object.__setattr__(self, "phases", phases)
-        object.__setattr__(self, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
+        set_phases(self, self.op)
         self._check_flags("keep", "skip_nonfinite", "telemetry")
         self._check_numbers(
             seed=(check_integer,),

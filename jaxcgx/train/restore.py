@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_choice, spell_array, wrong
 from jaxcgx.plan.leaves import spell_path
@@ -22,7 +23,7 @@ OP = "restore_state"
 class SavedLeaf(NamedTuple):
     """A leaf of the template."""
 
-    path: Any  # the JAX path
+    path: KeyPath[Any]
     value: Any
     keep: str  # as from `rows_keep`
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_flag, check_integer, check_real, spell_array, wrong
 from jaxcgx.codecs.spelling import spell
@@ -234,7 +235,7 @@ class ShardedMesh(OverMesh):
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
         known, any_shape = like(params, self.whole), dict(zip(paths, self.shard_axes))
 
-        def spec_of(first: tuple[Any, ...], path: Any, x: jax.Array) -> P:
+        def spec_of(first: tuple[Any, ...], path: KeyPath[Any], x: jax.Array) -> P:
             spec = known(path, x.shape[len(first) :])
             if spec is not None:
                 return P(*first, *spec)

@@ -252,7 +252,7 @@ class ValueAndGrad:
         _, division = self._ranks(given)
         return jax.jit(lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(given))))()
 
-    def _inside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
+    def _inside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Returns the result of a call inside of shard_map, pmap or vmap."""
         (positional, keywords, fixed), net = others, check_axes(OP, self.axis_name)
         found = self._differentiate(lambda params: (insert(positional, places, params, fixed), keywords), params, net)
@@ -263,7 +263,7 @@ class ValueAndGrad:
         grads, _ = send(self.exchange, self._as_argument(found.grads), sent, At(net))
         return (found.value, aux) if self.has_aux else found.value, grads
 
-    def _outside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
+    def _outside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
         ranks, division = self._ranks(params, others)
         if self.stateful:
