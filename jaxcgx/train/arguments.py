@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import Ranks, check_spans, examples, filled
+from jaxcgx.train.batch import Ranks, check_spans, dimension, examples, filled
 from jaxcgx.typing import PyTree
 
 
@@ -31,7 +31,7 @@ class Split:
     @property
     def dims(self) -> list[int | None]:
         """For each array, the dimension of the examples, or None if every rank has the whole array."""
-        return [next((d for d, part in enumerate(spec) if part), None) for spec in self.specs]
+        return list(map(dimension, self.specs))
 
     @classmethod
     def of(cls, ranks: Ranks, places: tuple[int, ...], others: PyTree, given: list[Any]) -> "Split":

@@ -113,13 +113,23 @@ def check_even(batch: Batch, specs: Specs, sizes: Mapping[Any, int]) -> None:
 
 def _uneven(x: ArrayLike, spec: P, sizes: Mapping[Any, int]) -> int | None:
     """Returns a number of ranks that doesn't divide the dimension that is split over them, or None."""
-    counts = [math.prod(sizes[name] for name in axes_of(part)) for part in spec]
-    return next((count for size, count in zip(np.shape(x), counts) if size % count), None)
+    for size, part in zip(np.shape(x), spec):
+        if size % (count := math.prod(map(sizes.__getitem__, axes_of(part)))):
+            return count
+    return None
 
 
 def dimensions(specs: Specs) -> list[int | None]:
     """Returns for each leaf of a batch the dimension of the examples, or None if the leaf is whole."""
-    return [next((i for i, part in enumerate(spec) if part), None) for _, spec in flatten_specs(specs)[0]]
+    return list(map(dimension, jax.tree_util.tree_leaves(specs, is_leaf=is_spec)))
+
+
+def dimension(spec: P) -> int | None:
+    """Returns the first dimension that is split, or None."""
+    for d, part in enumerate(spec):
+        if part:
+            return d
+    return None
 
 
 def _filled(batch: Batch, given: Specs) -> Specs:

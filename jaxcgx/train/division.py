@@ -80,22 +80,21 @@ class Division:
         """Returns the first rank's tree, from which all ranks start."""
         return tree
 
-    def guesses(self, parts: int) -> bool:
-        """Returns whether it is only a guess which dimensions of a batch have the examples."""
-        return self.batch_specs is None and parts == 1
-
     def check_batch(self, batch: Batch) -> None:
         """Refuses batches that jit would misread."""
 
-    def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs]:
-        """Returns (the batch, placed as the ranks need it; its specs). `parts` is the number of micro-batches."""
+    def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
+        """Returns (the batch, placed as the ranks need it; its specs; whether these are a guess).
+
+        `parts` is the number of micro-batches.
+        """
         # The batch belongs to this rank alone, and only micro-batches split it. Without them, leaves may have different
         # lengths: leaves as long as the first one are taken for examples.
         given, rows = self.batch_specs, P("ranks")
-        if self.guesses(parts):
+        if guessed := given is None and parts == 1:
             lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves(batch) if np.ndim(x)]
             given = jax.tree_util.tree_map(lambda x: rows if np.shape(x)[:1] == (*lengths[:1],) else P(), batch)
-        return batch, split_batch(batch, given, rows, said=lambda _: None)
+        return batch, split_batch(batch, given, rows, said=lambda _: None), guessed
 
     def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         """Returns a function that runs a function of one rank on all ranks."""
@@ -227,9 +226,6 @@ class OverMesh(Division):
     def numbers(self) -> jax.Array:
         return jnp.arange(self.size)
 
-    def guesses(self, parts: int) -> bool:
-        return False
-
     def check_batch(self, batch: Batch) -> None:
         """Refuses arrays that jit would misread.
 
@@ -245,14 +241,14 @@ class OverMesh(Division):
                 expected = "arrays that are split along their first dimension, where no specs say otherwise"
                 raise wrong(STEP, "batch", expected, f"one sharded as {x.sharding.spec}", REMEDY, path=path)
 
-    def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs]:
+    def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         specs = self._specs_of_batch(batch)
         check_even(batch, specs, self.mesh.shape)
         if self.explicit:  # over Explicit axes, shard_map doesn't move arrays
             placed = jax.tree_util.tree_map(lambda spec: P() if self.auto(spec) else spec, specs)
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
-        return batch, specs
+        return batch, specs, False
 
     def _specs_of_batch(self, batch: Batch) -> Specs:
         said = Ranks(OP, self.mesh, self.names).spec_of_batch

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.exchange.carry import Carry
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.exchange.routes import Routes, Travel, Way
+from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.phases import check_phases
 from jaxcgx.train.division import row, without_row
@@ -43,9 +44,6 @@ class At:
     loss: jax.Array | None = None
     way: Way = Way()
     shards: tuple[tuple[Any, ...], ...] = ()
-
-    def over(self, routes: Routes) -> Travel:
-        return routes.over(self.net, self.way)
 
     def of_shards(self, numbers: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the sums of each leaf's numbers over the leaf's shards. All have the same shape and dtype."""
@@ -150,12 +148,16 @@ def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> No
             fits, why = False, f"that is of another number of ranks; {remedy}"
         else:
             # Momentum has the dtype of the parameters. Gradients may have another dtype.
-            moves = {getattr(key, "name", None) for key in path} & {"momentum", "trace"}
-            fits = got.shape == want.shape and (got.dtype == want.dtype or bool(moves))
+            fits = got.shape == want.shape and (got.dtype == want.dtype or _moves(path))
             why = "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
             why = why if got.shape == want.shape else other
         if not fits:
             raise wrong(op, "state", spell_array(want), spell_array(got), why, path=path)
+
+
+def _moves(path: KeyPath[Any]) -> bool:
+    """Returns whether a leaf of a state is momentum."""
+    return any(getattr(key, "name", None) in ("momentum", "trace") for key in path)
 
 
 def keeps(own: PyTree) -> PyTree:

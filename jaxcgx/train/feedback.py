@@ -203,7 +203,7 @@ class Feedback:
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
         plan = self._plan_over(phase, at.net)
-        travel = at.over(Routes.of(self.op, plan, grads))
+        travel = Routes.of(self.op, plan, grads).over(at.net, at.way)
         check_input(grads, Carry(residuals), travel, "grads")
         if self.keep:
             self._warn_of_order(plan, at.net)

@@ -214,7 +214,7 @@ class Gradient:
         """
         net, (key, noise) = self.division.net(), keys
         whole, loss = self.division.open(params, self.loss, noise)
-        trained, frozen = part(whole, self.skipped)
+        trained, frozen = part(whole, self.skipped), part(whole, self.skipped, frozen=True)
         of_trained = lambda trained, given: loss(join(trained, frozen), given)
         key = None if key is None else jax.random.fold_in(key, net.rank)
         given = Given(self.model_state.of_rank(model_state, net), batch, key)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_array, check_choice, spell_array, wrong
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.train.batch import OP
+from jaxcgx.train.batch import OP, dimension
 from jaxcgx.train.division import addable, first_of, row, wide, without_row
 from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport
@@ -131,7 +131,7 @@ class Outputs:
 def _kind(op: str, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
     """Returns the kind of an output that doesn't have the examples along its first dimension, or of which `said` is."""
     if isinstance(said, P):
-        return next((d for d, part in enumerate(said) if part), "first")
+        return "first" if (d := dimension(said)) is None else d
     if said in WAYS:
         return said
     if said is not None:

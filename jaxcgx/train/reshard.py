@@ -84,9 +84,6 @@ def spread(size: int, keep: str, rows: Any) -> Any:
     return np.broadcast_to(np.asarray(each.astype(rows.dtype)), (size, *each.shape))
 
 
-OP = "state_specs"
-
-
 def state_specs(opt_state: PyTree, axis_name: AxisName) -> Specs:
     """Returns the PartitionSpecs of a state, for shard_map's in_specs and out_specs.
 
@@ -103,14 +100,14 @@ def state_specs(opt_state: PyTree, axis_name: AxisName) -> Specs:
             "pass what init returned, or an nnx.Optimizer as it is: nnx.state(optimizer) has lost the types of the "
             "states in it; a state without compress_gradients has PartitionSpec() everywhere"
         )
-        raise wrong(OP, "opt_state", expected, got, remedy, kind=TypeError)
+        raise wrong("state_specs", "opt_state", expected, got, remedy, kind=TypeError)
     if is_communicator(axis_name):
         expected = "an axis of a mesh, or a tuple of axes"
         remedy = "over MPI a state is on one device, and needs no specs"
-        raise wrong(OP, "axis_name", expected, f"a communicator, {axis_name!r}", remedy, kind=TypeError)
-    check_nesting(OP, opt_state)
-    warn_of_momentum(OP, "opt_state", opt_state)
-    rows = P(check_axis_names(OP, axis_name))
+        raise wrong("state_specs", "axis_name", expected, f"a communicator, {axis_name!r}", remedy, kind=TypeError)
+    check_nesting("state_specs", opt_state)
+    warn_of_momentum("state_specs", "opt_state", opt_state)
+    rows = P(check_axis_names("state_specs", axis_name))
     return jax.tree_util.tree_map(lambda keep: rows if keep else P(), rows_keep(opt_state))
 
 

@@ -300,7 +300,7 @@ class CentersTraining:
         `given` is the state without what only acts change.
         """
         training, rows, specs = self.training, self.rows, inside(self.specs)
-        batch, of_batch = self.ranks.place(batch, training.accumulate)
+        batch, of_batch, _ = self.ranks.place(batch, training.accumulate)
         parts = Parts(training.accumulate, dimensions(of_batch))
 
         def of_rank(given: TrainState, batch: Batch, key: Key | None) -> tuple[TrainState, jax.Array, PyTree]:
@@ -386,7 +386,7 @@ class CentersTraining:
         """Checks that parameters can be trained, that both plans freeze the same ones, and that processes agree."""
         op, mesh = self.rounds.op, self.ranks.mesh
         check_real(op, "params", params)
-        self.training.check_trained(params, part(params, skipped)[0])
+        self.training.check_trained(params, part(params, skipped))
         plan = self.training.exchange.plan
         if self.center.names and isinstance(plan, Plan):
             inside = Routes.of(op, plan, params).skipped

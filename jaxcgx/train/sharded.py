@@ -219,7 +219,7 @@ class ShardedMesh(OverMesh):
         return self.params, self.state
 
     def specs_of_means(self, skipped: PyTree) -> Specs:
-        return part(self.state_cut.specs(self.names), skipped)[0] if self.state_cut else P()
+        return part(self.state_cut.specs(self.names), skipped) if self.state_cut else P()
 
     def specs_of_exchange(self, fresh: Callable[[], ExchangeState], params: Params) -> Specs:
         if not self.others:

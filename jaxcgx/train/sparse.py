@@ -71,9 +71,6 @@ class Sparse(Momentum, abc.ABC):
     Over several axes, the plan compresses over the outermost axis alone.
 
     Args:
-      momentum: the factor of momentum, as in `Momentum`.
-      masking: whether momentum becomes 0 where an element was sent.
-      warm_up: a `WarmUp` of the fraction, or None.
       schedule: as in `Plan`.
       own: as in `Plan`.
       leader: as in `Plan`.

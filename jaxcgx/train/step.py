@@ -110,7 +110,7 @@ class Training:
         params, model_state = as_arrays("params", params), as_arrays("model_state", model_state)
         division.check(params)
         skipped = self._skipped(params)
-        self.check_trained(params, part(params, skipped)[0])
+        self.check_trained(params, part(params, skipped))
         _, of_optimizer = self.update.specs(params, skipped)
         placed = division.specs_of(params)[0], of_optimizer, division.specs_of_lost(skipped)
 
@@ -140,8 +140,8 @@ class Training:
             expected, got = "a state whose gradients have arrived", "one whose gradients are on their way (Priority)"
             raise wrong("train.step", "state", expected, got, "call finish(state) of the train step that sent them")
         skipped, noise, rows = self._skipped(state.params), self._noise(state), division.rows
-        batch, specs = division.place(batch, self.accumulate)
-        outputs = Outputs(OP, self.aux_specs, rows, guessed=division.guesses(self.accumulate))
+        batch, specs, guessed = division.place(batch, self.accumulate)
+        outputs = Outputs(OP, self.aux_specs, rows, guessed=guessed)
         parts = Parts(self.accumulate, dimensions(specs))
         early = self.exchange.early and division.crosses and self.overlap is None
         gradient = Gradient(division, self.loss, self.model_state, skipped, parts=parts, outputs=outputs, early=early)
@@ -303,7 +303,7 @@ class Rank:
         """Returns (means, state) of an exchange that begins and ends here."""
         run = self.division.on_shards(self._send, sent)
         means, sent = run(self._whole(grads, params), sent, None if self.division.dims else params, loss)
-        return part(means, self.skipped)[0], sent
+        return part(means, self.skipped), sent
 
     def receive(self, pending: Pending, sent: ExchangeState, params: Params) -> Reduced:
         """Returns (means, state) of the exchange of pending gradients."""
@@ -322,7 +322,7 @@ class Rank:
 
     def _whole(self, grads: PyTree, params: Params) -> PyTree:
         """Returns gradients for all leaves, as plans expect. Nothing reads those that the plan skips."""
-        return join(grads, part(self.division.like_whole(params), self.skipped)[1])
+        return join(grads, part(self.division.like_whole(params), self.skipped, frozen=True))
 
     def _at(self, params: Params, loss: jax.Array | None) -> At:
         way = Way(dims=self.division.dims, join=True, order=self.order)
@@ -342,7 +342,7 @@ class Rank:
         at, grads = self._at(params, loss), row(self._whole(grads, params)) if self.exchange.early else None
         end = lambda own, ticket, grads: self.exchange.end(ticket, ExchangeState(own, sent.shared), at, grads)
         means, new = jax.vmap(end)(sent.own, ticket, grads)
-        return part(without_row(means), self.skipped)[0], ExchangeState(new.own, without_row(new.shared))
+        return part(without_row(means), self.skipped), ExchangeState(new.own, without_row(new.shared))
 
     def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
         """Returns (means, state) of an exchange of all leaves, or of this device's shards of them."""

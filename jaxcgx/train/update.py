@@ -37,12 +37,12 @@ class Update:
 
     def init(self, params: Params, skipped: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (the optimizer's state, the errors of the gather of updates)."""
-        return self.optimizer.init(part(params, skipped)[0]), self.division.init_lost(params, skipped)
+        return self.optimizer.init(part(params, skipped)), self.division.init_lost(params, skipped)
 
     def specs(self, params: Params, skipped: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the PartitionSpecs of (updates, the optimizer's state)."""
-        trained, _ = part(params, skipped)
-        specs, _ = part(self.division.specs_of(params)[1], skipped)
+        trained = part(params, skipped)
+        specs = part(self.division.specs_of(params)[1], skipped)
         state = jax.eval_shape(self.optimizer.init, trained)
         return specs, self.division.specs_of_state(state, trained, specs)
 
@@ -52,14 +52,15 @@ class Update:
         """Returns the state after an update with the means of gradients. `key` is that of the gather of updates."""
         from optax import apply_updates  # an optional dependency
 
-        trained, frozen = part(state.params, skipped)
+        trained = part(state.params, skipped)
         run = self._run
         if self.division.spread:
             run = self.division.by_partitioner(run, self.specs(state.params, skipped))
         updates, opt_state = run(means, state.opt_state, trained, loss)
         updates, lost = self.division.send_updates(updates, state.lost, skipped, key)
         moved = apply_updates(trained, updates)
-        return state.replace(params=join(moved, frozen), opt_state=opt_state, lost=lost)
+        params = join(moved, part(state.params, skipped, frozen=True))
+        return state.replace(params=params, opt_state=opt_state, lost=lost)
 
     def _run(self, means: PyTree, opt_state: PyTree, trained: Params, loss: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns the optimizer's update.
@@ -79,20 +80,19 @@ class Update:
         return self.optimizer.update(means, opt_state, trained)
 
 
-def part(tree: PyTree, skipped: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns (the trained leaves, the frozen leaves) of a tree, as two trees.
+def part(tree: PyTree, skipped: PyTree, *, frozen: bool = False) -> PyTree:
+    """Returns the tree with its trained leaves alone, or with its frozen leaves alone.
 
-    Each tree has optax.MaskedNode() in place of the other tree's leaves. It is a node without leaves.
+    In place of the others it has optax.MaskedNode(), a node without leaves.
     """
     from optax import MaskedNode  # an optional dependency
 
     hole = MaskedNode()
-    take = lambda wanted: jax.tree_util.tree_map(lambda x, skip: x if skip == wanted else hole, tree, skipped)
-    return take(False), take(True)
+    return jax.tree_util.tree_map(lambda x, skip: x if skip == frozen else hole, tree, skipped)
 
 
 def join(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the tree that `part` has split."""
+    """Returns the tree of both parts."""
     from optax import MaskedNode
 
     is_hole = lambda x: isinstance(x, MaskedNode)

@@ -161,7 +161,8 @@ class Once:
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         routes = Routes.of(OP, self.plan, ticket)
-        travel, key = at.over(routes), shared_key(routes, routes, state.shared, at.net, argument="codec_key")
+        key = shared_key(routes, routes, state.shared, at.net, argument="codec_key")
+        travel = routes.over(at.net, at.way)
         check_input(ticket, Carry(), travel, "params")
         return reduce(ticket, Carry(), travel, key)[0], state
 
