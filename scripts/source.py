@@ -26,12 +26,7 @@ STOREYS = (
 )
 # (importer, imported): why this import may point upward or close a circle.
 SETTINGS = "reads CHECK, WAIT or MEET when it is needed: programs may set them"
-EXCEPTIONS = {
-    ("jaxcgx.mpi.calls", "jaxcgx.mpi"): SETTINGS,
-    ("jaxcgx.mpi.waiting", "jaxcgx.mpi"): SETTINGS,
-    ("jaxcgx.train.exchange", "jaxcgx.train.feedback"): "makes a Feedback of a plan, which is short for it",
-    ("jaxcgx.train.loop", "jaxcgx.train.rounds"): "hands Rounds to their loop, which is made of the rooms of a step",
-}
+EXCEPTIONS = {("jaxcgx.mpi.calls", "jaxcgx.mpi"): SETTINGS, ("jaxcgx.mpi.waiting", "jaxcgx.mpi"): SETTINGS}
 MOST = 7  # parameters
 
 

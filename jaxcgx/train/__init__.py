@@ -4,19 +4,15 @@ A step has five rooms: loop.py (jit, donation, the order of the others), divisio
 parameters that a rank has), gradient.py, exchange.py and update.py.
 """
 
-from jaxcgx.train.bsc import BSC, MPQ
 from jaxcgx.train.check_loss import check_loss
-from jaxcgx.train.dgc import DGC
 from jaxcgx.train.feedback import Feedback
-from jaxcgx.train.gather import gather_state
 from jaxcgx.train.gradient import backward_order
 from jaxcgx.train.loop import make_train_step
 from jaxcgx.train.momentum import Momentum
-from jaxcgx.train.reshard import reshard_state
+from jaxcgx.train.reshard import gather_state, reshard_state, state_specs
 from jaxcgx.train.restore import restore_state
 from jaxcgx.train.sharded import shard_specs
-from jaxcgx.train.sparse import WarmUp
-from jaxcgx.train.specs import state_specs
+from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, Priority, Sharding, TrainState
 from jaxcgx.train.telemetry import Telemetry
 from jaxcgx.train.transformation import compress_gradients

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.splitting import Ranks, check_spans, examples
+from jaxcgx.train.batch import Ranks, check_spans, dimension, examples, filled
+from jaxcgx.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,29 +22,23 @@ class Split:
 
     ranks: Ranks
     places: tuple[int, ...]  # the positions of the differentiated arguments
-    tree: Any  # the structure of the other arguments
+    tree: PyTree  # the structure of the other arguments
     static: list[Any]  # the leaves of the other arguments that are no arrays, with None in place of each array
     is_array: tuple[bool, ...]  # for each leaf of the other arguments
     specs: tuple[P, ...]  # for each array: how it is split over the ranks
     keys: tuple[bool, ...]  # for each array: whether it is a single random key
-    param_specs: Any  # how the differentiated arguments are sharded over the other axes of the mesh
 
     @property
     def dims(self) -> list[int | None]:
         """For each array, the dimension of the examples, or None if every rank has the whole array."""
-        return [next((d for d, part in enumerate(spec) if part), None) for spec in self.specs]
+        return list(map(dimension, self.specs))
 
     @classmethod
-    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any], param_specs: Any) -> "Split":
+    def of(cls, ranks: Ranks, places: tuple[int, ...], others: PyTree, given: list[Any]) -> "Split":
         """Makes the split of a call.
 
-        Args:
-          ranks: the ranks.
-          places: the positions of the differentiated arguments.
-          others: the other positional arguments, the keyword arguments, and the leaves of the differentiated arguments
-            that have no gradient.
-          given: for each leaf of `others` the caller's spec, or None if the caller gave none.
-          param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
+        `others` are the other positional arguments, the keyword arguments, and the leaves of the differentiated
+        arguments that have no gradient. `given` has for each leaf of `others` the caller's spec, or None.
         """
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
@@ -70,10 +66,9 @@ class Split:
             is_array=tuple(is_array),
             specs=tuple(specs),
             keys=tuple(keys),
-            param_specs=param_specs,
         )
 
-    def arrays(self, others: Any) -> list[Any]:
+    def arrays(self, others: PyTree) -> list[Any]:
         """Returns the arrays among the leaves of the other arguments."""
         return [x for x, array in zip(jax.tree_util.tree_leaves(others), self.is_array) if array]
 
@@ -84,23 +79,17 @@ class Split:
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
-    def check_closure(self, call: Callable[..., Any], params: Any, arrays: Any) -> None:
+    def check_closure(self, call: Callable[..., Any], params: PyTree, arrays: list[jax.Array]) -> None:
         """Refuses a loss that closes over an array with as many rows as the batch, if each rank has a single example.
 
         JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
         don't match, and JAX raises an error.
 
-        Args:
-          call: a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
-          params: the differentiated leaves.
-          arrays: the other arrays.
+        `call` is a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
         """
         ranks = self.ranks
         if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
             return
-        shapes = lambda tree: jax.tree_util.tree_map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree
-        )
         given = shapes(params), [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
         traced = lambda params, arrays: call(self.arguments(params, arrays))[0]
         axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average over them
@@ -113,32 +102,30 @@ class Split:
                 raise wrong(ranks.op, "loss_fn", expected, got, remedy)
 
 
+def shapes(tree: PyTree) -> PyTree:
+    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
+
+
 def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:
     """Returns all positional arguments of a loss.
 
-    Args:
-      others: the positional arguments that are not differentiated.
-      places: the positions of the differentiated arguments.
-      params: the differentiated arguments, with None in place of the leaves that have no gradient.
-      fixed: the leaves that have no gradient, with None in place of the differentiated leaves.
+    `params` are the differentiated arguments, with None in place of the leaves that have no gradient. `fixed` has those
+    leaves, and None in place of the others. `others` are the arguments that are not differentiated.
     """
-    whole = jax.tree_util.tree_map(lambda x, y: y if x is None else x, list(params), fixed, is_leaf=is_none)
+    whole = filled(list(params), fixed)
     args = list(others)
     for i, x in sorted(zip(places, whole), key=lambda pair: pair[0]):
         args.insert(i, x)
     return args
 
 
-def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> dict[int, Any]:
+def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -> dict[int, Any]:
     """Returns {number of the leaf: new value} for the leaves of its arguments that a loss has changed.
 
     Modules of Flax NNX change their variables. A loss gets copies of its arguments. So items that it replaces in a list
     or a dict, new variables of a module, and changed static attributes would be lost. These are errors.
 
-    Args:
-      op: the function that errors name.
-      before: the leaves of the arguments with their paths, and the structure, from before the call.
-      given: the arguments after the call.
+    `before` has the leaves of the arguments with their paths, and the structure, from before the call.
     """
     (leaves, structure), (now, structure_now) = before, jax.tree_util.tree_flatten_with_path(given)
     after = dict(now)
@@ -161,7 +148,7 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> d
     return found
 
 
-def _modules(structure: Any) -> list[tuple[type, Any]]:
+def _modules(structure: PyTree) -> list[tuple[type, Any]]:
     """Returns (type, static data) of every node of a tree that isn't a list, dict or tuple.
 
     Plain containers don't count, because a loss may add items to its own copies of them.
@@ -171,7 +158,7 @@ def _modules(structure: Any) -> list[tuple[type, Any]]:
     return own + [each for child in structure.children() for each in _modules(child)]
 
 
-def check_aliases(op: str, arguments: Any) -> None:
+def check_aliases(op: str, arguments: PyTree) -> None:
     """Refuses a variable of NNX that is in two places.
 
     In a pytree it would become two variables, and each would get only a part of the gradient.
@@ -188,7 +175,7 @@ def check_aliases(op: str, arguments: Any) -> None:
             raise wrong(op, "loss_fn", expected, got, remedy, path=path)
 
 
-def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
+def assign(tree: PyTree, path: Sequence[Any], value: Any) -> None:
     """Assigns a new value to the attribute at a path of a tree."""
     *inner, last = path
     for key in inner:
@@ -208,17 +195,13 @@ def _is_variable(x: Any) -> bool:
     return hasattr(type(x), "set_value")
 
 
-def is_none(x: Any) -> bool:
-    return x is None
-
-
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
     """Returns (differentiated leaves, leaves without gradient), two trees like `params`.
 
     Each tree has None in place of the leaves of the other tree.
     """
 
-    def differentiated(path: Any, x: Any) -> bool:
+    def differentiated(path: KeyPath[Any], x: Any) -> bool:
         if isinstance(x, jax.Array | np.ndarray | np.generic):
             return jnp.issubdtype(x.dtype, jnp.inexact)
         # A number in a module has no gradient in Equinox. A number in a dict has one in JAX.

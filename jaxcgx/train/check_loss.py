@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_flag, spell_array, wrong
 from jaxcgx.train.batch import check_even, dimensions, split_batch
 from jaxcgx.train.division import addable
+from jaxcgx.train.gradient import Given, Loss
 from jaxcgx.transports.axes import check_axis_names, is_communicator
 from jaxcgx.transports.base import split_rows
 from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
@@ -26,11 +28,7 @@ CLOSURE = "pass all arrays with a row for each example in the batch, not by a cl
 WHOLE = "pass batch_specs, a tree like the batch, with P() for an array that is no array of examples"
 
 
-Program = Callable[..., "Found"]  # (given, order)
-Given = tuple[Params, PyTree, Any]  # (parameters, model state, random key)
-
-
-class Found(NamedTuple):
+class Results(NamedTuple):
     """What a loss finds for the whole batch; or for all parts, with a leading axis of the parts."""
 
     loss: Any  # with `weighted`, the sum of the losses
@@ -39,12 +37,12 @@ class Found(NamedTuple):
     outputs: PyTree  # (auxiliary outputs, new model state), without random keys
 
 
-class Split(NamedTuple):
+class WholeBatch(NamedTuple):
     """A whole batch, and how the ranks divide it."""
 
-    paths: list[Any]
-    leaves: list[Any]
-    tree: Any
+    paths: list[KeyPath[Any]]
+    leaves: list[jax.Array]
+    tree: PyTree
     dims: list[int | None]  # for each leaf, the dimension of the examples; None: it is whole
     sizes: dict[Any, int]  # {name: number of ranks} of the axes, outermost first; processes have the name None
     place: Callable[[Any], Any]  # puts an array with a leading axis of the parts on the ranks
@@ -65,12 +63,12 @@ class Split(NamedTuple):
         return list({order.tobytes(): order for order in orders}.values())
 
     def programs(
-        self, one: Callable[..., Found], kept: int | None
-    ) -> tuple[Callable[..., Found], Callable[..., Found]]:
-        """Returns the functions (given, order) for the whole batch and for all parts.
+        self, one: Callable[..., Results], kept: int | None
+    ) -> tuple[Callable[..., Results], Callable[..., Results]]:
+        """Returns the functions (params, given, order) for the whole batch and for all parts.
 
         Args:
-          one: a function (given, arrays) of the examples in `arrays`.
+          one: a function (params, given, arrays) of the examples in `arrays`.
           kept: the number of an array that is neither split nor put into the order, or None.
         """
         dims = [None if i == kept else d for i, d in enumerate(self.dims)]
@@ -84,15 +82,15 @@ class Split(NamedTuple):
         flat = lambda tree, lead, n: jax.tree_util.tree_map(lambda x: x.reshape(*lead, *x.shape[n:]), tree)
         alone = each = one  # a loss may use collectives over the axes: for the whole batch they have one rank
         for name in reversed(self.sizes):
-            each = jax.vmap(each, in_axes=(None, [None if d is None else 0 for d in dims]), axis_name=name)
+            each = jax.vmap(each, in_axes=(None, None, [None if d is None else 0 for d in dims]), axis_name=name)
         for name in reversed(names):
             alone = jax.vmap(alone, in_axes=None, axis_name=name, axis_size=1)
 
-        def of_parts(given: Given, order: Any) -> Found:
+        def of_parts(params: Params, given: Given, order: Any) -> Results:
             arrays = [x if d is None else cut(x, d) for x, d in zip(take(order), dims)]
-            return flat(each(given, arrays), (self.ranks,), len(sizes))
+            return flat(each(params, given, arrays), (self.ranks,), len(sizes))
 
-        whole = jax.jit(lambda given, order: flat(alone(given, take(order)), (), len(names)))
+        whole = jax.jit(lambda params, given, order: flat(alone(params, given, take(order)), (), len(names)))
         parts = jax.jit(of_parts)
         return lambda *args: jax.device_get(whole(*args)), lambda *args: jax.device_get(parts(*args))
 
@@ -143,22 +141,22 @@ def check_loss(
     split = _divide(batch, mesh_or_comm, axis, batch_specs)
     if split.ranks == 1 or all(d is None for d in split.dims):
         return
-    one = functools.partial(_one, loss_fn, split.tree, weighted=weighted, has_aux=has_aux)
-    programs = functools.cache(functools.partial(split.programs, one))
-    given, orders = (params, model_state, key), split.orders()
-    wholes = [programs(None)[0](given, order) for order in orders]
+    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted)
+    programs = functools.cache(functools.partial(split.programs, functools.partial(_one, loss, split.tree)))
+    given, orders = Given(model_state, None, key), split.orders()
+    wholes = [programs(None)[0](params, given, order) for order in orders]
     if not all(np.isfinite(_vector(each)).all() for each in wholes):
         got = f"a loss of {wholes[0].loss}, or such gradients"
         raise wrong(OP, "loss_fn", "a finite loss of the whole batch, with finite gradients", got)
     first, size = _vector(wholes[0]), _norms(_vector(wholes[0]))
-    salted = (params, model_state, None if key is None else jax.random.fold_in(key, 1))
-    if key is not None and _gap(first, _vector(programs(None)[0](salted, orders[0])), size) > LEAST:
+    salted = given._replace(key=None if key is None else jax.random.fold_in(key, 1))
+    if key is not None and _gap(first, _vector(programs(None)[0](params, salted, orders[0])), size) > LEAST:
         remedy = "leave out dropout here, or draw noise from an array in the batch that has a key for each example"
         expected = "a loss without noise, as ranks draw other noise than plain JAX"
         raise wrong(OP, "loss_fn", expected, "one that depends on the random key", remedy)
     limit, parts, failure = _limit(params, wholes), None, None
     try:
-        parts = [programs(None)[1](given, order) for order in orders]
+        parts = [programs(None)[1](params, given, order) for order in orders]
     except SHAPES as error:
         failure = error
     ordered = max(_gap(first, _vector(each), size) for each in wholes) > ORDERED
@@ -171,20 +169,16 @@ def check_loss(
         return
     for i in (i for i, d in enumerate(split.dims) if d is not None and len(split.dims) > 1):
         try:
-            runs = [[program(given, order) for program in programs(i)] for order in orders]
+            runs = [[program(params, given, order) for program in programs(i)] for order in orders]
         except SHAPES:
             continue  # the loss needs a rank's part of this array
         if not _constant([of_ranks for _, of_ranks in runs]) and max(_apart(*each) for each in runs) <= limit:
+            expected = "arrays with a row for each example"
             got = f"{spell_array(split.leaves[i])}, which is split, but which the loss needs whole"
-            raise wrong(
-                OP, "batch", "arrays with a row for each example", got, f"{WHOLE}; {CLOSURE}", path=split.paths[i]
-            )
+            raise wrong(OP, "batch", expected, got, f"{WHOLE}; {CLOSURE}", path=split.paths[i])
     if ordered:
-        expected, remedy = (
-            "a loss that doesn't depend on the order of the examples",
-            f"{CLOSURE}; draw no noise; {WHOLE}",
-        )
-        raise wrong(OP, "loss_fn", expected, "one that does", remedy)
+        expected = "a loss that doesn't depend on the order of the examples"
+        raise wrong(OP, "loss_fn", expected, "one that does", f"{CLOSURE}; draw no noise; {WHOLE}")
     if parts is None:
         expected, got = "a function of any number of examples", f"one that fails for a rank's part: {failure}"
         remedy = f"{CLOSURE}; take sizes from the shapes of the batch; {WHOLE}"
@@ -192,7 +186,7 @@ def check_loss(
     raise _cause(wholes, parts, weighted, limit)
 
 
-def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs) -> Split:
+def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs) -> WholeBatch:
     """Returns the whole batch, and how the ranks divide it."""
     batch = jax.tree_util.tree_map(jnp.asarray, batch)
     over_mpi = is_communicator(mesh_or_comm)
@@ -207,7 +201,7 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
             raise wrong(OP, "batch", "parts of the same shapes in all processes", every)
         join = lambda x, d: x if d is None else jnp.concatenate(comm.allgather(jax.device_get(x)), d)
         leaves = list(map(join, leaves, dims))
-        return Split(paths, leaves, tree, dims, sizes={None: comm.size}, place=lambda x: x)
+        return WholeBatch(paths, leaves, tree, dims, sizes={None: comm.size}, place=lambda x: x)
     if not isinstance(mesh_or_comm, Mesh):
         got = repr(mesh_or_comm)
         raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", got, kind=TypeError)
@@ -217,54 +211,37 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
     sharding = NamedSharding(Mesh(mesh_or_comm.devices, mesh_or_comm.axis_names), P(names))
     place = lambda x: jax.lax.with_sharding_constraint(x, sharding)
     sizes = {name: mesh_or_comm.shape[name] for name in names}
-    return Split(paths, leaves, tree, dims, sizes=sizes, place=place)
+    return WholeBatch(paths, leaves, tree, dims, sizes=sizes, place=place)
 
 
-def _one(
-    function: Callable[..., Any], tree: Any, given: Given, arrays: list[Any], *, weighted: bool, has_aux: bool
-) -> Found:
+def _one(loss: Loss, tree: PyTree, params: Params, given: Given, arrays: list[jax.Array]) -> Results:
     """Returns what the loss finds for the examples in `arrays`."""
-    params, state, key = given
-
-    def objective(params: Params) -> tuple[Any, tuple[Any, PyTree]]:
-        states, keys = ([] if x is None else [x] for x in (state, key))
-        found, new, aux = function(params, *states, tree.unflatten(arrays), *keys), None, None
-        try:
-            if states and has_aux:
-                value, (new, aux) = found
-            elif states:
-                value, new = found
-            elif has_aux:
-                value, aux = found
-            else:
-                value = found
-            loss, weight = (jnp.asarray(x, jnp.float32).reshape(()) for x in (value if weighted else (value, 1)))
-        except (TypeError, ValueError) as error:
-            rest = (", (model state, aux)" if has_aux else ", model state") if states else ", aux" * has_aux
-            expected = f"a function that returns ({'(sum, weight)' if weighted else 'loss'}{rest})"
-            raise wrong(OP, "loss_fn", expected, f"one that returns {found}") from error
-        return loss, (weight, (aux, new))
-
     leaves, of_params = jax.tree_util.tree_flatten(params)
-    trained = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    trained = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
 
-    def of_trained(some: dict[int, Any]) -> tuple[Any, tuple[Any, PyTree]]:
-        return objective(of_params.unflatten([some.get(i, x) for i, x in enumerate(leaves)]))
+    def objective(trained: dict[int, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+        params = of_params.unflatten([trained.get(i, x) for i, x in enumerate(leaves)])
+        value, weight, new, aux = loss.call(params, given._replace(batch=tree.unflatten(arrays)))
+        try:
+            found = value, weight if loss.weighted else 1
+            value, weight = (jnp.asarray(x, jnp.float32).reshape(()) for x in found)
+        except (TypeError, ValueError) as error:
+            raise loss.misfit(value) from error
+        return value, (weight, (aux, new))
 
-    (loss, (weight, outputs)), found = jax.value_and_grad(of_trained, has_aux=True)({i: leaves[i] for i in trained})
-    gradients = list(found.values())
+    (value, (weight, outputs)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
     keep = lambda x: jnp.asarray(x) if addable(jnp.asarray(x)) else None
-    return Found(loss, weight, gradients, jax.tree_util.tree_map(keep, outputs))
+    return Results(value, weight, list(gradients.values()), jax.tree_util.tree_map(keep, outputs))
 
 
-def _vector(found: Found) -> Any:
+def _vector(found: Results) -> np.ndarray[Any, Any]:
     """Returns the loss and the gradients of the whole batch as one vector, or those of all parts as rows."""
     lead = np.shape(found.loss)
     rows = [np.asarray(x, np.float64).reshape(*lead, -1) for x in (found.loss, *found.gradients)]
     return np.concatenate(rows, -1) / (1 if lead else found.weight)
 
 
-def _norms(vector: Any) -> Any:
+def _norms(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Returns the sizes of the loss and of the gradients, [..., 2]."""
     return np.stack([np.abs(vector[..., 0]), np.linalg.norm(vector[..., 1:], axis=-1)], -1)
 
@@ -275,13 +252,13 @@ def _gap(a: Any, b: Any, scale: Any) -> float:
     return float(np.nan_to_num(found, nan=np.inf).max())
 
 
-def _scale(whole: Found, parts: Found) -> Any:
+def _scale(whole: Results, parts: Results) -> np.ndarray[Any, Any]:
     """Returns the sizes of loss and gradients that count: a mean may cancel what its parts have."""
     rows = np.nan_to_num(_norms(_vector(parts)), nan=0.0, posinf=0.0)
     return np.maximum(_norms(_vector(whole)), rows.sum(0) / max(np.sum(parts.weight), LEAST))
 
 
-def _limit(params: Params, wholes: list[Found]) -> float:
+def _limit(params: Params, wholes: list[Results]) -> float:
     """Returns the relative difference that counts as rounding, from what the order of the examples changes.
 
     A loss that has no more digits than bfloat16 has been rounded to it.
@@ -295,27 +272,25 @@ def _limit(params: Params, wholes: list[Found]) -> float:
     return min(max(LEAST, 8 * noise, 8 * eps), MOST)
 
 
-def _apart(whole: Found, parts: Found) -> float:
+def _apart(whole: Results, parts: Results) -> float:
     """Returns how far the parts together, as training averages them, are from the whole batch."""
     mean = _vector(parts).sum(0) / np.sum(parts.weight, dtype=np.float64)
     return _gap(_vector(whole), mean, _scale(whole, parts))
 
 
-def _constant(parts: list[Found]) -> bool:
+def _constant(parts: list[Results]) -> bool:
     """Returns whether the parts' results have the same bits in all orders."""
     return len(parts) > 1 and all(np.array_equal(_vector(parts[0]), _vector(each)) for each in parts[1:])
 
 
-def _cause(wholes: list[Found], parts: list[Found], weighted: bool, limit: float) -> Exception:
+def _cause(wholes: list[Results], parts: list[Results], weighted: bool, limit: float) -> Exception:
     """Returns the error for a loss whose parts don't agree with the whole batch. The lists are by order."""
     worst = int(np.argmax(list(map(_apart, wholes, parts))))
     whole, rows = _vector(wholes[worst]), _vector(parts[worst])
     scale, gap = _scale(wholes[worst], parts[worst]), _apart(wholes[worst], parts[worst])
     mean = rows[:, 0].sum() / parts[worst].weight.sum()
-    got = (
-        f"{whole[0]:.6g} for the whole batch, and {mean:.6g} for {len(rows)} parts together, which differ by {gap:.2g} "
-    )
-    got += "of the size of the loss or of its gradients"
+    both = f"{whole[0]:.6g} for the whole batch, and {mean:.6g} for {len(rows)} parts together"
+    got = f"{both}, which differ by {gap:.2g} of the size of the loss or of its gradients"
     # The weights with which the parts add up to the whole batch. With few parameters, there always are some.
     finite, weights, fits = bool(np.isfinite(rows).all()), np.zeros(len(rows)), False
     if finite and np.any(rows, 0).sum() > len(rows):
@@ -343,7 +318,7 @@ def _cause(wholes: list[Found], parts: list[Found], weighted: bool, limit: float
     return wrong(OP, "loss_fn", expected, got, remedy)
 
 
-def _check_outputs(whole: Found, parts: Found, limit: float) -> None:
+def _check_outputs(whole: Results, parts: Results, limit: float) -> None:
     """Checks auxiliary outputs and the new model state: rows are joined, floats averaged, others the first rank's."""
     shares = parts.weight / parts.weight.sum()
     found = jax.tree_util.tree_leaves_with_path(whole.outputs)

@@ -1,22 +1,39 @@
-"""Division: which part of a batch and of the parameters is a rank's. Here for ranks with whole arrays on a device each.
+"""Division: which part of a batch and of the parameters is a rank's. For ranks with whole arrays.
 
-A mesh (mesh.py), and one with sharded parameters or states (sharded.py), override what is different there.
+`Division` is for ranks on a device each, `OverMesh` for the devices along axes of a mesh. A mesh with sharded
+parameters or states (sharded.py) overrides what is different there.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.train.batch import OP, split_batch
-from jaxcgx.train.state import ExchangeState
+from jaxcgx.checks import wrong
+from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.train.batch import (
+    OP,
+    REMEDY,
+    STEP,
+    Ranks,
+    axes_of,
+    check_batch_specs,
+    check_even,
+    check_spans,
+    flatten_specs,
+    shortest,
+    split_batch,
+)
+from jaxcgx.train.state import ExchangeState, Sharding
+from jaxcgx.transports.axes import axis_names, check_axis_names, crosses
 from jaxcgx.transports.base import Transport
-from jaxcgx.typing import Batch, DType, Key, Params, PyTree, Specs
+from jaxcgx.typing import AxisName, Batch, DType, Key, Params, PyTree, Specs
 
 Function = Callable[..., Any]
 
@@ -27,6 +44,7 @@ class Division:
     A function of one rank runs on all ranks by `over`. Specs are PartitionSpecs.
 
     Attributes:
+      net: a function that returns the transport over the ranks, inside a step that is traced.
       batch_specs: the caller's specs of a batch, or None.
       names: the axes of the ranks, outermost first; () if JAX doesn't know the ranks.
       rows: the PartitionSpec of arrays with a row for each rank.
@@ -37,25 +55,22 @@ class Division:
       params_specs: the specs of parameters in `over`.
       mesh: the mesh, or None.
       noisy: whether gathers of parameters or updates draw noise.
+      spread: whether devices divide the work of the optimizer.
     """
 
-    names: tuple[Any, ...] = ()
     rows: P = P()
     size: int = 1
-    crosses: bool = False
     dims: tuple[int | None, ...] = ()
     shard_axes: tuple[tuple[Any, ...], ...] = ()
     params_specs: Specs = P()
     mesh: Any = None
     noisy: bool = False
-    remedy: ClassVar[str] = "a rank has the row of its own alone"
+    spread: bool = False
+    remedy: str = "a rank has the row of its own alone"
 
-    def __init__(self, batch_specs: Specs = None) -> None:
-        self.batch_specs = batch_specs
-
-    def net(self) -> Transport:
-        """Returns the transport over the ranks, inside a step that is traced."""
-        raise NotImplementedError(f"{type(self).__name__}.net")
+    def __init__(self, net: Callable[[], Transport], batch_specs: Specs = None, axis: AxisName = ()) -> None:
+        self.net, self.batch_specs, self.names = net, batch_specs, axis_names(axis)
+        self.crosses = bool(self.names) and crosses(axis)
 
     def numbers(self) -> jax.Array:
         """Returns the numbers of the ranks whose rows a program has."""
@@ -65,22 +80,21 @@ class Division:
         """Returns the first rank's tree, from which all ranks start."""
         return tree
 
-    def guesses(self, parts: int) -> bool:
-        """Returns whether it is only a guess which dimensions of a batch have the examples."""
-        return self.batch_specs is None and parts == 1
-
     def check_batch(self, batch: Batch) -> None:
         """Refuses batches that jit would misread."""
 
-    def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs]:
-        """Returns (the batch, placed as the ranks need it; its specs). `parts` is the number of micro-batches."""
+    def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
+        """Returns (the batch, placed as the ranks need it; its specs; whether these are a guess).
+
+        `parts` is the number of micro-batches.
+        """
         # The batch belongs to this rank alone, and only micro-batches split it. Without them, leaves may have different
         # lengths: leaves as long as the first one are taken for examples.
         given, rows = self.batch_specs, P("ranks")
-        if self.guesses(parts):
+        if guessed := given is None and parts == 1:
             lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves(batch) if np.ndim(x)]
             given = jax.tree_util.tree_map(lambda x: rows if np.shape(x)[:1] == (*lengths[:1],) else P(), batch)
-        return batch, split_batch(batch, given, rows, said=lambda _: None)
+        return batch, split_batch(batch, given, rows, said=lambda _: None), guessed
 
     def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         """Returns a function that runs a function of one rank on all ranks."""
@@ -97,13 +111,10 @@ class Division:
         """Returns the shapes of a device's shards of the gradients before the exchange."""
         return params
 
-    def specs_of(self, params: Params) -> Specs:
-        """Returns the specs of the parameters, a tree like them."""
-        return jax.tree_util.tree_map(lambda _: P(), params)
-
-    def specs_of_updates(self, params: Params) -> Specs:
-        """Returns the specs of the updates that an optimizer makes from gradients."""
-        return self.specs_of(params)
+    def specs_of(self, params: Params) -> tuple[Specs, Specs]:
+        """Returns the specs of the parameters, and of the updates that an optimizer makes from gradients."""
+        specs = jax.tree_util.tree_map(lambda _: P(), params)
+        return specs, specs
 
     def specs_of_state(self, state: PyTree, params: Params, specs: Specs) -> Specs:
         """Returns the specs of an optimizer's state. `specs` are those of the updates of these parameters."""
@@ -117,14 +128,9 @@ class Division:
         """Returns the function, but with results that are sharded by `specs`. It runs outside of `over`."""
         return function
 
-    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
-        """Returns the function, such that devices divide its work if its results, with these specs, are sharded."""
-        return function
-
     def init_exchange(self, init: Callable[[Params], ExchangeState], params: Params) -> ExchangeState:
         """Returns the state of an exchange, with rows. `init` must depend only on the shapes of parameters."""
-        sent = init(params)
-        return ExchangeState(row(sent.own), sent.shared)
+        return with_row(init(params))
 
     def on_shards(self, function: Function, sent: ExchangeState) -> Function:
         """Returns a function that runs an exchange on all shards over the other axes of a mesh, inside of `over`.
@@ -154,14 +160,6 @@ class Division:
         return updates, lost
 
 
-def in_rows(function: Function, own: PyTree, *others: PyTree) -> PyTree:
-    """Calls a function of one rank with rows [1, ...] of its own state, which are then written in place.
-
-    Reshaping a donated row to [...] makes XLA copy it, so the function runs under vmap.
-    """
-    return jax.vmap(function)(own, *others)
-
-
 def row(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: lax.expand_dims(x, (0,)), tree)
 
@@ -170,9 +168,13 @@ def without_row(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: lax.squeeze(x, (0,)), tree)  # x[0] takes ten times as long to trace
 
 
-def mean_of(x: jax.Array, net: Transport) -> jax.Array:
-    """Returns the uncompressed mean over the ranks of a step's own number, such as its loss."""
-    return plain_reduce(OP, x, net, mean=True)
+def with_row(state: ExchangeState) -> ExchangeState:
+    """Returns the state of a rank with a row, as a step has it."""
+    return ExchangeState(row(state.own), state.shared)
+
+
+def zeros(shapes: PyTree) -> PyTree:
+    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def first_of(x: jax.Array, net: Transport) -> jax.Array:
@@ -208,3 +210,124 @@ def _zero(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return (jnp.real(x.reshape(-1)[0]).astype(jnp.float32) > jnp.inf).astype(jnp.uint32)
+
+
+class OverMesh(Division):
+    """The ranks along axes of a mesh. `Division` documents the members."""
+
+    def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
+        super().__init__(lambda: check_axes(OP, axis), batch_specs, axis)
+        self.mesh, self.rows = mesh, P(self.names)
+        self.size = math.prod(mesh.shape[name] for name in self.names)
+        self.others = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
+        self.explicit = self.spread = AxisType.Explicit in mesh.axis_types
+        self.remedy = f"shard the state over {axis!r}; a state of another number of ranks is for jaxcgx.reshard_state"
+
+    def numbers(self) -> jax.Array:
+        return jnp.arange(self.size)
+
+    def check_batch(self, batch: Batch) -> None:
+        """Refuses arrays that jit would misread.
+
+        If the mesh has several processes, jit would take arrays of one process for the whole batch. On an Auto mesh, a
+        traced step can't see shardings, so it would split every array along the first dimension.
+        """
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        check_spans(STEP, self.mesh, self.names, leaves=leaves)
+        if self.batch_specs is not None or self.explicit:
+            return
+        for (path, x), (_, spec) in zip(leaves, flatten_specs(self._specs_of_batch(batch))[0]):
+            if np.ndim(x) and spec != self.rows:
+                expected = "arrays that are split along their first dimension, where no specs say otherwise"
+                raise wrong(STEP, "batch", expected, f"one sharded as {x.sharding.spec}", REMEDY, path=path)
+
+    def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
+        batch = jax.tree_util.tree_map(jnp.asarray, batch)
+        specs = self._specs_of_batch(batch)
+        check_even(batch, specs, self.mesh.shape)
+        if self.explicit:  # over Explicit axes, shard_map doesn't move arrays
+            placed = jax.tree_util.tree_map(lambda spec: P() if self.auto(spec) else spec, specs)
+            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
+        return batch, specs, False
+
+    def _specs_of_batch(self, batch: Batch) -> Specs:
+        said = Ranks(OP, self.mesh, self.names).spec_of_batch
+        return split_batch(batch, self.batch_specs, self.rows, said=said)
+
+    def auto(self, spec: P) -> list[Any]:
+        """Returns the axes of a spec that are Auto."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types))
+        return [name for part in spec for name in axes_of(part) if types[name] == AxisType.Auto]
+
+    def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
+        # Without check_vma, which refuses loops that start from zeros in a loss.
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            axis_names=set(self.names),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def shardings(self, specs: Specs) -> Any:
+        # They are spelled like the shardings of jit's results. Otherwise the second step, which gets the results of the
+        # first, would be compiled again.
+        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, shortest(spec)), specs)
+
+    def by_partitioner(self, function: Function, specs: Specs) -> Function:
+        shardings = self.shardings(specs)
+        if self.explicit:
+            return jax.sharding.auto_axes(function, out_sharding=shardings)
+        return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
+
+    def specs_of_state(self, state: PyTree, params: Params, specs: Specs) -> Specs:
+        """Returns the specs of an optimizer's state.
+
+        An array gets the spec of a parameter if it has the parameter's shape, and its path ends with the parameter's
+        path. Other arrays are whole. The specs don't affect the results, because XLA's partitioner adds the collectives
+        that an optimizer needs.
+        """
+        known = like(params, specs)
+        return jax.tree_util.tree_map_with_path(lambda path, x: known(path, x.shape) or P(), state)
+
+    def init_exchange(self, init: Callable[[Params], ExchangeState], params: Params) -> ExchangeState:
+        shards = self.shards(params)
+        fresh = lambda: with_row(init(zeros(shards)))
+        specs = self.specs_of_exchange(fresh, shards)
+        return jax.shard_map(fresh, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
+
+    def specs_of_exchange(self, fresh: Callable[[], ExchangeState], params: Params) -> Specs:
+        """Returns the specs of the state that `fresh` makes for shards of parameters."""
+        return ExchangeState(self.rows, P())
+
+
+def like(params: Params, specs: Specs) -> Any:
+    """Returns a function (path, shape) -> the spec of the parameter with this shape whose path is the path's end."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    known = {(path, x.shape): spec for (path, x), (_, spec) in zip(leaves, flatten_specs(specs)[0])}
+    return lambda path, shape: next(
+        (known[end] for end in ((path[i:], shape) for i in range(len(path) + 1)) if end in known), None
+    )
+
+
+def check_mesh(mesh: Any, sharding: Sharding) -> None:
+    """Checks a mesh, and the axes and the specs of a batch over it."""
+    if not isinstance(mesh, Mesh):
+        raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", repr(mesh), kind=TypeError)
+    names = axis_names(sharding.axis) and check_axis_names(OP, sharding.axis, "sharding.axis")
+    if not names or any(name not in mesh.shape for name in names):
+        expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
+        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis))
+    other = [name for name in mesh.shape if name not in names and mesh.shape[name] > 1]
+    if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes
+        plain = names[0] if len(names) == 1 else names
+        expected = f"names of axes on a mesh with another axis, {other[0]!r}"
+        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {plain!r}")
+    if other and sharding.params is None:
+        expected = (
+            "a tree of PartitionSpecs like the parameters for a mesh with other axes than "
+            f"{sharding.axis!r}, which says how they are sharded over them"
+        )
+        raise wrong(OP, "sharding.params", expected, None)
+    check_batch_specs(sharding.batch, names)

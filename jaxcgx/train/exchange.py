@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.exchange.routes import Routes, Travel, Way
+from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
-from jaxcgx.train.division import in_rows, row, without_row
+from jaxcgx.plan.plan import check_phases
+from jaxcgx.train.division import row, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Params, PyTree
@@ -43,9 +44,6 @@ class At:
     loss: jax.Array | None = None
     way: Way = Way()
     shards: tuple[tuple[Any, ...], ...] = ()
-
-    def over(self, routes: Routes) -> Travel:
-        return routes.over(self.net, self.way)
 
     def of_shards(self, numbers: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the sums of each leaf's numbers over the leaf's shards. All have the same shape and dtype."""
@@ -113,18 +111,6 @@ class Exchange(Protocol):
         ...
 
 
-def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
-    """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
-    from jaxcgx.train.feedback import Feedback
-
-    if isinstance(given, Codec | Plan | dict):
-        return Feedback(given)
-    if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
-        expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
-        raise wrong(op, "exchange", expected, repr(given), kind=TypeError)
-    return given
-
-
 def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
     """Begins and ends an exchange on a rank, and returns (mean, new state). `state.own` has a row."""
 
@@ -135,23 +121,15 @@ def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tup
 
     if not jax.tree_util.tree_leaves(state.own):
         return both(state.own, grads)
-    mean, new = in_rows(both, state.own, row(grads))
+    # The function runs under vmap: reshaping a donated row to [...] makes XLA copy it.
+    mean, new = jax.vmap(both)(state.own, row(grads))
     return without_row(mean), ExchangeState(new.own, without_row(new.shared))
-
-
-def with_row(state: ExchangeState) -> ExchangeState:
-    """Returns the state of a rank with a row, as a step has it."""
-    return ExchangeState(row(state.own), state.shared)
 
 
 def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
     """Checks that a state fits the gradients and the exchange: its structure, shapes and dtypes.
 
-    Args:
-      op: the function that errors name.
-      state: the state.
-      expected: the shapes of such a state.
-      remedy: what to do with a state of another number of ranks.
+    `expected` has the shapes of such a state. `remedy` says what to do with one of another number of ranks.
     """
     if not isinstance(state, ExchangeState):
         raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)
@@ -170,12 +148,16 @@ def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> No
             fits, why = False, f"that is of another number of ranks; {remedy}"
         else:
             # Momentum has the dtype of the parameters. Gradients may have another dtype.
-            moves = {getattr(key, "name", None) for key in path} & {"momentum", "trace"}
-            fits = got.shape == want.shape and (got.dtype == want.dtype or bool(moves))
+            fits = got.shape == want.shape and (got.dtype == want.dtype or _moves(path))
             why = "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
             why = why if got.shape == want.shape else other
         if not fits:
             raise wrong(op, "state", spell_array(want), spell_array(got), why, path=path)
+
+
+def _moves(path: KeyPath[Any]) -> bool:
+    """Returns whether a leaf of a state is momentum."""
+    return any(getattr(key, "name", None) in ("momentum", "trace") for key in path)
 
 
 def keeps(own: PyTree) -> PyTree:
@@ -197,6 +179,13 @@ def keeps(own: PyTree) -> PyTree:
     return jax.tree_util.tree_map(of_node, own, is_leaf=says)
 
 
+def set_phases(exchange: Any, op: str) -> None:
+    """Sets `phases` of an exchange, and `plan` as its protocol says, from the plan or schedule that it was given."""
+    phases = check_phases(op, exchange.plan)
+    object.__setattr__(exchange, "phases", phases)
+    object.__setattr__(exchange, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
+
+
 def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
     """Checks a number. It may be a scalar array, as from optax.inject_hyperparams.
 
@@ -209,7 +198,3 @@ def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[...
         if isinstance(value, float) and value.is_integer():  # inject_hyperparams may have made it from an integer
             value = int(value)
     check(op, argument, value, *args)
-
-
-def zeros(shapes: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

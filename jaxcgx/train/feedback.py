@@ -16,9 +16,9 @@ from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, reduce
 from jaxcgx.exchange.routes import Route, Routes, Travel
 from jaxcgx.plan import Plan
-from jaxcgx.plan.plan import Phase, check_phases, switch
-from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, Number, check_hyperparameter, zeros
+from jaxcgx.plan.plan import Phase, switch
+from jaxcgx.train.division import after, zeros
+from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.telemetry import Telemetry, measure
 from jaxcgx.transports.base import Transport
@@ -43,7 +43,7 @@ class Shared(NamedTuple):
     telemetry: Telemetry | None = None
 
 
-class Sent(NamedTuple):
+class SentGradients(NamedTuple):
     """Gradients on their way.
 
     Attributes:
@@ -94,9 +94,7 @@ class Feedback:
     scatters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        phases = check_phases(self.op, self.plan)
-        object.__setattr__(self, "phases", phases)
-        object.__setattr__(self, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
+        set_phases(self, self.op)
         self._check_flags("keep", "skip_nonfinite", "telemetry")
         self._check_numbers(
             seed=(check_integer,),
@@ -154,11 +152,11 @@ class Feedback:
         # Branches of a conditional can't return tickets of different messages. And without feedback, the state has no
         # place for the errors that telemetry measures.
         if len(self.phases) > 1 or (self.telemetry and not self.keep):
-            return Sent(None, grads, before), state
+            return SentGradients(None, grads, before), state
         travel = self._travel(0, grads, own.residuals, at)
         given = Carry(own.residuals, own.momentum, shared.factors)
         ticket, carry = begin(grads, given, travel, self._key(shared, travel))
-        sent = Sent(ticket, grads if self.telemetry else None, before)
+        sent = SentGradients(ticket, grads if self.telemetry else None, before)
         own = Carry(carry.residuals, carry.momentum)
         return sent, ExchangeState(own, shared._replace(factors=carry.factors))
 
@@ -170,7 +168,9 @@ class Feedback:
             mean, carry, telemetry = switch(self.phases, _turn(shared.count, at), branches, sent.grads, old)
         else:
             mean, carry = end(sent.ticket, old)
-            telemetry = self._measure(sent.ticket.travel, at, sent.grads, sent.before, mean=mean, lost=carry.residuals)
+            telemetry, travel = None, sent.ticket.travel
+            if self.telemetry:
+                telemetry = measure(travel, at, sent.grads, sent.before, mean=mean, lost=carry.residuals)
         residuals, factors, count = carry.residuals, carry.factors, shared.count + 1
         each = jax.tree_util.tree_map
         if (beta := self.beta) is not None:
@@ -202,7 +202,7 @@ class Feedback:
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
         plan = self._plan_over(phase, at.net)
-        travel = at.over(Routes.of(self.op, plan, grads))
+        travel = Routes.of(self.op, plan, grads).over(at.net, at.way)
         check_input(grads, Carry(residuals), travel, "grads")
         if self.keep:
             self._warn_of_order(plan, at.net)
@@ -237,16 +237,21 @@ class Feedback:
             first = [s and q[: s[0]] for s, q in zip(shapes, routes.each(factors))]
             factors = routes.tree.unflatten(first)
         mean, new = reduce(grads, Carry(given, carry.momentum, factors), travel, self._key(shared, travel))
-        telemetry = self._measure(travel, at, grads, given, mean=mean, lost=new.residuals)
+        telemetry = measure(travel, at, grads, given, mean=mean, lost=new.residuals) if self.telemetry else None
         if factors is not None:
             both = zip(shapes, routes.each(carry.factors), routes.each(new.factors))
             factors = routes.tree.unflatten([q if s is None else q.at[: s[0]].set(x) for s, q, x in both])
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
 
-    def _measure(
-        self, travel: Travel, at: At, grads: PyTree, before: PyTree, *, mean: PyTree, lost: PyTree
-    ) -> Telemetry | None:
-        return measure(travel, at, grads, before, mean=mean, lost=lost) if self.telemetry else None
+
+def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
+    """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
+    if isinstance(given, Codec | Plan | dict):
+        return Feedback(given)
+    if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
+        expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
+        raise wrong(op, "exchange", expected, repr(given), kind=TypeError)
+    return given
 
 
 def _turn(count: jax.Array, at: At) -> jax.Array:

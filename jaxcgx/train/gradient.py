@@ -12,11 +12,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.collectives.gradients import without_constraints
+from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.train.batch import OP
-from jaxcgx.train.division import Division, after, mean_of, wide
-from jaxcgx.train.frozen import join, part
-from jaxcgx.train.model_state import ModelState, check_renewed
-from jaxcgx.train.outputs import Outputs, added
+from jaxcgx.train.division import Division, after, wide
+from jaxcgx.train.outputs import ModelState, Outputs, added, check_renewed
+from jaxcgx.train.update import join, part
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Batch, Key, Params, PyTree
 
@@ -29,7 +29,7 @@ class Given(NamedTuple):
     key: Key | None
 
 
-class Found(NamedTuple):
+class OfRank(NamedTuple):
     """What a rank finds. With weights, loss and gradients are sums, and averaged outputs are times the weight."""
 
     grads: PyTree
@@ -51,40 +51,39 @@ class Loss:
 
     def __call__(self, params: Params, given: Given) -> tuple[jax.Array, tuple[Any, PyTree, PyTree]]:
         """Returns (loss, (weight, model state, aux)), with None for those that the function doesn't return."""
-        # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
-        states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if self.has_state else ()
-        keys = () if given.key is None else (given.key,)
-        found = self.function(params, *states, given.batch, *keys)
-        loss, weight, model_state, aux = found, None, None, None
-        try:
-            if self.has_state and self.has_aux:
-                loss, (model_state, aux) = found
-            elif self.has_state:
-                loss, model_state = found
-            elif self.has_aux:
-                loss, aux = found
-            if self.weighted:
-                loss, weight = loss
-        except (TypeError, ValueError):
-            raise wrong(
-                self.op, "loss_fn", f"a function that returns {self._form}", f"one that returns {found}"
-            ) from None
+        loss, weight, model_state, aux = self.call(params, given)
         loss = self._scalar(loss, "sum" if self.weighted else "loss")
         if self.weighted:
             loss = loss.astype(wide(loss.dtype))
             weight = _constant(self._scalar(weight, "weight").astype(loss.dtype))
         return loss, (weight, model_state, aux)
 
-    @property
-    def _form(self) -> str:
-        rest = (
-            ", (model state, aux)"
-            if self.has_state and self.has_aux
-            else ", model state"
-            if self.has_state
-            else ", aux"
-        )
-        return f"({'(sum, weight)' if self.weighted else 'loss'}{rest * (self.has_state or self.has_aux)})"
+    def call(self, params: Params, given: Given) -> tuple[Any, Any, PyTree, PyTree]:
+        """Returns what the function returns: (loss, weight, model state, aux), with None for what it doesn't."""
+        # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
+        states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if self.has_state else ()
+        keys = () if given.key is None else (given.key,)
+        found: Any = self.function(params, *states, given.batch, *keys)
+        rest: Any = None
+        weight, model_state, aux = None, None, None
+        try:
+            loss, rest = found if self.has_state or self.has_aux else (found, rest)
+            if self.has_state:
+                model_state, aux = rest if self.has_aux else (rest, None)
+            elif self.has_aux:
+                aux = rest
+            if self.weighted:
+                loss, weight = loss
+        except (TypeError, ValueError):
+            raise self.misfit(found) from None
+        return loss, weight, model_state, aux
+
+    def misfit(self, found: Any) -> Exception:
+        """Returns the error of a function that returns something else than this loss should."""
+        rest = ["model state"] * self.has_state + ["aux"] * self.has_aux
+        second = f", ({', '.join(rest)})" if len(rest) == 2 else "".join(f", {each}" for each in rest)
+        expected = f"a function that returns ({'(sum, weight)' if self.weighted else 'loss'}{second})"
+        return wrong(self.op, "loss_fn", expected, f"one that returns {found}")
 
     def _scalar(self, x: Any, what: str) -> jax.Array:
         """Returns a loss, a sum or a weight as an array, after a check that it is a scalar that JAX can use."""
@@ -123,14 +122,12 @@ class Parts(NamedTuple):
     """The micro-batches of a rank's part of a batch."""
 
     number: int
-    dims: Sequence[
-        int | None
-    ]  # for each leaf, the dimension that is split; None: every micro-batch gets the whole leaf
+    dims: Sequence[int | None]  # for each leaf, the dimension that is split; None: micro-batches get the whole leaf
 
 
 def find(
     loss: Callable[[Params, Given], Any], params: Params, given: Given, parts: Parts, outputs: Outputs
-) -> tuple[Found, list[bool]]:
+) -> tuple[OfRank, list[bool]]:
     """Returns (a rank's results, averaged over micro-batches; for each leaf of the model state whether it was renewed).
 
     Each micro-batch gets another key, and the model state that the one before returned. Gradients are added up in at
@@ -140,19 +137,15 @@ def find(
     leaves, tree = jax.tree_util.tree_flatten(given.batch)
     renewed: list[bool] = []
 
-    def of_part(given: Given) -> Found:
+    def of_part(given: Given) -> OfRank:
         nonlocal renewed
         (value, (weight, new, aux)), grads = differentiate(params, given)
         new, renewed = check_renewed(given.model_state, new)
-        part = jax.tree_util.tree_leaves(given.batch)
-        double = lambda: tree.unflatten(
-            x if d is None else jnp.concatenate([x, x], d) for x, d in zip(part, parts.dims)
-        )
-        larger = lambda: jax.eval_shape(lambda: loss(params, given._replace(batch=double()))[1][2])
-        examples = next((x.shape[d] for x, d in zip(part, parts.dims) if d is not None), None)
-        found = [] if aux is None else outputs.learn(aux, larger, examples)
+        again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
+        batch = list(zip(jax.tree_util.tree_leaves(given.batch), parts.dims))
+        found = [] if aux is None else outputs.learn(aux, again, batch)
         found = found if weight is None else outputs.weighted(found, weight)
-        return Found(grads, jnp.asarray(value), weight, model_state=new, aux=found)
+        return OfRank(grads, jnp.asarray(value), weight, model_state=new, aux=found)
 
     if parts.number == 1:
         return of_part(given), renewed
@@ -171,7 +164,7 @@ def find(
     grads = jax.tree_util.tree_map(lambda x, p: (x / parts.number).astype(p.dtype), sums, params)
     value, weight = (None if x is None else added(x) / parts.number for x in each)
     assert value is not None
-    return Found(grads, value, weight, model_state=state, aux=outputs.joined(aux, parts.number)), renewed
+    return OfRank(grads, value, weight, model_state=state, aux=outputs.joined(aux, parts.number)), renewed
 
 
 def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
@@ -182,14 +175,14 @@ def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
 
 
-def of_all(found: Found, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
+def of_all(found: OfRank, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
     """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).
 
     With weights, all three are divided by the mean of the weights.
     """
-    loss, weight, grads = mean_of(found.loss, net), None, found.grads
+    loss, weight, grads = plain_reduce(OP, found.loss, net, mean=True), None, found.grads
     if found.weight is not None:
-        weight = mean_of(found.weight, net)
+        weight = plain_reduce(OP, found.weight, net, mean=True)
         loss = loss / weight
         divide = lambda x: (x.astype(wide(x.dtype)) / weight.astype(wide(x.dtype))).astype(x.dtype)
         grads = jax.tree_util.tree_map(divide, grads)
@@ -221,7 +214,7 @@ class Gradient:
         """
         net, (key, noise) = self.division.net(), keys
         whole, loss = self.division.open(params, self.loss, noise)
-        trained, frozen = part(whole, self.skipped)
+        trained, frozen = part(whole, self.skipped), part(whole, self.skipped, frozen=True)
         of_trained = lambda trained, given: loss(join(trained, frozen), given)
         key = None if key is None else jax.random.fold_in(key, net.rank)
         given = Given(self.model_state.of_rank(model_state, net), batch, key)

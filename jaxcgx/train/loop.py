@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.train.batch import OP
-from jaxcgx.train.division import Division
-from jaxcgx.train.exchange import Exchange, as_exchange
+from jaxcgx.train.division import Division, OverMesh, check_mesh
+from jaxcgx.train.exchange import Exchange
+from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
-from jaxcgx.train.mesh import OverMesh, check_mesh
-from jaxcgx.train.model_state import ModelState
-from jaxcgx.train.require import import_optax
+from jaxcgx.train.outputs import ModelState
 from jaxcgx.train.rounds import train_rounds
 from jaxcgx.train.sharded import ShardedMesh, check_gather
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
-from jaxcgx.train.update import Update
+from jaxcgx.train.update import Update, import_optax
 from jaxcgx.transports.axes import is_communicator
 from jaxcgx.typing import Specs
 
@@ -89,12 +88,15 @@ def make_train_step(
       donate: whether the state is updated in place. `step` and `finish` then invalidate the state that they got.
     """
     optax = import_optax(OP)
-    _check_functions(loss_fn, optimizer)
+    if not callable(loss_fn):
+        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
     for name, flag in (("has_aux", has_aux), ("weighted", weighted), ("donate", donate)):
         check_flag(OP, name, flag)
     if aux_specs is not None and not has_aux:
         raise wrong(OP, "aux_specs", "None without has_aux", repr(aux_specs), "pass has_aux=True")
-    rounds = exchange if is_rounds(exchange) else None
+    rounds = exchange if callable(getattr(exchange, "act", None)) and not isinstance(exchange, type) else None
     exchange = as_exchange(exchange if rounds is None else rounds.inside)
     division = _divide(mesh_or_comm, sharding, exchange)
     _check_overlap(overlap, mesh_or_comm, exchange, rounds)
@@ -131,18 +133,6 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
         remedy = "pass one, such as jaxcgx.TopK(0.01), or leave parameters and optimizer state whole"
         raise wrong(OP, "exchange", expected, type(exchange).__name__, remedy)
     return division
-
-
-def _check_functions(loss_fn: Any, optimizer: Any) -> None:
-    if not callable(loss_fn):
-        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
-
-
-def is_rounds(exchange: Any) -> bool:
-    """Returns whether this is Rounds, which exchange parameters in place of gradients."""
-    return callable(getattr(exchange, "act", None)) and not isinstance(exchange, type)
 
 
 def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange, rounds: Any) -> None:

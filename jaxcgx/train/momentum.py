@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxcgx.checks import check_number, wrong
 from jaxcgx.exchange.message import Carry
 from jaxcgx.train.exchange import At, Number
-from jaxcgx.train.feedback import Feedback, Sent, unless
+from jaxcgx.train.feedback import Feedback, SentGradients, unless
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Params, PyTree
 
@@ -18,7 +18,7 @@ from jaxcgx.typing import Params, PyTree
 class Moved(NamedTuple):
     """Gradients on their way, after momentum. `before` is the momentum before, like the gradients."""
 
-    sent: Sent
+    sent: SentGradients
     before: PyTree
 
 
@@ -120,11 +120,9 @@ class Momentum(Feedback):
     ) -> tuple[jax.Array | None, jax.Array]:
         """Applies momentum after the exchange: to the mean of a leaf that always travels raw, and to weight decay.
 
-        Args:
-          trace: the momentum that is the same on every rank. None: the leaf has none.
-          u: the momentum of this rank's own gradients. None: the leaf always travels raw, and its mean gets momentum.
-          x: the mean.
-          p: the parameter. None: it has no weight decay.
+        `trace` is the momentum that is the same on every rank; None: the leaf has none. `u` is the momentum of this
+        rank's own gradients; None: the leaf always travels raw, and its mean `x` gets momentum. `p` is the parameter;
+        None: it has no weight decay.
         """
         if trace is None:
             return trace, x

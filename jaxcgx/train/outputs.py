@@ -1,5 +1,6 @@
-"""How the auxiliary outputs of a rank become those of all ranks: told from shapes, types and `aux_specs` alone."""
+"""What a loss returns besides the loss: auxiliary outputs, and the new state of a model."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -7,54 +8,55 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.division import first_of, mean_of, wide
+from jaxcgx.checks import check_array, check_choice, spell_array, wrong
+from jaxcgx.exchange.reduce import plain_reduce
+from jaxcgx.train.batch import OP, dimension
+from jaxcgx.train.division import addable, first_of, row, wide, without_row
+from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import PyTree, Specs
 
+Batched = list[tuple[jax.Array, int | None]]  # leaves of a batch, each with the dimension of the examples
 WAYS = ("mean", "sum", "first")
 
 
+@dataclasses.dataclass
 class Outputs:
     """The auxiliary outputs of a loss. It learns their structure and kinds while the loss is traced.
 
-    A kind is "mean", "sum", "first", or the dimension along which the outputs of ranks and micro-batches are joined.
+    Attributes:
+      op: the public function that errors name.
+      specs: the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None.
+      rows: the PartitionSpec of arrays with the examples of all ranks.
+      guessed: whether it is only a guess which dimension of a batch has the examples.
+      structure: the structure of the outputs. None: the loss has none.
+      kinds: for each output "mean", "sum", "first", or the dimension along which those of ranks and micro-batches are
+        joined.
     """
 
     op: str
     specs: Specs
     rows: P
-    guessed: bool
-    structure: PyTree
-    kinds: list[str | int]
+    _: dataclasses.KW_ONLY
+    guessed: bool = False
+    structure: PyTree = dataclasses.field(default=None, init=False)
+    kinds: list[str | int] = dataclasses.field(default_factory=list, init=False)
 
-    def __init__(self, op: str, specs: Specs, rows: P, *, guessed: bool = False) -> None:
-        """Makes the outputs of a step.
-
-        Args:
-          op: the public function that errors name.
-          specs: the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None.
-          rows: the PartitionSpec of arrays with the examples of all ranks.
-          guessed: whether it is only a guess which dimension of a batch has the examples.
-        """
-        self.op, self.specs, self.rows, self.guessed = op, specs, rows, guessed
-        self.structure: PyTree = None
-        self.kinds: list[str | int] = []
-
-    def learn(self, aux: PyTree, larger: Callable[[], PyTree], examples: int | None) -> list[jax.Array]:
+    def learn(self, aux: PyTree, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.Array]:
         """Returns the leaves of the outputs of a part of a batch.
 
         Args:
           aux: the outputs.
-          larger: a function that returns the shapes of the outputs for twice as many examples. It is called only if the
-            first dimension of an output is as long as there are examples.
-          examples: their number in this part, or None if the part has none.
+          again: a function that returns the outputs for other leaves of a batch. It is traced only if the first
+            dimension of an output is as long as there are examples, for twice as many.
+          batch: the leaves of the part, and the dimension of the examples in each.
         """
         found, self.structure = jax.tree_util.tree_flatten_with_path(aux)
+        examples = next((x.shape[d] for x, d in batch if d is not None), None)
         leaves = [jnp.asarray(x) for _, x in found]
         said = self._said(aux)
         unsure = [s is None and x.ndim > 0 and x.shape[0] == examples for s, x in zip(said, leaves)]
-        twice = self._twice(larger) if any(unsure) else None
+        twice = self._twice(again, batch) if any(unsure) else None
         joined = [
             doubt and twice is not None and twice[i].shape == (2 * x.shape[0], *x.shape[1:])
             for i, (doubt, x) in enumerate(zip(unsure, leaves))
@@ -74,9 +76,11 @@ class Outputs:
             raise wrong(self.op, "aux_specs", expected, self.specs) from error
         return jax.tree_util.tree_structure(aux).flatten_up_to(specs)
 
-    def _twice(self, larger: Callable[[], PyTree]) -> list[jax.ShapeDtypeStruct] | None:
+    def _twice(self, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.ShapeDtypeStruct] | None:
+        """Returns the shapes of the outputs for twice as many examples."""
+        larger = lambda: again([x if d is None else jnp.concatenate([x, x], d) for x, d in batch])
         try:
-            return jax.tree_util.tree_leaves(larger())
+            return jax.tree_util.tree_leaves(jax.eval_shape(larger))
         except (TypeError, ValueError) as error:
             if self.guessed:  # a wrong guess is no error: the batch may have no examples
                 return None
@@ -97,10 +101,7 @@ class Outputs:
     def of_all(self, leaves: list[jax.Array], weight: jax.Array | None, net: Transport) -> dict[str, list[jax.Array]]:
         """Returns the outputs of all ranks in two lists: those that are joined, examples first, and those all share.
 
-        Args:
-          leaves: those of a rank, as from `weighted` if there is a weight.
-          weight: the mean of the ranks' weights, or None.
-          net: the ranks.
+        `leaves` are those of a rank, as from `weighted` if there is a weight. `weight` is the mean of all weights.
         """
         found: dict[str, list[jax.Array]] = {"joined": [], "shared": []}
         for x, kind in zip(leaves, self.kinds):
@@ -111,7 +112,7 @@ class Outputs:
             elif kind == "sum":
                 found["shared"].append(net.plain_psum(x))
             else:
-                mean = mean_of(x, net)
+                mean = plain_reduce(OP, x, net, mean=True)
                 found["shared"].append(mean if weight is None else mean / weight.astype(mean.dtype))
         return found
 
@@ -130,7 +131,7 @@ class Outputs:
 def _kind(op: str, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
     """Returns the kind of an output that doesn't have the examples along its first dimension, or of which `said` is."""
     if isinstance(said, P):
-        return next((d for d, part in enumerate(said) if part), "first")
+        return "first" if (d := dimension(said)) is None else d
     if said in WAYS:
         return said
     if said is not None:
@@ -158,3 +159,105 @@ def added(x: jax.Array) -> jax.Array:
     """Returns the sum of the rows of [parts, ...] in their order, in a wide type."""
     numbers = x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
     return lax.scan(lambda total, row: (total + row, None), numbers[0], numbers[1:])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """How ranks share a model's state: "mean" or "per_rank", as `make_train_step` explains. None: there is none."""
+
+    mode: str | None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            check_choice(OP, "model_state", self.mode, ("mean", "per_rank"))
+
+    def check_given(self, state: PyTree) -> None:
+        """Checks that `init` got a model state if `make_train_step` got a mode, and none otherwise."""
+        if (self.mode is None) == (state is None):
+            return
+        expected, got = ("none", "one") if self.mode is None else ("the model's state", "none")
+        remedy = "init(params, state)"
+        if self.mode is None:
+            remedy = 'pass model_state="mean" or "per_rank" to make_train_step'
+        raise wrong("train.init", "model_state", f"{expected} with model_state={self.mode!r}", got, remedy)
+
+    def check_rows(self, state: PyTree, count: int, remedy: str) -> None:
+        """Checks that `step` got `count` rows if each rank has its own state."""
+        if self.mode != "per_rank":
+            return
+        if not isinstance(state, PerRank):
+            got = type(state).__name__
+            raise wrong("train.step", "state", "a PerRank as model_state, which init returned", got)
+        for path, x in jax.tree_util.tree_leaves_with_path(state):
+            if x.shape[:1] != (count,):
+                expected = f"{count} rows of the model state, one for each rank"
+                raise wrong("train.step", "state", expected, spell_array(x), remedy, path=path)
+
+    def first(self, state: PyTree, numbers: jax.Array) -> PyTree:
+        """Returns the state before the first step: a copy, or a row for each of the ranks with these numbers."""
+        if self.mode != "per_rank":
+            return jax.tree_util.tree_map(jnp.copy, state)
+        rows = lambda x: jnp.broadcast_to(x, (len(numbers), *x.shape))
+        own = lambda x: rows(x) if addable(x) else jax.vmap(fold_keys)(rows(x), numbers)
+        return PerRank(jax.tree_util.tree_map(own, state))
+
+    def spec(self, rows: P) -> P:
+        """Returns the PartitionSpec of the states that `first` and `of_all` return."""
+        return rows if self.mode == "per_rank" else P()
+
+    def of_rank(self, state: PyTree, net: Transport) -> PyTree:
+        """Returns the state that a rank's loss function gets. Each rank gets different random keys."""
+        if self.mode == "per_rank":
+            return without_row(state.rows)
+        return jax.tree_util.tree_map(lambda x: x if addable(x) else fold_keys(x, net.rank), state)
+
+    def of_all(self, state: PyTree, new: PyTree, renewed: list[bool], net: Transport) -> PyTree:
+        """Returns the state after a step.
+
+        Floats are averaged over the ranks. Integers, flags and keys are the first rank's. Leaves that the loss returned
+        unchanged are kept: the mean of equal numbers may be rounded.
+
+        `renewed` says for each leaf whether the loss function returned another array than it got.
+        """
+        if self.mode == "per_rank":
+            return PerRank(row(new))
+
+        def of_all(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return first_of(x, net)
+            return plain_reduce(OP, x.astype(wide(x.dtype)), net, mean=True).astype(x.dtype)
+
+        leaves, structure = jax.tree_util.tree_flatten(state)
+        after = zip(leaves, jax.tree_util.tree_leaves(new), renewed)
+        return structure.unflatten([of_all(x) if is_new else was for was, x, is_new in after])
+
+
+def check_renewed(old: PyTree, new: PyTree) -> tuple[PyTree, list[bool]]:
+    """Checks that the new state of a loss function is like the old one.
+
+    Returns (the new state without weak types, which would compile the next step anew; for each leaf whether it is
+    another array than before).
+    """
+    before, structure = jax.tree_util.tree_flatten_with_path(old)
+    after, other = jax.tree_util.tree_flatten_with_path(new)
+    if structure != other:
+        paths = [{jax.tree_util.keystr(path) for path, _ in found} for found in (before, after)]
+        changed = [f"without {name}" for name in sorted(paths[0] - paths[1])]
+        changed += [f"with {name} more" for name in sorted(paths[1] - paths[0])]
+        raise wrong(OP, "loss_fn", f"a new model state like that it gets, {structure}", (changed or [other])[0])
+    renewed: list[jax.Array] = []
+    for (path, was), (_, now) in zip(before, after):
+        if now is not was:
+            now = check_array(OP, "loss_fn", now, path)
+            if (was.shape, was.dtype) != (now.shape, now.dtype):
+                expected = f"a new model state like that it gets, {spell_array(was)}"
+                raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)
+            now = now.astype(now.dtype) if addable(now) else now
+        renewed.append(now)
+    return structure.unflatten(renewed), [now is not was for (_, was), now in zip(before, renewed)]
+
+
+def fold_keys(keys: jax.Array, rank: jax.Array | int) -> jax.Array:
+    """Returns random keys for a rank: the keys, an array of any shape, folded with the rank."""
+    fold = jax.vmap(lambda key: jax.random.fold_in(key, rank))
+    return fold(keys.reshape(-1)).reshape(keys.shape)

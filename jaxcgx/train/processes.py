@@ -1,6 +1,6 @@
 """The processes of an MPI communicator as the ranks of a step. Importing this module starts MPI."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxcgx import mpi
 from jaxcgx.checks import wrong
@@ -16,21 +16,15 @@ from jaxcgx.typing import PyTree
 class Processes(Division):
     """The ranks of a communicator or a hierarchy. Each computes alone, on its own device."""
 
-    remedy: ClassVar[str] = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
-
-    comm: Any
-
     def __init__(self, comm: Any, sharding: Sharding) -> None:
         for name, given in dict(params=sharding.params, optimizer=sharding.optimizer).items():
             if given is not None:
                 expected = "None between the processes of mpirun, which have a device each"
                 raise wrong(OP, f"sharding.{name}", expected, repr(given), "leave it out, or pass a mesh")
-        super().__init__(sharding.batch)
+        super().__init__(lambda: net_over(OP, "mesh_or_comm", self.comm), sharding.batch)
         check_batch_specs(sharding.batch, ())
         self.comm = comm if isinstance(comm, Net) else check_communicator(OP, "mesh_or_comm", comm)
-
-    def net(self) -> Net:
-        return net_over(OP, "mesh_or_comm", self.comm)
+        self.remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 
     def first(self, tree: PyTree) -> PyTree:
         return mpi.broadcast(tree, comm=self.comm)

@@ -1,17 +1,20 @@
-"""Arrays with a row for each rank, among the nodes of any tree, and their conversion to another number of ranks."""
+"""Arrays with a row for each rank, among the nodes of any tree: their specs, and other numbers of ranks."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_integer, wrong
 from jaxcgx.train.division import addable
 from jaxcgx.train.exchange import keeps
-from jaxcgx.train.model_state import fold_keys
+from jaxcgx.train.outputs import fold_keys
 from jaxcgx.train.state import ExchangeState, Pending, PerRank
-from jaxcgx.typing import PyTree
+from jaxcgx.train.update import check_nesting, warn_of_momentum
+from jaxcgx.transports.axes import check_axis_names, is_communicator
+from jaxcgx.typing import AxisName, PyTree, Specs
 
 
 def has_rows(node: Any) -> bool:
@@ -79,3 +82,59 @@ def spread(size: int, keep: str, rows: Any) -> Any:
     total = jnp.asarray(rows, jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype).sum(0)
     each = total / (size if keep == "sum" else rows.shape[0])
     return np.broadcast_to(np.asarray(each.astype(rows.dtype)), (size, *each.shape))
+
+
+def state_specs(opt_state: PyTree, axis_name: AxisName) -> Specs:
+    """Returns the PartitionSpecs of a state, for shard_map's in_specs and out_specs.
+
+    Arrays per rank are sharded over the axis of the ranks. All other arrays are replicated. Don't use
+    optax.tree_map_params for this, because it ignores the axis of the ranks.
+
+    Args:
+      opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth. It may be an nnx.Optimizer of Flax.
+      axis_name: the axis of the ranks, or the tuple of axes, that jaxcgx's transformations were given.
+    """
+    if not any(map(has_rows, jax.tree_util.tree_leaves(opt_state, is_leaf=has_rows))):
+        expected, got = "a state of jaxcgx, alone or inside of another", f"a {type(opt_state).__name__} without one"
+        remedy = (
+            "pass what init returned, or an nnx.Optimizer as it is: nnx.state(optimizer) has lost the types of the "
+            "states in it; a state without compress_gradients has PartitionSpec() everywhere"
+        )
+        raise wrong("state_specs", "opt_state", expected, got, remedy, kind=TypeError)
+    if is_communicator(axis_name):
+        expected = "an axis of a mesh, or a tuple of axes"
+        remedy = "over MPI a state is on one device, and needs no specs"
+        raise wrong("state_specs", "axis_name", expected, f"a communicator, {axis_name!r}", remedy, kind=TypeError)
+    check_nesting("state_specs", opt_state)
+    warn_of_momentum("state_specs", "opt_state", opt_state)
+    rows = P(check_axis_names("state_specs", axis_name))
+    return jax.tree_util.tree_map(lambda keep: rows if keep else P(), rows_keep(opt_state))
+
+
+def gather_state(state: PyTree, comm: Any) -> PyTree:
+    """Returns a state over MPI with the rows of all ranks, as on a mesh. All ranks except the first get None.
+
+    All ranks must call it. The rows are NumPy arrays, except rows of random keys. From a checkpoint of this state,
+    `jaxcgx.restore_state` gives each rank its own row again.
+
+    Args:
+      state: this rank's `TrainState`, or its state of an optimizer or of a model, or a tree of such states.
+      comm: the MPI communicator or `jaxcgx.mpi.hierarchy()` of the ranks.
+    """
+    from jaxcgx.train.processes import net_over  # this import starts MPI, which is optional
+
+    net = net_over("gather_state", "comm", comm)
+    jax.effects_barrier()  # programs that still run may use the same communicator
+
+    def gather(row: Any) -> Any:
+        if not addable(row):
+            words = gather(jax.random.key_data(row))
+            return words if words is None else jax.random.wrap_key_data(words, impl=jax.random.key_impl(row))
+        row = np.ascontiguousarray(row)
+        words = row.view(f"u{row.itemsize}")  # MPI doesn't know bfloat16
+        rows = np.empty((net.size, *row.shape[1:]), words.dtype) if net.rank == 0 else None
+        net.comm.Gather(words, rows)
+        return None if rows is None else rows.view(row.dtype)
+
+    whole = jax.tree_util.tree_map(lambda keep, x: gather(x) if keep else x, rows_keep(state), state)
+    return whole if net.rank == 0 else None

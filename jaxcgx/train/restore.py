@@ -2,13 +2,13 @@
 
 import re
 import sys
-import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_choice, spell_array, wrong
 from jaxcgx.plan.leaves import spell_path
@@ -20,10 +20,10 @@ from jaxcgx.typing import PyTree
 OP = "restore_state"
 
 
-class Leaf(NamedTuple):
+class SavedLeaf(NamedTuple):
     """A leaf of the template."""
 
-    path: Any  # the JAX path
+    path: KeyPath[Any]
     value: Any
     keep: str  # as from `rows_keep`
 
@@ -63,7 +63,10 @@ def restore_state(
       comm: for processes of mpirun, their MPI communicator or `jaxcgx.mpi.hierarchy()`. The checkpoint has the rows of
         all ranks (`jaxcgx.gather_state`), and the template has only the process's own row.
     """
-    ocp = _import_orbax()
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError:
+        raise ImportError(f"{OP}: expected Orbax to be installed; pip install orbax-checkpoint") from None
     net = _net(comm)
     leaves, structure = _flatten(template, per_rank or {})
     # Each process reads without the others: Orbax would let them wait for one whose reading fails.
@@ -78,11 +81,8 @@ def restore_state(
             args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
             return structure.flatten_up_to(checkpointer.restore(path, args=args))
 
-        moved = [
-            i
-            for i, leaf in enumerate(leaves)
-            if leaf.keep in ("sum", "mean") and (net is not None or leaf.shape != saved[leaf.name])
-        ]
+        resized = lambda leaf: net is not None or leaf.shape != saved[leaf.name]
+        moved = [i for i, leaf in enumerate(leaves) if leaf.keep in ("sum", "mean") and resized(leaf)]
         lost = [i for i, leaf in enumerate(leaves) if leaf.keep == "zeros"]
         found = read({i: leaf.value for i, leaf in enumerate(leaves) if i not in moved and i not in lost})
         for i in lost:
@@ -93,14 +93,6 @@ def restore_state(
             rows = _move(rows, leaf, leaf.shape[0] if net is None else net.size)
             found[i] = _place(rows if net is None else rows[net.rank : net.rank + 1], leaf.value)
     return structure.unflatten(found)
-
-
-def _import_orbax() -> types.ModuleType:
-    try:
-        import orbax.checkpoint
-    except ImportError:
-        raise ImportError(f"{OP}: expected Orbax to be installed; pip install orbax-checkpoint") from None
-    return orbax.checkpoint
 
 
 def _net(comm: Any) -> Transport | None:
@@ -117,19 +109,18 @@ def _net(comm: Any) -> Transport | None:
     return net_over(OP, "comm", comm)
 
 
-def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], Any]:
+def _flatten(template: PyTree, per_rank: Mapping[str, str]) -> tuple[list[SavedLeaf], PyTree]:
     """Returns (the leaves of the template, its structure)."""
     keep = jax.tree_util.tree_leaves(rows_keep(template))
-    leaves = [Leaf(*leaf, keep) for leaf, keep in zip(jax.tree_util.tree_flatten_with_path(template)[0], keep)]
+    leaves = [SavedLeaf(*leaf, keep) for leaf, keep in zip(jax.tree_util.tree_flatten_with_path(template)[0], keep)]
     for pattern, keep in per_rank.items():
         check_choice(OP, "per_rank", keep, ("sum", "mean"))
         matching = [not leaf.keep and re.search(pattern, leaf.name) is not None for leaf in leaves]
         if not any(matching):
             raise wrong(OP, "per_rank", "regular expressions of leaves' paths", f"{pattern!r}, which no leaf has")
         leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
-    if not (
-        per_rank or any(map(has_rows, jax.tree_util.tree_leaves(template, is_leaf=has_rows)))
-    ):  # a state without compression counts, too
+    has_state = any(map(has_rows, jax.tree_util.tree_leaves(template, is_leaf=has_rows)))
+    if not (per_rank or has_state):  # a state without compression counts, too
         expected = "a tree with a state of jaxcgx"
         remedy = (
             "pass what train.init or optimizer.init returned; for other arrays with a row for each rank, also "
@@ -145,12 +136,11 @@ def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
     if tree is None:
         remedy = "pass an absolute path; a CheckpointManager has it in folder/step/default"
         raise wrong(OP, "path", "the folder of a tree that Orbax wrote", path, remedy, kind=FileNotFoundError)
-    return {
-        spell_path(path): getattr(found, "shape", None) for path, found in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {spell_path(path): getattr(x, "shape", None) for path, x in found}
 
 
-def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
+def _check(leaves: list[SavedLeaf], saved: dict[str, Any]) -> None:
     """Checks that the template has the leaves of the checkpoint, with the same shapes except for the number of rows."""
     if missing := [name for name in saved if name not in {leaf.name for leaf in leaves}]:
         remedy = "the template has the structure of what was saved, with the same plan and feedback"
@@ -161,13 +151,10 @@ def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
             raise wrong(OP, "template", f"leaves of the checkpoint, {names}", "another", path=leaf.path)
         shape = saved[leaf.name]
         if shape is not None and not leaf.fits(tuple(shape)):
-            remedy = (
-                "if its first axis is that of the ranks, pass per_rank={'regular expression of its path': 'mean'}"
-                if not leaf.keep and leaf.shape[1:] == tuple(shape[1:])
-                else ""
-            )
+            has_axis = not leaf.keep and leaf.shape[1:] == tuple(shape[1:])
+            remedy = "if its first axis is that of the ranks, pass per_rank={'regular expression of its path': 'mean'}"
             expected = f"{list(shape)}, the shape in the checkpoint"
-            raise wrong(OP, "template", expected, spell_array(leaf.value), remedy, path=leaf.path)
+            raise wrong(OP, "template", expected, spell_array(leaf.value), remedy * has_axis, path=leaf.path)
         if getattr(leaf.value, "sharding", True) is None:
             expected = "an array, or a jax.ShapeDtypeStruct with a sharding"
             raise wrong(OP, "template", expected, leaf.value, "pass what init returned", path=leaf.path)
@@ -179,7 +166,7 @@ def _words(x: Any) -> Any:
     return jax.eval_shape(jax.random.key_data, x) if is_key else x
 
 
-def _move(rows: np.ndarray, leaf: Leaf, size: int) -> Any:
+def _move(rows: np.ndarray, leaf: SavedLeaf, size: int) -> Any:
     """Returns the rows of a leaf, converted to `size` ranks. Random keys are words, before and after."""
     if addable(leaf.value):
         return np.asarray(spread(size, leaf.keep, rows))

@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
@@ -18,25 +21,17 @@ from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
-from jaxcgx.train.agreement import check_same
-from jaxcgx.train.batch import dimensions
-from jaxcgx.train.cut import OP
-from jaxcgx.train.division import Division, addable, after, row, without_row
+from jaxcgx.train.batch import OP, dimensions
+from jaxcgx.train.division import Division, OverMesh, addable, after, row, without_row
 from jaxcgx.train.exchange import At
-from jaxcgx.train.frozen import part
 from jaxcgx.train.gradient import Gradient, Parts
-from jaxcgx.train.mesh import OverMesh
-from jaxcgx.train.model_state import fold_keys
-from jaxcgx.train.outputs import Outputs
-from jaxcgx.train.rank import Rank
+from jaxcgx.train.outputs import Outputs, fold_keys
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
-from jaxcgx.train.step import Step, Training, TrainStep, as_arrays, put
-from jaxcgx.train.update import Update
-from jaxcgx.transports.axes import axis_names, crosses
-from jaxcgx.transports.base import Transport
+from jaxcgx.train.step import Rank, Step, Training, TrainStep, as_arrays, check_train_state, put
+from jaxcgx.train.update import Update, part
 from jaxcgx.transports.xla import Axes
-from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
+from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree
 
 
 class Act(NamedTuple):
@@ -141,45 +136,19 @@ class CentersTelemetry(NamedTuple):
 
 
 class Ongoing(NamedTuple):
-    """What the program of an act gets, and what becomes of it.
+    """What the program of an act gets, and what becomes of it."""
 
-    Attributes:
-      outer: the outer parameters.
-      steps: the number of steps, unchanged: the next step waits for it.
-      params: the own parameters of the centers, as rows.
-      parts: the states of parts; None stands for no part.
-    """
-
-    outer: PyTree
-    steps: PyTree
-    params: PyTree
-    parts: list[PyTree]
-
-
-class Center(Division):
-    """A rank of a center, which has whole parameters. `axis` are the axes of the center's ranks; (): it has one."""
-
-    axis: AxisName
-    names: tuple[Any, ...]
-    crosses: bool
-
-    def __init__(self, axis: AxisName, batch_specs: Specs) -> None:
-        super().__init__(batch_specs)
-        self.axis, self.names = axis, axis_names(axis)
-        self.crosses = bool(self.names) and crosses(axis)
-
-    def net(self) -> Transport:
-        return check_axes(OP, self.axis) if self.names else Axes(())
+    outer: PyTree  # the outer parameters
+    steps: PyTree  # the number of steps, unchanged: the next step waits for it
+    params: PyTree  # the own parameters of the centers, as rows
+    parts: list[PyTree]  # the states of parts; None stands for no part
 
 
 def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: bool) -> TrainStep:
     """Returns the functions of a training loop with rounds.
 
-    Args:
-      rounds: the rounds.
-      training: the rooms of a step of all ranks, which have whole parameters.
-      axis: the axes of the ranks. Some may be marked, as by Tcp.
-      donate: as in `make_train_step`.
+    `training` has the rooms of a step of all ranks. `axis` are the axes of the ranks, some of them maybe marked as by
+    Tcp.
     """
     division = training.division
     _check(rounds, training)
@@ -187,7 +156,8 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     rounds.check(division.mesh, axis)
     axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
     inner: AxisName = () if rounds.alone else axes[1:] if len(axes) != 2 else axes[-1]
-    center, plan = Center(inner, division.batch_specs), training.exchange.plan
+    net = lambda: Axes(()) if inner == () else check_axes(OP, inner)
+    center, plan = Division(net, division.batch_specs, inner), training.exchange.plan
     if inner == () and not (isinstance(plan, Plan) and plan.raw and not plan.rules):
         why = "as the ranks of a center average parameters" if rounds.alone else "as a center has one rank"
         expected = f"jaxcgx.Raw(), {why} and exchange no gradients"
@@ -196,7 +166,9 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
         expected = "None, as a center has one rank, which exchanges no gradients"
         raise wrong(OP, "overlap", expected, repr(training.overlap), "leave it out")
     training = dataclasses.replace(training, update=Update(training.update.optimizer, center))
-    return StepOfCenters(CentersTraining(rounds, training, division, center, axis=axis), donate).functions
+    centers = CentersTraining(rounds, training, division, center, axis=axis)
+    step = StepOfCenters(centers, donate)
+    return TrainStep(centers.init, step, step.finish if rounds.last else lambda state: state)
 
 
 def _check(rounds: Rounds, training: Training) -> None:
@@ -226,7 +198,7 @@ class CentersTraining:
     rounds: Rounds
     training: Training  # with the exchange and the update of a rank inside its center
     ranks: OverMesh
-    center: Center
+    center: Division  # the ranks of a center
     axis: AxisName
 
     @property
@@ -328,7 +300,7 @@ class CentersTraining:
         `given` is the state without what only acts change.
         """
         training, rows, specs = self.training, self.rows, inside(self.specs)
-        batch, of_batch = self.ranks.place(batch, training.accumulate)
+        batch, of_batch, _ = self.ranks.place(batch, training.accumulate)
         parts = Parts(training.accumulate, dimensions(of_batch))
 
         def of_rank(given: TrainState, batch: Batch, key: Key | None) -> tuple[TrainState, jax.Array, PyTree]:
@@ -399,9 +371,7 @@ class CentersTraining:
 
     def check(self, state: Any) -> None:
         """Checks the state that a step gets."""
-        if not isinstance(state, TrainState):
-            expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
-            raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
+        check_train_state(state)
         found = len(state.exchange.parts) if isinstance(state.exchange, RoundsState) else 0
         if found != self.parts:
             expected = f"the state of {self.parts} fragments of {self.rounds.op}"
@@ -416,7 +386,7 @@ class CentersTraining:
         """Checks that parameters can be trained, that both plans freeze the same ones, and that processes agree."""
         op, mesh = self.rounds.op, self.ranks.mesh
         check_real(op, "params", params)
-        self.training.check_trained(params, part(params, skipped)[0])
+        self.training.check_trained(params, part(params, skipped))
         plan = self.training.exchange.plan
         if self.center.names and isinstance(plan, Plan):
             inside = Routes.of(op, plan, params).skipped
@@ -447,14 +417,9 @@ class StepOfCenters(Step):
         self._centers, self._donate = centers, donate
         self._train = jax.jit(centers.train, donate_argnums=given(0))
         self._act = jax.jit(centers.act, static_argnums=0, donate_argnums=given(1))
-        self._finish = jax.jit(centers.finish, donate_argnums=given(0))
+        self.finish = jax.jit(centers.finish, donate_argnums=given(0))
         self._last: tuple[list[Any], int] = [], 0  # what the last call returned, and the number of its steps
         self._known: set[Any] = set()  # the kinds of states for which the programs of acts have been compiled
-
-    @property
-    def functions(self) -> TrainStep:
-        finish = self._finish if self._centers.rounds.last else lambda state: state
-        return TrainStep(self._centers.init, self, finish)
 
     def __call__(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
         centers = self._centers
@@ -530,3 +495,31 @@ def _map_keys(function: Callable[..., Any], shared: PyTree, *others: PyTree) -> 
         return states[0]._replace(key=function(*(x.key for x in states))) if has_key(states[0]) else states[0]
 
     return jax.tree_util.tree_map(of_state, shared, *others, is_leaf=has_key)
+
+
+BYTES = 1024  # of the settings of a process, as JSON
+LONGEST = 64  # characters of a setting
+
+
+def check_same(function: str, settings: dict[str, str], mesh: Mesh) -> None:
+    """Checks that all processes of a mesh have the same settings. All of them call this at the same time.
+
+    Args:
+      function: the public function that got the settings.
+      settings: {argument: its value as text}.
+      mesh: the mesh.
+    """
+    text = json.dumps({name: value[:LONGEST] for name, value in settings.items()}).encode()
+    own = np.frombuffer(text.ljust(BYTES), np.uint8)[None]
+    rows = NamedSharding(mesh, P(mesh.axis_names))
+    given = jax.make_array_from_callback((mesh.size, BYTES), rows, lambda _: own)
+    gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(given)
+    here = json.loads(text)
+    for device, text in zip(mesh.devices.flat, np.asarray(gathered.addressable_data(0))):
+        there = json.loads(text.tobytes())
+        for name in here | there:
+            mine, other = here.get(name, "none"), there.get(name, "none")
+            if mine != other:
+                got = f"{mine} in this process and {other} in process {device.process_index}"
+                remedy = f"pass the same arguments to {function} in every process"
+                raise wrong(function, name, "the same value in all processes", got, remedy)

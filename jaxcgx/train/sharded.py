@@ -7,14 +7,15 @@ axes of the mesh, each shard is exchanged on its own.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_flag, check_integer, check_real, spell_array, wrong
 from jaxcgx.codecs.spelling import spell
@@ -23,12 +24,10 @@ from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import check_plan
-from jaxcgx.train.batch import OP, flatten_specs, is_spec
-from jaxcgx.train.cut import Cut, beside, check_optimizer_specs, check_specs, named
-from jaxcgx.train.division import Function
-from jaxcgx.train.frozen import part
-from jaxcgx.train.mesh import OverMesh, like
+from jaxcgx.train.batch import OP, Names, axes_of, filled, flatten_specs, is_spec, shortest
+from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
+from jaxcgx.train.update import part
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
@@ -62,6 +61,103 @@ def shard_specs(params: Params, mesh: Mesh, axis_name: AxisName = "data", *, min
     return jax.tree_util.tree_map(spec_of, params)
 
 
+class Cut(NamedTuple):
+    """For each leaf of the parameters, the dimension that is sharded over the ranks, or None."""
+
+    structure: PyTree  # that of the parameters; None: nothing is cut
+    dimensions: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, specs: Specs, names: Names) -> "Cut":
+        """Returns the cut of a tree of specs over the axes of the ranks, `names`. Without specs, nothing is cut."""
+        if specs is None:
+            return cls(None, ())
+        found, structure = flatten_specs(specs)
+        return cls(structure, tuple(_dimension(spec, names) for _, spec in found))
+
+    def __bool__(self) -> bool:
+        """Returns whether any leaf is sharded."""
+        return any(d is not None for d in self.dimensions)
+
+    def without(self, other: "Cut") -> "Cut":
+        """Returns the cut of only the leaves that are sharded here and whole in another cut."""
+        alone = [d if there is None else None for d, there in zip(self.dimensions, other.dimensions)]
+        return self._replace(dimensions=tuple(alone))
+
+    def masked(self, tree: PyTree) -> list[Any]:
+        """Returns the leaves of a tree like the parameters, with None in place of whole leaves."""
+        return [None if d is None else x for d, x in zip(self.dimensions, self.structure.flatten_up_to(tree))]
+
+    def pick(self, tree: PyTree) -> PyTree:
+        """Returns the tree with None in place of whole leaves."""
+        return self.tree(self.masked(tree))
+
+    def tree(self, values: Sequence[Any]) -> PyTree:
+        return self.structure.unflatten(values)
+
+    def specs(self, names: Names) -> Specs:
+        """Returns the specs of a tree like the parameters, in a shard_map over the axes of the ranks."""
+        return self.tree([P() if d is None else P(*[None] * d, names) for d in self.dimensions]) if self else P()
+
+    def check(self, argument: str, params: Params, ranks: int) -> None:
+        """Checks that `ranks` divides the sharded dimensions. Errors name `argument`, which has the specs."""
+        if not self:
+            return
+        if jax.tree_util.tree_structure(params) != self.structure:
+            expected = f"a tree like the parameters, {jax.tree_util.tree_structure(params)}"
+            raise wrong(OP, argument, expected, self.structure)
+        for (path, x), d in zip(jax.tree_util.tree_flatten_with_path(params)[0], self.dimensions):
+            if d is not None and (d >= x.ndim or x.shape[d] % ranks):
+                remedy = "PartitionSpec() leaves it whole, and jaxcgx.shard_specs finds dimensions"
+                expected = f"a dimension that {ranks} ranks divide"
+                raise wrong(OP, argument, expected, f"dimension {d} of {spell_array(x)}", remedy, path=path)
+
+
+def named(spec: P) -> Names:
+    """Returns the axes of a mesh that a spec names."""
+    return tuple(name for part in spec for name in axes_of(part))
+
+
+def _dimension(spec: P, names: Names) -> int | None:
+    """Returns the dimension that exactly these axes shard, or None."""
+    return next((d for d, part in enumerate(spec) if axes_of(part) == names), None)
+
+
+def beside(spec: P, names: Names) -> P:
+    """Returns the spec without the axes of the ranks, `names`: the sharding over the other axes."""
+    return shortest(P(*(None if axes_of(part) == names else part for part in spec)))
+
+
+def check_specs(argument: str, specs: Specs, names: Names) -> None:
+    """Checks that each spec has the axes of the ranks for at most one dimension, which no other axis shards."""
+    for path, spec in flatten_specs(specs)[0]:
+        if not isinstance(spec, P):
+            raise wrong(OP, argument, "a jax.sharding.PartitionSpec", repr(spec), path=path, kind=TypeError)
+        having = [axes_of(part) for part in spec if set(axes_of(part)) & set(names)]
+        if having not in ([], [names]):
+            spelled = repr(names[0]) if len(names) == 1 else repr(names)
+            raise wrong(OP, argument, f"{spelled} for one dimension at most, and alone there", spec, path=path)
+
+
+def check_optimizer_specs(specs: Specs, param_specs: Specs, names: Names) -> None:
+    """Checks that the optimizer's state is sharded like the parameters.
+
+    Where a parameter is whole on every rank, its state may be sharded over the ranks, too.
+    """
+    found, tree = flatten_specs(specs)
+    params, like = ([((), P())] * len(found), tree) if param_specs is None else flatten_specs(param_specs)
+    if like != tree:
+        raise wrong(OP, "sharding.optimizer", f"a tree like sharding.params, {like}", tree)
+    for (path, spec), (_, param) in zip(found, params):
+        if _dimension(param, names) is None:
+            fits = beside(spec, names) == shortest(param)
+        else:
+            fits = shortest(spec) == shortest(param)
+        if not fits:
+            expected = f"the spec of the parameter, {param}, or where that is whole, the same with {names[0]!r}"
+            raise wrong(OP, "sharding.optimizer", expected, spec, path=path)
+
+
 class ShardedMesh(OverMesh):
     """The ranks of a mesh with sharded parameters or optimizer states. `Division` documents the members.
 
@@ -74,24 +170,9 @@ class ShardedMesh(OverMesh):
       keep: whether the errors of gathered updates are kept.
     """
 
-    params_given: Specs
-    state: Specs
-    whole: Specs
-    params: Specs
-    params_cut: Cut
-    state_cut: Cut
-    dims: tuple[int | None, ...]
-    params_specs: Specs
-    shard_axes: tuple[tuple[Any, ...], ...]
-    gather: Plan
-    regather: bool
-    keep: bool
-    noisy: bool
-    loose: Plan
-
     def __init__(self, mesh: Mesh, sharding: Sharding, *, keep: bool = True) -> None:
         super().__init__(mesh, sharding.axis, sharding.batch)
-        names, self.params_given = self.names, sharding.params
+        names, self.spread = self.names, True
         self.state = sharding.params if sharding.optimizer is None else sharding.optimizer
         self._check_specs(sharding)
         self.whole = jax.tree_util.tree_map(lambda spec: beside(spec, names), self.state, is_leaf=is_spec)
@@ -134,24 +215,16 @@ class ShardedMesh(OverMesh):
     def _placed(self, specs: Specs) -> Any:
         return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-    def specs_of(self, params: Params) -> Specs:
-        return self.params
-
-    def specs_of_updates(self, params: Params) -> Specs:
-        return self.state
+    def specs_of(self, params: Params) -> tuple[Specs, Specs]:
+        return self.params, self.state
 
     def specs_of_means(self, skipped: PyTree) -> Specs:
-        return part(self.state_cut.specs(self.names), skipped)[0] if self.state_cut else P()
-
-    def over_devices(self, function: Function, specs: Callable[[], Specs]) -> Function:
-        return self.by_partitioner(function, specs())
+        return part(self.state_cut.specs(self.names), skipped) if self.state_cut else P()
 
     def specs_of_exchange(self, fresh: Callable[[], ExchangeState], params: Params) -> Specs:
-        return (
-            self._specs_of(jax.eval_shape(fresh), params, self.names)
-            if self.others
-            else super().specs_of_exchange(fresh, params)
-        )
+        if not self.others:
+            return super().specs_of_exchange(fresh, params)
+        return self._specs_of(jax.eval_shape(fresh), params, self.names)
 
     def _specs_of(self, sent: ExchangeState, params: Params, front: Any) -> Specs:
         """Returns the specs of the state of an exchange over this mesh or, if `front` is None, in its ranks.
@@ -159,9 +232,10 @@ class ShardedMesh(OverMesh):
         An array like a parameter, with the parameter's path at the end of its own, is sharded like it over the other
         axes. So is each row of such arrays. The factors of shards are side by side along their long dimension.
         """
-        known, any_shape = like(params, self.whole), dict(zip(_paths(params), self.shard_axes))
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        known, any_shape = like(params, self.whole), dict(zip(paths, self.shard_axes))
 
-        def spec_of(first: tuple[Any, ...], path: Any, x: jax.Array) -> P:
+        def spec_of(first: tuple[Any, ...], path: KeyPath[Any], x: jax.Array) -> P:
             spec = known(path, x.shape[len(first) :])
             if spec is not None:
                 return P(*first, *spec)
@@ -218,8 +292,8 @@ class ShardedMesh(OverMesh):
                 gathered, in_specs=(specs,), out_specs=specs, axis_names=self.others, check_vma=False
             )
         if not self.regather:
-            return _join(gathered(shards), params), loss
-        fill = lambda shards, like: _join(gathered(shards), like)
+            return filled(gathered(shards), params), loss
+        fill = lambda shards, like: filled(gathered(shards), like)
         whole = jax.custom_vjp(fill)
         whole.defvjp(lambda *args: (fill(*args), None), lambda _, cts: (None, cts))
         return self.like_whole(params), _checkpointed(lambda like, *rest: loss(whole(shards, like), *rest))
@@ -260,7 +334,7 @@ class ShardedMesh(OverMesh):
             out_specs=(whole, kept),
         )
         found, lost = exchange(cut.pick(updates), lost)
-        return _join(found, updates), lost
+        return filled(found, updates), lost
 
     def _send(self, cut: Cut, shards: PyTree, lost: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:
         """Gathers updates on one device. Returns (whole updates, new errors)."""
@@ -314,12 +388,3 @@ def _checkpointed(loss: Function) -> Function:
         return structure.unflatten([next(new) if place is None else given[place] for place in places])
 
     return run
-
-
-def _join(some: PyTree, others: PyTree) -> PyTree:
-    """Returns the first tree, with leaves of the second tree in place of None."""
-    return jax.tree_util.tree_map(lambda x, y: y if x is None else x, some, others, is_leaf=lambda x: x is None)
-
-
-def _paths(tree: PyTree) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

@@ -12,23 +12,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from jaxcgx import _programs
 from jaxcgx.checks import check_array, spell_array, wrong
 from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.exchange.message import fold
-from jaxcgx.exchange.routes import Routes
+from jaxcgx.exchange.routes import Routes, Way
+from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
-from jaxcgx.plan.plan import check_phases
 from jaxcgx.train.batch import OP, dimensions
-from jaxcgx.train.division import Division, addable
-from jaxcgx.train.exchange import Exchange, with_row
-from jaxcgx.train.frozen import part
+from jaxcgx.train.division import Division, addable, after, row, with_row, without_row
+from jaxcgx.train.exchange import At, Exchange, check_state, send
 from jaxcgx.train.gradient import Gradient, Loss, Parts
-from jaxcgx.train.model_state import ModelState
-from jaxcgx.train.nesting import nodes, warn_of_momentum
-from jaxcgx.train.outputs import Outputs
-from jaxcgx.train.rank import Rank
+from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
-from jaxcgx.train.update import Update
+from jaxcgx.train.update import Update, join, nodes, part, warn_of_momentum
 from jaxcgx.typing import Batch, Key, Params, PyTree, Specs
 
 GATHERED = 1  # the number that is folded into the key of a step, for the noise of gathers
@@ -41,7 +38,7 @@ class TrainStep(NamedTuple):
       init: a function (params, model_state=None) -> TrainState, placed as `step` needs it.
       step: a jitted function (state, batch, key=None) -> (TrainState, Metrics): a `Step`.
       finish: a function (state) -> TrainState, to be called after the last step. With `Priority`, it applies the
-        pending gradients. Otherwise it changes nothing.
+        pending gradients. With rounds, it ends the exchanges that have begun. Otherwise it changes nothing.
     """
 
     init: Callable[..., TrainState]
@@ -91,6 +88,7 @@ class Training:
     accumulate: int
     overlap: str | Priority | None
     aux_specs: Specs
+    _states: dict[Any, ExchangeState] = dataclasses.field(default_factory=dict, init=False)
 
     def functions(self, donate: bool) -> TrainStep:
         """Returns the functions of a training loop."""
@@ -112,9 +110,9 @@ class Training:
         params, model_state = as_arrays("params", params), as_arrays("model_state", model_state)
         division.check(params)
         skipped = self._skipped(params)
-        self.check_trained(params, part(params, skipped)[0])
+        self.check_trained(params, part(params, skipped))
         _, of_optimizer = self.update.specs(params, skipped)
-        placed = division.specs_of(params), of_optimizer, division.specs_of_lost(skipped)
+        placed = division.specs_of(params)[0], of_optimizer, division.specs_of_lost(skipped)
 
         def fresh(params: Params) -> tuple[PyTree, ...]:
             own = jax.tree_util.tree_map(jnp.copy, params)  # `step` must not donate the caller's arrays
@@ -142,8 +140,8 @@ class Training:
             expected, got = "a state whose gradients have arrived", "one whose gradients are on their way (Priority)"
             raise wrong("train.step", "state", expected, got, "call finish(state) of the train step that sent them")
         skipped, noise, rows = self._skipped(state.params), self._noise(state), division.rows
-        batch, specs = division.place(batch, self.accumulate)
-        outputs = Outputs(OP, self.aux_specs, rows, guessed=division.guesses(self.accumulate))
+        batch, specs, guessed = division.place(batch, self.accumulate)
+        outputs = Outputs(OP, self.aux_specs, rows, guessed=guessed)
         parts = Parts(self.accumulate, dimensions(specs))
         early = self.exchange.early and division.crosses and self.overlap is None
         gradient = Gradient(division, self.loss, self.model_state, skipped, parts=parts, outputs=outputs, early=early)
@@ -180,27 +178,22 @@ class Training:
         state = state.replace(exchange=sent, pending=None)
         return self.update(state, means, pending.loss, skipped, key=noise)
 
-    @functools.cached_property
-    def state_of(self) -> Callable[[Params], ExchangeState]:
-        """A function from parameters to the shapes of the exchange's state. It remembers them."""
-        known: dict[Any, ExchangeState] = {}
-
-        def find(params: Params) -> ExchangeState:
-            leaves, tree = jax.tree_util.tree_flatten(params)
-            key = tree, tuple((x.shape, x.dtype) for x in leaves)
-            if key not in known:
-                like = tree.unflatten([jax.ShapeDtypeStruct(*each) for each in key[1]])
-                known[key] = jax.eval_shape(lambda params: with_row(self.exchange.init(params)), like)
-            return known[key]
-
-        return find
+    def state_of(self, params: Params) -> ExchangeState:
+        """Returns the shapes of the exchange's state for parameters. It remembers them."""
+        leaves, tree = jax.tree_util.tree_flatten(params)
+        key = tree, *((x.shape, x.dtype) for x in leaves)
+        if key not in self._states:
+            like = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            self._states[key] = jax.eval_shape(lambda params: with_row(self.exchange.init(params)), like)
+        return self._states[key]
 
     def _skipped(self, params: Params) -> PyTree:
         """Returns for each parameter whether it is frozen. All plans of a schedule skip the same parameters."""
         shards = self.division.shards(params)
         if self.exchange.plan is None:  # it makes its own plan, which skips nothing
             return jax.tree_util.tree_map(lambda _: False, shards)
-        return Routes.of(OP, check_phases(OP, self.exchange.plan)[0].plan, shards).skipped
+        plan = self.exchange.plan
+        return Routes.of(OP, plan if isinstance(plan, Plan) else next(iter(plan.values())), shards).skipped
 
     def _noise(self, state: TrainState) -> Key | None:
         """Returns the key of a step's gathers, or None."""
@@ -210,9 +203,7 @@ class Training:
         return fold(shared.key, shared.count, GATHERED)
 
     def _check_state(self, state: TrainState) -> None:
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
-            raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
+        check_train_state(state)
         self.model_state.check_rows(state.model_state, self.division.size, self.division.remedy)
 
     def check_trained(self, params: Params, trained: Params) -> None:
@@ -231,6 +222,13 @@ class Training:
         warn_of_momentum(OP, "optimizer", state, self.state_of(self.division.shards(params)))
 
 
+def check_train_state(state: Any) -> None:
+    """Checks that a step got a TrainState."""
+    if not isinstance(state, TrainState):
+        expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
+        raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
+
+
 def as_arrays(argument: str, tree: PyTree) -> PyTree:
     """Returns a tree of parameters or of a model's state, an argument of `init`, as JAX arrays."""
     remedy = "leave it out; in Equinox, params, static = eqx.partition(model, eqx.is_inexact_array)"
@@ -246,3 +244,115 @@ def put(state: PyTree, sharding: Any) -> PyTree:
     words = jax.tree_util.tree_map(lambda x: x if addable(x) else jax.random.key_data(x), state)
     wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
     return jax.tree_util.tree_map(wrap, jax.device_put(words, sharding), state)
+
+
+Reduced = tuple[PyTree, ExchangeState]  # (means of the trained leaves, the state after the exchange)
+
+
+@dataclasses.dataclass(eq=False)
+class Rank:
+    """The functions of one rank. They run on all ranks by `Division.over`.
+
+    Attributes:
+      order: the numbers of the leaves in the order in which their gradients are ready. With an overlap, `step` learns
+        it while it is traced.
+      state_of: a function from gradients to the shapes of the exchange's state, which it must fit. None: it isn't
+        checked.
+    """
+
+    division: Division
+    exchange: Exchange
+    skipped: PyTree
+    overlap: str | Priority | None
+    order: tuple[int, ...] | None = None
+    state_of: Callable[[Params], ExchangeState] | None = None
+
+    def step(
+        self,
+        gradient: Gradient,
+        params: Params,
+        model_state: PyTree,
+        sent: ExchangeState,
+        batch: Batch,
+        keys: tuple[Key | None, Key | None],
+    ) -> tuple[Any, ...]:
+        """Returns (means, state of the exchange, model state, loss, outputs).
+
+        With `Priority`, (rows of gradients or None, rows of a ticket or None) are in place of the means.
+        """
+        early, ticket = gradient.early, None
+        if early:
+            ticket, sent = self._begin(None, sent, params, None)
+            # XLA begins the exchange before it computes anything from the batch.
+            batch = jax.tree_util.tree_map(lambda x: after(ticket, x) if addable(x) else x, batch)
+        find, args = gradient, (params, model_state, batch, keys)
+        if self.overlap is not None:
+            find = jax.jit(gradient)  # with jit, it is traced only once, for its order and for the step
+            self.order = self._ready(find, args)
+        grads, loss, model_state, aux = find(*args)
+        if isinstance(self.overlap, Priority):
+            found, sent = self._pend(grads, sent, params, loss)
+        elif early:
+            ticket = jax.tree_util.tree_map(lambda x: after(grads, x), ticket)
+            found, sent = self._end(ticket, grads, sent, params, loss=loss)
+        else:
+            found, sent = self.reduce(grads, sent, params, loss)
+        return found, sent, model_state, loss, aux
+
+    def reduce(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+        """Returns (means, state) of an exchange that begins and ends here."""
+        run = self.division.on_shards(self._send, sent)
+        means, sent = run(self._whole(grads, params), sent, None if self.division.dims else params, loss)
+        return part(means, self.skipped), sent
+
+    def receive(self, pending: Pending, sent: ExchangeState, params: Params) -> Reduced:
+        """Returns (means, state) of the exchange of pending gradients."""
+        if pending.ticket is None:
+            return self.reduce(without_row(pending.grads), sent, params, pending.loss)
+        grads = None if pending.grads is None else without_row(pending.grads)
+        return self._end(pending.ticket, grads, sent, params, loss=pending.loss)
+
+    def _pend(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> tuple[Any, ExchangeState]:
+        """Begins an exchange that the next step ends, if it can go on in between."""
+        if not self.division.crosses or self.division.dims:
+            return (row(grads), None), sent
+        early = self.exchange.early
+        ticket, sent = self._begin(None if early else grads, sent, params, loss)
+        return (row(grads) if early else None, ticket), sent
+
+    def _whole(self, grads: PyTree, params: Params) -> PyTree:
+        """Returns gradients for all leaves, as plans expect. Nothing reads those that the plan skips."""
+        return join(grads, part(self.division.like_whole(params), self.skipped, frozen=True))
+
+    def _at(self, params: Params, loss: jax.Array | None) -> At:
+        way = Way(dims=self.division.dims, join=True, order=self.order)
+        if isinstance(self.overlap, Priority):
+            way = way._replace(slice_elements=self.overlap.slice_elements, later=True)
+        return At(self.division.net(), params, loss, way, shards=self.division.shard_axes)
+
+    def _begin(
+        self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None
+    ) -> tuple[PyTree, ExchangeState]:
+        at, grads = self._at(params, loss), None if grads is None else row(self._whole(grads, params))
+        begin = lambda own, grads: self.exchange.begin(grads, ExchangeState(own, sent.shared), at)
+        ticket, new = jax.vmap(begin)(sent.own, grads)
+        return ticket, ExchangeState(new.own, without_row(new.shared))
+
+    def _end(self, ticket: PyTree, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+        at, grads = self._at(params, loss), row(self._whole(grads, params)) if self.exchange.early else None
+        end = lambda own, ticket, grads: self.exchange.end(ticket, ExchangeState(own, sent.shared), at, grads)
+        means, new = jax.vmap(end)(sent.own, ticket, grads)
+        return part(without_row(means), self.skipped), ExchangeState(new.own, without_row(new.shared))
+
+    def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+        """Returns (means, state) of an exchange of all leaves, or of this device's shards of them."""
+        if self.state_of is not None:
+            check_state("train.step", sent, self.state_of(grads), self.division.remedy)
+        return send(self.exchange, grads, sent, self._at(params, loss))
+
+    def _ready(self, find: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Returns the order of all leaves. Those that are skipped come last."""
+        skipped = jax.tree_util.tree_leaves(self.skipped)
+        trained = [i for i, skip in enumerate(skipped) if not skip]
+        ends = _programs.ready(jax.make_jaxpr(find)(*args), len(trained))
+        return *(trained[i] for i in ends), *(i for i, skip in enumerate(skipped) if skip)

@@ -42,13 +42,8 @@ class Telemetry(NamedTuple):
 def measure(travel: Travel, at: At, grads: PyTree, before: PyTree, mean: PyTree, lost: PyTree) -> Telemetry:
     """Returns the telemetry of one exchange.
 
-    Args:
-      travel: how the gradients travelled.
-      at: the place in the step.
-      grads: the gradients that were sent.
-      before: the residuals before the exchange.
-      mean: the mean of each leaf, or a rank's slice of it.
-      lost: the residuals after the exchange.
+    `before` and `lost` are the residuals before and after it. `mean` has the mean of each leaf, or a rank's slice of
+    it.
     """
     routes, net = travel.routes, travel.net
     leaves, scalars = routes.each(grads), [jnp.zeros((), jnp.float32)] * len(routes.leaves)

@@ -17,9 +17,11 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.resolve import check_axes, check_ranks
 from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
-from jaxcgx.train.exchange import At, Exchange, as_exchange, check_state, send, with_row
-from jaxcgx.train.require import import_optax
+from jaxcgx.train.division import with_row
+from jaxcgx.train.exchange import At, Exchange, check_state, send
+from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
+from jaxcgx.train.update import import_optax
 from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
 from jaxcgx.typing import AxisName, Params, PyTree
 

@@ -1,4 +1,4 @@
-"""The optimizer's update of the parameters that are trained."""
+"""The optimizer's update of the parameters that are trained. Frozen ones, and states of optimizers."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -8,12 +8,21 @@ import jax
 from jaxcgx.checks import wrong
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division
-from jaxcgx.train.frozen import join, part
 from jaxcgx.train.state import TrainState
 from jaxcgx.typing import Key, Params, PyTree
 
 if TYPE_CHECKING:
     import optax
+
+import itertools
+import types
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxcgx.checks import warn
+from jaxcgx.exchange.message import Carry
+from jaxcgx.train.state import ExchangeState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +37,12 @@ class Update:
 
     def init(self, params: Params, skipped: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (the optimizer's state, the errors of the gather of updates)."""
-        return self.optimizer.init(part(params, skipped)[0]), self.division.init_lost(params, skipped)
+        return self.optimizer.init(part(params, skipped)), self.division.init_lost(params, skipped)
 
     def specs(self, params: Params, skipped: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the PartitionSpecs of (updates, the optimizer's state)."""
-        trained, _ = part(params, skipped)
-        specs, _ = part(self.division.specs_of_updates(params), skipped)
+        trained = part(params, skipped)
+        specs = part(self.division.specs_of(params)[1], skipped)
         state = jax.eval_shape(self.optimizer.init, trained)
         return specs, self.division.specs_of_state(state, trained, specs)
 
@@ -43,12 +52,15 @@ class Update:
         """Returns the state after an update with the means of gradients. `key` is that of the gather of updates."""
         from optax import apply_updates  # an optional dependency
 
-        trained, frozen = part(state.params, skipped)
-        run = self.division.over_devices(self._run, lambda: self.specs(state.params, skipped))
+        trained = part(state.params, skipped)
+        run = self._run
+        if self.division.spread:
+            run = self.division.by_partitioner(run, self.specs(state.params, skipped))
         updates, opt_state = run(means, state.opt_state, trained, loss)
         updates, lost = self.division.send_updates(updates, state.lost, skipped, key)
         moved = apply_updates(trained, updates)
-        return state.replace(params=join(moved, frozen), opt_state=opt_state, lost=lost)
+        params = join(moved, part(state.params, skipped, frozen=True))
+        return state.replace(params=params, opt_state=opt_state, lost=lost)
 
     def _run(self, means: PyTree, opt_state: PyTree, trained: Params, loss: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns the optimizer's update.
@@ -66,3 +78,79 @@ class Update:
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
         return self.optimizer.update(means, opt_state, trained)
+
+
+def part(tree: PyTree, skipped: PyTree, *, frozen: bool = False) -> PyTree:
+    """Returns the tree with its trained leaves alone, or with its frozen leaves alone.
+
+    In place of the others it has optax.MaskedNode(), a node without leaves.
+    """
+    from optax import MaskedNode  # an optional dependency
+
+    hole = MaskedNode()
+    return jax.tree_util.tree_map(lambda x, skip: x if skip == frozen else hole, tree, skipped)
+
+
+def join(trained: PyTree, frozen: PyTree) -> PyTree:
+    """Returns the tree of both parts."""
+    from optax import MaskedNode
+
+    is_hole = lambda x: isinstance(x, MaskedNode)
+    return jax.tree_util.tree_map(lambda x, y: y if is_hole(x) else x, trained, frozen, is_leaf=is_hole)
+
+
+SAME = "behind compress_gradients, where gradients are the same on every rank"
+
+
+def nodes(tree: PyTree, *kinds: type[Any]) -> list[Any]:
+    """Returns the nodes of these classes in a tree."""
+    is_node = lambda x: isinstance(x, kinds)
+    return [x for x in jax.tree_util.tree_leaves(tree, is_leaf=is_node) if is_node(x)]
+
+
+def check_nesting(function: str, opt_state: PyTree) -> None:
+    """Refuses transformations whose state depends on one rank's gradients but has no axis of ranks.
+
+    Such transformations are wrappers around compress_gradients, or come before it in a chain.
+    """
+    optax = import_optax(function)
+    for wrapper, name in (optax.MultiStepsState, "MultiSteps"), (optax.ApplyIfFiniteState, "apply_if_finite"):
+        if any(nodes(node, ExchangeState) for node in nodes(opt_state, wrapper)):
+            remedy = f"write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))"
+            raise wrong(function, "opt_state", f"optax.{name} {SAME}", "it around", remedy)
+    # A chain's state is a tuple, in which compress_gradients has one of the entries.
+    is_state = lambda x: isinstance(x, ExchangeState)
+    is_chain = lambda x: type(x) is tuple and any(map(is_state, x))
+    for chain in filter(is_chain, jax.tree_util.tree_leaves(opt_state, is_leaf=lambda x: is_chain(x) or is_state(x))):
+        for node in itertools.takewhile(lambda x: not is_state(x), chain):
+            if isinstance(node, tuple) and any(map(_like_gradients, jax.tree_util.tree_leaves(node))):
+                expected, got = (
+                    f"transformations with a state like the gradients {SAME}",
+                    f"{type(node).__name__} before it",
+                )
+                remedy = "put it behind (in place of optax.trace before it, pass jaxcgx.Momentum to compress_gradients)"
+                raise wrong(function, "opt_state", expected, got, remedy)
+
+
+def warn_of_momentum(function: str, argument: str, opt_state: PyTree, exchange: ExchangeState | None = None) -> None:
+    """Warns about a state in which an optimizer has momentum, and so do the gradients that it gets.
+
+    Their exchange has the state `exchange`, or one inside of `opt_state`.
+    """
+    moved = any(carry.momentum is not None for carry in nodes((opt_state, exchange), Carry))
+    if moved and nodes(opt_state, import_optax(function).TraceState):
+        expected = "none with momentum of its own, because gradients already have momentum (jaxcgx.Momentum, DGC, BSC)"
+        warn(str(wrong(function, argument, expected, "optax.trace", "write optax.sgd(rate)")))
+
+
+def _like_gradients(leaf: Any) -> bool:
+    return len(leaf.shape) > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def import_optax(function: str) -> types.ModuleType:
+    """Returns the module optax. If it isn't installed, the error names the public function `function`."""
+    try:
+        import optax
+    except ImportError:
+        raise ImportError(f"{function}: expected optax to be installed; pip install optax") from None
+    return optax

@@ -23,19 +23,21 @@ from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import check_plan
-from jaxcgx.train import eager
-from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part
-from jaxcgx.train.exchange import At, Exchange, as_exchange, check_state, send
-from jaxcgx.train.mesh import OverMesh
+from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
+from jaxcgx.train.batch import Ranks
+from jaxcgx.train.division import OverMesh
+from jaxcgx.train.exchange import At, Exchange, check_state, send
+from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh
-from jaxcgx.train.splitting import Ranks
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
+MOST_COMPILED = 64  # the most programs of calls outside of jit that are kept
+_compiled: dict[Any, Any] = {}
 
 
 def value_and_grad(
@@ -159,7 +161,8 @@ class Once:
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         routes = Routes.of(OP, self.plan, ticket)
-        travel, key = at.over(routes), shared_key(routes, routes, state.shared, at.net, argument="codec_key")
+        key = shared_key(routes, routes, state.shared, at.net, argument="codec_key")
+        travel = routes.over(at.net, at.way)
         check_input(ticket, Carry(), travel, "params")
         return reduce(ticket, Carry(), travel, key)[0], state
 
@@ -247,15 +250,10 @@ class ValueAndGrad:
           params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
         """
         given, _ = part(self._as_list(params))
-        ranks = self._ranks(given)
-        division = self._division(ranks, ranks.specs_of_params(given, self._as_list(self.param_specs)))
-        return jax.jit(lambda: division.init_exchange(self.exchange.init, self._shapes(given)))()
+        _, division = self._ranks(given)
+        return jax.jit(lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(given))))()
 
-    def _shapes(self, params: list[Any]) -> Params:
-        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-        return self._as_argument(jax.tree_util.tree_map(shape, params))
-
-    def _inside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
+    def _inside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Returns the result of a call inside of shard_map, pmap or vmap."""
         (positional, keywords, fixed), net = others, check_axes(OP, self.axis_name)
         found = self._differentiate(lambda params: (insert(positional, places, params, fixed), keywords), params, net)
@@ -266,16 +264,14 @@ class ValueAndGrad:
         grads, _ = send(self.exchange, self._as_argument(found.grads), sent, At(net))
         return (found.value, aux) if self.has_aux else found.value, grads
 
-    def _outside(self, places: tuple[int, ...], params: list[Any], others: Any, sent: ExchangeState) -> Any:
+    def _outside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
-        ranks = self._ranks((params, others))
-        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
-        division = self._division(ranks, param_specs)
+        ranks, division = self._ranks(params, others)
         if self.stateful:
-            init = lambda: division.init_exchange(self.exchange.init, self._shapes(params))
+            init = lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(params)))
             remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
             check_state(OP, sent, jax.eval_shape(init), remedy)
-        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
+        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others))
         given = params, split.arrays(others), sent
         # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
         # because values that the loss closes over may have changed.
@@ -291,7 +287,7 @@ class ValueAndGrad:
             raise
         check_constraints(OP, "loss_fn", ranks.names, traced.jaxpr)
         split.check_closure(self._call, *given[:2])
-        return eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
+        return _call_compiled(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
 
     def _run(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState) -> Any:
         """Runs the step on all ranks. Returns (value, (aux, changes of the arguments), gradients, new state)."""
@@ -301,13 +297,11 @@ class ValueAndGrad:
             net = division.net()
             arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(arrays, split.keys)]
             found = self._differentiate(lambda params: split.arguments(params, arrays), params, net)
-            twice = [x if d is None else jnp.concatenate([x, x], d) for x, d in zip(arrays, split.dims)]
-            larger = lambda: jax.eval_shape(lambda: self._call(split.arguments(params, twice))[1])
             is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
             of_changes = {i: None if is_float(x) else "first" for i, x in found.extras[1].items()}
             outputs.specs = self.aux_specs, of_changes
-            examples = next((x.shape[d] for x, d in zip(arrays, split.dims) if d is not None), None)
-            leaves = outputs.learn(found.extras, larger, examples)
+            again = lambda arrays: self._call(split.arguments(params, arrays))[1]
+            leaves = outputs.learn(found.extras, again, list(zip(arrays, split.dims)))
             leaves = leaves if found.weight is None else outputs.weighted(leaves, found.weight)
             aux, value = outputs.of_all(leaves, found.mean_weight, net), found.value
 
@@ -333,13 +327,14 @@ class ValueAndGrad:
             raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
         return value, outputs.tree(aux), grads, sent
 
-    def _ranks(self, arguments: Any) -> Ranks:
-        return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
-
-    def _division(self, ranks: Ranks, param_specs: list[Any]) -> OverMesh:
+    def _ranks(self, params: list[Any], others: PyTree = ()) -> tuple[Ranks, OverMesh]:
+        """Returns the ranks, and their division of the parameters. `others` are the other arguments."""
+        arrays = jax.tree_util.tree_leaves((params, others))
+        ranks = Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=arrays)
+        specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
         if not ranks.others:
-            return OverMesh(ranks.mesh, self.axis_name)
-        return ShardedMesh(ranks.mesh, Sharding(self.axis_name, params=self._as_argument(param_specs)))
+            return ranks, OverMesh(ranks.mesh, self.axis_name)
+        return ranks, ShardedMesh(ranks.mesh, Sharding(self.axis_name, params=self._as_argument(specs)))
 
     def _check_inside(self) -> None:
         check_axes(OP, self.axis_name)
@@ -444,3 +439,27 @@ def _bound(names: tuple[Any, ...]) -> bool:
         with contextlib.suppress(NameError):
             return bool(lax.axis_size(name))
     return False
+
+
+def _call_compiled(traced: Any, *args: Any, mesh: Any) -> Any:
+    """Runs a function that jax.jit has traced, and returns its result for these arguments.
+
+    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
+    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
+    program, so their values may change between calls.
+    """
+    consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)
+    evaluate = functools.partial(_compat.eval_jaxpr, getattr(traced.jaxpr, "jaxpr", traced.jaxpr))
+    lowered = jax.jit(evaluate).lower(consts, *flat)
+    text = lowered.as_text()
+    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in (*consts, *flat))
+    dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
+    key = text, places, dtypes, mesh, jax.sharding.get_mesh()
+    program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
+    if program is None:
+        program = _compiled[key] = lowered.compile()
+        if len(_compiled) > MOST_COMPILED:
+            del _compiled[next(iter(_compiled))]
+    with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
+        results = program(consts, *flat)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.message import fold
-from jaxcgx.train.require import import_optax
+from jaxcgx.train.update import import_optax
 from jaxcgx.wan.contributions import Packing
 from jaxcgx.wan.diloco.outer import digest_of
 from jaxcgx.wan.diloco.turn import choose, finite, wide

@@ -17,9 +17,9 @@ from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import check_phases
 from jaxcgx.train.exchange import At
-from jaxcgx.train.require import import_optax
 from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
+from jaxcgx.train.update import import_optax
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.typing import AxisName, Params, PyTree
 from jaxcgx.wan.diloco.between import Between

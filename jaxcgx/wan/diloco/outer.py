@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_number, wrong
-from jaxcgx.train.require import import_optax
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.telemetry import TINY
 from jaxcgx.train.transformation import UnknownRanksError
+from jaxcgx.train.update import import_optax
 from jaxcgx.typing import Params, PyTree
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.train.require import import_optax
 from jaxcgx.train.state import ExchangeState
+from jaxcgx.train.update import import_optax
 from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.diloco.between import Between, Sent
 from jaxcgx.wan.diloco.outer import OuterTelemetry, init_outer, measure

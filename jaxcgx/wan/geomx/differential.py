@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -21,9 +21,9 @@ from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, plain_reduce
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import by_axis
-from jaxcgx.plan.plan import Phase, check_phases, switch
+from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, check_hyperparameter
+from jaxcgx.train.exchange import At, check_hyperparameter, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
 from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, line, put, take
@@ -139,10 +139,7 @@ class Differential:
     scatters: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        phases = check_phases(OP, self.plan)
-        object.__setattr__(self, "phases", phases)
-        plan: Plan | Mapping[int, Plan] = phases[0].plan if len(phases) == 1 else dict(phases)
-        object.__setattr__(self, "plan", plan)
+        set_phases(self, OP)
         check_field(self, "k", check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
         check_field(self, "block_bytes", check_integer, 4)
         if self.block_bytes % 4:
@@ -157,7 +154,7 @@ class Differential:
         check_field(self, "ranked", check_flag)
         check_field(self, "keep", check_flag)
         check_hyperparameter(OP, "seed", self.seed, check_integer)
-        low = [codec for phase in phases for codec in phase.plan.codecs if codec.low_rank]
+        low = [codec for phase in self.phases for codec in phase.plan.codecs if codec.low_rank]
         if low:
             expected = "codecs of blocks, which are others in every step"
             raise wrong(OP, "plan", expected, spell(low[0]), "take another one, such as jaxcgx.MaxMin(4)")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxcgx.checks import unexpected, warn
-from jaxcgx.train.exchange import Exchange, as_exchange
+from jaxcgx.train.exchange import Exchange
+from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import Priority
 from jaxcgx.wan.diloco.hfa import HFA
 from jaxcgx.wan.geomx.differential import Differential

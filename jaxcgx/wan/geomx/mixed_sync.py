@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_field, check_integer, check_number, wrong
 from jaxcgx.plan import Plan
-from jaxcgx.train.exchange import At, Number, as_exchange, check_hyperparameter
+from jaxcgx.train.exchange import At, Number, check_hyperparameter
+from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
 from jaxcgx.wan.several import check_centers
