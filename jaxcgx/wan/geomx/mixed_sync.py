@@ -12,7 +12,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.train.exchange import At, Number, as_exchange, check_hyperparameter
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
-from jaxcgx.wan.several import check_centers
+from jaxcgx.wan.geomx.differential import check_centers
 
 OP = "MixedSync"
 
@@ -34,7 +34,7 @@ class Held(NamedTuple):
         return {"grads": "mean"}
 
 
-class Shared(NamedTuple):
+class Delayed(NamedTuple):
     """What is the same on every rank.
 
     Attributes:
@@ -98,7 +98,7 @@ class MixedSync:
     def init(self, params: Params) -> ExchangeState:
         inner = self.exchange.init(params)
         zeros = lambda: [jax.tree_util.tree_map(jnp.zeros_like, params) for _ in range(self.staleness)]
-        shared = Shared(zeros(), jnp.zeros((), jnp.int32), inner.shared)
+        shared = Delayed(zeros(), jnp.zeros((), jnp.int32), inner.shared)
         return ExchangeState(Held(zeros(), inner.own), shared)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
