@@ -10,7 +10,7 @@ from typing import Any
 from jaxcgx.checks import unexpected, warn
 from jaxcgx.train.exchange import Exchange, as_exchange
 from jaxcgx.train.state import Priority
-from jaxcgx.wan.diloco.hfa import HFA
+from jaxcgx.wan.diloco.forms import HFA
 from jaxcgx.wan.geomx.differential import Differential
 
 OP = "wan.from_env"
