@@ -26,7 +26,7 @@ import jaxcgx as cgx
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.report.overlays import draw_overlay
-from jaxcgx.wan import routes
+from jaxcgx.exchange import routes
 
 HOSTS, RATE, SLOW = 4, 100_000_000, 10_000_000  # bit/s
 ELEMENTS = 1 << 22

@@ -26,7 +26,7 @@ from wan_host import AXES, BITS4, TCP
 
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
-from jaxcgx.wan import routes
+from jaxcgx.exchange import routes
 
 SHAPE = 4, 2  # centers, ranks in each
 INPUTS, HIDDEN = 64, 25_600  # of a network with two layers, and as many outputs as inputs

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.skip import Skip
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import costs, scopes
 from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
-from jaxcgx.plan.leaves import Codecs, factor_shape, skips, values
+from jaxcgx.plan.leaves import ByAxis, Codecs, factor_shape, skips, values, why_unfit
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
@@ -110,10 +111,22 @@ class Routes:
     leaves: tuple[Route, ...]
 
     @staticmethod
-    def of(op: str, plan: Plan, tree: PyTree) -> "Routes":
-        """Returns the routes that a plan gives the leaves of a tree of arrays or jax.ShapeDtypeStructs."""
+    def of(op: str, plan: Plan, tree: PyTree, codecs: Sequence[Codecs] | None = None) -> "Routes":
+        """Returns the routes that a plan gives the leaves of a tree of arrays or jax.ShapeDtypeStructs.
+
+        `codecs` are the codecs of the leaves. None: the plan's rules and guards choose them.
+        """
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        return _routes(op, plan, structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
+        shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
+        known = None
+        if codecs is not None:
+            known = tuple(ByAxis(codec) if isinstance(codec, dict) else codec for codec in codecs)
+        return _routes(op, plan, structure, shapes, known)
+
+    @property
+    def codecs(self) -> list[Codecs]:
+        """The codec of each leaf; Skip() for a leaf that is not sent."""
+        return [Skip() if route.skipped else route.codec for route in self.leaves]
 
     @property
     def stochastic(self) -> bool:
@@ -155,10 +168,19 @@ class Routes:
 
 
 @functools.lru_cache(maxsize=256)
-def _routes(op: str, plan: Plan, tree: PyTree, shapes: tuple[tuple[tuple[int, ...], DType], ...]) -> Routes:
+def _routes(
+    op: str,
+    plan: Plan,
+    tree: PyTree,
+    shapes: tuple[tuple[tuple[int, ...], DType], ...],
+    codecs: Sequence[Codecs] | None,
+) -> Routes:
     leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten(leaves))[0]]
-    assigned = plan.assign(op, "plan", paths=paths, leaves=leaves) if leaves else []
+    if codecs is None:
+        assigned = plan.assign(op, "plan", paths=paths, leaves=leaves) if leaves else []
+    else:
+        assigned = [(Raw() if why_unfit(x) and not skips(codec) else codec, None) for x, codec in zip(leaves, codecs)]
     routes: list[Route] = []
     for path, x, (codec, guarded) in zip(paths, leaves, assigned):
         skipped = skips(codec)

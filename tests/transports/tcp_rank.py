@@ -517,7 +517,7 @@ def train(axis, exchange, late=False, **options):
         assert_meanwhile(train.step.lower(state, batch).compile().as_text())
     state = jax.block_until_ready(train.finish(state))
     # contributions are means by lax; their last bits depend on the transport
-    is_late = lambda x: isinstance(x, differential.Shared)
+    is_late = lambda x: isinstance(x, differential.Ranking)
     return digests(jax.tree.map(lambda x: x._replace(contributions=None) if is_late(x) else x, state, is_leaf=is_late))
 
 

@@ -23,9 +23,9 @@ from helpers import assert_same_trees, load_script, normal
 from jax.sharding import AxisType
 
 import jaxcgx as cgx
-from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
-from jaxcgx.wan.contributions import Packing
-from jaxcgx.wan.peers import Kind
+from jaxcgx.wan.decoupled.inbox import Assembly, Contribution, Decision
+from jaxcgx.wan.decoupled.moves import Packing
+from jaxcgx.wan.decoupled.peers import FrameKind, Version
 
 # Numbers with few bits, so that their sums and products are exact.
 PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0, "b": jnp.round(4 * normal((4,), 2)) / 4 + 0}
@@ -332,7 +332,7 @@ def test_a_fetched_state_may_have_what_was_sent(lost, monkeypatch):
     monkeypatch.setattr(member._inbox.assembly, "outcome", lambda: None)  # so it must fetch
     peers, send = member._inbox.peers, member._inbox.peers.send_all
     if lost:
-        monkeypatch.setattr(peers, "send_all", lambda frame: frame.kind == Kind.CONTRIBUTION or send(frame))
+        monkeypatch.setattr(peers, "send_all", lambda frame: frame.kind == FrameKind.CONTRIBUTION or send(frame))
     fresh = residuals = member.state.residuals
 
     def step():

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.wan.diloco.turn import Own, Waiting
-from jaxcgx.wan.fragments import cut
+from jaxcgx.wan.diloco.diloco import OfCenter, Waiting
+from jaxcgx.wan.diloco.fragments import cut
 
 # Numbers with few bits, so that their sums and products are exact in any order. None is -0, because sums may turn it
 # into +0.
@@ -342,7 +342,7 @@ def test_fragments_draw_different_noise():
     """Each fragment has an equal leaf and key, but its own number. The first one has the noise of a single fragment."""
     tree, plan = {name: jnp.zeros((8, 64)) for name in "ab"}, cgx.MaxMin(2, 64, "stochastic")
     keys = lambda number: [
-        np.asarray(each.sent.key).tolist()
+        np.asarray(each.key).tolist()
         for each in parts(trainer(diloco(every=4, plan=plan, fragments=number)).init(tree))[1]
     ]
     (whole,), (first, second, *others) = keys(1), keys(4)
@@ -484,7 +484,7 @@ def test_centers_of_one_rank_continue_those_of_several(tmp_path):
 def test_an_exchange_in_progress_has_not_begun_on_other_ranks():
     keys = jax.random.split(jax.random.key(0))
     waiting = Waiting(np.ones(2, bool), [np.ones((2, 5), np.float32), keys])
-    state = ExchangeState(Own({"w": np.ones((2, 4), np.float32)}, None, waiting), None)
+    state = ExchangeState(OfCenter({"w": np.ones((2, 4), np.float32)}, None, waiting), None)
     moved = cgx.reshard_state(state, 3).own.waiting
     assert moved.begun.tolist() == [False] * 3 and moved.arrays[0].shape == (3, 5) and not moved.arrays[0].any()
     assert moved.arrays[1].shape == (3,) and not jax.random.key_data(moved.arrays[1]).any()
@@ -524,7 +524,8 @@ def test_a_failed_exchange_of_each_kind(given, local):
         now, _ = train.step(now, jnp.asarray(x))
         found[t] = now.params, parts(now)[0][p].residuals, parts(now)[1][p]
     (_, residuals, shared), before = found[began], found[began - 1]
-    assert_same_trees((residuals, shared.sent), (before[1], before[2].sent))
+    exchanged = lambda x: (x.factors, x.number, x.key)
+    assert_same_trees((residuals, exchanged(shared)), (before[1], exchanged(before[2])))
     params, before = {t: each[0] for t, each in found.items()}, found[ended - 1]
     assert_same_trees((params[ended], found[ended][2].outer), (before[0], before[2].outer))
     assert residuals["w"].any()

@@ -13,7 +13,8 @@ from errors import raises, says
 from ranks import mesh
 
 import jaxcgx as cgx
-from jaxcgx.wan import Overlay, Topology, routes
+from jaxcgx.wan import Overlay, Topology
+from jaxcgx.wan.overlays import search
 
 RATE, SIZE = 1e7, 4e6  # bytes per second, bytes of a message
 
@@ -43,7 +44,7 @@ class Simulated(Topology):
         return self.update()
 
     def _measure(self):
-        line = routes.lines(self.real)
+        line = search.lines(self.real)
         through = np.maximum((self._sent.sum(1) / line)[:, None], (self._sent.sum(0) / line)[None])
         self.links.note(self._sent, np.where(self._sent > 0, np.maximum(self._sent / self.real, through), 0))
 
@@ -61,20 +62,20 @@ class Simulated(Topology):
 @pytest.mark.parametrize(("first", "second"), [(1, 2), ((0, 1), (2, 3)), ((0, 1), (1, 2))], ids=str)
 def test_it_follows_a_slow_link(shape, first, second):
     """After at most ten probes it is within 1.2 of the best for any seed, and much faster than the fixed ring."""
-    build = routes.SHAPES[shape]
+    build = search.SHAPES[shape]
     for seed in range(8):
         topology = Simulated(shape=shape, seed=seed)
         for slow in (first, second):
             topology.real, before = with_slow(slow), topology.probes
-            best = routes.seconds(build(topology.real), topology.real)
+            best = search.seconds(build(topology.real), topology.real)
             for _ in range(40):
                 topology.step()
-                if routes.seconds(topology.overlay, topology.real) <= 1.2 * best:
+                if search.seconds(topology.overlay, topology.real) <= 1.2 * best:
                     break
-            assert routes.seconds(topology.overlay, topology.real) <= 1.2 * best
+            assert search.seconds(topology.overlay, topology.real) <= 1.2 * best
             assert topology.probes - before <= 10
-            ring = routes.seconds(Overlay.ring(range(4)), topology.real)
-            assert routes.seconds(topology.overlay, topology.real) * 1.3 <= ring
+            ring = search.seconds(Overlay.ring(range(4)), topology.real)
+            assert search.seconds(topology.overlay, topology.real) * 1.3 <= ring
 
 
 def test_a_ring_goes_around_the_slow_link():

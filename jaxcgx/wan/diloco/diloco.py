@@ -1,34 +1,44 @@
-"""Diloco: centers train independently, and exchange compressed outer gradients once in many steps. And its forms."""
+"""Diloco: centers train independently, and exchange compressed outer gradients once in many steps."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
-from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.codecs.topk import TopK
-from jaxcgx.exchange.routes import Routes
-from jaxcgx.plan import Plan
-from jaxcgx.plan.plan import check_phases
+from jaxcgx.exchange.message import Carry, fold
+from jaxcgx.exchange.reduce import Ticket, begin, check_input, end
+from jaxcgx.exchange.routes import Routes, Way
+from jaxcgx.plan.leaves import by_axis
+from jaxcgx.train.division import zeros
 from jaxcgx.train.exchange import At
 from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.train.update import import_optax
 from jaxcgx.transports.axes import axis_names, crosses
-from jaxcgx.typing import AxisName, Params, PyTree
-from jaxcgx.wan.diloco.between import Between
-from jaxcgx.wan.diloco.outer import OuterTelemetry, check_outer, digest_of
-from jaxcgx.wan.diloco.turn import Both, Own, Turn
-from jaxcgx.wan.fragments import Fragment, cut
-from jaxcgx.wan.several import check_several
+from jaxcgx.transports.base import Transport
+from jaxcgx.typing import AxisName, Key, Params, PyTree
+from jaxcgx.wan.diloco.fragments import Fragment, cut
+from jaxcgx.wan.diloco.outer import (
+    OuterTelemetry,
+    check_outer,
+    check_outer_plan,
+    choose,
+    digest_of,
+    finite,
+    init_outer,
+    measure,
+    outer_step,
+    wide,
+    wide_zeros,
+)
 
-FEW_BITS = 3  # with fewer bits per element, training without feedback may fail, as in MuLoCo's paper
+LATER = Way(later=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +116,7 @@ class Diloco:
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
         self._check_rhythm()
-        phase, *others = check_phases(op, self.plan)
-        if others:
-            raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
-        object.__setattr__(self, "plan", phase.plan)
-        if not self.keep:
-            warn_of_few_bits(op, "keep", self.plan)
+        object.__setattr__(self, "plan", check_outer_plan(op, self.plan, "keep", self.keep))
 
     @property
     def op(self) -> str:
@@ -161,7 +166,9 @@ class Diloco:
     def check(self, mesh: Any, axis: AxisName) -> None:
         """Checks that there are several centers. Warns if exchanges are to go on in later steps but can't."""
         name = axis_names(axis)[0]
-        check_several(self.op, f"centers along {name!r}", mesh.shape[name])
+        if mesh.shape[name] == 1:
+            remedy = f"leave {self.op} out, or make a mesh of several centers"
+            raise wrong(self.op, "axis", f"several centers along {name!r}", "one", remedy)
         argument = next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None)
         whole = [codec for codec in self.plan.codecs if codec.sparse or codec.low_rank]
         if crosses(axis):
@@ -183,151 +190,250 @@ class Diloco:
         return {name: str(getattr(self, name)) for name in names} | {"outer": outer}
 
     def init(self, params: Params, at: At) -> list[ExchangeState]:
-        return [
-            self._turn(p, params, at).init(params, p, seed=self.seed, keep=self.keep) for p in range(self.fragments)
-        ]
+        turn = self._turn(params, at)
+        return [turn.init(fragment.take(params), p) for p, fragment in enumerate(self._fragments(params))]
 
     def specs(self, center: P, rank: P) -> ExchangeState:
-        own: PyTree = Own
-        return ExchangeState(own(center, center, rank), P())
+        return ExchangeState(OfCenter(center, center, rank), P())
 
     def act(
         self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
     ) -> tuple[Params, Params, ExchangeState | None]:
-        turn = self._turn(act.part, outer, at)
-        both, state = getattr(turn, act.name)(Both(outer, own), state)  # begin, end, at_once or eager
-        return both.outer, both.own, state
+        assert state is not None  # only an act without a part has none
+        turn, fragment = self._turn(outer, at), self._fragments(outer)[act.part]
+        parts = fragment.take(outer), fragment.take(own)
+        if act.name == "begin":
+            return outer, own, turn.begin(*parts, state)
+        moved, followed, state = getattr(turn, act.name)(*parts, state)  # end, at_once or eager
+        return fragment.put(outer, moved), fragment.put(own, followed), state
 
     def measured(self, states: Sequence[ExchangeState]) -> tuple[OuterTelemetry | None, ...] | None:
         return tuple(state.shared.telemetry for state in states) if self.telemetry else None
 
-    def _turn(self, p: int, params: Params, at: At) -> Turn:
-        routes = Routes.of(self.op, self.plan, params)
-        return Turn(
-            op=self.op,
-            fragment=self._fragments(params)[p],
-            between=Between(routes, at.net, self.alone),
-            optimizer=self.optimizer,
-            later=self.later,
-            ahead=self.eager,
-            alpha=self.alpha,
-            decay=self.decay,
-            telemetry=self.telemetry,
-        )
+    def _turn(self, params: Params, at: At) -> "Turn":
+        return Turn(self, Routes.of(self.op, self.plan, params), at.net)
 
     def _fragments(self, params: Params) -> tuple[Fragment, ...]:
         return cut(self.op, params, Routes.of(self.op, self.plan, params).skipped, self.fragments)
 
 
-def warn_of_few_bits(op: str, argument: str, plan: Plan) -> None:
-    """Warns if a codec of the plan may lose too much of outer gradients to train without feedback.
+class Waiting(NamedTuple):
+    """A round that began in an earlier step.
 
-    Scales don't count as bits: they don't make codes finer.
+    Attributes:
+      begun: bool[]: whether one has begun.
+      arrays: the mean of outer gradients that is still to be applied; or what ends its exchange, which only the process
+        that began it can end.
     """
-    bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
-    few = [codec for codec in plan.codecs if codec.low_rank or (codec.makes_codes and bits(codec) < FEW_BITS)]
-    if few:
-        warn(
-            f"{op}: argument '{argument}': {spell(few[0])} may lose too much of outer gradients to train without "
-            f"feedback; leave {argument}=False out, or take 4 bits"
+
+    begun: jax.Array
+    arrays: PyTree
+
+
+class OfCenter(NamedTuple):
+    """What each center has of a fragment.
+
+    Attributes:
+      residuals: the residuals of the exchange, like the outer gradients, float32; None without feedback.
+      start: the own parameters at the beginning of the round; None if they always equal the outer parameters.
+      waiting: the exchange that goes on while later steps run, a `Waiting` with a row for each rank; None without.
+    """
+
+    residuals: PyTree
+    start: PyTree
+    waiting: PyTree
+
+    @staticmethod
+    def per_rank() -> dict[str, str]:
+        """Returns what becomes of the rows of each field for another number of ranks."""
+        return {"residuals": "sum", "start": "mean", "waiting": "zeros"}
+
+
+class OfAll(NamedTuple):
+    """What is the same in every center.
+
+    Attributes:
+      factors: PowerSGD's factors; None without.
+      number: int32[]: the number of exchanges so far.
+      key: uint32[2], the same in every round.
+      outer: the state of the outer optimizer.
+      waiting: the mean that is still to be applied; None if every round ends in the step in which it begins, or if
+        exchanges go on while later steps run.
+      before: the mean of outer gradients of the round before; None without telemetry.
+      telemetry: the OuterTelemetry of the last round; None without telemetry.
+    """
+
+    factors: PyTree
+    number: jax.Array
+    key: Key
+    outer: PyTree
+    waiting: Waiting | None
+    before: PyTree
+    telemetry: OuterTelemetry | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turn:
+    """What is done with a fragment, of which the arguments `outer` and `own`, `state` and the results are.
+
+    All ranks of a center have the same outer gradients. The exchange takes those of the first rank, and zeros from the
+    other ranks. The same holds for residuals, unless each rank trains alone: then each rank keeps its own, and the sum
+    of all is that of the centers. Inside a center, the ranks share the work and exchange uncompressed arrays.
+
+    Attributes:
+      how: the options.
+      whole: the routes of the whole parameters. Parts of a leaf get its codec, whatever the fragments are.
+      net: the centers and their ranks.
+    """
+
+    how: Diloco
+    whole: Routes
+    net: Transport
+
+    @property
+    def _crosses(self) -> bool:
+        """Whether an exchange goes on while the programs of later steps run."""
+        return self.how.later and self.net.begin_sum is not None
+
+    def init(self, params: Params, number: int) -> ExchangeState:
+        """Returns the state before the first round, for the fragment with this number of its parameters.
+
+        Fragments with different numbers draw different noise.
+        """
+        how = self.how
+        moved = wide_zeros(params)
+        carry = self._routes(moved).carry(residuals=how.keep)
+        key = jax.random.key_data(jax.random.key(how.seed, impl="threefry2x32"))
+        key = fold(key, number) if number else key
+        assert key is not None
+        shared = OfAll(
+            factors=zeros(carry.factors),
+            number=jnp.zeros((), jnp.int32),
+            key=key,
+            outer=init_outer(how.op, how.optimizer, params),
+            waiting=Waiting(jnp.zeros((), bool), moved) if how.later and not self._crosses else None,
+            before=moved if how.telemetry else None,
+            telemetry=OuterTelemetry(*jnp.zeros(2, jnp.float32)) if how.telemetry else None,
         )
+        own = OfCenter(zeros(carry.residuals), params if how.eager else None, None)
+        if self._crosses:
+            ticket = jax.eval_shape(self._send, moved, ExchangeState(own, shared))
+            own = own._replace(waiting=Waiting(jnp.zeros((), bool), zeros(jax.tree_util.tree_leaves(ticket))))
+        return ExchangeState(own, shared)
 
+    def begin(self, outer: Params, own: Params, state: ExchangeState) -> ExchangeState:
+        """Begins the exchange of outer gradients. It also ends the exchange if this can't go on in later steps."""
+        begun = self._send(self._moved(outer, own, state), state)
+        if self._crosses:
+            waiting = Waiting(jnp.ones((), bool), jax.tree_util.tree_leaves(begun))
+            return ExchangeState(state.own._replace(waiting=waiting), state.shared)
+        mean, state = self._receive(begun, state)
+        return ExchangeState(state.own, state.shared._replace(waiting=Waiting(jnp.ones((), bool), mean)))
 
-def sparseloco(
-    plan: Any = None,
-    every: int = 30,
-    *,
-    ratio: float | None = None,
-    bits: int | None = None,
-    rate: float = 1.0,
-    decay: float = 0.95,
-    **options: Any,
-) -> Diloco:
-    """Returns SparseLoCo, a form of `Diloco`.
+    def end(self, outer: Params, own: Params, state: ExchangeState) -> tuple[Params, Params, ExchangeState]:
+        """Moves the outer parameters by the mean, and the center's own parameters to the outer parameters.
 
-    Centers send the largest elements of their outer gradients at few bits. Feedback takes the place of outer momentum.
+        If the mean isn't finite, the outer parameters stay as they are, and the center goes back to them. If no
+        exchange has begun, nothing changes.
+        """
+        mean, begun, state = self._arrived(outer, state)
+        good = begun & finite(mean)
+        after, state = self._move(outer, state, mean, good)
+        new = after
+        if weight := self.how.alpha:
+            mix = lambda x, y: (weight * wide(x) + (1 - weight) * wide(y)).astype(x.dtype)
+            new = choose(good, jax.tree_util.tree_map(mix, own, after), after)
+        new = choose(begun, new, own)
+        if self.how.eager:  # `finish` ends the last round
+            state = ExchangeState(state.own._replace(start=choose(begun, new, state.own.start)), state.shared)
+        return after, new, state
 
-    Args:
-      plan: as in `Diloco`. None: a TopK.
-      every: the number of steps between two exchanges.
-      ratio: the share of each parameter's elements that is sent. None: 0.01, or what `plan` says.
-      bits: the bits of the value of an element that is sent. Its index takes further bits. None: 2, or what `plan`
-        says.
-      rate: the learning rate of the outer SGD.
-      decay: the factor of residuals after each exchange.
-      **options: other fields of `Diloco`.
-    """
-    op = "sparseloco"
-    if ratio is not None:
-        check_number(op, "ratio", ratio, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
-    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
-    _check_beside_plan(op, plan, ratio=ratio, bits=bits)
-    codec = TopK(0.01 if ratio is None else ratio, values=MaxMin(2 if bits is None else bits))
-    outer = import_optax(op).sgd(rate)
-    return Diloco(codec if plan is None else plan, every, outer=outer, decay=decay, **options)
+    def at_once(self, outer: Params, own: Params, state: ExchangeState) -> tuple[Params, Params, ExchangeState]:
+        """Exchanges outer gradients, and moves the parameters by their mean in the same step."""
+        after, new, done = self.end(outer, own, self.begin(outer, own, state))
+        return after, new, ExchangeState(done.own, done.shared._replace(waiting=None))
 
+    def eager(self, outer: Params, own: Params, state: ExchangeState) -> tuple[Params, Params, ExchangeState]:
+        """Moves the outer parameters by the mean of the round before, and exchanges this round's outer gradients.
 
-def muloco(plan: Any = None, every: int = 30, *, bits: int | None = None, **options: Any) -> Diloco:
-    """Returns MuLoCo's exchange, a form of `Diloco`.
+        The center goes on from a preliminary outer step with its own part of this round's mean alone.
+        """
+        moved = self._moved(outer, own, state)
+        mean, begun, done = self._arrived(outer, state)
+        after, done = self._move(outer, done, mean, begun & finite(mean))
+        part = jax.tree_util.tree_map(lambda d: d / lax.axis_size(self.net.names[0]), moved)
+        ahead, *_ = outer_step(self.how.optimizer, after, done.shared.outer, part)
+        start = choose(finite(moved), ahead, after)
+        done = self.begin(outer, own, done)
+        return after, start, ExchangeState(done.own._replace(start=start), done.shared)
 
-    Centers send their outer gradients at 2 bits, with feedback. MuLoCo's inner optimizer is Muon (optax.contrib.muon).
+    def _moved(self, outer: Params, own: Params, state: ExchangeState) -> PyTree:
+        """Returns a center's outer gradients."""
+        start = outer if state.own.start is None else state.own.start
+        return jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), start, own)
 
-    Args:
-      plan: as in `Diloco`. None: a MaxMin.
-      every: the number of steps between two exchanges.
-      bits: the bits of an element. None: 2, or what `plan` says.
-      **options: other fields of `Diloco`.
-    """
-    _check_beside_plan("muloco", plan, bits=bits)
-    return Diloco(MaxMin(2 if bits is None else bits) if plan is None else plan, every, **options)
+    def _routes(self, part: PyTree) -> Routes:
+        """Returns the routes of a fragment. Inside a center, codecs that aren't given by axis leave arrays raw."""
+        names, pairs = self.net.names, zip(self.whole.codecs, self.whole.each(part))
+        given = [codec for codec, x in pairs if x is not None]
+        codecs = [codec if isinstance(codec, dict) else by_axis(names, codec, Raw()) for codec in given]
+        return Routes.of(self.whole.op, self.whole.plan, part, codecs)
 
+    def _send(self, moved: PyTree, state: ExchangeState) -> tuple[Ticket, Carry]:
+        """Begins an exchange of the outer gradients `moved`. Returns what `_receive` needs."""
+        residuals, shared, travel = state.own.residuals, state.shared, self._routes(moved).over(self.net, LATER)
+        if inner := self.net.names[1:]:
+            first = lax.axis_index(inner) == 0
+            of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
+            moved, residuals = of_first(moved), residuals if self.how.alone else of_first(residuals)
+        carry = Carry(residuals, factors=shared.factors)
+        check_input(moved, carry, travel, "params")
+        return begin(moved, carry, travel, fold(shared.key, shared.number) if travel.routes.stochastic else None)
 
-def pier(
-    plan: Any,
-    *,
-    rounds: int,
-    rate: float = 0.7,
-    momentum: float = 0.9,
-    warmup: float = 0.1,
-    decay_from: float = 0.8,
-    **options: Any,
-) -> Diloco:
-    """Returns Pier, a form of `Diloco`.
+    def _receive(self, begun: tuple[Ticket, Carry], state: ExchangeState) -> tuple[PyTree, ExchangeState]:
+        """Ends an exchange. Returns (mean, state).
 
-    The outer optimizer has Nesterov's momentum. The momentum rises linearly from 0 at the beginning of the training,
-    and falls linearly to 0 at the end.
+        Residuals are multiplied by `decay`. If the mean isn't finite, the state stays as it is.
+        """
+        own, shared, each = state.own, state.shared, jax.tree_util.tree_map
+        mean, carry = end(*begun)
+        residuals = carry.residuals
+        if inner := self.net.names[1:]:
+            ranks = lax.axis_size(inner)
+            mean = each(lambda x: x * ranks, mean)
+            residuals = residuals if self.how.alone else each(lambda r: lax.psum(r, inner), residuals)
+        if self.how.decay != 1:
+            residuals = each(lambda r: self.how.decay * r, residuals)
+        new, old = (residuals, carry.factors, shared.number + 1), (own.residuals, shared.factors, shared.number)
+        residuals, factors, number = choose(finite(mean), new, old)
+        return mean, ExchangeState(own._replace(residuals=residuals), shared._replace(factors=factors, number=number))
 
-    Args:
-      plan: as in `Diloco`.
-      rounds: the number of exchanges in the whole training, steps / `every`.
-      rate: the learning rate of the outer SGD.
-      momentum: the largest momentum, from 0 to below 1.
-      warmup: the share of the rounds in which momentum rises, at the beginning.
-      decay_from: the share of the rounds after which momentum falls.
-      **options: `every` and other fields of `Diloco`.
-    """
-    op = "pier"
-    check_integer(op, "rounds", rounds, 1)
-    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
-    check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-    check_number(op, "warmup", warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-    check_number(op, "decay_from", decay_from, lambda x: warmup <= x <= 1, "a number from warmup to 1")
-    optax = import_optax(op)
-    rises, falls = round(warmup * rounds), round(decay_from * rounds)
-    momenta = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, momentum, rises),
-            optax.constant_schedule(momentum),
-            optax.linear_schedule(momentum, 0.0, rounds - falls),
-        ],
-        [rises, falls],
-    )
-    sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
-    return Diloco(plan, outer=sgd(rate, momentum=momenta, nesterov=True), **options)
+    def _arrived(self, outer: Params, state: ExchangeState) -> tuple[PyTree, jax.Array, ExchangeState]:
+        """Ends the round that began in an earlier step. Returns (mean, whether one has begun, state)."""
+        own, shared = state.own, state.shared
+        if not self._crosses:
+            mean, begun = shared.waiting.arrays, shared.waiting.begun
+            waiting = shared.waiting._replace(begun=jnp.zeros((), bool))
+            return mean, begun, ExchangeState(own, shared._replace(waiting=waiting))
+        none = wide_zeros(outer)
+        tree = jax.tree_util.tree_structure(jax.eval_shape(self._send, none, state))
 
+        def receive() -> tuple[PyTree, ExchangeState]:
+            mean, done = self._receive(tree.unflatten(own.waiting.arrays), state)
+            waiting = jax.tree_util.tree_map(jnp.zeros_like, own.waiting)
+            return mean, ExchangeState(done.own._replace(waiting=waiting), done.shared)
 
-def _check_beside_plan(op: str, plan: Any, **wanted: Any) -> None:
-    """Checks that a caller who passes a plan doesn't describe the codec, {argument: value or None}, too."""
-    for name, value in wanted.items() if plan is not None else ():
-        if value is not None:
-            raise wrong(op, name, "None with 'plan', which says what is sent", repr(value), f"leave out {name} or plan")
+        mean, state = lax.cond(own.waiting.begun, receive, lambda: (none, state))
+        return mean, own.waiting.begun, state
+
+    def _move(
+        self, before: Params, state: ExchangeState, mean: PyTree, good: jax.Array
+    ) -> tuple[Params, ExchangeState]:
+        """Returns (outer parameters, state) after an outer step with the mean, or both unchanged unless `good`."""
+        shared = state.shared
+        moved, outer, step = outer_step(self.how.optimizer, before, shared.outer, mean)
+        done = shared._replace(outer=outer)
+        if self.how.telemetry:
+            done = done._replace(before=mean, telemetry=measure(mean, step, shared.before))
+        after, shared = choose(good, (moved, done), (before, shared))
+        return after, ExchangeState(state.own, shared)

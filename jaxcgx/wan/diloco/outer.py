@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_number, wrong
+from jaxcgx.checks import check_number, warn, wrong
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.plan import Plan
+from jaxcgx.plan.plan import check_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.telemetry import TINY
 from jaxcgx.train.transformation import UnknownRanksError
@@ -18,6 +21,8 @@ from jaxcgx.typing import Params, PyTree
 
 if TYPE_CHECKING:
     import optax
+
+FEW_BITS = 3  # with fewer bits per element, training without feedback may fail, as in MuLoCo's paper
 
 
 def check_outer(op: str, outer: "str | optax.GradientTransformation") -> "optax.GradientTransformation":
@@ -35,6 +40,25 @@ def check_outer(op: str, outer: "str | optax.GradientTransformation") -> "optax.
     return outer
 
 
+def check_outer_plan(op: str, plan: Any, argument: str, feedback: bool) -> Plan:
+    """Returns the plan of outer gradients, which is one for the whole training.
+
+    Warns if a codec may lose too much to train without feedback. Scales don't count as bits: they don't make codes
+    finer. `argument` is the one that turns `feedback` off.
+    """
+    phase, *others = check_phases(op, plan)
+    if others:
+        raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
+    bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
+    few = [codec for codec in phase.plan.codecs if codec.low_rank or (codec.makes_codes and bits(codec) < FEW_BITS)]
+    if few and not feedback:
+        warn(
+            f"{op}: argument '{argument}': {spell(few[0])} may lose too much of outer gradients to train without "
+            f"feedback; leave {argument}=False out, or take 4 bits"
+        )
+    return phase.plan
+
+
 def init_outer(op: str, outer: "optax.GradientTransformation", params: Params) -> PyTree:
     """Returns the initial state of the outer optimizer. Checks that it can be the same in every center."""
     is_exchange = lambda x: isinstance(x, ExchangeState)
@@ -48,6 +72,17 @@ def init_outer(op: str, outer: "optax.GradientTransformation", params: Params) -
         expected = "an optimizer whose state all centers share"
         raise wrong(op, "outer", expected, "one with arrays per rank", remedy) from None
     return state
+
+
+def outer_step(
+    outer: "optax.GradientTransformation", params: Params, state: PyTree, mean: PyTree
+) -> tuple[Params, PyTree, PyTree]:
+    """Returns (the outer parameters, the optimizer's state, its update) after a step with a mean of outer gradients."""
+    from optax import apply_updates  # an optional dependency
+
+    mean = jax.tree_util.tree_map(lambda d, x: d.astype(x.dtype), mean, params)
+    step, state = outer.update(mean, state, params)
+    return apply_updates(params, step), state, step
 
 
 def digest_of(function: Callable[..., Any], *args: PyTree) -> str:
@@ -109,6 +144,25 @@ def measure(mean: PyTree, step: PyTree, before: PyTree) -> OuterTelemetry:
 
 def _dot(x: PyTree, y: PyTree) -> jax.Array:
     """Returns the scalar product of two trees, in float32."""
-    wide = lambda a: a.astype(jnp.float32)
     products = jax.tree_util.tree_map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
     return sum(jax.tree_util.tree_leaves(products), jnp.zeros((), jnp.float32))
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Returns an array in float32."""
+    return x.astype(jnp.float32)
+
+
+def wide_zeros(tree: PyTree) -> PyTree:
+    """Returns zeros in float32, with the shapes of a tree's arrays."""
+    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+
+def finite(tree: PyTree) -> jax.Array:
+    """Returns whether all numbers of a tree are finite."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()
+
+
+def choose(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
+    return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)

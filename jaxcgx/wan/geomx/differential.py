@@ -13,6 +13,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_choice, check_field, check_flag, check_integer, check_number, wrong
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
@@ -20,24 +21,24 @@ from jaxcgx.exchange.message import Carry, carry_over, fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, plain_reduce, reduce
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import by_axis
+from jaxcgx.plan.leaves import Codecs, by_axis
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after
 from jaxcgx.train.exchange import At, check_hyperparameter, set_phases
 from jaxcgx.train.state import ExchangeState
+from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
-from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, line, put, take
-from jaxcgx.wan.parts import plan_of_parts
-from jaxcgx.wan.several import check_centers
+from jaxcgx.wan.geomx.blocks import Arrays, Blocks, add, cut, each, line, put, take
 
 T = TypeVar("T")
 OP = "Differential"
 LEVELS = 8  # the number of shares that an adaptive share is rounded to
 SHORT = MaxMin(4)  # the codec of the other blocks with rest="quantize"
+RAW = Plan.every(Raw())
 LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with these numbers
 
 
-class Own(NamedTuple):
+class Unsent(NamedTuple):
     """What each rank has for itself.
 
     Attributes:
@@ -54,7 +55,7 @@ class Own(NamedTuple):
         return {"residuals": "sum", "pending": "mean"}
 
 
-class Shared(NamedTuple):
+class Ranking(NamedTuple):
     """What is the same on every rank. Trees have None for leaves that are sent whole.
 
     Attributes:
@@ -74,21 +75,25 @@ class Shared(NamedTuple):
     level: jax.Array | None
 
 
-class Sent(NamedTuple):
+class Portion(NamedTuple):
     """The mean and the residual of each leaf after an exchange. For a leaf that is cut, both are blocks.
 
-    Before an exchange, `means` has this rank's gradients.
+    Before an exchange, `means` has this rank's gradients. None: the leaf takes no part.
     """
 
     means: Arrays
     residuals: Arrays  # None for a leaf without residuals
 
 
-class Late(NamedTuple):
-    """The exchange of deferred blocks, which has begun."""
+Late = tuple[Ticket, Carry]  # an exchange of deferred blocks, which has begun
 
-    ticket: Ticket
-    carry: Carry
+
+def check_centers(op: str, net: Transport) -> None:
+    """Checks that the outermost axis of the ranks has several places, because `op` needs several centers."""
+    name, outer = next(iter(net.parts.items()), (net.names[0] if net.names else "", net))
+    if outer.size == 1:
+        what = f"centers along {name!r}" if name else "processes"
+        raise wrong(op, "axis", f"several {what}", "one", f"leave {op} out, or make a mesh of several centers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,18 +174,14 @@ class Differential:
 
     def init(self, params: Params) -> ExchangeState:
         first, *others = _routes(self.phases, params)
-        blocks, defers, adapts = (
-            cut(first, self.block_bytes, self.shares[0]),
-            self.rest == "defer",
-            self.adaptive is not None,
-        )
-        tree = first.tree.unflatten
+        blocks, tree = cut(first, self.block_bytes, self.shares[0]), first.tree.unflatten
+        defers, adapts = self.rest == "defer", self.adaptive is not None
         encoded = [any(each.encoded for each in routes) for routes in zip(first.leaves, *(r.leaves for r in others))]
         lossy = [self.keep and (has or (b and not defers)) for has, b in zip(encoded, blocks)]
         residuals = [jnp.zeros(r.shape, jnp.float32) if loses else None for r, loses in zip(first.leaves, lossy)]
         pend = lambda b, r: jnp.zeros((b.count - b.share(self.shares[0]), b.size), r.dtype)
         key = jax.random.key_data(jax.random.key(self.seed, impl="threefry2x32"))
-        shared = Shared(
+        shared = Ranking(
             count=jnp.zeros((), jnp.int32),
             key=key,
             contributions=tree(each(lambda b: jnp.zeros(b.count, jnp.float32), blocks)),
@@ -188,7 +189,9 @@ class Differential:
             first_loss=jnp.zeros((), jnp.float32) if adapts else None,
             level=jnp.zeros((), jnp.int32) if adapts else None,
         )
-        return ExchangeState(Own(tree(residuals), tree(each(pend, blocks, first.leaves)) if defers else None), shared)
+        return ExchangeState(
+            Unsent(tree(residuals), tree(each(pend, blocks, first.leaves)) if defers else None), shared
+        )
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Late | None, ExchangeState]:
         """Begins the exchange of the blocks that the last step deferred, if it needs no conditional."""
@@ -217,44 +220,30 @@ class Transmission:
     the number of steps so far, which depends on the exchanges before.
     """
 
-    how: Differential
-    at: At
-    own: PyTree
-    shared: PyTree
-    tree: PyTree
-    cut: Cut
-    turn: jax.Array
-    plans: list[Plan]
-    gradients: list[Any]  # arrays, or their blocks
-    residuals: Arrays
-
     def __init__(self, how: Differential, state: ExchangeState, at: At, tree: PyTree) -> None:
         """`tree` has the gradients, or arrays like them if the step only begins."""
         self.how, self.at, self.own, self.shared = how, at, state.own, state.shared
-        routes = _routes(how.phases, tree)
-        self.cut = cut(routes[0], how.block_bytes, how.shares[0])
-        self.tree, self.turn = routes[0].tree, state.shared.count
-        self.plans = [plan_of_parts(each) for each in routes]
-        self.gradients = [x if b is None else b.split(x) for b, x in zip(self.cut, self.tree.flatten_up_to(tree))]
-        residuals = self.list(self.own.residuals)
-        self.residuals = [r if b is None or r is None else b.split(r) for b, r in zip(self.cut, residuals)]
+        self.routes = _routes(how.phases, tree)  # of whole leaves
+        self.list, self.tree = self.routes[0].each, self.routes[0].tree
+        self.cut = cut(self.routes[0], how.block_bytes, how.shares[0])
+        self.turn: jax.Array = state.shared.count
+        self.gradients = self._split(self.list(tree))
+        self.residuals = self._split(self.list(self.own.residuals))
 
-    def list(self, tree: PyTree) -> Arrays:
-        """Returns the entries of a tree like the gradients. For None, returns None for every leaf."""
-        return [None] * len(self.cut) if tree is None else self.tree.flatten_up_to(tree)
+    def _split(self, values: Arrays) -> Arrays:
+        return [x if b is None or x is None else b.split(x) for b, x in zip(self.cut, values)]
 
     def run(self, late: Late | None) -> tuple[PyTree, ExchangeState]:
         """Returns (the mean, the state after the step). `late` is the exchange that has begun, if one has."""
         how, shared, loss, tree = self.how, self.shared, self._loss(), self.tree.unflatten
         self.turn = self._after(loss)
         arrived = self._arrived(late)
-        if len(how.shares) > 1 or len(self.plans) > 1:
+        if len(how.shares) > 1 or len(self.routes) > 1:
             self.turn = self._after(arrived.means)
         first_loss, level = self._level(loss)
         order = self._order()
-        now, pending, contributions = self._with_share(
-            level, functools.partial(self._now, order=order, arrived=arrived)
-        )
+        now = functools.partial(self._now, order=order, arrived=arrived)
+        now, pending, contributions = self._with_share(level, now)
         means, residuals = add(now.means, arrived.means), add(now.residuals, arrived.residuals)
         whole = lambda values: tree([x if b is None or x is None else b.join(x) for b, x in zip(self.cut, values)])
         defers = how.rest == "defer"
@@ -270,8 +259,7 @@ class Transmission:
 
     def begin_late(self) -> Late:
         """Begins the exchange of the blocks that the last step deferred."""
-        travel, given, key = self._given(self.plans[0], self._deferred(self.how.k), LATE)
-        return Late(*begin(*given, travel, key))
+        return begin(*self._given(self.routes[0], self._deferred(self.how.k), LATE))
 
     def _loss(self) -> jax.Array | None:
         """Returns the mean loss, or None without a loss. A loss that varies between ranks is averaged."""
@@ -326,8 +314,7 @@ class Transmission:
             return found
         row = after(behind, jnp.concatenate(present))  # all leaves in one small message
         # Each rank of a center sends its share of the center's sum to the other centers.
-        raw = Plan.every(by_axis(tuple(self.at.net.parts), Raw(), Raw()))
-        mean, _ = reduce(row, Carry(), Routes.of(OP, raw, row).over(self.at.net), None)
+        mean, _ = reduce(row, Carry(), Routes.of(OP, RAW, row, [self._outermost(Raw())]).over(self.at.net), None)
         ends = itertools.accumulate(0 if x is None else x.size for x in found)
         parts = each(lambda x, end: mean[end - x.size : end], found, list(ends))
         return each(average, self.list(self.shared.contributions), parts)
@@ -343,47 +330,47 @@ class Transmission:
             found = each(lambda c, key: jax.random.uniform(key, c.shape), found, keys)
         return each(lambda c: jnp.argsort(-c).astype(jnp.int32), found)
 
-    def _deferred(self, share: float) -> Sent:
+    def _deferred(self, share: float) -> Portion:
         """Returns the blocks that the last step deferred, with residuals of zeros."""
         last, pending = self.list(self.shared.order), self.list(self.own.pending)
         places = each(lambda b, o: o[b.share(share) :], self.cut, last)
         rows = each(lambda o, p: p[: o.size], places, pending)
         zeros = each(lambda x, r: None if r is None else jnp.zeros(x.shape, jnp.float32), rows, self.residuals)
-        return Sent(rows, zeros)
+        return Portion(rows, zeros)
 
-    def _arrived(self, late: Late | None) -> Sent:
+    def _arrived(self, late: Late | None) -> Portion:
         """Returns the result of the exchange of deferred blocks, each at its place in the leaf, or Nones."""
         nothing = [None] * len(self.cut)
         if self.how.rest != "defer":
-            return Sent(nothing, nothing)
+            return Portion(nothing, nothing)
 
-        def receive(share: float) -> Sent:
+        def receive(share: float) -> Portion:
             given = self._deferred(share)
-            sent = self._send(self.plans, given, LATE) if late is None else self._sent(given, *end(*late))
-            return Sent(*(line(self.cut, nothing, x) for x in sent))
+            sent = self._send(given, LATE) if late is None else self._listed(*end(*late))
+            return Portion(*(line(self.cut, nothing, x) for x in sent))
 
         places = each(jnp.argsort, self.list(self.shared.order))
-        return Sent(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
+        return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
-    def _now(self, share: float, order: Arrays, arrived: Sent) -> tuple[Sent, Arrays, Arrays]:
+    def _now(self, share: float, order: Arrays, arrived: Portion) -> tuple[Portion, Arrays, Arrays]:
         """Exchanges important blocks and whole leaves.
 
         Returns (all blocks, the blocks that are deferred, the contributions after this step).
         """
         heads = each(lambda b, o: o[: b.share(share)], self.cut, order)
         tails = each(lambda b, o: o[b.share(share) :], self.cut, order)
-        sent = self._send(self.plans, Sent(take(heads, self.gradients), take(heads, self.residuals)), NOW)
+        sent = self._send(Portion(take(heads, self.gradients), take(heads, self.residuals)), NOW)
         # A schedule of plans is a conditional. Otherwise, the contributions travel together with the blocks.
-        contributions = self._contributions(sent.means if len(self.plans) > 1 else None)
+        contributions = self._contributions(sent.means if len(self.routes) > 1 else None)
         # The late blocks arrive before these blocks, whose bytes are behind them on the same links. So they are decoded
         # while these bytes travel.
         turn = self._after((arrived.means, sent.means, contributions))
         cut_only = lambda values: each(lambda _, x: x, self.cut, values)
-        others = Sent(take(tails, cut_only(self.gradients)), take(tails, cut_only(self.residuals)))
+        others = Portion(take(tails, cut_only(self.gradients)), take(tails, cut_only(self.residuals)))
         rest, pending = self._rest(others, turn)
-        return Sent(*(put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending, contributions
+        return Portion(*(put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending, contributions
 
-    def _rest(self, given: Sent, turn: jax.Array) -> tuple[Sent, Arrays]:
+    def _rest(self, given: Portion, turn: jax.Array) -> tuple[Portion, Arrays]:
         """Treats the other blocks as `rest` says. Returns (the result of their exchange, the blocks that are deferred).
 
         given: the gradients and residuals of the other blocks.
@@ -406,44 +393,45 @@ class Transmission:
 
         held = each(hold, given.means, given.residuals)
         blocks, lost = ([pair and pair[i] for pair in held] for i in (0, 1))
-        other = lambda: Sent(each(jnp.zeros_like, given.means), lost)
+        other = lambda: Portion(each(jnp.zeros_like, given.means), lost)
         if rest == "quantize":
-            short = by_axis(tuple(self.at.net.parts), SHORT, Raw())
-            plans = [dataclasses.replace(plan, default=short, rules=()) for plan in self.plans]
-            other = lambda: self._send(plans, given, REST, turn)
-        sent = lax.cond(first, lambda: self._send(self.plans, given, REST, turn), other)
+            other = lambda: self._send(given, REST, turn, self._outermost(SHORT))
+        sent = lax.cond(first, lambda: self._send(given, REST, turn), other)
         return sent, [None if x is None or b is None else pend(b, x) for b, x in zip(self.cut, blocks)]
 
-    def _send(self, plans: Sequence[Plan], given: Sent, part: int, turn: jax.Array | None = None) -> Sent:
-        """Exchanges the leaves that aren't None. Returns their means and new residuals."""
+    def _outermost(self, codec: Codec) -> Codecs:
+        """Returns the codec for the outermost axis of the ranks. Over the others, arrays travel raw."""
+        return by_axis(tuple(self.at.net.parts), codec, Raw())
+
+    def _send(self, given: Portion, part: int, turn: jax.Array | None = None, codec: Codecs | None = None) -> Portion:
+        """Exchanges a portion. Returns its means and new residuals. `codec` takes the place of those of the plan."""
         if all(x is None for x in given.means):
             return given
 
-        def run(plan: Plan) -> Sent:
-            travel, args, key = self._given(plan, given, part)
-            return self._sent(given, *reduce(*args, travel, key))
+        def run(routes: Routes) -> Portion:
+            return self._listed(*reduce(*self._given(routes, given, part, codec)))
 
-        branches = [functools.partial(run, plan) for plan in plans]
+        branches = [functools.partial(run, routes) for routes in self.routes]
         return switch(self.how.phases, self.turn if turn is None else turn, branches)
 
-    def _given(self, plan: Plan, given: Sent, part: int) -> tuple[Travel, tuple[PyTree, Carry], Key | None]:
-        """Returns (how blocks travel, (the blocks, their residuals), the key of their noise)."""
-        blocks = self.tree.unflatten(given.means)
-        way = self.at.way if part == NOW else self.at.way._replace(order=None)
-        travel = Routes.of(OP, plan, blocks).over(self.at.net, way)
-        residuals = [r for x, r in zip(given.means, given.residuals) if x is not None]
-        kept = Carry(travel.routes.tree.unflatten(residuals) if self.how.keep else None)
-        check_input(blocks, kept, travel, "grads")
-        stochastic = travel.routes.stochastic
-        return travel, (blocks, kept), fold(self.shared.key, self.shared.count, part) if stochastic else None
+    def _given(
+        self, routes: Routes, given: Portion, part: int, codec: Codecs | None = None
+    ) -> tuple[PyTree, Carry, Travel, Key | None]:
+        """Returns (the blocks, their residuals, how they travel, the key of their noise).
 
-    def _sent(self, given: Sent, means: PyTree, kept: Carry) -> Sent:
-        """Returns the means and residuals of an exchange as lists of all leaves."""
-        leaves, tree = jax.tree_util.tree_flatten(means)
-        residuals = [None] * len(leaves) if kept.residuals is None else tree.flatten_up_to(kept.residuals)
-        found = iter(zip(leaves, residuals))
-        pairs = [(None, None) if x is None else next(found) for x in given.means]
-        return Sent([mean for mean, _ in pairs], [residual for _, residual in pairs])
+        Blocks get the codecs of the whole leaves: rules and guards of a plan are for the shapes of these.
+        """
+        blocks = self.tree.unflatten(given.means)
+        codecs = [codec or own for x, own in zip(given.means, routes.codecs) if x is not None]
+        way = self.at.way if part == NOW else self.at.way._replace(order=None)
+        travel = Routes.of(OP, routes.plan, blocks, codecs).over(self.at.net, way)
+        kept = Carry(self.tree.unflatten(given.residuals) if self.how.keep else None)
+        check_input(blocks, kept, travel, "grads")
+        key = fold(self.shared.key, self.shared.count, part) if travel.routes.stochastic else None
+        return blocks, kept, travel, key
+
+    def _listed(self, means: PyTree, kept: Carry) -> Portion:
+        return Portion(self.list(means), self.list(kept.residuals))
 
 
 @custom_vmap

@@ -11,7 +11,7 @@ from jaxcgx.checks import unexpected, warn
 from jaxcgx.train.exchange import Exchange
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import Priority
-from jaxcgx.wan.diloco.hfa import HFA
+from jaxcgx.wan.diloco.forms import HFA
 from jaxcgx.wan.geomx.differential import Differential
 
 OP = "wan.from_env"

@@ -13,7 +13,7 @@ from jaxcgx.train.exchange import At, Number, check_hyperparameter
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
-from jaxcgx.wan.several import check_centers
+from jaxcgx.wan.geomx.differential import check_centers
 
 OP = "MixedSync"
 
@@ -35,7 +35,7 @@ class Held(NamedTuple):
         return {"grads": "mean"}
 
 
-class Shared(NamedTuple):
+class Delayed(NamedTuple):
     """What is the same on every rank.
 
     Attributes:
@@ -99,7 +99,7 @@ class MixedSync:
     def init(self, params: Params) -> ExchangeState:
         inner = self.exchange.init(params)
         zeros = lambda: [jax.tree_util.tree_map(jnp.zeros_like, params) for _ in range(self.staleness)]
-        shared = Shared(zeros(), jnp.zeros((), jnp.int32), inner.shared)
+        shared = Delayed(zeros(), jnp.zeros((), jnp.int32), inner.shared)
         return ExchangeState(Held(zeros(), inner.own), shared)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:

@@ -1,24 +1,155 @@
-"""The messages of the other centers in decoupled training: threads receive them, and steps look at them."""
+"""The agreement of decoupled centers on the contributions of a round.
 
+Each center sends its contribution to all other centers. The chair decides which contributions count. The chair is the
+center that has merged the most contributions; among equals, it is the center with the lowest place. All centers apply a
+decision to the same outer parameters. A center that can't apply it, because it misses a contribution or has different
+outer parameters, fetches the outer parameters from the chair. `Assembly` is the state and the decisions of one center.
+It does no network I/O. `Inbox` hands it the messages that threads receive, and steps look at it.
+"""
+
+import dataclasses
+import functools
 import math
 import struct
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxcgx.checks import callers_level, unexpected, wrong
-from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
-from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
+from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version
 
 OP = "Decoupled.join"
 WEIGHT = struct.Struct("!d")
 NAMED = struct.Struct("!II")  # an entry of a decision: place, checksum
 REMEDY = "give all centers the same model, frozen parameters, plan, optimizer and options"
 TICK = 0.02  # seconds between two checks of a round that waits for further centers
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """The message that a center sends in a round: its outer gradient and a weight."""
+
+    version: Version  # of the outer parameters that the outer gradient starts from
+    weight: float
+    payload: bytes | memoryview
+
+    @functools.cached_property
+    def check(self) -> int:
+        """The checksum of the payload."""
+        return zlib.crc32(self.payload)
+
+
+class Decision(NamedTuple):
+    """The contributions that move the outer parameters of this version to the next one."""
+
+    version: Version
+    members: tuple[tuple[int, int], ...]  # (place of a center, `check` of its contribution), by place
+
+
+class Assembly:
+    """The versions, contributions and decisions that a center knows.
+
+    Args:
+      place: the place of this center.
+      quorum: the number of contributions that a round needs.
+      grace: the most seconds that a round waits for further contributions after the quorum, and that a center waits
+        before it fetches the chair's state.
+    """
+
+    def __init__(self, place: int, quorum: int, grace: float) -> None:
+        self.place: int = place
+        self.quorum: int = quorum
+        self.grace: float = grace
+        self.version: Version = Version()
+        self.others: dict[int, Version] = {}  # the versions of the connected centers, by place
+        self._sent: dict[int, dict[int, Contribution]] = {}  # by round and place
+        self._decided: dict[Version, Decision] = {}
+        self.fetching: int | None = None  # the round of the state that this center has asked for
+        self._since: float | None = None  # when the quorum was reached
+        self._apart: float | None = None  # since when no known decision leads to the chair's version
+
+    @property
+    def chair(self) -> int:
+        """The place of the chair."""
+        everyone = {**self.others, self.place: self.version}
+        return min(everyone, key=lambda place: (-everyone[place].merged, place))
+
+    def present(self) -> dict[int, Contribution]:
+        """Returns the contributions to the next round, by place."""
+        found = self._sent.get(self.version.round, {})
+        return {place: each for place, each in sorted(found.items()) if each.version == self.version}
+
+    def contribute(self, place: int, contribution: Contribution) -> None:
+        """Keeps a contribution of the center at `place`, if this center may need it."""
+        if self._needs(contribution.version.round):
+            self._sent.setdefault(contribution.version.round, {})[place] = contribution
+
+    def learn(self, decision: Decision) -> None:
+        """Keeps a decision, if this center may need it. Later decisions for the same version are ignored."""
+        if self._needs(decision.version.round):
+            self._decided.setdefault(decision.version, decision)
+
+    def _needs(self, number: int) -> bool:
+        """Returns whether this center may need messages of a round.
+
+        It needs the messages of its current round and of the next one. While it fetches a state, it also needs those of
+        the state's round and of all later ones.
+        """
+        fetched = self.fetching is not None and number >= self.fetching
+        return fetched or 0 <= number - self.version.round <= 1
+
+    def gathers(self, now: float) -> bool:
+        """Returns whether a quorum has sent. Centers that have not sent should then send soon."""
+        if len(self.present()) < self.quorum:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        return self._since is not None
+
+    def decide(self, now: float) -> Decision | None:
+        """Makes a decision if this center has to make one now. Returns None otherwise."""
+        if not self.gathers(now) or self.chair != self.place or self.version in self._decided:
+            return None
+        present = self.present()
+        # A center that is one round behind is about to catch up. A center further behind has to fetch first.
+        expected = [place for place, version in self.others.items() if version.round >= self.version.round - 1]
+        if self._since is not None and now < self._since + self.grace and not {self.place, *expected} <= present.keys():
+            return None
+        decision = Decision(self.version, tuple((place, each.check) for place, each in present.items()))
+        self.learn(decision)
+        return decision
+
+    def outcome(self) -> dict[int, Contribution] | None:
+        """Returns the contributions that the decision names, by place. None if one is missing, or without decision."""
+        decision, present = self._decided.get(self.version), self.present()
+        if decision is None:
+            return None
+        chosen = {place: present[place] for place, _ in decision.members if place in present}
+        right = all(place in chosen and chosen[place].check == check for place, check in decision.members)
+        return chosen if right else None
+
+    def advance(self, version: Version) -> None:
+        """Goes on with the outer parameters of another version."""
+        self.version, self.fetching, self._since, self._apart = version, None, None, None
+        self._sent = {number: each for number, each in self._sent.items() if number >= version.round}
+        self._decided = {base: each for base, each in self._decided.items() if base.round >= version.round}
+
+    def must_fetch(self, now: float) -> bool:
+        """Returns whether this center must fetch the chair's outer parameters.
+
+        It must if, for longer than `grace`, the chair has had another version and there was no outcome to apply.
+        """
+        chair = self.others.get(self.chair, self.version)
+        if chair == self.version or self.outcome() is not None:
+            self._apart = None
+        elif self._apart is None:
+            self._apart = now
+        return self._apart is not None and now - self._apart > self.grace
 
 
 class Inbox:
@@ -40,11 +171,11 @@ class Inbox:
         self._joined = self._closed = False
         self.changed: threading.Condition = threading.Condition()
         sizes = {
-            Kind.BEAT: [0],
-            Kind.CONTRIBUTION: [WEIGHT.size + payload],
-            Kind.DECISION: [NAMED.size * count for count in range(1, len(given.hosts) + 1)],
-            Kind.FETCH: [0],
-            Kind.STATE: [sum(x.nbytes for x in arrays)],
+            FrameKind.BEAT: [0],
+            FrameKind.CONTRIBUTION: [WEIGHT.size + payload],
+            FrameKind.DECISION: [NAMED.size * count for count in range(1, len(given.hosts) + 1)],
+            FrameKind.FETCH: [0],
+            FrameKind.STATE: [sum(x.nbytes for x in arrays)],
         }
         events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
         try:
@@ -144,7 +275,7 @@ class Inbox:
         if self._asked is None:
             self._asked = assembly.chair
             assembly.fetching = assembly.others[assembly.chair].round
-            self.peers.send(assembly.chair, Frame(Kind.FETCH, assembly.version))
+            self.peers.send(assembly.chair, Frame(FrameKind.FETCH, assembly.version))
 
     # The threads: one that decides, and those of `Peers`, which call the methods below it.
 
@@ -155,13 +286,13 @@ class Inbox:
                 now = time.monotonic()
                 if decision := self.assembly.decide(now):
                     named = b"".join(NAMED.pack(*each) for each in decision.members)
-                    self.peers.send_all(Frame(Kind.DECISION, decision.version, named))
+                    self.peers.send_all(Frame(FrameKind.DECISION, decision.version, named))
                     self.changed.notify_all()
                 self.changed.wait(TICK if self.assembly.gathers(now) else None)
 
     def _beat(self) -> Frame:
         """Returns a frame that says that this center is alive, with its version."""
-        return Frame(Kind.BEAT, self.assembly.version)
+        return Frame(FrameKind.BEAT, self.assembly.version)
 
     def _came(self, place: int) -> None:
         """Handles the connection of a center."""
@@ -194,18 +325,18 @@ class Inbox:
     def _got(self, place: int, frame: Frame) -> None:
         """Handles a frame from a center."""
         kind, version, body = frame
-        if kind == Kind.FETCH:
+        if kind == FrameKind.FETCH:
             own, arrays = self._state()
-            self.peers.send(place, Frame(Kind.STATE, own, b"".join(np.asarray(x).tobytes() for x in arrays)))
+            self.peers.send(place, Frame(FrameKind.STATE, own, b"".join(np.asarray(x).tobytes() for x in arrays)))
         with self.changed:
             self.assembly.others[place] = version
-            if kind == Kind.CONTRIBUTION:
+            if kind == FrameKind.CONTRIBUTION:
                 (weight,) = WEIGHT.unpack_from(body)
                 if math.isfinite(weight) and weight > 0:
                     self.assembly.contribute(place, Contribution(version, weight, memoryview(body)[WEIGHT.size :]))
-            elif kind == Kind.DECISION:
+            elif kind == FrameKind.DECISION:
                 self.assembly.learn(Decision(version, tuple(NAMED.iter_unpack(body))))
-            elif kind == Kind.STATE:
+            elif kind == FrameKind.STATE:
                 self._asked, own = None, self.assembly.version
                 if version.merged >= own.merged and version != own:
                     self._arrived = frame
@@ -214,4 +345,4 @@ class Inbox:
 
 def _frame(contribution: Contribution) -> Frame:
     body = WEIGHT.pack(contribution.weight) + contribution.payload
-    return Frame(Kind.CONTRIBUTION, contribution.version, body)
+    return Frame(FrameKind.CONTRIBUTION, contribution.version, body)

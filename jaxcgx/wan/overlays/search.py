@@ -4,6 +4,7 @@ A rank's line carries the traffic of all of its links. Only the rates of links c
 fast as its fastest link, and the model takes it to be exactly as fast.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -106,19 +107,11 @@ def best_order(links: Rates) -> list[int]:
     n = len(links)
     if n < 4:
         return list(range(n))
-    speeds = sorted({float(links[i, j]) for i, j in itertools.combinations(range(n), 2)})
     if n > EXACT:
         return _by_swaps(links)
-    low, best = 0, list(range(n))
-    high = len(speeds) - 1
-    while low <= high:
-        middle = (low + high) // 2
-        found = _circle(links >= speeds[middle])
-        if found:
-            best, low = found, middle + 1
-        else:
-            high = middle - 1
-    return best
+    speeds = sorted({float(links[i, j]) for i, j in itertools.combinations(range(n), 2)})
+    first = bisect.bisect_left(speeds, True, key=lambda speed: _circle(links >= speed) is None)  # without such a ring
+    return _circle(links >= speeds[first - 1]) or []
 
 
 def _circle(allowed: Rates) -> list[int] | None:

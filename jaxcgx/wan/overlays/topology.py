@@ -14,11 +14,95 @@ from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.native import connections
 from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.transports.axes import Tcp
-from jaxcgx.wan import routes
-from jaxcgx.wan.links import Links
+from jaxcgx.wan.overlays.search import SHAPES, Rates, seconds
 
 BETTER = 1.15  # another overlay must be faster by this factor, because every overlay compiles another program
 ALIKE = 3  # rates are rounded to this many steps per factor of 2, because measurements vary a little
+ENOUGH = 2**16  # the fewest bytes of a transfer that gives an estimate of the rate
+SHARED = 0.5  # a transfer shares a line if its rate is at least this part of the fastest transfer's rate
+CHANGED = 2.0  # a link has changed if its rate is higher or lower than its estimate by more than this factor
+
+
+class LinkRates:
+    """Estimates of the rates of links in bytes per second, from the transfers of the ranks.
+
+    An estimate is a moving average. If a link has changed, other links may have changed too. Then the estimates of all
+    other links are kept, but these links count as unknown until they are measured again.
+
+    Args:
+      ranks: the number of ranks.
+      decay: the weight of the old estimate when a new measurement comes, from 0 to below 1.
+
+    Attributes:
+      rates: [ranks, ranks]: the estimates; NaN for links that were never measured.
+      known: [ranks, ranks]: whether a link was measured since the last change.
+    """
+
+    rates: Rates
+    known: Rates
+
+    def __init__(self, ranks: int, decay: float) -> None:
+        self.rates = np.full((ranks, ranks), np.nan)
+        self.known = np.eye(ranks, dtype=bool)
+        self.decay = decay
+
+    def note(self, sent: Rates, busy: Rates) -> None:
+        """Updates the estimates with a measurement.
+
+        A rank's line carries all of its transfers. Transfers at the same time share the line equally, so the line's
+        rate is the sum of their bytes divided by the time of the longest one. A transfer that is much slower than
+        another one on the same line is limited by its link or by the other rank's line. It doesn't get the line's rate.
+
+        Args:
+          sent: the bytes that each rank (row) sent to each other rank.
+          busy: the seconds that these transfers took.
+        """
+        measured = (sent >= ENOUGH) & (busy > 0)
+        if not measured.any():
+            return
+        busy = np.where(measured, busy, 0)
+        rate = np.where(measured, sent / np.where(measured, busy, 1), 0)
+
+        def of_line(axis: int) -> Rates:
+            through = np.where(measured, sent, 0).sum(axis, keepdims=True)
+            through = through / np.maximum(busy.max(axis, keepdims=True), 1e-9)
+            return np.where(rate >= SHARED * rate.max(axis, keepdims=True), through, 0)
+
+        rate = np.maximum(rate, np.maximum(of_line(0), of_line(1)))
+        ratio = rate / self.rates
+        changed = measured & self.known & ((ratio > CHANGED) | (ratio < 1 / CHANGED))
+        if changed.any():
+            self.known = np.eye(len(rate), dtype=bool)
+        decay = np.where(changed | ~np.isfinite(self.rates), 0, self.decay)
+        self.rates = np.where(measured, decay * np.nan_to_num(self.rates) + (1 - decay) * rate, self.rates)
+        self.known |= measured
+
+    @property
+    def estimates(self) -> Rates:
+        """The rates. Links that were never measured have the rate of the fastest link, so that they are tried."""
+        fastest = np.nanmax(self.rates) if np.isfinite(self.rates).any() else 1.0
+        return np.where(np.isfinite(self.rates), self.rates, fastest)
+
+    def greedy(self, greed: float) -> float:
+        """Returns the probability to rely on the estimates: the fraction of links that are known, at most `greed`."""
+        links = len(self.known) * (len(self.known) - 1)
+        known = int(self.known.sum()) - len(self.known)
+        return min(known / links, greed)
+
+    def pairs(self, random: np.random.Generator) -> list[tuple[int, int]]:
+        """Returns pairs of ranks to probe, in random order with unknown links first.
+
+        No rank is in two pairs, so that each pair has the lines of its ranks to itself.
+        """
+        ranks = len(self.known)
+        every = [(i, j) for i in range(ranks) for j in range(i + 1, ranks)]
+        every = [every[k] for k in random.permutation(len(every))]
+        every.sort(key=lambda pair: bool(self.known[pair] and self.known[pair[::-1]]))
+        found: list[tuple[int, int]] = []
+        for pair in every:
+            if all(rank not in other for rank in pair for other in found):
+                found.append(pair)
+        return found
 
 
 class Steps(NamedTuple):
@@ -78,13 +162,13 @@ class Topology:
         rates: Any = None,
     ) -> None:
         self._mesh, self._axis = _check_mesh(mesh, axis), axis
-        self._build = routes.SHAPES[check_choice("Topology", "shape", shape, routes.SHAPES)]
+        self._build = SHAPES[check_choice("Topology", "shape", shape, SHAPES)]
         self._greed = check_number("Topology", "greed", greed, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         decay = check_number("Topology", "decay", decay, lambda x: 0 <= x < 1, "a number from 0 to below 1")
         self._probe_bytes = check_integer("Topology", "probe_bytes", probe_bytes, 2**16)
         self._random = np.random.default_rng(0)
         ranks = mesh.shape[axis.name]
-        self.links: Links = Links(ranks, decay)
+        self.links: LinkRates = LinkRates(ranks, decay)
         if rates is not None:
             self.links.rates = _check_rates(rates, ranks)
             self.links.known[:] = True
@@ -140,7 +224,7 @@ class Topology:
         def check(*args: Any, **kwargs: Any) -> None:
             """Traces a step with a deep overlay, so that a codec that refuses deep overlays is an error at once."""
             deep = Overlay.ring(range(len(self.links.rates)))
-            if self._build is not routes.SHAPES["owners"] and deep.depth > 1:
+            if self._build is not SHAPES["owners"] and deep.depth > 1:
                 trace = getattr(make(deep).step, "eval_shape", None)
                 if trace is not None:
                     trace(*args, **kwargs)
@@ -186,7 +270,7 @@ class Topology:
 
     def _decide(self) -> Overlay:
         rates, found = self.links.estimates, self._best()
-        better = routes.seconds(self.overlay, rates) > BETTER * routes.seconds(found, rates)
+        better = seconds(self.overlay, rates) > BETTER * seconds(found, rates)
         return found if better else self.overlay
 
     # The measurements. All ranks call these methods together.
@@ -205,17 +289,17 @@ class Topology:
             busy = np.maximum(busy, along[..., 1])
         self.links.note(sent, busy)
 
-    def _groups(self) -> np.ndarray[Any, Any]:
+    def _groups(self) -> Rates:
         """Returns the processes along the axis, [places along the other axes, ranks]."""
         place = self._mesh.axis_names.index(self._axis.name)
         return np.moveaxis(self._processes, place, -1).reshape(-1, len(self.links.rates))
 
-    def _gathered(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _gathered(self, row: Rates) -> Rates:
         """Returns the arrays of all processes, by process."""
         rows = self._gather(jax.make_array_from_process_local_data(self._every, row[None]))
         return np.asarray(rows.addressable_data(0))[np.argsort(self._processes, axis=None)]
 
-    def _same(self, words: Any) -> np.ndarray[Any, Any]:
+    def _same(self, words: Any) -> Rates:
         """Returns process 0's integers, on all processes."""
         count = self._gathered(np.array(np.size(words), np.int32))[0]
         words = np.asarray(words, np.int32) if jax.process_index() == 0 else np.zeros(count, np.int32)
@@ -262,7 +346,7 @@ def _check_mesh(mesh: Any, axis: Any) -> Any:
     return mesh
 
 
-def _check_rates(rates: Any, ranks: int) -> np.ndarray[Any, Any]:
+def _check_rates(rates: Any, ranks: int) -> Rates:
     given = np.array(rates, float)
     expected = f"a positive number of bytes a second from each of {ranks} ranks to each other one"
     if given.shape != (ranks, ranks):
@@ -278,7 +362,7 @@ def _words(overlay: Overlay) -> list[int]:
     return [overlay.ranks, *(word for tree in overlay.trees for word in (tree.share, *tree.parents))]
 
 
-def _overlay(words: np.ndarray[Any, Any]) -> Overlay:
+def _overlay(words: Rates) -> Overlay:
     ranks, *rest = map(int, words)
     each = [rest[i : i + ranks + 1] for i in range(0, len(rest), ranks + 1)]
     return Overlay(tuple(Tree(tuple(parents), share) for share, *parents in each))

@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxcgx.wan.assembly import Version
-
 HEADER = struct.Struct("!4sB3xQQQQ")  # magic, kind, round, merged, digest, bytes of the body
 MAGIC = b"cgx\x02"  # the version of this protocol
 HELLO = struct.Struct("!4sI32s")  # magic, place, nonce
@@ -35,7 +33,15 @@ WAITING = 16  # the most frames in the queue to a center
 STRANGERS = 16  # the most accepted connections in the handshake at a time
 
 
-class Kind(enum.IntEnum):
+class Version(NamedTuple):
+    """The version of a center's outer parameters."""
+
+    round: int = 0  # the number of rounds that they have been through
+    merged: int = 0  # the number of contributions in these rounds
+    digest: int = 0  # of the bits of the parameters and of the outer optimizer's state
+
+
+class FrameKind(enum.IntEnum):
     """The kinds of frames. The comments say what their bodies have."""
 
     BEAT = 0  # nothing: the sender is alive
@@ -48,7 +54,7 @@ class Kind(enum.IntEnum):
 class Frame(NamedTuple):
     """A message from one center to another."""
 
-    kind: Kind
+    kind: FrameKind
     version: Version  # of the sender's state, or of the state that the body belongs to
     body: Any = b""
 
@@ -103,7 +109,7 @@ class Peers:
         secret: bytes,
         *,
         terms: Terms,
-        sizes: dict[Kind, list[int]],
+        sizes: dict[FrameKind, list[int]],
         events: Events,
     ) -> None:
         self._place, self._addresses, self._secret, self._terms = place, addresses, secret, terms
@@ -275,7 +281,7 @@ class Peers:
         magic, kind, *version, size = HEADER.unpack(_read(sock, HEADER.size))
         if magic != MAGIC or kind not in self._sizes or size not in self._sizes[kind]:
             raise Stranger("it has sent something else than a frame")
-        return Frame(Kind(kind), Version(*version), _read(sock, size))
+        return Frame(FrameKind(kind), Version(*version), _read(sock, size))
 
 
 class _Link:

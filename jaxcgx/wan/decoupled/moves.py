@@ -1,0 +1,294 @@
+"""The computations of a decoupled center: it encodes its outer gradient, and averages those of several centers."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+
+from jaxcgx.checks import wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_encodes
+from jaxcgx.codecs.coding import decode, encode
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.collectives.replicas import checksum
+from jaxcgx.exchange.message import fold
+from jaxcgx.plan import Plan
+from jaxcgx.plan.leaves import skips, spell_path, why_raw
+from jaxcgx.train.telemetry import TINY
+from jaxcgx.wan.diloco.fragments import Fragment, cut
+from jaxcgx.wan.diloco.outer import choose, digest_of, finite, outer_step, wide, wide_zeros
+
+# The weight of a center, from its tokens and steps since it last took part.
+WEIGHTS: dict[str | None, Callable[[float, float], float]] = {
+    "tokens": lambda tokens, steps: tokens**2 / steps,
+    "steps": lambda tokens, steps: steps,
+    None: lambda tokens, steps: 1.0,
+}
+
+
+class Packed(NamedTuple):
+    """The encoding of a parameter's outer gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # of the parameter; its outer gradient is float32
+    codec: Codec
+    radial: bool  # True: averaged as "radial", False: as "mean"
+
+    @property
+    def bytes(self) -> int:
+        return self.codec.wire_bytes(self.shape, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """The encoding of outer gradients as bytes, and its inverse. Frozen parameters are not sent."""
+
+    leaves: tuple[Packed, ...]
+    trained: Fragment = dataclasses.field(compare=False)  # all parameters that aren't frozen
+
+    @classmethod
+    def of(cls, op: str, plan: Plan, params: Any, average: Any) -> Self:
+        """Returns the packing for these parameters. `Decoupled` explains the arguments. Errors name `op`."""
+        each, tree = jax.tree_util.tree_flatten_with_path(params)
+        paths, values = zip(*each)
+        assigned, found = plan.assign(op, "plan", paths=paths, leaves=values), list[Packed]()
+        trained = cut(op, params, tree.unflatten([skips(codec) for codec, _ in assigned]), 1)[0]
+        for path, x, at, (codec, guarded) in zip(paths, values, trained.rows, assigned):
+            if at is None:
+                continue
+            if not isinstance(codec, Codec):
+                raise wrong(
+                    op, "plan", "one codec for a parameter", "one for each axis", "leave out the axes", path=path
+                )
+            check_encodes(op, codec, "plan")
+            wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+            codec = Raw() if guarded or why_raw(wide, [codec]) else codec
+            radial = _how(op, average, path, x) == "radial"
+            found.append(Packed(spell_path(path), x.shape, str(x.dtype), codec=codec, radial=radial))
+        return cls(tuple(found), trained)
+
+    @property
+    def bytes(self) -> int:
+        """The number of bytes of a center's outer gradients."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    def pack(self, moved: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        """Returns (uint8[bytes], the tree that other centers decode from it) for the outer gradients `moved`."""
+        values, tree = jax.tree_util.tree_flatten(moved)
+        keys = [fold(key, i) if leaf.codec.stochastic else None for i, leaf in enumerate(self.leaves)]
+        rows = [encode(x, leaf.codec, k) for x, leaf, k in zip(values, self.leaves, keys)]
+        row = jnp.concatenate([jnp.zeros(0, jnp.uint8), *rows])
+        return row, tree.unflatten(self._unpack(row))
+
+    def average(self, rows: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        """Returns (the average of each leaf, whether any center counts).
+
+        Every center adds in the same order, so that all centers get the same bits.
+
+        Args:
+          rows: uint8[centers, bytes].
+          weights: float32[centers]; 0 for a center that doesn't take part. A center whose outer gradients aren't finite
+            counts as one with weight 0.
+        """
+
+        def add(total: Any, given: Any) -> tuple[Any, None]:
+            row, weight = given
+            parts = self._unpack(row)
+            finite = jnp.stack([jnp.isfinite(x).all() for x in parts]).all()
+            return jax.tree_util.tree_map(
+                lambda x, y: jnp.where(finite, x + y, x), total, self._terms(parts, weight)
+            ), None
+
+        def step(total: Any, given: Any) -> tuple[Any, None]:
+            return lax.cond(given[1] > 0, add, lambda total, _: (total, None), total, given)
+
+        zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in self.leaves]
+        start = jax.tree_util.tree_map(jnp.zeros_like, self._terms(zeros, jnp.float32(0)))
+        (weight, norms, sums), _ = lax.scan(step, start, (rows, weights))
+        least = jnp.maximum(weight, TINY)
+        means = [
+            _unit(x) * (norm / least) if leaf.radial else x / least for leaf, norm, x in zip(self.leaves, norms, sums)
+        ]
+        return means, weight > 0
+
+    def _terms(self, parts: list[jax.Array], weight: jax.Array) -> tuple[Any, list[Any], list[Any]]:
+        """Returns (weight, norms, leaves), which a center adds to the sums. Norms and leaves are times the weight.
+
+        Leaves with the radial average are unit vectors. The norms of the other leaves are 0.
+        """
+        norms = [weight * _norm(x) if leaf.radial else jnp.float32(0) for leaf, x in zip(self.leaves, parts)]
+        return weight, norms, [weight * (_unit(x) if leaf.radial else x) for leaf, x in zip(self.leaves, parts)]
+
+    def _unpack(self, row: jax.Array) -> list[jax.Array]:
+        found, at = list[jax.Array](), 0
+        for leaf in self.leaves:
+            found.append(decode(row[at : at + leaf.bytes], leaf.codec, leaf.shape, jnp.float32))
+            at += leaf.bytes
+        return found
+
+
+def _how(op: str, average: Any, path: Any, x: Any) -> str:
+    """Returns the kind of a parameter's average: "mean" or "radial"."""
+    name = spell_path(path)
+    if average == "radial":
+        return "mean" if "embed" in name.lower() else "radial"
+    found = average(name, x) if callable(average) else average
+    if found not in ("mean", "radial"):
+        place = f"the function's answer {found!r}" if callable(average) else repr(average)
+        raise wrong(op, "average", "'mean', 'radial' or a function that returns one of them", place)
+    return found
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt((x * x).sum())
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Returns the vector of length 1 in the same direction. The unit vector of 0 is 0."""
+    norm = _norm(x)
+    return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1), 0)
+
+
+_program = functools.partial(jax.jit, static_argnums=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """The programs for some parameters.
+
+    Args:
+      packing: the encoding of outer gradients.
+      optimizer: the outer optimizer.
+      seed: the seed of the noise of codecs that round stochastically.
+    """
+
+    packing: Packing
+    optimizer: Any
+    seed: int
+
+    def rule(self, outer: Any, state: Any) -> str:
+        """Returns a digest of the outer optimizer's update for such parameters and state, with its constants.
+
+        Centers compare it to check that they have the same outer optimizer.
+        """
+        shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, state))
+        before = self.packing.trained.take(shapes[0])
+        return digest_of(self.optimizer.update, before, shapes[1], before)
+
+    @_program
+    def copy(self, tree: Any) -> Any:
+        """Returns a copy of a tree in new memory, because a step may donate its arguments."""
+        return jax.tree_util.tree_map(jnp.copy, tree)
+
+    @_program
+    def zeros(self, tree: Any) -> Any:
+        """Returns the residuals before the first round: zeros, in float32."""
+        return wide_zeros(tree)
+
+    @_program
+    def encode(self, outer: Any, own: Any, residuals: Any, numbers: Any) -> tuple[jax.Array, Any, Any]:
+        """Returns (bytes of the outer gradient, a copy of the own parameters, residuals).
+
+        The residuals are valid if the outer gradient counts in the round.
+
+        Args:
+          outer: the outer parameters.
+          own: the center's own parameters.
+          residuals: the residuals before; None without feedback.
+          numbers: the center's place and the round, which the noise depends on.
+        """
+        take = self.packing.trained.take
+        moved = jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
+        if residuals is not None:
+            moved = jax.tree_util.tree_map(jnp.add, moved, residuals)
+        row, arrives = self.packing.pack(moved, fold(jnp.array([0, self.seed], jnp.uint32), *numbers))
+        if residuals is not None:
+            lost = jax.tree_util.tree_map(jnp.subtract, moved, arrives)
+            residuals = choose(finite(lost), lost, residuals)
+        return row, jax.tree_util.tree_map(jnp.copy, own), residuals
+
+    def move(self, outer: Any, state: Any, rows: Any, weights: Any) -> tuple[Any, Any, jax.Array]:
+        """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both).
+
+        The sums are computed on one device, because their order, and so their rounding, depends on shardings. The
+        results have the shardings of the arguments.
+        """
+        before = self.packing.trained.take(outer), state
+        whole = jax.tree_util.tree_map(np.asarray, before)
+        *found, checksums = jax.tree_util.tree_map(np.asarray, self._move(*whole, rows, weights))
+        trained, state = put_like(before, tuple(found))
+        return self.packing.trained.put(outer, trained), state, checksums
+
+    @_program
+    def _move(self, before: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """Returns (the trained outer parameters, the state, checksums)."""
+        means, some = self.packing.average(rows, weights)
+        mean = jax.tree_util.tree_structure(before).unflatten(means)
+        trained, after, _ = outer_step(self.optimizer, before, state, mean)
+        trained, state = choose(some, (trained, after), (before, state))
+        return trained, state, self.checksums(trained, state)
+
+    @_program
+    def checksums(self, trained: Any, state: Any) -> jax.Array:
+        """Returns checksums of the outer parameters and of the outer optimizer's state."""
+        return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree_util.tree_leaves((trained, state)))])
+
+    @_program
+    def follow(self, own: Any, outer: Any, base: Any) -> Any:
+        """Returns the own parameters + (the outer parameters - the base).
+
+        If the result isn't finite, it returns the outer parameters.
+        """
+        take = self.packing.trained.take
+        moved = jax.tree_util.tree_map(
+            lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype), take(own), take(outer), take(base)
+        )
+        return self.packing.trained.put(own, choose(finite(moved), moved, take(outer)))
+
+
+def put_like(like: Any, tree: Any) -> Any:
+    """Returns a tree of NumPy arrays as JAX arrays with the shardings of those in the tree `like`."""
+
+    def placed(x: jax.Array, value: np.ndarray) -> jax.Array:
+        if not x.committed:
+            return jnp.asarray(value)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda at: value[at])
+
+    return jax.tree_util.tree_map(placed, like, tree)
+
+
+def shardings_of(tree: Any) -> Any:
+    """Returns the shardings of a tree's arrays."""
+    return jax.tree_util.tree_map(lambda x: x.sharding, tree)
+
+
+def on_auto_axes(tree: Any) -> Any:
+    """Returns the arrays of a tree, on meshes whose axes aren't Explicit: programs then need no shardings in types."""
+    return jax.tree_util.tree_map(lambda x: jax.device_put(x, _auto(x.sharding)) if _explicit(x.sharding) else x, tree)
+
+
+def on_axes_of(shardings: Any, tree: Any) -> Any:
+    """Returns the arrays of a tree, with the shardings of the tree `shardings` where these have Explicit axes."""
+    return jax.tree_util.tree_map(lambda s, x: jax.device_put(x, s) if _explicit(s) else x, shardings, tree)
+
+
+def _explicit(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _auto(sharding: NamedSharding) -> NamedSharding:
+    mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def number_of(checksums: Any) -> int:
+    """Returns a 64-bit digest of checksums."""
+    return int.from_bytes(hashlib.blake2b(np.asarray(checksums).tobytes(), digest_size=8).digest(), "big")

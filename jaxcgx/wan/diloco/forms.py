@@ -1,0 +1,184 @@
+"""Forms of Diloco: GeoMX's HFA, SparseLoCo, MuLoCo and Pier."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxcgx.checks import check_integer, check_number, wrong
+from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.topk import TopK
+from jaxcgx.train.exchange import At
+from jaxcgx.train.rounds import Act
+from jaxcgx.train.state import ExchangeState
+from jaxcgx.train.update import import_optax
+from jaxcgx.transports.xla import Axes
+from jaxcgx.typing import Params
+from jaxcgx.wan.diloco.diloco import Diloco
+
+
+@dataclasses.dataclass(frozen=True)
+class HFA(Diloco):
+    """Rounds of hierarchical averaging of parameters (HFA), for `make_train_step`.
+
+        hfa = cgx.wan.HFA(cgx.MaxMin(4), k1=20, k2=10)
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, hfa, sharding=cgx.Sharding(("dc", "local")))
+
+    Every rank trains its own parameters. Every `k1` steps the ranks of a center average their parameters, uncompressed.
+    After `k2` such averages, the centers average the changes of their parameters since the last exchange, as with
+    `Diloco` and an outer SGD of rate 1. In other steps, nothing is sent. `state.params` are the parameters after the
+    last exchange, the same on every rank: evaluate and save these.
+
+    Args:
+      plan: a codec, {axis: codec} or a Plan, for the changes that centers exchange.
+      k1: the number of steps between two averages inside a center.
+      k2: the number of averages inside a center between two exchanges between centers.
+      fragments: as in `Diloco`. It must divide `k2`: an exchange follows every k2 / fragments averages.
+      overlap, alpha, eager, decay, telemetry, keep, seed: as in `Diloco`.
+    """
+
+    every: int = dataclasses.field(init=False)
+    k1: int = 20
+    k2: int = 10
+    inside: Any = dataclasses.field(default=Raw(), init=False, repr=False)
+    outer: Any = dataclasses.field(default="sgd", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("k1", "k2", "fragments"):
+            check_integer(self.op, name, getattr(self, name), 1)
+        object.__setattr__(self, "every", self.k1 * self.k2)
+        super().__post_init__()
+
+    @property
+    def alone(self) -> bool:
+        return True
+
+    def _check_rhythm(self) -> None:
+        k2, fragments = self.k2, self.fragments
+        if k2 % fragments:  # the ranks of a center would have different parameters at some exchanges
+            expected = f"a divisor of k2={k2}, so that each exchange follows an average"
+            remedy = f"pass fragments=1, or k2={-(-k2 // fragments) * fragments}"
+            raise wrong(self.op, "fragments", expected, fragments, remedy)
+        if self.overlap >= self.period:
+            expected = f"less than k1 * k2 / fragments = {self.period} steps, as a fragment ends before the next begins"
+            remedy = "pass a smaller one, fewer fragments, or a larger k1 or k2"
+            raise wrong(self.op, "overlap", expected, self.overlap, remedy)
+
+    @property
+    def turns(self) -> Sequence[Sequence[Act]]:
+        return [[Act("average", -1, first=self.k1, every=self.k1)], *super().turns]
+
+    def settings(self, params: Params) -> dict[str, str]:
+        found = super().settings(params)
+        del found["every"]  # the user gave k1 and k2
+        return {"k1": str(self.k1), "k2": str(self.k2)} | found
+
+    def act(
+        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
+    ) -> tuple[Params, Params, ExchangeState | None]:
+        if act.part >= 0:
+            return super().act(act, outer, own, state=state, at=at)
+        inside = Axes(at.net.names[1:])  # the ranks of a center
+        return outer, jax.tree_util.tree_map(inside.plain_pmean, own), state
+
+
+def sparseloco(
+    plan: Any = None,
+    every: int = 30,
+    *,
+    ratio: float | None = None,
+    bits: int | None = None,
+    rate: float = 1.0,
+    decay: float = 0.95,
+    **options: Any,
+) -> Diloco:
+    """Returns SparseLoCo, a form of `Diloco`.
+
+    Centers send the largest elements of their outer gradients at few bits. Feedback takes the place of outer momentum.
+
+    Args:
+      plan: as in `Diloco`. None: a TopK.
+      every: the number of steps between two exchanges.
+      ratio: the share of each parameter's elements that is sent. None: 0.01, or what `plan` says.
+      bits: the bits of the value of an element that is sent. Its index takes further bits. None: 2, or what `plan`
+        says.
+      rate: the learning rate of the outer SGD.
+      decay: the factor of residuals after each exchange.
+      **options: other fields of `Diloco`.
+    """
+    op = "sparseloco"
+    if ratio is not None:
+        check_number(op, "ratio", ratio, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
+    _check_beside_plan(op, plan, ratio=ratio, bits=bits)
+    codec = TopK(0.01 if ratio is None else ratio, values=MaxMin(2 if bits is None else bits))
+    outer = import_optax(op).sgd(rate)
+    return Diloco(codec if plan is None else plan, every, outer=outer, decay=decay, **options)
+
+
+def muloco(plan: Any = None, every: int = 30, *, bits: int | None = None, **options: Any) -> Diloco:
+    """Returns MuLoCo's exchange, a form of `Diloco`.
+
+    Centers send their outer gradients at 2 bits, with feedback. MuLoCo's inner optimizer is Muon (optax.contrib.muon).
+
+    Args:
+      plan: as in `Diloco`. None: a MaxMin.
+      every: the number of steps between two exchanges.
+      bits: the bits of an element. None: 2, or what `plan` says.
+      **options: other fields of `Diloco`.
+    """
+    _check_beside_plan("muloco", plan, bits=bits)
+    return Diloco(MaxMin(2 if bits is None else bits) if plan is None else plan, every, **options)
+
+
+def pier(
+    plan: Any,
+    *,
+    rounds: int,
+    rate: float = 0.7,
+    momentum: float = 0.9,
+    warmup: float = 0.1,
+    decay_from: float = 0.8,
+    **options: Any,
+) -> Diloco:
+    """Returns Pier, a form of `Diloco`.
+
+    The outer optimizer has Nesterov's momentum. The momentum rises linearly from 0 at the beginning of the training,
+    and falls linearly to 0 at the end.
+
+    Args:
+      plan: as in `Diloco`.
+      rounds: the number of exchanges in the whole training, steps / `every`.
+      rate: the learning rate of the outer SGD.
+      momentum: the largest momentum, from 0 to below 1.
+      warmup: the share of the rounds in which momentum rises, at the beginning.
+      decay_from: the share of the rounds after which momentum falls.
+      **options: `every` and other fields of `Diloco`.
+    """
+    op = "pier"
+    check_integer(op, "rounds", rounds, 1)
+    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
+    check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    check_number(op, "warmup", warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+    check_number(op, "decay_from", decay_from, lambda x: warmup <= x <= 1, "a number from warmup to 1")
+    optax = import_optax(op)
+    rises, falls = round(warmup * rounds), round(decay_from * rounds)
+    momenta = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, momentum, rises),
+            optax.constant_schedule(momentum),
+            optax.linear_schedule(momentum, 0.0, rounds - falls),
+        ],
+        [rises, falls],
+    )
+    sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
+    return Diloco(plan, outer=sgd(rate, momentum=momenta, nesterov=True), **options)
+
+
+def _check_beside_plan(op: str, plan: Any, **wanted: Any) -> None:
+    """Checks that a caller who passes a plan doesn't describe the codec, {argument: value or None}, too."""
+    for name, value in wanted.items() if plan is not None else ():
+        if value is not None:
+            raise wrong(op, name, "None with 'plan', which says what is sent", repr(value), f"leave out {name} or plan")

@@ -1,0 +1,1 @@
+"""Overlays for links of unlike rates: measured while training goes on, and searched."""
