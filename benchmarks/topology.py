@@ -25,7 +25,7 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.plan.overlay import Overlay, Tree
-from jaxcgx.report.overlays import draw_overlay
+from jaxcgx.report.figures import draw_overlay
 from jaxcgx.wan import routes
 
 HOSTS, RATE, SLOW = 4, 100_000_000, 10_000_000  # bit/s
