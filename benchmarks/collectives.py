@@ -29,7 +29,7 @@ import jaxcgx as cgx
 from jaxcgx.exchange import costs
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.lab import Lab, signals_raise, why_not
-from jaxcgx.report.results import bandwidths, quartiles
+from jaxcgx.report.results import quartiles
 
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"
@@ -293,10 +293,19 @@ def row(network, size, what, times):
         figures["reached"] = figures["share"][TCP] >= SHARE
     elif network.mbit is None and size == 64:
         figures["reached"] = speedup[auto] >= SPEEDUP
-    speed = {name: bandwidths("all_reduce", network.processes, raw, median(ms) / 1e3) for name, ms in times.items()}
+    speed = {name: bandwidths(network.processes, raw, median(ms) / 1e3) for name, ms in times.items()}
     for which, name in enumerate(("algorithm_gbs", "bus_gbs")):
         figures[name] = {program: round(both[which], 4) for program, both in speed.items()}
     return figures | dict(ms_of_repetitions={name: rounded(ms) for name, ms in times.items()})
+
+
+def bandwidths(ranks, size, seconds):
+    """Returns (algorithm bandwidth, bus bandwidth) of an all-reduce in GB/s, as nccl-tests define them.
+
+    Both count the bytes of the uncompressed tensor, `size`, not the bytes that travel. So compression increases them.
+    """
+    algorithm = size / seconds / 1e9
+    return algorithm, algorithm * 2 * (ranks - 1) / ranks
 
 
 def bandwidth_lines(rows):

@@ -1,4 +1,4 @@
-"""Compares the times that exchange/costs.py and report/steps.py predict with measured ones.
+"""Compares the times that exchange/costs.py and report/advise.py predict with measured ones.
 
     python benchmarks/prediction.py [--measure] [--networks REGEX] [--repeats 5] [--size MIB ...] [--out DIR]
 
@@ -22,11 +22,11 @@ import collectives
 import numpy as np
 import training_speed_data
 from report import RESULTS, Report, header, line, median
+from simulation import local_steps
 
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
 from jaxcgx.report.advise import Case
-from jaxcgx.report.steps import local_steps
 from jaxcgx.transports.network import PAYLOAD, Network
 
 # Constants of the machine, from make bench (results/cpu-kernels-avx512.md), in bytes of float32 per second.
@@ -82,7 +82,7 @@ NOTES = f"""\
 - If the plan has no network, "auto" assumes 1 Gbit/s. It chooses between two_shot and one_shot. A ring rounds at every
   hop, so its error grows with the number of ranks, and it allows no feedback. So "auto" never takes it, and its choice
   over Gloo is compared with rings in a sentence of its own.
-- steps: ms of a training step, and off. The prediction is the planner's (report/advise.py, report/steps.py), with the
+- steps: ms of a training step, and off. The prediction is the planner's (report/advise.py), with the
   latencies of Cluster. Its computation is that of a step without exchange in the same turn, and off is the median of
   the turns. Hosts share 2 processors here, too. The steps were measured on an Intel Xeon, whose kernels weren't
   measured. So the speeds of kernels are those of another processor, an AMD EPYC (results/cpu-kernels-avx512.json).
@@ -253,7 +253,7 @@ def step_of(method, hosts, mbit, compute, tree):
         tree=tree, nodes=hosts, each=1, compute=compute, overlap=overlap, fusion_mb=fusion_mb, inner=cluster.inside()
     )
     if codec.raw:
-        return case.plain(network).step
+        return case.choice(cgx.Raw(), "psum", network=network, error=0.0).step
     schedules = ["psum"] if codec.low_rank else ["one_shot", "two_shot"]
     choices = [case.choice(codec, schedule, network=network, error=0.0) for schedule in schedules]
     (chosen,) = (choice for choice in choices if choice.auto)
@@ -303,10 +303,11 @@ def hierarchies():
         cluster = cgx.Cluster(world=4, nodes=2, **links)
         network = network_between(cluster, "tcp", cgx.MaxMin(4))
         case = Case(tree=tree, nodes=2, each=2, compute=0, overlap=False, fusion_mb=64, inner=cluster.inside())
+        plain = case.choice(cgx.Raw(), "psum", network=network, error=0.0)
         coded = case.choice(cgx.MaxMin(4), "one_shot", network=network, error=0.0)
         place = f"2 centers of 2 ranks, {name}"
         less = ms[place, "float32"] - ms[place, "4 bits"]
-        yield f"hierarchy, {name}", less, 1e3 * (case.plain(network).step - coded.step)
+        yield f"hierarchy, {name}", less, 1e3 * (plain.step - coded.step)
 
 
 def slow_lines():

@@ -8,6 +8,7 @@ Nothing is measured here. docs/simulation.md lists the assumptions. prediction.p
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 
 import jax
@@ -16,8 +17,7 @@ import matplotlib
 import numpy as np
 
 import jaxcgx as cgx
-from jaxcgx.report.advise import GAIN, Case
-from jaxcgx.report.steps import local_steps, slowest, step_seconds
+from jaxcgx.report.advise import GAIN, Case, step_seconds
 from jaxcgx.transports.network import PAYLOAD, Network
 
 matplotlib.use("Agg")
@@ -68,6 +68,24 @@ def case(parameters, ranks, overlap):
         fusion_mb=2**-20,
         inner=Network(up=INSIDE * PAYLOAD, mover="duplex", latency=5e-6),
     )
+
+
+def local_steps(compute, exchange, every, overlap):
+    """Returns the seconds of a step if ranks exchange once after `every` local steps, as with DiLoCo.
+
+    With `overlap`, the exchange continues during the next `every` steps.
+    """
+    computed = every * compute
+    return (max(computed, exchange) if overlap else computed + exchange) / every
+
+
+def slowest(compute, ranks, spread):
+    """Returns the time of the slowest rank's computation, for which all other ranks wait.
+
+    It is about the expected maximum of normally distributed times. `spread` is their standard deviation divided by
+    their mean.
+    """
+    return compute * (1 + spread * math.sqrt(2 * math.log(ranks)))
 
 
 def network(rate, each, latency=LATENCY):

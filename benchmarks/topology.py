@@ -25,8 +25,8 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.plan.overlay import Overlay, Tree
-from jaxcgx.report.overlays import draw_overlay
 from jaxcgx.exchange import routes
+from jaxcgx.report.figures import draw_overlay
 
 HOSTS, RATE, SLOW = 4, 100_000_000, 10_000_000  # bit/s
 ELEMENTS = 1 << 22

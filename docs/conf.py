@@ -18,7 +18,8 @@ PAGES = {
     "Guides": "feedback sparse hierarchies fsdp overlap checkpoints meshes wan diloco failures security gpu",
     "Coming from": "migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
     "Does it pay?": "when-not planner simulation lab speed results ../benchmarks/README",
-    "Inside": "api collectives error-bounds architecture wire-format references ../CONTRIBUTING",
+    "Inside": "api collectives error-bounds architecture wire-format references",
+    "Extend": "extend-codec extend-transport ../CONTRIBUTING",
 }
 
 # Pages that are notebooks on the site. In the repository they are plain Markdown, which more programs can show. The

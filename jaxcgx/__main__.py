@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -21,13 +22,10 @@ def tune(options: argparse.Namespace) -> None:
     """Runs python -m jaxcgx tune."""
     from jaxcgx.report import tune
 
-    try:
-        how = dict(method=options.method, budget=options.budget, alpha=options.alpha)
-        plan, words = tune.tune(options.gradients, plan=options.plan, bits=options.bits, **how)
-        print(f"{words}\n")
-        plan.save(options.out)
-    except (OSError, TypeError, ValueError) as error:
-        sys.exit(f"python -m jaxcgx tune: {str(error).removeprefix('tune: ')}")
+    how = dict(method=options.method, budget=options.budget, alpha=options.alpha)
+    plan, words = tune.tune(options.gradients, plan=options.plan, bits=options.bits, **how)
+    print(f"{words}\n")
+    plan.save(options.out)
     print(f"saved to {options.out}")
 
 
@@ -36,47 +34,38 @@ def plan(options: argparse.Namespace) -> None:
     from jaxcgx.report import advise, shapes
     from jaxcgx.report.cluster import Cluster
 
-    try:
-        tree = shapes.read(options.model)
-        codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
-        gradients = shapes.read_gradients(options.gradients) if options.gradients else None
-        cluster = Cluster(
-            **{field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster) if field.init}
-        )
-        found = advise.advise(
-            tree,
-            cluster,
-            compute_ms=options.compute_ms,
-            overlap_mb=options.overlap_mb,
-            codecs=codecs,
-            max_error=options.max_error,
-            gradients=gradients,
-        )
-        print(found)
-        if options.out and found.plan:
-            found.plan.save(options.out)
-            print(f"\nsaved to {options.out}")
-    except (OSError, TypeError, ValueError) as error:
-        said = str(error).removeprefix("plan: ").removeprefix("advise: ").removeprefix("Cluster: ")
-        sys.exit(f"python -m jaxcgx plan: {said}")
+    tree = shapes.read(options.model)
+    codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
+    gradients = shapes.read_gradients(options.gradients) if options.gradients else None
+    of_cluster = [field.name for field in dataclasses.fields(Cluster) if field.init]
+    found = advise.advise(
+        tree,
+        Cluster(**{name: getattr(options, name) for name in of_cluster}),
+        compute_ms=options.compute_ms,
+        overlap_mb=options.overlap_mb,
+        codecs=codecs,
+        max_error=options.max_error,
+        gradients=gradients,
+    )
+    print(found)
+    if options.out and found.plan:
+        found.plan.save(options.out)
+        print(f"\nsaved to {options.out}")
 
 
 def link(options: argparse.Namespace) -> None:
     """Runs python -m jaxcgx link."""
     import socket
 
-    from jaxcgx.report import cache, link
+    from jaxcgx.report import link, machine
 
-    try:
-        if options.host:
-            peer, found = options.host, link.measure(options.host, options.port)
-        else:
-            with socket.create_server(("", options.port)) as server:
-                print(f"now run on another host: python -m jaxcgx link {socket.gethostname()}", flush=True)
-                peer, found = link.serve(server)
-        print(f"{peer}: {found}", f"saved to {cache.path('links')}", sep="\n")
-    except (OSError, ValueError) as error:
-        sys.exit(f"python -m jaxcgx link: {str(error).removeprefix('link: ')}")
+    if options.host:
+        peer, found = options.host, link.measure(options.host, options.port)
+    else:
+        with socket.create_server(("", options.port)) as server:
+            print(f"now run on another host: python -m jaxcgx link {socket.gethostname()}", flush=True)
+            peer, found = link.serve(server)
+    print(f"{peer}: {found}", f"saved to {machine.path('links')}", sep="\n")
 
 
 def lab(options: argparse.Namespace) -> int:
@@ -86,26 +75,21 @@ def lab(options: argparse.Namespace) -> int:
     from jaxcgx.report import figures, lab, results
     from jaxcgx.units import parse_rate, parse_time
 
-    try:
-        hosts = check_integer("lab", "--hosts", options.hosts, 1, network.MOST)
-        rate, up, down = (
-            None if (text := getattr(options, name)) is None else parse_rate(f"argument '--{name}'", text)
-            for name in ("rate", "up", "down")
-        )
-        rate = rate or 10**9
-        link = Link(up or rate, down or rate, parse_time("argument '--delay'", options.delay))
-        links = [link] * hosts
-        if options.per_link:
-            links = files.read_links(options.per_link, hosts, link)
-        changes = files.read_schedule(options.schedule, hosts) if options.schedule else []
-        status, counted = lab.run(links, changes, options.words)
-        print(lab.spell(counted), flush=True)
-        if options.out:
-            data = results.origin(shlex.join(["python", "-m", "jaxcgx", *options.arguments])) | counted
-            results.write(options.out / "lab.json", data)
-            print(*figures.save(options.out, {"lab": data}), sep="\n")
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        sys.exit(f"python -m jaxcgx lab: {str(error).removeprefix('lab: ')}")
+    hosts = check_integer("lab", "--hosts", options.hosts, 1, network.MOST)
+    rate = parse_rate("argument '--rate'", options.rate)
+    up, down = (
+        rate if text is None else parse_rate(f"argument '--{name}'", text)
+        for name, text in (("up", options.up), ("down", options.down))
+    )
+    link = Link(up, down, parse_time("argument '--delay'", options.delay))
+    links = files.read_links(options.per_link, hosts, link) if options.per_link else [link] * hosts
+    changes = files.read_schedule(options.schedule, hosts) if options.schedule else []
+    status, counted = lab.run(links, changes, options.words)
+    print(lab.spell(counted), flush=True)
+    if options.out:
+        data = results.origin(shlex.join(["python", "-m", "jaxcgx", *options.arguments])) | counted
+        results.write(options.out / "lab.json", data)
+        print(*figures.save(options.out, {"lab": data}), sep="\n")
     return status
 
 
@@ -113,15 +97,12 @@ def report(options: argparse.Namespace) -> None:
     """Runs python -m jaxcgx report."""
     from jaxcgx.report import figures, results
 
-    try:
-        names = [path.stem for path in options.files]
-        if len(set(names)) < len(names):  # files with the same name in several folders
-            names = ["-".join(path.with_suffix("").parts[-2:]) for path in options.files]
-        files = {name: results.read(path) for name, path in zip(names, options.files)}
-        print(*(figures.spell(name, data) for name, data in files.items()), sep="\n\n")
-        print("", *figures.save(options.out, files), sep="\n")
-    except (OSError, TypeError, ValueError) as error:
-        sys.exit(f"python -m jaxcgx report: {error}")
+    names = [path.stem for path in options.files]
+    if len(set(names)) < len(names):  # files with the same name in several folders
+        names = ["-".join(path.with_suffix("").parts[-2:]) for path in options.files]
+    files = {name: results.read(path) for name, path in zip(names, options.files)}
+    print(*(figures.spell(name, data) for name, data in files.items()), sep="\n\n")
+    print("", *figures.save(options.out, files), sep="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
@@ -197,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     added.add_argument("--port", type=int, default=5799, help="where to wait (5799)")
     added = command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
     added.add_argument("--hosts", type=int, default=2, help="how many (2)")
-    added.add_argument("--rate", help="of every link, in both directions (1gbit)")
+    added.add_argument("--rate", default="1gbit", help="of every link, in both directions (1gbit)")
     added.add_argument("--up", metavar="RATE", help="of what a host sends, where it isn't --rate")
     added.add_argument("--down", metavar="RATE", help="of what a host receives, where it isn't --rate")
     added.add_argument("--delay", metavar="TIME", default="0s", help="from any host to any other one, as in 40ms (0s)")
@@ -217,7 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     )
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
-    return options.run(options)
+    try:
+        return options.run(options)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        said = re.sub("^(tune|plan|advise|Cluster|link|lab): ", "", str(error))
+        sys.exit(f"python -m jaxcgx {options.run.__name__}: {said}")
 
 
 if __name__ == "__main__":

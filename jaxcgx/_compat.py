@@ -11,52 +11,22 @@ from jax._src import effects, shard_map
 from jax._src.core import (
     NamedAxisEffect,  # tells jit and scan which axes must be bound; not public
     abstract_token,  # public since 0.11
-    eval_jaxpr,  # type checkers don't find the public one
     trace_state_clean,  # not public
 )
+from jax._src.core import eval_jaxpr as eval_jaxpr  # type checkers don't find the public one
 from jax._src.dispatch import prim_requires_devices_during_lowering  # not public
 from jax._src.distributed import global_state as distributed  # its key-value store is not public
 from jax._src.effects import remat_allowed_effects  # not public
 from jax._src.interpreters import ad as private_ad  # has the transpose rule of shard_map in newer versions
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # the contexts of the mesh in lowering rules
-from jax._src.xla_bridge import backends_are_initialized  # not public
+from jax._src.xla_bridge import backends_are_initialized as backends_are_initialized  # not public
 from jax.core import ShapedArray
-from jax.extend.core import Primitive  # jax.extend may change in any version
-from jax.interpreters import ad, batching, mlir, partial_eval  # jax.interpreters may change in any version
+from jax.extend.core import Primitive as Primitive  # jax.extend may change in any version
 
-__all__ = [
-    "GLOO_SCATTERS_WRONGLY",
-    "OrderedEffect",
-    "OrderedOnEachDevice",
-    "Primitive",
-    "ad",
-    "all_gather",
-    "allow_in_remat",
-    "axis_effects",
-    "backends_are_initialized",
-    "batching",
-    "devices_of",
-    "effects_in_order",
-    "eval_jaxpr",
-    "is_eager",
-    "lower_call_of_python",
-    "lower_ordered",
-    "match_varying",
-    "mesh_of_a_part",
-    "mlir",
-    "needs_devices",
-    "partitioner_decides",
-    "reduce_scatter_is_wrong",
-    "rendezvous",
-    "result_aval",
-    "slice_program",
-    "tracked_axes",
-    "transposed_axes",
-    "vary",
-    "varying_axes",
-    "whole",
-    "zero_tangent",
-]
+# Other modules import these three from here, because jax.interpreters may change in any version.
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
@@ -67,18 +37,16 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return aval.manual_axis_type.varying
 
 
-def is_eager() -> bool:
-    """Returns whether nothing is being traced: the caller is outside of jit, vmap and grad."""
-    return trace_state_clean()
+is_eager = trace_state_clean  # whether nothing is being traced: the caller is outside of jit, vmap and grad
 
 
-def match_varying(*arrays: Any) -> list[jax.Array]:
+def match_varying(*arrays: jax.Array) -> list[jax.Array]:
     """Returns the arrays, all marked as varying over every axis that any of them varies over."""
     axes = frozenset[Any]().union(*map(varying_axes, arrays))
     return [vary(x, axes) for x in arrays]
 
 
-def vary(x: Any, axes: frozenset[Any]) -> jax.Array:
+def vary(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Returns x, marked as varying over `axes`, in addition to its own axes."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -136,7 +104,7 @@ def result_aval(
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding, **manual)
 
 
-def all_gather(x: Any, axes: Any, *, axis: int, tiled: bool, to: str) -> jax.Array:
+def all_gather(x: jax.Array, axes: Hashable, *, axis: int, tiled: bool, to: str) -> jax.Array:
     """Calls lax.all_gather, which doesn't accept to="invarying" in 0.9."""
     if to == "invarying" and jax.__version_info__ < (0, 10):
         from jax._src.lax.parallel import all_gather_invariant  # not in later versions
@@ -166,7 +134,7 @@ def allow_in_remat(effects: Iterable[Any]) -> None:
         remat_allowed_effects.add_type(type(effect))
 
 
-def whole(x: Any) -> jax.Array:
+def whole(x: jax.Array) -> jax.Array:
     """Returns x, whole on every device as in `result_aval`. On an Explicit mesh, x may be sharded before."""
     sharding: Any = jax.typeof(x).sharding
     if all(axis is None for axis in sharding.spec):
@@ -184,7 +152,7 @@ def needs_devices(primitive: Primitive) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
-def partitioner_decides(ctx: Any) -> bool:
+def partitioner_decides(ctx: mlir.LoweringRuleContext) -> bool:
     """Returns whether XLA's partitioner (Shardy) distributes the program: jit on several devices, outside shard_map."""
     context = ctx.module_context.axis_context
     shardy: Any = jax.config
@@ -198,7 +166,7 @@ def partitioner_decides(ctx: Any) -> bool:
     )
 
 
-def mesh_of_a_part(ctx: Any) -> contextlib.AbstractContextManager[Any]:
+def mesh_of_a_part(ctx: mlir.LoweringRuleContext) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without a mesh if the partitioner lowers the program of one device, else an empty context.
 
     Newer versions of JAX keep the caller's mesh in this lowering. An Explicit mesh would then shard arrays within the
@@ -229,7 +197,7 @@ class _CalledByPython(effects.Effect):
     """
 
 
-def effects_in_order(order: Any) -> frozenset[Any]:
+def effects_in_order(order: OrderedEffect) -> frozenset[Any]:
     """Returns the effects of operations that run in the order of an ordered effect."""
     return frozenset({order, _CalledByPython()})
 
@@ -246,7 +214,7 @@ effects.ordered_effects.add_type(OrderedEffect)
 effects.shardable_ordered_effects.add_type(OrderedOnEachDevice)
 
 
-def devices_of(ctx: Any) -> list[Any] | None:
+def devices_of(ctx: mlir.LoweringRuleContext) -> list[Any] | None:
     """Returns the devices of the mesh for which shard_map is being lowered, in the mesh's order; None if unknown."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
@@ -260,10 +228,10 @@ def rendezvous() -> tuple[Any, int, int, str | None]:
     return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
 
 
-def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effect: Any) -> Sequence[Any]:
+def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effect: OrderedEffect) -> Sequence[Any]:
     """Lowers an operation with one operand and no results to a call of a Python function, in the order of an effect."""
 
-    def called(operand: Any) -> tuple[()]:
+    def called(operand: jax.Array) -> tuple[()]:
         call(operand)
         return ()
 
@@ -274,29 +242,11 @@ def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effe
     return []
 
 
-def counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns (number of constants, number of carried arrays) of a scan."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
-    return len(list(consts)), len(list(carry))
-
-
-def slice_program(program: Any, results: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """Returns (the part of a traced program that computes these results, for each input whether it is needed).
-
-    Operations with effects, such as callbacks, are left out, even if their results are needed.
-    """
-    jaxpr = getattr(program, "jaxpr", program)
-    pure = [eqn for eqn in jaxpr.eqns if all(isinstance(effect, NamedAxisEffect) for effect in eqn.effects)]
-    return partial_eval.dce_jaxpr(jaxpr.replace(eqns=pure), list(results))
-
-
 def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callable[..., Any]:
     """Returns a lowering rule to an FFI call in the order of an effect. JAX's own rules take tokens since 0.11."""
     call: Any = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)
 
-    def rule(ctx: Any, *operands: Any, **attributes: Any) -> Sequence[Any]:
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **attributes: Any) -> Sequence[Any]:
         with_token = ctx.replace(avals_in=[*ctx.avals_in, abstract_token], avals_out=[*ctx.avals_out, abstract_token])
         *results, token = call(with_token, *operands, ctx.tokens_in.get(effect), **attributes)
         ctx.set_tokens_out(mlir.TokenSet({effect: token}))

@@ -52,9 +52,10 @@ def results(module):
 
 
 def named_on_pages(module):
-    """Returns the names in a module, as jaxcgx.mpi.hierarchy, that README and docs/ mention."""
+    """Returns the names in a module, as jaxcgx.mpi.hierarchy, that README and docs/ mention, except in diffs."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(page.read_text() for page in pages)
+    text = re.sub("^```diff\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     found = {f"jaxcgx{rest}" for rest in re.findall(r"\b(?:jax)?cgx((?:\.[A-Za-z]\w*)+)", text)}
     return sorted(name for name in found if name.startswith(f"{module}."))
 

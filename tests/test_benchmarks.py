@@ -1,4 +1,4 @@
-"""Tests benchmarks/first_run.py, and that benchmarks set up devices only after they have imported one another."""
+"""Tests parts of benchmarks, and that they set up devices only after they have imported one another."""
 
 import os
 import pathlib
@@ -25,6 +25,10 @@ def test_importing_them_sets_up_no_device():
     command = [sys.executable, "-P", "-c", IMPORT, BENCHMARKS, *names]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+
+
+def test_bandwidths_are_those_of_nccl_tests(monkeypatch):
+    assert load_script(BENCHMARKS / "collectives.py", monkeypatch).bandwidths(4, 2e9, 1) == (2, 3)
 
 
 def test_first_run(tmp_path, monkeypatch, capfd):

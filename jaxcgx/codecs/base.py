@@ -1,4 +1,4 @@
-"""The contract of a codec. CONTRIBUTING.md shows a codec from the first line to its test."""
+"""The contract of a codec. docs/extend-codec.md shows a codec from the first line to its test."""
 
 from typing import Any
 

@@ -8,6 +8,7 @@ object, which jit hashes by its identity.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 

@@ -24,7 +24,7 @@ KIND, STATS2, BASIC, QUEUE = 1, 7, 1, 3  # attributes of linux/rtnetlink.h and l
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traffic:
+class LinkTraffic:
     """The traffic in one direction of a link."""
 
     bytes: int = 0  # including the headers of Ethernet, IP and TCP
@@ -36,11 +36,11 @@ class Traffic:
         """The bytes of TCP's payload: all bytes without the headers of all packets, also of acknowledgements."""
         return self.bytes - (ETHERNET + IP + TCP) * self.packets
 
-    def __sub__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
+    def __sub__(self, other: "LinkTraffic") -> "LinkTraffic":
+        return LinkTraffic(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
 
 
-History = list[tuple[float, list[tuple[Traffic, Traffic]]]]  # (seconds, (sent, received) of each host)
+History = list[tuple[float, list[tuple[LinkTraffic, LinkTraffic]]]]  # (seconds, (sent, received) of each host)
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -51,14 +51,14 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
         data = data[(size + 3) & ~3 :]
 
 
-def _parse(message: bytes) -> tuple[int, Traffic] | None:
+def _parse(message: bytes) -> tuple[int, LinkTraffic] | None:
     """Returns (device, traffic) of a message about a token bucket; None for other messages."""
     found = dict(_attributes(message[20:]))
     if found.get(KIND) != b"tbf\0":
         return None
     stats = dict(_attributes(found[STATS2]))
     drops = struct.unpack_from("III", stats[QUEUE])[2]
-    return struct.unpack_from("i", message, 4)[0], Traffic(*struct.unpack_from("QI", stats[BASIC]), drops)
+    return struct.unpack_from("i", message, 4)[0], LinkTraffic(*struct.unpack_from("QI", stats[BASIC]), drops)
 
 
 def _enter(name: str, devices: Sequence[str]) -> tuple[socket.socket, list[int]]:
@@ -78,16 +78,16 @@ class _Namespace:
         self.socket: socket.socket = entered[0]
         self.devices: list[int] = entered[1]
 
-    def read(self) -> list[Traffic]:
+    def read(self) -> list[LinkTraffic]:
         """Returns the traffic of every device, in the order of the names that were given."""
         self.socket.send(struct.pack("IHH28x", 36, GET_QDISC, REQUEST_DUMP))
-        found: dict[int, Traffic] = {}
+        found: dict[int, LinkTraffic] = {}
         while True:
             data = self.socket.recv(1 << 20)
             while data:
                 size, kind = struct.unpack_from("IH", data)
                 if kind == DONE:
-                    return [found.get(device, Traffic()) for device in self.devices]
+                    return [found.get(device, LinkTraffic()) for device in self.devices]
                 if kind == NEW_QDISC and (parsed := _parse(data[16:size])):
                     found[parsed[0]] = parsed[1]
                 data = data[(size + 3) & ~3 :]
@@ -111,7 +111,7 @@ class Counters:
         for namespace in [*self.ups, self.downs]:
             namespace.socket.close()
 
-    def read(self) -> list[tuple[Traffic, Traffic]]:
+    def read(self) -> list[tuple[LinkTraffic, LinkTraffic]]:
         """Returns (sent, received) of each host since the lab began."""
         return list(zip((up.read()[0] for up in self.ups), self.downs.read()))
 

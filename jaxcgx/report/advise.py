@@ -1,6 +1,6 @@
 """advise: predicts the time and the error of every codec and schedule, and recommends a plan. It needs no program.
 
-exchange/costs.py predicts the times of exchanges, exchange/errors.py the errors, and steps.py the times of steps.
+exchange/costs.py predicts the times of exchanges, and exchange/errors.py the errors. docs/planner.md has the formulas.
 """
 
 import dataclasses
@@ -23,16 +23,15 @@ from jaxcgx.exchange.errors import Losses, drawn
 from jaxcgx.plan import Plan, messages, why_raw
 from jaxcgx.report import machine
 from jaxcgx.report.cluster import Cluster
-from jaxcgx.report.shapes import count
-from jaxcgx.report.steps import BACKWARD, step_seconds
 from jaxcgx.text import spell_sizes, table
 from jaxcgx.transports.network import PAYLOAD, Network
 from jaxcgx.units import spell_rate
 
-FEW_BITS = Micro("nvfp4"), MaxMin(4), MaxMin(2), Eden(4), Eden(2), Sign()
-CODECS = (Cast("bfloat16"), MaxMin(8), *FEW_BITS, TopK(0.01), PowerSGD(4), Lossless())
+_FEW_BITS = Micro("nvfp4"), MaxMin(4), MaxMin(2), Eden(4), Eden(2), Sign()
+CODECS = (Cast("bfloat16"), MaxMin(8), *_FEW_BITS, TopK(0.01), PowerSGD(4), Lossless())
 SPREAD = 0.25  # 85 % of measured exchange times (benchmarks/results/prediction.json) are within this of predictions
 GAIN = 0.95  # compression pays if a step takes less than this fraction of its time without compression
+BACKWARD = 2 / 3  # the fraction of the computation; it has two matrix products for each one of the forward pass
 AXES = "node", "local"  # the axes of a plan for a hierarchy
 _SIDE = 2**8  # the rows, and the columns, of the matrix of each rank's assumed gradients
 _OP = "advise"
@@ -184,7 +183,7 @@ def advise(
         fusion_mb=64 if overlap_mb is None else overlap_mb,
         inner=cluster.inside(),
     )
-    rows = [case.plain(cluster.between(cluster.movers[0]))]
+    rows = [case.choice(Raw(), "psum", network=cluster.between(cluster.movers[0]), error=0.0)]
     networks: dict[Choice, Network] = {}
     for codec in codecs:
         losses = Losses(_sample(gradients, codec.low_rank), codec, cut=case.nodes)
@@ -213,10 +212,6 @@ class Case:
     fusion_mb: float
     inner: Network  # the network inside a node
 
-    def plain(self, network: Network) -> Choice:
-        """Returns the row for lax.psum of all leaves."""
-        return self.choice(Raw(), "psum", network=network, error=0.0)
-
     def choice(self, codec: Codec, schedule: str, network: Network, error: float) -> Choice:
         """Returns the row for a codec and a schedule."""
         found = self.times(codec, schedule, network=network)
@@ -242,25 +237,24 @@ class Case:
                 raise wrong(_OP, "tree", expected, repr(leaf), path=path, kind=TypeError)
         return [path for path, _ in found], [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found]
 
-    def groups(self, codec: Codec) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns (messages of compressed leaves, messages of raw leaves). A message is a list of leaf numbers."""
+    def _messages(self, codec: Codec) -> list[tuple[Codec, list[int]]]:
+        """Returns (its codec, the numbers of its leaves) of each message, those of raw leaves last."""
         if codec not in self._known:
             paths, leaves = self._leaves
             found = Plan(codec).assign(_OP, "tree", paths=paths, leaves=leaves)
             raw = [bool(why or why_raw(leaf, [codec])) for leaf, (_, why) in zip(leaves, found)]
-            kinds = [[i for i in range(len(leaves)) if raw[i] is kind] for kind in (False, True)]
-            limit = self.fusion_mb * 2**20
-            coded, plain = (
-                [[ids[k] for k in group] for group in messages([leaves[i] for i in ids], limit)] for ids in kinds
-            )
-            self._known[codec] = coded, plain
+            self._known[codec] = []
+            for kind, of_kind in (False, codec), (True, Raw()):
+                ids = [i for i in range(len(leaves)) if raw[i] is kind]
+                groups = messages([leaves[i] for i in ids], self.fusion_mb * 2**20)
+                self._known[codec] += [(of_kind, [ids[k] for k in group]) for group in groups]
         return self._known[codec]
 
     @functools.cached_property
-    def _known(self) -> dict[Codec, tuple[list[list[int]], list[list[int]]]]:
+    def _known(self) -> dict[Codec, list[tuple[Codec, list[int]]]]:
         return {}
 
-    def _shares(self, codec: Codec, ids: Sequence[int]) -> list[Any]:
+    def _shares(self, codec: Codec, ids: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shares of leaves that a rank exchanges with other nodes. Low-rank codecs use whole leaves."""
         leaves = [self._leaves[1][i] for i in ids]
         if self.each == 1 or codec.low_rank:
@@ -269,12 +263,9 @@ class Case:
 
     def sent(self, codec: Codec, schedule: str, mover: str | None) -> int:
         """Returns the bytes that a rank sends to other nodes."""
-        coded, raw = self.groups(codec)
-        shares = [(codec, self._shares(codec, ids)) for ids in coded] + [
-            (Raw(), self._shares(Raw(), ids)) for ids in raw
-        ]
         found = 0.0
-        for each, leaves in shares:
+        for each, ids in self._messages(codec):
+            leaves = self._shares(each, ids)
             whole = costs.wire(each, leaves) if each.makes_codes else 0
             part = costs.wire(each, leaves, mover) / whole if whole else 1.0  # TopK(0): no bytes
             found += part * costs.sent(schedule, each, leaves, self.nodes, mover=mover)
@@ -286,7 +277,7 @@ class Case:
 
     def _auto(self, codec: Codec, network: Network) -> str:
         """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/costs.py)."""
-        ids = [i for group in self.groups(codec)[0] for i in group]
+        ids = [i for each, group in self._messages(codec) for i in group if not each.raw]
         return costs.choose(self._load(codec, ids, network.mover), network)
 
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
@@ -294,23 +285,39 @@ class Case:
 
         Messages of the last leaves come first, because the backward pass computes the gradients of these leaves first.
         """
-        coded, raw = self.groups(codec)
-        found: list[tuple[int, float, Time]] = []
-        for ids in coded:
-            time = costs.seconds(schedule, self._load(codec, ids, network.mover), network)
-            found.append((ids[-1], *self._inside(ids, time)))
-        for ids in raw:
-            size = sum(x.size * x.dtype.itemsize for x in self._shares(Raw(), ids))
-            time = Time(0, costs.plain_seconds(self.nodes, size, network))
-            found.append((ids[-1], *self._inside(ids, time)))
-        return [(part, time) for _, part, time in sorted(found, key=lambda each: -each[0])]
+        found: list[tuple[float, Time]] = []
+        elements = max(sum(leaf.size for leaf in self._leaves[1]), 1)
+        for each, ids in sorted(self._messages(codec), key=lambda message: -message[1][-1]):
+            if each.raw:
+                size = sum(x.size * x.dtype.itemsize for x in self._shares(each, ids))
+                time = Time(0, costs.plain_seconds(self.nodes, size, network))
+            else:
+                time = costs.seconds(schedule, self._load(each, ids, network.mover), network)
+            own = sum(self._leaves[1][i].size for i in ids)
+            if self.each > 1:  # the exchanges inside nodes
+                others = (self.each - 1) / self.each * 4 * own
+                time = time._replace(wire=time.wire + 2 * self.inner.wire(others, self.each - 1))
+            found.append((own / elements, time))
+        return found
 
-    def _inside(self, ids: Sequence[int], time: Time) -> tuple[float, Time]:
-        """Returns (its fraction of all gradients, its time with the exchanges inside nodes) of a message."""
-        sizes = [self._leaves[1][i].size for i in ids]
-        others = (self.each - 1) / self.each * 4 * sum(sizes)
-        inside = 2 * self.inner.wire(others, self.each - 1) if self.each > 1 else 0.0
-        return sum(sizes) / max(count(self._leaves[1]), 1), time._replace(wire=time.wire + inside)
+
+def step_seconds(compute: float, messages: Sequence[tuple[float, Time]], overlap: bool) -> float:
+    """Returns the seconds of a step.
+
+    Args:
+      compute: the seconds of the forward and the backward pass.
+      messages: (the fraction of the backward pass that computes it, its time) of each message, in the order in which
+        messages are sent.
+      overlap: whether messages are sent during the backward pass. Kernels still take turns with the backward pass.
+    """
+    if not overlap:
+        return compute + sum(each.total for _, each in messages)
+    computed, received = (1 - BACKWARD) * compute, 0.0
+    for part, each in messages:
+        ready = computed + BACKWARD * compute * part
+        received = max(received + each.wire, ready + each.total)
+        computed = ready + each.kernels
+    return max(computed, received)
 
 
 def _sample(gradients: Any, matrix: bool) -> Any:
@@ -340,11 +347,12 @@ def _advice(
     sign = 1 if pays else -1  # the direction of prediction errors that could make the answer wrong
     steps = [case.compute + (1 + d * sign * SPREAD) * row.exposed for d, row in ((1, best), (-1, raw))]
     sure = bool(able) and pays == (steps[0] < GAIN * steps[1])
-    if not pays:
-        return Advice(tuple(rows), raw, None, even, sure=sure, max_error=max_error, constants=constants)
-    codec = best.codec if case.each == 1 else dict(zip(AXES, (best.codec, Raw())))
-    network = dataclasses.replace(networks[best], mover=None)  # None: the transport of the exchange
-    plan = Plan(codec, fusion_mb=case.fusion_mb, network=network)
+    plan = None
+    if pays:
+        codec = best.codec if case.each == 1 else dict(zip(AXES, (best.codec, Raw())))
+        network = dataclasses.replace(networks[best], mover=None)  # None: the transport of the exchange
+        plan = Plan(codec, fusion_mb=case.fusion_mb, network=network)
+    best = best if pays else raw
     return Advice(tuple(rows), best, plan, even, sure=sure, max_error=max_error, constants=constants)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcgx.checks import wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import scopes
-from jaxcgx.report import hlo, programs
+from jaxcgx.report import hlo
 from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
@@ -22,6 +23,7 @@ _ROWS = ("compressed_psum_scatter", "compressed_all_gather", "compressed_all_to_
 # The argument that has the leaves, for functions that don't call it x. It is shown for a leaf that has no path.
 _PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 
+Names = tuple[Any, ...]  # of mesh axes, outermost first
 Pairs = tuple[tuple[Any, int], ...]  # a mesh, as (axis name, size) pairs
 
 
@@ -48,7 +50,7 @@ class Collective:
 
     operation: str
     over: str
-    axes: tuple[Any, ...] | None
+    axes: Names | None
     ranks: int
     dtype: str
     bytes: int
@@ -101,17 +103,10 @@ class Explanation(Totals):
             head = "operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"
             parts.append(table(head, rows))
         if self.raw:
-            rows = [
-                (
-                    leaf.path or _PARAMETER.get(leaf.function, "x"),
-                    leaf.dtype,
-                    f"{leaf.bytes:,}",
-                    leaf.function,
-                    leaf.reason,
-                )
-                for leaf in self.raw
-            ]
-            parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
+            head = "left raw", "dtype", "bytes", "function", "because"
+            paths = [leaf.path or _PARAMETER.get(leaf.function, "x") for leaf in self.raw]
+            rest = [(leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
+            parts.append(table(head, [(path, *cells) for path, cells in zip(paths, rest)]))
         sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
         parts.append(self.spell_totals("a rank sends over", sent))
         if any(
@@ -151,17 +146,17 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     Returns:
       An `Explanation`, which has the same information as data.
     """
-    program = programs.compile_program(fn, args, kwargs)
-    text = program.text
+    compiled, jaxpr, lowered_text = _compile(fn, args, kwargs)
+    text: str = compiled.as_text()
     meshes: dict[Pairs, None] = {}
     raw: list[scopes.LeafScope] = []
-    for sharding in program.shardings:
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         _note_mesh(sharding, meshes)
-    if program.jaxpr is not None:
-        _walk(program.jaxpr, "", meshes, raw=raw)
+    if jaxpr is not None:
+        _walk(jaxpr, "", meshes, raw=raw)
     else:
-        meshes.update(dict.fromkeys(hlo.meshes(program.lowered_text)))
-        named = scopes.read(program.lowered_text or text)
+        meshes.update(dict.fromkeys(hlo.meshes(lowered_text)))
+        named = scopes.read(lowered_text or text)
         raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
     found = tuple(_collective(c, axes) for c in hlo.collectives(text))
@@ -170,6 +165,36 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     if show:
         print(result)
     return result
+
+
+def _compile(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, str]:
+    """Returns (compiled program, jaxpr or None, text of StableHLO or "") of a function, whoever has jitted it."""
+    compiled, lowered = _stage(fn, "compiled", jax.stages.Compiled), _stage(fn, "lowered", jax.stages.Lowered)
+    if (compiled or lowered) and (args or kwargs):
+        got = f"{len(args) + len(kwargs)} behind {type(fn).__name__}"
+        raise wrong("explain", "args", "none behind a program that is lowered or compiled", got, kind=TypeError)
+    if not (compiled or lowered or callable(fn)):
+        expected = "a function, jitted or not, and behind it its arguments; or a program, lowered or compiled"
+        raise wrong("explain", "fn", expected, repr(fn), kind=TypeError)
+    if compiled:
+        return compiled, None, ""
+    if not lowered:
+        jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+        if hasattr(jitted, "trace"):
+            traced = jitted.trace(*args, **kwargs)
+            traced = getattr(traced, "traced", traced)  # nnx.jit wraps JAX's object
+            return traced.lower().compile(), traced.jaxpr, ""
+        made = jitted.lower(*args, **kwargs)
+        lowered = _stage(made, "lowered", jax.stages.Lowered)
+        if made is lowered:  # pmap
+            return made.compile(), jax.make_jaxpr(jitted)(*args, **kwargs), ""
+    return lowered.compile(), None, lowered.as_text(debug_info=True)
+
+
+def _stage(given: Any, name: str, kind: type[Any]) -> Any:
+    """Returns a stage of JAX, which may be inside a stage of eqx.filter_jit or nnx.jit; None for anything else."""
+    found = given if isinstance(given, kind) else getattr(given, name, None)
+    return found if isinstance(found, kind) else None
 
 
 def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.LeafScope]) -> None:
@@ -200,18 +225,18 @@ class _Axes:
 
     def __init__(self, meshes: list[dict[Any, int]]) -> None:
         self.meshes = meshes
-        self.known: dict[Any, tuple[tuple[Any, ...] | None, int]] = {}
+        self.known: dict[Any, tuple[Names | None, int]] = {}
 
-    def of(self, collective: hlo.Collective, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
+    def of(self, found: hlo.Instruction, wanted: Names) -> tuple[Names | None, int]:
         """Returns (names of axes or None, number of ranks). Meshes with the `wanted` axes are tried first."""
-        if collective.over:
-            return self._moved(collective.over, len(collective.groups[0]), wanted)
-        key = collective.groups, collective.permutes, wanted
+        if found.over:
+            return self._moved(found.over, len(found.groups[0]), wanted)
+        key = found.groups, found.operation == "collective-permute", wanted
         if key not in self.known:
             self.known[key] = self._find(*key)
         return self.known[key]
 
-    def _moved(self, over: str, ranks: int, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
+    def _moved(self, over: str, ranks: int, wanted: Names) -> tuple[Names | None, int]:
         """Returns the axes of an exchange that is not a collective of XLA.
 
         They are all axes of the call, or its first axis with this number of ranks.
@@ -224,7 +249,7 @@ class _Axes:
                 return names, ranks
         return None, ranks
 
-    def _find(self, groups: hlo.Groups, permutes: bool, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
+    def _find(self, groups: hlo.Groups, permutes: bool, wanted: Names) -> tuple[Names | None, int]:
         for mesh in sorted(self.meshes, key=lambda mesh: not set(wanted) <= set(mesh)):
             names = _permuted(groups, mesh) if permutes else _grouped(groups, mesh)
             if names is not None:
@@ -232,7 +257,7 @@ class _Axes:
         return None, len(set(itertools.chain(*groups))) if permutes else max(map(len, groups))
 
 
-def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...] | None:
+def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> Names | None:
     """Returns the axes along which the ranks of a group differ, or None if no axes give these groups."""
     ranks = set(map(frozenset, groups))
     for n in range(len(mesh) + 1):
@@ -242,7 +267,7 @@ def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...] | None
     return None
 
 
-def _permuted(pairs: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...]:
+def _permuted(pairs: hlo.Groups, mesh: dict[Any, int]) -> Names:
     """Returns the axes along which receivers differ from their senders."""
     places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # for each axis: [pairs, 2]
     return tuple(name for name, place in zip(mesh, places) if (place[:, 0] != place[:, 1]).any())
@@ -258,7 +283,7 @@ def _sent(operation: str, size: int, ranks: int) -> int:
     return round((ranks - 1) * share * size)
 
 
-def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
+def _collective(found: hlo.Instruction, axes: _Axes) -> Collective:
     # A collective that the partitioner inserts has the name of the operation that it was inserted for. That operation
     # may be no collective, or may be a collective over other axes.
     scope = scopes.read(found.name) if found.over or _SENDS.search(found.name) else []
@@ -293,7 +318,7 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     )
 
 
-def _others(found: hlo.Collective) -> int:
+def _others(found: hlo.Instruction) -> int:
     """Returns the bytes of the operands that aren't jaxcgx's. For operands a/b and a/c, XLA writes the name a/(b:c)."""
     front, _, ends = found.name.partition("/(")
     names = ends.split(":")
@@ -313,7 +338,7 @@ def _dtype(name: str) -> str:
     return "bool" if name == "pred" else kinds.get(m[1], m[1]) + m[2] if m else name
 
 
-def _spell_axes(names: tuple[Any, ...] | None) -> str:
+def _spell_axes(names: Names | None) -> str:
     return "groups of no axis" if names is None else ", ".join(map(str, names)) or "none"
 
 

@@ -1,14 +1,15 @@
-"""Finds the collectives in XLA's text of a compiled program."""
+"""Finds the collectives in XLA's text of a compiled program, and the custom calls that exchange as they do."""
 
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcgx.report import custom_calls
+from jaxcgx.native import shm, tcp
 
 Groups = tuple[tuple[int, ...], ...]  # groups of ranks that exchange with one another
 Operands = tuple[tuple[str, int], ...]  # (dtype, bytes) of each array
@@ -30,10 +31,23 @@ _CUSTOM = re.compile(r" custom-call\(")
 _CALLED = re.compile(r"\b(body|condition|\w*calls|to_apply|\w+_computations?)=(%[\w.-]+|\{[^}]*\})")
 _MESH = re.compile(r"@?mesh[\[<](.*?)[\]>](?:, device_ids=\((\[.*?|[\d,]+)\))? ?\{(.*?)\}")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+# The collectives of XLA that send as many bytes as the operations of the transports and of mpi4jax.
+_ALIKE = {
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "permute": "collective-permute",
+    "shift": "collective-permute",
+    "broadcast": "collective-broadcast",
+    "alltoall": "all-to-all",
+    "allgather": "all-gather",
+    "allreduce": "all-reduce",
+    "sendrecv": "collective-permute",
+    "bcast": "collective-broadcast",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class Instruction:
     """A collective of the program. In XLA, a rank is the place of a device in the mesh."""
 
     operation: str
@@ -42,15 +56,25 @@ class Collective:
     name: str  # op_name
     times: int | None  # how often it runs; None: it is in a loop of unknown length
     branch: bool  # whether it is in a branch of a conditional
-    over: str = ""  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
-
-    @property
-    def permutes(self) -> bool:
-        """Whether the groups are pairs (from, to)."""
-        return self.operation == "collective-permute"
+    over: str  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
 
 
-def collectives(text: str) -> list[Collective]:
+class _Sending(NamedTuple):
+    """What an instruction sends: the first fields of `Instruction`, and its last one."""
+
+    operation: str
+    operands: Operands
+    groups: Groups
+    over: str = ""
+
+
+class _Array(NamedTuple):
+    dtype: str  # XLA's name
+    bytes: int
+    shape: tuple[int, ...]
+
+
+def collectives(text: str) -> list[Instruction]:
     """Returns every collective of a program. It is listed again for each place that calls its computation."""
     computations: dict[str, list[str]] = {}
     shapes: dict[str, str] = {}
@@ -64,31 +88,12 @@ def collectives(text: str) -> list[Collective]:
             entry = m[2] if m[1] else entry
     everybody = ranks(text)
 
-    def walk(name: str, times: int | None, branch: bool) -> Iterator[Collective]:
+    def walk(name: str, times: int | None, branch: bool) -> Iterator[Instruction]:
         for line in computations.get(name, ()):
             bare = _STRING.sub('""', line)
-            if m := _COLLECTIVE.search(bare):
-                end = _closing(bare, m.end())
-                operands = [_shape(shapes[x]) for x in re.findall(r"%([\w.-]+)", bare[m.end() : end])]
-                yield Collective(
-                    operation=m[1],
-                    operands=tuple(x for shape in operands for x in shape),
-                    groups=_groups(bare[end:], everybody),
-                    name=_op_name(line),
-                    times=times,
-                    branch=branch,
-                )
-                continue
-            if found := _moved(line, bare, shapes):
-                yield Collective(
-                    operation=found.operation,
-                    operands=((found.dtype, found.bytes),),
-                    groups=(tuple(range(found.ranks)),),
-                    name=_op_name(line),
-                    times=times,
-                    branch=branch,
-                    over=found.over,
-                )
+            if found := _collective(bare, shapes, everybody) or _custom_call(line, bare, shapes):
+                m = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
+                yield Instruction(**found._asdict(), name=m[1] if m else "", times=times, branch=branch)
                 continue
             for kind, called in _CALLED.findall(bare):
                 often = times
@@ -107,19 +112,53 @@ def ranks(text: str) -> int:
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
 
 
-def _op_name(line: str) -> str:
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
-    return found[1] if found else ""
-
-
-def _moved(line: str, bare: str, shapes: Mapping[str, str]) -> custom_calls.Exchange | None:
-    """Returns the exchange of an instruction that is a custom call of jaxcgx or MPI, or None for others."""
-    target, m = re.search(r'custom_call_target="([^"]*)"', line), _CUSTOM.search(bare)
-    if not (target and m):
+def _collective(bare: str, shapes: Mapping[str, str], everybody: int) -> _Sending | None:
+    """Returns what an instruction sends, or None if it is no collective of XLA. `bare`: its text without strings."""
+    if not (m := _COLLECTIVE.search(bare)):
         return None
-    names = re.findall(r"%([\w.-]+)", bare[m.end() : _closing(bare, m.end() - 1)])
+    end = _closing(bare, m.end())
+    operands = [x for name in re.findall(r"%([\w.-]+)", bare[m.end() : end]) for x in _arrays(shapes[name])]
+    return _Sending(m[1], tuple((x.dtype, x.bytes) for x in operands), _groups(bare[end:], everybody))
+
+
+def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> _Sending | None:
+    """Returns what an exchange over Tcp, MPI or shared memory sends, as the collective that sends as many bytes.
+
+    Other instructions give None.
+    """
+    target, m = re.search(r'custom_call_target="([^"]*)"', line), _CUSTOM.search(bare)
+    names = re.findall(r"%([\w.-]+)", bare[m.end() : _closing(bare, m.end() - 1)]) if m else []
     operand = next((array for name in names[:1] for array in _arrays(shapes[name])), None)
-    return None if operand is None else custom_calls.read(target[1], line, operand, results=_arrays(line))
+    if target is None or operand is None:
+        return None
+
+    def number(name: str) -> int:
+        found = re.search(rf"\b{name} = (\d+)", line)
+        return int(found[1]) if found else 0
+
+    if target[1] == "jaxcgx_tcp_allreduce":
+        operation = "all-reduce" if "two_shot = true" in line else "all-gather"
+        return _Sending(operation, (("u8", number("bytes")),), (tuple(range(number("ranks"))),), "Tcp")
+    if target[1] == "jaxcgx_tcp_exchange":
+        name, over = tcp.OPERATIONS[number("operation")], "Tcp"
+    elif target[1] == "jaxcgx_exchange":
+        name, over = shm.OPERATIONS[number("operation")], "shared memory"
+    elif (m := re.fullmatch(r"mpi_([a-z]+)(?:_ffi)?", target[1])) and m[1] in _ALIKE:
+        name, over = m[1], "MPI"
+    else:
+        return None
+    operation, ranks = _ALIKE[name], 2  # unless the shapes or the attributes say more
+    targets = re.search(r"targets = dense<.*?> : tensor<(\d+)xi64>", line)
+    if operation == "all-to-all":
+        ranks = operand.shape[0]
+    elif operation == "all-gather":
+        ranks = math.prod(_arrays(line)[0].shape) // max(math.prod(operand.shape), 1)
+    elif name == "permute" and targets:
+        ranks = int(targets[1])
+    elif over == "MPI" and "mpi4py.MPI" in sys.modules:  # the handle is valid in the process that traced the program
+        mpi: Any = sys.modules["mpi4py.MPI"]
+        ranks = mpi.Intracomm.fromhandle(number("comm")).size
+    return _Sending(operation, ((operand.dtype, operand.bytes),), (tuple(range(ranks)),), over)
 
 
 def meshes(lowered: str) -> list[tuple[tuple[str, int], ...]]:
@@ -138,21 +177,15 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _shape(definition: str) -> Operands:
-    """Returns (dtype, bytes) of each array in the result of an instruction."""
+def _arrays(definition: str) -> list[_Array]:
+    """Returns the arrays in the result of an instruction. A token is an array of 0 bytes."""
     text = definition[: _closing(definition, 0) if definition[0] == "(" else definition.index(" ")]
-    found: list[tuple[str, int]] = []
+    found: list[_Array] = []
     for dtype, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", text):
+        shape = tuple(_numbers(dims.replace("<=", "")))
         bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or ["0"])[0])
-        found.append((dtype, math.prod(int(n.strip("<=")) for n in dims.split(",") if n) * bits // 8))
-    return tuple(found)
-
-
-def _arrays(definition: str) -> list[custom_calls.Array]:
-    """Returns the arrays in the result of an instruction, with their shapes. A token is an array of 0 bytes."""
-    text = definition[: _closing(definition, 0) if definition[0] == "(" else definition.index(" ")]
-    shapes = [tuple(_numbers(dims.replace("<=", ""))) for _, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", text)]
-    return [custom_calls.Array(dtype, size, shape) for (dtype, size), shape in zip(_shape(definition), shapes)]
+        found.append(_Array(dtype, math.prod(shape) * bits // 8, shape))
+    return found
 
 
 def _groups(attributes: str, ranks: int) -> Groups:

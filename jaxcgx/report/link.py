@@ -14,7 +14,7 @@ import time
 from typing import NoReturn
 
 from jaxcgx.checks import wrong
-from jaxcgx.report import cache
+from jaxcgx.report import machine
 from jaxcgx.units import spell_rate
 
 PORT = 5799
@@ -48,7 +48,7 @@ class Measured:
 
 def known() -> dict[str, Measured]:
     """Returns {other host: measurement} of all links of this host that were measured."""
-    return {peer: Measured(**found) for peer, found in cache.load("links", platform.node()).items()}
+    return {peer: Measured(**found) for peer, found in machine.load("links", platform.node()).items()}
 
 
 def slowest() -> Measured | None:
@@ -103,7 +103,7 @@ def _refuse(host: str, got: str) -> NoReturn:
 
 
 def _keep(peer: str, found: Measured) -> Measured:
-    cache.save("links", platform.node(), peer, dataclasses.asdict(found))
+    machine.save("links", platform.node(), peer, dataclasses.asdict(found))
     return found
 
 

@@ -1,7 +1,13 @@
-"""The speed of this machine's kernels for each codec. It is measured once and kept in a file."""
+"""Measurements of this machine that are made once and kept: JSON files in ~/.cache/jaxcgx ($XDG_CACHE_HOME).
+
+One file has the speed of the kernels for each codec, which is measured here. link.py keeps links in another one.
+"""
 
 import dataclasses
+import fcntl
+import json
 import os
+import pathlib
 import platform
 import statistics
 import time
@@ -17,10 +23,43 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import layout_of
-from jaxcgx.report import cache
 
 SIZE = 2**22  # elements; they have 16 MiB, more than most caches
 _MESSAGES, _ITERATIONS, _TURNS = 4, 4, 5
+
+
+def path(name: str) -> pathlib.Path:
+    """Returns the path of a file of measurements."""
+    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(folder) / "jaxcgx" / f"{name}.json"
+
+
+def load(name: str, place: str) -> dict[str, dict[str, float]]:
+    """Returns {key: measurement} of a place in a file. A missing or damaged file has none."""
+    return _read(name).get(place, {})
+
+
+def save(name: str, place: str, key: str, found: dict[str, float]) -> None:
+    """Adds a measurement to a file, or replaces the one with this key."""
+    file = path(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process or thread may be saving to the file
+        known = _read(name)
+        known.setdefault(place, {})[key] = found
+        fresh = file.with_suffix(".new")  # another process may be reading the file
+        fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(file)
+    finally:
+        os.close(lock)
+
+
+def _read(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    try:
+        return json.loads(path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +78,10 @@ class Kernels:
 def kernels(codec: Codec) -> Kernels:
     """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them."""
     place, name = _place(), spell(codec)
-    known = cache.load("kernels", place)
+    known = load("kernels", place)
     if known.get(name, {}).keys() != {field.name for field in dataclasses.fields(Kernels)}:  # or of another version
         found = _measure(codec)
-        cache.save("kernels", place, name, dataclasses.asdict(found))
+        save("kernels", place, name, dataclasses.asdict(found))
         return found
     return Kernels(**known[name])
 

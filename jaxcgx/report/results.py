@@ -13,12 +13,12 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxcgx.checks import check_choice, check_integer, unexpected
+from jaxcgx.checks import unexpected
 from jaxcgx.native import registration
 
 Data = dict[str, Any]
@@ -33,14 +33,6 @@ UNITS = {
     "mbit": "Mbit/s",
     "gbs": "GB/s",
     "percent": "%",
-}
-# Bus bandwidth divided by algorithm bandwidth, for W ranks, as nccl-tests define them: the bytes on each rank's link
-# divided by the bytes of the tensor.
-BUS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda w: 2 * (w - 1) / w,
-    "all_gather": lambda w: (w - 1) / w,
-    "reduce_scatter": lambda w: (w - 1) / w,
-    "all_to_all": lambda w: (w - 1) / w,
 }
 
 
@@ -63,23 +55,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns (lower quartile, median, upper quartile)."""
     low, middle, high = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
     return round(float(low), 4), round(float(middle), 4), round(float(high), 4)
-
-
-def bandwidths(operation: str, ranks: int, size: float, seconds: float) -> tuple[float, float]:
-    """Returns (algorithm bandwidth, bus bandwidth) of a collective in GB/s, as nccl-tests define them.
-
-    Both count the bytes of the uncompressed tensor, not the bytes that travel. So compression increases them.
-
-    Args:
-      operation: all_reduce, all_gather, reduce_scatter or all_to_all.
-      ranks: the number of ranks.
-      size: the bytes of the uncompressed tensor: for an all-gather its result, for a reduce-scatter its operand.
-      seconds: the seconds of a call.
-    """
-    check_choice("bandwidths", "operation", operation, BUS)
-    check_integer("bandwidths", "ranks", ranks, 1, 2**31)
-    algorithm = size / seconds / 1e9
-    return algorithm, algorithm * BUS[operation](ranks)
 
 
 def write(path: pathlib.Path, data: Mapping[str, Any]) -> None:

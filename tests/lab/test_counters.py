@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxcgx.lab.counters import Traffic, busiest
+from jaxcgx.lab.counters import LinkTraffic, busiest
 
 
 def test_the_payload_is_without_headers():
-    full, acknowledgements = Traffic(1514 * 100, 100), Traffic(66 * 50, 50)
+    full, acknowledgements = LinkTraffic(1514 * 100, 100), LinkTraffic(66 * 50, 50)
     assert full.payload == 1448 * 100 and acknowledgements.payload == 0
 
 

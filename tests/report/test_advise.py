@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import planned
+from helpers import load_script, planned
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx import __main__
 from jaxcgx.exchange import costs
-from jaxcgx.report import advise, machine, shapes, steps
+from jaxcgx.report import advise, machine, shapes
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results"
 FOUR = cgx.MaxMin(4)
@@ -142,17 +142,18 @@ def test_times_are_monotone():
 
 def test_only_the_transfer_that_is_not_hidden_counts():
     message = costs.Time(kernels=0.01, wire=0.2)
-    assert steps.step_seconds(0.3, [(1, message)], overlap=False) == pytest.approx(0.51)
+    assert advise.step_seconds(0.3, [(1, message)], overlap=False) == pytest.approx(0.51)
     # A single message is ready only at the end of the backward pass, so nothing of it is hidden.
-    assert steps.step_seconds(0.3, [(1, message)], overlap=True) == pytest.approx(0.51)
+    assert advise.step_seconds(0.3, [(1, message)], overlap=True) == pytest.approx(0.51)
     # Over Tcp, kernels and bytes overlap.
-    assert steps.step_seconds(0.3, [(1, costs.Time(0.01, 0.2, 4))], overlap=True) == pytest.approx(0.5025)
+    assert advise.step_seconds(0.3, [(1, costs.Time(0.01, 0.2, 4))], overlap=True) == pytest.approx(0.5025)
     # The first half is ready at 0.2 and travels until 0.31. The second half is ready at 0.32 and travels until 0.42.
     halves = [(0.5, costs.Time(0.01, 0.1))] * 2
-    assert steps.step_seconds(0.3, halves, overlap=True) == pytest.approx(0.42)
+    assert advise.step_seconds(0.3, halves, overlap=True) == pytest.approx(0.42)
 
 
-def test_local_steps_and_stragglers():
+def test_local_steps_and_stragglers(monkeypatch):
+    steps = load_script(RESULTS.parent / "simulation.py", monkeypatch)
     assert steps.local_steps(0.1, 1.0, every=10, overlap=False) == pytest.approx(0.2)
     assert steps.local_steps(0.1, 1.0, every=10, overlap=True) == pytest.approx(0.1)
     for ranks, found in (1, 0.1), (8, 0.140787), (64, 0.157682):

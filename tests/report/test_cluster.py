@@ -7,7 +7,7 @@ import pytest
 from errors import raises, says
 
 import jaxcgx as cgx
-from jaxcgx.report import cache, link
+from jaxcgx.report import link, machine
 from jaxcgx.transports.network import PAYLOAD, WAYS
 
 
@@ -35,9 +35,9 @@ def test_without_a_rate_the_slowest_measured_link_counts(monkeypatch, tmp_path):
     with raises(ValueError, says("Cluster", "link", expected="the rate down beside up", got="None")):
         cgx.Cluster(world=4, up="10mbit")
     for peer, found in (("b", link.Measured(up=2e6, down=9e6, delay=0.01)), ("c", link.Measured(3e6, 8e6, 0.02))):
-        cache.save("links", platform.node(), peer, dataclasses.asdict(found))
+        machine.save("links", platform.node(), peer, dataclasses.asdict(found))
     cluster = cgx.Cluster(world=4, nodes=2)
-    cache.save(
+    machine.save(
         "links", platform.node(), "d", dataclasses.asdict(link.Measured(1.0, 1.0, 1.0))
     )  # later: changes nothing
     network = cluster.between("tcp")

@@ -8,7 +8,7 @@ import pytest
 
 from jaxcgx import __main__
 from jaxcgx.lab import Link, why_not
-from jaxcgx.lab.counters import Traffic
+from jaxcgx.lab.counters import LinkTraffic
 from jaxcgx.lab.files import Change
 from jaxcgx.report import lab
 
@@ -66,7 +66,7 @@ def test_a_rate_that_changes_and_a_link_that_breaks(tmp_path, capfd, monkeypatch
     assert data["command"].startswith("python -m jaxcgx lab --hosts 2 --rate 6mbit")
     first, second = data["rows"]
     for row, name in (first, "down"), (second, "up"):
-        counted = Traffic(row[name]["bytes"], row[name]["packets"], row[name]["dropped"])
+        counted = LinkTraffic(row[name]["bytes"], row[name]["packets"], row[name]["dropped"])
         # Some packets are sent again after the break. The few packets that aren't TCP have shorter headers.
         assert 0.999 * SENT <= counted.payload <= 1.3 * SENT
         assert f"{counted.bytes:,}" in printed
@@ -92,7 +92,7 @@ def test_a_run_that_is_interrupted_has_a_table(capfd, monkeypatch):
 
 def test_tables():
     link = Link(8_000_000, 4_000_000, 0.01)
-    history = [(0.5 * i, [(Traffic(500_000 * i, 400 * i), Traffic(1000 * i, 10 * i, i))]) for i in range(5)]
+    history = [(0.5 * i, [(LinkTraffic(500_000 * i, 400 * i), LinkTraffic(1000 * i, 10 * i, i))]) for i in range(5)]
     changes = [(1.01, Change(1.0, (0,), {"down": 16_000_000}, None))]
     data = lab.describe([link], changes, history)
     assert data["rows"] == [

@@ -1,4 +1,4 @@
-"""Tests that the diffs of CONTRIBUTING.md apply, and that its codec and its transport work."""
+"""Tests that the diffs of the pages docs/extend-*.md apply, and that their codec and their transport work."""
 
 import os
 import pathlib
@@ -13,14 +13,14 @@ import pytest
 from jaxcgx.native import registration
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-DIFFS = dict(
-    zip(
-        ("Add a codec", "Add its kernels", "Add a transport"),
-        re.findall(r"^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE),
-        strict=True,
+PAGES = {"docs/extend-codec.md": ("Add a codec", "Add its kernels"), "docs/extend-transport.md": ("Add a transport",)}
+DIFFS = {
+    section: diff
+    for page, sections in PAGES.items()
+    for section, diff in zip(
+        sections, re.findall(r"^```diff\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE), strict=True
     )
-)
+}
 
 # An editable install would find the package of the checkout first.
 USE_THE_COPY = """
@@ -61,10 +61,11 @@ sys.exit(pytest.main(["tests/transports/test_gathered.py", "-q", "-p", "no:cache
 
 
 def apply(section, where):
-    """Applies the diff of a section of the page."""
+    """Applies the diff of a section."""
     done = subprocess.run(["git", "apply", "-"], cwd=where, input=DIFFS[section], text=True, capture_output=True)
     files = dict.fromkeys(re.findall(r"^error: (?:patch failed: )?([^ :]+):", done.stderr, re.MULTILINE))
-    fits = f'the diff in CONTRIBUTING.md, "{section}", no longer fits {", ".join(files) or "its own line counts"}'
+    page = next(page for page, sections in PAGES.items() if section in sections)
+    fits = f'the diff in {page}, "{section}", no longer fits {", ".join(files) or "its own line counts"}'
     assert done.returncode == 0, f"{fits}: update its lines\n{done.stderr}"
 
 
