@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec
 from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
+from jaxcgx.exchange import routes
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.plan.overlay import Overlay, Tree
-from jaxcgx.exchange import routes
 from jaxcgx.report.figures import draw_overlay
 
 HOSTS, RATE, SLOW = 4, 100_000_000, 10_000_000  # bit/s

@@ -25,8 +25,8 @@ from topology import NAMES, NEAR, RATE, SETUPS, SLOW, set_link, true_rates
 from wan_host import AXES, BITS4, TCP
 
 import jaxcgx as cgx
-from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.exchange import routes
+from jaxcgx.lab import Lab, Link, signals_raise, why_not
 
 SHAPE = 4, 2  # centers, ranks in each
 INPUTS, HIDDEN = 64, 25_600  # of a network with two layers, and as many outputs as inputs
