@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.coding import decode, encode
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK
+from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.primitives import same
 from jaxcgx.native import ops
 from jaxcgx.native.layout import layout_of
@@ -27,23 +28,8 @@ from jaxcgx.typing import Params, PyTree
 OP = "Demo"
 
 
-class Own(NamedTuple):
-    """What each rank has for itself.
-
-    Attributes:
-      momentum: float32, like the gradients: the part that hasn't been sent yet.
-    """
-
-    momentum: PyTree
-
-    @staticmethod
-    def per_rank() -> dict[str, str]:
-        """Returns what becomes of the rows of each field for another number of ranks."""
-        return {"momentum": "mean"}
-
-
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class CosineBlocks:
     """The blocks of a leaf, which is cut as a matrix, and the cosine transforms of the blocks."""
 
     shape: tuple[int, ...]
@@ -126,15 +112,16 @@ class Demo:
 
     def init(self, params: Params) -> ExchangeState:
         check_real(OP, "params", params)
+        # The part of the momentum that hasn't been sent yet, in float32.
         zeros = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        return ExchangeState(Own(zeros), None)
+        return ExchangeState(Carry(momentum=zeros), None)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
         return grads, state
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         leaves, tree = jax.tree_util.tree_flatten(ticket)
-        blocks = [Blocks(x.shape, self.side) for x in leaves]
+        blocks = [CosineBlocks(x.shape, self.side) for x in leaves]
         kept: list[jax.Array] = []
         payloads: list[jax.Array] = []
         for x, old, cut in zip(leaves, tree.flatten_up_to(state.own.momentum), blocks):
@@ -150,16 +137,16 @@ class Demo:
             senders = jax.vmap(lambda row, cut=cut, codec=codec: _sent(row, codec, cut))(rows).sum(0)
             mean = cut.restore(each.sum(0) / jnp.maximum(senders, 1))
             means.append(same(mean.astype(x.dtype), at.net.names))
-        return tree.unflatten(means), ExchangeState(Own(tree.unflatten(kept)), None)
+        return tree.unflatten(means), ExchangeState(Carry(momentum=tree.unflatten(kept)), None)
 
 
-def _decoded(payload: jax.Array, codec: TopK, cut: Blocks) -> jax.Array:
+def _decoded(payload: jax.Array, codec: TopK, cut: CosineBlocks) -> jax.Array:
     """Returns the coefficients of a leaf's blocks that a rank sent. All other coefficients are 0."""
     n = math.prod(cut.block)
     return jax.vmap(lambda row: decode(row, codec, (n,), jnp.float32))(payload)
 
 
-def _sent(payload: jax.Array, codec: TopK, cut: Blocks) -> jax.Array:
+def _sent(payload: jax.Array, codec: TopK, cut: CosineBlocks) -> jax.Array:
     """Returns 1 for the coefficients of a leaf's blocks that a rank sent, also for those that are 0. Otherwise 0."""
     n = math.prod(cut.block)
     layout, ones = layout_of(codec, (n,), jnp.float32), jnp.ones(n, jnp.float32)

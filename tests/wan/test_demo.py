@@ -12,7 +12,7 @@ from training import PARAMS, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.wan.demo import Blocks
+from jaxcgx.wan.demo import CosineBlocks
 
 ROWS = ExchangeState(P("data"), P())
 
@@ -20,19 +20,19 @@ ROWS = ExchangeState(P("data"), P())
 def test_the_cosine_transform_of_blocks():
     """The transform is that of each block. Its inverse restores the input, of any shape."""
     x = normal((30, 40))
-    blocks = Blocks(x.shape, 16)
+    blocks = CosineBlocks(x.shape, 16)
     assert blocks.block == (15, 10)
     found = blocks.coefficients(x)
     expected = jax.scipy.fft.dctn(x[15:, 10:20], norm="ortho")  # the second row of blocks, and the second block in it
     np.testing.assert_allclose(found[5].reshape(15, 10), expected, atol=1e-5)
     for shape in (), (7,), (2, 3, 40), (1, 131):
-        x, blocks = normal(shape), Blocks(shape, 64)
+        x, blocks = normal(shape), CosineBlocks(shape, 64)
         np.testing.assert_allclose(blocks.restore(blocks.coefficients(x)), x, atol=1e-5)
 
 
 def numpy_step(gradients, momenta, k):
     """Returns the step for a matrix of one block: (the common update of all ranks, momenta)."""
-    cosines = Blocks(gradients[0].shape, 64)
+    cosines = CosineBlocks(gradients[0].shape, 64)
     sent, kept, senders = [], [], np.full(gradients[0].size, len(gradients))
     for g, m in zip(gradients, momenta):
         m = 0.9 * m + g

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxcgx.checks import (
-    callers_level,
     check_array,
     check_flag,
     check_integer,
@@ -21,22 +19,16 @@ from jaxcgx.checks import (
     check_positive,
     check_real,
     spell_array,
+    warn,
     wrong,
 )
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.plan.leaves import spell_path
+from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.decoupled.inbox import OP, Contribution, Inbox
-from jaxcgx.wan.decoupled.moves import (
-    WEIGHTS,
-    Moves,
-    Packing,
-    number_of,
-    on_auto_axes,
-    on_axes_of,
-    put_like,
-    shardings_of,
-)
+from jaxcgx.wan.decoupled.moves import WEIGHTS, Moves, Packing, number_of, on_auto_axes, put_like
 from jaxcgx.wan.decoupled.peers import Frame, Terms, Version
+from jaxcgx.wan.diloco.fragments import wide_zeros
 from jaxcgx.wan.diloco.outer import check_outer, check_outer_plan, init_outer
 
 OF = "Decoupled"
@@ -141,7 +133,7 @@ class Decoupled:
             raise wrong(OF, "addresses", "another address for each center", repr(list(self.addresses)))
         return found
 
-    def join(self, params: Any, state: "DecoupledState | None" = None) -> tuple[Any, "Member"]:
+    def join(self, params: Params, state: "DecoupledState | None" = None) -> tuple[Params, "Member"]:
         """Returns (parameters to go on with, this center's `Member`).
 
         It waits up to `grace` seconds for the other centers. If they are already training, this center gets the outer
@@ -168,10 +160,10 @@ class DecoupledState(NamedTuple):
       residuals: the residuals of this center, like the parameters; None without feedback.
     """
 
-    round: Any
-    merged: Any
-    optimizer: Any
-    residuals: Any
+    round: np.ndarray[Any, Any] | np.integer[Any] | int
+    merged: np.ndarray[Any, Any] | np.integer[Any] | int
+    optimizer: PyTree
+    residuals: PyTree
 
 
 class Round(NamedTuple):
@@ -190,8 +182,8 @@ class _Held(NamedTuple):
     """The state that is the same in all centers with this version."""
 
     version: Version
-    outer: Any
-    optimizer: Any
+    outer: Params
+    optimizer: PyTree
     merged: np.ndarray  # uint64[centers, 2]: the last outer gradient of each center in it, as `_named`; zeros: none
 
 
@@ -199,8 +191,8 @@ class _Sent(NamedTuple):
     """The outer gradient that this center has sent for the next round, and its state at that time."""
 
     contribution: Contribution | None  # None in processes other than the first, which send nothing
-    own: Any  # this center's parameters when it sent
-    residuals: Any  # the new residuals, if the contribution counts
+    own: Params  # this center's parameters when it sent
+    residuals: PyTree  # the new residuals, if the contribution counts
     steps: int
     tokens: float
 
@@ -222,23 +214,22 @@ class Member:
       waited: the seconds that the last `step` waited for other centers.
     """
 
-    def __init__(self, given: Decoupled, params: Any, state: DecoupledState | None) -> None:
+    def __init__(self, given: Decoupled, params: Params, state: DecoupledState | None) -> None:
         params = jax.tree_util.tree_map_with_path(lambda path, x: check_array(OP, "params", x, path), params)
         check_real(OP, "params", params)
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
             if not (x.is_fully_addressable or x.is_fully_replicated):
                 raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
         self._given = given
-        self._shardings = shardings_of(params)
-        params = on_auto_axes(params)
+        params, self._placed = on_auto_axes(params)
         packing = Packing.of("Decoupled", given.plan, params, given.average)
         self._moves = Moves(packing, given.outer, given.seed % 2**32)
         outer = self._moves.copy(params)
         trained = packing.trained.take(outer)
         optimizer = jax.jit(lambda tree: init_outer("Decoupled", given.outer, tree))(trained)
-        fresh = DecoupledState(0, 0, optimizer, self._moves.zeros(trained) if given.feedback else None)
+        fresh = DecoupledState(0, 0, optimizer, jax.jit(wide_zeros)(trained) if given.feedback else None)
         number, merged, optimizer, self._residuals = fresh if state is None else _checked(state, fresh)
-        version = Version(number, merged, number_of(self._moves.checksums(trained, optimizer)))
+        version = Version(int(number), int(merged), number_of(self._moves.checksums(trained, optimizer)))
         self._held = _Held(version, outer, optimizer, np.zeros((len(given.hosts), 2), np.uint64))
         self._compile()
         self._sent: _Sent | None = None
@@ -260,12 +251,10 @@ class Member:
             self.leave()
             raise
 
-    # The public methods.
-
     @property
-    def params(self) -> Any:
+    def params(self) -> PyTree:
         """The outer parameters, the same in all centers. Evaluate and save these."""
-        return on_axes_of(self._shardings, self._moves.copy(self._held.outer))
+        return self._placed(self._moves.copy(self._held.outer))
 
     @property
     def state(self) -> DecoupledState:
@@ -278,7 +267,7 @@ class Member:
         """The places of the connected centers and of this center."""
         return tuple(sorted([self._given.place, *(self._inbox.others if self._inbox else ())]))
 
-    def step(self, params: Any, tokens: float = 1.0) -> Any:
+    def step(self, params: Params, tokens: float = 1.0) -> PyTree:
         """Returns the parameters to go on with. Call it after each step of the inner optimizer.
 
         Args:
@@ -289,11 +278,10 @@ class Member:
         check_positive("Member.step", "tokens", tokens)
         self._steps, self._tokens, self.waited = self._steps + 1, self._tokens + float(tokens), 0.0
         acts = {_Act.SEND: self._send, _Act.MOVE: self._move, _Act.ADOPT: self._adopt}
-        params = jax.tree_util.tree_map(jnp.asarray, params)
-        shardings, params = shardings_of(params), on_auto_axes(params)
+        params, placed = on_auto_axes(jax.tree_util.tree_map(jnp.asarray, params))
         while (act := self._agreed(self._next())) != _Act.GO_ON:
             params = acts[act](params)
-        return on_axes_of(shardings, params)
+        return placed(params)
 
     def leave(self) -> None:
         """Ends this center's connections. The other centers go on without it."""
@@ -306,8 +294,6 @@ class Member:
     def __exit__(self, *_: object) -> None:
         self.leave()
 
-    # The actions of a step.
-
     def _next(self) -> _Act:
         """Returns the next action. First it waits for the other centers, if this step has to wait for the round."""
         if not self._inbox:
@@ -317,16 +303,16 @@ class Member:
             self._waits = False
             self._inbox.wait(given.grace - self.waited)
             self.waited += time.monotonic() - now
-        self._arrived, self._outcome = self._inbox.look(now)
+        self._arrived, self._outcome, gathers = self._inbox.look(now)
         if self._arrived:
             return _Act.ADOPT
         if self._outcome:
             return _Act.MOVE
-        due = self._steps >= given.every or (self._steps > 0 and self._inbox.gathers(now))
+        due = self._steps >= given.every or (self._steps > 0 and gathers)
         # A step that has already waited sends nothing: a center that a round left out sends in its next step.
         return _Act.SEND if due and not (self._sent or self.waited) else _Act.GO_ON
 
-    def _send(self, params: Any) -> Any:
+    def _send(self, params: Params) -> PyTree:
         """Sends this center's outer gradient."""
         version, outer, *_ = self._held
         numbers = np.array([self._given.place, version.round], np.int32)
@@ -339,7 +325,7 @@ class Member:
         self._sent, self._waits = _Sent(contribution, own, residuals, steps=steps, tokens=tokens), True
         return params
 
-    def _move(self, params: Any) -> Any:
+    def _move(self, params: Params) -> PyTree:
         """Moves the outer parameters by the average of a round, and this center's own parameters by as much."""
         (rows, weights), included = self._nothing(), False
         version, before, optimizer, merged = self._held
@@ -363,20 +349,19 @@ class Member:
         self._hold(_Held(version, outer, optimizer, merged))
         return params
 
-    def _adopt(self, params: Any) -> Any:
+    def _adopt(self, params: Params) -> PyTree:
         """Goes on from the outer parameters and the optimizer's state that another center has sent."""
         _, outer, optimizer, merged = self._held
         size = sum(x.nbytes for x in self._sendable()[1])
         words, body, included = np.zeros(6, np.uint32), np.zeros(size, np.uint8), False
         if self._arrived:
-            words[:] = [word for number in self._arrived.version for word in divmod(number, 2**32)]
+            words[:] = np.array(self._arrived.version, np.uint64).view(np.uint32)
             body[:] = np.frombuffer(self._arrived.body, np.uint8)
             merged = body[: merged.nbytes].view(merged.dtype).reshape(merged.shape).copy()
             if self._sent and self._sent.contribution:
                 included = tuple(merged[self._given.place].tolist()) == _named(self._sent.contribution)
         words, body, included = self._shared((words, body, included))
-        numbers: list[list[int]] = np.reshape(words, (3, 2)).tolist()
-        version = Version(*(high << 32 | low for high, low in numbers))
+        version = Version(*np.asarray(words).view(np.uint64).tolist())
         like = self._moves.packing.trained.take(outer), optimizer
         trained, optimizer = _from_bytes(like, np.asarray(body)[merged.nbytes :])
         outer = self._moves.packing.trained.put(outer, trained)
@@ -428,13 +413,11 @@ class Member:
         count = len(self._given.addresses)
         return np.zeros((count, self._moves.packing.bytes), np.uint8), np.zeros(count, np.float32)
 
-    # The agreement of the processes of a center.
-
     def _agreed(self, act: _Act) -> _Act:
         """Returns the first process's action, on all processes."""
         return _Act(int(self._shared(np.int32(act))))
 
-    def _shared(self, tree: Any) -> Any:
+    def _shared(self, tree: PyTree) -> PyTree:
         """Returns the first process's tree, on all processes."""
         return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
@@ -450,7 +433,7 @@ def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
         residuals = None
     elif residuals is None:
         text = "it has no residuals, as it was saved with feedback=False; they start from zeros"
-        warnings.warn(f"{OP}: argument 'state': {text}", stacklevel=callers_level())
+        warn(f"{OP}: argument 'state': {text}")
         residuals = fresh.residuals
     remedy = "give Decoupled the same outer optimizer and plan, and join the parameters, as when the state was saved"
     _check_like(OP, "state.optimizer", state.optimizer, fresh.optimizer, remedy=remedy)
@@ -458,7 +441,7 @@ def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
     return DecoupledState(number, merged, *jax.tree_util.tree_map(jnp.asarray, (state.optimizer, residuals)))
 
 
-def _check_like(function: str, argument: str, given: Any, wanted: Any, remedy: str = "") -> None:
+def _check_like(function: str, argument: str, given: PyTree, wanted: PyTree, remedy: str = "") -> None:
     """Checks that an argument has the structure, shapes and dtypes of the tree `wanted`."""
     (found, structure), (right, expected) = map(jax.tree_util.tree_flatten_with_path, (given, wanted))
     if structure != expected:
@@ -473,7 +456,7 @@ def _named(contribution: Contribution) -> tuple[int, int]:
     return contribution.version.round + 1, contribution.check
 
 
-def _from_bytes(like: Any, body: np.ndarray) -> Any:
+def _from_bytes(like: PyTree, body: np.ndarray) -> PyTree:
     """Returns a tree of arrays from their bytes, with the shapes, dtypes and shardings of the tree `like`."""
     leaves, structure = jax.tree_util.tree_flatten(like)
     found, at = [], 0

@@ -13,15 +13,14 @@ import math
 import struct
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcgx.checks import callers_level, unexpected, wrong
-from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version
+from jaxcgx.checks import unexpected, warn, wrong
+from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version, start_thread
 
 OP = "Decoupled.join"
 WEIGHT = struct.Struct("!d")
@@ -54,17 +53,12 @@ class Decision(NamedTuple):
 class Assembly:
     """The versions, contributions and decisions that a center knows.
 
-    Args:
-      place: the place of this center.
-      quorum: the number of contributions that a round needs.
-      grace: the most seconds that a round waits for further contributions after the quorum, and that a center waits
-        before it fetches the chair's state.
+    A round needs `quorum` contributions. After that it waits at most `grace` seconds for further ones. A center waits
+    as long before it fetches the chair's state.
     """
 
     def __init__(self, place: int, quorum: int, grace: float) -> None:
-        self.place: int = place
-        self.quorum: int = quorum
-        self.grace: float = grace
+        self.place, self.quorum, self.grace = place, quorum, grace
         self.version: Version = Version()
         self.others: dict[int, Version] = {}  # the versions of the connected centers, by place
         self._sent: dict[int, dict[int, Contribution]] = {}  # by round and place
@@ -97,8 +91,7 @@ class Assembly:
     def _needs(self, number: int) -> bool:
         """Returns whether this center may need messages of a round.
 
-        It needs the messages of its current round and of the next one. While it fetches a state, it also needs those of
-        the state's round and of all later ones.
+        These are its own round and the next one. While it fetches a state, the state's round and later ones, too.
         """
         fetched = self.fetching is not None and number >= self.fetching
         return fetched or 0 <= number - self.version.round <= 1
@@ -129,9 +122,9 @@ class Assembly:
         decision, present = self._decided.get(self.version), self.present()
         if decision is None:
             return None
-        chosen = {place: present[place] for place, _ in decision.members if place in present}
-        right = all(place in chosen and chosen[place].check == check for place, check in decision.members)
-        return chosen if right else None
+        if any(place not in present or present[place].check != check for place, check in decision.members):
+            return None
+        return {place: present[place] for place, _ in decision.members}
 
     def advance(self, version: Version) -> None:
         """Goes on with the outer parameters of another version."""
@@ -140,10 +133,7 @@ class Assembly:
         self._decided = {base: each for base, each in self._decided.items() if base.round >= version.round}
 
     def must_fetch(self, now: float) -> bool:
-        """Returns whether this center must fetch the chair's outer parameters.
-
-        It must if, for longer than `grace`, the chair has had another version and there was no outcome to apply.
-        """
+        """Returns whether, for longer than `grace`, the chair has had another version and no outcome leads there."""
         chair = self.others.get(self.chair, self.version)
         if chair == self.version or self.outcome() is not None:
             self._apart = None
@@ -188,9 +178,7 @@ class Inbox:
             got = f"{given.addresses[given.place]!r}: {error}"
             raise wrong(OP, "addresses", expected, got, remedy, kind=OSError) from None
         self.peers.start()
-        threading.Thread(target=self._preside, name="jaxcgx-preside", daemon=True).start()
-
-    # The methods for steps.
+        start_thread(self._preside)
 
     def meet(self) -> Frame | None:
         """Waits for the other centers. Returns the chair's state if it differs from this center's."""
@@ -205,8 +193,7 @@ class Inbox:
         if missing := [place for place in range(len(given.addresses)) if place not in here]:
             reasons = self.peers.why_missing(missing)
             each = "; ".join(f"center {place} at {given.addresses[place]}: {why}" for place, why in reasons.items())
-            text = f"{OP}: this center begins without others after {given.grace} s ({each})"
-            warnings.warn(text, stacklevel=callers_level())
+            warn(f"{OP}: this center begins without others after {given.grace} s ({each})")
         return self._arrived
 
     @property
@@ -220,17 +207,15 @@ class Inbox:
         with self.changed:
             self.changed.wait_for(lambda: self._arrived or self.assembly.outcome(), seconds)
 
-    def look(self, now: float) -> tuple[Frame | None, dict[int, Contribution]]:
-        """Returns (a state to adopt or None, the contributions of a round that has ended or {})."""
+    def look(self, now: float) -> tuple[Frame | None, dict[int, Contribution], bool]:
+        """Returns (a state to adopt or None, the contributions of a round that has ended or {}, whether others wait).
+
+        If others wait for this center, it should send soon.
+        """
         with self.changed:
             if self.assembly.must_fetch(now):
                 self._ask()
-            return self._arrived, self.assembly.outcome() or {}
-
-    def gathers(self, now: float) -> bool:
-        """Returns whether this center should send soon, because others wait for it."""
-        with self.changed:
-            return self.assembly.gathers(now)
+            return self._arrived, self.assembly.outcome() or {}, self.assembly.gathers(time.monotonic())
 
     def contribute(self, contribution: Contribution) -> None:
         """Sends this center's contribution to all centers."""
@@ -257,11 +242,7 @@ class Inbox:
     # The caller of these two holds the condition.
 
     def _ready(self) -> bool:
-        """Returns whether the wait for the chair's state is over, and asks the chair for its state otherwise.
-
-        It is over if this center has the chair's version, if the state has arrived, or if another center has other
-        terms.
-        """
+        """Returns whether this center need not wait for the chair's state. Otherwise, it asks the chair for it."""
         assembly = self.assembly
         same = assembly.others.get(assembly.chair, assembly.version) == assembly.version
         ready = same or self._difference is not None or self._arrived is not None
@@ -317,7 +298,7 @@ class Inbox:
         error = unexpected(where, expected, mine, REMEDY)
         with self.changed:
             if self._joined:
-                warnings.warn(f"a center was turned away: {error}", stacklevel=callers_level())
+                warn(f"a center was turned away: {error}")
                 return
             self._difference = error
             self.changed.notify_all()

@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
@@ -22,8 +23,14 @@ from jaxcgx.exchange.message import fold
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import skips, spell_path, why_raw
 from jaxcgx.train.telemetry import TINY
-from jaxcgx.wan.diloco.fragments import Fragment, cut
-from jaxcgx.wan.diloco.outer import choose, digest_of, finite, outer_step, wide, wide_zeros
+from jaxcgx.typing import PyTree
+from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide
+from jaxcgx.wan.diloco.outer import digest_of, outer_step
+
+if TYPE_CHECKING:
+    import optax
+
+Array = np.ndarray[Any, Any]
 
 # The weight of a center, from its tokens and steps since it last took part.
 WEIGHTS: dict[str | None, Callable[[float, float], float]] = {
@@ -55,7 +62,7 @@ class Packing:
     trained: Fragment = dataclasses.field(compare=False)  # all parameters that aren't frozen
 
     @classmethod
-    def of(cls, op: str, plan: Plan, params: Any, average: Any) -> Self:
+    def of(cls, op: str, plan: Plan, params: PyTree, average: Any) -> Self:
         """Returns the packing for these parameters. `Decoupled` explains the arguments. Errors name `op`."""
         each, tree = jax.tree_util.tree_flatten_with_path(params)
         paths, values = zip(*each)
@@ -65,9 +72,8 @@ class Packing:
             if at is None:
                 continue
             if not isinstance(codec, Codec):
-                raise wrong(
-                    op, "plan", "one codec for a parameter", "one for each axis", "leave out the axes", path=path
-                )
+                expected, remedy = "one codec for a parameter", "leave out the axes"
+                raise wrong(op, "plan", expected, "one for each axis", remedy, path=path)
             check_encodes(op, codec, "plan")
             wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
             codec = Raw() if guarded or why_raw(wide, [codec]) else codec
@@ -80,7 +86,7 @@ class Packing:
         """The number of bytes of a center's outer gradients."""
         return sum(leaf.bytes for leaf in self.leaves)
 
-    def pack(self, moved: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    def pack(self, moved: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """Returns (uint8[bytes], the tree that other centers decode from it) for the outer gradients `moved`."""
         values, tree = jax.tree_util.tree_flatten(moved)
         keys = [fold(key, i) if leaf.codec.stochastic else None for i, leaf in enumerate(self.leaves)]
@@ -89,25 +95,19 @@ class Packing:
         return row, tree.unflatten(self._unpack(row))
 
     def average(self, rows: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        """Returns (the average of each leaf, whether any center counts).
+        """Returns (the average of each leaf, whether any center counts), from uint8[centers, bytes] and the weights.
 
-        Every center adds in the same order, so that all centers get the same bits.
-
-        Args:
-          rows: uint8[centers, bytes].
-          weights: float32[centers]; 0 for a center that doesn't take part. A center whose outer gradients aren't finite
-            counts as one with weight 0.
+        Every center adds in the same order, so that all centers get the same bits. A center whose outer gradients
+        aren't finite counts as one with weight 0.
         """
 
-        def add(total: Any, given: Any) -> tuple[Any, None]:
+        def add(total: PyTree, given: PyTree) -> tuple[PyTree, None]:
             row, weight = given
             parts = self._unpack(row)
-            finite = jnp.stack([jnp.isfinite(x).all() for x in parts]).all()
-            return jax.tree_util.tree_map(
-                lambda x, y: jnp.where(finite, x + y, x), total, self._terms(parts, weight)
-            ), None
+            added = jax.tree_util.tree_map(jnp.add, total, self._terms(parts, weight))
+            return choose(finite(parts), added, total), None
 
-        def step(total: Any, given: Any) -> tuple[Any, None]:
+        def step(total: PyTree, given: PyTree) -> tuple[PyTree, None]:
             return lax.cond(given[1] > 0, add, lambda total, _: (total, None), total, given)
 
         zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in self.leaves]
@@ -119,7 +119,7 @@ class Packing:
         ]
         return means, weight > 0
 
-    def _terms(self, parts: list[jax.Array], weight: jax.Array) -> tuple[Any, list[Any], list[Any]]:
+    def _terms(self, parts: list[jax.Array], weight: jax.Array) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Returns (weight, norms, leaves), which a center adds to the sums. Norms and leaves are times the weight.
 
         Leaves with the radial average are unit vectors. The norms of the other leaves are 0.
@@ -128,14 +128,12 @@ class Packing:
         return weight, norms, [weight * (_unit(x) if leaf.radial else x) for leaf, x in zip(self.leaves, parts)]
 
     def _unpack(self, row: jax.Array) -> list[jax.Array]:
-        found, at = list[jax.Array](), 0
-        for leaf in self.leaves:
-            found.append(decode(row[at : at + leaf.bytes], leaf.codec, leaf.shape, jnp.float32))
-            at += leaf.bytes
-        return found
+        ends = itertools.accumulate((leaf.bytes for leaf in self.leaves), initial=0)
+        each = zip(self.leaves, itertools.pairwise(ends))
+        return [decode(row[start:end], leaf.codec, leaf.shape, jnp.float32) for leaf, (start, end) in each]
 
 
-def _how(op: str, average: Any, path: Any, x: Any) -> str:
+def _how(op: str, average: Any, path: PyTree, x: jax.Array) -> str:
     """Returns the kind of a parameter's average: "mean" or "radial"."""
     name = spell_path(path)
     if average == "radial":
@@ -162,48 +160,30 @@ _program = functools.partial(jax.jit, static_argnums=0)
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """The programs for some parameters.
-
-    Args:
-      packing: the encoding of outer gradients.
-      optimizer: the outer optimizer.
-      seed: the seed of the noise of codecs that round stochastically.
-    """
+    """The compiled programs for some parameters."""
 
     packing: Packing
-    optimizer: Any
-    seed: int
+    optimizer: "optax.GradientTransformation"  # the outer one
+    seed: int  # of the noise of codecs that round stochastically
 
-    def rule(self, outer: Any, state: Any) -> str:
-        """Returns a digest of the outer optimizer's update for such parameters and state, with its constants.
-
-        Centers compare it to check that they have the same outer optimizer.
-        """
+    def rule(self, outer: PyTree, state: PyTree) -> str:
+        """Returns a digest of the outer optimizer's update for such parameters and state."""
         shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, state))
         before = self.packing.trained.take(shapes[0])
         return digest_of(self.optimizer.update, before, shapes[1], before)
 
     @_program
-    def copy(self, tree: Any) -> Any:
+    def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a tree in new memory, because a step may donate its arguments."""
         return jax.tree_util.tree_map(jnp.copy, tree)
 
     @_program
-    def zeros(self, tree: Any) -> Any:
-        """Returns the residuals before the first round: zeros, in float32."""
-        return wide_zeros(tree)
+    def encode(
+        self, outer: PyTree, own: PyTree, residuals: PyTree, numbers: jax.Array
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns (bytes of the outer gradient, a copy of the own parameters, residuals if it counts in the round).
 
-    @_program
-    def encode(self, outer: Any, own: Any, residuals: Any, numbers: Any) -> tuple[jax.Array, Any, Any]:
-        """Returns (bytes of the outer gradient, a copy of the own parameters, residuals).
-
-        The residuals are valid if the outer gradient counts in the round.
-
-        Args:
-          outer: the outer parameters.
-          own: the center's own parameters.
-          residuals: the residuals before; None without feedback.
-          numbers: the center's place and the round, which the noise depends on.
+        The noise depends on `numbers`, the center's place and the round.
         """
         take = self.packing.trained.take
         moved = jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
@@ -215,7 +195,7 @@ class Moves:
             residuals = choose(finite(lost), lost, residuals)
         return row, jax.tree_util.tree_map(jnp.copy, own), residuals
 
-    def move(self, outer: Any, state: Any, rows: Any, weights: Any) -> tuple[Any, Any, jax.Array]:
+    def move(self, outer: PyTree, state: PyTree, rows: Array, weights: Array) -> tuple[PyTree, PyTree, Array]:
         """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both).
 
         The sums are computed on one device, because their order, and so their rounding, depends on shardings. The
@@ -228,7 +208,9 @@ class Moves:
         return self.packing.trained.put(outer, trained), state, checksums
 
     @_program
-    def _move(self, before: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def _move(
+        self, before: PyTree, state: PyTree, rows: jax.Array, weights: jax.Array
+    ) -> tuple[PyTree, PyTree, jax.Array]:
         """Returns (the trained outer parameters, the state, checksums)."""
         means, some = self.packing.average(rows, weights)
         mean = jax.tree_util.tree_structure(before).unflatten(means)
@@ -237,16 +219,13 @@ class Moves:
         return trained, state, self.checksums(trained, state)
 
     @_program
-    def checksums(self, trained: Any, state: Any) -> jax.Array:
+    def checksums(self, trained: PyTree, state: PyTree) -> jax.Array:
         """Returns checksums of the outer parameters and of the outer optimizer's state."""
         return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree_util.tree_leaves((trained, state)))])
 
     @_program
-    def follow(self, own: Any, outer: Any, base: Any) -> Any:
-        """Returns the own parameters + (the outer parameters - the base).
-
-        If the result isn't finite, it returns the outer parameters.
-        """
+    def follow(self, own: PyTree, outer: PyTree, base: PyTree) -> PyTree:
+        """Returns own + (outer - base), or the outer parameters if that isn't finite."""
         take = self.packing.trained.take
         moved = jax.tree_util.tree_map(
             lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype), take(own), take(outer), take(base)
@@ -254,7 +233,7 @@ class Moves:
         return self.packing.trained.put(own, choose(finite(moved), moved, take(outer)))
 
 
-def put_like(like: Any, tree: Any) -> Any:
+def put_like(like: PyTree, tree: PyTree) -> PyTree:
     """Returns a tree of NumPy arrays as JAX arrays with the shardings of those in the tree `like`."""
 
     def placed(x: jax.Array, value: np.ndarray) -> jax.Array:
@@ -265,30 +244,29 @@ def put_like(like: Any, tree: Any) -> Any:
     return jax.tree_util.tree_map(placed, like, tree)
 
 
-def shardings_of(tree: Any) -> Any:
-    """Returns the shardings of a tree's arrays."""
-    return jax.tree_util.tree_map(lambda x: x.sharding, tree)
+def on_auto_axes(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Returns (the arrays of a tree on meshes whose axes aren't Explicit, a function that puts such a tree back).
+
+    Programs then need no shardings in types.
+    """
+
+    def on_auto(x: jax.Array) -> jax.Array:
+        if not _explicit(at := x.sharding):
+            return x
+        mesh = at.mesh.update(axis_types=(AxisType.Auto,) * len(at.mesh.axis_names))
+        return jax.device_put(x, NamedSharding(mesh, at.spec, memory_kind=at.memory_kind))
+
+    shardings = jax.tree_util.tree_map(lambda x: x.sharding, tree)
+    back = lambda new: jax.tree_util.tree_map(
+        lambda at, x: jax.device_put(x, at) if _explicit(at) else x, shardings, new
+    )
+    return jax.tree_util.tree_map(on_auto, tree), back
 
 
-def on_auto_axes(tree: Any) -> Any:
-    """Returns the arrays of a tree, on meshes whose axes aren't Explicit: programs then need no shardings in types."""
-    return jax.tree_util.tree_map(lambda x: jax.device_put(x, _auto(x.sharding)) if _explicit(x.sharding) else x, tree)
-
-
-def on_axes_of(shardings: Any, tree: Any) -> Any:
-    """Returns the arrays of a tree, with the shardings of the tree `shardings` where these have Explicit axes."""
-    return jax.tree_util.tree_map(lambda s, x: jax.device_put(x, s) if _explicit(s) else x, shardings, tree)
-
-
-def _explicit(sharding: Any) -> bool:
+def _explicit(sharding: Sharding) -> TypeGuard[NamedSharding]:
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _auto(sharding: NamedSharding) -> NamedSharding:
-    mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def number_of(checksums: Any) -> int:
+def number_of(checksums: Array | jax.Array) -> int:
     """Returns a 64-bit digest of checksums."""
     return int.from_bytes(hashlib.blake2b(np.asarray(checksums).tobytes(), digest_size=8).digest(), "big")

@@ -67,12 +67,10 @@ class Terms(NamedTuple):
 
     def difference(self, theirs: "Terms") -> tuple[str, str, str, str] | None:
         """Returns the first difference, (argument, leaf or "", own value, other value), or None."""
-        for name in {**self.leaves, **theirs.leaves}:
-            if (mine := self.leaves.get(name, "none")) != (other := theirs.leaves.get(name, "none")):
-                return "params", name, mine, other
-        for name in {**self.options, **theirs.options}:
-            if (mine := self.options.get(name, "none")) != (other := theirs.options.get(name, "none")):
-                return name, "", mine, other
+        for where, mine, other in ("leaves", self.leaves, theirs.leaves), ("", self.options, theirs.options):
+            for name in {**mine, **other}:
+                if (one := mine.get(name, "none")) != (two := other.get(name, "none")):
+                    return ("params", name, one, two) if where else (name, "", one, two)
         return None
 
 
@@ -93,13 +91,8 @@ class Stranger(Exception):
 class Peers:
     """The connections to other centers.
 
-    Args:
-      place: the index of this center in `addresses`.
-      addresses: (host, port) of all centers.
-      secret: the secret that all centers share.
-      terms: this center's terms.
-      sizes: for each kind of frame, the sizes that a body may have.
-      events: the callbacks.
+    `place` is the index of this center in `addresses`, the (host, port) of all centers. `sizes` are the sizes that the
+    body of each kind of frame may have.
     """
 
     def __init__(
@@ -123,19 +116,18 @@ class Peers:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
         self._listener.settimeout(AGAIN)
-        self._acceptor = threading.Thread(target=self._accept, name="jaxcgx-accept", daemon=True)
 
     def start(self) -> None:
         """Starts the threads that listen for and call other centers."""
-        self._acceptor.start()
+        self._acceptor = start_thread(self._accept)
         for place in range(self._place):
-            self._start(self._call, place)
+            start_thread(self._call, place)
 
     def why_missing(self, places: list[int]) -> dict[int, str]:
         """Returns for each of these places of centers that aren't connected the reason."""
         # Centers with higher places call this one, so it has not looked at their addresses yet.
         unknown = [place for place in places if place > self._place and place not in self._why]
-        looks, end = [self._start(self._look, place) for place in unknown], time.monotonic() + LOOK
+        looks, end = [start_thread(self._look, place) for place in unknown], time.monotonic() + LOOK
         for look in looks:
             look.join(max(end - time.monotonic(), 0))
         return {place: self._why.get(place, "not reached") for place in places}
@@ -163,18 +155,13 @@ class Peers:
         for link in links:
             link.finish()
 
-    def _start(self, run: Callable[..., None], *args: Any) -> threading.Thread:
-        thread = threading.Thread(target=run, args=args, name=f"jaxcgx-{run.__name__}", daemon=True)
-        thread.start()
-        return thread
-
     def _accept(self) -> None:
         with self._listener:
             while not self._closed.is_set():
                 with contextlib.suppress(OSError):
                     sock, _ = self._listener.accept()
                     if self._strangers.acquire(timeout=SILENCE):
-                        self._start(self._welcome, sock)
+                        start_thread(self._welcome, sock)
                     else:
                         sock.close()
 
@@ -206,10 +193,9 @@ class Peers:
             self._why[place] = _unreached(error)
 
     def _meet(self, sock: socket.socket, expected: int | None) -> int | None:
-        """Makes the handshake of a connection.
+        """Returns the place of the center at the other end, or None if the handshake fails.
 
-        Returns the place of the center at the other end, or None if the handshake fails. `expected` is the place of the
-        center that was called, None for a connection that was accepted.
+        `expected` is the place of the center that was called; None: the connection was accepted.
         """
         known = expected
         try:
@@ -290,8 +276,7 @@ class _Link:
     def __init__(self, sock: socket.socket, beat: Callable[[], Frame]) -> None:
         self._socket, self._beat = sock, beat
         self._queue = queue.Queue[Frame | None](WAITING)
-        self._thread = threading.Thread(target=self._write, name="jaxcgx-write", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._write)
 
     def put(self, frame: Frame | None) -> None:
         try:
@@ -325,6 +310,12 @@ class _Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
+
+
+def start_thread(run: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=run, args=args, name=f"jaxcgx-{run.__name__}", daemon=True)
+    thread.start()
+    return thread
 
 
 def _greeting(sock: socket.socket) -> tuple[bytearray, int]:

@@ -23,20 +23,8 @@ from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree
-from jaxcgx.wan.diloco.fragments import Fragment, cut
-from jaxcgx.wan.diloco.outer import (
-    OuterTelemetry,
-    check_outer,
-    check_outer_plan,
-    choose,
-    digest_of,
-    finite,
-    init_outer,
-    measure,
-    outer_step,
-    wide,
-    wide_zeros,
-)
+from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide, wide_zeros
+from jaxcgx.wan.diloco.outer import OuterTelemetry, check_outer, check_outer_plan, digest_of, init_outer, outer_step
 
 LATER = Way(later=True)
 
@@ -220,28 +208,20 @@ class Diloco:
 class Waiting(NamedTuple):
     """A round that began in an earlier step.
 
-    Attributes:
-      begun: bool[]: whether one has begun.
-      arrays: the mean of outer gradients that is still to be applied; or what ends its exchange, which only the process
-        that began it can end.
+    The arrays are the mean of outer gradients that is still to be applied, or what ends its exchange. Only the process
+    that began an exchange can end it.
     """
 
-    begun: jax.Array
+    begun: jax.Array  # bool[]: whether one has begun
     arrays: PyTree
 
 
 class OfCenter(NamedTuple):
-    """What each center has of a fragment.
+    """What each center has of a fragment."""
 
-    Attributes:
-      residuals: the residuals of the exchange, like the outer gradients, float32; None without feedback.
-      start: the own parameters at the beginning of the round; None if they always equal the outer parameters.
-      waiting: the exchange that goes on while later steps run, a `Waiting` with a row for each rank; None without.
-    """
-
-    residuals: PyTree
-    start: PyTree
-    waiting: PyTree
+    residuals: PyTree  # of the exchange, like the outer gradients, float32; None without feedback
+    start: PyTree  # the own parameters when the round began; None if they always equal the outer parameters
+    waiting: PyTree  # the exchange that goes on while later steps run, a Waiting with a row for each rank; or None
 
     @staticmethod
     def per_rank() -> dict[str, str]:
@@ -250,26 +230,15 @@ class OfCenter(NamedTuple):
 
 
 class OfAll(NamedTuple):
-    """What is the same in every center.
+    """What is the same in every center."""
 
-    Attributes:
-      factors: PowerSGD's factors; None without.
-      number: int32[]: the number of exchanges so far.
-      key: uint32[2], the same in every round.
-      outer: the state of the outer optimizer.
-      waiting: the mean that is still to be applied; None if every round ends in the step in which it begins, or if
-        exchanges go on while later steps run.
-      before: the mean of outer gradients of the round before; None without telemetry.
-      telemetry: the OuterTelemetry of the last round; None without telemetry.
-    """
-
-    factors: PyTree
-    number: jax.Array
-    key: Key
-    outer: PyTree
-    waiting: Waiting | None
-    before: PyTree
-    telemetry: OuterTelemetry | None
+    factors: PyTree  # PowerSGD's; None without
+    number: jax.Array  # int32[]: the number of exchanges so far
+    key: Key  # uint32[2], the same in every round
+    outer: PyTree  # the state of the outer optimizer
+    waiting: Waiting | None  # the mean that is still to be applied; None if it is at once, or if exchanges go on
+    before: PyTree  # the mean of outer gradients of the round before; None without telemetry
+    telemetry: OuterTelemetry | None  # of the last round
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -279,16 +248,11 @@ class Turn:
     All ranks of a center have the same outer gradients. The exchange takes those of the first rank, and zeros from the
     other ranks. The same holds for residuals, unless each rank trains alone: then each rank keeps its own, and the sum
     of all is that of the centers. Inside a center, the ranks share the work and exchange uncompressed arrays.
-
-    Attributes:
-      how: the options.
-      whole: the routes of the whole parameters. Parts of a leaf get its codec, whatever the fragments are.
-      net: the centers and their ranks.
     """
 
     how: Diloco
-    whole: Routes
-    net: Transport
+    whole: Routes  # of the whole parameters; parts of a leaf get its codec, whatever the fragments are
+    net: Transport  # the centers and their ranks
 
     @property
     def _crosses(self) -> bool:
@@ -434,6 +398,6 @@ class Turn:
         moved, outer, step = outer_step(self.how.optimizer, before, shared.outer, mean)
         done = shared._replace(outer=outer)
         if self.how.telemetry:
-            done = done._replace(before=mean, telemetry=measure(mean, step, shared.before))
+            done = done._replace(before=mean, telemetry=OuterTelemetry.of(mean, step, shared.before))
         after, shared = choose(good, (moved, done), (before, shared))
         return after, ExchangeState(state.own, shared)

@@ -2,11 +2,13 @@
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxcgx.checks import wrong
+from jaxcgx.typing import Params, PyTree
 
 
 class Fragment(NamedTuple):
@@ -14,12 +16,13 @@ class Fragment(NamedTuple):
 
     rows: tuple[slice | None, ...]
 
-    def take(self, tree: Any) -> Any:
+    def take(self, tree: PyTree) -> PyTree:
         """Returns this part of a tree. Leaves without rows in this fragment are None."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        return structure.unflatten([None if at is None else _rows(x, at) for x, at in zip(leaves, self.rows)])
+        rows = [None if at is None else x if at == _WHOLE else x[at] for x, at in zip(leaves, self.rows)]
+        return structure.unflatten(rows)
 
-    def put(self, tree: Any, part: Any) -> Any:
+    def put(self, tree: PyTree, part: PyTree) -> PyTree:
         """Returns the tree in which `part` replaces this fragment."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
         new = structure.flatten_up_to(part)
@@ -31,10 +34,6 @@ class Fragment(NamedTuple):
 _WHOLE = slice(None)
 
 
-def _rows(x: Any, at: slice) -> Any:
-    return x if at == _WHOLE else x[at]
-
-
 class _Piece(NamedTuple):
     """Some or all rows of a leaf."""
 
@@ -44,17 +43,11 @@ class _Piece(NamedTuple):
     rows: slice
 
 
-def cut(op: str, params: Any, skipped: Any, number: int) -> tuple[Fragment, ...]:
-    """Divides the parameters into fragments. Each piece goes to the fragment that has the fewest bytes so far.
+def cut(op: str, params: Params, skipped: PyTree, number: int) -> tuple[Fragment, ...]:
+    """Divides the parameters into `number` fragments. Each piece goes to the fragment with the fewest bytes so far.
 
     A leaf with more bytes than an equal share is cut into pieces along its first dimension. The result depends on
-    shapes and dtypes, not on values.
-
-    Args:
-      op: the function that errors name.
-      params: the parameters.
-      skipped: for each parameter, whether it is frozen. Frozen parameters are in no fragment.
-      number: the number of fragments.
+    shapes and dtypes, not on values. Parameters that are `skipped` are in no fragment.
     """
     leaves = jax.tree_util.tree_leaves(params)
     frozen = jax.tree_util.tree_leaves(skipped)
@@ -82,3 +75,23 @@ def cut(op: str, params: Any, skipped: Any, number: int) -> tuple[Fragment, ...]
         p = min(free, key=lambda p: loads[p])
         found[p][piece.leaf], loads[p] = piece.rows, loads[p] + piece.bytes
     return tuple(Fragment(tuple(rows)) for rows in found)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Returns an array in float32."""
+    return x.astype(jnp.float32)
+
+
+def wide_zeros(tree: PyTree) -> PyTree:
+    """Returns zeros in float32, with the shapes of a tree's arrays."""
+    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+
+def finite(tree: PyTree) -> jax.Array:
+    """Returns whether all numbers of a tree are finite."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()
+
+
+def choose(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
+    return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxcgx.train.telemetry import TINY
 from jaxcgx.train.transformation import UnknownRanksError
 from jaxcgx.train.update import import_optax
 from jaxcgx.typing import Params, PyTree
+from jaxcgx.wan.diloco.fragments import wide
 
 if TYPE_CHECKING:
     import optax
@@ -126,43 +127,16 @@ class OuterTelemetry(NamedTuple):
     gain: jax.Array
     rho: jax.Array
 
-
-def measure(mean: PyTree, step: PyTree, before: PyTree) -> OuterTelemetry:
-    """Returns the telemetry of an outer step. All arguments are trees.
-
-    Args:
-      mean: the mean of outer gradients.
-      step: the update that the optimizer added to the parameters.
-      before: the mean of outer gradients of the round before.
-    """
-    square = _dot(mean, mean)
-    norms = jnp.sqrt(square) * jnp.sqrt(_dot(before, before))
-    return OuterTelemetry(
-        gain=-_dot(step, mean) / jnp.maximum(square, TINY), rho=_dot(mean, before) / jnp.maximum(norms, TINY)
-    )
+    @classmethod
+    def of(cls, mean: PyTree, step: PyTree, before: PyTree) -> Self:
+        """Returns the metrics of the optimizer's update `step` with this mean of outer gradients. `before` is E."""
+        square = _dot(mean, mean)
+        norms = jnp.sqrt(square) * jnp.sqrt(_dot(before, before))
+        gain = -_dot(step, mean) / jnp.maximum(square, TINY)
+        return cls(gain, rho=_dot(mean, before) / jnp.maximum(norms, TINY))
 
 
 def _dot(x: PyTree, y: PyTree) -> jax.Array:
     """Returns the scalar product of two trees, in float32."""
     products = jax.tree_util.tree_map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
-    return sum(jax.tree_util.tree_leaves(products), jnp.zeros((), jnp.float32))
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """Returns an array in float32."""
-    return x.astype(jnp.float32)
-
-
-def wide_zeros(tree: PyTree) -> PyTree:
-    """Returns zeros in float32, with the shapes of a tree's arrays."""
-    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
-
-
-def finite(tree: PyTree) -> jax.Array:
-    """Returns whether all numbers of a tree are finite."""
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()
-
-
-def choose(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
-    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
-    return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)
+    return jax.tree_util.tree_reduce(jnp.add, products, jnp.zeros((), jnp.float32))

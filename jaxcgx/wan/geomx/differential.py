@@ -39,15 +39,10 @@ LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with these num
 
 
 class Unsent(NamedTuple):
-    """What each rank has for itself.
+    """What each rank has for itself."""
 
-    Attributes:
-      residuals: like the gradients, float32, also for whole leaves; None for a leaf that loses nothing.
-      pending: [blocks, size] for each leaf that is cut: the other blocks of the last step; None unless rest="defer".
-    """
-
-    residuals: PyTree
-    pending: PyTree
+    residuals: PyTree  # like the gradients, float32, also for whole leaves; None for a leaf that loses nothing
+    pending: PyTree  # [blocks, size] for each cut leaf: the other blocks of the last step; None unless rest="defer"
 
     @staticmethod
     def per_rank() -> dict[str, str]:
@@ -56,23 +51,14 @@ class Unsent(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """What is the same on every rank. Trees have None for leaves that are sent whole.
+    """What is the same on every rank. Trees have None for leaves that are sent whole."""
 
-    Attributes:
-      count: int32[]: the number of steps so far.
-      key: uint32[2], the same in every step.
-      contributions: float32[blocks]: the contribution of each block.
-      order: int32[blocks]: the order of the last step, most important block first; None unless rest="defer".
-      first_loss: float32[]: the loss of the first step; None unless the share is adaptive.
-      level: int32[]: the index of the last step's share in `Differential.shares`; None unless it is adaptive.
-    """
-
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    key: Key
-    contributions: PyTree
-    order: PyTree
-    first_loss: jax.Array | None
-    level: jax.Array | None
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  (int32[]: the number of steps so far)
+    key: Key  # uint32[2], the same in every step
+    contributions: PyTree  # float32[blocks]: the contribution of each block
+    order: PyTree  # int32[blocks]: that of the last step, most important block first; None unless rest="defer"
+    first_loss: jax.Array | None  # float32[]: that of the first step; None unless the share is adaptive
+    level: jax.Array | None  # int32[]: the index of the last share in `Differential.shares`; None unless adaptive
 
 
 class Portion(NamedTuple):

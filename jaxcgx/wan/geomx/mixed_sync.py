@@ -19,15 +19,10 @@ OP = "MixedSync"
 
 
 class Held(NamedTuple):
-    """What each rank has for itself.
+    """What each rank has for itself."""
 
-    Attributes:
-      grads: the gradients of the last steps, which are still to be exchanged, oldest first.
-      exchange: the same of the exchange.
-    """
-
-    grads: list[PyTree]
-    exchange: PyTree
+    grads: list[PyTree]  # of the last steps, which are still to be exchanged, oldest first
+    exchange: PyTree  # the same of the exchange
 
     @staticmethod
     def per_rank() -> dict[str, str]:
@@ -36,17 +31,11 @@ class Held(NamedTuple):
 
 
 class Delayed(NamedTuple):
-    """What is the same on every rank.
+    """What is the same on every rank."""
 
-    Attributes:
-      params: the parameters at which the held gradients were computed, oldest first.
-      waited: int32[]: the number of held gradients.
-      exchange: the same of the exchange.
-    """
-
-    params: list[Params]
-    waited: jax.Array
-    exchange: Any
+    params: list[Params]  # those at which the held gradients were computed, oldest first
+    waited: jax.Array  # int32[]: the number of held gradients
+    exchange: PyTree  # the same of the exchange
 
     @property
     def count(self) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -99,8 +88,7 @@ class MixedSync:
     def init(self, params: Params) -> ExchangeState:
         inner = self.exchange.init(params)
         zeros = lambda: [jax.tree_util.tree_map(jnp.zeros_like, params) for _ in range(self.staleness)]
-        shared = Delayed(zeros(), jnp.zeros((), jnp.int32), inner.shared)
-        return ExchangeState(Held(zeros(), inner.own), shared)
+        return ExchangeState(Held(zeros(), inner.own), Delayed(zeros(), jnp.zeros((), jnp.int32), inner.shared))
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
         check_centers(OP, at.net)

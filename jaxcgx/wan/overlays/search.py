@@ -73,13 +73,10 @@ def trees(rates: Rates) -> Overlay:
     roots = [0] * n  # the number of trees with each root, which is kept even among roots of the same depth
     made: list[Tree] = []
     for tree, count in kept.items():
-        made.append(min(_rooted(tree, count), key=lambda one: (one.depth, roots[one.root])))
+        rooted = [Tree.of(tree, count, root) for root in range(n)]
+        made.append(min(rooted, key=lambda one: (one.depth, roots[one.root])))
         roots[made[-1].root] += 1
     return Overlay(tuple(made))
-
-
-def _rooted(links: tuple[tuple[int, int], ...], share: int) -> list[Tree]:
-    return [Tree.of(links, share, root) for root in range(len(links) + 1)]
 
 
 def _cheapest_tree(price: Rates, center: int) -> tuple[tuple[int, int], ...]:

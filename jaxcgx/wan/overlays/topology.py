@@ -1,6 +1,7 @@
 """Topology: measures links while training goes on, and finds the best overlay for them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.native import connections
 from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.transports.axes import Tcp
+from jaxcgx.typing import ArrayLike, PyTree
 from jaxcgx.wan.overlays.search import SHAPES, Rates, seconds
 
 BETTER = 1.15  # another overlay must be faster by this factor, because every overlay compiles another program
@@ -152,14 +154,14 @@ class Topology:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: Mesh,
         axis: Tcp,
         *,
         shape: str = "trees",
         greed: float = 0.9,
         decay: float = 0.3,
         probe_bytes: int = 2**19,
-        rates: Any = None,
+        rates: ArrayLike | None = None,
     ) -> None:
         self._mesh, self._axis = _check_mesh(mesh, axis), axis
         self._build = SHAPES[check_choice("Topology", "shape", shape, SHAPES)]
@@ -176,20 +178,13 @@ class Topology:
         self.overlay = self._best()
         self.version = self.probes = 0
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-        self._before: Any = None  # the kernel's counters at the last measurement
-        self._programs: dict[tuple[tuple[int, int], ...], Callable[[], Any]] = {}
+        self._before: Rates | float = 0.0  # the kernel's counters at the last measurement
+        self._programs = functools.cache(self._program)
         # XLA's own collectives would wait for JAX's heartbeat timeout if a link ends, and name no rank.
-        every = dataclasses.replace(axis, name="every")
-        self._every = NamedSharding(Mesh(mesh.devices.reshape(-1), "every"), P("every"))
-        self._gather = jax.jit(
-            jax.shard_map(
-                lambda row: check_axes("Topology", every).all_gather(row[0]),
-                mesh=self._every.mesh,
-                in_specs=P("every"),
-                out_specs=P(),
-                check_vma=False,
-            )
-        )
+        every, line = dataclasses.replace(axis, name="every"), Mesh(mesh.devices.reshape(-1), "every")
+        self._every = NamedSharding(line, P("every"))
+        gather = lambda row: check_axes("Topology", every).all_gather(row[0])
+        self._gather = jax.jit(jax.shard_map(gather, mesh=line, in_specs=P("every"), out_specs=P(), check_vma=False))
 
     def update(self) -> bool:
         """Takes the measurements since the last call, may probe links, and decides on an overlay.
@@ -201,8 +196,7 @@ class Topology:
         if len(pairs):
             self._probe([(int(i), int(j)) for i, j in pairs])
             self._measure()
-        words = self._same(_words(self._decide()) if jax.process_index() == 0 else [])
-        overlay = _overlay(words)
+        overlay = _overlay(self._same(_words(self._decide()) if jax.process_index() == 0 else []))
         changed = overlay != self.overlay
         self.overlay, self.version = overlay, self.version + changed
         return changed
@@ -218,10 +212,10 @@ class Topology:
           every: the number of steps from one `update` to the next.
         """
         every = check_integer("Topology.steps", "every", every, 1)
-        made: dict[Overlay, Any] = {}
+        made = functools.cache(make)
         count = 0
 
-        def check(*args: Any, **kwargs: Any) -> None:
+        def check(*args: PyTree, **kwargs: PyTree) -> None:
             """Traces a step with a deep overlay, so that a codec that refuses deep overlays is an error at once."""
             deep = Overlay.ring(range(len(self.links.rates)))
             if self._build is not SHAPES["owners"] and deep.depth > 1:
@@ -229,15 +223,10 @@ class Topology:
                 if trace is not None:
                     trace(*args, **kwargs)
 
-        def current() -> Any:
-            if self.overlay not in made:
-                made[self.overlay] = make(self.overlay)
-            return made[self.overlay]
+        def init(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return made(self.overlay).init(*args, **kwargs)
 
-        def init(*args: Any, **kwargs: Any) -> Any:
-            return current().init(*args, **kwargs)
-
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
             nonlocal count
             if not count:
                 check(*args, **kwargs)
@@ -245,12 +234,9 @@ class Topology:
                 jax.block_until_ready((args, kwargs))
                 self.update()
             count += 1
-            return current().step(*args, **kwargs)
+            return made(self.overlay).step(*args, **kwargs)
 
-        def finish(*state: Any) -> Any:
-            return current().finish(*state)
-
-        return Steps(init, step, finish)
+        return Steps(init, step, lambda *state: made(self.overlay).finish(*state))
 
     def __repr__(self) -> str:
         return f"Topology(version {self.version}, {len(self.overlay.trees)} trees, depth {self.overlay.depth})"
@@ -278,28 +264,22 @@ class Topology:
     def _measure(self) -> None:
         """Gathers the traffic between all processes since the last measurement, and updates the estimates."""
         now = np.array(connections.sent() or [(0.0, 0.0)] * jax.process_count())
-        before = np.zeros_like(now) if self._before is None else self._before
+        all_sent = self._gathered(np.asarray(now - self._before, np.float32))
         self._before = now
-        all_sent = self._gathered(np.asarray(now - before, np.float32))
-        ranks = len(self.links.rates)
+        ranks, axis = len(self.links.rates), self._mesh.axis_names.index(self._axis.name)
         sent, busy = np.zeros((2, ranks, ranks))
-        for group in self._groups():
+        for group in np.moveaxis(self._processes, axis, -1).reshape(-1, ranks):  # the processes along the axis
             along = all_sent[np.ix_(group, group)]
             sent += along[..., 0]
             busy = np.maximum(busy, along[..., 1])
         self.links.note(sent, busy)
-
-    def _groups(self) -> Rates:
-        """Returns the processes along the axis, [places along the other axes, ranks]."""
-        place = self._mesh.axis_names.index(self._axis.name)
-        return np.moveaxis(self._processes, place, -1).reshape(-1, len(self.links.rates))
 
     def _gathered(self, row: Rates) -> Rates:
         """Returns the arrays of all processes, by process."""
         rows = self._gather(jax.make_array_from_process_local_data(self._every, row[None]))
         return np.asarray(rows.addressable_data(0))[np.argsort(self._processes, axis=None)]
 
-    def _same(self, words: Any) -> Rates:
+    def _same(self, words: list[Any] | Rates) -> Rates:
         """Returns process 0's integers, on all processes."""
         count = self._gathered(np.array(np.size(words), np.int32))[0]
         words = np.asarray(words, np.int32) if jax.process_index() == 0 else np.zeros(count, np.int32)
@@ -307,20 +287,15 @@ class Topology:
 
     def _probe(self, pairs: list[tuple[int, int]]) -> None:
         """Sends bytes between pairs of ranks, in both directions at once."""
-        key = tuple(sorted(pairs))
-        if key not in self._programs:
-            self._programs[key] = self._program([*pairs, *[(j, i) for i, j in pairs]])
-        self._programs[key]()
+        self._programs(*sorted(pairs))()
         self.probes += 1
 
-    def _program(self, pairs: list[tuple[int, int]]) -> Callable[[], Any]:
-        names = tuple(self._mesh.axis_names)
-
+    def _program(self, *pairs: tuple[int, int]) -> Callable[[], jax.Array]:
         def body(row: jax.Array) -> jax.Array:
             net: Any = check_axes("Topology", self._axis)
-            return net.permute(row, pairs)
+            return net.permute(row, [*pairs, *[(j, i) for i, j in pairs]])
 
-        spec = P(names)
+        spec = P(tuple(self._mesh.axis_names))
         sharding = NamedSharding(self._mesh, spec)
         ones = jax.make_array_from_callback(
             (self._mesh.size * self._probe_bytes,), sharding, lambda _: np.ones(self._probe_bytes, np.uint8)
@@ -329,7 +304,7 @@ class Topology:
         return lambda: jax.block_until_ready(run(ones))
 
 
-def _check_mesh(mesh: Any, axis: Any) -> Any:
+def _check_mesh(mesh: Any, axis: Any) -> Mesh:
     if not isinstance(mesh, Mesh):
         raise wrong("Topology", "mesh", "a jax.sharding.Mesh", repr(mesh), kind=TypeError)
     if not isinstance(axis, Tcp):
@@ -338,15 +313,14 @@ def _check_mesh(mesh: Any, axis: Any) -> Any:
     if axis.name not in mesh.shape:
         raise wrong("Topology", "axis", f"one of the axes {', '.join(map(repr, mesh.axis_names))}", repr(axis.name))
     if 1 < jax.process_count() != mesh.size:
-        raise wrong(
-            "Topology", "mesh", f"one device of each of {jax.process_count()} processes", f"{mesh.size} devices"
-        )
+        expected = f"one device of each of {jax.process_count()} processes"
+        raise wrong("Topology", "mesh", expected, f"{mesh.size} devices")
     if mesh.shape[axis.name] < 2:
         raise wrong("Topology", "mesh", f"two or more ranks along {axis.name!r}", f"{mesh.shape[axis.name]}")
     return mesh
 
 
-def _check_rates(rates: Any, ranks: int) -> Rates:
+def _check_rates(rates: ArrayLike, ranks: int) -> Rates:
     given = np.array(rates, float)
     expected = f"a positive number of bytes a second from each of {ranks} ranks to each other one"
     if given.shape != (ranks, ranks):
