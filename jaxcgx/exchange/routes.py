@@ -361,9 +361,11 @@ def _of_sums(
     """Returns the stages of sums of whole leaves, with their schedules."""
     plan, asked = routes.plan, _asked(routes.op, routes.plan, net)
     parts = dict(zip(net.parts.values(), asked)) if isinstance(plan.schedule, dict) else {}
-    # A leaf that a plan leaves raw also gets a stage for each axis, because each axis has its own schedule.
-    if parts and len(stages) < len(parts) and stages[0].net is net and stages[0].codec.raw:
-        stages = tuple(stages[0]._replace(net=part) for part in parts)
+    # A leaf that a plan leaves raw also gets a stage for each axis if each axis has its own schedule, or if the overlay
+    # is of the outermost axis alone.
+    apart = bool(parts) or (isinstance(asked[0], Overlay) and asked[0].ranks != net.size)
+    if apart and len(stages) < len(net.parts) and stages[0].net is net and stages[0].codec.raw:
+        stages = tuple(stages[0]._replace(net=part) for part in net.parts.values())
     named = tuple(
         stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0])) for j, stage in enumerate(stages)
     )
