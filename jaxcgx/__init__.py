@@ -40,6 +40,7 @@ from jaxcgx.collectives import (
 )
 from jaxcgx.exchange.carry import Carry
 from jaxcgx.native.pages import keep_pages
+from jaxcgx.native.registration import EXPORT_CHECKS
 from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.advise import advise
 from jaxcgx.report.cluster import Cluster
@@ -74,6 +75,7 @@ from jaxcgx.transports.network import Network
 __all__ = [
     "BSC",
     "DGC",
+    "EXPORT_CHECKS",
     "MPQ",
     "AbsMax",
     "ByteGrad",
