@@ -13,12 +13,12 @@ def path(name: str) -> pathlib.Path:
     return pathlib.Path(folder) / "jaxcgx" / f"{name}.json"
 
 
-def load(name: str, place: str) -> dict[str, dict[str, float]]:
+def load(name: str, place: str) -> dict[str, dict[str, Any]]:
     """Returns {key: measurement} of a place in a file. A missing or damaged file has none."""
     return _read(name).get(place, {})
 
 
-def save(name: str, place: str, key: str, found: dict[str, float]) -> None:
+def save(name: str, place: str, key: str, found: dict[str, Any]) -> None:
     """Adds a measurement to a file, or replaces the one with this key."""
     file = path(name)
     file.parent.mkdir(parents=True, exist_ok=True)
