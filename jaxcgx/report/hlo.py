@@ -24,11 +24,12 @@ OPERATIONS = (
 )
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) .*-> .*\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*)")
 _COLLECTIVE = re.compile(rf" ({'|'.join(OPERATIONS)})(?:-start)?(?=\()")
 _CUSTOM = re.compile(r" custom-call\(")
 _CALLED = re.compile(r"\b(body|condition|\w*calls|to_apply|\w+_computations?)=(%[\w.-]+|\{[^}]*\})")
 _MESH = re.compile(r"@?mesh[\[<](.*?)[\]>](?:, device_ids=\((\[.*?|[\d,]+)\))? ?\{(.*?)\}")
+_MOVED = re.compile(r" (?:copy|bitcast|reshape|copy-done|all-gather-done)\(%([\w.-]+)")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -39,7 +40,7 @@ class Collective:
     operation: str
     operands: Operands
     groups: Groups  # for a permute, the pairs (from, to)
-    name: str  # op_name
+    name: str  # op_name, or the result of the program that it gathers
     times: int | None  # how often it runs; None: it is in a loop of unknown length
     branch: bool  # whether it is in a branch of a conditional
     over: str = ""  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
@@ -50,22 +51,26 @@ class Collective:
         return self.operation == "collective-permute"
 
 
-def collectives(text: str) -> list[Collective]:
-    """Returns every collective of a program. It is listed again for each place that calls its computation."""
-    computations: dict[str, list[str]] = {}
+def collectives(text: str, results: Sequence[str] = ()) -> list[Collective]:
+    """Returns every collective of a program. It is listed again for each place that calls its computation.
+
+    `results` are the names of the program's results. XLA gives a gather that jit's out_shardings cause no op_name.
+    """
+    computations: dict[str, list[tuple[str, str]]] = {}
     shapes: dict[str, str] = {}
-    entry, lines = "", list[str]()
+    entry, root, lines = "", "", list[tuple[str, str]]()
     for line in text.splitlines():
         if m := _INSTRUCTION.match(line):
-            shapes[m[1]] = m[2]
-            lines.append(m[2])
+            shapes[m[2]] = m[3]
+            lines.append((m[2], m[3]))
+            root = m[2] if m[1] and lines is computations.get(entry) else root
         elif m := _COMPUTATION.match(line):
             lines = computations[m[2]] = []
             entry = m[2] if m[1] else entry
-    everybody = ranks(text)
+    everybody, gathered = ranks(text), _results(shapes, root, results)
 
     def walk(name: str, times: int | None, branch: bool) -> Iterator[Collective]:
-        for line in computations.get(name, ()):
+        for instruction, line in computations.get(name, ()):
             bare = _STRING.sub('""', line)
             if m := _COLLECTIVE.search(bare):
                 end = _closing(bare, m.end())
@@ -74,7 +79,7 @@ def collectives(text: str) -> list[Collective]:
                     operation=m[1],
                     operands=tuple(x for shape in operands for x in shape),
                     groups=_groups(bare[end:], everybody),
-                    name=_op_name(line),
+                    name=_op_name(line) or gathered.get(instruction, ""),
                     times=times,
                     branch=branch,
                 )
@@ -100,6 +105,17 @@ def collectives(text: str) -> list[Collective]:
                     yield from walk(callee, often, choice)
 
     return list(walk(entry, 1, False))
+
+
+def _results(shapes: Mapping[str, str], root: str, results: Sequence[str]) -> dict[str, str]:
+    """Returns {instruction: name} of the instructions that make a program's results, before they are copied."""
+    made = re.findall(r"%([\w.-]+)", shapes.get(root, "").partition(" tuple(")[2]) or [root]
+    found: dict[str, str] = {}
+    for instruction, result in zip(made, results) if len(made) == len(results) else ():
+        while m := _MOVED.search(shapes[instruction]):
+            instruction = m[1]
+        found[instruction] = f"out_shardings of {result}"
+    return found
 
 
 def ranks(text: str) -> int:

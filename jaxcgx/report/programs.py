@@ -15,6 +15,7 @@ class Program:
 
     text: str  # XLA's text
     shardings: Iterable[Any]  # the shardings of the program's arguments and results
+    results: list[str]  # the paths of its results
     jaxpr: Any = None
     lowered_text: str = ""  # StableHLO's text with names, before XLA joins operations
 
@@ -54,4 +55,5 @@ def _of_lowered(lowered: Any) -> Program:
 
 def _of_compiled(compiled: Any, **known: Any) -> Program:
     shardings = jax.tree_util.tree_leaves((compiled.input_shardings, compiled.output_shardings))
-    return Program(compiled.as_text(), shardings, **known)
+    results = jax.tree_util.tree_leaves_with_path(compiled.out_tree.unflatten(range(compiled.out_tree.num_leaves)))
+    return Program(compiled.as_text(), shardings, [jax.tree_util.keystr(path) for path, _ in results], **known)
