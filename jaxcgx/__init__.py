@@ -39,7 +39,7 @@ from jaxcgx.collectives import (
     sync_in_backward,
 )
 from jaxcgx.exchange.message import Carry
-from jaxcgx.native.registration import keep_pages
+from jaxcgx.native.registration import EXPORT_CHECKS, keep_pages
 from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.advise import advise
 from jaxcgx.report.cluster import Cluster
@@ -74,6 +74,7 @@ from jaxcgx.transports.network import Network
 __all__ = [
     "BSC",
     "DGC",
+    "EXPORT_CHECKS",
     "MPQ",
     "AbsMax",
     "ByteGrad",

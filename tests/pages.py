@@ -1,6 +1,7 @@
 """The Python programs of README and docs, and the names that their pages leave to the reader.
 
-As a program it runs those of a page in one of several processes: `python tests/pages.py PAGE PORT RANK PROCESSES`.
+As a program it runs those of a page in one of two processes: `python tests/pages.py PAGE PORT RANK`. With "variables"
+in place of the page, it runs docs/wan's program with GeoMX's variables, in one of four.
 """
 
 import functools
@@ -43,6 +44,11 @@ def loss_fn(params, batch):
     return ((predict(params, x) - y) ** 2).mean()
 
 
+def biased_loss(params, batch):
+    x, y = batch
+    return ((jnp.tanh(x @ params["w"] + params["b"]) @ params["v"] - y) ** 2).mean()
+
+
 def given(mesh=None):
     """What pages take as given: imports, a model, its data and a mesh. All new, as programs donate their arguments."""
     x, w, v = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((16, 8), (8, 256), (256, 4))))
@@ -73,15 +79,21 @@ def given(mesh=None):
     )
 
 
-def run_in_process(page, port, rank, processes):
-    """Runs the page on a mesh of two data centers, or of ranks, over connections between processes."""
+def join(port, rank, sizes, axes=("data",)):
+    """Joins the other processes. Returns what pages take as given, on a mesh of all processes."""
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(rank))
-    mesh = make_mesh((2, 1), ("dc", "local")) if page == "docs/wan" else make_mesh((2,))
-    names = given(mesh)
-    split = lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P(mesh.axis_names)), np.asarray(x))
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(np.prod(sizes)), int(rank))
+    names = given(make_mesh(sizes, axes))
+    over_all = NamedSharding(names["mesh"], P(axes))
+    split = lambda x: jax.make_array_from_process_local_data(over_all, np.asarray(x))
     names["batch"] = jax.tree.map(split, names["batch"])
     names["batches"] = [names["batch"]] * 2
+    return names
+
+
+def run_in_process(page, port, rank):
+    """Runs the page on a mesh of two data centers, or of ranks, over connections between processes."""
+    names = join(port, rank, (2, 1), ("dc", "local")) if page == "docs/wan" else join(port, rank, (2,))
     start = names["params"]
     for program in programs(page):
         if page == "docs/collectives" and "grads" in program:
@@ -91,6 +103,24 @@ def run_in_process(page, port, rank, processes):
                     sum_over(make_mesh(sizes, ("data", "node", "local")), program, given())
         else:
             exec(program, names | dict(params=start))
+    jax.distributed.shutdown()
+
+
+def run_with_variables(port, rank):
+    """Runs docs/wan's program with MultiGPS, and with TSEngine and P3, in two centers of two. The bias travels raw."""
+    names = join(port, rank, (2, 2), ("dc", "local"))
+    (program,) = (each for each in programs("docs/wan") if "from_env" in each)
+    params = given()["params"] | dict(b=jnp.zeros(256))
+    plain = params
+    for _ in names["batches"]:  # every rank has these examples
+        plain = jax.tree.map(lambda p, g: p - 0.05 * g, plain, jax.grad(biased_loss)(plain, given()["batch"]))
+    for variables in {"DMLC_NUM_GLOBAL_SERVER": "2"}, {"ENABLE_INTER_TS": "1", "ENABLE_P3": "1"}:
+        os.environ |= variables
+        exec(program, found := names | dict(params=jax.tree.map(jnp.copy, params), loss_fn=biased_loss))
+        for name in variables:
+            del os.environ[name]
+        bias = np.asarray(found["state"].params["b"])
+        np.testing.assert_allclose(bias, plain["b"], atol=0.02 * np.abs(plain["b"]).max())
     jax.distributed.shutdown()
 
 
@@ -111,4 +141,4 @@ def sum_over(mesh, program, names):
 
 
 if __name__ == "__main__":
-    run_in_process(*sys.argv[1:])
+    run_with_variables(*sys.argv[2:]) if sys.argv[1] == "variables" else run_in_process(*sys.argv[1:])

@@ -94,12 +94,13 @@ def test_two_centers(tmp_path):
         assert process.returncode == 0 and len(losses) == 4 and losses[-1] < 0.5, printed
 
 
-@pytest.mark.parametrize("page", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("page", [*BETWEEN_PROCESSES, "variables"])
 def test_pages_of_several_processes(page):
     port = str(random.randrange(20_000, 32_000))  # of those that no connection gets by itself
     command = [sys.executable, pages.__file__, page, port]
-    ranks = [subprocess.Popen([*command, str(rank), "2"], env=OF_PROCESSES) for rank in range(2)]
-    assert [rank.wait(600) for rank in ranks] == [0, 0]
+    processes = range(4 if page == "variables" else 2)
+    ranks = [subprocess.Popen([*command, str(rank)], env=OF_PROCESSES) for rank in processes]
+    assert [rank.wait(600) for rank in ranks] == [0 for _ in processes]
 
 
 def test_readme():

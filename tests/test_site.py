@@ -47,7 +47,7 @@ def test_outputs_are_those_of_examples(monkeypatch):
 
 
 def test_the_api_page_has_every_public_name():
-    listed = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^\.\. auto(?:function|class|data):: (\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     public = {*jaxcgx.__all__} - {"wan"}
     assert {*listed} >= public, f"add `.. autoclass:: {' '.join(sorted(public - {*listed}))}` to docs/api.md"
     assert sorted(listed) == sorted(public), "docs/api.md has names that jaxcgx doesn't have, or has a name twice"

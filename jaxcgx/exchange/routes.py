@@ -376,9 +376,11 @@ def _scheduled(
         named = [stage._replace(schedule="ring" if ring else "one_shot") for stage, ring in zip(stages, rings)]
         chosen = tuple(named)
     else:
-        # A leaf that a plan leaves raw also gets a stage for each axis, because each axis has its own schedule.
-        if len(stages) < len(parts) and stages[0].net is net and stages[0].codec.raw:
-            stages = tuple(stages[0]._replace(net=part) for part in parts)
+        # A leaf that a plan leaves raw also gets a stage for each axis if each axis has its own schedule, or if the
+        # overlay is of the outermost axis alone.
+        apart = bool(parts) or (isinstance(asked[0], Overlay) and asked[0].ranks != net.size)
+        if apart and len(stages) < len(net.parts) and stages[0].net is net and stages[0].codec.raw:
+            stages = tuple(stages[0]._replace(net=part) for part in net.parts.values())
         named = [s._replace(schedule=parts.get(s.net, "auto" if j else asked[0])) for j, s in enumerate(stages)]
         chosen = costs.scheduled(tuple(named), leaves, routes.plan)
     for stage, before in zip(chosen, named):

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jax import export
 
 from jaxcgx import _compat, native
 
@@ -26,6 +27,12 @@ REMEDY = (
 CUDA_REMEDY = (
     "build it where there is a CUDA compiler (nvcc): `pip install . -Ccmake.define.JAXCGX_CUDA=ON` in a checkout, "
     "or set JAXCGX_REFERENCE=1 to run plain jnp there instead of kernels"
+)
+
+# jax.export refuses custom calls that aren't JAX's own, except those of the checks that it is told to disable. All
+# kernels are here. Exchanges aren't, because a saved program has no connections.
+EXPORT_CHECKS = tuple(
+    export.DisabledSafetyCheck.custom_call(f"jaxcgx_{kernel}") for kernel in ("clear", "decode", "encode", "reduce")
 )
 
 # A checkout in whose folder Python starts hides the installed package, which has the native module. It is found there,

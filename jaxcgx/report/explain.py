@@ -45,7 +45,8 @@ class Collective:
       codec: the codec as text; "" for other collectives.
       schedule: the schedule; "" for other collectives.
       leaves: the paths of the leaves. JAX 0.9 keeps only one name of collectives that XLA joined.
-      name: XLA's op_name, the collective's place in the traced program.
+      name: XLA's op_name, the collective's place in the traced program. For results that jit gathers, it begins with
+        "out_shardings of".
     """
 
     operation: str
@@ -119,6 +120,11 @@ class Explanation(Totals):
             )
         if self.jnp:
             parts.append("The codecs run in plain jnp, which gives the same bytes: there are no kernels for them here.")
+        if any(c.name.startswith("out_shardings") for c in self.collectives):
+            parts.append(
+                "jit's out_shardings gather results that are sharded. For residuals, pass the shardings that "
+                "jaxcgx.state_specs(state, axis_name) says, or none."
+            )
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
@@ -159,7 +165,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
         named = scopes.read(lowered_text or text)
         raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
-    found = tuple(_collective(c, axes) for c in hlo.collectives(text))
+    results = jax.tree_util.tree_leaves_with_path(compiled.out_tree.unflatten(range(compiled.out_tree.num_leaves)))
+    names = [jax.tree_util.keystr(path) for path, _ in results]
+    found = tuple(_collective(c, axes) for c in hlo.collectives(text, names))
     in_jnp = any(c.schedule and c.dtype == "uint8" for c in found) and 'custom_call_target="jaxcgx_' not in text
     result = Explanation(found, tuple(raw), in_jnp)
     if show:

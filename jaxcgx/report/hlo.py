@@ -25,11 +25,12 @@ OPERATIONS = (
 )
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) .*-> .*\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*)")
 _COLLECTIVE = re.compile(rf" ({'|'.join(OPERATIONS)})(?:-start)?(?=\()")
 _CUSTOM = re.compile(r" custom-call\(")
 _CALLED = re.compile(r"\b(body|condition|\w*calls|to_apply|\w+_computations?)=(%[\w.-]+|\{[^}]*\})")
 _MESH = re.compile(r"@?mesh[\[<](.*?)[\]>](?:, device_ids=\((\[.*?|[\d,]+)\))? ?\{(.*?)\}")
+_MOVED = re.compile(r" (?:copy|bitcast|reshape|copy-done|all-gather-done)\(%([\w.-]+)")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # The collectives of XLA that send as many bytes as the operations of the transports and of mpi4jax.
 _ALIKE = {
@@ -53,7 +54,7 @@ class Instruction:
     operation: str
     operands: Operands
     groups: Groups  # for a permute, the pairs (from, to)
-    name: str  # op_name
+    name: str  # op_name, or the result of the program that it gathers
     times: int | None  # how often it runs; None: it is in a loop of unknown length
     branch: bool  # whether it is in a branch of a conditional
     over: str  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
@@ -74,26 +75,32 @@ class _Array(NamedTuple):
     shape: tuple[int, ...]
 
 
-def collectives(text: str) -> list[Instruction]:
-    """Returns every collective of a program. It is listed again for each place that calls its computation."""
-    computations: dict[str, list[str]] = {}
+def collectives(text: str, results: Sequence[str] = ()) -> list[Instruction]:
+    """Returns every collective of a program. It is listed again for each place that calls its computation.
+
+    `results` are the names of the program's results. XLA gives a gather that jit's out_shardings cause no op_name.
+    """
+    computations: dict[str, list[tuple[str, str]]] = {}
     shapes: dict[str, str] = {}
-    entry, lines = "", list[str]()
+    entry, root, lines = "", "", list[tuple[str, str]]()
     for line in text.splitlines():
         if m := _INSTRUCTION.match(line):
-            shapes[m[1]] = m[2]
-            lines.append(m[2])
+            shapes[m[2]] = m[3]
+            lines.append((m[2], m[3]))
+            root = m[2] if m[1] and lines is computations.get(entry) else root
         elif m := _COMPUTATION.match(line):
             lines = computations[m[2]] = []
             entry = m[2] if m[1] else entry
-    everybody = ranks(text)
+    everybody, gathered = ranks(text), _results(shapes, root, results)
 
     def walk(name: str, times: int | None, branch: bool) -> Iterator[Instruction]:
-        for line in computations.get(name, ()):
+        for instruction, line in computations.get(name, ()):
             bare = _STRING.sub('""', line)
             if found := _collective(bare, shapes, everybody) or _custom_call(line, bare, shapes):
                 m = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
-                yield Instruction(**found._asdict(), name=m[1] if m else "", times=times, branch=branch)
+                yield Instruction(
+                    **found._asdict(), name=m[1] if m else gathered.get(instruction, ""), times=times, branch=branch
+                )
                 continue
             for kind, called in _CALLED.findall(bare):
                 often = times
@@ -105,6 +112,17 @@ def collectives(text: str) -> list[Instruction]:
                     yield from walk(callee, often, choice)
 
     return list(walk(entry, 1, False))
+
+
+def _results(shapes: Mapping[str, str], root: str, results: Sequence[str]) -> dict[str, str]:
+    """Returns {instruction: name} of the instructions that make a program's results, before they are copied."""
+    made = re.findall(r"%([\w.-]+)", shapes.get(root, "").partition(" tuple(")[2]) or [root]
+    found: dict[str, str] = {}
+    for instruction, result in zip(made, results) if len(made) == len(results) else ():
+        while m := _MOVED.search(shapes[instruction]):
+            instruction = m[1]
+        found[instruction] = f"out_shardings of {result}"
+    return found
 
 
 def ranks(text: str) -> int:

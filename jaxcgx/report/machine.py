@@ -34,12 +34,12 @@ def path(name: str) -> pathlib.Path:
     return pathlib.Path(folder) / "jaxcgx" / f"{name}.json"
 
 
-def load(name: str, place: str) -> dict[str, dict[str, float]]:
+def load(name: str, place: str) -> dict[str, dict[str, Any]]:
     """Returns {key: measurement} of a place in a file. A missing or damaged file has none."""
     return _read(name).get(place, {})
 
 
-def save(name: str, place: str, key: str, found: dict[str, float]) -> None:
+def save(name: str, place: str, key: str, found: dict[str, Any]) -> None:
     """Adds a measurement to a file, or replaces the one with this key."""
     file = path(name)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,12 +67,15 @@ class Kernels:
     """The speed of a codec's kernels on all processors, in bytes of float32 per second.
 
     For sparse codecs, `decode` and `reduce` are in compressed bytes per second, which exchange/costs.py counts.
+    `spread` is (slowest - fastest) / median of the turns of the kernel that varied most, and `date` when it ran.
     """
 
     encode: float
     encode_fed: float  # with feedback
     decode: float
     reduce: float  # the bytes of all summed messages count
+    spread: float = 0.0
+    date: str = ""
 
 
 def kernels(codec: Codec) -> Kernels:
@@ -103,29 +106,37 @@ def _place() -> str:
 
 
 def _measure(codec: Codec) -> Kernels:
-    size = 4 * SIZE
+    size, spreads = 4 * SIZE, list[float]()
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2048, SIZE // 2048), np.float32))
     key = jnp.zeros(2, jnp.uint32) if codec.stochastic else None
     none = jnp.zeros_like(x)
+
+    def speed(size: int, step: Callable[..., tuple[Any, Any]], *carry: Any) -> float:
+        seconds, spread = _time(step, carry)
+        spreads.append(spread)
+        return size / seconds
+
     if codec.low_rank:  # two products with the matrix, and one that makes the result
-        plain = size / _time(lambda x, _: (x, codec.approximate(x, key)), (x, x))
-        fed = size / _time(lambda x, lost: (x, x + lost - codec.approximate(x + lost, key)), (x, none))
-        return Kernels(encode=plain, encode_fed=fed, decode=plain, reduce=plain)
-    layout = layout_of(codec, x.shape, x.dtype)
-    payload = ops.encode(layout, [x], key)
-    rows = jnp.tile(payload, (_MESSAGES, 1))
-    encode = _time(lambda x, _: (x, ops.encode(layout, [x], key)), (x, payload))
-    encode_fed = _time(lambda x, kept: (x, ops.encode_fed(layout, [x], kept[1], key)), (x, (payload, [none])))
-    decode = _time(lambda payload, _: (payload, ops.decode(layout, payload)[0]), (payload, x))
-    reduce = _time(lambda rows, _: (rows, ops.reduce(layout, rows)[0]), (rows, x))
-    decoded = payload.nbytes if codec.sparse else size
-    return Kernels(
-        encode=size / encode, encode_fed=size / encode_fed, decode=decoded / decode, reduce=_MESSAGES * decoded / reduce
-    )
+        encode = decode = reduce = speed(size, lambda x, _: (x, codec.approximate(x, key)), x, x)
+        encode_fed = speed(size, lambda x, lost: (x, x + lost - codec.approximate(x + lost, key)), x, none)
+    else:
+        layout = layout_of(codec, x.shape, x.dtype)
+        payload = ops.encode(layout, [x], key)
+        rows = jnp.tile(payload, (_MESSAGES, 1))
+        decoded = payload.nbytes if codec.sparse else size
+        encode = speed(size, lambda x, _: (x, ops.encode(layout, [x], key)), x, payload)
+        encode_fed = speed(size, lambda x, kept: (x, ops.encode_fed(layout, [x], kept[1], key)), x, (payload, [none]))
+        decode = speed(decoded, lambda payload, _: (payload, ops.decode(layout, payload)[0]), payload, x)
+        reduce = speed(_MESSAGES * decoded, lambda rows, _: (rows, ops.reduce(layout, rows)[0]), rows, x)
+    date = time.strftime("%Y-%m-%d %H:%M")
+    return Kernels(encode, encode_fed, decode, reduce, spread=max(spreads), date=date)
 
 
-def _time(step: Callable[..., tuple[Any, Any]], carry: tuple[Any, Any]) -> float:
-    """Returns the seconds of a step. It runs in a compiled loop, so that all iterations write to the same pages."""
+def _time(step: Callable[..., tuple[Any, Any]], carry: tuple[Any, Any]) -> tuple[float, float]:
+    """Returns the seconds of a step, and their spread.
+
+    The step runs in a compiled loop, so that all iterations write to the same pages.
+    """
 
     def body(_: Any, carry: Any) -> Any:
         return lax.optimization_barrier(step(*lax.optimization_barrier(carry)))
@@ -136,4 +147,6 @@ def _time(step: Callable[..., tuple[Any, Any]], carry: tuple[Any, Any]) -> float
         start = time.perf_counter()
         jax.block_until_ready(program(carry))
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) / _ITERATIONS
+    times = times[1:]
+    median = statistics.median(times)
+    return median / _ITERATIONS, (max(times) - min(times)) / median

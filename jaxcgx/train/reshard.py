@@ -48,7 +48,9 @@ def reshard_state(state: PyTree, new_size: int) -> PyTree:
     floating-point arrays keep their mean, other numbers are the first rank's, and random keys are folded with the new
     ranks.
 
-    The new arrays per rank are NumPy arrays, except random keys. Put the state on the new mesh:
+    The new arrays per rank are NumPy arrays, except random keys. The others are copies, so a step that donates the new
+    state leaves the old one alone. For the number of ranks that the state has already, the result is the state itself.
+    Put the state on the new mesh:
 
         jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(state, axis_name)))
 
@@ -62,7 +64,13 @@ def reshard_state(state: PyTree, new_size: int) -> PyTree:
         if node.ticket is not None:
             expected, got = "a state whose gradients have arrived", "one whose gradients are on their way"
             raise wrong("reshard_state", "state", expected, got, "call train.finish(state) before")
-    return jax.tree_util.tree_map(lambda keep, x: spread(size, keep, x) if keep else x, rows_keep(state), state)
+    kept = rows_keep(state)
+    of_ranks = [x for keep, x in zip(*map(jax.tree_util.tree_leaves, (kept, state))) if keep]
+    if of_ranks and all(x.shape[0] == size for x in of_ranks):
+        return state
+    # A step may donate the new state, so no array in it may be one of the given state's.
+    own = lambda x: x.copy() if isinstance(x, np.ndarray | jax.Array) else x
+    return jax.tree_util.tree_map(lambda keep, x: spread(size, keep, x) if keep else own(x), kept, state)
 
 
 def spread(size: int, keep: str, rows: Any) -> Any:

@@ -17,6 +17,7 @@ from jaxcgx.plan.overlay import Overlay, Tree
 
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
 UNEVEN = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
+OUTER = Overlay.owners(2, [2, 1])
 OVERLAYS = {
     3: [Overlay.ring([1, 0, 2]), Overlay.owners(3, [0.2, 1, 0])],
     4: [UNEVEN, Overlay.owners(4, 3), "tree"],
@@ -210,9 +211,9 @@ def test_an_overlay_of_an_inner_axis():
         cgx.Plan(EXACT, schedule={"a": "auto", "b": Overlay.tree(2)})
 
 
-def test_an_overlay_of_the_outer_axis_carries_what_a_plan_leaves_raw():
+@pytest.mark.parametrize("schedule", [OUTER, {"a": OUTER, "b": "auto"}], ids=["overlay", "by axis"])
+def test_an_overlay_of_the_outer_axis_carries_what_a_plan_leaves_raw(schedule):
     plan = cgx.Plan({"a": EXACT, "b": cgx.Raw()})  # leaves of one dimension travel raw
-    schedule = {"a": Overlay.owners(2, [2, 1]), "b": "auto"}
     tree = {"w": whole_numbers((2, 2, 70, 13)), "b": whole_numbers((2, 2, 99), 1)}
     found = on_ranks(lambda t: cgx.compressed_psum(t, ("a", "b"), planned(plan, schedule=schedule)), mesh(2, 2))(tree)
     for name, x in tree.items():

@@ -373,7 +373,6 @@ def test_what_the_partitioner_inserts_is_not_ours():
     assert found.collectives[0].function == "" and found.collectives[0].raw_bytes == found.collectives[0].bytes
 
 
-@pytest.mark.xfail(strict=True, reason="what XLA gathers for out_shardings has no name")
 def test_residuals_that_become_replicated():
     """They are gathered in every step, if a framework builds the shardings of a state itself."""
     train = cgx.make_train_step(lambda params, x: (x @ params["w"]).mean(), optax.sgd(0.1), FLAT, CODEC)

@@ -140,7 +140,6 @@ def test_the_same_size_changes_nothing():
     assert leaves and all(a is b for a, b in zip(same, leaves, strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="both states share what every rank has")
 def test_a_resharded_state_shares_no_memory():
     """A step that donates the new state leaves the old one alone."""
     of = lambda ranks: cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), mesh_of(ranks), CODEC)

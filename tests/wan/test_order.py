@@ -68,7 +68,6 @@ def compiled(loss_fn, exchange, **options):
     return train.step.lower(state, np.ones((8, 40), np.float32)).compile().as_text()
 
 
-@pytest.mark.xfail(strict=True, reason="raw leaves travel over all axes together, for which the overlay doesn't fit")
 def test_an_overlay_of_the_outermost_axis_takes_raw_leaves():
     """The overlay is of the centers. The bias travels raw, and its mean is exact."""
     params = {"w": jnp.ones((8, 300)), "b": jnp.zeros(300), "v": jnp.ones((300, 40))}
