@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import Halves, as_bits, assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -318,44 +318,21 @@ def test_warning():
         jax.eval_shape(on_ranks(f, mesh(2)), jnp.ones((2, 100)))
 
 
-@pytest.mark.parametrize(
-    "residuals, words",
-    [
-        (lambda x: [x["a"]], says("compressed_psum", "carry.residuals", expected="tree", got="PyTreeDef([*])")),
-        (
-            lambda x: {"a": x["a"][:3], "b": None},
-            says(
-                "compressed_psum",
-                "carry.residuals",
-                at="leaf ['a']",
-                expected="float32[5] float32[5]",
-                got="float32[3]",
-            ),
-        ),
-        (
-            lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None},
-            says(
-                "compressed_psum",
-                "carry.residuals",
-                at="leaf ['a']",
-                expected="float32[5] float32[5]",
-                got="bfloat16[5]",
-            ),
-        ),
-        (
-            lambda x: {"a": 1.0, "b": None},
-            says("compressed_psum", "carry.residuals", at="leaf ['a']", expected="float32[5] float32[5]", got="1.0"),
-        ),
-        (
-            lambda x: {"a": None, "b": x["a"]},
-            says("compressed_psum", "carry.residuals", at="leaf ['b']", expected="None int32[5]", got="float32[5]"),
-        ),
-    ],
-)
-def test_wrong_residuals(residuals, words):
+WRONG_RESIDUALS = {
+    "compressed_psum": [
+        (lambda x: [x["a"]], ValueError, "carry.residuals", "PyTreeDef([*])"),
+        (lambda x: {"a": x["a"][:3], "b": None}, ValueError, "carry.residuals ['a']", "float32[3]"),
+        (lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None}, ValueError, "carry.residuals ['a']", "bfloat16[5]"),
+        (lambda x: {"a": 1.0, "b": None}, ValueError, "carry.residuals ['a']", "1.0"),
+        (lambda x: {"a": None, "b": x["a"]}, ValueError, "carry.residuals ['b']", "float32[5]"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(WRONG_RESIDUALS))
+def test_wrong_residuals(row):
     x = {"a": jnp.ones((4, 5)), "b": jnp.ones((4, 5), jnp.int32)}
-    with raises(ValueError, words):
-        on_ranks(lambda x: psum(x, residuals(x)), mesh(4))(x)
+    refused(*row, run=lambda given: on_ranks(lambda x: psum(x, given(x)), mesh(4))(x))
 
 
 def test_no_ring():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -195,21 +195,21 @@ def test_keys():
         run(quiet, cgx.Plan(cgx.MaxMin(4)), KEY)
 
 
-@pytest.mark.parametrize(
-    "plan, words",
-    [
-        (cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))]), dict(expected="leaf", got="none for Rule(")),
-        (cgx.Plan(cgx.MaxMin(4), leader=True), dict(expected="leader=False", got="leader=True")),
-        (cgx.Plan({"b": cgx.MaxMin(4)}), dict(expected="codec axis 'a'", got="{'b'")),
-        (
-            cgx.Plan(cgx.MaxMin(4), schedule={"b": "ring"}),
-            dict(expected="schedule axis 'a'", got="{'b'", remedy="'a' missing 'b' not"),
-        ),
-    ],
-)
-def test_errors(plan, words):
-    with raises(ValueError, says("compressed_psum", "plan", **words)):
-        on_ranks(lambda x: cgx.compressed_psum(x, "a", plan), mesh(2))(normal((2, 40, 40), 0))
+ERRORS = {
+    "compressed_psum": [
+        (cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))]), ValueError, "plan", "none for Rule("),
+        (cgx.Plan(cgx.MaxMin(4), leader=True), ValueError, "plan", "leader=True"),
+        (cgx.Plan({"b": cgx.MaxMin(4)}), ValueError, "plan", "{'b'"),
+        (cgx.Plan(cgx.MaxMin(4), schedule={"b": "ring"}), ValueError, "plan", "{'b'", "'a'"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(ERRORS))
+def test_errors(row):
+    refused(
+        *row, run=lambda given: on_ranks(lambda x: cgx.compressed_psum(x, "a", given), mesh(2))(normal((2, 40, 40), 0))
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -113,19 +113,19 @@ def test_a_model_axis_with_a_schedule_of_plans_or_micro_batches(kind, options):
     close(step_of(loss, mesh=mesh, params=P(None, "model"), **options)(BATCH["x"]), plain(BATCH["x"], loss))
 
 
-@pytest.mark.parametrize(
-    ("specs", "error", "words"),
-    [
-        ("data", TypeError, dict(expected="PartitionSpec tree", got="'data'")),
-        (P("model"), ValueError, dict(expected="'data'", got="'model'")),
-        ({"x": P("data")}, ValueError, dict(expected="tree batch", got="{'x'")),
-        (P(None, None, "data"), ValueError, dict(at="leaf ['cw']", expected="at most 1 dimensions")),
-    ],
-    ids=str,
-)
-def test_bad_specs(specs, error, words):
-    with raises(error, says("make_train_step", "sharding.batch", **words)):
-        step_of(batch=specs)(BATCH)
+BAD_SPECS = {
+    "make_train_step": [
+        ("data", TypeError, "sharding.batch", "'data'"),
+        (P("model"), ValueError, "sharding.batch", "'model'"),
+        ({"x": P("data")}, ValueError, "sharding.batch", "{'x'"),
+        (P(None, None, "data"), ValueError, "sharding.batch ['cw']"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_SPECS))
+def test_bad_specs(row):
+    refused(*row, run=lambda given: step_of(batch=given)(BATCH))
 
 
 MASK = jnp.linspace(0.1, 1.0, 16).at[jnp.array([0, 1, 5, *range(11, 16)])].set(0.0)  # the last rank has no weight
@@ -167,21 +167,18 @@ def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
     close((state.model_state, metrics.aux["mean"]), (2 * batch["x"].mean(), masked(batch)))
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "words"),
-    [
-        (
-            lambda w, x: (w.sum(), jnp.abs(w).sum()),
-            ValueError,
-            dict(expected="weight parameters", got="one", remedy="jax.lax.stop_gradient"),
-        ),
-        (lambda w, x: (x @ w).mean(), ValueError, dict(expected="((sum, weight))", got="one")),
-        (lambda w, x: ((x @ w).sum(), x), TypeError, dict(expected="weight number", got="float32[4, 8]")),
-    ],
-)
-def test_bad_weights(loss, error, words):
-    with raises(error, says("make_train_step", "loss_fn", **words)):
-        step_of(loss, weighted=True)(BATCH["x"])
+BAD_WEIGHTS = {
+    "make_train_step": [
+        (lambda w, x: (w.sum(), jnp.abs(w).sum()), ValueError, "loss_fn", "one", "jax.lax.stop_gradient"),
+        (lambda w, x: (x @ w).mean(), ValueError, "loss_fn", "one"),
+        (lambda w, x: ((x @ w).sum(), x), TypeError, "loss_fn", "float32[4, 8]"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_WEIGHTS))
+def test_bad_weights(row):
+    refused(*row, run=lambda given: step_of(given, weighted=True)(BATCH["x"]))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import assert_same_trees, load_script, normal
 from jax.sharding import AxisType
 
@@ -488,14 +488,6 @@ def test_a_step_waits_for_one_round(monkeypatch):
 # Bad input
 
 
-@pytest.mark.parametrize("ranks", [{}, dict(axis_size=2)], ids=["unknown ranks", "known ranks"])
-def test_an_outer_optimizer_with_arrays_per_rank(ranks):
-    outer = optax.chain(cgx.compress_gradients("dc", cgx.MaxMin(4), **ranks), optax.sgd(1.0))
-    words = says("Decoupled", "outer", expected="share", got="one with arrays per rank", remedy="a plan to Decoupled")
-    with raises(ValueError, words):
-        alone(outer=outer).join(PARAMS)
-
-
 @ALONE
 @pytest.mark.parametrize(
     ("other", "params", "says_so"),
@@ -593,45 +585,37 @@ def test_another_list_of_addresses():
         join([first, other])
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(addresses=["a:1"]), says("Decoupled", "addresses", expected="several centers", got="['a:1']")),
-        (dict(addresses=["a:1", "b"]), says("Decoupled", "addresses", expected="'host:port'", got="'b'")),
-        (dict(addresses=["a:1", "a:1"]), says("Decoupled", "addresses", expected="another address")),
-        (dict(place=2), says("Decoupled", "place", expected="from 0 to 1", got="2")),
-        (dict(quorum=3), says("Decoupled", "quorum", expected="from 1 to 2", got="3")),
-        (dict(grace=-1), says("Decoupled", "grace", expected="at least 0", got="-1")),
-        (dict(every=2, overlap=2), says("Decoupled", "overlap", expected="less than 2", got="2", remedy="overlap=1")),
-        (dict(weights="bytes"), says("Decoupled", "weights", expected="'tokens', 'steps' or None", got="'bytes'")),
-        (dict(average="median"), says("Decoupled", "average", expected="'mean', 'radial'", got="'median'")),
-        (dict(plan={0: cgx.Raw(), 5: cgx.MaxMin(4)}), says("Decoupled", "plan", expected="one plan")),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_bad_input(wrong, words):
-    with raises(ValueError, words):
-        cgx.wan.Decoupled(**dict(addresses=["a:1", "b:1"], place=0) | wrong)
+def per_rank(**ranks):
+    return optax.chain(cgx.compress_gradients("dc", cgx.MaxMin(4), **ranks), optax.sgd(1.0))
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(plan=cgx.PowerSGD(2)), says("Decoupled", "plan", expected="a codec that makes bytes")),
-        (dict(average=lambda path, x: "median"), says("Decoupled", "average", got="the function's answer 'median'")),
-        (dict(plan=cgx.Plan(cgx.Skip())), says("Decoupled", "plan", expected="to train", got="none")),
-    ],
-    ids=("plan", "average", "frozen"),
-)
-def test_bad_input_at_the_start(wrong, words):
-    with raises(ValueError, words):
-        cgx.wan.Decoupled(addresses=ports(2), place=0, **wrong).join(PARAMS)
+BAD_INPUT = {
+    "Decoupled": [
+        (dict(addresses=["a:1"]), ValueError, "addresses", "['a:1']"),
+        (dict(addresses=["a:1", "b"]), ValueError, "addresses", "'b'"),
+        (dict(addresses=["a:1", "a:1"]), ValueError, "addresses"),
+        (dict(place=2), ValueError, "place", "2"),
+        (dict(quorum=3), ValueError, "quorum", "3"),
+        (dict(grace=-1), ValueError, "grace", "-1"),
+        (dict(every=2, overlap=2), ValueError, "overlap", "2", "overlap=1"),
+        (dict(weights="bytes"), ValueError, "weights", "'bytes'"),
+        (dict(average="median"), ValueError, "average", "'median'"),
+        (dict(plan={0: cgx.Raw(), 5: cgx.MaxMin(4)}), ValueError, "plan"),
+        (dict(addresses=[1, 2]), TypeError, "addresses", "1"),
+        (dict(addresses=5), TypeError, "addresses", "5"),
+        # At the start
+        (dict(outer=per_rank()), ValueError, "outer", "one with", "plan"),
+        (dict(outer=per_rank(axis_size=2)), ValueError, "outer", "one with", "plan"),
+        (dict(plan=cgx.PowerSGD(2)), ValueError, "plan"),
+        (dict(average=lambda path, x: "median"), ValueError, "average", "the function's answer 'median'"),
+        (dict(plan=cgx.Plan(cgx.Skip())), ValueError, "plan", "none"),
+    ]
+}
 
 
-@pytest.mark.parametrize("addresses, got", [([1, 2], "1"), (5, "5")])
-def test_addresses_of_other_types(addresses, got):
-    with raises(TypeError, says("Decoupled", "addresses", expected="'host:port'", got=got)):
-        cgx.wan.Decoupled(addresses=addresses, place=0)
+@pytest.mark.parametrize("row", rows(BAD_INPUT))
+def test_bad_input(row):
+    refused(*row, run=lambda given: cgx.wan.Decoupled(**dict(addresses=ports(2), place=0) | given).join(PARAMS))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["port in use", "address of another machine"])
