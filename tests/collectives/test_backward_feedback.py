@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
 from helpers import assert_same_bytes, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -193,32 +192,3 @@ def test_messages_are_sent_in_the_given_order(order):
     shapes = [x.shape for x in jax.tree.leaves(PARAMS)]
     expected = [2, 1, 0] if order is None else [i for i in order if i != 3]
     assert list(sent(program.jaxpr)) == [shapes[i] for i in expected]
-
-
-def test_what_it_refuses():
-    def gradients(**arguments):
-        step = jax.shard_map(
-            lambda r, x: on_the_way(r, x, **arguments), mesh=MESH, in_specs=(P(), P("data")), out_specs=(P(), P("data"))
-        )
-        jax.eval_shape(step, jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0])
-
-    got = "one that is the same on every rank of 'data'"
-    with raises(
-        ValueError, says("sync_in_backward", "carry.residuals", at="leaf ['b1']", expected="rank's own", got=got)
-    ):
-        gradients()
-    with raises(
-        ValueError, says("sync_in_backward", "carry.residuals", expected="a tree like params", got="PyTreeDef")
-    ):
-        on_mesh = jax.shard_map(
-            lambda p: cgx.sync_in_backward(p, "data", CODEC, carry=cgx.Carry(residuals=[])),
-            mesh=MESH,
-            in_specs=P(),
-            out_specs=P("data"),
-        )
-        jax.eval_shape(on_mesh, PARAMS)
-    for order, got in ((0, 1), "(0, 1)"), (3, "(3,)"):
-        with raises(ValueError, says("sync_in_backward", "order", expected="4 leaves, each once", got=got)):
-            gradients(order=order)
-    with raises(ValueError, says("sync_in_backward", "plan", expected="where residuals are kept", got='"ring"')):
-        gradients(plan=planned(CODEC, schedule="ring"))

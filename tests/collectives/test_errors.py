@@ -94,18 +94,45 @@ def test_wordings(f, error, text):
 SAME = "one that is the same on every rank of 'a'"
 TREE = planned(CODEC, schedule="tree")
 RING = planned(CODEC, schedule="ring")
+ALL, AXES, BOTH = cgx.TopK(0.05), ("a", "b"), {"a": CODEC, "b": CODEC}
+
+
+def fed(x, residuals):
+    return psum({"a": x, "b": x.astype(jnp.int32)}, carry=cgx.Carry(residuals))
+
+
+def moving(x, momentum, plan=CODEC):
+    return psum({"w": x}, plan=plan, carry=cgx.Carry({"w": x}, {"w": momentum}))
+
+
+def of_reduced_gradients(x, s):
+    return jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(s)
+
+
+def with_a_key_of_its_own(x, s):
+    return psum(x, plan=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a")))
+
+
+def slices_of_nodes(x, s):
+    return cgx.compressed_psum_scatter(x, AXES, BOTH, carry=cgx.Carry(x), tiled=True)
+
+
+def sync(s, residuals=None, plan=CODEC, **options):
+    carry = {} if residuals is None else dict(carry=cgx.Carry(residuals))
+    return cgx.sync_in_backward({"w": s, "n": jnp.arange(3)}, "a", plan, **carry, **options)
+
+
+def averaged(x, *aux):
+    mean = lambda w: jax.lax.pmean((w * x).sum(), "a")
+    return lambda w: (mean(w), *aux) if aux else mean(w)
+
+
 # Calls with a float32[8] and a replicated one.
 CALLS = {
     "compressed_psum": [
         (lambda x, s: psum({"w": s}), ValueError, "x ['w']", SAME, "jax.lax.pcast("),
         (lambda x, s: psum(psum(x, "b"), ("a", "b")), ValueError, "x", "one that is the same on every rank of 'b'"),
-        (
-            lambda x, s: jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(s),
-            ValueError,
-            "x",
-            SAME,
-            "reduced",
-        ),
+        (of_reduced_gradients, ValueError, "x", SAME, "reduced"),
         (lambda x, s: psum(x, 3), ValueError, "axis_name", "3"),
         (lambda x, s: psum(x, [["a"]]), ValueError, "axis_name", "[['a']]"),
         (lambda x, s: psum(x, ()), ValueError, "axis_name", "()"),
@@ -120,15 +147,31 @@ CALLS = {
         (lambda x, s: psum(x, plan=STOCHASTIC, key=7), TypeError, "key", "7"),
         (lambda x, s: psum(x, plan=STOCHASTIC, key=jnp.zeros(3, jnp.uint32)), TypeError, "key", "uint32[3]"),
         (lambda x, s: psum(x, plan=STOCHASTIC, key=jax.random.split(KEY)), ValueError, "key", "an array"),
-        (
-            lambda x, s: psum(x, plan=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a"))),
-            ValueError,
-            "key",
-            "one",
-        ),
+        (with_a_key_of_its_own, ValueError, "key", "one that varies over 'a'"),
         (lambda x, s: psum({"rng": KEY, "x": x}), TypeError, "x ['rng']", "key<fry>[]", "jax.random.key_data(key)"),
         (lambda x, s: psum("x"), TypeError, "x", "'x'"),
         (lambda x, s: psum({"w": [x, object]}), TypeError, "x ['w'][1]", "<class 'object'>"),
+        # Plans
+        (lambda x, s: psum(x, plan=cgx.Plan(CODEC, [("nothing", cgx.Raw())])), ValueError, "plan", "none for Rule("),
+        (lambda x, s: psum(x, plan=planned({"b": CODEC})), ValueError, "plan", "{'b'"),
+        (lambda x, s: psum(x, plan=cgx.Plan(CODEC, schedule={"b": "ring"})), ValueError, "plan", "{'b'", "'a'"),
+        (lambda x, s: psum(x, plan=cgx.Skip()), ValueError, "plan", "Skip()", "jaxcgx.Plan"),
+        (lambda x, s: psum(x, plan=planned(ALL, schedule="ring")), ValueError, "plan", '"ring"', 'pull="top"'),
+        # What the last step kept
+        (lambda x, s: psum(x, plan=RING, carry=cgx.Carry(x)), ValueError, "plan", '"ring"', '"one_shot"'),
+        (lambda x, s: fed(x, [x]), ValueError, "carry.residuals", "PyTreeDef([*])"),
+        (lambda x, s: fed(x, {"a": x[:3], "b": None}), ValueError, "carry.residuals ['a']", "float32[3]"),
+        (
+            lambda x, s: fed(x, {"a": x.astype("bfloat16"), "b": None}),
+            ValueError,
+            "carry.residuals ['a']",
+            "bfloat16[8]",
+        ),
+        (lambda x, s: fed(x, {"a": 1.0, "b": None}), ValueError, "carry.residuals ['a']", "1.0"),
+        (lambda x, s: fed(x, {"a": None, "b": x}), ValueError, "carry.residuals ['b']", "float32[8]"),
+        (lambda x, s: psum(x, plan=ALL, carry=cgx.Carry(momentum=x)), ValueError, "carry.residuals", "None"),
+        (lambda x, s: moving(x, x), ValueError, "carry.momentum ['w']"),
+        (lambda x, s: moving(x, x[:5], ALL), ValueError, "carry.momentum ['w']", "float32[5]"),
     ],
     "compressed_pmean": [(lambda x, s: cgx.compressed_pmean({"w": s}, "a", cgx.Raw()), ValueError, "x ['w']", SAME)],
     "compressed_psum_scatter": [
@@ -136,13 +179,16 @@ CALLS = {
         (lambda x, s: scatter(jax.random.split(KEY, 4)), TypeError, "x", "key<fry>[4]", "jax.random.key_data(key)"),
         (lambda x, s: scatter(x, TREE, tiled=True), ValueError, "plan", "tree"),
         (lambda x, s: scatter(x, planned(CODEC, leader=True), tiled=True), ValueError, "plan", "leader=True"),
+        (lambda x, s: scatter(x, RING, carry=cgx.Carry(x), tiled=True), ValueError, "plan", '"ring"', '"two_shot"'),
+        (lambda x, s: scatter(x, planned(ALL, schedule="ring"), tiled=True), ValueError, "plan"),
         (
-            lambda x, s: scatter(x, RING, tiled=True, carry=cgx.Carry(residuals=x)),
+            lambda x, s: scatter(x, backward_plan=cgx.Plan(cgx.Skip()), tiled=True),
             ValueError,
-            "plan",
-            '"ring"',
-            'schedule="two_shot"',
+            "backward_plan",
+            "one",
+            "leave",
         ),
+        (slices_of_nodes, ValueError, "plan", "a codec per axis"),
         (lambda x, s: scatter(x[:7], tiled=True), ValueError, "scatter_dimension", "float32[7]"),
         (lambda x, s: scatter(x, scatter_dimension=1), ValueError, "scatter_dimension", "1"),
         (lambda x, s: scatter(x.sum()), ValueError, "scatter_dimension", "0"),
@@ -157,12 +203,31 @@ CALLS = {
         (lambda x, s: gather(x, axis=True), TypeError, "axis", "True"),
         (lambda x, s: gather(x, axis=2), ValueError, "axis", "2"),
         (lambda x, s: gather(x, axis=-2, tiled=True), ValueError, "axis", "-2"),
+        (lambda x, s: gather({"w": x}, cgx.Plan(CODEC, [("w", cgx.Skip())])), ValueError, "plan ['w']", "one", "leave"),
+        (lambda x, s: cgx.compressed_all_gather(x, AXES, CODEC, backward_plan=BOTH), ValueError, "backward_plan"),
     ],
     "compressed_all_to_all": [
         (lambda x, s: exchange({"w": s}, tiled=True), ValueError, "x ['w']", SAME),
         (lambda x, s: exchange(x), ValueError, "split_axis", "float32[8]"),
         (lambda x, s: exchange(x, concat=1, tiled=True), ValueError, "concat_axis", "1"),
     ],
+    "sync_in_backward": [
+        (lambda x, s: sync(s, residuals={"w": s, "n": None}), ValueError, "carry.residuals ['w']", SAME),
+        (lambda x, s: sync(s, residuals=[]), ValueError, "carry.residuals", "PyTreeDef"),
+        (lambda x, s: sync(s, residuals={"w": x, "n": None}, plan=RING), ValueError, "plan", '"ring"'),
+        (lambda x, s: sync(s, order=(0, 0)), ValueError, "order", "(0, 0)"),
+        (lambda x, s: sync(s, order=3), ValueError, "order", "(3,)"),
+        (lambda x, s: sync(s, plan=planned(CODEC, strict=True)), TypeError, "plan ['n']", "one that can't"),
+        (lambda x, s: cgx.sync_in_backward(s, "data", CODEC), NameError, "axis_name"),
+    ],
+    "local_value_and_grad": [
+        (lambda x, s: cgx.local_value_and_grad(3, "a"), TypeError, "fun", "3"),
+        (lambda x, s: cgx.local_value_and_grad(jnp.sum, "data")(x), NameError, "axis_name"),
+        # Its gradients would be divided by the number of ranks twice.
+        (lambda x, s: cgx.local_value_and_grad(averaged(x), "a")(s), ValueError, "fun", SAME, "pmean"),
+        (lambda x, s: cgx.local_value_and_grad(averaged(x, 1), "a", has_aux=True)(s), ValueError, "fun", SAME, "pmean"),
+    ],
+    "check_replicas": [(lambda x, s: cgx.check_replicas(s, "data"), NameError, "axis_name")],
 }
 
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
 from helpers import assert_trees, planned
 from ranks import assert_same, mesh, on_ranks, twins, whole_numbers
 
@@ -238,33 +237,3 @@ def test_nan_is_seen_and_kept_out_of_residuals():
     for way in WAYS.values():
         results, after = on_ranks(lambda x, e: psum(x, e, **way), mesh(2))(x, zero)
         assert np.isnan(np.asarray(results["flat"])[:, 5]).all() and all(np.isfinite(y).all() for y in after.values())
-
-
-def test_errors():
-    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
-
-    def call(**options):
-        return on_ranks(lambda x, e: psum(x, **{"residuals": e, **options}), mesh(2))(x, zero)
-
-    words = says(
-        "compressed_psum",
-        "plan",
-        expected='"two_shot" "one_shot" with TopK(ratio=0.05), whose sums grow',
-        got='"ring"',
-        remedy='pull="top"',
-    )
-    with raises(ValueError, words):
-        call(residuals=None, schedule="ring")
-    with raises(ValueError, says("compressed_psum_scatter", "plan", expected="sums grow")):
-        on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", planned(ALL, schedule="ring"), tiled=True), mesh(2))(
-            jnp.zeros((2, 600))
-        )
-    with raises(ValueError, says("compressed_psum", "carry.residuals", expected="tree momentum", got="None")):
-        call(residuals=None, momentum=x)
-    words = says(
-        "compressed_psum", "carry.momentum", at="leaf ['flat']", expected="None for a leaf whose every element is sent"
-    )
-    with raises(ValueError, words):
-        call(codec=cgx.MaxMin(4), momentum={"flat": jnp.zeros(3001), "small": None, "matrix": None})
-    with raises(ValueError, says("compressed_psum", "carry.momentum", at="leaf ['flat']", expected="float32[3001]")):
-        call(momentum={"flat": jnp.zeros(5), "small": None, "matrix": None})

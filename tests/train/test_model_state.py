@@ -1,13 +1,11 @@
 """Tests make_train_step with a model's state: batch statistics, counters and streams of random keys."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import refused, rows
 from helpers import assert_same_trees, assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -260,24 +258,42 @@ def test_another_state(row):
     refused(*row, run=step)
 
 
-def test_errors():
-    of_two = functools.partial(make, ranks=2)
-    with raises(ValueError, says("make_train_step", "model_state", expected="'mean' 'per_rank'", got="'all'")):
-        of_two(mode="all")
-    with raises(ValueError, says("train.init", "model_state", expected="none", got="one", remedy='model_state="mean"')):
-        of_two(mode=None).init(W, STATE)
-    words = says("train.init", "model_state", expected="state", got="none", remedy="init(params, state)")
-    with raises(ValueError, words):
-        of_two().init(W)
-    train, of_four = of_two(mode="per_rank"), make(mode="per_rank").init(W, {"mean": jnp.zeros(30)})
-    state = train.init(W, STATE)
-    with raises(ValueError, says("train.step", "state", expected="PerRank init", got="dict")):
-        train.step(state.replace(model_state=STATE), X)
-    rows = says(
-        "train.step", "state", "leaf .rows['mean']", "2 rows rank", "float32[4, 30]", remedy="jaxcgx.reshard_state"
-    )
-    with raises(ValueError, rows):
-        train.step(state.replace(model_state=jax.device_get(of_four.model_state)), X)
-    alone = of_two(lambda *_: jnp.zeros(()))
-    with raises(ValueError, says("make_train_step", "loss_fn", expected="(loss, model state)", got="one")):
-        alone.step(alone.init(W, STATE), X)
+def per_rank():
+    """Returns a step of two ranks, and its first state."""
+    train = make(ranks=2, mode="per_rank")
+    return train, train.init(W, STATE)
+
+
+def step_from(rows):
+    train, state = per_rank()
+    train.step(state.replace(model_state=rows), X)
+
+
+def of_four():
+    return jax.device_get(make(mode="per_rank").init(W, {"mean": jnp.zeros(30)}).model_state)
+
+
+def without_a_state():
+    alone = make(lambda *_: jnp.zeros(()), 2)
+    alone.step(alone.init(W, STATE), X)
+
+
+ERRORS = {
+    "make_train_step": [
+        (lambda: make(mode="all"), ValueError, "model_state", "'all'"),
+        (without_a_state, ValueError, "loss_fn", "one"),
+    ],
+    "train.init": [
+        (lambda: make(mode=None).init(W, STATE), ValueError, "model_state", "one", 'model_state="mean"'),
+        (lambda: make().init(W), ValueError, "model_state", "none", "init(params, state)"),
+    ],
+    "train.step": [
+        (lambda: step_from(STATE), ValueError, "state", "dict"),
+        (lambda: step_from(of_four()), ValueError, "state .rows['mean']", "float32[4, 30]", "jaxcgx.reshard_state"),
+    ],
+}
+
+
+@pytest.mark.parametrize("row", rows(ERRORS))
+def test_errors(row):
+    refused(*row)

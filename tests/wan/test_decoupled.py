@@ -433,35 +433,24 @@ def test_residuals_of_a_saved_state_follow_feedback():
     assert other.state.residuals is None
 
 
+WIDE = PARAMS | {"b": jnp.zeros(5)}
+STATES = {
+    "Decoupled.join": [
+        (lambda state: {}, TypeError, "state", "dict"),
+        (lambda state: state._replace(round=0.5), TypeError, "state.round", "0.5"),
+        (lambda state: state._replace(optimizer=PARAMS), ValueError, "state.optimizer", "PyTreeDef", "outer"),
+        (lambda state: state._replace(residuals=WIDE), ValueError, "state.residuals ['b']", "float32[5]"),
+    ]
+}
+
+
 @ALONE
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda state: {}, TypeError, says("Decoupled.join", "state", expected="DecoupledState", got="dict")),
-        (
-            lambda state: state._replace(round=0.5),
-            TypeError,
-            says("Decoupled.join", "state.round", expected="at least 0", got="0.5"),
-        ),
-        (
-            lambda state: state._replace(optimizer=optax.sgd(1.0, momentum=0.5).init(PARAMS)),
-            ValueError,
-            says("Decoupled.join", "state.optimizer", expected="structure", got="PyTreeDef", remedy="same outer"),
-        ),
-        (
-            lambda state: state._replace(residuals=PARAMS | {"b": jnp.zeros(5)}),
-            ValueError,
-            says("Decoupled.join", "state.residuals", at="leaf ['b']", expected="float32[4]", got="float32[5]"),
-        ),
-    ],
-    ids=["type", "round", "optimizer", "residuals"],
-)
-def test_a_state_that_does_not_fit(change, error, words):
+@pytest.mark.parametrize("row", rows(STATES))
+def test_a_state_that_does_not_fit(row):
     given = alone(plan=cgx.MaxMin(4))
     params, member = given.join(PARAMS)
     member.leave()
-    with raises(error, words):
-        given.join(params, change(member.state))
+    refused(*row, run=lambda change: given.join(params, change(member.state)))
 
 
 @ALONE
@@ -488,56 +477,38 @@ def test_a_step_waits_for_one_round(monkeypatch):
 # Bad input
 
 
-@ALONE
-@pytest.mark.parametrize(
-    ("other", "params", "says_so"),
-    [
+FROZEN = PARAMS | {"frozen": jnp.int32([1, 2])}
+TERMS = {
+    "Decoupled.join": [
+        (dict(params=FROZEN | {"w": jnp.zeros((6, 5))}), ValueError, "params 'w'", "float32[6, 5] in Raw()", "same"),
+        # Frozen parameters are never sent.
         (
-            {},
-            PARAMS | {"w": jnp.zeros((6, 5))},
-            says(
-                "Decoupled.join",
-                "params",
-                at="leaf 'w'",
-                expected="float32[6, 4] in Raw() which center 0 has",
-                got="float32[6, 5] in Raw()",
-                remedy="give all centers the same model",
-            ),
+            dict(params=FROZEN | {"frozen": jnp.int32([1, 3])}),
+            ValueError,
+            "params 'frozen'",
+            "int32[2], frozen",
+            "same",
         ),
-        (  # frozen parameters are never sent
-            {},
-            PARAMS | {"frozen": jnp.int32([1, 3])},
-            says(
-                "Decoupled.join",
-                "params",
-                at="leaf 'frozen'",
-                expected="int32[2], frozen, with the checksum which center 0 has",
-                got="int32[2], frozen, with the checksum",
-                remedy="give all centers the same model, frozen parameters",
-            ),
-        ),
-        (  # each round would undo what it has learnt, because its outer parameters would never be those of the others
-            dict(outer=optax.sgd(0.5)),
-            PARAMS,
-            says(
-                "Decoupled.join",
-                "outer",
-                expected="which center 0 has",
-                got="the optimizer with the digest",
-                remedy="give all centers the same model, plan, optimizer and options",
-            ),
-        ),
-    ],
-    ids=["shapes", "frozen parameters", "outer rate"],
-)
-def test_a_center_with_other_terms_is_told(other, params, says_so):
+        # Each round would undo what it has learnt, because its outer parameters would never be those of the others.
+        (dict(outer=optax.sgd(0.5)), ValueError, "outer", "the optimizer with the digest", "same"),
+    ]
+}
+
+
+@ALONE
+@pytest.mark.parametrize("row", rows(TERMS))
+def test_a_center_with_other_terms_is_told(row):
     skip = cgx.Plan(cgx.Raw(), [cgx.Rule(cgx.Skip(), path="frozen")])
     first, second = decoupled(2, quorum=1, grace=0.1, plan=skip)
-    own, member = first.join(PARAMS | {"frozen": jnp.int32([1, 2])})
+    own, member = first.join(FROZEN)
+
+    def join(other):
+        options = {"outer": second.outer, "params": FROZEN} | other
+        dataclasses.replace(second, grace=LIMIT, outer=options["outer"]).join(options["params"])
+
     # The warning comes from a thread of the first center, maybe later.
     with pytest.warns(UserWarning, match="turned away") as warned:
-        with raises(ValueError, says_so):
-            dataclasses.replace(second, grace=LIMIT, **other).join({"frozen": jnp.int32([1, 2])} | params)
+        refused(*row, run=join)
         until(lambda: member.step(own), lambda _: member.last and len(warned))  # it continues
         member.leave()
 
