@@ -92,23 +92,6 @@ def test_errors_of_ranks_are_independent():
     assert 0.13 / 4 * 0.9 < vnmse(x, y[0]) < 0.135 / 4 * 1.1
 
 
-def test_feedback():
-    """A sum with residuals loses nothing: the results and the residuals add up to the input."""
-    codec, steps = cgx.Eden(2, 128), 4
-
-    def run(x):
-        total, carry = jnp.zeros_like(x), cgx.Carry(residuals=jnp.zeros_like(x))
-        for step in range(steps):
-            key = jax.random.fold_in(RANDOM_KEY, step)
-            mean, carry = cgx.compressed_pmean(x, "a", codec, key=key, carry=carry)
-            total += mean
-        return total, carry.residuals
-
-    x = drawn("student", 4, 1000)
-    total, lost = (np.asarray(a) for a in on_ranks(run, mesh(4), check_vma=False)(x))
-    np.testing.assert_allclose(total[0] + lost.mean(0), steps * x.mean(0), rtol=1e-4, atol=1e-4)
-
-
 def test_zeros_stay():
     zeros = np.zeros(300, np.float32)
     assert_same_bytes(roundtrip(zeros, cgx.Eden(3)), zeros)

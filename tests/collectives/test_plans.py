@@ -118,33 +118,6 @@ def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
     assert [c.codec for c in found.collectives if c.dtype == "uint8"] == ["MaxMin(bits=4)"]
 
 
-def test_raw_plans_are_the_program_of_lax():
-    text = lambda f: (
-        jax.jit(jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P()))
-        .lower(jnp.ones((8, 2000)), jnp.ones((4, 7)))
-        .compile()
-        .as_text()
-    )
-    ops = lambda text: [
-        line.split(" = ")[1].split("metadata")[0].split("(")[0] for line in text.splitlines() if " = " in line
-    ]
-    plain = ops(text(lambda x, y: lax.pmean((x, y), "a")))
-    assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan(cgx.Raw())))) == plain
-    assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan.from_env(environ={})))) == plain
-
-
-def test_in_the_backward_pass():
-    t = tree(4)
-    del t["step"]
-
-    def loss(params, x):
-        params = cgx.sync_in_backward(params, "a", PLAN, key=KEY)
-        return sum((p * v).sum() for p, v in zip(jax.tree.leaves(params), jax.tree.leaves(x)))
-
-    f = lambda x: (jax.grad(loss)(jax.tree.map(jnp.zeros_like, x), x), cgx.compressed_pmean(x, "a", PLAN, key=KEY))
-    assert_trees(assert_same_bytes, *on_ranks(f, mesh(4))(t))
-
-
 def test_other_collectives_take_plans_and_transpose_by_them():
     x = {"embed": normal((2, 8, 4, 16), 0), "out": normal((2, 8, 4, 16), 1)}
     plan = cgx.Plan(cgx.MaxMin(4), rules=[("embed", cgx.MaxMin(8))], min_size=0)

@@ -7,7 +7,6 @@ import pytest
 from errors import refused
 from helpers import assert_same_trees, normal, planned
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
 
@@ -60,25 +59,6 @@ def test_the_gradient_in_the_backward_pass_is_zeros():
     plain = ((normal((4, 8), 3) @ (params["w"] + params["frozen"])) ** 2).mean()
     np.testing.assert_allclose(value, plain, rtol=1e-5)
     assert grads["w"].any() and not grads["frozen"].any()
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_value_and_grad(kind):
-    """Gradients are those of stop_gradient, and there are no residuals."""
-    loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
-    params, x = {"w": normal((8, 16), 1), "frozen": normal((8, 16), 2)}, normal((4, 8), 3)
-    plan = cgx.Plan(cgx.Raw(), [("^frozen$", cgx.Skip())])
-    train = cgx.value_and_grad(loss, "a", cgx.Feedback(plan), mesh=mesh(4, axis_type=kind))
-    state = train.init(params)
-    residuals = state.own.residuals
-    assert residuals["frozen"] is None
-    x = jax.device_put(x, NamedSharding(mesh(4, axis_type=kind), P("a")))
-    (value, grads), state = train(params, x, state=state)
-    stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
-    expected = jax.value_and_grad(stopped)(params, np.asarray(x))
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    np.testing.assert_allclose(grads["w"], expected[1]["w"], rtol=1e-4, atol=1e-6)
-    assert not grads["frozen"].any() and state.own.residuals["frozen"] is None
 
 
 def test_codecs_that_send_nothing_encode_nothing():

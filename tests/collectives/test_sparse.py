@@ -170,22 +170,6 @@ def test_momentum_loses_what_is_sent(codec):
             assert 0 < (m == 0).sum() < m.size
 
 
-@pytest.mark.parametrize("leader", [False, True])
-def test_of_a_hierarchy_all_of_a_node_lose_what_the_node_sends(leader):
-    x, zero, ones = tree(2, 4), jax.tree.map(jnp.zeros_like, tree(2, 4)), jax.tree.map(jnp.ones_like, tree(2, 4))
-    run = on_ranks(
-        lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.Raw()}, momentum=m, leader=leader), mesh(2, 4)
-    )
-    _, after, momentum = run(x, zero, ones)
-    for name in x:
-        gone = np.asarray(after[name]).sum(1) == 0
-        something = np.asarray(x[name]).sum(1) != 0
-        for rank in range(4):
-            np.testing.assert_array_equal(
-                (np.asarray(momentum[name])[:, rank] == 0)[something], gone[something], err_msg=name
-            )
-
-
 def test_what_fills_up_a_share_is_not_sent():
     """10 elements are divided among 3 inner ranks. The last share has two elements and two places of padding zeros."""
     x = jnp.arange(1.0, 11.0).at[8:].set(jnp.array([50.0, 100.0])) * jnp.ones((2, 3, 1))

@@ -246,12 +246,6 @@ def test_one_compilation():
     assert len(traces) == train.step._cache_size() == 1 and len(calls) == 5 * 4 * 2
 
 
-def test_telemetry():
-    train = make(cgx.Feedback(cgx.Plan(CODEC, min_size=100), telemetry=True))
-    _, metrics = run(train, 2)
-    assert 0 < metrics[1].telemetry.vnmse["w"] < 1 and metrics[1].telemetry.vnmse["b"] == 0
-
-
 def test_a_hierarchy():
     mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=TWO, devices=jax.devices()[:4])
     plan, axes = {"node": cgx.MaxMin(8, 64), "local": cgx.Raw()}, ("node", "local")
