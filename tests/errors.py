@@ -67,3 +67,25 @@ def raises(error, words):
     with pytest.raises(error) as caught:
         yield caught
     words.check(str(caught.value))
+
+
+def rows(table):
+    """Returns the parameters of a test of a table of errors: {function: [(call, error, place, got, remedy)]}.
+
+    A place is an argument, and maybe its leaf, "x ['w']". What came (got) and what to write instead (remedy) are the
+    beginning of the one and words of the other. Both may be left out.
+    """
+    return [pytest.param((name, *row), id=f"{name} {row[2]}") for name, each in table.items() for row in each]
+
+
+def refused(function, call, error, place, got="", remedy="", run=lambda call: call()):
+    """Checks that run(call) raises an error with the function, the place, what came and the remedy.
+
+    Returns its text.
+    """
+    argument, _, leaf = place.partition(" ")
+    with raises(
+        error, says(function, argument or None, f"leaf {leaf}" if leaf else "", got=got, remedy=remedy)
+    ) as caught:
+        run(call)
+    return str(caught.value)

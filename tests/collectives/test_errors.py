@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import normal, planned
 from jax.sharding import PartitionSpec as P
 from ranks import mesh
@@ -87,256 +87,153 @@ def exchange(x, split=0, concat=0, **kwargs):
 )
 def test_wordings(f, error, text):
     with pytest.raises(error) as caught:
-        trace(lambda x, same: f(x))
+        trace(lambda x, s: f(x))
     assert str(caught.value) == text
 
 
-PSUM, PMEAN, SCATTER, GATHER, EXCHANGE = (
-    f"compressed_{op}" for op in ("psum", "pmean", "psum_scatter", "all_gather", "all_to_all")
-)
-AT_W = dict(at="leaf ['w']")
-SAME = dict(expected="varies 'a'", got="one that is the same on every rank of 'a'")
-NAMES = "name tuple names"
-BY_AXIS = "a codec for each axis of ('a', 'b')"
-TOO_MANY = "dimension float32[8]"
+SAME = "one that is the same on every rank of 'a'"
+TREE = planned(CODEC, schedule="tree")
+RING = planned(CODEC, schedule="ring")
+ALL, AXES, BOTH = cgx.TopK(0.05), ("a", "b"), {"a": CODEC, "b": CODEC}
 
 
-@pytest.mark.parametrize(
-    ("f", "error", "op", "argument", "words"),
-    [
+def fed(x, residuals):
+    return psum({"a": x, "b": x.astype(jnp.int32)}, carry=cgx.Carry(residuals))
+
+
+def moving(x, momentum, plan=CODEC):
+    return psum({"w": x}, plan=plan, carry=cgx.Carry({"w": x}, {"w": momentum}))
+
+
+def of_reduced_gradients(x, s):
+    return jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(s)
+
+
+def with_a_key_of_its_own(x, s):
+    return psum(x, plan=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a")))
+
+
+def slices_of_nodes(x, s):
+    return cgx.compressed_psum_scatter(x, AXES, BOTH, carry=cgx.Carry(x), tiled=True)
+
+
+def sync(s, residuals=None, plan=CODEC, **options):
+    carry = {} if residuals is None else dict(carry=cgx.Carry(residuals))
+    return cgx.sync_in_backward({"w": s, "n": jnp.arange(3)}, "a", plan, **carry, **options)
+
+
+def averaged(x, *aux):
+    mean = lambda w: jax.lax.pmean((w * x).sum(), "a")
+    return lambda w: (mean(w), *aux) if aux else mean(w)
+
+
+# Calls with a float32[8] and a replicated one.
+CALLS = {
+    "compressed_psum": [
+        (lambda x, s: psum({"w": s}), ValueError, "x ['w']", SAME, "jax.lax.pcast("),
+        (lambda x, s: psum(psum(x, "b"), ("a", "b")), ValueError, "x", "one that is the same on every rank of 'b'"),
+        (of_reduced_gradients, ValueError, "x", SAME, "reduced"),
+        (lambda x, s: psum(x, 3), ValueError, "axis_name", "3"),
+        (lambda x, s: psum(x, [["a"]]), ValueError, "axis_name", "[['a']]"),
+        (lambda x, s: psum(x, ()), ValueError, "axis_name", "()"),
+        (lambda x, s: psum(x, ("a", "a")), ValueError, "axis_name", "('a', 'a')"),
+        (lambda x, s: psum(x, mesh(4, 2)), TypeError, "axis_name", "a mesh, Mesh", "'a'"),
+        (lambda x, s: psum(x, "a", {0: CODEC, 5: CODEC}), ValueError, "plan", "", "schedule"),
+        (lambda x, s: psum(x, ("a", "b"), {"a": CODEC}), ValueError, "plan", "{'a'", "'b'"),
+        (lambda x, s: psum(x, "a", {"a": CODEC, "b": CODEC}), ValueError, "plan", "{'a'", "'b'"),
+        (lambda x, s: psum(x, ("a", "b"), {"a": CODEC, "b": "raw"}), TypeError, "plan", "'raw'"),
+        (lambda x, s: psum(x, plan=cgx.MaxMin), TypeError, "plan", "<class 'jaxcgx.codecs.maxmin.MaxMin'>"),
+        (lambda x, s: psum(x, plan=STOCHASTIC), ValueError, "key", "None", "key=jax.random.key(...)"),
+        (lambda x, s: psum(x, plan=STOCHASTIC, key=7), TypeError, "key", "7"),
+        (lambda x, s: psum(x, plan=STOCHASTIC, key=jnp.zeros(3, jnp.uint32)), TypeError, "key", "uint32[3]"),
+        (lambda x, s: psum(x, plan=STOCHASTIC, key=jax.random.split(KEY)), ValueError, "key", "an array"),
+        (with_a_key_of_its_own, ValueError, "key", "one that varies over 'a'"),
+        (lambda x, s: psum({"rng": KEY, "x": x}), TypeError, "x ['rng']", "key<fry>[]", "jax.random.key_data(key)"),
+        (lambda x, s: psum("x"), TypeError, "x", "'x'"),
+        (lambda x, s: psum({"w": [x, object]}), TypeError, "x ['w'][1]", "<class 'object'>"),
+        # Plans
+        (lambda x, s: psum(x, plan=cgx.Plan(CODEC, [("nothing", cgx.Raw())])), ValueError, "plan", "none for Rule("),
+        (lambda x, s: psum(x, plan=planned({"b": CODEC})), ValueError, "plan", "{'b'"),
+        (lambda x, s: psum(x, plan=cgx.Plan(CODEC, schedule={"b": "ring"})), ValueError, "plan", "{'b'", "'a'"),
+        (lambda x, s: psum(x, plan=cgx.Skip()), ValueError, "plan", "Skip()", "jaxcgx.Plan"),
+        (lambda x, s: psum(x, plan=planned(ALL, schedule="ring")), ValueError, "plan", '"ring"', 'pull="top"'),
+        # What the last step kept
+        (lambda x, s: psum(x, plan=RING, carry=cgx.Carry(x)), ValueError, "plan", '"ring"', '"one_shot"'),
+        (lambda x, s: fed(x, [x]), ValueError, "carry.residuals", "PyTreeDef([*])"),
+        (lambda x, s: fed(x, {"a": x[:3], "b": None}), ValueError, "carry.residuals ['a']", "float32[3]"),
         (
-            lambda x, same: psum({"w": same}),
+            lambda x, s: fed(x, {"a": x.astype("bfloat16"), "b": None}),
             ValueError,
-            PSUM,
-            "x",
-            SAME | AT_W | dict(remedy="jaxcgx.local_value_and_grad jax.lax.pcast("),
+            "carry.residuals ['a']",
+            "bfloat16[8]",
         ),
-        (lambda x, same: cgx.compressed_pmean({"w": same}, "a", cgx.Raw()), ValueError, PMEAN, "x", SAME | AT_W),
-        (lambda x, same: scatter({"w": same}, tiled=True), ValueError, SCATTER, "x", SAME | AT_W),
-        (lambda x, same: gather({"w": same}), ValueError, GATHER, "x", SAME | AT_W),
-        (lambda x, same: exchange({"w": same}, tiled=True), ValueError, EXCHANGE, "x", SAME | AT_W),
-        (
-            lambda x, same: psum(psum(x, "b"), ("a", "b")),
-            ValueError,
-            PSUM,
-            "x",
-            dict(expected="varies 'a' 'b'", got="one that is the same on every rank of 'b'"),
-        ),
-        (
-            lambda x, same: jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(same),
-            ValueError,
-            PSUM,
-            "x",
-            SAME | dict(remedy="JAX reduced"),
-        ),
-        (lambda x, same: psum(x, 3), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="3")),
-        (lambda x, same: psum(x, [["a"]]), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="[['a']]")),
-        (lambda x, same: psum(x, ()), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="()")),
-        (lambda x, same: psum(x, ("a", "a")), ValueError, PSUM, "axis_name", dict(expected=NAMES, got="('a', 'a')")),
-        (
-            lambda x, same: psum(x, mesh(4, 2)),
-            TypeError,
-            PSUM,
-            "axis_name",
-            dict(expected="name", got="a mesh, Mesh", remedy="'a' 'b'"),
-        ),
-        (
-            lambda x, same: psum(x, "a", {0: CODEC, 5: CODEC}),
-            ValueError,
-            PSUM,
-            "plan",
-            dict(expected="a codec for each axis", remedy="a schedule of plans, by steps"),
-        ),
-        (
-            lambda x, same: psum(x, ("a", "b"), {"a": CODEC}),
-            ValueError,
-            PSUM,
-            "plan",
-            dict(expected=BY_AXIS, got="{'a'", remedy="'b' missing"),
-        ),
-        (
-            lambda x, same: psum(x, "a", {"a": CODEC, "b": CODEC}),
-            ValueError,
-            PSUM,
-            "plan",
-            dict(expected="codec axis 'a'", got="{'a'", remedy="'b' not"),
-        ),
-        (
-            lambda x, same: psum(x, ("a", "b"), {"a": CODEC, "b": "raw"}),
-            TypeError,
-            PSUM,
-            "plan",
-            dict(expected="codec", got="'raw'"),
-        ),
-        (
-            lambda x, same: psum(x, plan=cgx.MaxMin),
-            TypeError,
-            PSUM,
-            "plan",
-            dict(expected="codec", got="<class 'jaxcgx.codecs.maxmin.MaxMin'>"),
-        ),
-        (
-            lambda x, same: gather(x, backward_plan=4),
-            TypeError,
-            GATHER,
-            "backward_plan",
-            dict(expected="codec", got="4"),
-        ),
-        (
-            lambda x, same: psum(x, plan=STOCHASTIC),
-            ValueError,
-            PSUM,
-            "key",
-            dict(expected="random key MaxMin(bits=4", got="None", remedy="key=jax.random.key(...) every rank"),
-        ),
-        (
-            lambda x, same: gather(x, backward_plan=STOCHASTIC),
-            ValueError,
-            GATHER,
-            "key",
-            dict(expected="random key MaxMin(bits=4", got="None"),
-        ),
-        (
-            lambda x, same: psum(x, plan=STOCHASTIC, key=7),
-            TypeError,
-            PSUM,
-            "key",
-            dict(expected="key jax.random.key PRNGKey", got="7"),
-        ),
-        (
-            lambda x, same: psum(x, plan=STOCHASTIC, key=jnp.zeros(3, jnp.uint32)),
-            TypeError,
-            PSUM,
-            "key",
-            dict(expected="key jax.random.key PRNGKey", got="uint32[3]"),
-        ),
-        (
-            lambda x, same: psum(x, plan=STOCHASTIC, key=jax.random.split(KEY)),
-            ValueError,
-            PSUM,
-            "key",
-            dict(expected="key", got="an array of keys of shape"),
-        ),
-        (
-            lambda x, same: psum(x, plan=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a"))),
-            ValueError,
-            PSUM,
-            "key",
-            dict(expected="key rank", got="one that varies over 'a'"),
-        ),
-        (
-            lambda x, same: psum({"rng": KEY, "x": x}),
-            TypeError,
-            PSUM,
-            "x",
-            dict(at="leaf ['rng']", expected="numbers", got="key<fry>[]", remedy="jax.random.key_data(key)"),
-        ),
-        (
-            lambda x, same: scatter(jax.random.split(KEY, 4)),
-            TypeError,
-            SCATTER,
-            "x",
-            dict(expected="numbers", got="key<fry>[4]", remedy="jax.random.key_data(key)"),
-        ),
-        (lambda x, same: psum("x"), TypeError, PSUM, "x", dict(expected="array", got="'x'")),
-        (
-            lambda x, same: psum({"w": [x, object]}),
-            TypeError,
-            PSUM,
-            "x",
-            dict(at="leaf ['w'][1]", expected="array", got="<class 'object'>"),
-        ),
-        (
-            lambda x, same: scatter(x, planned(CODEC, schedule="tree"), tiled=True),
-            ValueError,
-            SCATTER,
-            "plan",
-            dict(expected='the schedule "auto" "two_shot" "one_shot" "ring" slice', got="tree"),
-        ),
-        (
-            lambda x, same: scatter(x, planned(CODEC, leader=True), tiled=True),
-            ValueError,
-            SCATTER,
-            "plan",
-            dict(expected="leader=False slice", got="leader=True"),
-        ),
-        (
-            lambda x, same: scatter(x, planned(CODEC, schedule="ring"), tiled=True, carry=cgx.Carry(residuals=x)),
-            ValueError,
-            SCATTER,
-            "plan",
-            dict(expected='"one_shot" residuals', got='"ring"', remedy='schedule="two_shot"'),
-        ),
-        (
-            lambda x, same: gather(x, to="replicated"),
-            ValueError,
-            GATHER,
-            "to",
-            dict(expected="'varying' 'invarying'", got="'replicated'"),
-        ),
-        (
-            lambda x, same: scatter(x[:7], tiled=True),
-            ValueError,
-            SCATTER,
-            "scatter_dimension",
-            dict(expected="dimension 0 multiple 4 elements rank", got="float32[7]"),
-        ),
-        (
-            lambda x, same: scatter(x, scatter_dimension=1),
-            ValueError,
-            SCATTER,
-            "scatter_dimension",
-            dict(expected=TOO_MANY, got="1"),
-        ),
-        (
-            lambda x, same: scatter(x.sum()),
-            ValueError,
-            SCATTER,
-            "scatter_dimension",
-            dict(expected="dimension float32[]", got="0"),
-        ),
-        (
-            lambda x, same: scatter(x, scatter_dimension="rows"),
-            TypeError,
-            SCATTER,
-            "scatter_dimension",
-            dict(expected="integer", got="'rows'"),
-        ),
-        (
-            lambda x, same: gather({"w": x}, axis={"v": 0}),
-            ValueError,
-            GATHER,
-            "axis",
-            dict(expected="integer tree x", got="{'v': 0}"),
-        ),
-        (lambda x, same: gather(x, axis=True), TypeError, GATHER, "axis", dict(expected="integer", got="True")),
-        (
-            lambda x, same: gather(x, axis=2),
-            ValueError,
-            GATHER,
-            "axis",
-            dict(expected="dimension float32[8] one more", got="2"),
-        ),
-        (lambda x, same: gather(x, axis=-2, tiled=True), ValueError, GATHER, "axis", dict(expected=TOO_MANY, got="-2")),
-        (
-            lambda x, same: exchange(x),
-            ValueError,
-            EXCHANGE,
-            "split_axis",
-            dict(expected="dimension 0 4 elements rank", got="float32[8]"),
-        ),
-        (
-            lambda x, same: exchange(x, concat=1, tiled=True),
-            ValueError,
-            EXCHANGE,
-            "concat_axis",
-            dict(expected=TOO_MANY, got="1"),
-        ),
+        (lambda x, s: fed(x, {"a": 1.0, "b": None}), ValueError, "carry.residuals ['a']", "1.0"),
+        (lambda x, s: fed(x, {"a": None, "b": x}), ValueError, "carry.residuals ['b']", "float32[8]"),
+        (lambda x, s: psum(x, plan=ALL, carry=cgx.Carry(momentum=x)), ValueError, "carry.residuals", "None"),
+        (lambda x, s: moving(x, x), ValueError, "carry.momentum ['w']"),
+        (lambda x, s: moving(x, x[:5], ALL), ValueError, "carry.momentum ['w']", "float32[5]"),
     ],
-)
-def test_calls(f, error, op, argument, words):
-    with raises(error, says(op, argument, **words)):
-        trace(f)
+    "compressed_pmean": [(lambda x, s: cgx.compressed_pmean({"w": s}, "a", cgx.Raw()), ValueError, "x ['w']", SAME)],
+    "compressed_psum_scatter": [
+        (lambda x, s: scatter({"w": s}, tiled=True), ValueError, "x ['w']", SAME),
+        (lambda x, s: scatter(jax.random.split(KEY, 4)), TypeError, "x", "key<fry>[4]", "jax.random.key_data(key)"),
+        (lambda x, s: scatter(x, TREE, tiled=True), ValueError, "plan", "tree"),
+        (lambda x, s: scatter(x, planned(CODEC, leader=True), tiled=True), ValueError, "plan", "leader=True"),
+        (lambda x, s: scatter(x, RING, carry=cgx.Carry(x), tiled=True), ValueError, "plan", '"ring"', '"two_shot"'),
+        (lambda x, s: scatter(x, planned(ALL, schedule="ring"), tiled=True), ValueError, "plan"),
+        (
+            lambda x, s: scatter(x, backward_plan=cgx.Plan(cgx.Skip()), tiled=True),
+            ValueError,
+            "backward_plan",
+            "one",
+            "leave",
+        ),
+        (slices_of_nodes, ValueError, "plan", "a codec per axis"),
+        (lambda x, s: scatter(x[:7], tiled=True), ValueError, "scatter_dimension", "float32[7]"),
+        (lambda x, s: scatter(x, scatter_dimension=1), ValueError, "scatter_dimension", "1"),
+        (lambda x, s: scatter(x.sum()), ValueError, "scatter_dimension", "0"),
+        (lambda x, s: scatter(x, scatter_dimension="rows"), TypeError, "scatter_dimension", "'rows'"),
+    ],
+    "compressed_all_gather": [
+        (lambda x, s: gather({"w": s}), ValueError, "x ['w']", SAME),
+        (lambda x, s: gather(x, backward_plan=4), TypeError, "backward_plan", "4"),
+        (lambda x, s: gather(x, backward_plan=STOCHASTIC), ValueError, "key", "None"),
+        (lambda x, s: gather(x, to="replicated"), ValueError, "to", "'replicated'"),
+        (lambda x, s: gather({"w": x}, axis={"v": 0}), ValueError, "axis", "{'v': 0}"),
+        (lambda x, s: gather(x, axis=True), TypeError, "axis", "True"),
+        (lambda x, s: gather(x, axis=2), ValueError, "axis", "2"),
+        (lambda x, s: gather(x, axis=-2, tiled=True), ValueError, "axis", "-2"),
+        (lambda x, s: gather({"w": x}, cgx.Plan(CODEC, [("w", cgx.Skip())])), ValueError, "plan ['w']", "one", "leave"),
+        (lambda x, s: cgx.compressed_all_gather(x, AXES, CODEC, backward_plan=BOTH), ValueError, "backward_plan"),
+    ],
+    "compressed_all_to_all": [
+        (lambda x, s: exchange({"w": s}, tiled=True), ValueError, "x ['w']", SAME),
+        (lambda x, s: exchange(x), ValueError, "split_axis", "float32[8]"),
+        (lambda x, s: exchange(x, concat=1, tiled=True), ValueError, "concat_axis", "1"),
+    ],
+    "sync_in_backward": [
+        (lambda x, s: sync(s, residuals={"w": s, "n": None}), ValueError, "carry.residuals ['w']", SAME),
+        (lambda x, s: sync(s, residuals=[]), ValueError, "carry.residuals", "PyTreeDef"),
+        (lambda x, s: sync(s, residuals={"w": x, "n": None}, plan=RING), ValueError, "plan", '"ring"'),
+        (lambda x, s: sync(s, order=(0, 0)), ValueError, "order", "(0, 0)"),
+        (lambda x, s: sync(s, order=3), ValueError, "order", "(3,)"),
+        (lambda x, s: sync(s, plan=planned(CODEC, strict=True)), TypeError, "plan ['n']", "one that can't"),
+        (lambda x, s: cgx.sync_in_backward(s, "data", CODEC), NameError, "axis_name"),
+    ],
+    "local_value_and_grad": [
+        (lambda x, s: cgx.local_value_and_grad(3, "a"), TypeError, "fun", "3"),
+        (lambda x, s: cgx.local_value_and_grad(jnp.sum, "data")(x), NameError, "axis_name"),
+        # Its gradients would be divided by the number of ranks twice.
+        (lambda x, s: cgx.local_value_and_grad(averaged(x), "a")(s), ValueError, "fun", SAME, "pmean"),
+        (lambda x, s: cgx.local_value_and_grad(averaged(x, 1), "a", has_aux=True)(s), ValueError, "fun", SAME, "pmean"),
+    ],
+    "check_replicas": [(lambda x, s: cgx.check_replicas(s, "data"), NameError, "axis_name")],
+}
+
+
+@pytest.mark.parametrize("row", rows(CALLS))
+def test_calls(row):
+    refused(*row, run=trace)
 
 
 def test_outside_of_any_axis():
@@ -355,7 +252,7 @@ def test_a_key_that_nobody_uses(call):
     with pytest.warns(
         UserWarning, match=r"argument 'key' is not used: (MaxMin|ByteGrad)\(.*\) draws no random numbers"
     ) as caught:
-        trace(lambda x, same: call(x) + 0 * x[0])
+        trace(lambda x, s: call(x) + 0 * x[0])
     assert caught[0].filename == __file__
 
 

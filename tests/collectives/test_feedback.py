@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import refused
 from helpers import Halves, as_bits, assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -99,15 +99,6 @@ def test_nothing_is_lost_of_slices(own, check_vma):
     lost = np.abs(np.asarray(after["columns"])).reshape(4, 5, 4, 8).max((1, 3))  # the residual of rank r for rank s
     assert (np.diag(lost) == 0).all() == (own == "raw") and (lost + np.eye(4) > 0.01).all()
     assert not np.asarray(after["small"]).any()
-
-
-def test_slices_of_a_hierarchy_have_no_feedback():
-    words = says("compressed_psum_scatter", "plan", expected="one codec residuals", got="a codec per axis")
-    scatter = lambda x: cgx.compressed_psum_scatter(
-        x, ("a", "b"), TWO_AXES, key=KEY, carry=cgx.Carry(residuals=x), tiled=True
-    )
-    with raises(ValueError, words):
-        on_ranks(scatter, mesh(2, 2))(jnp.ones((2, 2, 8)))
 
 
 def test_the_sum_is_of_what_was_meant():
@@ -318,52 +309,9 @@ def test_warning():
         jax.eval_shape(on_ranks(f, mesh(2)), jnp.ones((2, 100)))
 
 
-@pytest.mark.parametrize(
-    "residuals, words",
-    [
-        (lambda x: [x["a"]], says("compressed_psum", "carry.residuals", expected="tree", got="PyTreeDef([*])")),
-        (
-            lambda x: {"a": x["a"][:3], "b": None},
-            says(
-                "compressed_psum",
-                "carry.residuals",
-                at="leaf ['a']",
-                expected="float32[5] float32[5]",
-                got="float32[3]",
-            ),
-        ),
-        (
-            lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None},
-            says(
-                "compressed_psum",
-                "carry.residuals",
-                at="leaf ['a']",
-                expected="float32[5] float32[5]",
-                got="bfloat16[5]",
-            ),
-        ),
-        (
-            lambda x: {"a": 1.0, "b": None},
-            says("compressed_psum", "carry.residuals", at="leaf ['a']", expected="float32[5] float32[5]", got="1.0"),
-        ),
-        (
-            lambda x: {"a": None, "b": x["a"]},
-            says("compressed_psum", "carry.residuals", at="leaf ['b']", expected="None int32[5]", got="float32[5]"),
-        ),
-    ],
-)
-def test_wrong_residuals(residuals, words):
-    x = {"a": jnp.ones((4, 5)), "b": jnp.ones((4, 5), jnp.int32)}
-    with raises(ValueError, words):
-        on_ranks(lambda x: psum(x, residuals(x)), mesh(4))(x)
-
-
-def test_no_ring():
-    x, codec = jnp.ones((4, 5)), cgx.MaxMin(4)
-    with raises(ValueError, says("compressed_psum", "plan", expected='"two_shot" "one_shot" residuals', got='"ring"')):
-        on_ranks(lambda x: psum(x, x, schedule="ring"), mesh(4))(x)
-    # Nothing is encoded, so the ring is allowed.
-    on_ranks(lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring"), key=None), mesh(4))(x)
+def test_a_ring_that_encodes_nothing():
+    x = jnp.ones((4, 5))
+    on_ranks(lambda x: psum(x, x, codec=cgx.Plan(cgx.MaxMin(4), schedule="ring"), key=None), mesh(4))(x)
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (1, 1), (2, 2)])
@@ -371,9 +319,7 @@ def test_no_ring_between_nodes_on_one_node_either(sizes):
     """A program that runs on one node must also run on two."""
     plan = cgx.Plan.from_env(NAMES[:2], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
     f = on_ranks(lambda x: psum(x, x, NAMES[:2], codec=plan, key=None), mesh(*sizes))
-    words = says("compressed_psum", "plan", got='"ring"', remedy='schedule="two_shot"')
-    with raises(ValueError, words):
-        f(jnp.ones((*sizes, 50)))
+    refused("compressed_psum", lambda: f(jnp.ones((*sizes, 50))), ValueError, "plan", '"ring"', 'schedule="two_shot"')
 
 
 @pytest.mark.xfail(strict=True, reason="XLA sums 16 bits with roundings that no residual gets")

@@ -1,4 +1,4 @@
-"""Tests local_value_and_grad, and exchanges in the backward pass."""
+"""Tests local_value_and_grad, and exchanges in the backward pass, their feedback and their order."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import refused
 from helpers import assert_same_bytes, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -20,8 +20,8 @@ STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
 PARAMS = {
     "w1": jax.random.normal(jax.random.key(0), (30, 40)),
     "b1": jnp.zeros(40),
-    "n": jnp.arange(3),
     "w2": jax.random.normal(jax.random.key(1), (40, 7)).astype(jnp.bfloat16),
+    "z": jnp.arange(3),  # the last leaf, so the others have the same numbers, and so the same noise, without it
 }
 X = jax.random.normal(jax.random.key(2), (RANKS * 8, 30))
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])
@@ -32,21 +32,24 @@ def loss(params, x):
     return ((h @ params["w2"].astype(jnp.float32)) ** 2).mean()
 
 
+def floats(tree):
+    return {k: x for k, x in tree.items() if k != "z"}
+
+
 def on_mesh(function, check_vma, out=P()):
     return jax.jit(jax.shard_map(function, mesh=MESH, in_specs=(P(), P("data")), out_specs=out, check_vma=check_vma))
 
 
 def gradients(function, params, x):
     """Returns the means of the float leaves."""
-    return jax.grad(lambda floats: function({**params, **floats}, x))({k: v for k, v in params.items() if k != "n"})
+    return jax.grad(lambda given: function({**params, **given}, x))(floats(params))
 
 
 @pytest.mark.short
 @CHECKS
 def test_local_gradients_are_not_reduced(check_vma):
     def step(params, x):
-        floats = {k: v for k, v in params.items() if k != "n"}
-        value, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats)
+        value, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats(params))
         return jax.tree.map(lambda a: a[None], (value, grads))
 
     value, grads = on_mesh(step, check_vma, P("data"))(PARAMS, X)
@@ -89,10 +92,9 @@ def test_local_value_and_grad_takes_what_value_and_grad_takes(check_vma):
 @CHECKS
 def test_as_at_the_end(check_vma, arguments):
     def at_the_end(params, x):
-        floats = {k: v for k, v in params.items() if k != "n"}
-        _, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats)
+        _, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats(params))
         return cgx.compressed_pmean(
-            {**grads, "n": lax.pcast(params["n"], "data", to="varying") if check_vma else params["n"]},
+            {**grads, "z": lax.pcast(params["z"], "data", to="varying") if check_vma else params["z"]},
             "data",
             **arguments,
         )
@@ -160,13 +162,8 @@ def test_a_gradient_from_outside_has_the_bits_of_one_from_inside():
 
 def test_a_gradient_from_outside_without_types():
     shard_mapped = jax.shard_map(averaged, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-    with raises(
-        ValueError,
-        says(
-            "sync_in_backward", "params", expected="check_vma=True", got="a gradient from outside with check_vma=False"
-        ),
-    ):
-        gradients(shard_mapped, PARAMS, X)
+    outside = lambda: gradients(shard_mapped, PARAMS, X)
+    refused("sync_in_backward", outside, ValueError, "params", "a gradient from outside with check_vma=False")
 
 
 @CHECKS
@@ -221,7 +218,7 @@ def test_leaves_without_gradients_pass():
             params["w"]
         )
 
-    grads = on_mesh(step, True)({"w": jnp.ones(70), "key": jax.random.key(0), "n": jnp.arange(3)}, X)
+    grads = on_mesh(step, True)({"w": jnp.ones(70), "key": jax.random.key(0), "z": jnp.arange(3)}, X)
     np.testing.assert_allclose(grads, X.sum() / RANKS, rtol=1e-4)
 
 
@@ -232,27 +229,6 @@ def test_varying_parameters_get_varying_gradients():
 
     g = on_mesh(step, True, P("data"))(jnp.ones(10), X)
     assert_same_bytes(g[0], g[3])
-
-
-@pytest.mark.parametrize("has_aux", [True, False])
-def test_a_loss_that_is_averaged_inside(has_aux):
-    """Gradients of such a loss would be divided by the number of ranks twice."""
-
-    def averaged(w, x):
-        value = lax.pmean((w * x).sum(), "data")
-        return (value, x) if has_aux else value
-
-    words = says(
-        "local_value_and_grad",
-        "fun",
-        expected="this rank's own loss",
-        got="one that is the same on every rank of 'data'",
-        remedy="take the pmean out of the loss",
-    )
-    with raises(ValueError, words):
-        on_mesh(lambda w, x: cgx.local_value_and_grad(averaged, "data", has_aux=has_aux)(w, x)[1], True)(
-            jnp.ones(30), X
-        )
 
 
 @CHECKS
@@ -271,15 +247,165 @@ def test_a_loss_that_is_constant(check_vma):
         np.testing.assert_array_equal(gradient, jnp.zeros((30, 40)))
 
 
-def test_errors():
-    with raises(TypeError, says("local_value_and_grad", "fun", expected="function", got="3")):
-        cgx.local_value_and_grad(3, "data")
-    with raises(NameError, says("local_value_and_grad", "axis_name", expected="no axis 'data'")):
-        cgx.local_value_and_grad(lambda x: x, "data")(1.0)
-    with raises(NameError, says("sync_in_backward", "axis_name", expected="no axis 'data'")):
-        cgx.sync_in_backward(PARAMS, "data", CODEC)
-    words = says(
-        "sync_in_backward", "plan", at="leaf ['n']", expected="strict", got="one that can't, because int32 is not"
+# Feedback and order
+
+SMALL = planned(CODEC, fusion_mb=1e-6)  # a message for each leaf
+RESIDUALS = {k: None if k == "z" else jnp.zeros((RANKS, *x.shape)) for k, x in PARAMS.items()}
+BATCHES = jax.random.normal(jax.random.key(2), (3, RANKS * 8, 30))
+WITHOUT_ONE = {**RESIDUALS, "b1": None}  # b1 shares a message with leaves that have residuals
+
+
+def steps(gradients, check_vma=True, residuals=RESIDUALS):
+    """Returns the gradients and the residuals of the last of three steps. `gradients` makes those of a rank."""
+
+    def of_a_rank(residuals, x):
+        grads, new = gradients(jax.tree.map(lambda r: r[0], residuals), x)
+        return grads, jax.tree.map(lambda r: r[None], new)
+
+    step = jax.shard_map(
+        of_a_rank, mesh=MESH, in_specs=(P("data"), P("data")), out_specs=(P(), P("data")), check_vma=check_vma
     )
-    with raises(TypeError, words):
-        on_mesh(lambda p, x: cgx.sync_in_backward(p, "data", planned(CODEC, strict=True)), True)(PARAMS, X)
+    for x in BATCHES:
+        grads, residuals = jax.jit(step)(residuals, x)
+    return grads, residuals
+
+
+def on_the_way(residuals, x, plan=CODEC, **arguments):
+    def synchronised(given, residuals):
+        carry = cgx.Carry(residuals=residuals)
+        return loss(cgx.sync_in_backward({**PARAMS, **given}, "data", plan, carry=carry, **arguments), x)
+
+    return jax.grad(synchronised, argnums=(0, 1))(floats(PARAMS), residuals)
+
+
+def at_the_end(residuals, x, plan=CODEC, **arguments):
+    _, grads = cgx.local_value_and_grad(lambda given: loss({**PARAMS, **given}, x), "data")(floats(PARAMS))
+    grads, new = cgx.compressed_pmean(grads, "data", plan, carry=cgx.Carry(residuals=floats(residuals)), **arguments)
+    return grads, {**new.residuals, "z": None}
+
+
+def assert_same(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_same_bytes(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(),
+        dict(plan=SMALL),
+        dict(plan=planned(STOCHASTIC, own="encoded", fusion_mb=1e-6), key=jax.random.key(5)),
+        dict(plan=cgx.TopK(0.1)),
+        dict(plan=cgx.PowerSGD(2)),
+        dict(plan=cgx.Raw()),
+        dict(plan=cgx.Plan(CODEC, min_size=0, rules=[("w2", cgx.Raw()), ("b1", cgx.Skip())])),
+        dict(plan=cgx.Plan(CODEC, min_size=0, rules=[("w1", cgx.MaxMin(8)), ("w2", STOCHASTIC)]), key=jax.random.key(7)),
+    ],
+    ids=str,
+)
+@CHECKS
+def test_feedback_as_at_the_end(check_vma, arguments):
+    for residuals in (RESIDUALS, WITHOUT_ONE):
+        way = steps(functools.partial(on_the_way, **arguments), check_vma, residuals)
+        end = steps(functools.partial(at_the_end, **arguments), check_vma, residuals)
+        assert_same(way, end)
+
+
+def test_feedback_of_a_gradient_from_outside():
+    """The rows of all ranks are differentiated together, and shard_map hands each rank its own."""
+
+    def of_a_rank(given, residuals, x):
+        mine = jax.tree.map(lambda r: r[0], residuals)
+        params = cgx.sync_in_backward({**PARAMS, **given}, "data", CODEC, carry=cgx.Carry(residuals=mine))
+        return lax.pmean(loss(params, x), "data")
+
+    around = jax.shard_map(of_a_rank, mesh=MESH, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    residuals = RESIDUALS
+    for x in BATCHES:
+        found = jax.jit(jax.grad(around, argnums=(0, 1)))(floats(PARAMS), residuals, x)
+        residuals = found[1]
+    assert_same(found, steps(on_the_way))
+
+
+def test_levels_with_remat():
+    """Two axes with a codec each, and jax.checkpoint around the loss."""
+    codecs = {"node": CODEC, "local": cgx.Raw()}
+    mesh = jax.make_mesh((2, 2), ("node", "local"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
+    both = P(("node", "local"))
+
+    def on_the_way(residuals, x):
+        def synchronised(given, residuals):
+            params = cgx.sync_in_backward(
+                {**PARAMS, **given}, ("node", "local"), codecs, carry=cgx.Carry(residuals=residuals)
+            )
+            return loss(params, x)
+
+        return jax.grad(jax.checkpoint(synchronised), argnums=(0, 1))(floats(PARAMS), residuals)
+
+    def at_the_end(residuals, x):
+        _, grads = cgx.local_value_and_grad(lambda g: loss({**PARAMS, **g}, x), ("node", "local"))(floats(PARAMS))
+        grads, new = cgx.compressed_pmean(
+            grads, ("node", "local"), codecs, carry=cgx.Carry(residuals=floats(residuals))
+        )
+        return grads, {**new.residuals, "z": None}
+
+    results = []
+    for gradients in (on_the_way, at_the_end):
+
+        def of_a_rank(residuals, x, gradients=gradients):
+            grads, new = gradients(jax.tree.map(lambda r: r[0], residuals), x)
+            return grads, jax.tree.map(lambda r: r[None], new)
+
+        step = jax.shard_map(of_a_rank, mesh=mesh, in_specs=(both, both), out_specs=(P(), both))
+        results.append(jax.jit(step)(RESIDUALS, BATCHES[0]))
+    assert_same(*results)
+
+
+def test_layers_in_a_loop():
+    """lax.scan hands each layer its residuals, and stacks the new ones."""
+    layers = jax.random.normal(jax.random.key(3), (3, 30, 30)) / 6
+    sync = functools.partial(cgx.sync_in_backward, axis_name="data", plan=CODEC)
+
+    def in_a_loop(residuals, x):
+        def layer(h, given):
+            w, r = given
+            return jnp.tanh(h @ sync(w, carry=cgx.Carry(residuals=r))), None
+
+        total = lambda layers, residuals: (lax.scan(layer, x, (layers, residuals))[0] ** 2).mean()
+        return jax.grad(total, argnums=(0, 1))(layers, residuals)
+
+    def one_by_one(residuals, x):
+        def total(layers, residuals):
+            each = [sync(w, carry=cgx.Carry(residuals=r)) for w, r in zip(layers, residuals)]
+            return (functools.reduce(lambda h, w: jnp.tanh(h @ w), each, x) ** 2).mean()
+
+        return jax.grad(total, argnums=(0, 1))(layers, residuals)
+
+    residuals = jnp.zeros((RANKS, *layers.shape))
+    loop, unrolled = (steps(f, residuals=residuals) for f in (in_a_loop, one_by_one))
+    for x, y in zip(loop, unrolled, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6)
+    assert np.abs(loop[1]).max() > 0
+
+
+def sent(jaxpr):
+    """Yields the shape of the first leaf of every exchange, in the order of the program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jaxcgx_psum":
+            yield eqn.outvars[0].aval.shape
+            continue
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from sent(inner)
+
+
+@pytest.mark.parametrize("order", [None, (0, 1, 2, 3), (2, 0, 3, 1), (1, 2, 0, 3)])
+def test_messages_are_sent_in_the_given_order(order):
+    gradients = functools.partial(on_the_way, order=order, plan=SMALL)
+    assert_same(steps(gradients), steps(functools.partial(at_the_end, plan=SMALL)))
+    program = jax.make_jaxpr(lambda r, x: gradients(r, x)[0], axis_env=[("data", RANKS)])(
+        jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0]
+    )
+    shapes = [x.shape for x in jax.tree.leaves(PARAMS)]
+    expected = [2, 1, 0] if order is None else [i for i in order if i != 3]
+    assert list(sent(program.jaxpr)) == [shapes[i] for i in expected]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import refused
 from helpers import assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -90,9 +90,6 @@ def test_codecs_by_axis_there_and_back():
     assert_same_bytes(
         grad(plan=cgx.Raw(), backward_plan=codecs), grad(plan={"a": cgx.Raw(), "b": cgx.Raw()}, backward_plan=codecs)
     )
-    words = says("compressed_all_gather", "backward_plan", expected="a codec for each axis where 'plan' has")
-    with raises(ValueError, words):
-        grad(plan=cgx.MaxMin(4), backward_plan=codecs)
 
 
 def test_leaders_are_of_hierarchies():
@@ -119,33 +116,6 @@ def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
     step = jax.shard_map(jax.grad(f), mesh=mesh(4), in_specs=P("a"), out_specs=P("a"))
     found = cgx.explain(step, jnp.ones(4 * 4096), show=False)
     assert [c.codec for c in found.collectives if c.dtype == "uint8"] == ["MaxMin(bits=4)"]
-
-
-def test_raw_plans_are_the_program_of_lax():
-    text = lambda f: (
-        jax.jit(jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P()))
-        .lower(jnp.ones((8, 2000)), jnp.ones((4, 7)))
-        .compile()
-        .as_text()
-    )
-    ops = lambda text: [
-        line.split(" = ")[1].split("metadata")[0].split("(")[0] for line in text.splitlines() if " = " in line
-    ]
-    plain = ops(text(lambda x, y: lax.pmean((x, y), "a")))
-    assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan(cgx.Raw())))) == plain
-    assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan.from_env(environ={})))) == plain
-
-
-def test_in_the_backward_pass():
-    t = tree(4)
-    del t["step"]
-
-    def loss(params, x):
-        params = cgx.sync_in_backward(params, "a", PLAN, key=KEY)
-        return sum((p * v).sum() for p, v in zip(jax.tree.leaves(params), jax.tree.leaves(x)))
-
-    f = lambda x: (jax.grad(loss)(jax.tree.map(jnp.zeros_like, x), x), cgx.compressed_pmean(x, "a", PLAN, key=KEY))
-    assert_trees(assert_same_bytes, *on_ranks(f, mesh(4))(t))
 
 
 def test_other_collectives_take_plans_and_transpose_by_them():
@@ -184,32 +154,13 @@ def test_keys():
     plan = cgx.Plan(
         cgx.MaxMin(4), rules=[cgx.Rule(STOCHASTIC, where=lambda path, leaf: path == "noise"), ("embed", cgx.MaxMin(8))]
     )
-    words = says("compressed_psum", "key", expected="a random key, because MaxMin(bits=4 draws random bits", got="None")
-    with raises(ValueError, words):
-        run(noisy, plan, None)
+    refused("compressed_psum", lambda: run(noisy, plan, None), ValueError, "key", "None")
     run(noisy, plan, KEY)
     stochastic_default = cgx.Plan(STOCHASTIC, rules=[("embed", cgx.MaxMin(8))])
     run(quiet, stochastic_default, None)
     run(quiet, stochastic_default, KEY)  # doesn't warn; a warning would be an error here
     with pytest.warns(UserWarning, match="draws no random numbers"):
         run(quiet, cgx.Plan(cgx.MaxMin(4)), KEY)
-
-
-@pytest.mark.parametrize(
-    "plan, words",
-    [
-        (cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))]), dict(expected="leaf", got="none for Rule(")),
-        (cgx.Plan(cgx.MaxMin(4), leader=True), dict(expected="leader=False", got="leader=True")),
-        (cgx.Plan({"b": cgx.MaxMin(4)}), dict(expected="codec axis 'a'", got="{'b'")),
-        (
-            cgx.Plan(cgx.MaxMin(4), schedule={"b": "ring"}),
-            dict(expected="schedule axis 'a'", got="{'b'", remedy="'a' missing 'b' not"),
-        ),
-    ],
-)
-def test_errors(plan, words):
-    with raises(ValueError, says("compressed_psum", "plan", **words)):
-        on_ranks(lambda x: cgx.compressed_psum(x, "a", plan), mesh(2))(normal((2, 40, 40), 0))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

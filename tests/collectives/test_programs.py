@@ -122,6 +122,8 @@ def test_raw_is_the_program_of_lax(check_vma):
     pairs = [
         (lambda t: cgx.compressed_psum(t, ("a", "b"), raw), lambda t: lax.psum(t, ("a", "b"))),
         (lambda t: cgx.compressed_pmean(t, "a", raw), lambda t: lax.pmean(t, "a")),
+        (lambda t: cgx.compressed_pmean(t, "a", cgx.Plan(raw)), lambda t: lax.pmean(t, "a")),
+        (lambda t: cgx.compressed_pmean(t, "a", cgx.Plan.from_env(environ={})), lambda t: lax.pmean(t, "a")),
         (
             lambda t: cgx.compressed_psum_scatter(t, "b", raw, scatter_dimension=1, tiled=True),
             lambda t: jax.tree.map(lambda x: lax.psum_scatter(x, "b", scatter_dimension=1, tiled=True), t),

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -112,8 +111,3 @@ def test_agreement_within_the_program():
 
     run = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=P(), out_specs=P()))
     assert run(jnp.ones(3)) == 1.0
-
-
-def test_unbound_axis():
-    with raises(NameError, says("check_replicas", "axis_name", expected="no axis 'data'")):
-        cgx.check_replicas(TREE, "data")

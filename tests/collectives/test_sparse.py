@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
 from helpers import assert_trees, planned
 from ranks import assert_same, mesh, on_ranks, twins, whole_numbers
 
@@ -171,22 +170,6 @@ def test_momentum_loses_what_is_sent(codec):
             assert 0 < (m == 0).sum() < m.size
 
 
-@pytest.mark.parametrize("leader", [False, True])
-def test_of_a_hierarchy_all_of_a_node_lose_what_the_node_sends(leader):
-    x, zero, ones = tree(2, 4), jax.tree.map(jnp.zeros_like, tree(2, 4)), jax.tree.map(jnp.ones_like, tree(2, 4))
-    run = on_ranks(
-        lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.Raw()}, momentum=m, leader=leader), mesh(2, 4)
-    )
-    _, after, momentum = run(x, zero, ones)
-    for name in x:
-        gone = np.asarray(after[name]).sum(1) == 0
-        something = np.asarray(x[name]).sum(1) != 0
-        for rank in range(4):
-            np.testing.assert_array_equal(
-                (np.asarray(momentum[name])[:, rank] == 0)[something], gone[something], err_msg=name
-            )
-
-
 def test_what_fills_up_a_share_is_not_sent():
     """10 elements are divided among 3 inner ranks. The last share has two elements and two places of padding zeros."""
     x = jnp.arange(1.0, 11.0).at[8:].set(jnp.array([50.0, 100.0])) * jnp.ones((2, 3, 1))
@@ -238,33 +221,3 @@ def test_nan_is_seen_and_kept_out_of_residuals():
     for way in WAYS.values():
         results, after = on_ranks(lambda x, e: psum(x, e, **way), mesh(2))(x, zero)
         assert np.isnan(np.asarray(results["flat"])[:, 5]).all() and all(np.isfinite(y).all() for y in after.values())
-
-
-def test_errors():
-    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
-
-    def call(**options):
-        return on_ranks(lambda x, e: psum(x, **{"residuals": e, **options}), mesh(2))(x, zero)
-
-    words = says(
-        "compressed_psum",
-        "plan",
-        expected='"two_shot" "one_shot" with TopK(ratio=0.05), whose sums grow',
-        got='"ring"',
-        remedy='pull="top"',
-    )
-    with raises(ValueError, words):
-        call(residuals=None, schedule="ring")
-    with raises(ValueError, says("compressed_psum_scatter", "plan", expected="sums grow")):
-        on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", planned(ALL, schedule="ring"), tiled=True), mesh(2))(
-            jnp.zeros((2, 600))
-        )
-    with raises(ValueError, says("compressed_psum", "carry.residuals", expected="tree momentum", got="None")):
-        call(residuals=None, momentum=x)
-    words = says(
-        "compressed_psum", "carry.momentum", at="leaf ['flat']", expected="None for a leaf whose every element is sent"
-    )
-    with raises(ValueError, words):
-        call(codec=cgx.MaxMin(4), momentum={"flat": jnp.zeros(3001), "small": None, "matrix": None})
-    with raises(ValueError, says("compressed_psum", "carry.momentum", at="leaf ['flat']", expected="float32[3001]")):
-        call(momentum={"flat": jnp.zeros(5), "small": None, "matrix": None})

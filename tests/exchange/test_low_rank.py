@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import as_bits, assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -393,92 +393,62 @@ def test_in_the_backward_pass():
 
 
 W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
+Q = jnp.ones((2, 40))
+FINE = cgx.MaxMin(4)
 
 
-@pytest.mark.parametrize(
-    ("f", "words"),
-    [
+def fed(factors, codec=CODEC):
+    return lambda x: cgx.compressed_psum(x, "a", codec, carry=cgx.Carry(factors=factors(x)))
+
+
+def scatter(plan=FINE, **options):
+    return lambda x: cgx.compressed_psum_scatter(x, "a", plan, tiled=True, **options)
+
+
+BAD_INPUT = {
+    "compressed_all_gather": [
+        (lambda x: cgx.compressed_all_gather(x, "a", CODEC), ValueError, "plan", "PowerSGD(rank=2)")
+    ],
+    "compressed_all_to_all": [
+        (lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, CODEC, tiled=True), ValueError, "plan", "PowerSGD(rank=2)")
+    ],
+    "compressed_psum_scatter": [
+        (scatter(cgx.Plan(CODEC)), ValueError, "plan", "PowerSGD(rank=2)"),
+        (scatter(backward_plan=CODEC), ValueError, "backward_plan", "PowerSGD(rank=2)"),
+    ],
+    "compressed_psum": [
         (
-            lambda x: cgx.compressed_all_gather(x, "a", CODEC),
-            says("compressed_all_gather", "plan", expected="codec array", got="PowerSGD(rank=2)"),
+            lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": FINE, "b": CODEC}),
+            ValueError,
+            "plan",
+            "it",
+            "jaxcgx.Raw()",
         ),
+        (fed(lambda x: [1]), ValueError, "carry.factors", "PyTreeDef([*])"),
+        (fed(lambda x: {"w": jnp.ones((3, 40)), "b": None}), ValueError, "carry.factors ['w']", "float32[3, 40]"),
+        (fed(lambda x: {"w": None, "b": jnp.ones((2, 3))}), ValueError, "carry.factors ['b']", "float32[2, 3]"),
+        (fed(lambda x: {"w": Q, "b": None}, FINE), ValueError, "carry.factors ['w']", "float32[2, 40]"),
         (
-            lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, CODEC, tiled=True),
-            says("compressed_all_to_all", "plan", expected="codec array", got="PowerSGD(rank=2)"),
-        ),
-        (
-            lambda x: cgx.compressed_psum_scatter(x, "a", cgx.Plan(CODEC), tiled=True),
-            says("compressed_psum_scatter", "plan", expected="codec array", got="PowerSGD(rank=2)"),
-        ),
-        (
-            lambda x: cgx.compressed_psum_scatter(x, "a", cgx.MaxMin(4), tiled=True, backward_plan=CODEC),
-            says("compressed_psum_scatter", "backward_plan", expected="codec array", got="PowerSGD(rank=2)"),
-        ),
-        (
-            lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.MaxMin(4), "b": CODEC}),
-            says(
-                "compressed_psum",
-                "plan",
-                expected="PowerSGD(rank=2) outermost axis",
-                got="it for an inner one",
-                remedy="jaxcgx.Raw()",
-            ),
-        ),
-        (
-            lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors=[1])),
-            says("compressed_psum", "carry.factors", expected="tree", got="PyTreeDef([*])"),
-        ),
-        (
-            lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors={"w": jnp.ones((3, 40)), "b": None})),
-            says(
-                "compressed_psum",
-                "carry.factors",
-                at="leaf ['w']",
-                expected="float32[2 40] float32[30 40]",
-                got="float32[3, 40]",
-            ),
-        ),
-        (
-            lambda x: cgx.compressed_psum(x, "a", CODEC, carry=cgx.Carry(factors={"w": None, "b": jnp.ones((2, 3))})),
-            says("compressed_psum", "carry.factors", at="leaf ['b']", expected="None float32[30]", got="float32[2, 3]"),
-        ),
-        (
-            lambda x: cgx.compressed_psum(
-                x, "a", cgx.MaxMin(4), carry=cgx.Carry(factors={"w": jnp.ones((2, 40)), "b": None})
-            ),
-            says(
-                "compressed_psum",
-                "carry.factors",
-                at="leaf ['w']",
-                expected="None float32[30 40]",
-                got="float32[2, 40]",
-            ),
-        ),
-        (
-            lambda x: cgx.compressed_psum(
-                x,
-                "a",
-                CODEC,
-                carry=cgx.Carry(factors={"w": lax.pcast(jnp.ones((2, 40)), "a", to="varying"), "b": None}),
-            ),
-            says(
-                "compressed_psum",
-                "carry.factors",
-                at="leaf ['w']",
-                expected="same rank",
-                got="one that varies over 'a'",
-            ),
+            fed(lambda x: {"w": Q + x["w"][:2], "b": None}),
+            ValueError,
+            "carry.factors ['w']",
+            "one that varies over 'a'",
         ),
     ],
-)
-def test_bad_input(f, words):
-    with raises(ValueError, words):
-        jax.eval_shape(
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_INPUT))
+def test_bad_input(row):
+    refused(
+        *row,
+        run=lambda given: jax.eval_shape(
             jax.shard_map(
-                lambda x: f(lax.pcast(x, ("a", "b"), to="varying")), mesh=mesh(2, 2), in_specs=P(), out_specs=P("a")
+                lambda x: given(lax.pcast(x, ("a", "b"), to="varying")), mesh=mesh(2, 2), in_specs=P(), out_specs=P("a")
             ),
             W,
-        )
+        ),
+    )
 
 
 def test_init_carry_of_no_codec():

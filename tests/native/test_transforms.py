@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import CODECS, KEY, Truncate, assert_same_bytes, assert_trees, custom_calls, each_codec, native_key, normal
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
@@ -353,25 +353,6 @@ def test_grad_inside_shard_map():
     x = normal((4, 60))
     run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P()))
     np.testing.assert_allclose(run(jnp.ones(60), x.reshape(240)), x.sum(0), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-def test_sharded_operands_under_jit(axis_type):
-    codec = cgx.MaxMin(4, 64)
-    m = mesh(4, axis_type)
-    x = normal((8, 60))
-    sharded = jax.device_put(x, NamedSharding(m, P("data")))
-    f = jax.jit(lambda x: cgx.roundtrip(x, codec))
-    with jax.set_mesh(m):
-        assert_same_bytes(np.asarray(f(sharded)), np.asarray(cgx.roundtrip(x, codec)))
-
-
-def test_vmap_with_an_axis_name():
-    codec = cgx.MaxMin(8, 64)
-    x = normal((4, 60))
-    f = jax.vmap(lambda x: lax.psum(cgx.roundtrip(x, codec), "i"), axis_name="i")
-    expected = sum(np.asarray(cgx.roundtrip(r, codec)) for r in x)
-    np.testing.assert_allclose(f(x)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_pmap():

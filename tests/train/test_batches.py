@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import refused, rows
 from helpers import assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,13 +17,6 @@ W = normal((8, 8), 1)
 BATCH = {"x": normal((16, 8), 2), "y": jnp.arange(16) % 8, "cw": jnp.arange(1.0, 9.0)}
 SPECS = {"x": P("data"), "y": P("data"), "cw": P()}
 EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
-ONE = says(
-    "train.step",
-    "batch",
-    expected="first dimension",
-    got="leaves ['cw'] of float32[8] and ['x'] of float32[16, 8]",
-    remedy="Sharding(batch=...) make_train_step",
-)
 
 
 def loss_fn(w, batch):
@@ -51,6 +44,10 @@ def step_of(loss=loss_fn, **options):
     return step
 
 
+def put(specs):
+    return {name: jax.device_put(BATCH[name], NamedSharding(EXPLICIT, specs[name])) for name in BATCH}
+
+
 def plain(batch, loss=loss_fn):
     value, grads = jax.value_and_grad(loss)(W, batch)
     return value, W - grads
@@ -68,27 +65,28 @@ def test_specs(accumulate):
 
 def test_types_say_it():
     """On an Explicit mesh, the types give the specs. Types that make no sense are an error."""
-    put = lambda specs: {name: jax.device_put(BATCH[name], NamedSharding(EXPLICIT, specs[name])) for name in BATCH}
     close(step_of(mesh=EXPLICIT, accumulate=2)(put(SPECS)), plain(BATCH))
-    with raises(ValueError, ONE):
-        step_of(mesh=EXPLICIT)(put(dict.fromkeys(SPECS, P())))
-    with raises(ValueError, says("train.step", "batch", expected="first how split", got="leaves ['x']")):
-        step_of(mesh=EXPLICIT)(put({**SPECS, "y": P()}))
 
 
-def test_arrays_that_are_not_all_split_along_their_first_dimension():
-    with raises(ValueError, ONE):
-        step_of()(BATCH)
-    turned = {"x": jax.device_put(BATCH["x"][:8], NamedSharding(mesh_of(4), P(None, "data")))}
-    words = says("train.step", "batch", at="leaf ['x']", expected="first", remedy="Sharding(batch=...)")
-    with raises(ValueError, words):
-        step_of()(turned)
-    key = jax.random.PRNGKey(0)
-    words = says("train.step", "batch", expected="first", got="leaves ['cw'] of float32[16]", remedy="jax.random.key")
-    with raises(ValueError, words):
-        step_of()({**BATCH, "cw": jnp.ones(16), "key": key})
-    with raises(ValueError, says("train.step", "batch", at="leaf ['x']", expected="4 evenly", got="float32[15, 8]")):
-        step_of()({"x": BATCH["x"][:15], "y": BATCH["y"][:15], "cw": 1.0})
+TURNED = {"x": jax.device_put(BATCH["x"][:8], NamedSharding(mesh_of(4), P(None, "data")))}
+WITH_KEY = {**BATCH, "cw": jnp.ones(16), "key": jax.random.PRNGKey(0)}
+FIFTEEN = {"x": BATCH["x"][:15], "y": BATCH["y"][:15], "cw": 1.0}
+TWO_SIZES = "leaves ['cw'] of float32[8] and ['x'] of float32[16, 8]"
+BAD_BATCHES = {
+    "train.step": [
+        (lambda: step_of()(BATCH), ValueError, "batch", TWO_SIZES, "Sharding(batch=...)"),
+        (lambda: step_of(mesh=EXPLICIT)(put(dict.fromkeys(SPECS, P()))), ValueError, "batch", TWO_SIZES),
+        (lambda: step_of(mesh=EXPLICIT)(put({**SPECS, "y": P()})), ValueError, "batch", "leaves ['x']"),
+        (lambda: step_of()(TURNED), ValueError, "batch ['x']", "", "Sharding(batch=...)"),
+        (lambda: step_of()(WITH_KEY), ValueError, "batch", "leaves ['cw'] of float32[16]", "jax.random.key"),
+        (lambda: step_of()(FIFTEEN), ValueError, "batch ['x']", "float32[15, 8]"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_BATCHES))
+def test_bad_batches(row):
+    refused(*row)
 
 
 @NESTED
@@ -97,11 +95,8 @@ def test_meshes_with_axes_of_both_types():
     kinds = AxisType.Auto, AxisType.Explicit
     loss = lambda w, x: ((x @ w) ** 2).mean()
     close(step_of(loss, mesh=mesh(*kinds), params=P(None, "model"))(BATCH["x"]), plain(BATCH["x"], loss))
-    words = says(
-        "make_train_step", "mesh_or_comm", expected="all Auto Explicit", got="one with 'model'", remedy="axis_types="
-    )
-    with raises(ValueError, words):
-        step_of(mesh=mesh(*kinds[::-1]), params=P(None, "model"))
+    turned = lambda: step_of(mesh=mesh(*kinds[::-1]), params=P(None, "model"))
+    refused("make_train_step", turned, ValueError, "mesh_or_comm", "one with 'model'", "axis_types=")
 
 
 @NESTED
@@ -113,19 +108,19 @@ def test_a_model_axis_with_a_schedule_of_plans_or_micro_batches(kind, options):
     close(step_of(loss, mesh=mesh, params=P(None, "model"), **options)(BATCH["x"]), plain(BATCH["x"], loss))
 
 
-@pytest.mark.parametrize(
-    ("specs", "error", "words"),
-    [
-        ("data", TypeError, dict(expected="PartitionSpec tree", got="'data'")),
-        (P("model"), ValueError, dict(expected="'data'", got="'model'")),
-        ({"x": P("data")}, ValueError, dict(expected="tree batch", got="{'x'")),
-        (P(None, None, "data"), ValueError, dict(at="leaf ['cw']", expected="at most 1 dimensions")),
-    ],
-    ids=str,
-)
-def test_bad_specs(specs, error, words):
-    with raises(error, says("make_train_step", "sharding.batch", **words)):
-        step_of(batch=specs)(BATCH)
+BAD_SPECS = {
+    "make_train_step": [
+        ("data", TypeError, "sharding.batch", "'data'"),
+        (P("model"), ValueError, "sharding.batch", "'model'"),
+        ({"x": P("data")}, ValueError, "sharding.batch", "{'x'"),
+        (P(None, None, "data"), ValueError, "sharding.batch ['cw']"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_SPECS))
+def test_bad_specs(row):
+    refused(*row, run=lambda given: step_of(batch=given)(BATCH))
 
 
 MASK = jnp.linspace(0.1, 1.0, 16).at[jnp.array([0, 1, 5, *range(11, 16)])].set(0.0)  # the last rank has no weight
@@ -167,21 +162,18 @@ def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
     close((state.model_state, metrics.aux["mean"]), (2 * batch["x"].mean(), masked(batch)))
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "words"),
-    [
-        (
-            lambda w, x: (w.sum(), jnp.abs(w).sum()),
-            ValueError,
-            dict(expected="weight parameters", got="one", remedy="jax.lax.stop_gradient"),
-        ),
-        (lambda w, x: (x @ w).mean(), ValueError, dict(expected="((sum, weight))", got="one")),
-        (lambda w, x: ((x @ w).sum(), x), TypeError, dict(expected="weight number", got="float32[4, 8]")),
-    ],
-)
-def test_bad_weights(loss, error, words):
-    with raises(error, says("make_train_step", "loss_fn", **words)):
-        step_of(loss, weighted=True)(BATCH["x"])
+BAD_WEIGHTS = {
+    "make_train_step": [
+        (lambda w, x: (w.sum(), jnp.abs(w).sum()), ValueError, "loss_fn", "one", "jax.lax.stop_gradient"),
+        (lambda w, x: (x @ w).mean(), ValueError, "loss_fn", "one"),
+        (lambda w, x: ((x @ w).sum(), x), TypeError, "loss_fn", "float32[4, 8]"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_WEIGHTS))
+def test_bad_weights(row):
+    refused(*row, run=lambda given: step_of(given, weighted=True)(BATCH["x"]))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -222,24 +214,22 @@ def test_a_batch_dimension_is_told_from_another():
     assert traces == [4, 8]
 
 
-@pytest.mark.parametrize(
-    ("found", "specs", "argument", "words"),
-    [
-        (lambda y: (y == 0).sum(), None, "loss_fn", dict(expected="floating", got="int32[]", remedy="mean aux_specs")),
-        (len, None, "loss_fn", dict(expected="floating", got="int32[]")),
-        (
-            lambda y: y.reshape(4),
-            None,
-            "loss_fn",
-            dict(expected="any number", got="one that fails", remedy="sizes shapes"),
-        ),
-        (lambda y: y, "max", "aux_specs", dict(expected="'mean' 'sum' 'first' PartitionSpec", got="'max'")),
-        (lambda y: y, {"y": "sum"}, "aux_specs", dict(expected="tree outputs", got="{'y': 'sum'}")),
-    ],
-    ids=["sum", "len", "size", "word", "tree"],
-)
-def test_auxiliary_outputs_that_are_refused(found, specs, argument, words):
-    loss = lambda w, y: (w.sum() * y.mean(), found(y.astype(jnp.int32)))
-    with raises(ValueError, says("make_train_step", argument, **words)):
-        train = make(loss, has_aux=True, aux_specs=specs)
+BAD_AUX = {
+    "make_train_step": [
+        ((lambda y: (y == 0).sum(), None), ValueError, "loss_fn", "int32[]", "aux_specs"),
+        ((len, None), ValueError, "loss_fn", "int32[]"),
+        ((lambda y: y.reshape(4), None), ValueError, "loss_fn", "one that fails", "shapes"),
+        ((lambda y: y, "max"), ValueError, "aux_specs", "'max'"),
+        ((lambda y: y, {"y": "sum"}), ValueError, "aux_specs", "{'y': 'sum'}"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_AUX))
+def test_auxiliary_outputs_that_are_refused(row):
+    def step(given):
+        loss = lambda w, y: (w.sum() * y.mean(), given[0](y.astype(jnp.int32)))
+        train = make(loss, has_aux=True, aux_specs=given[1])
         train.step(train.init(W), BATCH["y"].astype(jnp.float32))
+
+    refused(*row, run=step)

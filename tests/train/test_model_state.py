@@ -1,13 +1,11 @@
 """Tests make_train_step with a model's state: batch statistics, counters and streams of random keys."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import refused, rows
 from helpers import assert_same_trees, assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -240,40 +238,62 @@ def test_counters_of_each_rank():
     assert state.model_state.rows.tolist() == [6] * 4
 
 
-@pytest.mark.parametrize(
-    ("new", "words"),
-    [
-        (lambda s: {**s, "more": s["a"]}, dict(expected="state", got="with ['more'] more")),
-        (lambda s: {"b": s["b"]}, dict(expected="state", got="without ['a']")),
-        (lambda s: {**s, "a": jnp.zeros(3)}, dict(at="leaf ['a']", expected="float32[2]", got="float32[3]")),
-        (lambda s: {**s, "b": s["b"] + 0.5}, dict(at="leaf ['b']", expected="int32[]", got="float32[]")),
+ANOTHER_STATE = {
+    "make_train_step": [
+        (lambda s: {**s, "more": s["a"]}, ValueError, "loss_fn", "with ['more'] more"),
+        (lambda s: {"b": s["b"]}, ValueError, "loss_fn", "without ['a']"),
+        (lambda s: {**s, "a": jnp.zeros(3)}, ValueError, "loss_fn ['a']", "float32[3]"),
+        (lambda s: {**s, "b": s["b"] + 0.5}, ValueError, "loss_fn ['b']", "float32[]"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(ANOTHER_STATE))
+def test_another_state(row):
+    def step(new):
+        train = make(lambda w, state, x: ((x @ w).mean(), new(state)), 2)
+        with jax.numpy_dtype_promotion("standard"):
+            jax.eval_shape(train.step, train.init(W, {"a": jnp.zeros(2), "b": 0}), X)
+
+    refused(*row, run=step)
+
+
+def per_rank():
+    """Returns a step of two ranks, and its first state."""
+    train = make(ranks=2, mode="per_rank")
+    return train, train.init(W, STATE)
+
+
+def step_from(rows):
+    train, state = per_rank()
+    train.step(state.replace(model_state=rows), X)
+
+
+def of_four():
+    return jax.device_get(make(mode="per_rank").init(W, {"mean": jnp.zeros(30)}).model_state)
+
+
+def without_a_state():
+    alone = make(lambda *_: jnp.zeros(()), 2)
+    alone.step(alone.init(W, STATE), X)
+
+
+ERRORS = {
+    "make_train_step": [
+        (lambda: make(mode="all"), ValueError, "model_state", "'all'"),
+        (without_a_state, ValueError, "loss_fn", "one"),
     ],
-    ids=["more", "less", "shape", "dtype"],
-)
-def test_another_state(new, words):
-    train = make(lambda w, state, x: ((x @ w).mean(), new(state)), 2)
-    with raises(ValueError, says("make_train_step", "loss_fn", **words)), jax.numpy_dtype_promotion("standard"):
-        jax.eval_shape(train.step, train.init(W, {"a": jnp.zeros(2), "b": 0}), X)
+    "train.init": [
+        (lambda: make(mode=None).init(W, STATE), ValueError, "model_state", "one", 'model_state="mean"'),
+        (lambda: make().init(W), ValueError, "model_state", "none", "init(params, state)"),
+    ],
+    "train.step": [
+        (lambda: step_from(STATE), ValueError, "state", "dict"),
+        (lambda: step_from(of_four()), ValueError, "state .rows['mean']", "float32[4, 30]", "jaxcgx.reshard_state"),
+    ],
+}
 
 
-def test_errors():
-    of_two = functools.partial(make, ranks=2)
-    with raises(ValueError, says("make_train_step", "model_state", expected="'mean' 'per_rank'", got="'all'")):
-        of_two(mode="all")
-    with raises(ValueError, says("train.init", "model_state", expected="none", got="one", remedy='model_state="mean"')):
-        of_two(mode=None).init(W, STATE)
-    words = says("train.init", "model_state", expected="state", got="none", remedy="init(params, state)")
-    with raises(ValueError, words):
-        of_two().init(W)
-    train, of_four = of_two(mode="per_rank"), make(mode="per_rank").init(W, {"mean": jnp.zeros(30)})
-    state = train.init(W, STATE)
-    with raises(ValueError, says("train.step", "state", expected="PerRank init", got="dict")):
-        train.step(state.replace(model_state=STATE), X)
-    rows = says(
-        "train.step", "state", "leaf .rows['mean']", "2 rows rank", "float32[4, 30]", remedy="jaxcgx.reshard_state"
-    )
-    with raises(ValueError, rows):
-        train.step(state.replace(model_state=jax.device_get(of_four.model_state)), X)
-    alone = of_two(lambda *_: jnp.zeros(()))
-    with raises(ValueError, says("make_train_step", "loss_fn", expected="(loss, model state)", got="one")):
-        alone.step(alone.init(W, STATE), X)
+@pytest.mark.parametrize("row", rows(ERRORS))
+def test_errors(row):
+    refused(*row)

@@ -88,7 +88,7 @@ MODES = {
     "feedback": dict(plans={0: PLAN}),
     "overflow": dict(plans={0: PLAN}, schedule="one_shot", nesterov=True, weight_decay=0.25, **MOVING),
     "skip": dict(plans={0: PLAN}, own="encoded", skip_nonfinite=True, reset_every=4, **MOVING),
-    "schedule": dict(plans=PLANS, beta=0.5, **MOVING),
+    "schedule": dict(plans=PLANS, beta=0.25, **MOVING),
 }
 LOSSY = cgx.Micro("mxfp4")  # its scales are powers of two, so its sums are exact
 WAYS = {

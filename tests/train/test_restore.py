@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import assert_same_trees, assert_trees
 from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, X, loss_fn, mesh_of
@@ -199,61 +199,27 @@ def bare(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-TEMPLATE, PATH = ("restore_state", "template"), ("restore_state", "path")
-WIDE = dict(PARAMS, b=jnp.zeros(41))
+def other_residuals(path, t):
+    return restore(path, t.replace(exchange=make(2).init(WIDE).exchange))
 
 
-@pytest.mark.parametrize(
-    ("restore", "error", "words"),
-    [
-        (
-            lambda path, t: cgx.restore_state(path / "none", t),
-            FileNotFoundError,
-            says(*PATH, expected="folder Orbax", remedy="CheckpointManager"),
-        ),
-        (lambda path, t: cgx.restore_state(path.parent, t), FileNotFoundError, says(*PATH, expected="folder Orbax")),
-        (
-            lambda path, t: cgx.restore_state(path, PARAMS),
-            TypeError,
-            says(*TEMPLATE, expected="tree state", got="a dict", remedy="train.init per_rank 'sum'"),
-        ),
-        (
-            lambda path, t: cgx.restore_state(path, t.exchange),
-            ValueError,
-            says(*TEMPLATE, expected="leaf 'exchange/own/momentum/b'", got="none"),
-        ),
-        (
-            lambda path, t: cgx.restore_state(path, t.replace(pending=3)),
-            ValueError,
-            says(*TEMPLATE, at="leaf .pending", expected="leaves 'exchange/own/momentum/b'", got="another"),
-        ),
-        (
-            lambda path, t: cgx.restore_state(path, t.replace(params={**t.params, "b": WIDE["b"]})),
-            ValueError,
-            says(*TEMPLATE, at="leaf .params['b']", expected="[40]", got="float32[41]"),
-        ),
-        (
-            lambda path, t: cgx.restore_state(path, t.replace(exchange=make(2).init(WIDE).exchange)),
-            ValueError,
-            says(*TEMPLATE, at="leaf .exchange.own.residuals['b']", expected="[4, 40]", got="float32[2, 41]"),
-        ),
-        (
-            lambda path, t: cgx.restore_state(path, jax.tree.map(bare, t)),
-            ValueError,
-            says(*TEMPLATE, at="leaf .params['b']", expected="jax.ShapeDtypeStruct sharding", remedy="init"),
-        ),
-        (
-            lambda path, t: cgx.restore_state(path, t, per_rank={"nothing": "sum"}),
-            ValueError,
-            says("restore_state", "per_rank", expected="paths", got="'nothing'"),
-        ),
-        (
-            lambda path, t: cgx.restore_state(path, t, per_rank={"b": "max"}),
-            ValueError,
-            says("restore_state", "per_rank", expected="'sum' 'mean'", got="'max'"),
-        ),
-    ],
-)
-def test_errors(four, restore, error, words):
-    with raises(error, words):
-        restore(four[1], make(2).init(PARAMS))
+WIDE, restore = dict(PARAMS, b=jnp.zeros(41)), cgx.restore_state
+ERRORS = {
+    "restore_state": [
+        (lambda path, t: cgx.restore_state(path / "none", t), FileNotFoundError, "path", "", "CheckpointManager"),
+        (lambda path, t: cgx.restore_state(path.parent, t), FileNotFoundError, "path"),
+        (lambda path, t: restore(path, PARAMS), TypeError, "template", "a dict", "train.init"),
+        (lambda path, t: restore(path, t.exchange), ValueError, "template", "none"),
+        (lambda path, t: restore(path, t.replace(pending=3)), ValueError, "template .pending", "another"),
+        (lambda path, t: restore(path, t.replace(params=WIDE)), ValueError, "template .params['b']", "float32[41]"),
+        (other_residuals, ValueError, "template .exchange.own.residuals['b']", "float32[2, 41]"),
+        (lambda path, t: restore(path, jax.tree.map(bare, t)), ValueError, "template .params['b']", "", "init"),
+        (lambda path, t: restore(path, t, per_rank={"nothing": "sum"}), ValueError, "per_rank", "'nothing'"),
+        (lambda path, t: restore(path, t, per_rank={"b": "max"}), ValueError, "per_rank", "'max'"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(ERRORS))
+def test_errors(four, row):
+    refused(*row, run=lambda given: given(four[1], make(2).init(PARAMS)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import refused, rows
 from helpers import assert_same_bytes
 from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, local_step, loss_fn, mesh_of, on_mesh, place
@@ -46,57 +46,45 @@ def test_specs_through_any_nesting():
     assert cgx.state_specs(state, ["node", "local"])[1].own.momentum["w"] == P(("node", "local"))
 
 
-@pytest.mark.parametrize(
-    ("wrap", "name"),
-    [
-        (lambda inner: optax.MultiSteps(inner, 2), "MultiSteps"),
-        (lambda inner: optax.apply_if_finite(inner, 5), "apply_if_finite"),
+CLIP = optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
+FIRST = cgx.compress_gradients("data", CODEC, axis_size=4)
+
+
+def specs_of(optimizer):
+    return cgx.state_specs((optimizer.init(PARAMS), ()), "data")
+
+
+ERRORS = {
+    "state_specs": [
+        (lambda: specs_of(optax.MultiSteps(compressed(4), 2)), ValueError, "opt_state", "it around", "optax.chain("),
+        (
+            lambda: specs_of(optax.apply_if_finite(compressed(4), 5)),
+            ValueError,
+            "opt_state",
+            "it around",
+            "optax.chain(",
+        ),
+        # Its state would differ between ranks, and no spec would say so.
+        (lambda: specs_of(optax.chain(CLIP, optax.trace(0.9), FIRST)), ValueError, "opt_state", "TraceState before it"),
     ],
-    ids=["MultiSteps", "apply_if_finite"],
-)
-def test_what_must_stand_behind(wrap, name):
-    state = wrap(compressed(4)).init(PARAMS)
-    words = says(
-        "state_specs",
-        "opt_state",
-        expected=f"optax.{name} behind compress_gradients, where gradients are the same on every rank",
-        got="it around",
-        remedy=f"write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))",
-    )
-    with raises(ValueError, words):
-        cgx.state_specs((state, ()), "data")
+    "reshard_state": [
+        (lambda: cgx.reshard_state(FIRST.init(PARAMS), 0), ValueError, "new_size", "0"),
+        (lambda: cgx.reshard_state(FIRST.init(PARAMS), -1), ValueError, "new_size", "-1"),
+        (lambda: cgx.reshard_state(FIRST.init(PARAMS), 2.0), TypeError, "new_size", "2.0"),
+        (lambda: cgx.reshard_state(FIRST.init(PARAMS), True), TypeError, "new_size", "True"),
+        (lambda: cgx.reshard_state(FIRST.init(PARAMS), None), TypeError, "new_size", "None"),
+    ],
+}
 
 
-def test_what_must_not_stand_before():
-    """Its state would differ between ranks, and no spec would say so."""
-    trace, clip = optax.trace(0.9), optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
-    state = optax.chain(clip, trace, cgx.compress_gradients("data", CODEC, axis_size=4), optax.sgd(0.1)).init(PARAMS)
-    words = says(
-        "state_specs",
-        "opt_state",
-        expected="transformations with a state like the gradients behind compress_gradients, where gradients are the "
-        "same on every rank",
-        got="TraceState before it",
-        remedy="put it behind",
-    )
-    with raises(ValueError, words):
-        cgx.state_specs(state, "data")
-    fine = optax.chain(clip, cgx.compress_gradients("data", CODEC, axis_size=4), trace).init(PARAMS)
+@pytest.mark.parametrize("row", rows(ERRORS))
+def test_errors(row):
+    refused(*row)
+
+
+def test_what_may_stand_before():
+    fine = optax.chain(CLIP, FIRST, optax.trace(0.9)).init(PARAMS)
     assert cgx.state_specs((PARAMS, fine), "data")[1][1].own.residuals["w"] == P(("data",))
-
-
-@pytest.mark.parametrize(
-    "plan", [CODEC, cgx.Plan(CODEC, [("w", cgx.MaxMin(4))], min_size=0, skip_1d=False)], ids=["codec", "plan"]
-)
-def test_optax_maps_over_the_state(plan):
-    """optax's map treats the state per rank like parameters, and gives the specs of state_specs."""
-    optimizer = compressed(4, plan, optax.adam(1e-2))
-    state = optimizer.init(PARAMS)
-    found = optax.tree_map_params(optimizer, lambda x: x + 1, state, transform_non_params=lambda x: x)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    np.testing.assert_array_equal(found[1][0].mu["w"], 1 + state[1][0].mu["w"])
-    np.testing.assert_array_equal(found[0].own.residuals["w"], 1 + state[0].own.residuals["w"])
-    assert found[0].shared.count == 0
 
 
 @pytest.mark.parametrize("kind", ["sharded", "numpy"])
@@ -155,11 +143,3 @@ def test_sixteen_bit_momentum_keeps_its_dtype():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     state = cgx.compress_gradients("data", cgx.Momentum(CODEC), axis_size=4).init(params)
     assert cgx.reshard_state(state, 3).own.momentum["w"].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("size", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError), (None, TypeError)]
-)
-def test_bad_sizes(size, error):
-    with raises(error, says("reshard_state", "new_size", expected="positive integer")):
-        cgx.reshard_state(compressed(4).init(PARAMS), size)

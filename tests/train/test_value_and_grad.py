@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import assert_same_trees, assert_trees, normal, sent
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -514,7 +514,8 @@ def test_skipped_leaves(kind):
     plan = cgx.Plan(cgx.MaxMin(8), [("^frozen$", cgx.Skip())])
     f = cgx.value_and_grad(loss, "data", cgx.Feedback(plan), mesh=mesh)
     (value, grads), state = f(params, place(mesh, X), state=f.init(params))
-    assert state.own.residuals["frozen"] is None and state.own.residuals["w"].any()
+    assert f.init(params).own.residuals["frozen"] is state.own.residuals["frozen"] is None
+    assert state.own.residuals["w"].any()
     stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
     expected = jax.value_and_grad(stopped)(params, X)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
@@ -587,118 +588,6 @@ def test_explain_counts_what_is_saved():
     assert {leaf.path for leaf in found.raw} == {"['b']"}  # the path in the argument, which a plan's rules see
 
 
-def fed(plan, ranks=RANKS):
-    return cgx.value_and_grad(loss_fn, "data", cgx.Feedback(plan), mesh=mesh_of(AxisType.Auto, ("data", ranks)))
-
-
-def split_by(**specs):
-    return cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto), **specs)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (
-            lambda f, x: f(PARAMS, x, jnp.zeros(8)),
-            ValueError,
-            says("value_and_grad", "batch_specs", expected="not split like the others", got="none", remedy="P()"),
-        ),
-        (
-            lambda f, x: f(PARAMS, x[:22]),
-            ValueError,
-            says("value_and_grad", "batch_specs", at="leaf [0][0]", expected="evenly", got="float32[22, 30]"),
-        ),
-        (
-            lambda f, x: f(PARAMS),
-            ValueError,
-            says(
-                "value_and_grad",
-                "batch_specs",
-                expected="argument split",
-                got="none",
-                remedy="pass the batch as an argument",
-            ),
-        ),
-        (
-            lambda f, x: f(place(mesh_of(AxisType.Auto), jnp.ones(8)), x),
-            ValueError,
-            says(
-                "value_and_grad",
-                "params",
-                at="leaf [0]",
-                expected="whole 'data'",
-                got="one sharded",
-                remedy="docs/fsdp.md",
-            ),
-        ),
-        (
-            lambda f, x: fed(CODEC)(PARAMS, x, state=fed(CODEC, 8).init(PARAMS)),
-            ValueError,
-            says(
-                "value_and_grad",
-                "state",
-                at="leaf .own.residuals['b']",
-                expected=f"float32[{RANKS} 40]",
-                got="float32[8, 40]",
-                remedy="init(params) jaxcgx.restore_state",
-            ),
-        ),
-        (
-            lambda f, x: fed(cgx.Plan(CODEC, rules=[("none", CODEC)])).init(PARAMS),
-            ValueError,
-            says("Feedback", "plan", expected="leaf every rule", got="none"),
-        ),
-        (
-            lambda f, x: fed(CODEC)(PARAMS, x),
-            ValueError,
-            says("value_and_grad", "state", expected="init(params)", got="none"),
-        ),
-        (
-            lambda f, x: split_by(batch_specs=P("model"))(PARAMS, x),
-            ValueError,
-            says("value_and_grad", "batch_specs", at="leaf [0][0]", expected="over 'data'", got="'model'"),
-        ),
-        (
-            lambda f, x: split_by(batch_specs=P(None, None, "data"))(PARAMS, x),
-            ValueError,
-            says("value_and_grad", "batch_specs", at="leaf [0][0]", expected="at most 2", got="P"),
-        ),
-        (
-            lambda f, x: split_by(param_specs={"w": P()})(PARAMS, x),
-            ValueError,
-            says("value_and_grad", "param_specs", expected="tree like the parameters", got="[{'w'"),
-        ),
-        (
-            lambda f, x: split_by(param_specs=P("data"))(PARAMS, x),
-            ValueError,
-            says("value_and_grad", "param_specs", at="leaf [0]['b']", expected="no axis", got="'data'"),
-        ),
-        (
-            lambda f, x: f(PARAMS, x, state=PARAMS),
-            ValueError,
-            says("value_and_grad", "state", expected="none plan alone", got="some", remedy="jaxcgx.Feedback(plan)"),
-        ),
-    ],
-    ids=[
-        "two sizes",
-        "uneven",
-        "nothing is split",
-        "sharded parameters",
-        "rows of residuals",
-        "rules",
-        "no state",
-        "axis of a batch",
-        "dimensions of a batch",
-        "tree of specs",
-        "axis of parameters",
-        "state",
-    ],
-)
-def test_bad_calls(call, error, words):
-    with raises(error, words):
-        call(cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto)), X)
-
-
 def test_what_a_loss_closes_over_does_not_fit_to_its_part():
     """JAX's error says that shapes differ, and a note adds the reason."""
     closing = lambda p, x: ((errors_of(p, x) - X[:, :1]) ** 2).mean()
@@ -707,81 +596,98 @@ def test_what_a_loss_closes_over_does_not_fit_to_its_part():
     assert re.search("gets a rank's part .* must be an argument", " ".join(caught.value.__notes__))
 
 
-def test_bad_arguments():
-    mesh = mesh_of(AxisType.Auto)
-    with raises(TypeError, says("value_and_grad", "exchange", expected="codec", got="4")):
-        cgx.value_and_grad(loss_fn, "data", 4)
-    with raises(ValueError, says("value_and_grad", "mesh", expected="a mesh", got="None", remedy="jax.set_mesh")):
-        jax.jit(cgx.value_and_grad(loss_fn, "data", CODEC))(PARAMS, X)
-    with raises(ValueError, says("value_and_grad", "axis_name", expected="'data'", got="'model'")):
-        cgx.value_and_grad(loss_fn, "model", CODEC, mesh=mesh)(PARAMS, X)
-    with raises(ValueError, says("value_and_grad", "argnums", expected="positions", got="3")):
-        cgx.value_and_grad(loss_fn, "data", CODEC, argnums=3, mesh=mesh)(PARAMS, X)
-    with raises(ValueError, says("value_and_grad", "loss_fn", expected="(sum weight)")):
-        cgx.value_and_grad(loss_fn, "data", CODEC, weighted=True, mesh=mesh)(PARAMS, X)
-    with raises(
-        ValueError,
-        says(
-            "value_and_grad",
-            "loss_fn",
-            at="leaf [0]['n']",
-            expected="floating point",
-            got="int32[]",
-            remedy="aux_specs",
+def asked(fun=loss_fn, axis="data", plan=CODEC, params=PARAMS, batch=(X,), given=None, **options):
+    f = cgx.value_and_grad(fun, axis, plan, mesh=mesh_of(AxisType.Auto), **options)
+    return f(params, *batch, **given or {})
+
+
+def first(exchange, ranks=RANKS):
+    """Returns a first state."""
+    return cgx.value_and_grad(loss_fn, "data", exchange, mesh=mesh_of(AxisType.Auto, ("data", ranks))).init(PARAMS)
+
+
+def constrained(sharding):
+    loss = lambda p, x: loss_fn(p, lax.with_sharding_constraint(x, sharding))
+    return jax.jit(lambda x: asked(loss, batch=(x,))).trace(X)
+
+
+def closing_over_shards():
+    inner = lambda x: lambda p, y: ((x @ p["w"]) * y[:, :1]).mean()
+    outer = lambda x, y: cgx.value_and_grad(inner(x), "data", CODEC)(PARAMS, y)
+    jax.jit(outer).trace(*place(mesh_of(AxisType.Explicit), (X, X)))
+
+
+FED, UNUSED = cgx.Feedback(CODEC), cgx.Feedback(cgx.Plan(CODEC, rules=[("none", CODEC)]))
+SHARDED = place(mesh_of(AxisType.Auto), jnp.ones(8))
+EIGHT = dict(plan=FED, given=dict(state=first(FED, 8)))
+pair = lambda p, x: (loss_fn(p, x), 1.0)
+vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
+matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
+counted = lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()})
+BAD_CALLS = {
+    "value_and_grad": [
+        (lambda: asked(plan=4), TypeError, "exchange", "4"),
+        (
+            lambda: jax.jit(cgx.value_and_grad(loss_fn, "data", CODEC))(PARAMS, X),
+            ValueError,
+            "mesh",
+            "None",
+            "jax.set_mesh",
         ),
-    ):
-        cgx.value_and_grad(lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()}), "data", CODEC, has_aux=True, mesh=mesh)(
-            PARAMS, X
-        )
-    with raises(ValueError, says("value_and_grad", "loss_fn", expected="(sum weight) two scalars")):
-        vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
-        cgx.value_and_grad(vectors, "data", CODEC, weighted=True, mesh=mesh)(PARAMS, X)
-    with raises(ValueError, says("value_and_grad", "argnums", expected="floating point", got="'int'", remedy="float")):
-        cgx.value_and_grad(lambda w, x: (w * x).mean(), "data", CODEC, mesh=mesh)(2, X)
-    pair = lambda p, x: (loss_fn(p, x), 1.0)
-    for fun, options, words in (
-        (pair, {}, dict(expected="returns a loss", got="one that returns a pair", remedy="weighted=True has_aux=True")),
-        (loss_fn, {"has_aux": True}, dict(expected="(loss, aux)", remedy="leave out has_aux")),
-        (lambda p, x: (pair(p, x), x), {"has_aux": True}, dict(expected="returns a loss", remedy="weighted=True")),
-    ):
-        with raises(ValueError, says("value_and_grad", "loss_fn", **words)):
-            cgx.value_and_grad(fun, "data", CODEC, mesh=mesh, **options)(PARAMS, X)
-    with raises(TypeError, says("value_and_grad", "argnums", expected="a position", got="'w'")):
-        cgx.value_and_grad(loss_fn, "data", CODEC, argnums="w")
-    with raises(ValueError, says("value_and_grad", "loss_fn", expected="no sharding constraint", got="one")):
-        matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
-        cgx.value_and_grad(matmul, "data", CODEC, mesh=mesh)(PARAMS, X)
-    for sharding in (P("data"), NamedSharding(mesh, P("data"))):
-        constrained = lambda p, x, sharding=sharding: loss_fn(p, lax.with_sharding_constraint(x, sharding))
-        step = jax.jit(cgx.value_and_grad(constrained, "data", CODEC, mesh=mesh))
-        with raises(ValueError, says("value_and_grad", "loss_fn", expected="no sharding constraint", got="one")):
-            step.trace(PARAMS, X)
-    explicit = mesh_of(AxisType.Explicit)
-    with raises(ValueError, says("value_and_grad", "loss_fn", expected="sharded as an argument", remedy="pass it")):
-        closing = lambda x, y: cgx.value_and_grad(lambda p, y: ((x @ p["w"]) * y[:, :1]).mean(), "data", CODEC)(
-            PARAMS, y
-        )
-        jax.jit(closing).trace(*place(explicit, (X, X)))
+        (lambda: asked(axis="model"), ValueError, "axis_name", "'model'"),
+        (lambda: asked(argnums=3), ValueError, "argnums", "3"),
+        (lambda: asked(argnums="w"), TypeError, "argnums", "'w'"),
+        (lambda: asked(lambda w, x: (w * x).mean(), params=2), ValueError, "argnums", "'int'", "float"),
+        (lambda: asked(weighted=True), ValueError, "loss_fn"),
+        (lambda: asked(vectors, weighted=True), ValueError, "loss_fn"),
+        (lambda: asked(counted, has_aux=True), ValueError, "loss_fn [0]['n']", "int32[]", "aux_specs"),
+        (lambda: asked(pair), ValueError, "loss_fn", "one that returns a pair", "weighted=True has_aux=True"),
+        (lambda: asked(has_aux=True), ValueError, "loss_fn", "", "has_aux"),
+        (lambda: asked(lambda p, x: (pair(p, x), x), has_aux=True), ValueError, "loss_fn", "", "weighted=True"),
+        (lambda: asked(matmul), ValueError, "loss_fn", "one"),
+        (lambda: constrained(P("data")), ValueError, "loss_fn", "one"),
+        (lambda: constrained(NamedSharding(mesh_of(AxisType.Auto), P("data"))), ValueError, "loss_fn", "one"),
+        (closing_over_shards, ValueError, "loss_fn", "", "pass"),
+        (lambda: asked(batch=(X, jnp.zeros(8))), ValueError, "batch_specs", "none", "P()"),
+        (lambda: asked(batch=(X[:22],)), ValueError, "batch_specs [0][0]", "float32[22, 30]"),
+        (lambda: asked(batch=()), ValueError, "batch_specs", "none", "argument"),
+        (lambda: asked(params=SHARDED), ValueError, "params [0]", "one sharded", "docs/fsdp.md"),
+        (lambda: asked(plan=FED), ValueError, "state", "none"),
+        (lambda: asked(**EIGHT), ValueError, "state .own.residuals['b']", "float32[8, 40]", "jaxcgx.restore_state"),
+        (lambda: asked(given=dict(state=PARAMS)), ValueError, "state", "some", "jaxcgx.Feedback(plan)"),
+        (lambda: asked(batch_specs=P("model")), ValueError, "batch_specs [0][0]", "'model'"),
+        (lambda: asked(batch_specs=P(None, None, "data")), ValueError, "batch_specs [0][0]", "P"),
+        (lambda: asked(param_specs={"w": P()}), ValueError, "param_specs", "[{'w'"),
+        (lambda: asked(param_specs=P("data")), ValueError, "param_specs [0]['b']", "'data'"),
+    ],
+    "Feedback": [(lambda: first(UNUSED), ValueError, "plan", "none")],
+}
 
 
-def test_bad_calls_inside_of_shard_map():
-    mesh = mesh_of(AxisType.Auto)
+@pytest.mark.parametrize("row", rows(BAD_CALLS))
+def test_bad_calls(row):
+    refused(*row)
 
-    def inside(loss_fn, axis_name="data", exchange=CODEC, **options):
-        step = lambda x: cgx.value_and_grad(loss_fn, axis_name, exchange, **options)(PARAMS, x)
-        jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()), X)
 
-    averaged = lambda p, x: lax.pmean(loss_fn(p, x), "data")
-    with raises(
-        ValueError, says("value_and_grad", "loss_fn", expected="own loss", got="one", remedy="pmean out of the loss")
-    ):
-        inside(averaged)
-    with raises(ValueError, says("value_and_grad", "batch_specs", expected="None inside", remedy="leave it out")):
-        inside(loss_fn, batch_specs=P("data"))
-    with raises(ValueError, says("value_and_grad", "exchange", expected="plan inside", remedy="carry=")):
-        inside(loss_fn, exchange=cgx.Feedback(CODEC))
-    with raises(NameError, says("value_and_grad", "axis_name", remedy="jax.shard_map")):
-        inside(loss_fn, ("data", "model"))
+averaged = lambda p, x: lax.pmean(loss_fn(p, x), "data")
+INSIDE = {
+    "value_and_grad": [
+        (dict(loss_fn=averaged), ValueError, "loss_fn", "one", "pmean"),
+        (dict(batch_specs=P("data")), ValueError, "batch_specs", "", "leave"),
+        (dict(exchange=cgx.Feedback(CODEC)), ValueError, "exchange", "", "carry="),
+        (dict(axis_name=("data", "model")), NameError, "axis_name", "", "jax.shard_map"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(INSIDE))
+def test_bad_calls_inside_of_shard_map(row):
+    def inside(options):
+        given = dict(loss_fn=loss_fn, axis_name="data", exchange=CODEC) | options
+        step = lambda x: cgx.value_and_grad(**given)(PARAMS, x)
+        jax.eval_shape(jax.shard_map(step, mesh=mesh_of(AxisType.Auto), in_specs=P("data"), out_specs=P()), X)
+
+    refused(*row, run=inside)
 
 
 def classes_fn(params, x, y, scale):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import raises, refused, rows, says
 from helpers import assert_same_trees, load_script, normal
 from jax.sharding import AxisType
 
@@ -433,35 +433,24 @@ def test_residuals_of_a_saved_state_follow_feedback():
     assert other.state.residuals is None
 
 
+WIDE = PARAMS | {"b": jnp.zeros(5)}
+STATES = {
+    "Decoupled.join": [
+        (lambda state: {}, TypeError, "state", "dict"),
+        (lambda state: state._replace(round=0.5), TypeError, "state.round", "0.5"),
+        (lambda state: state._replace(optimizer=PARAMS), ValueError, "state.optimizer", "PyTreeDef", "outer"),
+        (lambda state: state._replace(residuals=WIDE), ValueError, "state.residuals ['b']", "float32[5]"),
+    ]
+}
+
+
 @ALONE
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda state: {}, TypeError, says("Decoupled.join", "state", expected="DecoupledState", got="dict")),
-        (
-            lambda state: state._replace(round=0.5),
-            TypeError,
-            says("Decoupled.join", "state.round", expected="at least 0", got="0.5"),
-        ),
-        (
-            lambda state: state._replace(optimizer=optax.sgd(1.0, momentum=0.5).init(PARAMS)),
-            ValueError,
-            says("Decoupled.join", "state.optimizer", expected="structure", got="PyTreeDef", remedy="same outer"),
-        ),
-        (
-            lambda state: state._replace(residuals=PARAMS | {"b": jnp.zeros(5)}),
-            ValueError,
-            says("Decoupled.join", "state.residuals", at="leaf ['b']", expected="float32[4]", got="float32[5]"),
-        ),
-    ],
-    ids=["type", "round", "optimizer", "residuals"],
-)
-def test_a_state_that_does_not_fit(change, error, words):
+@pytest.mark.parametrize("row", rows(STATES))
+def test_a_state_that_does_not_fit(row):
     given = alone(plan=cgx.MaxMin(4))
     params, member = given.join(PARAMS)
     member.leave()
-    with raises(error, words):
-        given.join(params, change(member.state))
+    refused(*row, run=lambda change: given.join(params, change(member.state)))
 
 
 @ALONE
@@ -488,64 +477,38 @@ def test_a_step_waits_for_one_round(monkeypatch):
 # Bad input
 
 
-@pytest.mark.parametrize("ranks", [{}, dict(axis_size=2)], ids=["unknown ranks", "known ranks"])
-def test_an_outer_optimizer_with_arrays_per_rank(ranks):
-    outer = optax.chain(cgx.compress_gradients("dc", cgx.MaxMin(4), **ranks), optax.sgd(1.0))
-    words = says("Decoupled", "outer", expected="share", got="one with arrays per rank", remedy="a plan to Decoupled")
-    with raises(ValueError, words):
-        alone(outer=outer).join(PARAMS)
+FROZEN = PARAMS | {"frozen": jnp.int32([1, 2])}
+TERMS = {
+    "Decoupled.join": [
+        (dict(params=FROZEN | {"w": jnp.zeros((6, 5))}), ValueError, "params 'w'", "float32[6, 5] in Raw()", "same"),
+        # Frozen parameters are never sent.
+        (
+            dict(params=FROZEN | {"frozen": jnp.int32([1, 3])}),
+            ValueError,
+            "params 'frozen'",
+            "int32[2], frozen",
+            "same",
+        ),
+        # Each round would undo what it has learnt, because its outer parameters would never be those of the others.
+        (dict(outer=optax.sgd(0.5)), ValueError, "outer", "the optimizer with the digest", "same"),
+    ]
+}
 
 
 @ALONE
-@pytest.mark.parametrize(
-    ("other", "params", "says_so"),
-    [
-        (
-            {},
-            PARAMS | {"w": jnp.zeros((6, 5))},
-            says(
-                "Decoupled.join",
-                "params",
-                at="leaf 'w'",
-                expected="float32[6, 4] in Raw() which center 0 has",
-                got="float32[6, 5] in Raw()",
-                remedy="give all centers the same model",
-            ),
-        ),
-        (  # frozen parameters are never sent
-            {},
-            PARAMS | {"frozen": jnp.int32([1, 3])},
-            says(
-                "Decoupled.join",
-                "params",
-                at="leaf 'frozen'",
-                expected="int32[2], frozen, with the checksum which center 0 has",
-                got="int32[2], frozen, with the checksum",
-                remedy="give all centers the same model, frozen parameters",
-            ),
-        ),
-        (  # each round would undo what it has learnt, because its outer parameters would never be those of the others
-            dict(outer=optax.sgd(0.5)),
-            PARAMS,
-            says(
-                "Decoupled.join",
-                "outer",
-                expected="which center 0 has",
-                got="the optimizer with the digest",
-                remedy="give all centers the same model, plan, optimizer and options",
-            ),
-        ),
-    ],
-    ids=["shapes", "frozen parameters", "outer rate"],
-)
-def test_a_center_with_other_terms_is_told(other, params, says_so):
+@pytest.mark.parametrize("row", rows(TERMS))
+def test_a_center_with_other_terms_is_told(row):
     skip = cgx.Plan(cgx.Raw(), [cgx.Rule(cgx.Skip(), path="frozen")])
     first, second = decoupled(2, quorum=1, grace=0.1, plan=skip)
-    own, member = first.join(PARAMS | {"frozen": jnp.int32([1, 2])})
+    own, member = first.join(FROZEN)
+
+    def join(other):
+        options = {"outer": second.outer, "params": FROZEN} | other
+        dataclasses.replace(second, grace=LIMIT, outer=options["outer"]).join(options["params"])
+
     # The warning comes from a thread of the first center, maybe later.
     with pytest.warns(UserWarning, match="turned away") as warned:
-        with raises(ValueError, says_so):
-            dataclasses.replace(second, grace=LIMIT, **other).join({"frozen": jnp.int32([1, 2])} | params)
+        refused(*row, run=join)
         until(lambda: member.step(own), lambda _: member.last and len(warned))  # it continues
         member.leave()
 
@@ -593,45 +556,37 @@ def test_another_list_of_addresses():
         join([first, other])
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(addresses=["a:1"]), says("Decoupled", "addresses", expected="several centers", got="['a:1']")),
-        (dict(addresses=["a:1", "b"]), says("Decoupled", "addresses", expected="'host:port'", got="'b'")),
-        (dict(addresses=["a:1", "a:1"]), says("Decoupled", "addresses", expected="another address")),
-        (dict(place=2), says("Decoupled", "place", expected="from 0 to 1", got="2")),
-        (dict(quorum=3), says("Decoupled", "quorum", expected="from 1 to 2", got="3")),
-        (dict(grace=-1), says("Decoupled", "grace", expected="at least 0", got="-1")),
-        (dict(every=2, overlap=2), says("Decoupled", "overlap", expected="less than 2", got="2", remedy="overlap=1")),
-        (dict(weights="bytes"), says("Decoupled", "weights", expected="'tokens', 'steps' or None", got="'bytes'")),
-        (dict(average="median"), says("Decoupled", "average", expected="'mean', 'radial'", got="'median'")),
-        (dict(plan={0: cgx.Raw(), 5: cgx.MaxMin(4)}), says("Decoupled", "plan", expected="one plan")),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_bad_input(wrong, words):
-    with raises(ValueError, words):
-        cgx.wan.Decoupled(**dict(addresses=["a:1", "b:1"], place=0) | wrong)
+def per_rank(**ranks):
+    return optax.chain(cgx.compress_gradients("dc", cgx.MaxMin(4), **ranks), optax.sgd(1.0))
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(plan=cgx.PowerSGD(2)), says("Decoupled", "plan", expected="a codec that makes bytes")),
-        (dict(average=lambda path, x: "median"), says("Decoupled", "average", got="the function's answer 'median'")),
-        (dict(plan=cgx.Plan(cgx.Skip())), says("Decoupled", "plan", expected="to train", got="none")),
-    ],
-    ids=("plan", "average", "frozen"),
-)
-def test_bad_input_at_the_start(wrong, words):
-    with raises(ValueError, words):
-        cgx.wan.Decoupled(addresses=ports(2), place=0, **wrong).join(PARAMS)
+BAD_INPUT = {
+    "Decoupled": [
+        (dict(addresses=["a:1"]), ValueError, "addresses", "['a:1']"),
+        (dict(addresses=["a:1", "b"]), ValueError, "addresses", "'b'"),
+        (dict(addresses=["a:1", "a:1"]), ValueError, "addresses"),
+        (dict(place=2), ValueError, "place", "2"),
+        (dict(quorum=3), ValueError, "quorum", "3"),
+        (dict(grace=-1), ValueError, "grace", "-1"),
+        (dict(every=2, overlap=2), ValueError, "overlap", "2", "overlap=1"),
+        (dict(weights="bytes"), ValueError, "weights", "'bytes'"),
+        (dict(average="median"), ValueError, "average", "'median'"),
+        (dict(plan={0: cgx.Raw(), 5: cgx.MaxMin(4)}), ValueError, "plan"),
+        (dict(addresses=[1, 2]), TypeError, "addresses", "1"),
+        (dict(addresses=5), TypeError, "addresses", "5"),
+        # At the start
+        (dict(outer=per_rank()), ValueError, "outer", "one with", "plan"),
+        (dict(outer=per_rank(axis_size=2)), ValueError, "outer", "one with", "plan"),
+        (dict(plan=cgx.PowerSGD(2)), ValueError, "plan"),
+        (dict(average=lambda path, x: "median"), ValueError, "average", "the function's answer 'median'"),
+        (dict(plan=cgx.Plan(cgx.Skip())), ValueError, "plan", "none"),
+    ]
+}
 
 
-@pytest.mark.parametrize("addresses, got", [([1, 2], "1"), (5, "5")])
-def test_addresses_of_other_types(addresses, got):
-    with raises(TypeError, says("Decoupled", "addresses", expected="'host:port'", got=got)):
-        cgx.wan.Decoupled(addresses=addresses, place=0)
+@pytest.mark.parametrize("row", rows(BAD_INPUT))
+def test_bad_input(row):
+    refused(*row, run=lambda given: cgx.wan.Decoupled(**dict(addresses=ports(2), place=0) | given).join(PARAMS))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["port in use", "address of another machine"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import refused, rows
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ranks import whole_numbers
@@ -211,34 +211,41 @@ def test_an_adaptive_share_of_all_blocks(rest, few):
     np.testing.assert_array_equal(*found)
 
 
-def test_bad_input():
-    for options, argument, expected, got in (
-        (dict(k=0), "k", "number 0 1", "0"),
-        (dict(k=1.5), "k", "number 0 1", "1.5"),
-        (dict(block_bytes=4095), "block_bytes", "multiple 4", "4095"),
-        (dict(block_bytes=0), "block_bytes", "integer 4", "0"),
-        (dict(alpha=1), "alpha", "number 0 1", "1"),
-        (dict(rest="later"), "rest", "'defer' 'quantize' 'drop'", "'later'"),
-        (dict(adaptive=0.9), "adaptive", "number k 0.8", "0.9"),
-    ):
-        with raises(ValueError, says("Differential", argument, expected=expected, got=got)):
-            Differential(cgx.Raw(), **options)
-    with raises(ValueError, says("Differential", "plan", expected="blocks", got="PowerSGD", remedy="jaxcgx.MaxMin")):
-        Differential(cgx.PowerSGD(2))
-    of = lambda how: cgx.compress_gradients("data", how, axis_size=2)
-    adaptive = of(Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, adaptive=0.1))
-    with raises(TypeError, says("Differential", "value", expected="loss", got="nothing", remedy="value=loss")):
-        two = {"w": jnp.ones((2, 99))}
-        jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")(two)
-    how = Differential(cgx.Raw(), block_bytes=256)
-    alone = jax.make_mesh((1, 2), ("dc", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
-    with raises(ValueError, says("Differential", "axis", expected="several centers along 'dc'", got="one")):
-        train = cgx.make_train_step(loss_fn, optax.sgd(0.5), alone, how, sharding=cgx.Sharding(("dc", "local")))
-        train.step(train.init(params()), np.ones((8, 64), np.float32))
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    sharding = cgx.Sharding(params={"w": P("model", None), "b": P()})
-    with raises(
-        ValueError,
-        says("make_train_step", "exchange", at="leaf .pending['w']", expected="like the parameters", got="one with"),
-    ):
-        cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=sharding).init(params())
+HOW = Differential(cgx.Raw(), block_bytes=256)
+
+
+def without_a_loss():
+    share = Differential(cgx.Raw(), k=0.5, block_bytes=4 * BLOCK, adaptive=0.1)
+    adaptive = cgx.compress_gradients("data", share, axis_size=2)
+    jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")({"w": jnp.ones((2, 99))})
+
+
+def on_mesh(sizes, axes, **sharding):
+    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]])
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, HOW, sharding=cgx.Sharding(**sharding))
+    train.step(train.init(params()), np.ones((8, 64), np.float32))
+
+
+SHARDS = {"w": P("model", None), "b": P()}
+BAD_INPUT = {
+    "Differential": [
+        (lambda: Differential(cgx.Raw(), k=0), ValueError, "k", "0"),
+        (lambda: Differential(cgx.Raw(), k=1.5), ValueError, "k", "1.5"),
+        (lambda: Differential(cgx.Raw(), block_bytes=4095), ValueError, "block_bytes", "4095"),
+        (lambda: Differential(cgx.Raw(), block_bytes=0), ValueError, "block_bytes", "0"),
+        (lambda: Differential(cgx.Raw(), alpha=1), ValueError, "alpha", "1"),
+        (lambda: Differential(cgx.Raw(), rest="later"), ValueError, "rest", "'later'"),
+        (lambda: Differential(cgx.Raw(), adaptive=0.9), ValueError, "adaptive", "0.9"),
+        (lambda: Differential(cgx.PowerSGD(2)), ValueError, "plan", "PowerSGD", "jaxcgx.MaxMin"),
+        (without_a_loss, TypeError, "value", "nothing", "value=loss"),
+        (lambda: on_mesh((1, 2), ("dc", "local"), axis=("dc", "local")), ValueError, "axis", "one"),
+    ],
+    "make_train_step": [
+        (lambda: on_mesh((2, 2), ("data", "model"), params=SHARDS), ValueError, "exchange .pending['w']", "one with")
+    ],
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_INPUT))
+def test_bad_input(row):
+    refused(*row)

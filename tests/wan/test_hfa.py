@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import refused, rows
 from helpers import assert_same_trees
 from jax.sharding import AxisType
 from ranks import whole_numbers
@@ -99,30 +99,27 @@ def test_other_centers_and_ranks_send_what_was_held_back(tmp_path):
         np.testing.assert_allclose(moved + held(after), held(state), atol=1e-5)
 
 
-def test_bad_input():
-    wrong = [
-        (dict(k1=0), mesh_of(2, 2), says("HFA", "k1", expected="positive integer", got="0")),
-        (dict(k2=0), mesh_of(2, 2), says("HFA", "k2", expected="positive integer", got="0")),
+FOUR = mesh_of(2, 2)
+BACKWARD = dict(sharding=cgx.Sharding(("dc", "local")), overlap="backward")
+BAD_INPUT = {
+    "HFA": [
+        (lambda: trainer(FOUR, k1=0), ValueError, "k1", "0"),
+        (lambda: trainer(FOUR, k2=0), ValueError, "k2", "0"),
+        (lambda: trainer(FOUR, k1=2, k2=2, overlap=9), ValueError, "overlap", "9", "k1"),
+        (lambda: trainer(mesh_of(1, 2)), ValueError, "axis", "one", "HFA"),
+        # A center's ranks would exchange parameters that they have not averaged.
+        (lambda: trainer(FOUR, k1=2, k2=5, fragments=2), ValueError, "fragments", "2", "fragments=1 k2=6"),
+        (lambda: trainer(FOUR, k1=2, k2=5, fragments=3), ValueError, "fragments", "3", "fragments=1 k2=6"),
+    ],
+    "make_train_step": [
         (
-            dict(k1=2, k2=2, overlap=9),
-            mesh_of(2, 2),
-            says("HFA", "overlap", expected="less than k1 k2 4 steps", got="9", remedy="a larger k1"),
-        ),
-        ({}, mesh_of(1, 2), says("HFA", "axis", expected="several centers", got="one", remedy="HFA")),
-    ]
-    for fragments in (2, 3):  # a center's ranks would exchange parameters that they have not averaged
-        words = says("HFA", "fragments", expected="a divisor of k2=5", got=str(fragments), remedy=f"fragments=1 k2={6}")
-        wrong.append((dict(k1=2, k2=5, fragments=fragments), mesh_of(2, 2), words))
-    for options, mesh, words in wrong:
-        with raises(ValueError, words):
-            trainer(mesh, **options)
-    words = says("make_train_step", "overlap", expected="None", got="'backward'", remedy="leave it out")
-    with raises(ValueError, words):
-        cgx.make_train_step(
-            quadratic,
-            INNER,
-            mesh_of(2, 2),
-            cgx.wan.HFA(cgx.Raw()),
-            sharding=cgx.Sharding(("dc", "local")),
-            overlap="backward",
+            lambda: cgx.make_train_step(quadratic, INNER, FOUR, cgx.wan.HFA(cgx.Raw()), **BACKWARD),
+            *(ValueError, "overlap", "'backward'", "leave"),
         )
+    ],
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_INPUT))
+def test_bad_input(row):
+    refused(*row)

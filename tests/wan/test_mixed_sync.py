@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
+from errors import refused, rows
 from ranks import mesh, whole_numbers
 
 import jaxcgx as cgx
@@ -73,25 +73,25 @@ def test_an_exchange_inside_may_be_early():
     assert (twice[2] != PARAMS["w"]).any() and (once[1] != PARAMS["w"]).any()
 
 
-def test_bad_input():
-    for options, argument, expected, got in (
-        (dict(staleness=0), "staleness", "positive integer", "0"),
-        (dict(compensation=-1), "compensation", "number 0", "-1"),
-    ):
-        with raises(ValueError, says("MixedSync", argument, expected=expected, got=got)):
-            cgx.wan.MixedSync(cgx.Raw(), **options)
-    late = cgx.compress_gradients("a", cgx.wan.MixedSync(cgx.Raw()), axis_size=1)
-    state = late.init({"w": jnp.ones(99)})
-    missing = says("MixedSync", "params", expected="parameters", got="None", remedy="update")
-    for size, error, words, params in (
-        (4, TypeError, missing, lambda g: None),
-        (
-            1,
-            ValueError,
-            says("MixedSync", "axis", expected="centers along 'a'", got="one", remedy="leave"),
-            lambda g: g,
-        ),
-    ):
-        rows = {"w": jnp.ones((size, 99))}
-        with raises(error, words):
-            jax.vmap(lambda g, params=params: late.update(g, state, params(g)), axis_name="a")(rows)
+LATE = cgx.compress_gradients("a", cgx.wan.MixedSync(cgx.Raw()), axis_size=1)
+
+
+def update(size, params):
+    """Does a step of `size` ranks."""
+    state = LATE.init({"w": jnp.ones(99)})
+    jax.vmap(lambda g: LATE.update(g, state, params), axis_name="a")({"w": jnp.ones((size, 99))})
+
+
+BAD_INPUT = {
+    "MixedSync": [
+        (lambda: cgx.wan.MixedSync(cgx.Raw(), staleness=0), ValueError, "staleness", "0"),
+        (lambda: cgx.wan.MixedSync(cgx.Raw(), compensation=-1), ValueError, "compensation", "-1"),
+        (lambda: update(4, None), TypeError, "params", "None", "update"),
+        (lambda: update(1, {"w": jnp.ones(99)}), ValueError, "axis", "one", "leave"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(BAD_INPUT))
+def test_bad_input(row):
+    refused(*row)
