@@ -164,21 +164,6 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
         (arrays(), ["--plan", "nowhere.toml"], "tune - No such file 'nowhere.toml'"),
         ({"b": np.ones(3, np.float32)}, [], "Plan.adapt statistics none"),
     ],
-    ids=[
-        "empty",
-        "steps",
-        "float64",
-        "bfloat16",
-        "text",
-        "objects",
-        "twice",
-        "twice in a step",
-        "method",
-        "alpha",
-        "bits",
-        "plan",
-        "guards",
-    ],
 )
 def test_bad_input(saved, found, options, words):
     gradients, out = saved(found)
@@ -198,7 +183,6 @@ def test_bad_input(saved, found, options, words):
         ),
         (cgx.Plan(cgx.MaxMin(4), [("head", cgx.Raw())]), "tune gradients none for Rule(codec=Raw(), path='head')"),
     ],
-    ids=["no bits", "raw", "several", "rule"],
 )
 def test_plans_that_are_wrong(saved, tmp_path, monkeypatch, plan, words):
     gradients, out = saved(arrays())
