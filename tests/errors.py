@@ -89,3 +89,23 @@ def refused(function, call, error, place, got="", remedy="", run=lambda call: ca
     ) as caught:
         run(call)
     return str(caught.value)
+
+
+@contextlib.contextmanager
+def names(error, words):
+    """Works like pytest.raises. The error must name a function and an argument, as `named` checks."""
+    with pytest.raises(error) as caught:
+        yield caught
+    named(str(caught.value), words)
+
+
+def named(text, words):
+    """Checks whom an error names, such as "encode key jax.random.key(".
+
+    The first word is the function and the second one its argument, or "-". The other words, such as what was given and
+    the remedy, must follow in their order. Other words may be between them.
+    """
+    function, argument, *others = words.split(" ", 2)
+    place = rf"(/[^:,]*(: |, ))?(argument|array|key|variable) '?{re.escape(argument)}'?[,:]" * (argument != "-")
+    found = re.search(rf"(^|[: ]){re.escape(function)}: {place}", text)
+    assert found and has(" ".join(others), text[found.end() :]), f"expected {words!r}: {text}"

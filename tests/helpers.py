@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 
 import jax
@@ -219,6 +220,14 @@ def all_captured(thunks):
     """Returns whether all custom calls in XLA's list of thunks are nested. Only a command buffer nests them."""
     calls = re.findall(r"^( *)\d+: kCustomCall", thunks, re.MULTILINE)
     return "kCommandBuffer" in thunks and bool(calls) and all(calls)
+
+
+def run(*command, status=0, timeout=300, env=None, **options):
+    """Runs a command, which must end with a status, and returns what it printed as .stdout and .stderr."""
+    options |= dict(capture_output=True, text=True, timeout=timeout, env=os.environ | (env or {}))
+    done = subprocess.run([str(word) for word in command], **options)
+    assert status in (None, done.returncode), done.stdout + done.stderr
+    return done
 
 
 def load_script(path, monkeypatch):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import load_script
+from helpers import load_script, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 PATH = f"{ROOT / '.venv/build/bin'}:{os.environ['PATH']}"
@@ -17,59 +17,38 @@ CMAKE = shutil.which("cmake", path=PATH)
 needs_cmake = pytest.mark.skipif(not CMAKE, reason="there is no cmake on the PATH or in .venv/build")
 
 
-@needs_cmake
-@pytest.mark.parametrize(
-    ("value", "status", "words"),
-    [
-        ("MAYBE", 1, "JAXCGX_CUDA: expected AUTO, ON, ALL or OFF, got 'MAYBE'"),
-        ("ON", 1, "JAXCGX_CUDA=ON, but no CUDA compiler was found that works: put nvcc on the PATH"),
-        ("ALL", 1, "JAXCGX_CUDA=ALL, but no CUDA compiler was found that works: put nvcc on the PATH"),
-        ("AUTO", 0, "CUDA half: none"),
-        ("OFF", 0, "CUDA half: none"),
-    ],
-)
-def test_without_a_cuda_compiler(tmp_path, value, status, words):
-    env = os.environ | {"PATH": PATH, "CUDACXX": "/bin/false"}
-    result = subprocess.run(
-        [CMAKE, "-S", ROOT, "-B", tmp_path, f"-DJAXCGX_CUDA={value}", "-DJAXCGX_MODULE=OFF"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=env,
+NONE = "no CUDA compiler was found that works: put nvcc on the PATH"
+OLD = "12.1 or later is needed"
+
+
+def configure(folder, *options, status=0, **env):
+    done = run(
+        CMAKE, "-S", ROOT, "-B", folder, "-DJAXCGX_MODULE=OFF", *options, status=status, env=dict(PATH=PATH) | env
     )
-    assert result.returncode == status and words in " ".join((result.stdout + result.stderr).split()), result.stderr
+    return " ".join((done.stdout + done.stderr).split())
 
 
 @needs_cmake
 @pytest.mark.parametrize(
-    ("value", "status", "words"),
+    ("value", "nvcc", "status", "words"),
     [
-        ("ON", 1, "is nvcc 11.8: 12.1 or later is needed; name another one in the environment variable CUDACXX"),
-        ("AUTO", 0, "CUDA half: none (nvcc 11.8; 12.1 or later is needed)"),
-        ("OFF", 0, "CUDA half: none"),
+        ("MAYBE", None, 1, "JAXCGX_CUDA: expected AUTO, ON, ALL or OFF, got 'MAYBE'"),
+        ("ON", None, 1, f"JAXCGX_CUDA=ON, but {NONE}"),
+        ("ALL", None, 1, f"JAXCGX_CUDA=ALL, but {NONE}"),
+        ("AUTO", None, 0, "CUDA half: none"),
+        ("OFF", None, 0, "CUDA half: none"),
+        ("ON", "11.8", 1, f"is nvcc 11.8: {OLD}; name another one in the environment variable CUDACXX"),
+        ("AUTO", "11.8", 0, f"CUDA half: none (nvcc 11.8; {OLD})"),
+        ("OFF", "11.8", 0, "CUDA half: none"),
     ],
 )
-def test_a_cuda_compiler_that_is_too_old(tmp_path, value, status, words):
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 11.8, V11.8.89\n")
-    nvcc.chmod(0o755)
-    result = subprocess.run(
-        [
-            CMAKE,
-            "-S",
-            ROOT,
-            "-B",
-            tmp_path / "build",
-            f"-DJAXCGX_CUDA={value}",
-            f"-DCMAKE_CUDA_COMPILER={nvcc}",
-            "-DJAXCGX_MODULE=OFF",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PATH": PATH},
-    )
-    assert result.returncode == status and words in " ".join((result.stdout + result.stderr).split()), result.stderr
+def test_without_a_cuda_compiler_that_is_new_enough(tmp_path, value, nvcc, status, words):
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {nvcc}, V{nvcc}.89\n")
+    compiler.chmod(0o755)
+    found = [f"-DCMAKE_CUDA_COMPILER={compiler}"] if nvcc else []
+    env = {} if nvcc else dict(CUDACXX="/bin/false")
+    assert words in configure(tmp_path / "build", f"-DJAXCGX_CUDA={value}", *found, status=status, **env)
 
 
 @needs_cmake
@@ -78,13 +57,11 @@ def test_a_cuda_compiler_that_is_too_old(tmp_path, value, status, words):
 )
 def test_the_architectures_without_a_gpu(tmp_path):
     """The build says that it compiles for all of them. Those of a GPU that is not there are an error."""
-    command = [CMAKE, "-S", ROOT, "-B", tmp_path, "-DJAXCGX_MODULE=OFF"]
-    options = dict(capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": PATH})
-    result = subprocess.run(command, **options)
-    assert result.returncode == 0 and "CUDA half: for every GPU that is supported (minutes)" in result.stdout
-    assert re.search(r"CUDA half: toolkit \d.*, architectures 75-real;80-real;.*-virtual\n", result.stdout)
-    result = subprocess.run([*command, "-DCMAKE_CUDA_ARCHITECTURES=native"], **options)
-    assert result.returncode == 1 and "CMAKE_CUDA_ARCHITECTURES=native, but no GPU was found" in result.stderr
+    said = configure(tmp_path)
+    assert "CUDA half: for every GPU that is supported (minutes)" in said
+    assert re.search(r"CUDA half: toolkit \d.*, architectures 75-real;80-real;.*-virtual ", said)
+    said = configure(tmp_path, "-DCMAKE_CUDA_ARCHITECTURES=native", status=1)
+    assert "CMAKE_CUDA_ARCHITECTURES=native, but no GPU was found" in said
 
 
 def test_a_machine_that_cannot_compile_it(tmp_path, monkeypatch, capfd):
@@ -119,16 +96,8 @@ def entry(arch, kernel, stores=0):
     [
         ({}, (), None),
         ({("sm_90", "encode_any_bucket_kernel"): 60}, (), None),
-        (
-            {("sm_90", "reduce_kernel"): 8},
-            (),
-            "_Z6reduce_kernelIiE for sm_90: 0 bytes of stack, 8 stored, 0 loaded in spills",
-        ),
-        (
-            {},
-            [("sm_80", k) for k in ("encode_kernel", "decode_kernel", "reduce_kernel")],
-            "no report on decode_kernel for sm_80, encode_kernel for sm_80,",
-        ),
+        ({("sm_90", "reduce_kernel"): 8}, (), "_Z6reduce_kernelIiE for sm_90: 0 bytes of stack, 8 stored, 0 loaded"),
+        ({}, [("sm_80", "decode_kernel"), ("sm_80", "encode_kernel")], "decode_kernel for sm_80, encode_kernel for sm"),
         ({}, [("sm_90", "decode_kernel")], "no report on decode_kernel for sm_90:"),
     ],
 )
@@ -143,12 +112,8 @@ def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
         + "".join(entry(*k, spills.get(k, 0)) for k in kernels if k not in missing)
     )
     assert cuda.architectures(log) == "sm_80,sm_90"
-    result = subprocess.run(
-        [sys.executable, ROOT / "scripts/cuda_resources.py", cuda.architectures(log), log],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == (words is not None) and (words or "") in result.stderr, result.stderr
+    command = sys.executable, ROOT / "scripts/cuda_resources.py", cuda.architectures(log), log
+    assert (words or "") in run(*command, status=int(words is not None)).stderr
 
 
 def test_what_the_kernels_cost_is_compared(tmp_path, monkeypatch, capsys):

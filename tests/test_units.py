@@ -1,7 +1,7 @@
 """Tests rates and times as people write them."""
 
 import pytest
-from errors import raises, says
+from errors import names
 
 from jaxcgx import units
 
@@ -21,17 +21,16 @@ def test_times(text, seconds):
 
 @pytest.mark.parametrize("text", ["1", "gbit", "1 gbit", "1GBIT", "-1gbit", "1gbps", "1e3mbit", "", "1gbit1gbit"])
 def test_what_is_no_rate(text):
-    error = says("lab", "--rate", expected="a number and one of bit, kbit, mbit, gbit", got=repr(text))
-    with raises(ValueError, error):
+    with names(ValueError, f"lab --rate {text!r}"):
         units.parse_rate("lab: argument '--rate'", text)
 
 
-def test_rates_that_no_link_has():
-    for text in "1kbit", "101gbit":
-        with raises(ValueError, says("lab", "--up", expected="from 8kbit to 100gbit", got=repr(text))):
-            units.parse_rate("lab: argument '--up'", text)
+@pytest.mark.parametrize("text", ["1kbit", "101gbit"])
+def test_rates_that_no_link_has(text):
+    with names(ValueError, f"lab --up from 8kbit to 100gbit {text!r}"):
+        units.parse_rate("lab: argument '--up'", text)
 
 
 def test_a_number_is_no_time():
-    with raises(TypeError, says("lab", "--delay", expected="us, ms, s", got="40")):
+    with names(TypeError, "lab --delay 40"):
         units.parse_time("lab: argument '--delay'", 40)

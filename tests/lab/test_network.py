@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from errors import raises, says
+from errors import names
 
 from jaxcgx.lab import Lab, Link, network, why_not
 
@@ -26,19 +26,19 @@ def test_without_tools(monkeypatch):
 
 
 def test_arguments():
-    with raises(ValueError, says("Lab", "hosts", expected="an integer from 1 to 200", got="0")):
+    with names(ValueError, "Lab hosts 0"):
         Lab(0, "1gbit")
-    with raises(ValueError, says("Lab", "link", expected="a number and one of", got="'fast'")):
+    with names(ValueError, "Lab link 'fast'"):
         Lab(2, "fast")
-    with raises(ValueError, says("Lab", "link", expected="one for each of 3 hosts", got="1")):
+    with names(ValueError, "Lab link 1"):
         Lab(3, [Link(10**9, 10**9)])
     for link in ["1gbit", "1gbit"], 5:
-        with raises(TypeError, says("Lab", "link", expected="a list of Links", got=repr(link))):
+        with names(TypeError, f"Lab link {link!r}"):
             Lab(2, link)
     for name, link in ("up", dict(up=0, down=1)), ("down", dict(up=1, down=-1)):
-        with raises(ValueError, says("Link", name, expected="a positive number", got=str(link[name]))):
+        with names(ValueError, f"Link {name} {link[name]}"):
             Link(**link)
-    with raises(ValueError, says("Link", "delay", expected="at least 0 seconds", got="-0.1")):
+    with names(ValueError, "Link delay -0.1"):
         Link(1, 1, -0.1)
 
 

@@ -1,10 +1,11 @@
-"""Tests that the collectives over MPI give the same bits as over a mesh, for the same ranks, inputs and key."""
+"""Tests that the collectives over MPI give the same bits as over a mesh, and that explain counts their bytes."""
 
+import bounds
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_trees, normal, planned
+from helpers import assert_same_trees, assert_trees, normal, planned
 
 import jaxcgx as cgx
 
@@ -12,6 +13,7 @@ pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from mpi4py import MPI
 from processes import COMM, mine, on_mesh, same_everywhere
 
+from jaxcgx.native.layout import Layout
 from jaxcgx.transports.shm import Shm
 
 N, KEY = COMM.size, jax.random.key(7)
@@ -58,12 +60,27 @@ def test_every_collective(codec):
 
 
 def test_sums_of_codecs():
-    """Of codecs that differ in what they send: seeds, scales of blocks, nothing but lists of digits."""
+    """Of every width, for whole and short buckets, and of codecs that send seeds, scales of blocks or only digits."""
+    widths = [cgx.MaxMin(bits, bucket) for bits, bucket in zip(range(1, 9), (64, 512, 2048, 33) * 2)]
     codecs = [cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless(), cgx.MaxMin(4, 128, rotate=True)]
     each = [(planned(codec, schedule=s), key(codec)) for codec in codecs for s in SCHEDULES]
-    x = {"w": normal((N, 700)), "h": normal((N, 33), 2, jnp.float16)}
+    each += [(planned(codec, schedule="two_shot"), None) for codec in widths]
+    x = {str(size): normal((N, size), size) ** 3 for size in (1, 2, 8, 17, 128, 700, 1025, 16384)}
+    x |= {"h": normal((N, 33), 2, jnp.float16), "large": normal((N, 10**6)), "tiny": normal((N, 512)) * 1e-25}
+    x["bad"] = normal((N, 512)).at[0, 100].set(jnp.nan).at[N - 1, 300].set(jnp.inf)
+    x["same"] = jnp.broadcast_to(jnp.arange(1.0, N + 1)[:, None], (N, 1025))
     over = lambda axis: lambda x: [cgx.compressed_psum(x, axis, plan, key=k) for plan, k in each]
-    same(jax.jit(over(COMM))(mine(x)), on_mesh(over("a"), x))
+    got = jax.jit(over(COMM))(mine(x))
+    same(got, on_mesh(over("a"), x))
+    assert same_everywhere(got)
+    leaves = jax.tree.leaves(x)
+    for codec, sums in zip(widths, got[-len(widths) :]):
+        assert (sums["same"] == N * (N + 1) / 2).all()
+        owners = bounds.owners([leaf[0] for leaf in leaves], N, codec)
+        for y, given, owner in zip(jax.tree.leaves(sums), leaves, owners, strict=True):
+            exact = np.asarray(given, np.float64)
+            if N > 1 and given.dtype == jnp.float32 and np.isfinite(exact).all():
+                bounds.check(y, exact, bounds.two_shot(exact, owner, codec), codec)
 
 
 def test_feedback():
@@ -336,3 +353,66 @@ def test_broadcast():
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(root)))
     np.testing.assert_array_equal(slope, N * (N + 1) / 2 * (COMM.rank == root))
     np.testing.assert_array_equal(cgx.mpi.broadcast(x["w"][COMM.rank], root), x["w"][root])  # also without jit
+
+
+LOW_RANK = cgx.PowerSGD(2)
+
+
+def steps(mean):
+    """Returns the (mean, carry) of two steps with the same gradients."""
+
+    def run(x):
+        first = mean(x, cgx.init_carry(LOW_RANK, x))
+        return first, mean(x, first[1])
+
+    return run
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["ranks", "nodes"])
+def test_low_rank(nodes, monkeypatch):
+    """Results are those of a mesh, except for the order of sums, and with feedback, nothing is lost.
+
+    With "nodes", all ranks are on one node. Their sum is then exact.
+    """
+    x = {"w": normal((N, 30, 40)), "v": normal((N, 30, 40), 1), "b": normal((N, 40), 2)}
+    comm, codec = (cgx.mpi.hierarchy(), {"cross": LOW_RANK, "inner": cgx.Raw()}) if nodes else (COMM, LOW_RANK)
+    over = lambda axis, codec: steps(lambda x, carry: cgx.compressed_pmean(x, axis, codec, carry=carry))
+    monkeypatch.setattr(cgx.mpi, "CHECK", True)
+    found = jax.jit(over(comm, codec))(mine(x))
+    if nodes:  # one node: `cross` has one rank, so everything travels raw
+        for mean, carry in found:
+            assert_trees(lambda y, leaf: np.testing.assert_allclose(y, leaf.mean(0), atol=1e-6), mean, x)
+            assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(carry))
+        return
+    expected = on_mesh(over("a", LOW_RANK), x)
+    assert_trees(lambda y, there: np.testing.assert_allclose(y, there, atol=1e-5), found, expected)
+    assert same_everywhere([(mean, carry.factors) for mean, carry in found])
+    mean, carry = found[0]
+    for name, lost in carry.residuals.items():  # None: raw leaves lose nothing
+        total = sum(COMM.allgather(np.asarray(0 if lost is None else lost, np.float64)))
+        np.testing.assert_allclose(N * np.asarray(mean[name], np.float64) + total, x[name].sum(0), atol=1e-5)
+
+
+def test_low_rank_through_shared_memory():
+    """`inner` sums over the ranks of this node."""
+    x = {"w": normal((N, 30, 40))}
+    inner = cgx.mpi.hierarchy().inner
+    over = lambda comm: jax.jit(lambda x: cgx.compressed_psum(x, comm, LOW_RANK))(mine(x))
+    np.testing.assert_allclose(over(inner)["w"], over(COMM)["w"], atol=1e-5)
+
+
+@pytest.mark.skipif(N == 1, reason="needs 2 ranks or more: mpirun")
+def test_explain_counts_bytes():
+    plan = planned(cgx.MaxMin(4), schedule="two_shot")
+    step = lambda x: cgx.compressed_psum({"n": jnp.ones(3, jnp.int32), "w": x}, COMM, plan)
+    found = cgx.explain(step, normal(3000), show=False)
+    part = Layout(cgx.MaxMin(4), ((3000,),), (jnp.float32,), N).chunk_bytes
+    over = (f"{N} ranks over MPI",)
+    assert {(c.operation, c.axes, c.bytes, c.codec, c.leaves) for c in found.collectives} == {
+        ("all-reduce", over, round(2 * (N - 1) / N * 12), "Raw()", ("['n']",)),
+        ("all-to-all", over, (N - 1) * part, "MaxMin(bits=4)", ("['w']",)),
+        ("all-gather", over, (N - 1) * part, "MaxMin(bits=4)", ("['w']",)),
+        ("all-gather", over, (N - 1) * 16, "Raw()", ("digest",)),  # with these, ranks check whether they differ
+    }
+    assert {c.function for c in found.collectives} == {"compressed_psum"}
+    assert found.ratio > 3 and {c.over for c in found.collectives} == {"MPI"} and len(found.raw) == 1

@@ -84,7 +84,7 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
     """The last case matters because each process of another MPI's mpirun would count as the only one."""
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
     done = python(f"""
-        import os, sys, jaxcgx
+        import os, sys, jaxcgx, numpy
         def attempt(start=lambda: jaxcgx.mpi):
             try:
                 start()
@@ -96,7 +96,8 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
             del sys.modules[name]
         from mpi4py import MPI
         sys.modules["mpi4jax"] = None
-        attempt(lambda: jaxcgx.compress_gradients(MPI.COMM_WORLD, jaxcgx.Raw()))
+        transform, x = jaxcgx.compress_gradients(MPI.COMM_WORLD, jaxcgx.Raw()), numpy.ones(3)
+        attempt(lambda: transform.update(x, transform.init(x)))
         del sys.modules["mpi4jax"]
         sys.path.insert(0, {str(tmp_path)!r})
         attempt()

@@ -48,8 +48,9 @@ def sum_of_squares(x):
     return sum((leaf.astype(jnp.float32) ** 2).sum() for leaf in jax.tree.leaves(x))
 
 
-def psum(axes=AXES, codec=cgx.MaxMin(4), keyed=False, **options):
-    return SHAPES, lambda x: cgx.compressed_psum(x, axes, codec, key=key() if keyed else None, **options)
+def psum(axes=AXES, codec=cgx.MaxMin(4), keyed=False, **fields):
+    plan = cgx.Plan.every(codec, **fields)
+    return SHAPES, lambda x: cgx.compressed_psum(x, axes, plan, key=key() if keyed else None)
 
 
 def pmean(x):

@@ -14,7 +14,7 @@ import time
 
 import jax
 import pytest
-from errors import says
+from errors import named
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 LIMIT = 150  # seconds, after which processes count as hung; they need a tenth of it
@@ -134,14 +134,7 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
             assert len(refused) == 3
             assert refused.pop().startswith("value_and_grad: argument 'batch_specs', leaf [0][0]: expected")
             for text in refused:
-                says(
-                    "train.step",
-                    "batch",
-                    at="leaf ['x']",
-                    expected="devices of all processes",
-                    got="float32[2, 3] of this process",
-                    remedy="jax.make_array_from_process_local_data",
-                ).check(text)
+                named(text, "train.step batch leaf ['x'] float32[2, 3] jax.make_array_from_process_local_data")
             text = processes.text(rank)
             # Gradients are 2 * (1 + 1 + 2 + 2) / 4 = 3, with a learning rate of 2.
             assert "PARAMETERS [-6. -6. -6.]" in text

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import names
 from helpers import load_script, planned
 from ranks import mesh, on_ranks
 
@@ -297,24 +297,18 @@ def test_the_command(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("9M --link fast --world 4", says("plan", "link", expected="a number and one of", got="'fast'")),
-        ("9M --link 1gbit --world 1", says("plan", "world", expected="an integer of at least 2", got="1")),
-        ("9M --link 1gbit --world 4 --nodes 3", says("plan", "nodes", expected="a divisor of world=4", got="3")),
-        (
-            "9M --link 1gbit --world 4 --over ib",
-            says("plan", "over", expected="one of 'gloo', 'tcp', 'duplex'", got="'ib'"),
-        ),
-        ("9M --link 1gbit --world 4 --codecs Zip(9)", says("plan", "codecs", expected="one of", got="'Zip(9)'")),
-        (
-            "9M --link 1gbit --world 4 --codecs MaxMin(9)",
-            says("plan", "codecs", expected="a codec as in", got="'MaxMin(9)'"),
-        ),
-        ("vgg --link 1gbit --world 4", says("plan", "model", expected="one of resnet50, gpt2, llama-1b", got="'vgg'")),
-        ("none.json --link 1gbit --world 4", says("plan", expected="none.json")),
+        ("9M --link fast --world 4", "plan link 'fast'"),
+        ("9M --link 1gbit --world 1", "plan world 1"),
+        ("9M --link 1gbit --world 4 --nodes 3", "plan nodes 3"),
+        ("9M --link 1gbit --world 4 --over ib", "plan over 'ib'"),
+        ("9M --link 1gbit --world 4 --codecs Zip(9)", "plan codecs 'Zip(9)'"),
+        ("9M --link 1gbit --world 4 --codecs MaxMin(9)", "plan codecs 'MaxMin(9)'"),
+        ("vgg --link 1gbit --world 4", "plan model 'vgg'"),
+        ("none.json --link 1gbit --world 4", "plan - none.json"),
     ],
 )
 def test_what_the_command_refuses(words, said):
-    with raises(SystemExit, said) as caught:
+    with names(SystemExit, said) as caught:
         __main__.main(["plan", *words.split()])
     assert str(caught.value).startswith("python -m jaxcgx plan: ")
 
@@ -322,26 +316,23 @@ def test_what_the_command_refuses(words, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            dict(gradients=[{"w": np.ones((4, 4))}]),
-            says("advise", "gradients", expected="a list of the gradients of at least two"),
-        ),
-        (dict(tree={"w": 3.0}), says("advise", "tree", "leaf ['w']", expected="an array", got="3.0")),
-        (dict(compute_ms=-1), says("advise", "compute_ms", expected="a number of at least 0", got="-1")),
-        (dict(overlap_mb=0), says("advise", "overlap_mb", expected="a positive number", got="0")),
-        (dict(codecs=[4]), says("advise", "codecs", expected="a codec", got="4")),
-        (dict(codecs=[]), says("advise", "codecs", expected="a list of at least one codec", got="[]")),
-        (dict(codecs=FOUR), says("advise", "codecs", expected="a list of at least one codec", got="MaxMin(")),
-        (dict(max_error="x"), says("advise", "max_error", expected="a number of at least 0", got="'x'")),
+        (dict(gradients=[{"w": np.ones((4, 4))}]), "advise gradients"),
+        (dict(tree={"w": 3.0}), "advise tree leaf ['w'] 3.0"),
+        (dict(compute_ms=-1), "advise compute_ms -1"),
+        (dict(overlap_mb=0), "advise overlap_mb 0"),
+        (dict(codecs=[4]), "advise codecs 4"),
+        (dict(codecs=[]), "advise codecs []"),
+        (dict(codecs=FOUR), "advise codecs MaxMin("),
+        (dict(max_error="x"), "advise max_error 'x'"),
     ],
 )
 def test_what_advise_refuses(options, said):
-    with raises((TypeError, ValueError), said):
+    with names((TypeError, ValueError), said):
         advice(**options)
 
 
 def test_a_rate_is_no_cluster():
-    with raises(TypeError, says("advise", "cluster", expected="a jaxcgx.Cluster", got="'1gbit'")):
+    with names(TypeError, "advise cluster '1gbit'"):
         cgx.advise(SHAPES, "1gbit")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import platform
 
 import pytest
-from errors import raises, says
+from errors import names
 
 import jaxcgx as cgx
 from jaxcgx.report import link, machine
@@ -29,10 +29,10 @@ def test_every_rank_has_its_own_host_by_default():
 
 def test_without_a_rate_the_slowest_measured_link_counts(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    expected = says("Cluster", "link", expected="a rate such as or a measured link", got="None", remedy="jaxcgx link")
-    with raises(ValueError, expected):
+    expected = "Cluster link None jaxcgx link"
+    with names(ValueError, expected):
         cgx.Cluster(world=4)
-    with raises(ValueError, says("Cluster", "link", expected="the rate down beside up", got="None")):
+    with names(ValueError, "Cluster link None"):
         cgx.Cluster(world=4, up="10mbit")
     for peer, found in (("b", link.Measured(up=2e6, down=9e6, delay=0.01)), ("c", link.Measured(3e6, 8e6, 0.02))):
         machine.save("links", platform.node(), peer, dataclasses.asdict(found))
@@ -49,17 +49,17 @@ def test_without_a_rate_the_slowest_measured_link_counts(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (dict(world=1), says("Cluster", "world", expected="an integer of at least 2", got="1")),
-        (dict(world=4.0), says("Cluster", "world", expected="an integer of at least 2", got="4.0")),
-        (dict(nodes=3), says("Cluster", "nodes", expected="a divisor of world=4", got="3")),
-        (dict(nodes=1), says("Cluster", "nodes", expected="a divisor of world=4, at least 2", got="1")),
-        (dict(link="fast"), says("Cluster", "link", expected="a number and one of", got="'fast'")),
-        (dict(up="1"), says("Cluster", "up", expected="a number and one of", got="'1'")),
-        (dict(inner_link=None), says("Cluster", "inner_link", expected="a number and one of", got="None")),
-        (dict(latency="5"), says("Cluster", "latency", expected="a number and one of us, ms, s", got="'5'")),
-        (dict(over="ib"), says("Cluster", "over", expected="one of 'gloo', 'tcp', 'duplex'", got="'ib'")),
+        (dict(world=1), "Cluster world 1"),
+        (dict(world=4.0), "Cluster world 4.0"),
+        (dict(nodes=3), "Cluster nodes 3"),
+        (dict(nodes=1), "Cluster nodes 1"),
+        (dict(link="fast"), "Cluster link 'fast'"),
+        (dict(up="1"), "Cluster up '1'"),
+        (dict(inner_link=None), "Cluster inner_link None"),
+        (dict(latency="5"), "Cluster latency '5'"),
+        (dict(over="ib"), "Cluster over 'ib'"),
     ],
 )
 def test_what_it_refuses(fields, said):
-    with raises((TypeError, ValueError), said):
+    with names((TypeError, ValueError), said):
         cgx.Cluster(**dict(world=4, link="1gbit") | fields)

@@ -3,12 +3,12 @@
 import dataclasses
 import importlib.metadata
 import os
-import subprocess
 import sys
 import types
 
 import jax
 import pytest
+from helpers import run
 
 from jaxcgx import __main__
 from jaxcgx.native import registration
@@ -42,28 +42,23 @@ def pretend(monkeypatch):
     return set_up
 
 
-def run(code="", *arguments, **env):
-    """Runs python -m jaxcgx in a separate process. `code` runs before everything else."""
-    env = {k: v for k, v in os.environ.items() if k != "JAXCGX_REFERENCE"} | env
+def doctor_after(code, status, reference=""):
+    """Returns what the doctor prints in a separate process in which `code` runs before everything else."""
+    arguments = ("doctor",)
     start = (
         f"import sys\n{code}\nimport runpy\nsys.argv, sys.orig_argv = ['-m'], ['python', '-m', 'jaxcgx', "
         f"*{arguments!r}]\n"
         f"import jaxcgx\nsys.argv = ['jaxcgx', *{arguments!r}]\nrunpy.run_module('jaxcgx', run_name='__main__')"
     )
-    return subprocess.run([sys.executable, "-P", "-c", start], env=env, capture_output=True, text=True, timeout=300)
+    done = run(sys.executable, "-P", "-c", start, status=status, env=dict(JAXCGX_REFERENCE=reference))
+    assert "Traceback" not in done.stderr
+    return done.stdout
 
 
 def test_this_installation():
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "jaxcgx", "doctor"], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    for word in (
-        jax.__version__,
-        "avx" if registration.find().build_info()["kernels"] != "portable" else "portable",
-        "no problems",
-    ):
-        assert word in result.stdout
+    said = run(sys.executable, "-P", "-m", "jaxcgx", "doctor").stdout
+    kernels = registration.find().build_info()["kernels"]
+    assert all(word in said for word in (jax.__version__, kernels, "no problems"))
 
 
 def test_an_environment_that_is_not_activated(monkeypatch):
@@ -85,11 +80,8 @@ def test_without_a_gpu(pretend):
     assert report.problems == [] and report.gpus == [] and report.native["kernels"] == "avx2"
     assert report.versions["jaxcgx"] == importlib.metadata.version("jaxcgx")
     assert 'MPI               not installed: pip install ".[mpi]" in a checkout' in str(report)
-    assert (
-        "CUDA half         none" in str(report)
-        and "JAX sees none" in str(report)
-        and str(report).endswith("no problems")
-    )
+    assert "CUDA half         none" in str(report) and "JAX sees none" in str(report)
+    assert str(report).endswith("no problems")
 
 
 def test_a_gpu_that_jax_does_not_see(pretend):
@@ -137,48 +129,39 @@ def test_devices_without_kernels(pretend, monkeypatch):
 
 def test_without_the_native_module():
     code = "sys.modules['jaxcgx.native._native'] = None"
-    result = run(code, "doctor")
-    assert result.returncode == 1, result.stderr
-    assert "native module     none" in result.stdout
-    assert (
-        "problem: jaxcgx: its native module can't be loaded" in result.stdout
-        and "remedy:  reinstall it with" in result.stdout
-    )
-    assert "Traceback" not in result.stderr
-    result = run(code, "doctor", JAXCGX_REFERENCE="1")
-    assert result.returncode == 0 and "JAXCGX_REFERENCE  1" in result.stdout
+    said = doctor_after(code, status=1)
+    assert "native module     none" in said and "problem: jaxcgx: its native module can't be loaded" in said
+    assert "remedy:  reinstall it with" in said
+    assert "JAXCGX_REFERENCE  1" in doctor_after(code, status=0, reference="1")
 
 
 def test_with_a_native_module_of_another_version():
-    result = run("import importlib.metadata as m; m.version = lambda name: '9.9'", "doctor")
-    assert result.returncode == 1, result.stderr
-    assert "its native module is of version" in result.stdout and "the package of version 9.9" in result.stdout
+    said = doctor_after("import importlib.metadata as m; m.version = lambda name: '9.9'", status=1)
+    assert "its native module is of version" in said and "the package of version 9.9" in said
 
 
 def test_with_a_jax_that_is_not_supported(pretend, monkeypatch):
     pretend()
     monkeypatch.setattr(jax, "__version__", "0.8.3")
     (problem,) = doctor.examine().problems
-    assert problem.what == "jax 0.8.3 is not one that jaxcgx supports" and problem.remedy.startswith(
-        'pip install "jax<'
-    )
+    assert problem.what == "jax 0.8.3 is not one that jaxcgx supports"
+    assert problem.remedy.startswith('pip install "jax<')
 
 
 @pytest.mark.parametrize(
-    ("capability", "covered"),
-    [("7.5", False), ("8.0", True), ("8.6", True), ("9.0", True), ("10.0", True), ("12.1", True), ("7.0", False)],
+    ("code", "yes", "no"),
+    [
+        ("sm_80 sm_90 compute_90", "8.0 8.6 9.0 10.0 12.1", "7.0 7.5"),
+        ("sm_80", "8.0", "9.0"),  # machine code runs on its own major number
+        ("sm_86", "8.6", "8.0"),
+        ("sm_100", "10.3", "9.0"),
+        ("sm_90a", "9.0", "10.0"),
+        ("sm_100a compute_100a", "10.0", "10.3"),
+    ],
 )
-def test_what_code_runs_where(capability, covered):
-    assert doctor.covers(["sm_80", "sm_90", "compute_90"], capability) == covered
-
-
-def test_machine_code_runs_on_its_own_major_number():
-    assert (
-        not doctor.covers(["sm_80"], "9.0")
-        and not doctor.covers(["sm_86"], "8.0")
-        and doctor.covers(["sm_100"], "10.3")
-    )
-    assert doctor.covers(["sm_90a"], "9.0") and not doctor.covers(["sm_100a", "compute_100a"], "10.3")
+def test_what_code_runs_where(code, yes, no):
+    assert all(doctor.covers(code.split(), capability) for capability in yes.split())
+    assert not any(doctor.covers(code.split(), capability) for capability in no.split())
 
 
 def test_a_command_is_needed(capsys):

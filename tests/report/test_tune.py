@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import names
 
 import jaxcgx as cgx
 from jaxcgx import __main__
@@ -146,59 +146,28 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("found", "options", "words"),
     [
-        ({}, [], says("tune", expected="gradients", got="none")),
+        ({}, [], "tune - none"),
         (
             {"w@0": np.ones((64, 64), np.float32), "w@2": np.ones((64, 65), np.float32)},
             [],
-            says("tune", expected="same arrays every step", got="another 'w' in step 2"),
+            "tune - another 'w' in step 2",
         ),
-        (
-            {"w": np.ones((64, 64))},
-            [],
-            says("tune", "w", expected="float32 float16", got="float64", remedy=".astype(numpy.float32)"),
-        ),
-        (
-            {"w": np.asarray(jnp.ones((64, 64), jnp.bfloat16))},
-            [],
-            says("tune", "w", expected="float32 float16", got="|V2", remedy=".astype(numpy.float32)"),
-        ),
-        ({"w": np.array(["a", "b"])}, [], says("tune", "w", expected="float32 float16", got="<U1")),
-        ({"w": np.array([None])}, [], says("tune", expected="numpy.savez", got="another")),
-        (
-            {"w": np.ones(3, np.float32), "w@0": np.ones(3, np.float32)},
-            [],
-            says("tune", "w@0", expected="array", got="another of 'w' in step 0"),
-        ),
-        (
-            {"w@1": np.ones(3, np.float32), "w@01": np.ones(3, np.float32)},
-            [],
-            says("tune", "w@01", expected="array", got="another of 'w' in step 1"),
-        ),
-        (arrays(), ["--method", "bayes"], says("Plan.adapt", "method", expected="'lgreco' 'kmeans'", got="'bayes'")),
-        (arrays(), ["--alpha", "-1"], says("Plan.adapt", "alpha", expected="positive number", got="-1.0")),
-        (arrays(), ["--bits", "9"], says("MaxMin", "bits", expected="integer 1 8", got="9")),
-        (arrays(), ["--plan", "nowhere.toml"], says("tune", expected="No such file 'nowhere.toml'")),
-        ({"b": np.ones(3, np.float32)}, [], says("Plan.adapt", "statistics", expected="leaf plan's codec", got="none")),
-    ],
-    ids=[
-        "empty",
-        "steps",
-        "float64",
-        "bfloat16",
-        "text",
-        "objects",
-        "twice",
-        "twice in a step",
-        "method",
-        "alpha",
-        "bits",
-        "plan",
-        "guards",
+        ({"w": np.ones((64, 64))}, [], "tune w float64 .astype(numpy.float32)"),
+        ({"w": np.asarray(jnp.ones((64, 64), jnp.bfloat16))}, [], "tune w |V2 .astype(numpy.float32)"),
+        ({"w": np.array(["a", "b"])}, [], "tune w <U1"),
+        ({"w": np.array([None])}, [], "tune - another"),
+        ({"w": np.ones(3, np.float32), "w@0": np.ones(3, np.float32)}, [], "tune w@0 another of 'w' in step 0"),
+        ({"w@1": np.ones(3, np.float32), "w@01": np.ones(3, np.float32)}, [], "tune w@01 another of 'w' in step 1"),
+        (arrays(), ["--method", "bayes"], "Plan.adapt method 'bayes'"),
+        (arrays(), ["--alpha", "-1"], "Plan.adapt alpha -1.0"),
+        (arrays(), ["--bits", "9"], "MaxMin bits 9"),
+        (arrays(), ["--plan", "nowhere.toml"], "tune - No such file 'nowhere.toml'"),
+        ({"b": np.ones(3, np.float32)}, [], "Plan.adapt statistics none"),
     ],
 )
 def test_bad_input(saved, found, options, words):
     gradients, out = saved(found)
-    with raises(SystemExit, words) as caught:
+    with names(SystemExit, words) as caught:
         __main__.main(["tune", gradients, "--out", out, *options])
     assert str(caught.value).startswith("python -m jaxcgx tune: ")
 
@@ -206,24 +175,20 @@ def test_bad_input(saved, found, options, words):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (cgx.Plan(cgx.ByteGrad()), says("tune", "--plan", expected="codec", got="ByteGrad(compatible=False)")),
-        (cgx.Plan(cgx.Raw()), says("tune", "--plan", expected="codec", got="Raw()")),
+        (cgx.Plan(cgx.ByteGrad()), "tune --plan ByteGrad(compatible=False)"),
+        (cgx.Plan(cgx.Raw()), "tune --plan Raw()"),
         (
             cgx.Plan({"node": cgx.MaxMin(4), "local": cgx.MaxMin(8)}),
-            says("tune", "--plan", expected="codec", got="{'node'", remedy="MaxMin(bits=4) MaxMin(bits=8)"),
+            "tune --plan {'node' MaxMin(bits=4) MaxMin(bits=8)",
         ),
-        (
-            cgx.Plan(cgx.MaxMin(4), [("head", cgx.Raw())]),
-            says("tune", "gradients", expected="leaf", got="none for Rule(codec=Raw(), path='head')"),
-        ),
+        (cgx.Plan(cgx.MaxMin(4), [("head", cgx.Raw())]), "tune gradients none for Rule(codec=Raw(), path='head')"),
     ],
-    ids=["no bits", "raw", "several", "rule"],
 )
 def test_plans_that_are_wrong(saved, tmp_path, monkeypatch, plan, words):
     gradients, out = saved(arrays())
     plan.save(tmp_path / "base.toml")
     monkeypatch.setattr(tune, "statistics", None)  # the error comes before anything is measured
-    with raises(SystemExit, words) as caught:
+    with names(SystemExit, words) as caught:
         __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml")])
     assert str(caught.value).count("tune: ") == 1
 
@@ -236,6 +201,6 @@ def test_files_that_are_no_gradients(saved, tmp_path, content):
     path.write_bytes(
         {"truncated": whole[: len(whole) // 2], "npy": lone.getvalue(), "empty": b"", "text": b"gradients"}[content]
     )
-    with raises(SystemExit, says("tune", expected=".npz numpy.savez", got="another")) as caught:
+    with names(SystemExit, "tune - another") as caught:
         __main__.main(["tune", str(path), "--out", out])
     assert str(path) in str(caught.value)

@@ -1,0 +1,376 @@
+"""Writes the figures of pages that follow from committed results or from the library.
+
+    python scripts/figures.py
+
+Text marks them: `1.5<!-- = name -->` has the number of that name in `numbers()`. `TABLES` has the tables. Numbers keep
+the digits that the page gives them. tests/test_tables.py checks that no page is old.
+"""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcgx as cgx
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.exchange import costs
+from jaxcgx.transports.network import Network
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+MARKED = re.compile(rf"({NUMBER.pattern})(\$?<!-- = ([^>]+) -->)")
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+NORMAL = np.random.default_rng(0).standard_normal(2**20, np.float32)
+RANGE = float(np.square(np.ptp(NORMAL.reshape(-1, 512), axis=1)).mean())  # the mean squared range of a bucket
+
+
+def result(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def by(name, *keys, table="rows"):
+    """Returns the rows of a result by the values of some columns."""
+    found = {tuple(row[key] for key in keys): row for row in result(name)[table]}
+    return found if len(keys) > 1 else {key: row for (key,), row in found.items()}
+
+
+def lost(codec):
+    """Returns the share of the squared norm that a codec loses of normally distributed numbers."""
+    found = cgx.roundtrip(jnp.asarray(NORMAL), codec, jax.random.key(7) if codec.stochastic else None)
+    return np.square(np.float64(found) - NORMAL).sum() / np.square(np.float64(NORMAL)).sum()
+
+
+def bits(codec):
+    return codec.wire_bytes((2**20,), jnp.float32) * 8 / 2**20
+
+
+def codec_of(cell):
+    return eval(f"cgx.{cell.strip('`')}")
+
+
+# Numbers in text.
+
+
+def numbers():
+    """Returns {name: number}."""
+    found = {f"Eden {n}": lost(cgx.Eden(n)) for n in (1, 2, 3, 4)}
+    found |= {f"two_shot at {ratio}": ranks_for_two_shots(ratio) for ratio in (0.001, 0.01)}
+    leaf, half = jax.ShapeDtypeStruct((3000,), jnp.float32), cgx.Cast("float16")
+    found["small one_shot"] = costs.sent("one_shot", half, [leaf], 8)
+    found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
+    assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
+    return found | derived() | predictions() | steps() | wide_area() | demonstration() | gpu()
+
+
+def ranks_for_two_shots(ratio):
+    """Returns from how many ranks on a sparse sum is smaller in two shots."""
+    leaf, codec = jax.ShapeDtypeStruct((2**24,), jnp.float32), cgx.TopK(ratio)
+    sent = lambda schedule, ranks: costs.sent(schedule, codec, [leaf], ranks)
+    fewer = [ranks for ranks in range(3, 33) if sent("two_shot", ranks) < sent("one_shot", ranks)]
+    assert fewer == list(range(fewer[0], 33))
+    return fewer[0]
+
+
+def derived():
+    """The errors that docs/error-bounds.md derives."""
+    four, sign = RANGE / 15**2 / 12, 2 / np.pi
+    return {
+        "range": RANGE,
+        "derived 2": RANGE / 3**2 / 12,
+        "derived 4": four,
+        "measured 2": lost(cgx.MaxMin(2)),
+        "measured 4": lost(cgx.MaxMin(4)),
+        "fed 1": 1 / sign - 1,
+        "fed 2": 1 / (1 - 0.1175) - 1,
+        "rotated 5": 4.0**-5 * (7 / 8 + 1),
+        "summed 4": 7 / 8 * four + four,
+    }
+
+
+def predictions():
+    """The planner's predictions of exchanges, and how many are within its goal."""
+    data = result("prediction")
+    within = lambda offs: sum(abs(off) <= data["goal"] for off in offs)
+    offs = lambda rows: [off for row in rows for off in row["off"].values()]
+    new, old = ([row for row in data["rows"] if (row["table"] == "New runs") is kind] for kind in (True, False))
+    hosts = {n: offs([row for row in new if row["processes"] == n]) for n in (2, 4, 8)}
+    found = {f"within {n}": within(each) for n, each in hosts.items()} | {"within 2 of": len(hosts[2])}
+    for name, rows in ("new", new), ("old", old):
+        found |= {f"within {name}": within(offs(rows)), f"within {name} of": len(offs(rows))}
+    found["median off"] = 100 * np.median(np.abs(offs(new)))
+    others = {row["what"]: row for row in data["others"]}
+    found |= {"slow hierarchy": 100 * others["hierarchy, 100 Mbit/s"]["off"]}
+    found |= {"uneven hierarchy": 100 * others["hierarchy, 110 up, 500 down"]["off"]}
+    gained, ring = others["hierarchy, 1 Gbit/s"], others["slow line, ring"]
+    found |= {"gained": gained["ms"], "gain predicted": gained["predicted_ms"]}
+    assert abs(others["slow line, two_shot"]["off"]) <= 0.01
+    found["ring longer"] = 100 * (ring["ms"] / ring["predicted_ms"] - 1)
+    (calls,) = (
+        row["ms"]
+        for row in result("collectives")["rows"]
+        if (row["network"], row["what"], row["size_bytes"]) == ("loopback, 2 processes", "calls", 2**24)
+    )
+    return found | fast(old, new) | {"16 MiB over Tcp": calls["Tcp"] / calls["one_shot"]}
+
+
+def fast(old, new):
+    """How many of the choices are at most a tenth slower than the fastest way."""
+
+    def auto(row):
+        wire = cgx.MaxMin(4).wire_bytes((row["size_bytes"] // 4,), jnp.float32)
+        return costs.choose(costs.Load(row["processes"], row["size_bytes"], wire), Network(mover="gloo"))
+
+    count = lambda rows, ways, of: sum(r["ms"][of(r)] <= 1.1 * min(r["ms"][way] for way in ways) for r in rows)
+    ways = "psum", "one_shot", "two_shot"
+    found = {"fast cases": len(new)}
+    for name, rows in ("old", old), ("new", new):
+        found[f"fast Tcp {name}"] = count(rows, rows[0]["ms"], lambda _: "Tcp")
+        found[f"fast Gloo {name}"] = count(rows, ways, auto)
+        found[f"fast with rings {name}"] = count(rows, [*ways, "ring"], auto)
+    return found
+
+
+def steps():
+    """The planner's predictions of training steps, and what priority can't hide."""
+    data, rows = result("prediction"), result("prediction")["steps"]
+    kinds = {
+        "steps": rows,
+        "steps at once": [row for row in rows if "psum, one array" in row["method"]],
+        "steps each": [row for row in rows if "psum, float32" in row["method"]],
+        "steps PowerSGD": [row for row in rows if "PowerSGD" in row["method"]],
+        "steps DiLoCo": [row for row in rows if "DiLoCo" in row["method"]],
+        "steps MaxMin": [row for row in rows if row["method"] in ("MaxMin(4), Gloo", "MaxMin(4), Tcp")],
+        "steps slow": [row for row in rows if (row["network"], row["mbit"]) == ("ResNet-20, 4 hosts", 100)],
+    }
+    found = {name: sum(abs(row["off"]) <= data["goal"] for row in some) for name, some in kinds.items()}
+    assert found.pop("steps at once") == len(kinds["steps at once"])
+    found |= {f"{name} of": len(some) for name, some in kinds.items()}
+    found["steps median"] = 100 * np.median([abs(row["off"]) for row in rows])
+    more = by("priority", "communicate_over_compute")
+    assert all(row["at_best"] < row["more"] for row in more.values())
+    equal = [row for ratio, row in more.items() if 0.9 <= ratio <= 1.1]
+    low, high = sorted(100 * row["more"] for row in equal)
+    for name in "0.7", "1.4":
+        (found[f"priority {name}"],) = (100 * row["more"] for ratio, row in more.items() if f"{ratio:.1f}" == name)
+    return found | {"priority low": low, "priority high": high, "priority best": 100 * equal[0]["at_best"]}
+
+
+def wide_area():
+    """Hidden times, times to a loss and overlays of docs/wan.md."""
+    rows, shares = by("wan", "network", "technique"), []
+    links = {"100 Mbit/s": (1e8, 1e8), "1 Gbit/s": (1e9, 1e9), "110 up, 500 down": (1.1e8, 5e8)}  # bits/s up, down
+    for network, (up, down) in links.items():
+        for technique in "float32", "4 bits":
+            row = rows[f"2 centers of 2 ranks, {network}", technique]
+            wire = 8e3 * max(max(row["up_bytes"]) / up, max(row["down_bytes"]) / down)
+            shares.append(100 * min(wire / 2, row["ms"] - wire) / row["ms"])
+    assert max(shares) < 25  # DGT hides half of the time on the wire, but not more than the rest of the step
+    times = by("diloco", "hosts", "method", table="times")
+    found = {"DGT least": min(shares), "DGT most": max(shares)}
+    found |= {"DiLoCo seconds": times[2, "DiLoCo, 4 bits, H 20"]["seconds"]}
+    found |= {"4 bits seconds": times[2, "MaxMin(4), Tcp"]["seconds"]}
+    trained = by("topology-training", "when", "setup")
+    for setup in "line", "pair":
+        found[f"overlay {setup}"] = by("topology", "setup", "schedule")[setup, "topology"]["faster"]
+        for when in "before", "after":
+            row = trained[when, setup]
+            found[f"{when} {setup}"] = row["ring_ms"] / row["topology_ms"]
+    return found
+
+
+def demonstration():
+    return {f"demo {name}": row["reached_seconds"] for name, row in by("demo", "gradients").items()}
+
+
+def shares(gpu, part):
+    return {row["name"]: row["share"] for row in result(f"gpu-nvidia-{gpu}/{part}")["rows"]}
+
+
+def gpu():
+    found = {"TopK 16M": shares("h200", "16m")["16 M: encode TopK 0.01 exact"]}
+    found["TopK"] = shares("h200", "others")["encode TopK 0.01 exact"]
+    return found | {
+        f"ByteGrad {do}": shares("h100-80gb-hbm3", "others")[f"{do} ByteGrad"] for do in ("encode", "decode")
+    }
+
+
+# Rows of tables: from the cells of a row and of the header to what each cell after the first has, which is a number,
+# the list of its numbers, or its text.
+
+
+def codecs(cells, header):
+    codec, measured = codec_of(cells[0]), by("errors", "codec", "numbers", table="codecs")
+    return [bits(codec), *(measured[spell(codec), numbers]["one"] for numbers in ("normal", "laplace", "student"))]
+
+
+def errors_with_feedback(cells, header):
+    size = int(cells[0])
+    found = [*(cgx.MaxMin(n, size) for n in (1, 2, 3, 4)), *(cgx.AbsMax(n, size) for n in (2, 3, 4)), cgx.Sign(size)]
+    return list(map(lost, found))
+
+
+def updates_of_adam(cells, header):
+    codec, measured = codec_of(cells[0]), by("adam", "codec", "feedback")
+    return [bits(codec), *(measured[spell(codec), True][f"{part.split()[0]} update"] for part in header[2:])]
+
+
+def accuracies(cells, header):
+    row = by("training", "data", "run")["Fashion-MNIST", cells[0]]
+    return [np.mean(row["accuracies"]), row["bytes"]]
+
+
+RUNS = {
+    '4 bits, `every=20, outer="sgd"`': "4 bits, H 20",
+    "4 bits, `every=100, outer=optax.sgd(1.5)`": "4 bits, H 100, SGD 1.5",
+    '4 bits, `every=20, outer="sgd", fragments=4, overlap=2, alpha=0.5`': "4 bits, H 20, streaming",
+    "4 bits, `every=20` (Nesterov momentum 0.9)": "4 bits, H 20, Nesterov 0.9",
+    "`sparseloco(every=15)`": "SparseLoCo, 1 %, 2 bits, H 15",
+    "`sparseloco(every=15, decay=1.0, keep=False)`": "SparseLoCo, no feedback",
+    '2 bits, `every=20, outer="sgd"`': "2 bits, H 20",
+    '2 bits without feedback, `every=20, outer="sgd"`': "2 bits, H 20, no feedback",
+    "the same with a bucket for each parameter": "2 bits, H 20, large buckets, no feedback",
+}
+
+
+def few_exchanges(cells, header):
+    rows = result("diloco")["rows"]
+    dense = {row["seed"]: row for row in rows if row["run"] == "float32, every step"}
+    found = [row for row in rows if row["run"] == RUNS[cells[0]]]
+    more = [100 * (row["loss"] / dense[row["seed"]]["loss"] - 1) for row in found]
+    assert "three seeds" in cells[2] and len(more) == 3
+    return [dense[0]["sent_bytes"] / found[0]["sent_bytes"], [np.mean(more), min(more), max(more)]]
+
+
+METHODS = {
+    "`lax.psum` in float32, every step": "psum, float32",
+    "4 bits, every step, `Tcp`": "MaxMin(4), Tcp",
+    "PyTorch's best hook, PowerSGD": "PyTorch, PowerSGD(4)",
+    "4 bits, `every=20`": "DiLoCo, 4 bits, H 20",
+    "4 bits, `every=20, fragments=4, overlap=3, alpha=0.5`": "DiLoCo, 4 bits, H 20, streaming",
+}
+
+
+def between_exchanges(cells, header):
+    rows = by("diloco", "hosts", "method", table="times")
+    return [rows[hosts, METHODS[cells[0]]][key] for key in ("busy", "seconds") for hosts in (2, 4)]
+
+
+TRAINED = {
+    "`lax.psum` of each array": ["psum, float32"],
+    "of all at once": ["psum, one array"],
+    "bfloat16 by hand": ["by hand, bfloat16"],
+    "4 bits by hand": ["by hand, 4 bits"],
+    "`MaxMin(4)`": ["MaxMin(4), Tcp", "MaxMin(4), backward", "MaxMin(4), priority"],
+    "DGC, 1 %": ["DGC 1 %, Tcp"],
+    "`PowerSGD(4)`": ["PowerSGD(4), Gloo"],
+    "PyTorch, no hook": ["PyTorch, no hook"],
+    "fp16 hook": ["PyTorch, fp16"],
+    "PowerSGD hook": ["PyTorch, PowerSGD(4)"],
+}
+
+
+def whole_trainings(cells, header):
+    rows, (number, unit) = by("training-speed", "network", "mbit", "method"), cells[1].split()
+    place = f"transformer, {cells[0]} hosts", int(number) * {"Mbit/s": 1, "Gbit/s": 1000}[unit]
+    best = [min(rows[*place, method]["seconds"] for method in TRAINED[column]) for column in header[2:]]
+    return [cells[1], *best]
+
+
+def demonstrated(cells, header):
+    row = by("demo", "gradients")[cells[0]]
+    figures = row["step_bytes"] / 1e6, row["step_ms"], row["loss"], 100 * row["accuracy"], row["reached_seconds"]
+    return list(figures)
+
+
+def shares_of_cpus(cells, header):
+    avx512, avx2 = (by(f"cpu-kernels-{isa}", "name")[cells[0].partition(":")[0]] for isa in ("avx512", "avx2"))
+    assert avx512["share_goal"] == avx2["share_goal"]
+    return [*(row.get(key) for row in (avx512, avx2) for key in ("share", "speedup")), avx512["share_goal"]]
+
+
+OPERATIONS = {
+    "encode": "encode MaxMin {}",
+    "encode, stochastic rounding": "encode MaxMin {} stochastic",
+    "encode with feedback": "encode with feedback MaxMin {}",
+    "decode": "decode MaxMin {}",
+    "sum of 8 payloads, encoded again": "reduce MaxMin {}",
+}
+
+
+def shares_of_gpus(cells, header):
+    name = OPERATIONS[cells[0]]
+    return [shares(gpu, "maxmin")[name.format(n)] for gpu in ("h100-80gb-hbm3", "h200") for n in (2, 4, 8)]
+
+
+def techniques(cells, header):
+    place, name = "2 centers of 2 ranks, 100 Mbit/s", re.sub(r'[`"]|, every 20 steps', "", cells[0])
+    row = by("wan-few" if "HFA" in name or "DiLoCo" in name else "wan", "network", "technique")[place, name]
+    equal_time = f"{'>' * row['all_done']}{row['loss_at_time']:.3f}"
+    return [100 * (row["less"] or 0), max(row["up_bytes"]) / 1e6, row["loss"], equal_time]
+
+
+TABLES = {  # by page and the first cells of the header
+    "codecs": {"codec | bits per element": codecs},
+    "diloco": {"form | fewer bytes in a step": few_exchanges, "method | 2 hosts": between_exchanges},
+    "feedback": {"gradients": accuracies, "bucket": errors_with_feedback, "codec | bits per element": updates_of_adam},
+    "gpu": {"operation": shares_of_gpus},
+    "speed": {"gradients": demonstrated, "hosts": whole_trainings, "operation": shares_of_cpus},
+    "wan": {"at 100 Mbit/s": techniques},
+}
+
+
+# Writing.
+
+
+def like(value, text):
+    """Returns a number with as many digits behind the point as a text has."""
+    digits = len(text.partition(".")[2])
+    return f"{round(value * (1 + 1e-9), digits) + 0:,.{digits}f}"  # 4.125 becomes 4.13, and -0.0 becomes 0
+
+
+def fill(cell, values):
+    """Returns the cell of a table with other numbers. Cells without numbers stay."""
+    if isinstance(values, str):
+        return values
+    found = NUMBER.findall(cell)
+    values = iter(values if isinstance(values, list) else [values] * bool(found))
+    new = NUMBER.sub(lambda match: like(next(values), match[0]), cell)
+    assert not list(values), cell
+    return new
+
+
+def render(page, known):
+    """Returns the text of a page with the numbers of `known` where they are marked, and with its tables."""
+    text = MARKED.sub(lambda match: like(known[match[3]], match[1]) + match[2], page.read_text())
+
+    def table(match):
+        head, rule, *lines = match[0].splitlines()
+        for first, row in TABLES.get(page.stem, {}).items():
+            if head.startswith(f"| {first} |"):
+                rows = [[c[0], *map(fill, c[1:], row(c, cells(head)))] for c in map(cells, lines)]
+                return "\n".join([head, rule, *map(spell_row, rows)]) + "\n"
+        return match[0]
+
+    return TABLE.sub(table, text)
+
+
+def cells(line):
+    return [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+
+
+def spell_row(cells):
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def main():
+    known = numbers()
+    for page in PAGES:
+        page.write_text(render(page, known))
+
+
+if __name__ == "__main__":
+    main()
