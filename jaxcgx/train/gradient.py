@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.collectives.gradients import without_constraints
+from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, after, mean_of, wide
 from jaxcgx.train.frozen import join, part

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jaxcgx.checks import check_array, spell_array, wrong
-from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.exchange.message import fold
+from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.plan.plan import check_phases
