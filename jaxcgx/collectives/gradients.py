@@ -1,84 +1,35 @@
 """Gradients of one rank, which JAX doesn't reduce."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from jaxcgx import _compat, _programs
+from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import check_axes
-from jaxcgx.typing import AxisName
+from jaxcgx.typing import AxisName, PyTree
 
 
-def vary(x: Any, names: tuple[Any, ...]) -> Any:
+def vary(x: PyTree, names: tuple[AxisName, ...]) -> PyTree:
     """Returns the tree, marked as varying over the axes `names` if JAX tracks this for them."""
     tracked = _compat.tracked_axes(names)
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
-# JAX's errors for a sharding constraint over an axis of shard_map. The first three are for a constraint that is given
-# as a spec, as a NamedSharding of the mesh, and as out_sharding. The last is raised without check_vma, at compile time.
-_CONSTRAINED = (
-    "can only refer to Auto axes",
-    "should be of type `Manual`",
-    "that are of type Auto or Manual",
-    "contains a manual axes",
-)
-
-
-@contextlib.contextmanager
-def without_constraints(function: str, argument: str, names: tuple[Any, ...]) -> Generator[None]:
-    """Turns JAX's errors about sharding constraints over the ranks' axes into an error that says what to write."""
-    try:
-        yield
-    except ValueError as error:
-        if not any(words in str(error) for words in _CONSTRAINED):
-            raise
-        raise _constrained(function, argument, names, error) from error
-
-
-def _constrained(function: str, argument: str, names: tuple[Any, ...], what: Any) -> Exception:
-    return wrong(
-        function,
-        argument,
-        f"no sharding constraint over {', '.join(map(repr, names))} inside the loss, which gets one rank's part of a "
-        "batch",
-        f"one: {what}",
-        "take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
-        'jax.lax.with_sharding_constraint(x, P(None, "model"))',
-    )
-
-
-def check_constraints(function: str, argument: str, names: tuple[Any, ...], program: Any) -> None:
-    """Refuses sharding constraints over the ranks' axes in a traced program.
-
-    Without check_vma, JAX itself refuses them only at compile time.
-    """
-    for spec in _programs.constraints(program):
-        if {name for part in spec for name in (part if isinstance(part, tuple) else (part,))} & set(names):
-            raise _constrained(function, argument, names, spec)
-
-
-def _own(function: str, argument: str, names: tuple[Any, ...], loss: Any) -> Any:
+def _own(function: str, argument: str, names: tuple[AxisName, ...], loss: PyTree) -> PyTree:
     """Returns the loss. If it is differentiated, its type must vary over the ranks. A constant isn't checked."""
     return loss
 
 
 def _own_jvp(
-    function: str, argument: str, names: tuple[Any, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    function: str, argument: str, names: tuple[AxisName, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     varying = frozenset[Any]().union(*map(_compat.varying_axes, jax.tree.leaves(primals)))
     if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
-        raise wrong(
-            function,
-            argument,
-            "this rank's own loss",
-            f"one that is the same on every rank of {', '.join(map(repr, same))}",
-            "take the pmean out of the loss",
-        )
+        got = f"one that is the same on every rank of {', '.join(map(repr, same))}"
+        raise wrong(function, argument, "this rank's own loss", got, "take the pmean out of the loss")
     return *primals, *tangents
 
 
@@ -130,9 +81,7 @@ def local_value_and_grad(
                 case found:  # with has_aux this isn't a pair, and jax raises its own error
                     return found if has_aux else check(found)
 
-        differentiated = jax.value_and_grad(
-            checked, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
-        )
+        differentiated = jax.value_and_grad(checked, argnums, has_aux, holomorphic, allow_int)
         return differentiated(*given, **kwargs)
 
     return value_and_grad

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.exchange import scopes
 from jaxcgx.exchange.resolve import check_axes
-from jaxcgx.typing import AxisName
+from jaxcgx.typing import AxisName, PyTree
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["differs"], meta_fields=["paths", "axis_name"])
@@ -79,7 +78,7 @@ def checksum(x: jax.Array) -> jax.Array:
     return jnp.stack([(words * place).sum(dtype=jnp.uint32), (mixed ^ (mixed >> 15)).sum(dtype=jnp.uint32)])
 
 
-def check_replicas(tree: Any, axis_name: AxisName) -> Replicas:
+def check_replicas(tree: PyTree, axis_name: AxisName) -> Replicas:
     """Compares the bits of every leaf on all ranks of an axis. Each rank sends checksums of 8 bytes per leaf.
 
     Args:

@@ -149,12 +149,9 @@ def _weighted(names: tuple[PyTree, ...], cts: list[jax.Array]) -> list[jax.Array
     if not outside:
         return cts
     if not outside <= _compat.tracked_axes(names):
-        raise wrong(
-            OP,
-            "params",
-            "a gradient that is taken inside shard_map, or shard_map's check_vma=True",
-            "a gradient from outside with check_vma=False, where JAX adds a sum of its own in full precision",
-        )
+        expected = "a gradient that is taken inside shard_map, or shard_map's check_vma=True"
+        got = "a gradient from outside with check_vma=False, where JAX adds a sum of its own in full precision"
+        raise wrong(OP, "params", expected, got)
     ranks = math.prod(map(lax.axis_size, outside))
     return [ct * ranks for ct in cts]
 

@@ -64,12 +64,8 @@ def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
             leaves[i], factors[i] = sums.astype(x.dtype), q[k]
             if message.residuals is not None:
                 lost[i] = jnp.where(jnp.isfinite(sums), gone[k].reshape(x.shape), message.residuals[i])
-    return Message(
-        message.ids,
-        leaves,
-        residuals=None if message.residuals is None else lost,
-        factors=None if message.factors is None else factors,
-    )
+    residuals = None if message.residuals is None else lost
+    return Message(message.ids, leaves, residuals=residuals, factors=message.factors and factors)
 
 
 def _stacks(codec: LowRank, message: Message, terms: list[list[Any]]) -> list[_Stack]:

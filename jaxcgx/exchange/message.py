@@ -16,7 +16,7 @@ from jaxcgx.native.ops import Own
 from jaxcgx.native.rules import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
-from jaxcgx.typing import PyTree
+from jaxcgx.typing import ArrayLike, PyTree
 
 # The state that a sum keeps from call to call, as fields of `Carry` and `Message`. Each rank has its own residuals and
 # momentum. Factors are the same on every rank: like sums, they don't vary over the axes of the exchange.
@@ -81,8 +81,8 @@ class Message:
         lost: list[Any] | None,
         how: "Sum",
         *,
-        chunk: Any,
-        place: Any,
+        chunk: ArrayLike,
+        place: ArrayLike,
         key: Any,
     ) -> tuple[jax.Array, list[Any] | None]:
         """Adds the payloads of a chunk, of which this rank sent number `place`. Returns (the encoded sum, the losses).
@@ -104,7 +104,7 @@ class Stage(NamedTuple):
     schedule: str | Overlay
     backward: Codec  # the codec of the transpose
 
-    def compared(self, message: "Message", how: Any) -> "Stage":
+    def compared(self, message: "Message", how: object) -> "Stage":
         """Returns the stage with a transport that compares the kind of message, and `how` it is sent, on all ranks."""
         leaves = [(x.shape, x.dtype) for x in message.leaves]
         what = digest(self.schedule, self.codec, message.ids, leaves, how)
@@ -150,7 +150,7 @@ class Summed(NamedTuple):
     """A sum over one transport."""
 
     leaves: list[Any]
-    residuals: Any = None  # a list like the leaves; None without feedback
+    residuals: list[Any] | None = None  # a list like the leaves; None without feedback
     sent: Any = None  # a `Sent`; None if no momentum needs it
 
 
@@ -165,7 +165,7 @@ def carry_over(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list
     return carried, [jnp.where(jnp.isfinite(x), x, r) for x, r in zip(lost, residuals)]
 
 
-def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
+def fold(key: jax.Array | None, *numbers: int | jax.Array) -> jax.Array | None:
     """Returns the key folded with the numbers, as two words. No key gives None. An offset is kept as the third word."""
     if key is None:
         return None

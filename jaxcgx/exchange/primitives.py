@@ -29,11 +29,12 @@ from jaxcgx.exchange import hierarchy, low_rank, schedules
 from jaxcgx.exchange.message import SHARED, STATE, Message, Stage, Sum, back_key
 from jaxcgx.native.rules import define_impl, in_front, places
 from jaxcgx.transports.base import Transport, join_rows, split_rows
+from jaxcgx.typing import PyTree
 
 Batch = tuple[tuple[int, Any], ...]
 
 
-def bind(primitive: Any, message: Message, **params: Any) -> Message:
+def bind(primitive: _compat.Primitive, message: Message, **params: Any) -> Message:
     """Binds the primitive, and returns the message of results: leaves, and the new arrays of each kind of state."""
     operands, tree = jax.tree_util.tree_flatten(match_varying(message, params["net"]))
     return _results(tree).unflatten(primitive.bind(*operands, **{"batch": (), **params}, tree=tree))
@@ -57,12 +58,12 @@ def match_varying(message: Message, net: Transport) -> Message:
 
 
 @functools.lru_cache
-def _results(tree: Any) -> Any:
+def _results(tree: PyTree) -> PyTree:
     """Returns the structure of the results, from the structure of the operands."""
     return jax.tree_util.tree_structure(places(tree).replace(key=None, back=None))
 
 
-def _put_leaves(tree: Any, values: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+def _put_leaves(tree: PyTree, values: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     """Returns the flat values of a structure, with `leaves` in place of the values of the message's leaves."""
     values = list(values)
     for place, leaf in zip(places(tree).leaves, leaves):
@@ -70,14 +71,21 @@ def _put_leaves(tree: Any, values: Sequence[Any], leaves: Sequence[Any]) -> list
     return values
 
 
-def _lower(run: Callable[..., Message], *operands: Any, batch: Batch, tree: Any, **params: Any) -> list[jax.Array]:
+def _lower(run: Callable[..., Message], *operands: Any, batch: Batch, tree: PyTree, **params: Any) -> list[jax.Array]:
     mapped: Callable[[Message], Message] = functools.partial(run, **params)
     for _, axis in reversed(batch):
         mapped = jax.vmap(mapped, axis_name=axis)
     return jax.tree_util.tree_leaves(mapped(tree.unflatten(operands)))
 
 
-def _abstract_eval(shape: Any, invarying: Any, *avals: Any, batch: Batch, tree: Any, **params: Any) -> tuple[Any, Any]:
+def _abstract_eval(
+    shape: Callable[..., tuple[int, ...]],
+    invarying: Callable[..., bool],
+    *avals: Any,
+    batch: Batch,
+    tree: PyTree,
+    **params: Any,
+) -> tuple[Any, Any]:
     net, sizes, n = params["net"], tuple(size for size, _ in batch), len(batch)
     gone = net.names if invarying(**params) else ()
     message = tree.unflatten(avals)
@@ -91,22 +99,33 @@ def _abstract_eval(shape: Any, invarying: Any, *avals: Any, batch: Batch, tree: 
     return jax.tree_util.tree_leaves(results), _compat.axis_effects(bound) | net.effects
 
 
-def _batch(primitive: Any, same: bool, axis: Any, operands: Any, dims: Any, *, batch: Batch, **params: Any) -> Any:
+def _batch(
+    primitive: _compat.Primitive,
+    same: bool,
+    axis: Any,
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    batch: Batch,
+    **params: Any,
+) -> tuple[list[Any], list[int | None]]:
     ours = axis.name in params["net"].names
     if not ours and all(d is None for d in dims):  # vmap calls this rule even if it maps no operand
         results = primitive.bind(*operands, batch=batch, **params)
         return results, [None] * len(results)
     batch = ((axis.size, axis.name if ours else None), *batch)
     results = primitive.bind(*in_front(operands, dims, axis.size), batch=batch, **params)
-    dims = [0] * len(results)
+    mapped: list[int | None] = [0] * len(results)
     if ours and same:
         of_results = places(_results(params["tree"]))
         for place in jax.tree_util.tree_leaves([getattr(of_results, field) for field in ("leaves", *SHARED)]):
-            results[place], dims[place] = results[place][0], None
-    return results, dims
+            results[place], mapped[place] = results[place][0], None
+    return results, mapped
 
 
-def _jvp(primitive: Any, primals: Any, tangents: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:
+def _jvp(
+    primitive: _compat.Primitive, primals: Sequence[Any], tangents: Sequence[Any], *, tree: PyTree, **params: Any
+) -> tuple[Any, Any]:
     results = primitive.bind(*primals, tree=tree, **params)
     zeros = [_compat.zero_tangent(r) for r in results]
     message, moving = tree.unflatten(primals), tree.unflatten(tangents).leaves
@@ -117,7 +136,9 @@ def _jvp(primitive: Any, primals: Any, tangents: Any, *, tree: Any, **params: An
     return results, _put_leaves(_results(tree), zeros, moved.leaves)
 
 
-def _transposed(transpose: Any, cts: Any, *operands: Any, tree: Any, **params: Any) -> list[Any]:
+def _transposed(
+    transpose: Callable[..., list[Any]], cts: Sequence[Any], *operands: Any, tree: PyTree, **params: Any
+) -> list[Any]:
     message = tree.unflatten(operands)
     avals = [x.aval for x in message.leaves]
     if all(type(ct) is ad.Zero for ct in cts):
@@ -135,7 +156,7 @@ def define(
     same: bool,
     shape: Callable[..., tuple[int, ...]] = lambda shape, i, **params: shape,
     invarying: Callable[..., bool] = lambda **params: False,
-) -> Any:
+) -> _compat.Primitive:
     """Returns the primitive of an exchange, with its rules.
 
     Args:
@@ -201,9 +222,9 @@ def _psum_transpose(
     return bind(psum_p, _back(message, cts, batch), how=how, tracked=tracked, batch=batch, **params).leaves
 
 
-psum_p: Any = define("jaxcgx_psum", _psum, _psum_transpose, same=True, invarying=lambda **params: True)
+psum_p: _compat.Primitive = define("jaxcgx_psum", _psum, _psum_transpose, same=True, invarying=lambda **params: True)
 
-same_p: Any = _compat.Primitive("jaxcgx_same")
+same_p: _compat.Primitive = _compat.Primitive("jaxcgx_same")
 
 
 def same(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
@@ -297,7 +318,7 @@ def _gathered_shape(
     return rows if join is None else join.shape(rows, i)
 
 
-all_gather_p: Any = define(
+all_gather_p: _compat.Primitive = define(
     "all_gather",
     _all_gather,
     _all_gather_transpose,
@@ -331,7 +352,7 @@ def _psum_scatter_transpose(
     return bind(all_gather_p, _back(message, cts, batch), **params).leaves
 
 
-psum_scatter_p: Any = define(
+psum_scatter_p: _compat.Primitive = define(
     "jaxcgx_psum_scatter",
     _psum_scatter,
     _psum_scatter_transpose,
@@ -357,4 +378,4 @@ def _all_to_all_transpose(message: Message, cts: list[Any], *, net: Transport, s
     return bind(all_to_all_p, _back(message, cts, batch), net=net, stage=stage.transposed(), batch=batch).leaves
 
 
-all_to_all_p: Any = define("jaxcgx_all_to_all", _all_to_all, _all_to_all_transpose, same=False)
+all_to_all_p: _compat.Primitive = define("jaxcgx_all_to_all", _all_to_all, _all_to_all_transpose, same=False)

@@ -1,11 +1,15 @@
-"""Finds the transport over the ranks that a caller names: by axes of a mesh, or by a communicator."""
+"""Finds the transport over the ranks that a caller names: by axes of a mesh, or by a communicator.
 
-from collections.abc import Callable, Mapping
+And refuses sharding constraints over the axes of ranks in a loss, which gets one rank's part of a batch.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from jax import lax
 
-from jaxcgx import _compat
+from jaxcgx import _compat, _programs
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.scopes import MessageScope, scope
 from jaxcgx.transports.axes import Mark, Tcp, check_axis_names, is_communicator, marked
@@ -63,3 +67,44 @@ def check_axes(op: str, axis_name: AxisName) -> Transport:
     if len(kinds) > 1:
         raise wrong(op, "axis_name", "axes with one kind of mark", " and ".join(kind.__name__ for kind in kinds))
     return MAKERS[kinds[0]](op, names, marks) if kinds else Axes(names)
+
+
+# JAX's errors for a sharding constraint over an axis of shard_map. The first three are for a constraint that is given
+# as a spec, as a NamedSharding of the mesh, and as out_sharding. The last is raised without check_vma, at compile time.
+_CONSTRAINED = (
+    "can only refer to Auto axes",
+    "should be of type `Manual`",
+    "that are of type Auto or Manual",
+    "contains a manual axes",
+)
+
+
+@contextlib.contextmanager
+def without_constraints(function: str, argument: str, names: tuple[AxisName, ...]) -> Generator[None]:
+    """Turns JAX's errors about sharding constraints over the ranks' axes into an error that says what to write."""
+    try:
+        yield
+    except ValueError as error:
+        if not any(words in str(error) for words in _CONSTRAINED):
+            raise
+        raise _constrained(function, argument, names, error) from error
+
+
+def check_constraints(function: str, argument: str, names: tuple[AxisName, ...], program: Any) -> None:
+    """Refuses sharding constraints over the ranks' axes in a traced program.
+
+    Without check_vma, JAX itself refuses them only at compile time.
+    """
+    for spec in _programs.constraints(program):
+        if {name for part in spec for name in (part if isinstance(part, tuple) else (part,))} & set(names):
+            raise _constrained(function, argument, names, spec)
+
+
+def _constrained(function: str, argument: str, names: tuple[AxisName, ...], what: object) -> Exception:
+    axes = ", ".join(map(repr, names))
+    expected = f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch"
+    remedy = (
+        "take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
+        'jax.lax.with_sharding_constraint(x, P(None, "model"))'
+    )
+    return wrong(function, argument, expected, f"one: {what}", remedy)

@@ -394,7 +394,7 @@ def _check_way(routes: Routes, way: Way, hops: bool) -> None:
     if way.order is not None and sorted(way.order) != list(range(len(routes.leaves))):
         remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
         raise wrong(op, "order", f"the numbers of the {len(routes.leaves)} leaves, each once", way.order, remedy)
-    if way.rows or all(d is None for d in way.dims):
+    if way.rows or set(way.dims) <= {None}:
         return
     sliced = "where a rank gets only its slice of a sum"
     if plan.leader:

@@ -31,6 +31,7 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import Own
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import PiecewiseSum, Transport
+from jaxcgx.typing import Key
 
 
 def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
@@ -41,7 +42,9 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
     with scope(ExchangeScope.of(stage.schedule, layout)):
         if stage.schedule == "ring":
 
-            def add(payloads: jax.Array, part: Any, place: int, key: Any, divisor: float = 1.0) -> jax.Array:
+            def add(
+                payloads: jax.Array, part: jax.Array, place: int, key: Key | None, divisor: float = 1.0
+            ) -> jax.Array:
                 own = Own(message.leaves, place)
                 return ops.reduce_encoded(layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
 
@@ -56,7 +59,9 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
         return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
-def _ring(net: Transport, layout: Layout, key: Any, add: Callable[..., jax.Array], total: Callable[..., Any]) -> Any:
+def _ring(
+    net: Transport, layout: Layout, key: Key | None, add: Callable[..., jax.Array], total: Callable[..., Any]
+) -> Any:
     """Runs the first half from neighbour to neighbour: a part visits every rank, and ends at its owner.
 
     Every rank on the way adds its own part and encodes the sum again: add(payloads, the part, the place of its own
@@ -101,7 +106,7 @@ def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any]
     return ops.decode(layout, payload), lost
 
 
-def _owned(layout: Layout, leaves: list[Any], rank: Any) -> list[jax.Array]:
+def _owned(layout: Layout, leaves: list[Any], rank: jax.Array | int) -> list[jax.Array]:
     """Returns a mask per leaf, True for the elements in a rank's chunk."""
     ends = np.zeros((len(leaves), layout.chunks + 1), np.int64)
     for c, pieces in enumerate(layout.pieces, 1):
@@ -191,17 +196,17 @@ def _of_rows(codec: Codec, message: Message) -> Layout:
     return Layout(codec, shapes, dtypes=dtypes, chunks=1, ids=message.ids)
 
 
-def _encode_rows(layout: Layout, message: Message, key: Any) -> tuple[jax.Array, list[Any] | None]:
+def _encode_rows(layout: Layout, message: Message, key: Key | None) -> tuple[jax.Array, list[Any] | None]:
     """Returns (the encoded rows of the leaves [ranks, ...], the new residuals or None)."""
 
-    def one(leaves: list[Any], residuals: list[Any] | None, row: Any) -> tuple[jax.Array, list[Any] | None]:
+    def one(leaves: list[Any], residuals: list[Any] | None, row: jax.Array) -> tuple[jax.Array, list[Any] | None]:
         payload, lost = message.replace(leaves=leaves, residuals=residuals).encode(layout, fold(key, row))
         return payload[0], lost
 
     return jax.vmap(one)(message.leaves, message.residuals, jnp.arange(len(message.leaves[0])))
 
 
-def _row(arrays: list[Any], r: Any) -> list[jax.Array]:
+def _row(arrays: list[Any], r: jax.Array | int) -> list[jax.Array]:
     """Returns row r of each array."""
     return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
 

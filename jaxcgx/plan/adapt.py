@@ -65,7 +65,9 @@ _OP = "Plan.adapt"
 _BUCKETS = {2: 128, 3: 256, 4: None}  # {bits: bucket size} of the clusters, as in CGX; None: the reference's size
 
 
-def adapt(plan: Assignment, statistics: Any, method: str, budget: str, alpha: float, reference: Any) -> list[Rule]:
+def adapt(
+    plan: Assignment, statistics: Any, method: str, budget: str, alpha: float, reference: Codec | None
+) -> list[Rule]:
     """Returns the rules that `Plan.adapt` adds to a plan."""
     if not isinstance(statistics, GradientStatistics):
         raise wrong(_OP, "statistics", "what jaxcgx.gradient_statistics returns", repr(statistics), kind=TypeError)
@@ -83,7 +85,7 @@ def adapt(plan: Assignment, statistics: Any, method: str, budget: str, alpha: fl
     return rules
 
 
-def _check_reference(plan: Assignment, reference: Any) -> Codec:
+def _check_reference(plan: Assignment, reference: Codec | None) -> Codec:
     found = compressing(plan.default)
     if not found:
         raise unexpected(_OP, "a plan whose default codec compresses", spell(plan.default))

@@ -18,6 +18,7 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
 from jaxcgx.plan.leaves import Codecs, Shaped, messages, skips, spell_path, values, why_raw
 from jaxcgx.text import Totals, ratio, spell_sizes, table
+from jaxcgx.typing import PyTree
 
 _OP = "Plan.explain"
 
@@ -93,7 +94,9 @@ def _spell_axes(axes: tuple[Any, ...]) -> str:
     return ", ".join(map(str, axes)) or "all ranks"
 
 
-def forecast(plan: Assignment, tree: Any, axis_size: Any, *, limit: float, schedule: Any, leader: bool) -> Forecast:
+def forecast(
+    plan: Assignment, tree: PyTree, axis_size: int | dict[Any, int], *, limit: float, schedule: Any, leader: bool
+) -> Forecast:
     """Returns the codec, the message and the bytes of every leaf of a tree."""
     sizes = _check_sizes(axis_size)
     axes = tuple(name for name in sizes if name is not None)
@@ -143,7 +146,7 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, limit: float, sched
     return Forecast(tuple(itertools.chain(*rows)), {axes: (sent[axes], raw[axes]) for axes in sent})
 
 
-def _check_sizes(axis_size: Any) -> dict[Any, int]:
+def _check_sizes(axis_size: int | dict[Any, int]) -> dict[Any, int]:
     """Returns {axis name: ranks}, or {None: ranks} if `axis_size` is a number."""
     sizes: dict[Any, Any] = dict(axis_size) if isinstance(axis_size, dict) else {None: axis_size}
     integers = all(map(is_integer, sizes.values()))

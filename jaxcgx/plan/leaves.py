@@ -14,13 +14,14 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.low_rank import LowRank
 from jaxcgx.native.layout import DTYPES
+from jaxcgx.typing import PyTree
 
 # A leaf: a jax.Array (tracers count, too), np.ndarray or jax.ShapeDtypeStruct. JAX has no precise types for their
 # shapes and dtypes.
 Shaped: TypeAlias = Any
 
 
-def spell_path(path: Any) -> str:
+def spell_path(path: PyTree) -> str:
     """Returns a JAX path as a text such as "a/b/kernel", which rules match."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

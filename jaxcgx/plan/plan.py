@@ -36,7 +36,7 @@ from jaxcgx.plan.leaves import ByAxis, Codecs, by_axis, check_codecs, values
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.network import Network
-from jaxcgx.typing import AxisName
+from jaxcgx.typing import AxisName, PyTree
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
 
@@ -248,7 +248,7 @@ class Plan(Assignment):
             leader=hierarchy and env.intra_broadcast,
         )
 
-    def explain(self, tree: Any, axis_size: int | dict[Any, int]) -> forecast.Forecast:
+    def explain(self, tree: PyTree, axis_size: int | dict[Any, int]) -> forecast.Forecast:
         """Returns the codec, the message and the bytes of every leaf, and the reasons why leaves travel raw.
 
         str() of the result is a table. It has the bytes of each leaf in its message, and the bytes of the same elements
@@ -347,7 +347,14 @@ def switch(
 
 
 def sparsification(
-    function: str, threshold: Any, size_bound: Any, axis_name: AxisName, *, pull: Any, select: Any, tiny: Codec = Raw()
+    function: str,
+    threshold: float,
+    size_bound: int,
+    axis_name: AxisName,
+    *,
+    pull: str,
+    select: str | Sampled,
+    tiny: Codec = Raw(),
 ) -> dict[str, Any]:
     """Returns the fields of the plan `Plan.bsc`, whose docstring explains the arguments.
 
@@ -361,7 +368,7 @@ def sparsification(
     return _by_size(function, size_bound, axis_name, large=codec, tiny=tiny)
 
 
-def _by_size(function: str, size_bound: Any, axis_name: AxisName, *, large: Codec, tiny: Codec) -> dict[str, Any]:
+def _by_size(function: str, size_bound: int, axis_name: AxisName, *, large: Codec, tiny: Codec) -> dict[str, Any]:
     """Returns the fields of GeoMX's plans. Leaves with up to `size_bound` elements are `tiny`, over all axes."""
     names = check_axis_names(function, axis_name, optional=True)
     rule = Rule(by_axis(names, tiny, tiny), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))

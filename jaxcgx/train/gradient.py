@@ -11,8 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.exchange.reduce import plain_reduce
+from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, after, wide
 from jaxcgx.train.outputs import ModelState, Outputs, added, check_renewed

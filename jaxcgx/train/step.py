@@ -14,8 +14,8 @@ from jax.stages import Compiled
 
 from jaxcgx import _programs
 from jaxcgx.checks import check_array, spell_array, wrong
-from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.exchange.message import fold
+from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path

@@ -16,10 +16,10 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
-from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
+from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import check_input, plain_reduce, reduce
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import check_axes, check_constraints, without_constraints
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import check_plan
