@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx import _compat
+from jaxcgx.typing import ArrayLike, KeyPath, PyTree
 
 BOOL = bool | np.bool_
 MOST_SHOWN = 600  # the most characters of a wrong value in an error
@@ -26,10 +27,10 @@ def wrong(
     function: str,
     argument: str,
     expected: str,
-    got: Any,
+    got: object,
     remedy: str = "",
     *,
-    path: Any = (),
+    path: KeyPath = (),
     kind: type[Exception] = ValueError,
 ) -> Exception:
     """Returns the error for a wrong argument.
@@ -50,7 +51,7 @@ def wrong(
 
 
 def unexpected(
-    place: str, expected: str, got: Any, remedy: str = "", *, kind: type[Exception] = ValueError
+    place: str, expected: str, got: object, remedy: str = "", *, kind: type[Exception] = ValueError
 ) -> Exception:
     """Returns the error for a wrong value that is not an argument, such as a variable or a key of a file.
 
@@ -60,9 +61,9 @@ def unexpected(
     return kind(f"{text}; {remedy}" if remedy else text)
 
 
-def at(path: Any) -> str:
+def at(path: KeyPath) -> str:
     """Returns the name of a leaf in errors, from its JAX path. For a tree that is a single leaf, it is ""."""
-    name = jax.tree_util.keystr(path)
+    name = jax.tree_util.keystr(tuple(path))
     return f", leaf {name}" if name else ""
 
 
@@ -71,12 +72,12 @@ def spell_array(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Returns whether a value is an integer of Python or NumPy. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, BOOL)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Returns whether a value is a real number of Python or NumPy. A bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, BOOL)
 
@@ -98,7 +99,7 @@ def check_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
     return sizes
 
 
-def check_flag(function: str, argument: str, value: Any) -> bool:
+def check_flag(function: str, argument: str, value: object) -> bool:
     """Returns the value as a bool."""
     if not isinstance(value, BOOL):
         raise wrong(function, argument, "True or False", repr(value), kind=TypeError)
@@ -140,7 +141,7 @@ def check_positive(function: str, argument: str, value: Any) -> Any:
     return check_number(function, argument, value, lambda x: x > 0, "a positive number")
 
 
-def check_hashable(function: str, argument: str, value: Any, remedy: str) -> Any:
+def check_hashable(function: str, argument: str, value: object, remedy: str) -> Any:
     """Checks that a value is hashable, because jit requires it of static values."""
     try:
         hash(value)
@@ -149,12 +150,12 @@ def check_hashable(function: str, argument: str, value: Any, remedy: str) -> Any
     return value
 
 
-def check_field(instance: Any, name: str, check: Callable[..., Any], *args: Any) -> None:
+def check_field(instance: object, name: str, check: Callable[..., Any], *args: Any) -> None:
     """Checks a field of a frozen dataclass, and stores the value that the check returns."""
     object.__setattr__(instance, name, check(type(instance).__name__, name, getattr(instance, name), *args))
 
 
-def check_array(function: str, argument: str, value: Any, path: Any = (), *, remedy: str = "") -> jax.Array:
+def check_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
     """Returns the value as a JAX array."""
     try:
         return jnp.asarray(value)
@@ -162,7 +163,7 @@ def check_array(function: str, argument: str, value: Any, path: Any = (), *, rem
         raise wrong(function, argument, "an array", repr(value), remedy, path=path, kind=TypeError) from None
 
 
-def check_whole(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
+def check_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Array:
     """Returns the leaf as an array. Its type must not be sharded: every device has the whole array."""
     leaf = check_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
@@ -177,7 +178,7 @@ def check_whole(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
     return leaf
 
 
-def check_real(function: str, argument: str, tree: Any) -> None:
+def check_real(function: str, argument: str, tree: PyTree) -> None:
     """Checks that no leaf is complex, for functions that compute with their leaves in float32."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -1,6 +1,6 @@
 """Types of arguments. Those of jax.typing have no annotations, so type checkers don't use them outside of JAX."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,3 +15,4 @@ Params: TypeAlias = PyTree
 Batch: TypeAlias = PyTree
 Specs: TypeAlias = PyTree  # a tree of PartitionSpecs, or a prefix of one
 Key: TypeAlias = jax.Array
+KeyPath: TypeAlias = Sequence[Any]  # the place of a leaf in a tree

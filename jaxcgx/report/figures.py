@@ -67,14 +67,6 @@ def spell(name: str, data: Data) -> str:
     return "\n\n".join([*parts, SPREAD])
 
 
-def _panels(data: Data, chart: Data) -> dict[Any, list[Data]]:
-    """Returns {panel: rows} for the plots of a chart. There is one plot for each value of the key `panel`."""
-    found: dict[Any, list[Data]] = {}
-    for row in map(results.flat, results.tables(data).get(chart["table"], [])):
-        found.setdefault(row[chart["panel"]] if "panel" in chart else None, []).append(row)
-    return found
-
-
 def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
     """Returns a plot as PNG, with a line for each value of the key `by` and each of the keys `y`.
 
@@ -90,7 +82,7 @@ def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
             value = row.get(y)
             if value is not None:
                 low, middle, high = results.quartiles(value if isinstance(value, list) else [value])
-                label = _short(y)
+                label = results.spell_name(y).partition(" (")[0]  # without the unit
                 if "by" in chart:
                     which = row[chart["by"]]
                     label = f"{which}, {label}" if isinstance(which, str) else f"{chart['by']} {which} {label}"
@@ -124,16 +116,14 @@ def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
     return found.getvalue()
 
 
-def _short(key: str) -> str:
-    """Returns the name of a key without its unit."""
-    return results.spell_name(key).partition(" (")[0]
-
-
 def plots(data: Data) -> dict[str, bytes]:
-    """Returns {title: PNG} for all plots of a file."""
+    """Returns {title: PNG} for all plots of a file. A chart has a plot for each value of the key `panel`."""
     found: dict[str, bytes] = {}
     for chart in data.get("charts", []):
-        for panel, rows in _panels(data, chart).items():
+        panels: dict[Any, list[Data]] = {}
+        for row in map(results.flat, results.tables(data).get(chart["table"], [])):
+            panels.setdefault(row[chart["panel"]] if "panel" in chart else None, []).append(row)
+        for panel, rows in panels.items():
             title = chart["title"] if panel is None else f"{chart['title']}: {panel}"
             found[title] = draw(chart, rows, title)
     return found

@@ -34,9 +34,12 @@ def path(name: str) -> pathlib.Path:
     return pathlib.Path(folder) / "jaxcgx" / f"{name}.json"
 
 
-def load(name: str, place: str) -> dict[str, dict[str, Any]]:
-    """Returns {key: measurement} of a place in a file. A missing or damaged file has none."""
-    return _read(name).get(place, {})
+def load(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns {place: {key: measurement}} of a file. A missing or damaged file has none."""
+    try:
+        return json.loads(path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def save(name: str, place: str, key: str, found: dict[str, Any]) -> None:
@@ -46,20 +49,13 @@ def save(name: str, place: str, key: str, found: dict[str, Any]) -> None:
     lock = os.open(file.parent, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process or thread may be saving to the file
-        known = _read(name)
+        known = load(name)
         known.setdefault(place, {})[key] = found
         fresh = file.with_suffix(".new")  # another process may be reading the file
         fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         fresh.replace(file)
     finally:
         os.close(lock)
-
-
-def _read(name: str) -> dict[str, dict[str, dict[str, Any]]]:
-    try:
-        return json.loads(path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +77,12 @@ class Kernels:
 def kernels(codec: Codec) -> Kernels:
     """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them."""
     place, name = _place(), spell(codec)
-    known = load("kernels", place)
-    if known.get(name, {}).keys() != {field.name for field in dataclasses.fields(Kernels)}:  # or of another version
-        found = _measure(codec)
-        save("kernels", place, name, dataclasses.asdict(found))
-        return found
-    return Kernels(**known[name])
+    known = load("kernels").get(place, {}).get(name, {})
+    if known.keys() == {field.name for field in dataclasses.fields(Kernels)}:  # and not of another version
+        return Kernels(**known)
+    found = _measure(codec)
+    save("kernels", place, name, dataclasses.asdict(found))
+    return found
 
 
 def _place() -> str:
@@ -94,15 +90,8 @@ def _place() -> str:
     built = registration.MODULE.build_info() if registration.MODULE else {}
     device = jax.devices()[0]
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = (
-        platform.node(),
-        device.device_kind,
-        processors,
-        built.get("kernels"),
-        built.get("version"),
-        jax.__version__,
-    )
-    return ", ".join(map(str, parts))
+    versions = built.get("kernels"), built.get("version"), jax.__version__
+    return ", ".join(map(str, (platform.node(), device.device_kind, processors, *versions)))
 
 
 def _measure(codec: Codec) -> Kernels:

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import math
 import pathlib
 import re
 import tomllib
@@ -117,8 +116,3 @@ def read_gradients(path: str) -> list[dict[str, Any]]:
     """Returns the steps of an .npz file as `tune` reads them, without leaves that codecs don't take."""
     steps = tune.read(path)
     return [{name: x for name, x in step.items() if x.dtype in DTYPES} for step in steps]
-
-
-def count(shapes: Any) -> int:
-    """Returns the number of parameters."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
