@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from jaxcgx.train import dgc
+from jaxcgx.train import sparse
 from jaxcgx.train.exchange import At
 from jaxcgx.transports.xla import Axes
 
@@ -59,5 +59,5 @@ def test_without_them_steps_are_those_of_optax():
 
 
 def test_norms_have_both_parts():
-    (square,) = dgc._squares([jnp.array([3 + 4j, 0, 12j])], At(Axes(("data",))))
+    (square,) = sparse._squares([jnp.array([3 + 4j, 0, 12j])], At(Axes(("data",))))
     np.testing.assert_allclose(square, 169.0, rtol=1e-6)
