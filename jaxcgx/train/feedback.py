@@ -45,17 +45,11 @@ class Shared(NamedTuple):
 
 
 class SentGradients(NamedTuple):
-    """Gradients on their way.
+    """Gradients on their way."""
 
-    Attributes:
-      ticket: the sum that has begun; None: `end` sends the gradients.
-      grads: the gradients, if `end` needs them.
-      before: the residuals before, if `end` needs them.
-    """
-
-    ticket: Ticket | None
-    grads: PyTree
-    before: PyTree
+    ticket: Ticket | None  # the sum that has begun; None: `end` sends the gradients
+    grads: PyTree  # the gradients, if `end` needs them
+    before: PyTree  # the residuals before, if `end` needs them
 
 
 @dataclasses.dataclass(frozen=True)

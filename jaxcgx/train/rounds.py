@@ -108,19 +108,12 @@ class Rounds(Protocol):
 
 
 class RoundsState(NamedTuple):
-    """The state of centers besides the outer parameters, the optimizer's states and the model states.
+    """The state of centers besides the outer parameters, the optimizer's states and the model states."""
 
-    Attributes:
-      steps: int32[]: the number of steps so far.
-      params: the own parameters of each center, as rows.
-      inside: the state of the exchange inside each center, as rows. Its arrays per rank have a row for each rank.
-      parts: the state of the rounds, for each part of the parameters.
-    """
-
-    steps: jax.Array
-    params: PerRank
-    inside: PerRank
-    parts: tuple[ExchangeState, ...]
+    steps: jax.Array  # int32[]: the number of steps so far
+    params: PerRank  # the own parameters of each center
+    inside: PerRank  # the state of the exchange inside each center. Its arrays per rank have a row for each rank
+    parts: tuple[ExchangeState, ...]  # the state of the rounds, for each part of the parameters
 
 
 class CentersTelemetry(NamedTuple):
