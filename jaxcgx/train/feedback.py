@@ -44,17 +44,11 @@ class Shared(NamedTuple):
 
 
 class SentGradients(NamedTuple):
-    """Gradients on their way.
+    """Gradients on their way."""
 
-    Attributes:
-      ticket: the sum that has begun; None: `end` sends the gradients.
-      grads: the gradients, if `end` needs them.
-      before: the residuals before, if `end` needs them.
-    """
-
-    ticket: Ticket | None
-    grads: PyTree
-    before: PyTree
+    ticket: Ticket | None  # the sum that has begun; None: `end` sends the gradients
+    grads: PyTree  # the gradients, if `end` needs them
+    before: PyTree  # the residuals before, if `end` needs them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,14 +198,14 @@ class Feedback:
         plan = self._plan_over(phase, at.net)
         travel = Routes.of(self.op, plan, grads).over(at.net, at.way)
         check_input(grads, Carry(residuals), travel, "grads")
-        if self.keep:
+        if self.keep and len(at.net.parts) > 1:
             self._warn_of_order(plan, at.net)
         return travel
 
     def _warn_of_order(self, plan: Plan, net: Transport) -> None:
         """Warns of axes in the wrong order: feedback covers the losses over the outermost axis only."""
         for codecs in (plan.default, *(rule.codec for rule in plan.rules)):
-            if isinstance(codecs, Mapping) and len(net.parts) > 1:
+            if isinstance(codecs, Mapping):
                 outermost, *inner = net.parts
                 lossy = next((name for name in inner if not codecs[name].raw), None)
                 if codecs[outermost].raw and lossy is not None:

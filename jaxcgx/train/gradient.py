@@ -206,11 +206,8 @@ class Gradient:
     ) -> tuple[PyTree, jax.Array, PyTree, dict[str, list[jax.Array]]]:
         """Returns (gradients, and of all ranks: the mean loss, the model state, the outputs).
 
-        Args:
-          params: the rank's parameters or shards of parameters.
-          model_state: the model state.
-          batch: the rank's part of the batch.
-          keys: (the key of the loss function, the key of the gather of parameters).
+        `params` are the rank's parameters or shards of parameters. `keys` are that of the loss function, and that of
+        the gather of parameters.
         """
         net, (key, noise) = self.division.net(), keys
         whole, loss = self.division.open(params, self.loss, noise)

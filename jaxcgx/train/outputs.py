@@ -123,9 +123,11 @@ class Outputs:
 
     def tree(self, found: dict[str, list[jax.Array]]) -> PyTree:
         """Returns the tree of outputs from the result of `of_all`. None: the loss has none."""
+        if self.structure is None:
+            return None
         joined, shared = iter(found["joined"]), iter(found["shared"])
         each = [jnp.moveaxis(next(joined), 0, k) if isinstance(k, int) else next(shared) for k in self.kinds]
-        return None if self.structure is None else self.structure.unflatten(each)
+        return self.structure.unflatten(each)
 
 
 def _kind(op: str, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:

@@ -22,7 +22,7 @@ from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.train.batch import OP, dimensions
-from jaxcgx.train.division import Division, OverMesh, addable, after, row, without_row
+from jaxcgx.train.division import Division, OverMesh, addable, after, row, with_row, without_row
 from jaxcgx.train.exchange import At
 from jaxcgx.train.gradient import Gradient, Parts
 from jaxcgx.train.outputs import Outputs, fold_keys
@@ -108,19 +108,12 @@ class Rounds(Protocol):
 
 
 class RoundsState(NamedTuple):
-    """The state of centers besides the outer parameters, the optimizer's states and the model states.
+    """The state of centers besides the outer parameters, the optimizer's states and the model states."""
 
-    Attributes:
-      steps: int32[]: the number of steps so far.
-      params: the own parameters of each center, as rows.
-      inside: the state of the exchange inside each center, as rows. Its arrays per rank have a row for each rank.
-      parts: the state of the rounds, for each part of the parameters.
-    """
-
-    steps: jax.Array
-    params: PerRank
-    inside: PerRank
-    parts: tuple[ExchangeState, ...]
+    steps: jax.Array  # int32[]: the number of steps so far
+    params: PerRank  # the own parameters of each center
+    inside: PerRank  # the state of the exchange inside each center. Its arrays per rank have a row for each rank
+    parts: tuple[ExchangeState, ...]  # the state of the rounds, for each part of the parameters
 
 
 class CentersTelemetry(NamedTuple):
@@ -254,7 +247,7 @@ class CentersTraining:
             fold_in = lambda x: x if addable(x) else fold_keys(x, self.number())
             model_state = jax.tree_util.tree_map(fold_in, model_state)
             opt_state, _ = training.update.init(params, skipped)
-            states = [ExchangeState(row(each.own), each.shared) for each in rounds.init(params, self.at())]
+            states = [with_row(each) for each in rounds.init(params, self.at())]
             own, inside = PerRank(row(params)), PerRank(row(training.exchange.init(params)))
             sent = RoundsState(jnp.zeros((), jnp.int32), own, inside, tuple(states))
             model = PerRank(row(model_state)) if training.model_state.mode else None
@@ -345,7 +338,7 @@ class CentersTraining:
         parts, state = list(given.parts), given.parts[place]
         state = state and ExchangeState(without_row(state.own), state.shared)
         outer, own, state = self.rounds.act(act, given.outer, without_row(given.params), state=state, at=self.at())
-        parts[place] = state and ExchangeState(row(state.own), state.shared)
+        parts[place] = state and with_row(state)
         return Ongoing(outer, given.steps, row(own), parts)
 
     def _updated(self, params: Params, opt_state: PyTree, means: PyTree, loss: jax.Array) -> tuple[Params, PyTree]:

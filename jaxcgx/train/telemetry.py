@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.exchange.routes import Route, Travel
+from jaxcgx.exchange.routes import Travel
 from jaxcgx.train.exchange import At
-from jaxcgx.transports.base import Transport
 from jaxcgx.typing import PyTree
 
 TINY = 2.0**-126  # the smallest normal float32
@@ -60,10 +58,9 @@ def measure(travel: Travel, at: At, grads: PyTree, before: PyTree, mean: PyTree,
             vnmse[i] = row[0] / jnp.maximum(row[1], TINY)
             saturation[i] = row[2] / jnp.maximum(row[3], TINY)
     whole = [0 if route.skipped else route.nbytes for route in routes.leaves]
-    sent = [
-        _outermost(route, net).wire_bytes(route.shape, route.dtype) if route.encoded else size
-        for route, size in zip(routes.leaves, whole)
-    ]
+    outermost = lambda codec: codec[next(iter(net.parts))] if isinstance(codec, Mapping) else codec
+    wire = lambda route: outermost(route.codec).wire_bytes(route.shape, route.dtype)
+    sent = [wire(route) if route.encoded else size for route, size in zip(routes.leaves, whole)]
     numbers = lambda counts: routes.tree.unflatten([jnp.float32(n) for n in counts])
     return Telemetry(routes.tree.unflatten(vnmse), routes.tree.unflatten(saturation), numbers(sent), numbers(whole))
 
@@ -75,7 +72,3 @@ def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array
     gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
     sums = (lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32), jnp.float32(leaf.size)
     return jnp.stack(_compat.match_varying(*sums))
-
-
-def _outermost(route: Route, net: Transport) -> Codec:
-    return route.codec[next(iter(net.parts))] if isinstance(route.codec, Mapping) else route.codec

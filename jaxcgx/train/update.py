@@ -1,28 +1,22 @@
 """The optimizer's update of the parameters that are trained. Frozen ones, and states of optimizers."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+import types
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import warn, wrong
+from jaxcgx.exchange.message import Carry
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division
-from jaxcgx.train.state import TrainState
+from jaxcgx.train.state import ExchangeState, TrainState
 from jaxcgx.typing import Key, Params, PyTree
 
 if TYPE_CHECKING:
     import optax
-
-import itertools
-import types
-from typing import Any
-
-import jax.numpy as jnp
-
-from jaxcgx.checks import warn
-from jaxcgx.exchange.message import Carry
-from jaxcgx.train.state import ExchangeState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +114,13 @@ def check_nesting(function: str, opt_state: PyTree) -> None:
             raise wrong(function, "opt_state", f"optax.{name} {SAME}", "it around", remedy)
     # A chain's state is a tuple, in which compress_gradients has one of the entries.
     is_state = lambda x: isinstance(x, ExchangeState)
+    like_gradients = lambda leaf: len(leaf.shape) > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
     is_chain = lambda x: type(x) is tuple and any(map(is_state, x))
     for chain in filter(is_chain, jax.tree_util.tree_leaves(opt_state, is_leaf=lambda x: is_chain(x) or is_state(x))):
         for node in itertools.takewhile(lambda x: not is_state(x), chain):
-            if isinstance(node, tuple) and any(map(_like_gradients, jax.tree_util.tree_leaves(node))):
-                expected, got = (
-                    f"transformations with a state like the gradients {SAME}",
-                    f"{type(node).__name__} before it",
-                )
+            if isinstance(node, tuple) and any(map(like_gradients, jax.tree_util.tree_leaves(node))):
+                expected = f"transformations with a state like the gradients {SAME}"
+                got = f"{type(node).__name__} before it"
                 remedy = "put it behind (in place of optax.trace before it, pass jaxcgx.Momentum to compress_gradients)"
                 raise wrong(function, "opt_state", expected, got, remedy)
 
@@ -141,10 +134,6 @@ def warn_of_momentum(function: str, argument: str, opt_state: PyTree, exchange: 
     if moved and nodes(opt_state, import_optax(function).TraceState):
         expected = "none with momentum of its own, because gradients already have momentum (jaxcgx.Momentum, DGC, BSC)"
         warn(str(wrong(function, argument, expected, "optax.trace", "write optax.sgd(rate)")))
-
-
-def _like_gradients(leaf: Any) -> bool:
-    return len(leaf.shape) > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def import_optax(function: str) -> types.ModuleType:
