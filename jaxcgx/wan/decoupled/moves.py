@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
 
@@ -128,9 +127,8 @@ class Packing:
         return weight, norms, [weight * (_unit(x) if leaf.radial else x) for leaf, x in zip(self.leaves, parts)]
 
     def _unpack(self, row: jax.Array) -> list[jax.Array]:
-        ends = itertools.accumulate((leaf.bytes for leaf in self.leaves), initial=0)
-        each = zip(self.leaves, itertools.pairwise(ends))
-        return [decode(row[start:end], leaf.codec, leaf.shape, jnp.float32) for leaf, (start, end) in each]
+        parts = jnp.split(row, np.cumsum([leaf.bytes for leaf in self.leaves])[:-1])
+        return [decode(part, leaf.codec, leaf.shape, jnp.float32) for leaf, part in zip(self.leaves, parts)]
 
 
 def _how(op: str, average: Any, path: PyTree, x: jax.Array) -> str:

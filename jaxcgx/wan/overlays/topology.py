@@ -192,7 +192,8 @@ class Topology:
         All processes call it between the same steps. It returns whether the overlay has changed.
         """
         self._measure()
-        pairs = self._same(self._pairs() if jax.process_index() == 0 else []).reshape(-1, 2)
+        probes = jax.process_index() == 0 and self._random.random() >= self.links.greedy(self._greed)
+        pairs = self._same(self.links.pairs(self._random) if probes else []).reshape(-1, 2)
         if len(pairs):
             self._probe([(int(i), int(j)) for i, j in pairs])
             self._measure()
@@ -242,10 +243,6 @@ class Topology:
         return f"Topology(version {self.version}, {len(self.overlay.trees)} trees, depth {self.overlay.depth})"
 
     # The decisions. Only those of rank 0 count.
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        greedy = self._random.random() < self.links.greedy(self._greed)
-        return [] if greedy else self.links.pairs(self._random)
 
     def _best(self) -> Overlay:
         rates = 2 ** (np.round(np.log2(self.links.estimates) * ALIKE) / ALIKE)
