@@ -6,8 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.low_rank import LowRank
+from jaxcgx.codecs.base import Codec, LowRank
 from jaxcgx.native.layout import DTYPES
 
 # A leaf: a jax.Array (tracers count, too), np.ndarray or jax.ShapeDtypeStruct. JAX has no precise types for their

@@ -5,8 +5,7 @@ import functools
 from typing import Any
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.skip import Skip
+from jaxcgx.codecs.raw import Raw, Skip
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan, Rule
 from jaxcgx.plan.by_axis import ByAxis, Codecs, by_axis
