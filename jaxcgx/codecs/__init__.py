@@ -11,9 +11,8 @@ from jaxcgx.codecs.lossless import Lossless
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.micro import Micro
 from jaxcgx.codecs.powersgd import PowerSGD
-from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.raw import Raw, Skip
 from jaxcgx.codecs.sign import Sign
-from jaxcgx.codecs.skip import Skip
 from jaxcgx.codecs.topk import Sampled, TopK
 
 __all__ = [

@@ -20,6 +20,7 @@ from jaxcgx.typing import DType, DTypeLike
 BLOCK = 512  # the elements of a block, which has one center
 _EXPONENT = {"float32": 8, "bfloat16": 8, "float16": 5}  # bits
 _MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10}
+_WORD = {2: jnp.uint16, 4: jnp.uint32}  # the bits of an element, by its bytes
 _LIKELY = 0.77  # the mean bits of an exponent in the overflow, for normally distributed numbers
 _ZERO = 10  # the code of exponent 0
 
@@ -40,8 +41,7 @@ class Lossless(Codec):
     """Keeps all bits of every element, and takes fewer bytes if exponents are similar.
 
     bfloat16 gradients take 0.7 of their bytes. Sums have the same bits as with `Raw()`. A payload always has room for
-    arrays whose exponents are not similar. `jaxcgx.Tcp` sends only the used bytes of a payload. Other transports send
-    all bytes, which saves nothing.
+    arrays whose exponents are not similar. `jaxcgx.Tcp` sends only its used bytes. Other transports send all bytes.
     """
 
     @property
@@ -77,10 +77,11 @@ class Lossless(Codec):
         parts, packed, at = [], [], 0
         for p, raw in zip(layout.pieces[c], layout.carried.pieces[c], strict=True):
             dtype = layout.dtypes[p.leaf]
-            elements = chunk[raw.tail :][: p.coded * dtype.itemsize]
-            blocks = [
-                _pack(from_bytes(part, _word(dtype)), dtype) for part in _stretches(elements, p.coded, dtype.itemsize)
-            ]
+            first, blocks = raw.tail, []
+            for number, n in _counts(p.coded):
+                elements = chunk[first:][: number * n * dtype.itemsize].reshape(number, -1)
+                first += elements.size
+                blocks.append(_pack(from_bytes(elements, _WORD[dtype.itemsize]), dtype))
             heads = jnp.concatenate([jnp.stack([b.center, b.length // 2], -1).reshape(-1) for b in blocks])
             parts += [jnp.zeros(p.codes - at, jnp.uint8), heads.astype(jnp.uint8)]
             parts += [jnp.zeros(align16(heads.size) - heads.size, jnp.uint8), *(b.planes.reshape(-1) for b in blocks)]
@@ -130,24 +131,12 @@ class _Packed(NamedTuple):
     overflow: Any  # uint8[blocks, bytes]
 
 
-def _word(dtype: DType) -> Any:
-    return jnp.uint32 if dtype.itemsize == 4 else jnp.uint16
-
-
 def _counts(n: int) -> Iterator[tuple[int, int]]:
     """Yields (number of blocks, elements of a block) for the whole blocks of a piece, then for the short block."""
     if n >= BLOCK:
         yield n // BLOCK, BLOCK
     if n % BLOCK:
         yield 1, n % BLOCK
-
-
-def _stretches(elements: jax.Array, n: int, size: int) -> Iterator[jax.Array]:
-    """Yields the bytes of the whole blocks of a piece, then of the short block, as [blocks, bytes]."""
-    at = 0
-    for number, count in _counts(n):
-        yield elements[at:][: number * count * size].reshape(number, -1)
-        at += number * count * size
 
 
 def _starts(lengths: list[jax.Array]) -> list[jax.Array]:
@@ -243,7 +232,7 @@ def _unpack(packed: _Packed, n: int, dtype: DType) -> jax.Array:
     exponent = jnp.where(full[:, None], first | upper << 2, _exponent_of(code, center)) & (2**width - 1)
     sign = (rest >> mantissa) << (mantissa + width)
     bits = (rest & (2**mantissa - 1)) | (exponent.astype(jnp.uint32) << mantissa) | sign
-    return bits.astype(_word(dtype))
+    return bits.astype(_WORD[dtype.itemsize])
 
 
 # A code is 4 * level + digit. At each level, the digits 0 and 1 mean the next two exponents, from the center downwards,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.checks import MOST, check_field, check_integer, check_shape
-from jaxcgx.codecs.low_rank import LowRank
+from jaxcgx.codecs.base import LowRank
 from jaxcgx.native.layout import check_dtype
 from jaxcgx.typing import DType, DTypeLike
 

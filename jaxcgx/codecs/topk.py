@@ -36,8 +36,7 @@ def _check_share(function: str, argument: str, value: Any, low: float, high: flo
 class Sampled:
     """Selects elements by a threshold that is estimated from a sample (Deep Gradient Compression).
 
-    Elements above the threshold are read once more. If more elements than wanted reach it, the largest of them are
-    taken. So there is no upper bound as in DGC.
+    If more elements than wanted reach it, the largest of them are taken. So there is no upper bound as in DGC.
 
     Args:
       share: the fraction of the elements in the sample. The sample has at least 2 / ratio elements, at equal distances
@@ -183,9 +182,8 @@ class TopK(Codec):
     def of_sum(self, ranks: int) -> "TopK":
         if self.pull == "top":
             return self
-        return dataclasses.replace(
-            self, values=Raw(), select="exact", lists=min(self.lists * ranks, MOST)
-        )  # MOST lists have room for all elements of any leaf
+        lists = min(self.lists * ranks, MOST)  # MOST lists have room for all elements of any leaf
+        return dataclasses.replace(self, values=Raw(), select="exact", lists=lists)
 
     def weight(self, n: int, dtype: DType) -> int:
         return n  # independent of the other fields, so that sums are cut at the same elements as messages
@@ -233,8 +231,7 @@ class TopK(Codec):
 def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:
     """Returns the magnitude that k of n elements reach if all elements are distributed like the sample.
 
-    An exponential distribution is fitted to the sample. Another one is fitted to the largest quarter of the sample, and
-    so on.
+    An exponential distribution is fitted to the sample, another one to its largest quarter, and so on.
     """
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.codecs.low_rank import LowRank
+from jaxcgx.codecs.base import LowRank
 from jaxcgx.exchange import hierarchy, scopes
 from jaxcgx.exchange.message import Message, Sum
 from jaxcgx.transports.base import Transport

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.skip import Skip
+from jaxcgx.codecs.raw import Raw, Skip
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import costs, scopes
 from jaxcgx.exchange.message import Carry, Stage, Sum

@@ -20,10 +20,10 @@ from mpi4py import MPI
 
 from jaxcgx.mpi.agreement import part
 from jaxcgx.mpi.waiting import patience
-from jaxcgx.transports.mpi import Comm, Shared
+from jaxcgx.transports.mpi import Comm, SharedMemory
 
 _threads: dict[int, "_Parting"] = {}  # by the communicator's MPI handle
-_shared: dict[int, Shared] = {}  # by segment
+_shared: dict[int, SharedMemory] = {}  # by segment
 _PROCESS = os.getpid()  # a forked child has a different id
 _failed = False  # whether an exception has ended the program
 
@@ -46,20 +46,20 @@ class _Parting(threading.Thread):
             part(self.comm)
 
 
-def watch(net: Comm | Shared) -> None:
+def watch(net: Comm | SharedMemory) -> None:
     """Registers a transport, so that this rank leaves it properly at its end.
 
     All ranks of the transport call this function before they use the transport.
     """
-    if isinstance(net, Shared):
+    if isinstance(net, SharedMemory):
         _shared[net.segment] = net
     elif net.size > 1:
         _threads[net.handle] = _Parting(net.comm)
 
 
-def forget(net: Comm | Shared) -> None:
+def forget(net: Comm | SharedMemory) -> None:
     """Unregisters a transport that is closed before the end of the rank."""
-    if isinstance(net, Shared):
+    if isinstance(net, SharedMemory):
         _shared.pop(net.segment, None)
     elif thread := _threads.pop(net.handle, None):
         thread.forgotten = True

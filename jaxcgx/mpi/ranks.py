@@ -17,10 +17,10 @@ from jaxcgx.mpi.agreement import compare
 from jaxcgx.mpi.leave import forget, watch
 from jaxcgx.mpi.waiting import Communicator, check_ready, meet
 from jaxcgx.plan import environment
-from jaxcgx.transports.mpi import Comm, Nodes, Shared
+from jaxcgx.transports.mpi import Comm, Nodes, SharedMemory
 
 
-def keyval(parts: Callable[[Any], Iterable[Comm | Shared]]) -> int:
+def keyval(parts: Callable[[Any], Iterable[Comm | SharedMemory]]) -> int:
     """Makes a key for communicator attributes that keep transports. `parts` returns an attribute's transports."""
 
     def free(comm: Communicator, key: int, kept: Any) -> None:
@@ -29,7 +29,7 @@ def keyval(parts: Callable[[Any], Iterable[Comm | Shared]]) -> int:
         jax.effects_barrier()  # running programs may still send
         for net in set(parts(kept)):
             forget(net)
-            if isinstance(net, Shared):
+            if isinstance(net, SharedMemory):
                 net.close()
             net.comm.Free()
 
@@ -149,7 +149,7 @@ def _make(comm: Communicator, env: environment.Environment, places: Sequence[tup
     return Nodes(inner if len(nodes) == 1 else Comm.over(comm.Split(0, number * sizes[0] + place)), cross, inner)
 
 
-def _within(comm: Communicator, env: environment.Environment, inner: Communicator) -> Comm | Shared:
+def _within(comm: Communicator, env: environment.Environment, inner: Communicator) -> Comm | SharedMemory:
     """Makes the transport over the ranks of a node: shared memory or MPI, the same on all nodes of `comm`."""
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)
@@ -160,7 +160,7 @@ def _within(comm: Communicator, env: environment.Environment, inner: Communicato
         return Comm.over(inner)
     shared = error = None
     try:
-        shared = Shared.over(inner)
+        shared = SharedMemory.over(inner)
     except RuntimeError as failed:
         error = str(failed)
     errors = [found for found in comm.allgather(error) if found]

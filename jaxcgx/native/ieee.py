@@ -66,10 +66,6 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(both_small, down(up(a) + up(b)), a + b)
 
 
-def subtract(a: jax.Array, b: jax.Array) -> jax.Array:
-    return add(a, -b)
-
-
 def multiply(unit: jax.Array, value: ArrayLike) -> jax.Array:
     """Returns unit * value. `value` must be 0, or between 2^-16 and 2^16 in magnitude."""
     return jnp.where(jnp.abs(unit) < TINY, down(up(unit) * value), unit * value)

@@ -82,7 +82,7 @@ class Layout:
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtypes", tuple(jnp.dtype(d) for d in self.dtypes))
+        object.__setattr__(self, "dtypes", tuple(map(jnp.dtype, self.dtypes)))
         if self.ids is None:
             object.__setattr__(self, "ids", tuple(range(len(self.shapes))))
 
@@ -91,13 +91,8 @@ class Layout:
         cls: Any, codec: Codec, leaves: Iterable[Any], chunks: int = 1, ids: Iterable[int] | None = None
     ) -> "Layout":
         leaves = list(leaves)
-        return cls(
-            codec,
-            tuple(tuple(x.shape) for x in leaves),
-            tuple(x.dtype for x in leaves),
-            chunks,
-            None if ids is None else tuple(ids),
-        )
+        shapes, dtypes = tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves)
+        return cls(codec, shapes, dtypes, chunks, None if ids is None else tuple(ids))
 
     def of_sum(self, ranks: int) -> "Layout":
         """Returns the layout of the sum of `ranks` ranks' messages. Its pieces have the same elements."""
@@ -105,7 +100,7 @@ class Layout:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(math.prod(s) for s in self.shapes)
+        return tuple(map(math.prod, self.shapes))
 
     @functools.cached_property
     def _cuts(self) -> tuple[list[list[int]], int]:

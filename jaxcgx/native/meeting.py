@@ -1,12 +1,11 @@
 """The meeting of processes over TCP: each connects to the processes before it, and accepts the processes after it.
 
-Both ends of a connection prove that they know the job's secret, by an HMAC of the bytes that both have sent. The secret
-itself is never sent. A connection without this proof is from a stranger. Only a few such connections are kept: the
-oldest is closed to make room for the next. So a process calls again if its connection is closed before it gets an
-answer.
+Both ends of a connection prove that they know the job's secret, by an HMAC of the bytes that both have sent. A
+connection without this proof is from a stranger. Only a few such connections are kept: the oldest is closed to make
+room for the next. So a process calls again if its connection is closed before it gets an answer.
 
-All of this runs in one loop in the caller's thread, so a signal can interrupt it. If a process ends while other
-processes wait for more processes, the meeting fails on all processes that have met it.
+All of this runs in one loop in the caller's thread, so a signal can interrupt it. If a process ends while others wait
+for more processes, the meeting fails on all that have met it.
 """
 
 import contextlib
@@ -101,11 +100,8 @@ class Meeting:
     """
 
     def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN) -> None:
-        self.process: int = process
-        self.processes: int = processes
-        self.secret: bytes = secret
-        self.links: Links = links
-        self.channels: range = range(DATA + links.connections)
+        self.process, self.processes, self.secret, self.links = process, processes, secret, links
+        self.channels = range(DATA + links.connections)
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
         self.hosts: list[str] = [""] * processes
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor
@@ -124,7 +120,7 @@ class Meeting:
         # process is killed. After the hand-over, xla_ffi/tcp/process.cc closes them in a child.
         os.register_at_fork(after_in_child=forget)
         self._listeners = self._listen(hosts)
-        self.port: int = self._listeners[0].getsockname()[1]
+        self.port = self._listeners[0].getsockname()[1]
 
     def __enter__(self) -> "Meeting":
         return self

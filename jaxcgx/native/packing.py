@@ -16,6 +16,7 @@ from jax import lax
 from jaxcgx.typing import DTypeLike
 
 BLOCK, ROWS, LANES = 128, 8, 16
+_WORDS = {8: jnp.uint32, 4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}  # by the bits of a field
 
 
 def packed_bytes(n: int, bits: int) -> int:
@@ -70,7 +71,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
             for r in range(0, ROWS, rows):
                 shift = (jnp.arange(rows, dtype=jnp.uint32) * width)[:, None]
                 word = (field[..., r : r + rows, :] << shift).sum(-2, dtype=jnp.uint32)
-                fields.append(to_bytes(word.astype({8: "uint32", 4: "uint32", 2: "uint16", 1: "uint8"}[width])))
+                fields.append(to_bytes(word.astype(_WORDS[width])))
         parts.append(jnp.concatenate(fields, -1).reshape(*lead, -1))
     return jnp.concatenate(parts, -1) if parts else jnp.zeros((*lead, 0), jnp.uint8)
 
@@ -85,11 +86,10 @@ def unpack(raw: jax.Array, bits: int, n: int) -> jax.Array:
         offset = 0
         for width, position in _fields(bits):
             rows = 4 if width == 8 else 8
-            dtype = {8: "uint32", 4: "uint32", 2: "uint16", 1: "uint8"}[width]
-            size = jnp.dtype(dtype).itemsize
+            size = lanes * rows * width // 8
             for r in range(0, ROWS, rows):
-                word = from_bytes(block[..., offset : offset + lanes * size], dtype).astype(jnp.uint32)
-                offset += lanes * size
+                word = from_bytes(block[..., offset : offset + size], _WORDS[width]).astype(jnp.uint32)
+                offset += size
                 shift = (jnp.arange(rows, dtype=jnp.uint32) * width)[:, None]
                 field = (word[..., None, :] >> shift) & ((1 << width) - 1)
                 codes = codes.at[..., r : r + rows, :].add(field << position)

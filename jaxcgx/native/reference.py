@@ -165,7 +165,7 @@ def _feed_back(lost: list[jax.Array], kept: list[tuple[int, int, jax.Array, jax.
     """Returns the new residuals: numbers - decoded numbers, or the old ones where the difference is not finite."""
     lost = list(lost)
     for leaf, first, x, decoded in kept:
-        stretch, new = slice(first, first + x.size), ieee.subtract(x, decoded)
+        stretch, new = slice(first, first + x.size), ieee.add(x, -decoded)
         new = jnp.where(ieee.magnitude_bits(new) < 0x7F800000, new, lost[leaf][stretch])
         lost[leaf] = lost[leaf].at[stretch].set(new)
     return lost

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.base import Codec, LowRank
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.codecs.low_rank import LowRank
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.typing import PyTree
 

@@ -79,24 +79,22 @@ def _check_pace(function: str, argument: str, value: Any) -> float | None:
     """Returns the checked pace in bytes per second, or None."""
     if isinstance(value, str):
         return parse_rate(f"{function}: argument '{argument}'", value) / 8
+    if value is None:
+        return None
     expected = 'at least 1000 bytes a second, or a rate as in "100mbit"'
-    return (
-        None if value is None else float(check_number(function, argument, value, lambda x: 1e3 <= x < 1e12, expected))
-    )
-
-
-def _each(axis_name: AxisName) -> tuple[Any, ...]:
-    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    return float(check_number(function, argument, value, lambda x: 1e3 <= x < 1e12, expected))
 
 
 def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
     """Returns the names of an axis or a tuple of axes, without the marks."""
-    return tuple(axis.name if isinstance(axis, Mark) else axis for axis in _each(axis_name))
+    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
+    return tuple([axis.name if isinstance(axis, Mark) else axis for axis in axes])
 
 
-def marked(axis_name: AxisName) -> tuple[Mark, ...]:
+def marked(axis_name: AxisName) -> list[Mark]:
     """Returns the marks among an axis or a tuple of axes."""
-    return tuple(axis for axis in _each(axis_name) if isinstance(axis, Mark))
+    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
+    return [axis for axis in axes if isinstance(axis, Mark)]
 
 
 def crosses(axis_name: AxisName) -> bool:
@@ -111,47 +109,32 @@ def check_axis_names(
 
     With `optional`, None is allowed, because the caller has a default.
     """
-    names = axis_names(axis_name)
-    for name in names:
-        if what := _not_a_name(name):
-            raise wrong(function, argument, _EXPECTED, *what, kind=TypeError)
+    names, expected = axis_names(axis_name), "a name or a tuple of different names"
+    for name in names:  # communicators and meshes are hashable, so they could pass as names
+        if isinstance(name, Transport) or is_communicator(name):
+            remedy = (
+                "axes are those of a mesh; for the processes of mpirun call jaxcgx.mpi.compressed_allreduce(gradients, "
+                'codec, communicator, op="mean"), or pass the communicator alone to jaxcgx.make_train_step or '
+                "jaxcgx.compress_gradients"
+            )
+            raise wrong(function, argument, expected, f"a communicator, {name!r}", remedy, kind=TypeError)
+        if isinstance(name, Mesh | AbstractMesh):
+            remedy = f"pass the name of its axis, one of {', '.join(map(repr, name.shape))}"
+            raise wrong(function, argument, expected, f"a mesh, {name!r}", remedy, kind=TypeError)
     if optional and axis_name is None:
         return names
-    each = [not isinstance(name, int | tuple | NoneType) and _hashable(name) for name in names]
-    if not names or not all(each) or len(set(names)) < len(names):
-        raise wrong(function, argument, _EXPECTED, repr(axis_name))
-    return names
-
-
-_EXPECTED = "a name or a tuple of different names"
-
-
-def _hashable(value: Any) -> bool:
-    try:  # arrays and tuples count as Hashable, whether or not they have a hash
-        hash(value)
+    try:
+        different = len(set(names)) == len(names)  # set raises a TypeError for arrays, which have no hash
     except TypeError:
-        return False
-    return True
+        different = False
+    if not names or not different or any(isinstance(name, int | tuple | NoneType) for name in names):
+        raise wrong(function, argument, expected, repr(axis_name))
+    return names
 
 
 def is_communicator(given: Any) -> bool:
     """Returns whether this is an mpi4py communicator or a transport over one."""
-    modules = [kind.__module__ for kind in type(given).__mro__]  # no isinstance: mpi4py may be missing
-    return any(name.partition(".")[0] == "mpi4py" or name == "jaxcgx.transports.mpi" for name in modules)
-
-
-def _not_a_name(given: Any) -> tuple[str, str] | None:
-    """Returns (description, remedy) for a communicator or a mesh in place of a name, or None for anything else.
-
-    Communicators and meshes are hashable, so they could pass as names.
-    """
-    if isinstance(given, Transport) or is_communicator(given):
-        return (
-            f"a communicator, {given!r}",
-            "axes are those of a mesh; for the processes of mpirun call jaxcgx.mpi.compressed_allreduce(gradients, "
-            'codec, communicator, op="mean"), or pass the communicator alone to jaxcgx.make_train_step or '
-            "jaxcgx.compress_gradients",
-        )
-    if isinstance(given, Mesh | AbstractMesh):
-        return f"a mesh, {given!r}", f"pass the name of its axis, one of {', '.join(map(repr, given.shape))}"
-    return None
+    for kind in type(given).__mro__:  # no isinstance: mpi4py may be missing
+        if kind.__module__.partition(".")[0] == "mpi4py" or kind.__module__ == "jaxcgx.transports.mpi":
+            return True
+    return False

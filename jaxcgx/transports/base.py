@@ -1,8 +1,7 @@
 """The contract of a transport, which moves the bytes of an exchange among ranks.
 
 A transport is static under jit. It is hashable, and equal to any other transport that moves bytes among the same ranks
-in the same way. It moves rows of bytes and uncompressed arrays. It reads no codec: the layout of a `PiecewiseSum` has
-one, but the transport only passes it on to `native`.
+in the same way. It moves rows of bytes and uncompressed arrays, and reads no codec.
 
 A new transport subclasses `Transport` and defines `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
 `shift` and `plain_psum`. The other members have defaults.
@@ -20,12 +19,9 @@ from jaxcgx.native.rules import add
 
 
 class PiecewiseSum(NamedTuple):
-    """A sum that a transport computes itself, piece by piece, with the same bits as a schedule.
+    """A sum that a transport computes itself, piece by piece, with the same bits as a schedule."""
 
-    The layout has the message's codec. The transport passes both on to `native` and reads neither.
-    """
-
-    layout: Layout  # with one chunk for each tree, or one chunk for one_shot
+    layout: Layout  # with one chunk for each tree, or one chunk for one_shot; only passed on to `native`
     leaves: list[jax.Array]
     residuals: list[jax.Array] | None
     first_key: jax.Array | None  # the key for the encoding of a rank's own leaves
@@ -68,17 +64,13 @@ class Transport:
         return {}
 
     def leaders(self) -> "Leaders":
-        """Returns the transport over the leaders, the ranks that exchange for their nodes.
-
-        Only transports with levels have leaders.
-        """
+        """Returns the transport over the ranks that exchange for their nodes. Only those with levels have one."""
         raise NotImplementedError(f"{type(self).__name__}.leaders")
 
     def labelled(self, label: int) -> Any:
         """Returns this transport for an exchange whose bytes are described by the digest `label`.
 
-        A transport that can do so compares the labels of all ranks, because ranks with different labels would misread
-        the bytes.
+        A transport that can do so compares the labels of all ranks, which would otherwise misread the bytes.
         """
         return self
 

@@ -5,15 +5,16 @@ every rank. A primitive that contains such an operation declares the effect (`ef
 single device.
 
 mpi4jax's operations have no rules for vmap, and their derivatives differ from lax's. They take no floats shorter than
-32 bits and no integers shorter than 8 bits. So the operations that exchanges use are wrapped in primitives that are
-linear in one array.
+32 bits and no integers shorter than 8 bits. So the operations that exchanges use are one primitive that is linear in
+one array, as in native/shm.py.
 
 Ranks and sizes are Python ints, not traced arrays: every rank compiles its own program.
 """
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -24,9 +25,8 @@ from mpi4py import MPI
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import unexpected
-from jaxcgx.native.rules import define_impl
-from jaxcgx.transports import base
-from jaxcgx.transports.base import Transport, countable
+from jaxcgx.native.rules import batch_exchange, define_impl, exchange_aval
+from jaxcgx.transports.base import Leaders, Transport, countable
 from jaxcgx.transports.shm import Shm
 
 # A release of mpi4jax warns about every JAX newer than itself. jaxcgx has its own bounds for JAX.
@@ -64,10 +64,10 @@ class Comm(Transport):
         return MPI.Intracomm.fromhandle(self.handle)
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
-        return all_to_all_p.bind(rows, net=self)
+        return _exchange("all_to_all", rows, self)
 
     def all_gather(self, row: jax.Array) -> jax.Array:
-        return all_gather_p.bind(row, net=self)
+        return _exchange("all_gather", row, self)
 
     def shift(self, row: jax.Array) -> jax.Array:
         _check_count(row.size)
@@ -75,14 +75,14 @@ class Comm(Transport):
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
         """Returns the array of rank `root`."""
-        return broadcast_p.bind(x, net=self, root=root)
+        return _exchange("broadcast", x, self, root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
-        return psum_p.bind(countable(x), net=self)
+        return _exchange("psum", countable(x), self)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared(Shm):
+class SharedMemory(Shm):
     """The ranks of a communicator within a host. Shared memory moves the bytes.
 
     Exchanges through shared memory and exchanges of MPI share one order.
@@ -91,7 +91,7 @@ class Shared(Shm):
     handle: int
 
     @classmethod
-    def over(cls, comm: Any, timeout: float = 1800.0, order: Any = ORDER) -> "Shared":
+    def over(cls, comm: Any, timeout: float = 1800.0, order: Any = ORDER) -> "SharedMemory":
         return cls(**vars(Shm.over(comm, timeout, order)), handle=comm.handle)
 
     @property
@@ -109,9 +109,9 @@ class Nodes(Transport):
       inner: the ranks of this rank's node.
     """
 
-    everybody: Comm | Shared
+    everybody: Comm | SharedMemory
     cross: Comm
-    inner: Comm | Shared
+    inner: Comm | SharedMemory
 
     names: ClassVar[tuple[Any, ...]] = ()
     effects: ClassVar[frozenset[Any]] = EFFECTS
@@ -149,32 +149,25 @@ class Nodes(Transport):
         return self.everybody.plain_psum(x)
 
     @property
-    def parts(self) -> Mapping[Any, Comm | Shared]:
+    def parts(self) -> Mapping[Any, Comm | SharedMemory]:
         return {"cross": self.cross, "inner": self.inner}
 
-    def leaders(self) -> "Leaders":
-        return Leaders(self.cross, self.inner)
+    def leaders(self) -> "NodeLeaders":
+        return NodeLeaders(self.cross, self.inner)
 
 
-Net = Comm | Nodes | Shared
+Net = Comm | Nodes | SharedMemory
 
 
-class Leaders(base.Leaders):
+class NodeLeaders(Leaders):
     """The first ranks of the nodes.
 
     Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
     """
 
-    cross: Comm
-    inner: "Comm | Shared"
-    size: int
-    rank: int
-    speaks: bool
-
-    def __init__(self, cross: Comm, inner: Comm | Shared) -> None:
+    def __init__(self, cross: Comm, inner: Comm | SharedMemory) -> None:
         self.cross, self.inner = cross, inner
-        self.size, self.rank = cross.size, cross.rank
-        self.speaks = inner.rank == 0
+        self.size, self.rank, self.speaks = cross.size, cross.rank, inner.rank == 0
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         return self.cross.all_to_all(rows) if self.speaks else rows
@@ -191,135 +184,60 @@ class Leaders(base.Leaders):
         return self.cross.plain_psum(x)
 
 
+exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_mpi")
+
+
+def _exchange(operation: str, x: jax.Array, net: Comm, root: int = 0) -> jax.Array:
+    return exchange_p.bind(x, operation=operation, net=net, root=root)
+
+
 def _check_count(count: int) -> None:
     if count > MOST:
         expected = "at most 2^31 - 1 elements for each rank in one exchange"
         raise unexpected("jaxcgx.mpi", expected, count, "cut the leaf into several")
 
 
-def _short(dtype: Any, kind: Any, bits: int) -> bool:
+def _is_short(dtype: Any, kind: Any, bits: int) -> bool:
     """Returns whether a dtype is of this kind and has fewer bits."""
     return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
 
 
-def _of_any_dtype(move: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Extends `move`, which only moves elements, to arrays of any dtype."""
-
-    def run(x: jax.Array, **params: Any) -> jax.Array:
-        if _short(x.dtype, jnp.floating, 32):
-            bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-            return lax.bitcast_convert_type(move(bits, **params), x.dtype)
-        if _short(x.dtype, jnp.integer, 8):
-            return move(x.astype(jnp.int8), **params).astype(x.dtype)
-        return move(x, **params)
-
-    return run
-
-
-def _define(
-    name: str,
-    run: Callable[..., jax.Array],
-    shape: Callable[[tuple[int, ...], Comm], tuple[int, ...]],
-    transpose: Callable[..., jax.Array],
-    before: int = 0,
-    after: int = 0,
-) -> Any:
-    """Returns a primitive that is linear in one array.
-
-    Args:
-      name: the end of the primitive's name.
-      run: run(x, net, ...) computes the result.
-      shape: shape(shape of x, net) returns the shape of the result.
-      transpose: transpose(cotangent, net, ...) returns the cotangent of x.
-      before: the position of vmap's dimension in x.
-      after: the position of vmap's dimension in the result.
-    """
-    primitive = _compat.Primitive(f"jaxcgx_mpi_{name}")
-    define_impl(primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
-
-    def abstract(x: Any, *, net: Comm, **params: Any) -> tuple[Any, frozenset[Any]]:
-        return _compat.result_aval([x], shape(x.shape, net), x.dtype), EFFECTS
-
-    primitive.def_effectful_abstract_eval(abstract)
-
-    def batched(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[jax.Array, int]:
-        return primitive.bind(jnp.moveaxis(operands[0], dims[0], before), **params), after
-
-    batching.primitive_batchers[primitive] = batched
-    ad.deflinear2(primitive, lambda ct, x, **params: [transpose(ct, **params)])
-    return primitive
-
-
-# psum: every rank has its own cotangent of the result, and their sum is the operand's cotangent. lax does the same if
-# it doesn't track which values vary.
-
-
-def _psum(x: jax.Array, net: Comm) -> jax.Array:
-    if net.size == 1:
-        return x
-    _check_count(x.size)
+def _run(x: jax.Array, operation: str, net: Comm, root: int) -> jax.Array:
     dtype = x.dtype
-    if _short(dtype, jnp.floating, 32):
-        dtype = jnp.float32
-    elif _short(dtype, jnp.integer, 8):
-        dtype = jnp.int8
-    return mpi4jax.allreduce(x.astype(dtype), MPI.SUM, comm=net.comm).astype(x.dtype)
-
-
-psum_p: Any = _define("psum", _psum, shape=lambda shape, net: shape, transpose=lambda ct, net: net.plain_psum(ct))
-
-
-# all_to_all: row r came from rank r, so its cotangent goes back to rank r.
-
-
-@_of_any_dtype
-def _all_to_all(x: jax.Array, net: Comm) -> jax.Array:
-    _check_count(x.size // net.size)
-    return mpi4jax.alltoall(x, comm=net.comm)
-
-
-all_to_all_p: Any = _define(
-    "all_to_all",
-    _all_to_all,
-    shape=lambda shape, net: shape,
-    transpose=lambda ct, net: net.all_to_all(ct),
-    before=1,
-    after=1,
-)
-
-
-# all_gather: every rank has rank r's array in row r, so rank r adds up the cotangents of row r of all ranks.
-
-
-@_of_any_dtype
-def _all_gather(x: jax.Array, net: Comm) -> jax.Array:
-    _check_count(x.size)
-    return mpi4jax.allgather(x, comm=net.comm)
-
-
-all_gather_p: Any = _define(
-    "all_gather",
-    _all_gather,
-    shape=lambda shape, net: (net.size, *shape),
-    transpose=lambda ct, net: net.all_to_all(ct).sum(0),
-    after=1,
-)
-
-
-# broadcast: every rank has the root's array, so the root's cotangent is the sum over all ranks. The cotangents of the
-# other ranks' arrays are 0.
-
-
-@_of_any_dtype
-def _broadcast(x: jax.Array, net: Comm, root: int) -> jax.Array:
-    _check_count(x.size)
+    if operation == "psum":
+        if net.size == 1:
+            return x
+        _check_count(x.size)
+        wide = jnp.float32 if _is_short(dtype, jnp.floating, 32) else dtype
+        wide = jnp.int8 if _is_short(dtype, jnp.integer, 8) else wide
+        return mpi4jax.allreduce(x.astype(wide), MPI.SUM, comm=net.comm).astype(dtype)
+    # The others only move elements.
+    if _is_short(dtype, jnp.floating, 32):
+        bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
+        return lax.bitcast_convert_type(_run(bits, operation, net, root), dtype)
+    if _is_short(dtype, jnp.integer, 8):
+        return _run(x.astype(jnp.int8), operation, net, root).astype(dtype)
+    _check_count(x.size // net.size if operation == "all_to_all" else x.size)
+    if operation == "all_to_all":
+        return mpi4jax.alltoall(x, comm=net.comm)
+    if operation == "all_gather":
+        return mpi4jax.allgather(x, comm=net.comm)
     return mpi4jax.bcast(x, root, comm=net.comm)
 
 
-def _broadcast_transpose(ct: jax.Array, net: Comm, root: int) -> jax.Array:
+# The cotangent of a row that went to one rank comes back the same way. If an array went to every rank, the cotangents
+# of all ranks are added. Every rank has its own cotangent of a sum, as in lax if it doesn't track which values vary.
+def _transpose(ct: jax.Array, x: Any, *, operation: str, net: Comm, root: int) -> list[jax.Array]:
+    if operation == "all_to_all":
+        return [net.all_to_all(ct)]
+    if operation == "all_gather":
+        return [net.all_to_all(ct).sum(0)]
     total = net.plain_psum(ct)
-    return total if net.rank == root else jnp.zeros_like(total)
+    return [total if operation == "psum" or net.rank == root else jnp.zeros_like(total)]
 
 
-broadcast_p: Any = _define("broadcast", _broadcast, shape=lambda shape, net: shape, transpose=_broadcast_transpose)
+define_impl(exchange_p)
+mlir.register_lowering(exchange_p, mlir.lower_fun(_run, multiple_results=False))
+exchange_p.def_effectful_abstract_eval(exchange_aval)
+batching.primitive_batchers[exchange_p] = functools.partial(batch_exchange, exchange_p)
+ad.deflinear2(exchange_p, _transpose)

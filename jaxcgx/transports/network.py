@@ -58,14 +58,6 @@ def _check_from(function: str, argument: str, value: Any, least: float) -> Any:
     return check_number(function, argument, value, lambda x: x >= least, f"a number of at least {least:g}")
 
 
-def _check_latency(function: str, argument: str, value: Any) -> Any:
-    return None if value is None else _check_from(function, argument, value, 0)
-
-
-def _check_mover(function: str, argument: str, value: Any) -> Any:
-    return None if value is None else check_choice(function, argument, value, WAYS)
-
-
 @dataclasses.dataclass(frozen=True)
 class Network:
     """The speeds at which the ranks of an exchange send and compute.
@@ -98,12 +90,14 @@ class Network:
     def __post_init__(self) -> None:
         for name in ("up", "encode", "decode", "reduce"):
             check_field(self, name, check_positive)
+        check_field(self, "burst", _check_from, 0)
+        check_field(self, "sharing", _check_from, 1)
         if self.down is not None:
             check_field(self, "down", check_positive)
-        check_field(self, "latency", _check_latency)
-        check_field(self, "burst", _check_from, 0)
-        check_field(self, "mover", _check_mover)
-        check_field(self, "sharing", _check_from, 1)
+        if self.latency is not None:
+            check_field(self, "latency", _check_from, 0)
+        if self.mover is not None:
+            check_field(self, "mover", check_choice, WAYS)
 
     @property
     def ways(self) -> Ways:

@@ -18,7 +18,7 @@ from jaxcgx.native import tcp, tcp_sum
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.base import PiecewiseSum
-from jaxcgx.transports.xla import Axes, Leaders, split
+from jaxcgx.transports.xla import Axes, AxesLeaders, split
 
 ORDER: Any = _compat.OrderedOnEachDevice()
 
@@ -83,9 +83,9 @@ class TcpAxes(Axes):
     def parts(self) -> Mapping[Any, Axes]:
         return {name: self._part(name) for name in self.names}
 
-    def leaders(self) -> Leaders:
+    def leaders(self) -> AxesLeaders:
         outer, inner = split(self.names)
-        return Leaders(self if outer in self.over else Axes(self.names), self._part(outer), Axes(inner))
+        return AxesLeaders(self if outer in self.over else Axes(self.names), self._part(outer), Axes(inner))
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         return tcp.exchange("all_to_all", rows, self)

@@ -31,9 +31,9 @@ class Axes(base.Transport):
     def parts(self) -> Mapping[Any, "Axes"]:
         return {name: Axes((name,)) for name in self.names}
 
-    def leaders(self) -> "Leaders":
+    def leaders(self) -> "AxesLeaders":
         outer, inner = split(self.names)
-        return Leaders(self, Axes((outer,)), Axes(inner))
+        return AxesLeaders(self, Axes((outer,)), Axes(inner))
 
     @property
     def size(self) -> int:
@@ -114,23 +114,18 @@ def split(names: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return outer, tuple(name for name in names if name != outer)
 
 
-class Leaders(base.Leaders):
+class AxesLeaders(base.Leaders):
     """The leaders are the ranks of `outer` that are first along `inner`.
 
     The other ranks run the same operations, but the next gather discards their results. `everybody` is the transport
     over `outer` and `inner` together.
     """
 
-    everybody: Axes
-    outer: Axes
-    inner: Axes
-    size: int
-
     def __init__(self, everybody: Axes, outer: Axes, inner: Axes):
         self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size
 
-    def labelled(self, label: int) -> "Leaders":
-        return Leaders(self.everybody.labelled(label), self.outer.labelled(label), self.inner)
+    def labelled(self, label: int) -> "AxesLeaders":
+        return AxesLeaders(self.everybody.labelled(label), self.outer.labelled(label), self.inner)
 
     @property
     def rank(self) -> jax.Array:
