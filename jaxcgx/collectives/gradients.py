@@ -81,7 +81,9 @@ def local_value_and_grad(
                 case found:  # with has_aux this isn't a pair, and jax raises its own error
                     return found if has_aux else check(found)
 
-        differentiated = jax.value_and_grad(checked, argnums, has_aux, holomorphic, allow_int)
+        differentiated = jax.value_and_grad(
+            checked, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
+        )
         return differentiated(*given, **kwargs)
 
     return value_and_grad

@@ -47,12 +47,9 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
 
 
 def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Array:
-    """Returns the uncompressed sum of an array, computed by shards.
+    """Returns the uncompressed sum of an array over transports, outermost first, computed by shards.
 
-    Args:
-      nets: the transports, outermost first.
-      x: the array.
-      tracked: whether JAX tracks over which axes values vary (check_vma).
+    `tracked`: whether JAX tracks over which axes values vary (check_vma).
     """
     outer, *inner = nets
     whole = countable(x)

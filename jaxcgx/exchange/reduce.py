@@ -86,16 +86,7 @@ def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Tic
     """Begins the sum. It has no derivative: `reduce` has one.
 
     Over transports whose exchanges can't cross programs, and where a codec has no kernels that do it, `end` sends what
-    the ticket holds.
-
-    Args:
-      x: the tree.
-      carry: what the sums before kept.
-      travel: how the tree travels.
-      key: two words, or None if no codec draws noise.
-
-    Returns:
-      (the ticket, the carry for `end`).
+    the ticket holds. The key is two words, or None if no codec draws noise. Returns (the ticket, the carry for `end`).
     """
     ticket, kept = _hold(x, travel, key), _Kept(carry, travel.routes)
     if travel.net.begin_sum is None:
@@ -164,14 +155,7 @@ def plain_reduce(op: str, x: PyTree, net: Transport, *, mean: bool) -> PyTree:
 
 
 def check_input(x: PyTree, carry: Carry, travel: Travel, argument: str = "x") -> None:
-    """Checks that leaves vary over the ranks, and that a carry fits them.
-
-    Args:
-      x: the tree.
-      carry: what the caller says that the sums before kept.
-      travel: how the tree travels.
-      argument: the name of the tree in errors.
-    """
+    """Checks that leaves vary over the ranks, and that a carry fits them. Errors call the tree `argument`."""
     routes = travel.routes
     leaves = [(r.path, leaf) for r, leaf in zip(routes.leaves, routes.each(x)) if not r.skipped]
     check_varying(routes.op, travel.net.names, [path for path, _ in leaves], [leaf for _, leaf in leaves], argument)
@@ -179,7 +163,7 @@ def check_input(x: PyTree, carry: Carry, travel: Travel, argument: str = "x") ->
 
 
 def check_carry(carry: Carry, travel: Travel, argument: str) -> None:
-    """Checks that a carry fits the leaves, and that the plan allows feedback. `argument` is as in `check_input`."""
+    """Checks that a carry fits the leaves, and that the plan allows feedback. Errors call the tree `argument`."""
     routes = travel.routes
     if carry.momentum is not None and carry.residuals is None:
         raise wrong(routes.op, "carry.residuals", f"a tree like {argument} with momentum", None)

@@ -27,13 +27,8 @@ def check_ranks(
 ) -> Transport:
     """Returns the transport over axes, all of which must be bound, or over a communicator.
 
-    Over a communicator, the ranks compare the arguments of the call.
-
-    Args:
-      op: the function that the user called.
-      axis_name: what the user called it with.
-      arrays: {name: tree of arrays} of its arguments.
-      settings: {name: value} of its other arguments.
+    Over a communicator, the ranks compare the arguments of the call: {name: tree of arrays}, and {name: value} of the
+    others. `op` is the function that the user called.
     """
     if not is_communicator(axis_name):
         net = check_axes(op, axis_name)

@@ -297,7 +297,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         limit = limit if way.slice_elements is None else 4 * way.slice_elements
     for (cuts, stages), ids in groups.items():
         leaves = [routes.leaves[i] for i in ids]
-        chosen = _scheduled(routes, stages, net, leaves, way, cuts)
+        chosen = _scheduled(routes, stages, net, leaves=leaves, way=way, cuts=cuts)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
         envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, limit)]

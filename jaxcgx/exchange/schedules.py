@@ -48,7 +48,8 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
                 own = Own(message.leaves, place)
                 return ops.reduce_encoded(layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
 
-            row = _ring(net, layout, message.key, add, lambda rows, part: add(rows, part, 1, of_sum, how.divisor))
+            total = lambda rows, part: add(rows, part, place=1, key=of_sum, divisor=how.divisor)
+            row = _ring(net, layout, message.key, add=add, total=total)
         else:  # every part goes straight to its owner
             payload, lost = message.encode(layout, first(message.key, stage.codec, net))
             received = net.all_to_all(payload)
@@ -225,7 +226,7 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
             own = lambda part, place: Own(_row(message.leaves, part), place)
             add = lambda rows, part, place, key: ops.reduce_encoded(layout, rows, own=own(part, place), key=key)
             total = lambda rows, part: ops.reduce(layout, rows, own=own(part, 1), divisor=how.divisor)
-            return Summed(_ring(net, layout, key, add, total))
+            return Summed(_ring(net, layout, key, add=add, total=total))
         payloads, lost = _encode_rows(layout, message, first(key, stage.codec, net))
         received, own = net.all_to_all(payloads), None
         if lost is not None and how.own == "raw":

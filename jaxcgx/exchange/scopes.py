@@ -77,11 +77,8 @@ class ExchangeScope:
     def of(cls, schedule: object, layout: Layout, part: float = 1.0, sent: int | None = None) -> "ExchangeScope":
         """Returns the scope of an exchange of a layout's message.
 
-        Args:
-          schedule: the schedule of the exchange.
-          layout: the layout of the message.
-          part: the fraction of the uncompressed bytes that the collective of lax with the same name would send.
-          sent: the bytes of all chunks; None if shorter chunks are padded.
+        `part` is the fraction of the uncompressed bytes that the collective of lax with the same name would send.
+        `sent` are the bytes of all chunks, or None if shorter chunks are padded.
         """
         size = sum(n * dtype.itemsize for n, dtype in zip(layout.sizes, layout.dtypes))
         return cls(

@@ -136,13 +136,8 @@ class Assignment:
         """Returns (codec, reason) for each leaf. The codec may be a dict of codecs by axis.
 
         If no codec can take the leaf, or a guard keeps it raw, the codec is Raw(), and the reason is a text for people.
-        Otherwise the reason is None. Leaves with Skip() never have a reason.
-
-        Args:
-          op: the function that errors name.
-          argument: the argument of that function that errors name.
-          paths: the JAX path of each leaf.
-          leaves: objects with a shape and a dtype.
+        Otherwise the reason is None. Leaves with Skip() never have a reason. Errors name the function `op` and its
+        argument.
         """
         names = [spell_path(path) for path in paths]
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -15,11 +15,8 @@ _REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}
 def _variable(name: str, default: Any, values: dict[str, Any] | int, remedy: str = "") -> Any:
     """Returns a dataclass field for a variable.
 
-    Args:
-      name: the name of the variable.
-      default: the value of the field if the variable isn't set.
-      values: {text of the variable: value of the field}, or the smallest integer that is allowed.
-      remedy: the remedy in the error for other values.
+    `values` is {text of the variable: value of the field}, or the smallest integer that is allowed. The error for other
+    values has the remedy.
     """
     return dataclasses.field(default=default, metadata=dict(variable=name, values=values, remedy=remedy))
 

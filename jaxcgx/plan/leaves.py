@@ -40,12 +40,7 @@ def why_raw(leaf: Shaped, codecs: Sequence[Codec]) -> str | None:
 
 
 def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | None:
-    """Returns the shape of a leaf's warm-start factor (PowerSGD), or None if the leaf has no factor.
-
-    Args:
-      leaf: the leaf.
-      codecs: the codecs of the leaf, outermost first.
-    """
+    """Returns the shape of a leaf's warm-start factor (PowerSGD), or None if the leaf has no factor."""
     low_rank = next((codec for codec in codecs if isinstance(codec, LowRank)), None)
     return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)
 
