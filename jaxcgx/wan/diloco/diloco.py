@@ -243,7 +243,7 @@ class OfAll(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turn:
-    """What is done with a fragment, of which the arguments `outer` and `own`, `state` and the results are.
+    """What is done with a fragment. Arguments and results are its part of the parameters, and its state.
 
     All ranks of a center have the same outer gradients. The exchange takes those of the first rank, and zeros from the
     other ranks. The same holds for residuals, unless each rank trains alone: then each rank keeps its own, and the sum
