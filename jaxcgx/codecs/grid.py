@@ -54,10 +54,7 @@ def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, s
 
 
 def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Array | None = None) -> Grid:
-    """Returns a grid whose unit is `unit` or, by default, the largest magnitude / steps.
-
-    The unit of a constant bucket is its magnitude.
-    """
+    """Returns a grid of this `unit`, by default the largest magnitude / steps. A constant bucket's is its magnitude."""
     largest = ieee.largest(lo, hi)
     scale = scale_of(largest)
     top = scaled(largest, scale)
