@@ -37,10 +37,7 @@ def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
 def check_key(
     function: str, codec: Codec, key: Any, which: str = "another one every step", argument: str = "key"
 ) -> jax.Array | None:
-    """Returns the two words of the key if the codec draws noise, else None.
-
-    `which` describes in an error which key to pass.
-    """
+    """Returns the two words of the key if the codec draws noise, else None. Errors say `which` key to pass."""
     if not codec.stochastic:
         return None
     if key is None:

@@ -67,9 +67,8 @@ def roundtrip(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.A
     return _roundtrip(codec, x, check_key("roundtrip", codec, key))
 
 
-# Quantization is a staircase: its derivative is zero almost everywhere, and tells an optimizer nothing. So the
-# derivative of x -> x is used, the function that quantization approximates. It passes the tangent on unchanged. The key
-# has no tangent.
+# The derivative of quantization, a staircase, is zero almost everywhere, and tells an optimizer nothing. So that of
+# x -> x is used, the function that it approximates. The key has no tangent.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _roundtrip(codec: Codec, x: jax.Array, key: jax.Array | None) -> jax.Array:
     return codec.approximate(x, key)

@@ -17,23 +17,14 @@ from jaxcgx.typing import ArrayLike, DType
 
 @dataclasses.dataclass
 class Grid:
-    """The levels of each bucket, as float32[buckets, 1].
+    """The levels of each bucket, as float32[buckets, 1]."""
 
-    Attributes:
-      unit: the distance between two levels.
-      base: the number to which the code of value 0 decodes.
-      inv: 1 / unit, in the scaled bucket.
-      origin: the level of code 0 in the scaled bucket; for ByteGrad in units.
-      scale: the factor that brings tiny and huge buckets into the range of normal numbers.
-      finite: bool; a bucket that isn't finite decodes to NaN.
-    """
-
-    unit: jax.Array
-    base: jax.Array
-    inv: jax.Array
-    origin: jax.Array
-    scale: jax.Array
-    finite: jax.Array
+    unit: jax.Array  # the distance between two levels
+    base: jax.Array  # the number to which the code of value 0 decodes
+    inv: jax.Array  # 1 / unit, in the scaled bucket
+    origin: jax.Array  # the level of code 0 in the scaled bucket; for ByteGrad in units
+    scale: jax.Array  # the factor that brings tiny and huge buckets into the range of normal numbers
+    finite: jax.Array  # bool; a bucket that isn't finite decodes to NaN
 
 
 def unit_of(range_: jax.Array, steps: ArrayLike, scale: jax.Array) -> jax.Array:
@@ -54,10 +45,7 @@ def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, s
 
 
 def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Array | None = None) -> Grid:
-    """Returns a grid whose unit is `unit` or, by default, the largest magnitude / steps.
-
-    The unit of a constant bucket is its magnitude.
-    """
+    """Returns a grid of this `unit`, by default the largest magnitude / steps. A constant bucket's is its magnitude."""
     largest = ieee.largest(lo, hi)
     scale = scale_of(largest)
     top = scaled(largest, scale)

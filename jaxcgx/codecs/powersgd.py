@@ -111,9 +111,8 @@ class PowerSGD(LowRank):
         return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
 
     # The Gram-Schmidt process, with two projections per column: columns become orthogonal up to rounding, even if they
-    # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error,
-    # and nothing is divided by it. One iteration of the loop is one projection. This halves the time to compile, which
-    # is long for matrices of many shapes.
+    # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error. An
+    # iteration is one projection, which halves the time to compile.
     def orthonormal(self, p: jax.Array) -> jax.Array:
         """Returns an orthonormal basis of the columns of `p`.
 

@@ -38,19 +38,12 @@ def _halvings(n: int) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class Rotated:
-    """Buckets after the rotation.
+    """Buckets after the rotation. Before, the largest magnitude of a bucket is brought into [1, 2)."""
 
-    Attributes:
-      x: float32[buckets, padded(n)]. Before the rotation, the largest magnitude of a bucket is brought into [1, 2).
-      scale: float32[buckets, 1], the power of two from `scale_of`.
-      exponent: int32[buckets, 1], the biased exponent of the largest magnitude after multiplication by `scale`.
-      finite: bool[buckets, 1], whether all elements of the bucket are finite.
-    """
-
-    x: jax.Array
-    scale: jax.Array
-    exponent: jax.Array
-    finite: jax.Array
+    x: jax.Array  # float32[buckets, padded(n)]
+    scale: jax.Array  # float32[buckets, 1], the power of two from `scale_of`
+    exponent: jax.Array  # int32[buckets, 1], the biased exponent of the largest magnitude times `scale`
+    finite: jax.Array  # bool[buckets, 1], whether all elements of the bucket are finite
 
     def as_sent(self, meta: jax.Array) -> jax.Array:
         """Returns metadata of `x` for the wire, divided by the factors of `x`, and by 2^a of `_halvings`."""

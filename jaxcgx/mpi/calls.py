@@ -20,9 +20,9 @@ from jaxcgx.typing import PyTree
 
 
 def enter(op: str, comm: Communicator | Net, arrays: Mapping[str, PyTree], settings: Mapping[str, object]) -> Net:
-    """Returns the transport over a communicator, and lets the ranks compare their arguments.
+    """Returns the transport over a communicator, and lets the ranks compare their arguments when the program runs.
 
-    They compare them when the program runs, and with `jaxcgx.mpi.CHECK` also now.
+    With `jaxcgx.mpi.CHECK`, they also do so now.
 
     Args:
       op: the function that the user called.

@@ -31,8 +31,8 @@ _failed = False  # whether an exception has ended the program
 class _Parting(threading.Thread):
     """A thread that calls `part` for a communicator when this rank ends.
 
-    Each communicator needs its own thread, because other ranks may greet over their communicators in any order. The
-    thread starts early, because no thread can start when the interpreter shuts down.
+    Each communicator has one, because other ranks may greet over theirs in any order. It starts early, because no
+    thread can start when the interpreter shuts down.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -47,10 +47,7 @@ class _Parting(threading.Thread):
 
 
 def watch(net: Comm | SharedMemory) -> None:
-    """Registers a transport, so that this rank leaves it properly at its end.
-
-    All ranks of the transport call this function before they use the transport.
-    """
+    """Registers a transport, so that this rank leaves it properly at its end. All its ranks do so before use."""
     if isinstance(net, SharedMemory):
         _shared[net.segment] = net
     elif net.size > 1:

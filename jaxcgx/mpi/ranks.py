@@ -87,7 +87,17 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
         inner = check_communicator("hierarchy", "inner", inner)
     meet("hierarchy", ranks, ranks.Ibarrier())
     env, variables = _check_variables(ranks)
-    _check_not_nccl(env)
+    for level, kind, expected in (
+        ("INNER", env.inner_communicator, "MPI or SHM"),
+        ("CROSS", env.cross_communicator, "MPI"),
+    ):
+        if kind == "NCCL":
+            raise unexpected(
+                f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE",
+                f"{expected} between processes",
+                "NCCL, which XLA uses between the GPUs of a mesh: jax.distributed.initialize() and "
+                "jaxcgx.compressed_psum",
+            )
     node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank) if inner is None else inner
     places = ranks.allgather((node.bcast(ranks.rank), node.rank))
     if inner is None:
@@ -120,20 +130,6 @@ def _check_variables(comm: Communicator) -> tuple[environment.Environment, Itera
     compare("hierarchy", [text for text, _ in every])
     assert env is not None  # otherwise this rank has raised an error
     return env, text.items()
-
-
-def _check_not_nccl(env: environment.Environment) -> None:
-    for level, kind, expected in (
-        ("INNER", env.inner_communicator, "MPI or SHM"),
-        ("CROSS", env.cross_communicator, "MPI"),
-    ):
-        if kind == "NCCL":
-            raise unexpected(
-                f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE",
-                f"{expected} between processes",
-                "NCCL, which XLA uses between the GPUs of a mesh: jax.distributed.initialize() and "
-                "jaxcgx.compressed_psum",
-            )
 
 
 def _make(comm: Communicator, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:

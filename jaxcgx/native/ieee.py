@@ -117,19 +117,12 @@ def unscaled(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Minifloat:
-    """A format with a sign and denormals, but without infinities: xla_ffi/codec/minifloat.h in jnp.
+    """A format with a sign and denormals, but without infinities: xla_ffi/codec/minifloat.h in jnp."""
 
-    Attributes:
-      exponent: the bits of the exponent. Its bias is as in IEEE 754.
-      mantissa: the bits of the mantissa.
-      largest: the largest number.
-      top: the code of that number.
-    """
-
-    exponent: int
-    mantissa: int
-    largest: float
-    top: int
+    exponent: int  # the bits of the exponent; its bias is as in IEEE 754
+    mantissa: int  # the bits of the mantissa
+    largest: float  # the largest number
+    top: int  # the code of that number
 
     @property
     def bias(self) -> int:

@@ -16,7 +16,6 @@ import numpy as np
 from jaxcgx.checks import wrong
 from jaxcgx.typing import DType, DTypeLike
 
-Codec = Any  # jaxcgx.codecs.base.Codec, in a layer above this one
 UNIT = 512  # chunks of a codec without buckets begin at a multiple of this
 DTYPES = tuple(jnp.dtype(d) for d in ("float32", "bfloat16", "float16"))  # ordered by number on the FFI boundary
 
@@ -50,7 +49,7 @@ class Piece:
     def buckets(self) -> list[tuple[int, int, int]]:
         """Returns [(first element, number of buckets, size of a bucket)] for the whole buckets, then for the short one.
 
-        Without buckets, all elements are one stretch.
+        Without buckets, all elements are one.
         """
         if not self.bucket:
             return [(0, 1, self.coded)] if self.coded else []
@@ -64,7 +63,7 @@ class Layout:
     """The layout of leaves of given shapes and dtypes as one message of chunks.
 
     Attributes:
-      codec: the codec of all leaves.
+      codec: the codec of all leaves, a jaxcgx.codecs.base.Codec, which is in a storey above this one.
       shapes: the shapes of the leaves.
       dtypes: the dtypes of the leaves.
       chunks: the number of chunks. A chunk has whole buckets.
@@ -74,7 +73,7 @@ class Layout:
         equal chunks. None: all chunks are equal. Chunks are only as equal as whole buckets allow.
     """
 
-    codec: Codec
+    codec: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[DType, ...]
     chunks: int = 1
@@ -87,9 +86,7 @@ class Layout:
             object.__setattr__(self, "ids", tuple(range(len(self.shapes))))
 
     @classmethod
-    def of(
-        cls: Any, codec: Codec, leaves: Iterable[Any], chunks: int = 1, ids: Iterable[int] | None = None
-    ) -> "Layout":
+    def of(cls, codec: Any, leaves: Iterable[Any], chunks: int = 1, ids: Iterable[int] | None = None) -> "Layout":
         leaves = list(leaves)
         shapes, dtypes = tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves)
         return cls(codec, shapes, dtypes, chunks, None if ids is None else tuple(ids))
@@ -200,6 +197,6 @@ class Layout:
 
 
 @functools.lru_cache
-def layout_of(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
+def layout_of(codec: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
     """Returns the layout of a message of one array."""
     return Layout(codec, (shape,), (jnp.dtype(dtype),))

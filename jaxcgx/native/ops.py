@@ -23,7 +23,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native import reference
-from jaxcgx.native.layout import Codec, Layout
+from jaxcgx.native.layout import Layout
 from jaxcgx.native.reference import Clear, Decode, Encode, Reduce
 from jaxcgx.native.rng import kernel_key
 from jaxcgx.native.rules import batch_rule, define_impl, one_by_one, partitioned, register, zero_jvp
@@ -32,7 +32,7 @@ from jaxcgx.typing import ArrayLike, DTypeLike
 _LEAST_DIVISOR = 2.0**-126  # for this divisor and larger ones, 1 / divisor is finite
 
 
-def _bind(primitive: Any, operands: NamedTuple, **params: Any) -> list[jax.Array]:
+def _bind(primitive: Any, operands: NamedTuple, **params: object) -> list[jax.Array]:
     leaves, tree = jax.tree.flatten(operands)
     return primitive.bind(*_compat.match_varying(*leaves), tree=tree, batch=(), **params)
 
@@ -62,7 +62,7 @@ def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
     return _check_operand(function, "payload", x=payload, shape=(layout.chunks, layout.chunk_bytes), dtype="uint8")
 
 
-def _check_words(function: str, codec: Codec, key: Any) -> jax.Array | None:
+def _check_words(function: str, codec: Any, key: Any) -> jax.Array | None:
     """Returns the key for the kernels if the codec draws noise, else None."""
     if not codec.stochastic:
         return None
@@ -116,7 +116,7 @@ def _encode_abstract(operands: Encode, layout: Layout, batch: tuple[Any, ...]) -
 
 # Payloads are integers, which have no tangent, so a gradient through them would be zero in silence. Exchanges have
 # derivatives of their own.
-def _encode_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> Any:
+def _encode_jvp(primals: Any, tangents: Any, *, tree: Any, **params: object) -> Any:
     if any(type(t) is not ad.Zero for t in tree.unflatten(tangents).leaves):
         remedy = (
             "write cgx.roundtrip where it is decoded at once, cgx.compressed_ppermute or another collective where it "
@@ -169,16 +169,10 @@ reduce_p: _compat.Primitive = _compat.Primitive("jaxcgx_reduce")
 
 
 class Own(NamedTuple):
-    """Raw leaves that replace the payload of one rank in a sum.
+    """Raw leaves that replace the payload of one rank in a sum."""
 
-    Attributes:
-      leaves: arrays of the layout's shapes and dtypes.
-      rank: the rank whose payload is not read; may be traced. A rank out of range is an error on CPU and gives NaN on
-        GPU, where kernels cannot raise.
-    """
-
-    leaves: Iterable[ArrayLike]
-    rank: ArrayLike
+    leaves: Iterable[ArrayLike]  # of the layout's shapes and dtypes
+    rank: ArrayLike  # may be traced; out of range, it is an error on CPU, and NaN on GPU, where kernels cannot raise
 
 
 def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divisor: float = 1.0) -> list[jax.Array]:
@@ -210,8 +204,7 @@ def reduce_encoded(
     Args:
       layout: the layout of each message.
       payloads: uint8[ranks, layout.chunk_bytes].
-      chunk: the number of the payloads' chunk in the layout; may be traced. A chunk out of range is an error on CPU and
-        gives NaN on GPU, where kernels cannot raise.
+      chunk: the number of the payloads' chunk in the layout; may be traced, as `Own.rank`.
       own: leaves (whole, not only the chunk's part) that replace the payload of one rank.
       divisor: divides the sum before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
@@ -284,7 +277,7 @@ def _reduce_attributes(
 
 # sum = (own + decoded payloads) / divisor is linear in own. The payloads are integers, which have no tangent.
 def _reduce_jvp(
-    primals: Any, tangents: Any, *, tree: Any, divisor: float, encoded: bool, **params: Any
+    primals: Any, tangents: Any, *, tree: Any, divisor: float, encoded: bool, **params: object
 ) -> tuple[list[Any], list[Any]]:
     params |= dict(tree=tree, divisor=divisor, encoded=encoded)
     own = tree.unflatten(tangents).own
@@ -346,7 +339,7 @@ class Roundtrip(NamedTuple):
     key: jax.Array | None = None  # uint32[3], for stochastic codecs: rng.kernel_key
 
 
-def roundtrip(codec: Codec, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
+def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
     """Returns decode(encode(x)), where x is a separate message. The caller defines the derivative."""
     return _bind(roundtrip_p, Roundtrip(x, _check_words("roundtrip", codec, key)), codec=codec)[0]
 
@@ -368,10 +361,8 @@ def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple[Any, ..
 
 
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
-    """Returns whether every shard, encoded alone, rounds to the same numbers as in the whole array.
-
-    The elements of a shard along its last sharded axis, and along the axes after it, are consecutive in the leaf.
-    """
+    """Returns whether every shard, encoded alone, rounds to the same numbers as in the whole array."""
+    # The elements of a shard along its last sharded axis, and along the axes after it, are consecutive in the leaf.
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
         return True

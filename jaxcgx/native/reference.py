@@ -73,10 +73,7 @@ def narrow(x: jax.Array, dtype: DType) -> jax.Array:
 
 
 def to_bits16(x: jax.Array, dtype: DType, noise: jax.Array | None = None) -> jax.Array:
-    """Returns the bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits.
-
-    xla_ffi/codec/cast.h is the same in C++.
-    """
+    """Returns the bits of x as bfloat16 or float16, rounded to nearest even or with 16 random bits (codec/cast.h)."""
     raw, magnitude = ieee.bits(x), ieee.magnitude_bits(x)
     drop = 16 if dtype == jnp.bfloat16 else 13
     if noise is None:
@@ -292,10 +289,7 @@ def _sums(layout: Layout, operands: Reduce, c: int) -> dict[tuple[int, int], jax
 
 
 def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool = False) -> Any:
-    """Sums the payloads of one chunk in rank order.
-
-    Returns float32 leaves or, with `encoded`, (the sum encoded again, new residuals).
-    """
+    """Returns the sum of a chunk's payloads: float32 leaves or, `encoded`, (the sum encoded again, new residuals)."""
     divided = lambda x: x if divisor == 1.0 else ieee.divide(x, divisor)
     multiplied = lambda x: x if divisor == 1.0 else ieee.multiply(x, divisor)
 

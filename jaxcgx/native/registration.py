@@ -58,9 +58,9 @@ def _is_command_line() -> bool:
 
 
 def load() -> ModuleType | None:
-    """Returns the native module, with its handlers registered.
+    """Returns the native module, with its handlers registered, or None with JAXCGX_REFERENCE=1.
 
-    Returns None with JAXCGX_REFERENCE=1, or if the module is missing and `python -m jaxcgx` is starting.
+    Also None if the module is missing and `python -m jaxcgx` is starting.
     """
     if REFERENCE:
         return None
@@ -124,10 +124,9 @@ def keeps_pages() -> bool:
 def keep_pages() -> bool:
     """Keeps the memory of freed arrays for the next step, on CPUs. Returns whether this system can do so.
 
-    Without this call, the results and temporaries of every step are on fresh pages. The system must clear these pages,
-    which takes longer than the kernels for 64 MiB. Call the function at the start of a program, before JAX's first
-    computation. It changes malloc in the whole process, which then returns no memory to the system until it ends. It is
-    for Linux with glibc. Elsewhere it does nothing and returns False.
+    Without this call, the results and temporaries of every step are on fresh pages, which the system must clear. For 64
+    MiB, this takes longer than the kernels. Call the function at the start of a program, before JAX's first
+    computation. The process then returns no memory to the system until it ends. It is for Linux with glibc.
     """
     mallopt = _mallopt()
     if mallopt is None:

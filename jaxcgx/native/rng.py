@@ -32,10 +32,7 @@ def kernel_key(key: jax.Array) -> jax.Array:
 
 
 def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (high, low), the words of a * b.
-
-    It multiplies 16-bit halves, because jnp has no 64-bit integers by default.
-    """
+    """Returns (high, low), the words of a * b, from 16-bit halves: jnp has no 64-bit integers by default."""
     a_low, a_high, b_low, b_high = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     low = a_low * b_low
     middle = a_high * b_low + (low >> 16)
@@ -58,7 +55,7 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> tuple[jax.
 def noise(key: jax.Array, leaf: int, start: int, count: int) -> jax.Array:
     """Returns the random bits of a leaf's elements from `start` on: int32[count] in [0, 65536).
 
-    They depend on the key's two words. The key's offset is added to them modulo 2^16.
+    The key's offset is added to them modulo 2^16.
     """
     k0, k1, offset = kernel_key(key)
     first, last = start // BLOCK, -(-(start + count) // BLOCK)

@@ -70,20 +70,17 @@ def _plain(value: Any) -> Any:
 
 
 def one_by_one(function: Rule) -> Rule:
-    """Maps a function over the first axis, like jax.vmap, for functions that use lax.switch.
+    """Maps a function over the first axis, like jax.vmap, which computes every branch of a lax.switch.
 
-    jax.vmap would compute every branch, which JAX can't do under shard_map's check_vma.
+    JAX can't do that under shard_map's check_vma.
     """
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
 def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:
-    """Returns the operands with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
+    """Returns the operands with the axis `dims` that vmap maps in front. An operand that vmap doesn't map is repeated.
 
-    Args:
-      operands: the arrays.
-      dims: for each array, the axis that vmap maps, or None.
-      size: the length of the axis, needed if no operand has it.
+    `size` is the length of the axis. It is needed if no operand has it.
     """
     size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     moved = []
@@ -105,7 +102,12 @@ def one_of_same(x: jax.Array, dim: int | None) -> jax.Array:
 
 
 def batch_rule(
-    primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple[int, ...], **params: Any
+    primitive: Primitive,
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    batch: tuple[int, ...],
+    **params: object,
 ) -> tuple[list[jax.Array], list[int]]:
     """The batching rule of an operation that handles all messages in one call, along the axes `batch`."""
     moved = in_front(operands, dims)
@@ -113,14 +115,14 @@ def batch_rule(
     return results, [0] * len(results)
 
 
-def exchange_aval(x: Any, *who: Any, operation: str, net: Any, **params: Any) -> tuple[Any, frozenset[Any]]:
+def exchange_aval(x: Any, *who: Any, operation: str, net: Any, **params: object) -> tuple[Any, frozenset[Any]]:
     """The abstract evaluation of an engine's exchange of x among the ranks of the transport `net`."""
     shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
     return _compat.result_aval([x], shape, x.dtype), net.effects
 
 
 def batch_exchange(
-    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: Any
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: object
 ) -> tuple[jax.Array, int]:
     """The batching rule of an engine's exchange of the first operand: one exchange of longer rows."""
     before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))  # behind the ranks
@@ -131,7 +133,7 @@ def batch_exchange(
 def zero_jvp(primitive: Primitive) -> Rule:
     """Returns the differentiation rule of an operation whose results have derivative zero."""
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: object) -> Any:
         results = primitive.bind(*primals, **params)
         return results, [_compat.zero_tangent(r) for r in results]
 
@@ -144,7 +146,7 @@ def zero_jvp(primitive: Primitive) -> Rule:
 def _lower_to_reference(function: Rule, over: Rule) -> Rule:
     """Returns a lowering rule to jnp. `over` maps the function over an axis of the batch."""
 
-    def batched(*leaves: Any, tree: Any, batch: tuple[int, ...], **params: Any) -> list[jax.Array]:
+    def batched(*leaves: Any, tree: Any, batch: tuple[int, ...], **params: object) -> list[jax.Array]:
         def one(*leaves: Any) -> list[jax.Array]:
             return jax.tree.leaves(function(operands=tree.unflatten(leaves), **params))
 
@@ -156,12 +158,9 @@ def _lower_to_reference(function: Rule, over: Rule) -> Rule:
 
 
 def _lower_to_handler(target: str, attributes: Rule, workspace_bytes: Callable[..., int]) -> Rule:
-    """Returns a lowering rule to an FFI call.
+    """Returns a lowering rule to an FFI call. A workspace is one more result of the call, not of the primitive."""
 
-    A workspace is one more result of the call, which is not a result of the primitive.
-    """
-
-    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple[int, ...], **params: Any) -> Any:
+    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple[int, ...], **params: object) -> Any:
         extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
         message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
         at, number = places(tree), len(ctx.avals_out)
@@ -200,7 +199,7 @@ def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] |
 
     _compat.needs_devices(primitive)
 
-    def rule(ctx: Any, *operands: Any, batch: tuple[int, ...], **params: Any) -> Any:
+    def rule(ctx: Any, *operands: Any, batch: tuple[int, ...], **params: object) -> Any:
         if not _compat.partitioner_decides(ctx):
             with _compat.mesh_of_a_part(ctx):
                 return direct(ctx, *operands, batch=batch, **params)
@@ -245,7 +244,7 @@ def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] |
 def refuse(error: str) -> Rule:
     """Returns a lowering rule for a platform that can't run an operation."""
 
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def rule(ctx: Any, *operands: Any, **params: object) -> Any:
         raise NotImplementedError(error)
 
     return rule
@@ -255,17 +254,16 @@ def refuse(error: str) -> Rule:
 
 
 def define_impl(primitive: Primitive) -> None:
-    """Runs a primitive outside jit as a separate compiled program, even under `jax.disable_jit`.
+    """Runs a primitive outside jit as a separate compiled program, even under `jax.disable_jit`, as JAX's primitives.
 
-    JAX's own primitives do the same. With `jax.jit` alone, `jax.disable_jit` would make the implementation call itself
-    forever.
+    With `jax.jit` alone, `jax.disable_jit` would make the implementation call itself forever.
     """
 
     @functools.lru_cache
     def compiled(params: tuple[tuple[str, Any], ...]) -> Rule:
         return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
-    def impl(*operands: Any, **params: Any) -> Any:
+    def impl(*operands: Any, **params: object) -> Any:
         with jax.disable_jit(False):
             return compiled(tuple(params.items()))(*operands)
 
@@ -297,7 +295,7 @@ def register(
     primitive.multiple_results = True
     define_impl(primitive)
 
-    def abstract_eval(*avals: Any, tree: Any, **params: Any) -> list[Any]:
+    def abstract_eval(*avals: Any, tree: Any, **params: object) -> list[Any]:
         return jax.tree.leaves(abstract(operands=tree.unflatten(avals), **params))
 
     primitive.def_abstract_eval(abstract_eval)
@@ -319,7 +317,7 @@ def register(
         cuda = refuse(f"jaxcgx_{target}: {why}; {registration.CUDA_REMEDY}")
     for platform, kernel in ("cpu", cpu), ("cuda", cuda):
 
-        def rule(ctx: Any, *operands: Any, layout: Layout, kernel: Rule = kernel, **params: Any) -> Any:
+        def rule(ctx: Any, *operands: Any, layout: Layout, kernel: Rule = kernel, **params: object) -> Any:
             chosen = to_reference if layout.codec.native is None else kernel
             return chosen(ctx, *operands, layout=layout, **params)
 

@@ -1,8 +1,6 @@
 """Exchanges among the processes of a host through shared memory, as a JAX primitive that is linear in one array.
 
-The parts are in the same order as in ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a
-`size`, a `rank`, an `order` (the ordered effect that keeps the exchanges of all ranks in the same order), `effects`
-(which contain this effect), and a `label` (a digest that describes the bytes).
+The parts are in the same order as in ops.py. `net` is the transport (transports/shm.py).
 """
 
 import functools

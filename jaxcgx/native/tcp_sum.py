@@ -227,7 +227,7 @@ def _result_avals(avals: Sequence[Any], batch: tuple[int, ...], results: Started
 
 # vmap makes one call for all messages, as in ops.py.
 def _batch_begin(
-    operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: Any
+    operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: object
 ) -> tuple[list[jax.Array], list[int]]:
     moved, who = in_front(operands, dims), places(tree).who
     moved[who] = one_of_same(operands[who], dims[who])

@@ -105,10 +105,7 @@ def crosses(axis_name: AxisName) -> bool:
 def check_axis_names(
     function: str, axis_name: AxisName, argument: str = "axis_name", *, optional: bool = False
 ) -> tuple[Any, ...]:
-    """Returns the checked names of an axis or a tuple of different axes.
-
-    With `optional`, None is allowed, because the caller has a default.
-    """
+    """Returns the checked names of an axis or a tuple of different axes. With `optional`, None is allowed."""
     names, expected = axis_names(axis_name), "a name or a tuple of different names"
     for name in names:  # communicators and meshes are hashable, so they could pass as names
         if isinstance(name, Transport) or is_communicator(name):

@@ -35,17 +35,10 @@ class PiecewiseSum(NamedTuple):
 class Transport:
     """The ranks of an exchange, and how bytes get from one to another."""
 
-    names: tuple[Any, ...]
-    """The named axes of JAX that it runs over; () for processes that JAX doesn't know as ranks."""
-
-    effects: frozenset[Any]
-    """The effects of its operations in a program, besides those of the names."""
-
-    size: Any
-    """The number of ranks: an int."""
-
-    rank: Any
-    """This rank: an int, or a traced one."""
+    names: tuple[Any, ...]  # the named axes of JAX that it runs over; () for processes that JAX doesn't know as ranks
+    effects: frozenset[Any]  # the effects of its operations in a program, besides those of the names
+    size: Any  # the number of ranks: an int
+    rank: Any  # this rank: an int, or a traced one
 
     begin_sum: Any = None
     """None, or a method that begins a `PiecewiseSum`, which overlaps kernels with the exchange. Its result is a pytree.

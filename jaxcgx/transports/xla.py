@@ -48,10 +48,7 @@ class Axes(base.Transport):
 
     @property
     def at_once(self) -> bool:
-        """Whether JAX can gather and permute over all axes at once.
-
-        Under vmap(axis_name=...), it can do so only over one axis at a time.
-        """
+        """Whether JAX can gather and permute over all axes at once. Under vmap, it takes one at a time."""
         return len(self.names) == 1 or self.on_mesh
 
     @property
@@ -141,10 +138,7 @@ class AxesLeaders(base.Leaders):
         return self.everybody.permute(row, pairs)
 
     def _collect(self, row_for: Callable[[int], jax.Array]) -> jax.Array:
-        """Returns the rows of all leaders, [size, ...].
-
-        row_for(distance) returns the row of the leader that is `distance` ranks before.
-        """
+        """Returns the rows of all leaders, from row_for(distance): the row of the leader so many ranks before."""
         rows = [row_for(distance) for distance in range(self.size)]
         return jnp.roll(jnp.stack(rows[::-1]), self.rank + 1, 0)
 
