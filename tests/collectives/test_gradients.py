@@ -299,7 +299,9 @@ def assert_same(found, expected):
         dict(plan=cgx.PowerSGD(2)),
         dict(plan=cgx.Raw()),
         dict(plan=cgx.Plan(CODEC, min_size=0, rules=[("w2", cgx.Raw()), ("b1", cgx.Skip())])),
-        dict(plan=cgx.Plan(CODEC, min_size=0, rules=[("w1", cgx.MaxMin(8)), ("w2", STOCHASTIC)]), key=jax.random.key(7)),
+        dict(
+            plan=cgx.Plan(CODEC, min_size=0, rules=[("w1", cgx.MaxMin(8)), ("w2", STOCHASTIC)]), key=jax.random.key(7)
+        ),
     ],
     ids=str,
 )

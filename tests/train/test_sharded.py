@@ -27,16 +27,9 @@ LAYER = {
 }
 X = normal((16, 8), 3)
 FORMS = ["params", "optimizer"]
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("promotion")
 CODEC = cgx.MaxMin(4, 64)
 NOISE = cgx.MaxMin(4, 64, rounding="stochastic")
-
-
-@pytest.fixture
-def standard_promotion():
-    """optax's adam relies on type promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss_fn(params, x):
@@ -233,7 +226,7 @@ def test_a_tuple_of_axes():
     ):
         found = run(make(exchange, gather=gather, **options))[0].params
         assert_trees(lambda a, b, t=tolerance: np.testing.assert_allclose(a, b, atol=t), found, expected)
-    words = says("Feedback", "plan", expected="one codec", got="a codec", remedy="no residuals")
+    words = says("Feedback", "plan", got="a codec", remedy="no residuals")
     with raises(ValueError, words):  # a hierarchy has no feedback of slices
         run(make(by_axis, **options))
 
