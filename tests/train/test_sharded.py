@@ -268,7 +268,11 @@ def test_what_a_step_sends():
 
 
 SPECS = {"up": P(None, "data"), "bias": P(), "down": P("data"), "one": P()}
-STEP = "make_train_step"
+CUT = {**SPECS, "one": P("data")}
+
+
+def gathered(plan):
+    return dict(params=SPECS, gather=plan)
 
 
 BAD_ARGUMENTS = {
@@ -279,34 +283,11 @@ BAD_ARGUMENTS = {
         ((CODEC, dict(params=SPECS, optimizer={"up": P()})), ValueError, "sharding.optimizer", "PyTreeDef"),
         ((cgx.DGC(), dict(params=SPECS)), ValueError, "exchange", "DGC", "whole"),
         ((cgx.Momentum(CODEC, 0.9), dict(params=SPECS)), ValueError, "exchange", "Momentum", "optimizer"),
-        (
-            (CODEC, dict(params=SPECS, gather=cgx.TopK(0.1))),
-            ValueError,
-            "sharding.gather",
-            "TopK(ratio=0.1)",
-            "jaxcgx.MaxMin(8)",
-        ),
+        ((CODEC, gathered(cgx.TopK(0.1))), ValueError, "sharding.gather", "TopK(ratio=0.1)", "jaxcgx.MaxMin(8)"),
         ((CODEC, dict(gather=cgx.MaxMin(8))), ValueError, "sharding.gather", "none", "Sharding(params="),
-        (
-            (CODEC, dict(params=SPECS, gather=cgx.Plan(cgx.Raw(), rules=[("kernel", CODEC)]))),
-            ValueError,
-            "sharding.gather",
-            "none",
-        ),
-        (
-            (CODEC, dict(params={**SPECS, "one": P("data")})),
-            ValueError,
-            "sharding.params ['one']",
-            "",
-            "jaxcgx.shard_specs",
-        ),
-        (
-            (CODEC, dict(optimizer={**SPECS, "one": P("data")})),
-            ValueError,
-            "sharding.optimizer ['one']",
-            "",
-            "jaxcgx.shard_specs",
-        ),
+        ((CODEC, gathered(cgx.Plan(CODEC, rules=[("kernel", CODEC)]))), ValueError, "sharding.gather", "none"),
+        ((CODEC, dict(params=CUT)), ValueError, "sharding.params ['one']", "", "jaxcgx.shard_specs"),
+        ((CODEC, dict(optimizer=CUT)), ValueError, "sharding.optimizer ['one']", "", "jaxcgx.shard_specs"),
     ],
     "Feedback": [
         ((cgx.PowerSGD(2), dict(params=SPECS)), ValueError, "plan ['down']", "PowerSGD(rank=2)", "jaxcgx.MaxMin(4)"),

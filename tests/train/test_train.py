@@ -375,7 +375,6 @@ def test_bad_arguments(row):
 
 MEAN = lambda w, x: (x @ w["w"]).mean()
 NUMBERS = {**PARAMS, "n": jnp.int32(3)}
-LOSS, INIT = ("make_train_step", "loss_fn"), ("train.init", "params")
 
 
 OF_ANOTHER_PLAN = make(cgx.Plan(CODEC, min_size=100)).init(PARAMS)

@@ -692,10 +692,10 @@ def classes_fn(params, x, y, scale):
 def test_an_argument_that_is_no_example():
     """It is passed next to a batch with a known sharding, and by keyword."""
     mesh, y, scale = mesh_of(AxisType.Auto), jnp.arange(24) % 8, jnp.arange(1.0, 9.0)
-    refused = says("value_and_grad", "batch_specs", got="none", remedy="P() keyword")
+    words = says("value_and_grad", "batch_specs", got="none", remedy="P() keyword")
     expected = jax.value_and_grad(classes_fn)(PARAMS, X, y, scale)
     batch = place(mesh, (X, y))
-    with raises(ValueError, refused):
+    with raises(ValueError, words):
         cgx.value_and_grad(classes_fn, "data", cgx.Raw())(PARAMS, *batch, scale)
     specs = P("data"), P("data")
     with raises(ValueError, says("value_and_grad", "batch_specs", remedy="keyword")):
