@@ -1,10 +1,12 @@
 """Meshes and programs for the tests of the collectives, and each collective next to its counterpart in lax."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import as_bits
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -82,3 +84,28 @@ def assert_same(got, expected):
     for case, y in got.items():
         assert y.dtype == expected[case].dtype, case
         np.testing.assert_array_equal(np.asarray(y), np.asarray(expected[case]), err_msg=str(case))
+
+
+def total(x, axes):
+    """Returns the sum over all ranks, in float64."""
+    return np.asarray(x, np.float64).sum(tuple(range(axes)))
+
+
+def assert_conserved(x, before, results, after, axes=1, weight=1, near=3e-7):
+    """Checks that, over all ranks, x + residuals before = results * weight + residuals after.
+
+    Results are those of all ranks. `near` is how far off the larger side may be, relative to the magnitudes of x.
+    """
+    assert x
+    for name in x:
+        have = total(x[name], axes) + total(before[name], axes)
+        got = weight * np.asarray(results[name], np.float64)[(0,) * axes] + total(after[name], axes)
+        size = total(np.abs(x[name]), axes).max()
+        np.testing.assert_allclose(got, have, rtol=0, atol=near * size * 2 + (1e-12 if near else 0), err_msg=name)
+
+
+def assert_same_on_all_ranks(tree, axes=1):
+    assert jax.tree.leaves(tree)
+    for x in jax.tree.leaves(tree):
+        bits = as_bits(x).reshape(math.prod(x.shape[:axes]), -1 if x.size else 0)
+        assert (bits == bits[0]).all()

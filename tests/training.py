@@ -63,6 +63,14 @@ def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **op
     return params, state, losses
 
 
+def save(path, tree):
+    """Saves a checkpoint, and returns its path."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
 NESTED = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
 )

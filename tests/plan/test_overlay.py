@@ -9,7 +9,7 @@ import pytest
 from errors import raises, refused, rows, says
 from helpers import as_bits, normal, planned
 from jax import lax
-from ranks import EXACT, mesh, on_ranks, whole_numbers
+from ranks import EXACT, assert_same_on_all_ranks, mesh, on_ranks, whole_numbers
 
 import jaxcgx as cgx
 from jaxcgx.native.layout import Layout
@@ -27,12 +27,6 @@ OVERLAYS = {
 
 def leaves(ranks, draw=whole_numbers):
     return {"w": draw((ranks, 70, 13)), "b": draw((ranks, 7), 1), "h": draw((ranks, 301), 2).astype(jnp.bfloat16)}
-
-
-def identical(tree):
-    for x in jax.tree.leaves(tree):
-        bits = as_bits(x).reshape(len(x), -1)
-        assert (bits == bits[0]).all()
 
 
 @pytest.mark.parametrize("ranks", OVERLAYS)
@@ -58,7 +52,7 @@ def test_the_numbers_of_plain_sums(ranks):
             np.testing.assert_array_equal(np.asarray(psum[name], np.float32), np.broadcast_to(total[name], x.shape))
             mean = (total[name] / np.float32(ranks)).astype(x.dtype).astype(np.float32)
             np.testing.assert_array_equal(np.asarray(pmean[name], np.float32), np.broadcast_to(mean, x.shape))
-    identical(rounded)
+    assert_same_on_all_ranks(rounded)
     for got in rounded:
         for name in total:
             assert np.abs(np.asarray(got[name][0], np.float32) - total[name]).max() < 2 * ranks
@@ -95,7 +89,7 @@ def test_feedback_keeps_what_is_lost(codec):
         return y, lax.psum(new.residuals, "a"), lax.psum(x + r, "a")
 
     y, new, expected = on_ranks(f, mesh(4))(x, r)
-    identical(y)
+    assert_same_on_all_ranks(y)
     np.testing.assert_allclose(y + new, expected, atol=2e-5)
     assert np.abs(new).max() > 0.1
 
@@ -212,7 +206,7 @@ def test_where_an_overlay_does_not_fit(codec, schedule, expected):
 
 
 def test_an_overlay_of_an_inner_axis():
-    with raises(ValueError, says("Plan", "schedule", expected="over the outermost axis alone")):
+    with raises(ValueError, says("Plan", "schedule")):
         cgx.Plan(EXACT, schedule={"a": "auto", "b": Overlay.tree(2)})
 
 

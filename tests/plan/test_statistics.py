@@ -81,9 +81,7 @@ def test_gradients_that_jax_has_reduced():
         return cgx.gradient_statistics(jax.grad(lambda params: (params["w"] * x).sum())(params), "a", CODECS)
 
     run = jax.shard_map(measure, mesh=mesh(2), in_specs=(P(), P("a")), out_specs=P())
-    words = says(
-        "gradient_statistics", "grads", at="leaf ['w']", expected="varies 'a'", remedy="jaxcgx.local_value_and_grad"
-    )
+    words = says("gradient_statistics", "grads", at="leaf ['w']", remedy="jaxcgx.local_value_and_grad")
     with raises(ValueError, words):
         run({"w": normal((8, 30))}, normal((16, 30)))
 
@@ -115,7 +113,7 @@ def test_steps_add_up():
         and (total.tops == a.tops + b.tops).all()
     )
     assert (total.paths, total.codecs) == (a.paths, a.codecs)
-    with raises(ValueError, says("GradientStatistics", expected="statistics of the same leaves and codecs to add")):
+    with raises(ValueError, says("GradientStatistics")):
         a + cgx.gradient_statistics({"v": normal((40, 30))})
     with pytest.raises(TypeError, match="unsupported operand"):
         a + 1

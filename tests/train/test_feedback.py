@@ -47,22 +47,6 @@ def test_fields_of_a_plan(fields):
     assert_same_trees((mean, state.own.residuals), pmean(plan))
 
 
-def test_reset_forgets_every_so_many_steps():
-    found = run(cgx.Feedback(CODEC, reset_every=3), 7)
-    kept = [bool(jnp.any(state.own.residuals["w"] != 0)) for _, state in found]
-    assert kept == [True, True, False, True, True, False, True]
-    assert_same_trees(found[3][0], found[0][0])
-
-
-def test_a_reset_is_not_skipped():
-    """A reset also happens in a step whose mean is not finite."""
-    bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
-    exchange = cgx.Feedback(CODEC, reset_every=2, skip_nonfinite=True)
-    ((_, before),) = run(exchange)
-    ((_, after),) = run(exchange, 1, bad, before)
-    assert before.own.residuals["w"].any() and not any(r.any() for r in after.own.residuals.values())
-
-
 @pytest.mark.short
 def test_a_schedule_of_plans():
     """The codec changes at some steps, in one program."""

@@ -15,12 +15,7 @@ from training import NESTED, PARAMS, SHARDED, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
 
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """optax relies on type promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion")
 
 
 def test_an_exchange():

@@ -13,12 +13,7 @@ from training import CODEC, X, mesh_of, train
 
 import jaxcgx as cgx
 
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """optax relies on type promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion")
 
 
 def test_equinox():
@@ -100,7 +95,7 @@ def test_nnx_optimizer():
         residuals = optimizer.opt_state[0].own.residuals["kernel"][...]
         assert residuals.shape == (4, 30, 1) and residuals.sharding.spec == P("data") and residuals.any()
     np.testing.assert_allclose(found["jax"], found["nnx"], rtol=1e-6)
-    with raises(TypeError, says("state_specs", "opt_state", expected="state", got="a State", remedy="nnx.Optimizer")):
+    with raises(TypeError, says("state_specs", "opt_state", got="a State", remedy="nnx.Optimizer")):
         cgx.state_specs(nnx.state(optimizer), "data")
 
 

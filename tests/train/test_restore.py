@@ -11,7 +11,7 @@ import pytest
 from errors import raises, refused, rows, says
 from helpers import assert_same_trees, assert_trees
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, X, loss_fn, mesh_of
+from training import CODEC, PARAMS, X, loss_fn, mesh_of, save
 
 import jaxcgx as cgx
 
@@ -22,12 +22,6 @@ ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
 def make(ranks):
     exchange = cgx.Momentum(CODEC, 0.5)
     return cgx.make_train_step(loss_fn, optax.adagrad(0.1), mesh_of(ranks), exchange, donate=False)
-
-
-def save(path, tree):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-    return path
 
 
 def go_on(train, state, steps=2):
@@ -134,7 +128,7 @@ def test_pending_gradients(tmp_path):
     mean = np.asarray(state.pending.grads["w"]).mean(0)
     np.testing.assert_allclose(moved.grads["w"].mean(0), mean, rtol=1e-5, atol=1e-7)
     sent = dataclasses.replace(state.pending, ticket=jnp.zeros(4))
-    words = says("reshard_state", "state", expected="arrived", got="one whose gradients", remedy="train.finish")
+    words = says("reshard_state", "state", got="one whose gradients", remedy="train.finish")
     with raises(ValueError, words):
         cgx.reshard_state(state.replace(pending=sent), 2)
 

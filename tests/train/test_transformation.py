@@ -16,15 +16,10 @@ from training import PARAMS, X, local_step, loss_fn, on_mesh, train
 
 import jaxcgx as cgx
 
+pytestmark = pytest.mark.usefixtures("promotion")
+
 CODEC = cgx.MaxMin(4, 64)
 RAW, COMPRESS = compress(cgx.Raw()), compress(CODEC)
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """optax relies on type promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def close(got, expected, tolerance=0.05):

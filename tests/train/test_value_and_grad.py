@@ -465,21 +465,17 @@ def test_modules_that_a_pytree_does_not_have():
 
     mesh = mesh_of(AxisType.Auto)
     for fun in (sowing, counting):
-        with raises(
-            ValueError, says("value_and_grad", "loss_fn", expected="only variables", remedy="__init__ has_aux")
-        ):
+        with raises(ValueError, says("value_and_grad", "loss_fn", remedy="__init__ has_aux")):
             cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(Model(), X)
     loss = lambda model, x: (model(x) ** 2).mean()
     at = "leaf [0][0].outer.kernel"
-    with raises(ValueError, says("value_and_grad", "loss_fn", at=at, expected="one place", remedy="nnx.split")):
+    with raises(ValueError, says("value_and_grad", "loss_fn", at=at, remedy="nnx.split")):
         cgx.value_and_grad(loss, "data", cgx.Raw(), mesh=mesh)(Model(tied=True), X)
     graph, params, rest = nnx.split(Model(tied=True), nnx.Param, ...)
     merged = lambda params, x: loss(nnx.merge(graph, params, rest), x)
     found = cgx.grad(merged, "data", cgx.Raw(), mesh=mesh)(params, X)
     close(found, jax.grad(merged)(params, X))
-    with raises(
-        TypeError, says("value_and_grad", "argnums", expected="a position", got="DiffState", remedy="cgx.Skip")
-    ):
+    with raises(TypeError, says("value_and_grad", "argnums", got="DiffState", remedy="cgx.Skip")):
         cgx.value_and_grad(loss, "data", CODEC, argnums=nnx.DiffState(0, nnx.Param))
 
 
@@ -499,7 +495,7 @@ jax.tree_util.register_pytree_node(Statistics, lambda m: ((m.w, m.mean), None), 
 
 def test_a_change_that_would_be_lost_is_refused():
     f = cgx.value_and_grad(lambda model, x: model(x).mean(), "data", CODEC, mesh=mesh_of(AxisType.Auto))
-    words = says("value_and_grad", "loss_fn", at="leaf [0][0][<flat index 1>]", expected="leaves arguments", got="one")
+    words = says("value_and_grad", "loss_fn", at="leaf [0][0][<flat index 1>]", got="one")
     with raises(ValueError, words):
         f(Statistics(PARAMS["w"], jnp.zeros(())), X)
     popped = cgx.value_and_grad(lambda p, batch: loss_fn(p, batch.pop("x")), "data", cgx.Raw(), mesh=f.mesh)
@@ -574,9 +570,7 @@ def test_stochastic_rounding_takes_a_key():
     one, same, other = (f(PARAMS, X, codec_key=jax.random.key(i))[1] for i in (0, 0, 1))
     assert_same_trees(one, same)
     assert np.any(one["w"] != other["w"])
-    with raises(
-        ValueError, says("value_and_grad", "codec_key", expected="random key", got="None", remedy="codec_key=")
-    ):
+    with raises(ValueError, says("value_and_grad", "codec_key", got="None", remedy="codec_key=")):
         f(PARAMS, X)
 
 
@@ -698,15 +692,15 @@ def classes_fn(params, x, y, scale):
 def test_an_argument_that_is_no_example():
     """It is passed next to a batch with a known sharding, and by keyword."""
     mesh, y, scale = mesh_of(AxisType.Auto), jnp.arange(24) % 8, jnp.arange(1.0, 9.0)
-    refused = says("value_and_grad", "batch_specs", expected="not split like others", got="none", remedy="P() keyword")
+    words = says("value_and_grad", "batch_specs", got="none", remedy="P() keyword")
     expected = jax.value_and_grad(classes_fn)(PARAMS, X, y, scale)
     batch = place(mesh, (X, y))
-    with raises(ValueError, refused):
+    with raises(ValueError, words):
         cgx.value_and_grad(classes_fn, "data", cgx.Raw())(PARAMS, *batch, scale)
     specs = P("data"), P("data")
-    with raises(ValueError, says("value_and_grad", "batch_specs", expected="one for 'scale' too", remedy="keyword")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", remedy="keyword")):
         cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=specs)(PARAMS, *batch, scale=scale)
-    with raises(ValueError, says("value_and_grad", "batch_specs", expected="dict of 'y' 'scale'")):
+    with raises(ValueError, says("value_and_grad", "batch_specs")):
         f = cgx.value_and_grad(
             classes_fn, "data", cgx.Raw(), batch_specs=(P("data"), {"y": P("data"), "scale": P(), "z": P()})
         )
@@ -721,11 +715,11 @@ def test_one_example_of_a_rank_is_not_broadcast():
     mesh, x, y = mesh_of(AxisType.Auto), X[:RANKS], normal((RANKS, 40), 5)
     fun = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
     closing = lambda p, x, y: cgx.value_and_grad(lambda p, x: fun(p, x, y), "data", cgx.Raw(), mesh=mesh)(p, x)
-    words = says("value_and_grad", "loss_fn", expected="takes batch", got="one that closes over float32[4, 40]")
+    words = says("value_and_grad", "loss_fn", got="one that closes over float32[4, 40]")
     for call in (closing, jax.jit(closing)):
         with raises(ValueError, words):
             call(PARAMS, x, y)
-    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", expected="one", remedy="shard")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", remedy="shard")):
         cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, x), place(mesh, y, P()))
     bank = lambda params, x, y: (x @ params["w"] @ y.T).mean()
     f = cgx.value_and_grad(bank, "data", cgx.Raw(), batch_specs=(P("data"), P()))
@@ -736,7 +730,7 @@ def test_labels_that_every_rank_has_whole_are_no_part_of_a_split_batch():
     """The labels would be indexed as those of other ranks' examples. JAX would clamp these indices."""
     mesh, y = mesh_of(AxisType.Auto), jnp.arange(len(X)) % 8
     fun = lambda params, x, y: jax.nn.log_softmax(x @ params["w"])[jnp.arange(len(y)), y].mean()
-    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", expected="one", remedy="shard")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", remedy="shard")):
         cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, X), place(mesh, y, P()))
     f = cgx.value_and_grad(fun, "data", cgx.Raw())
     close(f(PARAMS, place(mesh, X), place(mesh, y)), jax.value_and_grad(fun)(PARAMS, X, y))
@@ -766,6 +760,6 @@ def test_two_words_or_a_batch_of_two():
 def test_axes_in_another_order():
     mesh = mesh_of(AxisType.Auto, ("a", 2), ("b", 2))
     x = place(mesh, X, P(("b", "a")))
-    with raises(ValueError, says("value_and_grad", "axis_name", at="leaf [0][0]", expected="order", remedy="pass")):
+    with raises(ValueError, says("value_and_grad", "axis_name", at="leaf [0][0]", remedy="pass")):
         cgx.value_and_grad(loss_fn, ("a", "b"), cgx.Raw())(PARAMS, x)
     close(cgx.value_and_grad(loss_fn, ("b", "a"), cgx.Raw())(PARAMS, x), jax.value_and_grad(loss_fn)(PARAMS, X))

@@ -1,14 +1,11 @@
 """Tests exchanges between centers over Tcp: they continue during the next steps, with the bits of plain axes."""
 
 import json
-import os
 import pathlib
 import random
-import subprocess
-import sys
 
 import pytest
-from helpers import load_script
+from helpers import load_script, processes
 
 RANK = pathlib.Path(__file__).with_name("diloco_rank.py")
 LIMIT = 700  # seconds, after which processes count as hung
@@ -16,29 +13,12 @@ LIMIT = 700  # seconds, after which processes count as hung
 
 def results(form, local, folder):
     """Returns the result of each rank of two centers, or None for a rank that ended without a result."""
-    # XLA crashes if it has to keep a program of several processes.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    command = [sys.executable, RANK, form, str(random.randrange(20_000, 32_000))]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(local), folder],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2 * local)
-    ]
-    try:
-        found = []
+    port, found = random.randrange(20_000, 32_000), []
+    with processes(RANK, [(form, port, rank, 2, local, folder) for rank in range(2 * local)]) as running:
         for process in running:
             output, _ = process.communicate(timeout=LIMIT)
             lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
             found.append(json.loads(lines[0].removeprefix("RESULT ")) if lines else None)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
     return found
 
 

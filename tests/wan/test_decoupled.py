@@ -6,11 +6,8 @@ Rounds agree with NumPy up to rounding (rtol 1e-6). All centers have the same bi
 import concurrent.futures
 import dataclasses
 import functools
-import os
 import pathlib
 import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -19,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, refused, rows, says
-from helpers import assert_same_trees, load_script, normal
+from helpers import assert_same_trees, load_script, normal, processes
 from jax.sharding import AxisType
 
 import jaxcgx as cgx
@@ -550,7 +547,7 @@ def test_missing_centers_are_named():
 def test_another_list_of_addresses():
     first, second = decoupled(2, quorum=1, grace=LIMIT)
     port = second.hosts[1][1]
-    words = says("Decoupled.join", "addresses", expected="which center", remedy="the same")
+    words = says("Decoupled.join", "addresses", remedy="the same")
     other = dataclasses.replace(second, addresses=[first.addresses[0], f"localhost:{port}"])
     with raises(ValueError, words):
         join([first, other])
@@ -593,7 +590,7 @@ def test_bad_input(row):
 def test_an_address_that_is_not_free(host):
     with socket.create_server(("127.0.0.1", 0)) as used:
         address = f"{host}:{used.getsockname()[1]}"
-        words = says("Decoupled.join", "addresses", expected="place 0", got=repr(address), remedy="'place'")
+        words = says("Decoupled.join", "addresses", got=repr(address), remedy="'place'")
         with raises(OSError, words):
             cgx.wan.Decoupled(addresses=[address, "127.0.0.1:1"], place=0).join(PARAMS)
 
@@ -607,7 +604,7 @@ def test_few_bits_without_feedback(bucket_size):
 @ALONE
 def test_parameters_of_a_step():
     ((params, member),) = join(decoupled(2, grace=0.01)[:1])
-    with raises(ValueError, says("Member.step", "params", at="leaf ['w']", expected="float32[6, 4]", got="float32[6]")):
+    with raises(ValueError, says("Member.step", "params", at="leaf ['w']", got="float32[6]")):
         member.step(params | {"w": params["w"][:, 0]})
     member.leave()
 
@@ -619,25 +616,10 @@ def test_a_center_of_two_processes(monkeypatch):
     """It counts as one center and gets the parameters of the other one. Its processes always agree."""
     rank = load_script(RANK, monkeypatch)
     addresses = ports(3)
-    command = [sys.executable, RANK, addresses.pop().partition(":")[2]]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    running = [
-        subprocess.Popen(
-            [*command, str(number), *addresses],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(rank.RANKS)
-    ]
-    try:
+    port = addresses.pop().partition(":")[2]
+    with processes(RANK, [(port, number, *addresses) for number in range(rank.RANKS)]) as running:
         params, member = rank.join(addresses, 0, rank.PARAMS)
         with member:
             expected = rank.train(params, member)
         found = [process.communicate(timeout=5 * LIMIT)[0].split()[-3:] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
     assert found == [["RESULT", expected, "True"]] * rank.RANKS

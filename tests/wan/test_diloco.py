@@ -12,6 +12,7 @@ from errors import raises, refused, rows, says
 from helpers import assert_same_trees, assert_trees, normal, sent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from training import save
 
 import jaxcgx as cgx
 from jaxcgx.train.state import ExchangeState
@@ -278,12 +279,10 @@ def test_eager_fragments_of_centers_of_two_ranks_keep_what_compression_loses():
 @pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))
 def test_results_that_are_not_applied_yet_on_another_number_of_centers(given, tmp_path):
     """Outer parameters, the waiting mean and the sum of residuals stay exact. The mean is applied as without a stop."""
-    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     make = lambda centers: trainer(diloco(NESTEROV, every=2, **given, **BF16), mesh_of(centers), donate=False)
     further = 2 if "eager" in given else 1  # steps until the mean is applied
     _, saved = run(make(2), 4)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "two", saved)
+    save(tmp_path / "two", saved)
     restored = cgx.restore_state(tmp_path / "two", make(4).init(PARAMS))
     ((old,), (shared,)), ((new,), (other,)) = parts(saved), parts(restored)
     assert_same_trees((restored.params, other.waiting, other.outer), (saved.params, shared.waiting, shared.outer))
@@ -323,7 +322,7 @@ def test_every_element_is_in_one_fragment(number):
     sizes = [sum(x.size for x in jax.tree.leaves(fragment.take(tree))) for fragment in fragments]
     assert max(sizes) <= max(3000, 1.1 * sum(sizes) / number)
     few = {"a": jnp.zeros(2), "empty": jnp.zeros((0, 5))}
-    with raises(ValueError, says("Diloco", "fragments", expected="cut into, 2", got="3", remedy="fragments=2")):
+    with raises(ValueError, says("Diloco", "fragments", got="3", remedy="fragments=2")):
         cut("Diloco", few, jax.tree.map(lambda _: False, few), 3)  # one would have no elements
 
 
@@ -415,10 +414,8 @@ def test_another_number_of_centers(tmp_path):
 
     A center's parameters become the mean of all centers.
     """
-    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     state, _ = trained()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "two", state)
+    save(tmp_path / "two", state)
     train = compressed(4, 2)
     template = train.init(WIDE)
     restored = cgx.restore_state(tmp_path / "two", template)
@@ -435,7 +432,6 @@ def test_another_number_of_centers(tmp_path):
 
 def test_noise_of_restored_centers(tmp_path):
     """All centers have the same batch. With the bits of a new run, their noise differs."""
-    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     plan = cgx.Plan(cgx.MaxMin(2, 8, rounding="stochastic"), min_size=0)
     batch = jax.random.normal(jax.random.key(3), (4, 8))
 
@@ -448,8 +444,7 @@ def test_noise_of_restored_centers(tmp_path):
         return np.asarray(state.exchange.params.rows)
 
     first, state = make(2).init(normal((8, 16), 4)), make(4).init(normal((8, 16), 4))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "two", first)
+    save(tmp_path / "two", first)
     new, restored = (
         centers_after_a_step(make(4), given) for given in (state, cgx.restore_state(tmp_path / "two", state))
     )
@@ -470,12 +465,10 @@ def test_parameters_that_are_named_key():
 
 def test_centers_of_one_rank_continue_those_of_several(tmp_path):
     """And the other way round, if nothing is compressed inside a center."""
-    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     make = lambda local: trainer(diloco(every=2, plan=cgx.Plan(cgx.MaxMin(4, 8), min_size=0)), mesh_of(local=local))
     for old, new in (2, 1), (1, 2):
         _, state = run(make(old), 3)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / f"{old}", state)
+        save(tmp_path / f"{old}", state)
         restored = cgx.restore_state(tmp_path / f"{old}", make(new).init(PARAMS))
         assert_same_trees(restored, state)
         run(make(new), 1, restored)

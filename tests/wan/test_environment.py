@@ -59,11 +59,11 @@ def test_values_that_have_no_effect(name, value):
 @pytest.mark.parametrize("name", VARIABLES)
 def test_unknown_values(name):
     for text in ("", "-1", "two", "4.5", "1e400"):
-        with raises(ValueError, says("wan.from_env", name, expected="", got=repr(text), remedy="unset")):
+        with raises(ValueError, says("wan.from_env", name, got=repr(text), remedy="unset")):
             from_env({name: text})
 
 
 @pytest.mark.parametrize("name, near", [("ENABLE_DGTT", "ENABLE_DGT"), ("DMLC_KK", "DMLC_K")])
 def test_names_that_are_nearly_right(name, near):
-    with raises(ValueError, says("wan.from_env", name, expected="one of GeoMX's", got="none of these", remedy=near)):
+    with raises(ValueError, says("wan.from_env", name, got="none of these", remedy=near)):
         from_env({name: "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_GLOBAL_WORKER": "2", "DMLC_PS_ROOT_URI": "a"})
