@@ -214,6 +214,11 @@ def check_carry(carry: Carry, travel: Travel, argument: str) -> None:
     if carry.residuals is not None:
         travel.check_feedback()
         _warn_of_growth(travel)
+        if _compat.replicating_pmap():
+            warn(
+                f"{routes.op}: argument 'carry': residuals differ from rank to rank, but pmap's out_axes=None says "
+                "that its results don't; a checkpoint would have those of one device; write out_axes=0 for them"
+            )
 
 
 def _varying(x: jax.Array, net: Transport) -> str:
