@@ -298,7 +298,6 @@ def test_raw_leaves_of_16_bits_give_back_their_rounding(dtype):
     assert_conserved(x, before, results, after, axes=1, weight=4)
 
 
-@pytest.mark.xfail(strict=True, reason="nothing warns")
 def test_residuals_that_pmap_calls_replicated():
     """They differ between ranks. Who saves one of them loses the others."""
     run = jax.pmap(psum, axis_name="a", out_axes=None, devices=jax.devices()[:4])
