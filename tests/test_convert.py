@@ -13,6 +13,7 @@ import pytest
 from helpers import assert_same_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import mesh_of
 
 import jaxcgx as cgx
 
@@ -24,6 +25,11 @@ RANKS, STEPS = 4, 50
 X = normal((64, 8), 1)
 Y = jnp.sin(X[:, :3]) + normal((64, 3), 4, scale=0.5)
 PARAMS = {"w": normal((8, 64), 2, scale=0.3), "v": normal((64, 3), 3, scale=0.1)}
+
+
+def on(mesh):
+    """Returns the batch on a mesh."""
+    return jax.device_put((X, Y), NamedSharding(mesh, P("data")))
 
 
 def predict(params, x):
@@ -52,11 +58,8 @@ def with_keys(x, y, optimizer):
 
 def replicated(x, y, optimizer):
     stack = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf] * RANKS), tree)
-    return (
-        stack(PARAMS),
-        stack(optimizer.init(PARAMS)),
-        *(np.asarray(a).reshape(RANKS, -1, a.shape[-1]) for a in (x, y)),
-    )
+    rows = (np.asarray(a).reshape(RANKS, -1, a.shape[-1]) for a in (x, y))
+    return stack(PARAMS), stack(optimizer.init(PARAMS)), *rows
 
 
 def equinox(x, y, optimizer):
@@ -87,14 +90,8 @@ STYLES = {
     "TrainState": train_state,
 }
 # {title: number of changed lines}
-LOSSES = {
-    "Weighted means": 2,
-    "Losses across examples": 4,
-    "Dropout": 1,
-    "Auxiliary outputs": 1,
-    "Frozen parameters": 2,
-    "Small leaves": 2,
-}
+LOSSES = {"Weighted means": 2, "Losses across examples": 4, "Dropout": 1, "Auxiliary outputs": 1}
+LOSSES |= {"Frozen parameters": 2, "Small leaves": 2}
 APART = {"FSDP", "mpirun", "Several processes", "Evaluation and checkpoints"}  # these have tests of their own
 LIBRARIES = {equinox: ("eqx", "equinox"), modules: ("nnx", "flax.nnx")}
 OTHER_LOSSES = {
@@ -115,7 +112,7 @@ def train(source, style, codec=None, kind=AxisType.Auto):
         names[short] = pytest.importorskip(library, reason="needs the extra `test`")
     exec(compile(source, "docs/convert.md", "exec"), names)
     step, losses = names["step"], []
-    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    x, y = on(mesh)
     context = contextlib.nullcontext() if style is replicated else jax.set_mesh(mesh)
     with context, jax.numpy_dtype_promotion("standard"):  # as programs of users have
         args = style(x, y, optimizer)
@@ -163,9 +160,9 @@ SPECS = {"w": P(None, "data"), "v": P("data")}
 
 
 def test_fsdp():
-    """The pair of mpirun is tested in tests/mpi/test_train.py."""
-    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    """The pair of mpirun is tested in tests/mpi/test_steps.py."""
+    mesh = mesh_of(RANKS)
+    x, y = on(mesh)
     before, after = PAIRS["FSDP"]
 
     def losses(source, codec=None):
@@ -207,12 +204,9 @@ def test_several_processes():
 
 def test_evaluation_and_checkpoints(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
-    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+    mesh = mesh_of(RANKS)
     compressed = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(cgx.MaxMin(2, 64)), mesh=mesh)
-    params, x, y = (
-        jax.device_put(PARAMS, NamedSharding(mesh, P())),
-        *jax.device_put((X, Y), NamedSharding(mesh, P("data"))),
-    )
+    params, (x, y) = jax.device_put(PARAMS, NamedSharding(mesh, P())), on(mesh)
     (_, grads), sent = compressed(params, x, y, state=compressed.init(params))
     names = dict(jax=jax, cgx=cgx, loss_fn=loss_fn, params=params, state=grads, x=x, y=y)
     names |= dict(sent=sent, compressed=compressed)
@@ -232,8 +226,8 @@ def test_feedback_with_a_gradient_outside():
     """Parameters and residuals are those of value_and_grad with a Feedback."""
     section = re.search(r"^## shard_map, gradient outside\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
     source, optimizer, codec = re.findall(CODE, section, re.DOTALL | re.MULTILINE)[-1], optax.adam(3e-3), cgx.MaxMin(2)
-    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    mesh = mesh_of(RANKS)
+    x, y = on(mesh)
     names = dict(jax=jax, cgx=cgx, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
     names |= dict(optimizer=optimizer, loss_fn=loss_fn)
     exec(source, names)
@@ -259,8 +253,8 @@ def test_feedback_with_a_gradient_outside():
 
 def test_compare_once():
     (source,) = re.findall(r"^## Compare once\n.*?^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    mesh = mesh_of(RANKS)
+    x, y = on(mesh)
     names = dict(cgx=cgx, mesh=mesh, params=PARAMS, x=x, y=y)
     exec(source, {**names, "loss_fn": loss_fn})
     with pytest.raises(ValueError, match="weighted=True"):

@@ -1,16 +1,14 @@
 """Runs the examples for a short time."""
 
 import itertools
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from helpers import load_script
+from helpers import load_script, run
 from jax.sharding import AxisType
 
 import jaxcgx as cgx
@@ -21,15 +19,9 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 def test_digits(tmp_path):
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     plot = tmp_path / "curves.png"
-    result = subprocess.run(
-        [sys.executable, EXAMPLES / "digits.py", "--steps", "2", "--rate", "1gbit", "--plot", plot],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        # XLA crashes if it has to keep a program of several processes.
-        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
-    )
-    assert result.returncode == 0, result.stderr
+    words = "--steps", "2", "--rate", "1gbit", "--plot", plot
+    # XLA crashes if it has to keep a program of several processes.
+    result = run(sys.executable, EXAMPLES / "digits.py", *words, env={"JAX_ENABLE_COMPILATION_CACHE": "false"})
     sent = [float(x) for x in re.findall(r" (\d\.\d{3}) ", result.stdout)]
     assert len(sent) == 4 and sent == sorted(sent, reverse=True), result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -37,13 +29,7 @@ def test_digits(tmp_path):
 
 def test_fsdp():
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    result = subprocess.run(
-        [sys.executable, EXAMPLES / "fsdp.py", "--steps", "2", "--devices", "2"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run(sys.executable, EXAMPLES / "fsdp.py", "--steps", "2", "--devices", "2")
     raw, compressed = (int(line.split()[-5].replace(",", "")) for line in result.stdout.splitlines())
     assert raw > 4 * compressed
 
@@ -89,9 +75,7 @@ def test_wide_area(name, monkeypatch):
 def test_wide_area_demonstration(tmp_path):
     """Runs on virtual devices, and makes a table and a plot of loss against time."""
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    command = [sys.executable, EXAMPLES / "wan/fp16.py", "--local", "--steps", "2", "--out", tmp_path / "new"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    result = run(sys.executable, EXAMPLES / "wan/fp16.py", "--local", "--steps", "2", "--out", tmp_path / "new")
     assert "float16" in result.stdout and "loss at end" in result.stdout
     assert (tmp_path / "new/fp16.png").read_bytes().startswith(b"\x89PNG")
 

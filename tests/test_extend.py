@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import run
 
 from jaxcgx.native import registration
 
@@ -86,18 +87,9 @@ def copy(tmp_path_factory):
     return where
 
 
-def run(code, where):
-    command = [sys.executable, "-P", "-c", USE_THE_COPY + code]
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_codec_works(copy):
-    run(TESTS_OF_THE_CODEC + RUN, copy)
-
-
-def test_the_transport_works(copy):
-    run(TESTS_OF_THE_TRANSPORT, copy)
+@pytest.mark.parametrize("code", [TESTS_OF_THE_CODEC + RUN, TESTS_OF_THE_TRANSPORT], ids=["codec", "transport"])
+def test_what_is_added_works(copy, code):
+    run(sys.executable, "-P", "-c", USE_THE_COPY + code, cwd=copy, timeout=600)
 
 
 def test_a_diff_that_no_longer_fits(tmp_path):
@@ -121,9 +113,7 @@ def test_its_kernels_compile(copy):
     if platform.machine() == "x86_64":
         files |= {f"xla_ffi/cpu/kernels_{name}.cc": ["-mfma", *options] for name, options in vectors.items()}
     for file, options in files.items():
-        command = [compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", *options, file]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
+        run(compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", *options, file, cwd=copy, timeout=600)
 
 
 def test_its_kernels_are_in_few_files():

@@ -7,7 +7,6 @@ and so do those between the processes of mpirun (tests/mpi/test_pages.py).
 import inspect
 import os
 import pathlib
-import random
 import subprocess
 import sys
 
@@ -18,6 +17,7 @@ import optax
 import pages
 import pytest
 from jax.sharding import PartitionSpec as P
+from started import Processes, free_port
 
 import jaxcgx as cgx
 from jaxcgx.lab import why_not
@@ -25,8 +25,6 @@ from jaxcgx.report import machine
 
 TUTORIALS = "docs/first-step", "docs/two-centers"
 BETWEEN_PROCESSES = "docs/collectives", "docs/overlap", "docs/wan"
-# XLA crashes where it is to keep a program of several processes.
-OF_PROCESSES = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 @pytest.fixture(autouse=True)
@@ -80,27 +78,23 @@ def test_tutorials(page):
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=600)
 
 
-def test_two_centers(tmp_path):
+@pytest.mark.parametrize("technique", ["4bits", "dgt", "diloco"])
+def test_two_centers(tmp_path, technique):
     """The program of the page, in two processes, with each of its techniques."""
     (tmp_path / "centers.py").write_text(pages.programs("docs/two-centers")[-1])
-    running = []
-    for technique, port in zip(("4bits", "dgt", "diloco"), random.sample(range(20_000, 32_000), 3)):
-        for center in "01":
-            command = [sys.executable, tmp_path / "centers.py", f"127.0.0.1:{port}", center, technique]
-            running.append(subprocess.Popen(command, env=OF_PROCESSES, stdout=subprocess.PIPE, text=True))
-    for process in running:
-        printed, _ = process.communicate(timeout=600)
-        losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if ": loss " in line]
-        assert process.returncode == 0 and len(losses) == 4 and losses[-1] < 0.5, printed
+    port = free_port()
+    with Processes(*([tmp_path / "centers.py", f"127.0.0.1:{port}", center, technique] for center in "01")) as centers:
+        for process in centers.running:
+            printed, _ = process.communicate()
+            losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if ": loss " in line]
+            assert process.returncode == 0 and len(losses) == 4 and losses[-1] < 0.5, printed
 
 
 @pytest.mark.parametrize("page", [*BETWEEN_PROCESSES, "variables"])
 def test_pages_of_several_processes(page):
-    port = str(random.randrange(20_000, 32_000))  # of those that no connection gets by itself
-    command = [sys.executable, pages.__file__, page, port]
-    processes = range(4 if page == "variables" else 2)
-    ranks = [subprocess.Popen([*command, str(rank)], env=OF_PROCESSES) for rank in processes]
-    assert [rank.wait(600) for rank in ranks] == [0 for _ in processes]
+    processes, port = 4 if page == "variables" else 2, free_port()
+    with Processes(*([pages.__file__, page, port, rank] for rank in range(processes)), limit=600) as ranks:
+        assert [rank.wait() for rank in ranks.running] == [0] * processes
 
 
 def test_readme():
@@ -150,7 +144,7 @@ def test_diloco():
         exec(program, names := names | dict(params=pages.given()["params"]))
     assert names["train"].init(names["params"])
 
-    port = random.randrange(20_000, 32_000)
+    port = free_port()
     alone = decoupled.replace("a.example:7000", f"127.0.0.1:{port}").replace("place=0,", "place=0, grace=0.1,")
     step = lambda params, state, batch: (jax.tree.map(lambda x: 0.9 * x, params), state, 0.0)
     exec(alone, found := names | dict(step=step, opt_state=(), batches=jnp.ones((2, 4))))

@@ -70,6 +70,7 @@ def test_times_of_mpi_are_documented():
     assert {"WAIT", "MEET"} <= lines(mpi.__doc__) and mpi.WAIT < mpi.MEET
 
 
+@pytest.mark.parametrize("module", ["jaxcgx", "jaxcgx.wan", "jaxcgx.lab"], indirect=True)
 def test_the_api_page_has_every_result(module):
     of_jaxcgx = {getattr(jaxcgx, name) for name in jaxcgx.__all__}
     assert {(kind.__module__, kind.__name__) for kind in results(module) - of_jaxcgx} <= {*RESULTS}

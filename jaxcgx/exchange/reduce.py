@@ -182,8 +182,8 @@ def check_carry(carry: Carry, travel: Travel, argument: str) -> None:
     travel.check_feedback()
     if _compat.replicating_pmap():
         warn(
-            f"{routes.op}: argument 'carry': residuals differ from rank to rank, but pmap's out_axes=None says that its "
-            "results don't; a checkpoint would have those of one device; write out_axes=0 for them"
+            f"{routes.op}: argument 'carry': residuals differ from rank to rank, but pmap's out_axes=None says that "
+            "its results don't; a checkpoint would have those of one device; write out_axes=0 for them"
         )
     for codec in {each.stages[0].codec: None for each in travel.envelopes}:
         if not codec.contracts:

@@ -3,85 +3,40 @@
 import json
 import os
 import pathlib
-import random
 import re
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
-import time
 
 import jax
 import pytest
 from errors import named
+from started import Processes, free_port
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 LIMIT = 150  # seconds, after which processes count as hung; they need a tenth of it
 HEARTBEAT = 8  # seconds, after which a silent process counts as dead
 
 
-def free_port():
-    """Returns a port on which no process listens, and which the system doesn't give to connections by itself."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                pass
-
-
-class Processes:
-    """Runs ranks.py in one process per action.
-
-    At the end, no process is left. On a failure, their output is shown.
-    """
+class Ranks(Processes):
+    """Runs ranks.py in one process per action."""
 
     def __init__(self, *actions, flags=""):
-        self.port, self.actions, self.flags = free_port(), actions, flags
+        port, count, self.texts = free_port(), len(actions), {}
+        words = ([RANKS, action, port, rank, count, HEARTBEAT] for rank, action in enumerate(actions))
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        super().__init__(*words, limit=LIMIT, stderr=subprocess.STDOUT, XLA_FLAGS=flags)
 
-    def __enter__(self):
-        # the files live as long as the processes
-        self.outputs = [tempfile.TemporaryFile("w+") for _ in self.actions]  # noqa: SIM115
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {self.flags}".strip()
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # as in transports/test_tcp.py
-        self.running = []
-        for rank, (action, output) in enumerate(zip(self.actions, self.outputs)):
-            command = [sys.executable, RANKS, action, self.port, rank, len(self.actions), HEARTBEAT]
-            self.running.append(
-                subprocess.Popen(
-                    list(map(str, command)),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        self.deadline = time.monotonic() + LIMIT
-        return self
-
-    def __exit__(self, error, *_):
-        for process in self.running:
-            process.send_signal(signal.SIGKILL)  # JAX would also wait for a SIGTERM
-            process.wait()
-        for rank in range(len(self.actions)):
-            if error:
-                print(
-                    f"--- {self.actions[rank]}, rank {rank}, status "
-                    f"{self.running[rank].returncode}:\n{self.text(rank)[-4000:]}"
-                )
-            self.outputs[rank].close()
+    def text(self, rank):
+        """Returns all that a rank prints until it ends."""
+        if rank not in self.texts:
+            self.texts[rank], _ = self.running[rank].communicate()
+            print(f"--- rank {rank}, status {self.running[rank].returncode}:\n{self.texts[rank][-4000:]}")
+        return self.texts[rank]
 
     def wait(self, rank):
         """Returns the exit status of a rank."""
-        return self.running[rank].wait(max(0, self.deadline - time.monotonic()))
-
-    def text(self, rank):
-        self.outputs[rank].seek(0)
-        return self.outputs[rank].read()
+        self.text(rank)
+        return self.running[rank].returncode
 
     def printed(self, rank, what):
         assert self.wait(rank) == 0
@@ -95,9 +50,9 @@ def digests():
 
     It also returns the cases that use XLA's reduce-scatter in one process and in two.
     """
-    with Processes("collectives") as one:
+    with Ranks("collectives") as one:
         expected, alone = one.printed(0, "DIGESTS"), one.printed(0, "SCATTERS")
-    with Processes("collectives", "collectives") as two:
+    with Ranks("collectives", "collectives") as two:
         first, second = two.printed(0, "DIGESTS"), two.printed(1, "DIGESTS")
         apart = two.printed(0, "SCATTERS")
     together = {
@@ -127,7 +82,7 @@ def test_replicas_are_identical_in_all_processes(digests):
 
 
 def test_a_process_own_batch_is_not_the_batch_of_all():
-    with Processes("batch", "batch") as processes:
+    with Ranks("batch", "batch") as processes:
         for rank in (0, 1):
             assert processes.wait(rank) == 0
             refused = re.findall("REFUSED (.*)", processes.text(rank))
@@ -145,26 +100,26 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_others():
-    with Processes("exchange", "die") as processes:
+    with Ranks("exchange", "die") as processes:
         assert processes.wait(1) == -signal.SIGKILL
         assert processes.wait(0) != 0
         assert re.search("JaxRuntimeError: .*Gloo .* failed|stopped sending heartbeats", processes.text(0))
 
 
 def test_the_coordinator_dying_ends_the_others():
-    with Processes("die", "exchange") as processes:
+    with Ranks("die", "exchange") as processes:
         assert processes.wait(0) == -signal.SIGKILL
         assert processes.wait(1) != 0
         assert "Gloo" in processes.text(1) or "another task died" in processes.text(1)
 
 
 def test_a_rank_that_stops_counts_as_dead_after_the_heartbeat_timeout():
-    with Processes("exchange", "stop") as processes:
+    with Ranks("exchange", "stop") as processes:
         assert processes.wait(0) != 0
         assert "stopped sending heartbeats" in processes.text(0)
 
 
 def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_collective_timeout():
-    with Processes("exchange", "leave", flags="--xla_cpu_collective_timeout_seconds=4") as processes:
+    with Ranks("exchange", "leave", flags="--xla_cpu_collective_timeout_seconds=4") as processes:
         assert processes.wait(0) != 0
         assert "Timed out waiting" in processes.text(0)

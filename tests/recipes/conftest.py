@@ -21,6 +21,17 @@ def train(monkeypatch):
 
 
 @pytest.fixture
+def refuses(train):
+    """A function that checks why a call ends: refuses(pattern, function, *arguments)."""
+
+    def check(pattern, function, *args, **options):
+        with pytest.raises(train.Wrong, match=pattern):
+            function(*args, **options)
+
+    return check
+
+
+@pytest.fixture
 def data(train):
     """The package recipes/data."""
     return importlib.import_module("data")

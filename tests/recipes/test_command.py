@@ -13,7 +13,7 @@ import types
 
 import jax
 import pytest
-from helpers import load_script
+from helpers import load_script, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -24,8 +24,7 @@ def test_a_first_run(train, tmp_path):
     config = f"--config={RECIPES}/configs/digits/mlp.py"
     arguments = config, "--compression=dgc-wm0", "--config.train.steps=20", f"--runs={tmp_path}"
     line = [sys.executable, RECIPES / "train.py", *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = run(*line)
     first, accuracy, sent, files, following = done.stdout.splitlines()
     assert first == "digits-mlp-dgc-wm0: digits, 33,738 parameters, 4 ranks, 20 steps"
     assert float(accuracy.split()[5].rstrip("%,")) > 60
@@ -37,7 +36,7 @@ def test_a_first_run(train, tmp_path):
     prompt, *command = shlex.split(following)
     assert prompt == "next:" and following.endswith(f"train.py {left} --compression=none")
     # The command runs as printed. With a wrong value, it reaches the config and stops there.
-    ended = subprocess.run([*command, "--config.train.stepz=1"], capture_output=True, text=True, timeout=300)
+    ended = run(*command, "--config.train.stepz=1", status=None)
     assert ended.stderr.startswith("train.py: config.train.stepz: there is no such key")
 
 
@@ -48,9 +47,9 @@ def test_a_full_disk_is_one_line(train, tmp_path):
     train.train(first, train.launch.over_devices(jax.devices()[:2]))
     probe = pathlib.Path(__file__).with_name("full_probe.py")
     line = [sys.executable, probe, "PyTreeCheckpointHandler", *arguments, "--config.train.steps=3"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    done = run(*line, status=1)
     why = "can't save the checkpoint of step 3: File too large; the last good one is that of step 2"
-    assert re.fullmatch(rf"train\.py: .*/checkpoints: {why}\n", done.stderr) and done.returncode == 1
+    assert re.fullmatch(rf"train\.py: .*/checkpoints: {why}\n", done.stderr)
     assert [path.name for path in tmp_path.glob("*/checkpoints/*") if path.name.isdigit()] == ["2"]
 
 
@@ -81,11 +80,10 @@ def test_errors_are_one_line(train, tmp_path, monkeypatch):
         assert ended.value.code.startswith(starts) and "\n" not in ended.value.code
 
 
-def test_devices_of_several_processes(train):
+def test_devices_of_several_processes(train, refuses):
     """Their number of ranks is the number of processes or of devices."""
     for how in ("mpi", "distributed"):
-        with pytest.raises(train.Wrong, match=f"--devices: expected --launch=local, got {how}"):
-            train.launch.start(how, 2)
+        refuses(f"--devices: expected --launch=local, got {how}", train.launch.start, how, 2)
 
 
 def test_files_for_clusters(train):
@@ -118,15 +116,9 @@ def test_hosts(tmp_path):
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     line = [shutil.which("mpirun", path=path), "--hostfile", tmp_path / "hosts", "--bind-to", "none", "-n"]
-    run = lambda ranks: subprocess.run(
-        [*line, ranks, "sh", "-c", "echo $OMPI_COMM_WORLD_RANK"],
-        env=os.environ | root,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert sorted(run("4").stdout.split()) == list("0123")
-    assert "not enough slots" in run("5").stderr
+    start = lambda ranks: run(*line, ranks, "sh", "-c", "echo $OMPI_COMM_WORLD_RANK", env=root, status=None)
+    assert sorted(start(4).stdout.split()) == list("0123")
+    assert "not enough slots" in start(5).stderr
 
 
 def test_where_ray_starts(train, monkeypatch):

@@ -176,23 +176,20 @@ def test_a_key_that_nothing_reads(section, word, train):
         train.call(job.make_step, "config.compression", job.exchange.made)
 
 
-def test_wrong_files(train, tmp_path):
+def test_wrong_files(train, tmp_path, refuses):
     """The cases are a section that doesn't exist, and a file without a config."""
     path = tmp_path / "extra.py"
     path.write_text(
         "import configs\n\ndef get_config():\n    config = configs.get_config()\n    config.extra = 1\n"
         "    return config\n"
     )
-    with pytest.raises(train.Wrong, match=r"expected the sections compression, .*, got .*extra"):
-        train.config.parse([f"--config={path}"])
+    refuses(r"expected the sections compression, .*, got .*extra", train.config.parse, [f"--config={path}"])
     path.write_text("")
-    with pytest.raises(train.Wrong, match=r"extra\.py has no get_config\(\)"):
-        train.config.parse([f"--config={path}"])
+    refuses(r"extra\.py has no get_config\(\)", train.config.parse, [f"--config={path}"])
     with pytest.raises(train.Wrong, match=r"--config: there is no file .*none\.py; its folder has extra"):
         train.config.parse([f"--config={tmp_path}/none.py"])
     (tmp_path / "half.py").write_text("def get_config(:")
-    with pytest.raises(train.Wrong, match=r"--config: .*half\.py, line 1: invalid syntax"):
-        train.config.parse([f"--config={tmp_path}/half.py"])
+    refuses(r"--config: .*half\.py, line 1: invalid syntax", train.config.parse, [f"--config={tmp_path}/half.py"])
     (tmp_path / "wrong.py").write_text(
         "import configs\n\ndef get_config():\n    config = configs.get_config()\n    config.trian.steps = 3\n"
     )

@@ -37,14 +37,12 @@ def cifar(folder, kind):
         ("cifar100", r"cifar-100-binary\.tar\.gz", "e207cd2e", 1),
     ],
 )
-def test_cifar(train, data, tmp_path, monkeypatch, name, archive, sha1, files):
+def test_cifar(data, tmp_path, monkeypatch, name, archive, sha1, files, refuses):
     load = lambda folder=tmp_path: data.load(name=name, synthetic=False, folder=str(folder), augment=True)
-    with pytest.raises(train.Wrong, match=rf"config\.data\.folder: there is no .*{archive}; get .* from http"):
-        load()
+    refuses(rf"config\.data\.folder: there is no .*{archive}; get .* from http", load)
     kind = getattr(data.cifar, name.capitalize())
     content = cifar(tmp_path, kind)
-    with pytest.raises(train.Wrong, match=rf"\.bin in .* is damaged: expected the SHA1 sum {sha1}"):
-        load()
+    refuses(rf"\.bin in .* is damaged: expected the SHA1 sum {sha1}", load)
     for part in "train", "test":
         sums = dict.fromkeys(getattr(kind, part), hashlib.sha1(content, usedforsecurity=False).hexdigest())
         monkeypatch.setattr(kind, part, sums)
@@ -61,15 +59,13 @@ def test_cifar(train, data, tmp_path, monkeypatch, name, archive, sha1, files):
     path = tmp_path / kind.archive
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(train.Wrong, match=r"config\.data\.folder: the files in .* can't be read: "):
-        load()
+    refuses(r"config\.data\.folder: the files in .* can't be read: ", load)
     with tarfile.open(path, "w:gz") as archive:  # an archive with a link in the place of each file
         for file in kind.train | kind.test:
             entry = tarfile.TarInfo(f"{kind.inside}/{file}")
             entry.type, entry.linkname = tarfile.SYMTYPE, "nowhere"
             archive.addfile(entry)
-    with pytest.raises(train.Wrong, match=r"(can't be read|is damaged)"):
-        load()
+    refuses(r"(can't be read|is damaged)", load)
     path.write_bytes(whole)
     with tarfile.open(path) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -84,18 +80,15 @@ def test_cifar(train, data, tmp_path, monkeypatch, name, archive, sha1, files):
             np.testing.assert_array_equal(every(ours)[1], every(theirs)[1])
     *_, last = kind.test
     (tmp_path / kind.inside / last).write_bytes(content[:-1])
-    with pytest.raises(train.Wrong, match=rf"{last} in .* is damaged"):
-        load()
+    refuses(rf"{last} in .* is damaged", load)
     (tmp_path / kind.inside / last).unlink()
-    with pytest.raises(train.Wrong, match=rf"can't be read: .*No such file or directory: .*{last}"):
-        load()
+    refuses(rf"can't be read: .*No such file or directory: .*{last}", load)
 
 
-def test_imagenet(train, data, tmp_path):
+def test_imagenet(data, tmp_path, refuses):
     image = pytest.importorskip("PIL.Image", reason="needs the extra `recipes`")
     load = lambda: data.load(name="imagenet", synthetic=False, folder=str(tmp_path), size=8, threads=2)
-    with pytest.raises(train.Wrong, match=r"config\.data\.folder: there is no folder .*train; name that of"):
-        load()
+    refuses(r"config\.data\.folder: there is no folder .*train; name that of", load)
     for part in ("train", "val"):
         for name, color in (("cat", (255, 0, 0)), ("dog", (0, 0, 255))):
             (tmp_path / part / name).mkdir(parents=True)
@@ -105,20 +98,16 @@ def test_imagenet(train, data, tmp_path):
         np.testing.assert_array_equal(labels, [0, 1])
         assert images.shape == (2, 8, 8, 3) and (images[0, ..., 0] > 2).all() and (images[1, ..., 2] > 2).all()
     (tmp_path / "train/cat/1.JPEG").write_bytes(b"no image")
-    with pytest.raises(train.Wrong, match=r"cat/1\.JPEG can't be read"):
-        batch(load().train)
+    refuses(r"cat/1\.JPEG can't be read", batch, load().train)
     (tmp_path / "val/bird").mkdir()
-    with pytest.raises(train.Wrong, match=r"expected the same classes in .*, got bird in one alone"):
-        load()
+    refuses(r"expected the same classes in .*, got bird in one alone", load)
 
 
-def test_fashion_mnist(train, data, tmp_path, monkeypatch):
+def test_fashion_mnist(data, tmp_path, monkeypatch, refuses):
     load = lambda: data.load(name="fashion_mnist", synthetic=False, folder=str(tmp_path), augment=False)
-    with pytest.raises(train.Wrong, match=r"there is no .*train-images-idx3-ubyte\.gz; install Debian's package"):
-        load()
+    refuses(r"there is no .*train-images-idx3-ubyte\.gz; install Debian's package", load)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"half of a file")
-    with pytest.raises(train.Wrong, match=r"train-images-idx3-ubyte\.gz is damaged"):
-        load()
+    refuses(r"train-images-idx3-ubyte\.gz is damaged", load)
     files = data.fashion_mnist.FILES
     for name in files:  # image i has class i, and pixel i in its corner
         part = bytes(16) + b"".join(bytes([i]) + bytes(783) for i in range(6)) if "images" in name else None
@@ -139,11 +128,10 @@ def test_fashion_mnist(train, data, tmp_path, monkeypatch):
             assert (np.diff(images[:, 0, 0, 0]) > 0).all()
     path = (tmp_path / name).with_suffix("")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(train.Wrong, match=f"{path} is damaged: expected the MD5 sum"):
-        load()
+    refuses(f"{path} is damaged: expected the MD5 sum", load)
 
 
-def test_text(train, data, tmp_path):
+def test_text(data, tmp_path, refuses):
     (tmp_path / "a.txt").write_bytes(bytes(range(200)) * 10)
     options = dict(name="text", synthetic=False)
     load = lambda files, context: data.load(files=str(files), context=context, tokens=256, **options)
@@ -152,13 +140,11 @@ def test_text(train, data, tmp_path):
         assert inputs.shape == labels.shape == (4, 16)
         np.testing.assert_array_equal(inputs[:, 1:], labels[:, :-1])
     assert len(found.train) == 1800 // 16
-    with pytest.raises(train.Wrong, match=r"config\.data\.files: .* is 1 files with 2,000 bytes; expected more"):
-        load(tmp_path / "*.txt", 1000)
-    with pytest.raises(train.Wrong, match=r"config\.data\.files: .* is 0 files with 0 bytes; expected more"):
-        load(tmp_path / "*.md", 16)
+    refuses(r"config\.data\.files: .* is 1 files with 2,000 bytes; expected more", load, tmp_path / "*.txt", 1000)
+    refuses(r"config\.data\.files: .* is 0 files with 0 bytes; expected more", load, tmp_path / "*.md", 16)
 
 
-def test_byte_pairs(train, data, tmp_path):
+def test_byte_pairs(data, tmp_path, refuses):
     bpe = data.text.bpe
     text = np.frombuffer(b"aaab" * 4 + b"cdcd" + b"aaaaa", np.uint8)
     pairs = bpe.learn(text, 258)
@@ -181,8 +167,7 @@ def test_byte_pairs(train, data, tmp_path):
     decoded = [b"".join(spelled[token] for token in text(split)) for split in (few.train, few.test)]
     assert decoded == [bytes(text(split).tolist()) for split in (plain.train, plain.test)]
     assert b"".join(decoded) == "".join(texts).encode()
-    with pytest.raises(train.Wrong, match=r"config\.data: expected from 256 to 4096 tokens, got 100"):
-        load(100)
+    refuses(r"config\.data: expected from 256 to 4096 tokens, got 100", load, 100)
 
 
 def test_shares(data):
@@ -201,7 +186,7 @@ def test_shares(data):
     np.testing.assert_array_equal(weights, [1] * 11 + [0])  # examples 2..5, 10..13, 18..20 of 21
 
 
-def test_a_process_reads_only_its_share(train, data, tmp_path, monkeypatch):
+def test_a_process_reads_only_its_share(data, tmp_path, monkeypatch, refuses):
     """Two processes read the bytes of one, each other ones. All have the same batches, also of text in many files."""
     from data.content import Content
     from data.split import trained
@@ -242,8 +227,7 @@ def test_a_process_reads_only_its_share(train, data, tmp_path, monkeypatch):
     rows = split.read(starts, 100)
     np.testing.assert_array_equal(rows, np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(100)])
     (tmp_path / "3.txt").write_bytes(text[505:1000])
-    with pytest.raises(train.Wrong, match=r"3\.txt became shorter during the training"):
-        split.read(starts, 100)
+    refuses(r"3\.txt became shorter during the training", split.read, starts, 100)
 
 
 def test_every_example_is_tested_once(run, train, data, monkeypatch):

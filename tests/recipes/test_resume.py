@@ -136,7 +136,7 @@ def test_exchanges_that_are_programs_of_their_own(run, tmp_path, monkeypatch):
     assert_same_bits(checkpoint(ours, 9), checkpoint(one, 9))
 
 
-def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
+def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch, refuses):
     small = {"model.hidden": "(16,)", "compression": "dgc-wm0", "train.save_every": 2}
     go = lambda steps, devices=2, **more: run("digits/mlp", small | {"train.steps": steps} | more, devices=devices)
     go(4)
@@ -154,11 +154,9 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     before = checkpoint(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(train.Checkpoints, "_begin", broken)
-        with pytest.raises(train.Wrong, match=r"of step 5: no space; the last good one is that of step 2$"):
-            go(5, **{"train.save_every": 5})
+        refuses(r"of step 5: no space; the last good one is that of step 2$", go, 5, **{"train.save_every": 5})
     assert go(5, **{"train.save_every": 5})["step"] == 5 and saved() == [2, 5]
-    with pytest.raises(train.Wrong, match=r"config\.train\.steps: expected at least 5, the step of .*, got 3"):
-        go(3)
+    refuses(r"config\.train\.steps: expected at least 5, the step of .*, got 3", go, 3)
     shutil.rmtree(folder / "checkpoints/5")
     (tmp_path / "broken").rename(folder / "checkpoints/4")
     template = []
@@ -195,13 +193,11 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     assert go(8, devices=3)["step"] == 8 and saved() == [6, 8]
 
     # Another config can't continue, or there is nothing to continue from.
-    with pytest.raises(train.Wrong, match=r"config\.train\.seed: the run in .* has 0, got 1; start another run"):
-        go(8, **{"train.seed": 1})
+    refuses(r"config\.train\.seed: the run in .* has 0, got 1; start another run", go, 8, **{"train.seed": 1})
     # Without metadata no array is read, so no read could still be running in another test.
     for step in saved():
         (folder / f"checkpoints/{step}/_METADATA").unlink()
-    with pytest.raises(train.Wrong, match=r"no checkpoint can be read \(.+\); to begin anew, remove"):
-        go(10)
+    refuses(r"no checkpoint can be read \(.+\); to begin anew, remove", go, 10)
 
 
 def test_a_full_disk_leaves_the_files_of_a_run(run, tmp_path, monkeypatch):
@@ -288,21 +284,19 @@ def test_an_old_checkpoint_that_can_not_be_removed(run, tmp_path, monkeypatch):
     assert {"2", "3", "1.orbax-checkpoint-tmp"} == {path.name for path in tmp_path.glob("*/checkpoints/*")}
 
 
-def test_other_data(run, train, tmp_path):
+def test_other_data(run, train, tmp_path, refuses):
     """A run can't continue with it, and processes can't have it."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 25)
     changes = {"model.layers": 1, "model.width": 32, "data.context": 16, "data": "text", "train.steps": 5}
     go = lambda: run("text/gpt", changes | {"data.files": f"{tmp_path}/*.txt"}, runs=tmp_path / "runs")
     go()
     (tmp_path / "a.txt").write_text("To be or not to be, that is the question. " * 25)
-    with pytest.raises(train.Wrong, match=r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run"):
-        go()
+    refuses(r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run", go)
     (tmp_path / "b.txt").write_text("More. " * 25)
-    with pytest.raises(train.Wrong, match=r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run"):
-        go()
+    refuses(r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run", go)
 
 
-def test_two_runs_in_a_folder(run, train, tmp_path, monkeypatch):
+def test_two_runs_in_a_folder(run, train, tmp_path, monkeypatch, refuses):
     """The second one ends before it writes anything."""
     module = sys.modules[train.RunFolder.__module__]
     monkeypatch.setattr(module, "PATIENCE", 0.2)
@@ -311,8 +305,7 @@ def test_two_runs_in_a_folder(run, train, tmp_path, monkeypatch):
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     with (folder / "lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(train.Wrong, match=f"{folder}: another process trains in this folder; .* --suffix="):
-            run("digits/mlp", {"train.steps": 3})
+        refuses(f"{folder}: another process trains in this folder; .* --suffix=", run, "digits/mlp", {"train.steps": 3})
     assert before == {path: path.read_bytes() for path in folder.glob("*.*")}
     assert run("digits/mlp", {"train.steps": 3})["step"] == 3
 
@@ -321,22 +314,19 @@ def test_two_runs_in_a_folder(run, train, tmp_path, monkeypatch):
         (folder / "config.json").write_text(text.replace('"seed": 0', '"seed": 1'))
 
     monkeypatch.setattr(module.fcntl, "flock", wait)
-    with pytest.raises(train.Wrong, match=r"config\.train\.seed: the run in .* has 1, got 0"):
-        run("digits/mlp", {"train.steps": 4})
+    refuses(r"config\.train\.seed: the run in .* has 1, got 0", run, "digits/mlp", {"train.steps": 4})
 
 
-def test_a_folder_whose_files_are_damaged(run, train, tmp_path):
+def test_a_folder_whose_files_are_damaged(run, train, tmp_path, refuses):
     run("digits/mlp", {"train.steps": 2})
     folder = next(tmp_path.glob("*"))
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(train.Wrong, match=f"{folder}/metrics.jsonl: the results of this run, which has ended, aren't"):
         run("digits/mlp", {"train.steps": 2})
     (folder / "metrics.jsonl").write_text("\0\n")
-    with pytest.raises(train.Wrong, match=f"{folder}/metrics.jsonl: .*; mend the file, or remove the folder"):
-        run("digits/mlp", {"train.steps": 3})
+    refuses(f"{folder}/metrics.jsonl: .*; mend the file, or remove the folder", run, "digits/mlp", {"train.steps": 3})
     (folder / "config.json").write_text("")
-    with pytest.raises(train.Wrong, match=f"{folder}/config.json: .*; mend the file, or remove the folder"):
-        run("digits/mlp", {"train.steps": 3})
+    refuses(f"{folder}/config.json: .*; mend the file, or remove the folder", run, "digits/mlp", {"train.steps": 3})
 
 
 def test_no_checkpoint_of_a_loss_that_is_not_finite(run, train, tmp_path):

@@ -3,20 +3,19 @@
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, says
+from errors import names
 from helpers import FULL, load_script
 from ranks import mesh, on_ranks
+from started import Processes
 
 from jaxcgx import _compat
 from jaxcgx._compat import mlir
@@ -25,39 +24,14 @@ from jaxcgx.transports.shm import Shm
 from jaxcgx.transports.xla import Axes
 
 RANK = pathlib.Path(__file__).with_name("shm_rank.py")
-LIMIT = 300  # seconds, after which processes count as hung; they need a tenth of it
 
 
-class Processes:
-    """Runs shm_rank.py in some processes. At the end, no process is left."""
+class Ranks(Processes):
+    """Runs shm_rank.py in some processes."""
 
     def __init__(self, action, size):
-        self.action, self.size = action, size
-
-    def __enter__(self):
-        self.running = [
-            subprocess.Popen(
-                [sys.executable, RANK, self.action, str(rank), str(self.size)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
-            )
-            for rank in range(self.size)
-        ]
-        self.limit = threading.Timer(LIMIT, self.kill)
-        self.limit.start()
-        return self
-
-    def kill(self):
-        for process in self.running:
-            process.kill()
-
-    def __exit__(self, *_):
-        self.limit.cancel()
-        self.kill()
-        for process in self.running:
-            process.communicate()
+        kept = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true")  # each rank has programs of its own
+        super().__init__(*([RANK, action, rank, size] for rank in range(size)), JAX_ENABLE_COMPILATION_CACHE=kept)
 
     def result(self, rank):
         """Returns the result of the action on a rank. Rank 0 must be asked first, while all ranks gather values."""
@@ -71,7 +45,7 @@ class Processes:
         raise AssertionError(f"rank {rank} ended with status {self.running[rank].wait()}")
 
     def results(self):
-        return [self.result(rank) for rank in range(self.size)]
+        return list(map(self.result, range(len(self.running))))
 
 
 def on_a_mesh(size, monkeypatch):
@@ -95,71 +69,48 @@ def on_a_mesh(size, monkeypatch):
 
 
 def test_everything_on_three_ranks(monkeypatch):
-    with Processes("everything", 3) as processes:
+    with Ranks("everything", 3) as processes:
         assert processes.results() == on_a_mesh(3, monkeypatch)
 
 
 # tests/cpp/test_segment.cc tests 1 to 4 ranks.
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.short), *([4] * FULL)])
 def test_exchanges(size):
-    with Processes("exchanges", size) as processes:
+    with Ranks("exchanges", size) as processes:
         assert processes.results() == [None] * size
 
 
-def test_a_rank_that_is_killed_is_an_error_of_the_others():
-    with Processes("die", 3) as processes:
-        for rank in (0, 1):
-            error = processes.result(rank)
-            assert error.startswith("UNAVAILABLE: jaxcgx_exchange: all_to_all of 100000 bytes: ")
-            assert re.search(r"rank 2 \(process \d+\).* has ended", error)
-        assert processes.running[2].wait() == -signal.SIGKILL
+SAME = "every rank must run the same exchanges"
+OTHER = (
+    rf"INVALID_ARGUMENT: .* all_gather of 20 bytes of other arrays, or of another codec, schedule or divisor; {SAME}"
+)
+LENGTHS = (
+    "INVALID_ARGUMENT: .* rank {0} has all_to_all of 10000{0} bytes, rank {1} .* has all_to_all of 10000{1} bytes; "
+)
+ENDED = r"UNAVAILABLE: jaxcgx_exchange: all_to_all of 100000 bytes: .*rank 2 \(process \d+\).* has ended"
+CLOSED = "FAILED_PRECONDITION: jaxcgx_exchange: this transport was closed"
+LATE = r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 \(process \d+\), which has not come within 2000 ms"
 
 
-def test_a_rank_that_dies_before_it_attaches_is_an_error_of_the_others():
-    with Processes("die_early", 2) as processes:
-        assert re.fullmatch(r"rank 1 \(process \d+\) has ended", processes.result(0))
-
-
-def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
-    with Processes("fail", 2) as processes:
-        assert "which has left" in processes.result(0)
-        assert processes.running[1].poll() is None  # its process is still there
-
-
-def test_the_same_bytes_of_other_numbers_are_an_error_of_every_rank():
-    with Processes("mistake", 2) as processes:
-        for error in processes.results():
-            assert re.search(
-                r"INVALID_ARGUMENT: .* all_gather of 20 bytes of other arrays, or of another codec, schedule or "
-                r"divisor; every rank must run the same exchanges",
-                error,
-            )
-
-
-def test_rows_of_different_lengths_are_an_error_of_every_rank():
-    with Processes("differ", 2) as processes:
-        errors = processes.results()
-    for rank, error in enumerate(errors):
-        assert re.search(
-            rf"INVALID_ARGUMENT: .* rank {rank} has all_to_all of 10000{rank} bytes, rank {1 - rank} \(process \d+\) "
-            "has all_to_all of "
-            rf"10000{1 - rank} bytes; every rank must run the same exchanges, in the same order",
-            error,
-        )
-
-
-def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
-    with Processes("stay_away", 2) as processes:
-        error = processes.result(0)
-    assert re.search(
-        r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 \(process \d+\), which has not come within 2000 ms", error
-    )
-
-
-def test_a_rank_that_closes_its_transport():
-    with Processes("leave", 2) as processes:
-        assert "which has left" in processes.result(0)
-        assert "FAILED_PRECONDITION: jaxcgx_exchange: this transport was closed" in processes.result(1)
+@pytest.mark.parametrize(
+    ("action", "size", "words"),
+    [
+        ("die", 3, [ENDED, ENDED]),
+        ("die_early", 2, [r"^rank 1 \(process \d+\) has ended$"]),  # before it attaches
+        ("fail", 2, ["which has left"]),
+        ("stay_away", 2, [LATE]),
+        ("leave", 2, ["which has left", CLOSED]),
+        ("mistake", 2, [OTHER, OTHER]),
+        ("differ", 2, [LENGTHS.format(rank, 1 - rank) + f"{SAME}, in the same order" for rank in (0, 1)]),
+    ],
+)
+def test_a_rank_that_fails_is_an_error_of_the_others(action, size, words):
+    with Ranks(action, size) as processes:
+        for rank, pattern in enumerate(words):
+            assert re.search(pattern, processes.result(rank))
+        last = processes.running[-1]
+        # A rank that ended with an exception still has its process.
+        assert last.wait() == -signal.SIGKILL if action.startswith("die") else last.poll() is None
 
 
 class Alone:
@@ -185,7 +136,7 @@ def test_one_rank(alone, monkeypatch):
 @pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf")])
 def test_a_timeout_must_be_a_positive_number(timeout):
     error = TypeError if isinstance(timeout, bool | str) else ValueError
-    with raises(error, says("Shm.over", "timeout", expected="positive seconds")):
+    with names(error, "Shm.over timeout"):
         Shm.over(Alone(), timeout)
 
 
@@ -197,7 +148,7 @@ def test_what_one_rank_can_not_do_is_an_error_of_every_rank():
         def allgather(self, mine):
             return [mine, OSError("no memory")]
 
-    with raises(RuntimeError, says("Shm.over", expected="rank 0: expected 1 to 1024 ranks", got="2000")):
+    with names(RuntimeError, "Shm.over - 2000"):
         Shm.over(Many())
     with pytest.raises(RuntimeError, match="Shm.over: rank 1: no memory"):
         Shm.over(Another())
@@ -205,19 +156,12 @@ def test_what_one_rank_can_not_do_is_an_error_of_every_rank():
 
 def test_without_the_native_module(monkeypatch):
     monkeypatch.setattr(registration, "MODULE", None)
-    with pytest.raises(
-        RuntimeError,
-        match="Shm.over: rank 0: this transport needs the native module, and JAXCGX_REFERENCE=1 leaves it out; "
-        "unset it",
-    ):
+    with names(RuntimeError, "Shm.over - native module JAXCGX_REFERENCE=1 unset it"):
         Shm.over(Alone())
 
 
 def test_one_device_only(alone):
-    x = jax.device_put(
-        jnp.ones((8, 3)),
-        jax.NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("d")),
-    )
+    x = jax.device_put(jnp.ones((8, 3)), jax.NamedSharding(mesh(8), jax.P("a")))
     with pytest.raises(ValueError, match="ordered effects are not supported for more than 1 device"):
         jax.jit(alone.all_gather)(x)
 
@@ -233,22 +177,7 @@ def test_one_device_only(alone):
         (jnp.zeros(3, jnp.uint8), {"digest": None}, "INVALID_ARGUMENT: jaxcgx_exchange: attribute 'digest': "),
         (jnp.zeros(2, jnp.uint8), {}, "a result of 3 bytes does not belong to an operand of 2"),
         (jnp.zeros(3, jnp.int8), {}, "a result of another dtype than the operand"),
-        (
-            jnp.zeros(3, jnp.uint8),
-            {"segment": 10**9},
-            "FAILED_PRECONDITION: jaxcgx_exchange: this transport was closed",
-        ),
-    ],
-    ids=[
-        "right",
-        "operation",
-        "negative operation",
-        "argument",
-        "negative argument",
-        "missing",
-        "bytes",
-        "dtype",
-        "segment",
+        (jnp.zeros(3, jnp.uint8), {"segment": 10**9}, CLOSED),
     ],
 )
 def test_the_handler_trusts_nobody(alone, operand, changes, words):

@@ -1,23 +1,19 @@
 """Tests processes that exchange over jaxcgx's own connections: the bits of plain axes, and an end when a rank fails."""
 
-import contextlib
 import json
-import os
 import pathlib
-import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 
 import jax
 import pytest
-from errors import raises, says
+from errors import named, names
 from helpers import load_script
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
+from started import Processes, free_port
 
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
@@ -28,41 +24,18 @@ from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.wan import Overlay, Tree
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
-LIMIT = 300  # seconds, after which processes count as hung; they need a tenth of it
 
 
 def results(action, processes):
     """Returns the result of an action on each rank, or None for a rank that ended without a result."""
-    port = random.randrange(20_000, 32_000)  # below the ports that the system gives to connections
-    # XLA crashes if it has to keep a program of several processes.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, RANK, action, str(port), str(rank), str(processes)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            process_group=0,
-        )
-        for rank in range(processes)
-    ]
-    limit = threading.Timer(LIMIT, lambda: [process.kill() for process in running])
-    limit.start()
-    try:
-        found = []
-        for process in running:
+    found, port = [], free_port()
+    with Processes(*([RANK, action, port, rank, processes] for rank in range(processes))) as started:
+        for process in started.running:
             lines = [line for line in process.stdout if line.startswith("RESULT ")]
             found.append(json.loads(lines[0].removeprefix("RESULT ")) if lines else None)
             if action in ("stay_away", "update"):  # the last process never ends
-                running[-1].send_signal(signal.SIGKILL)
-        return found
-    finally:
-        limit.cancel()
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and its children
-            process.communicate()
+                started.running[-1].send_signal(signal.SIGKILL)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +71,8 @@ def test_low_rank(everything):
 
 def test_meshes_that_it_can_not_serve(everything):
     for abstract, automatic in (each["errors"] for each in everything):
-        says(
-            "Tcp",
-            expected="to be told which devices the mesh has",
-            got="an abstract mesh",
-            remedy="pass jax.shard_map the mesh itself",
-        ).check(abstract)
-        says(
-            "Tcp", expected="a jax.shard_map over all axes of the mesh", got="one that leaves 'other' to the compiler"
-        ).check(automatic)
+        named(abstract, "Tcp - an abstract mesh pass jax.shard_map the mesh itself")
+        named(automatic, "Tcp - all axes 'other'")
 
 
 def test_all_ranks_get_the_same_overlays(everything):
@@ -147,13 +113,12 @@ def test_means_that_cross_programs(everything):
         assert "INVALID_ARGUMENT" in ended_twice and "end a ticket once" in ended_twice
 
 
+LEFT = r"rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has ended or left"
+
+
 def test_a_rank_that_is_killed_while_a_mean_crosses_programs():
     (error, usable), nothing = results("cross", 2)
-    assert re.search(
-        r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which "
-        r"has ended or left",
-        error,
-    )
+    assert re.search(rf"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: {LEFT}", error)
     assert all(usable) and len(usable) == 2 and nothing is None
 
 
@@ -166,31 +131,25 @@ def test_several_connections_and_a_pace():
         assert "RESOURCE_EXHAUSTED: jaxcgx_tcp_allreduce: 10000 sums have begun and have not been ended" in never_ended
 
 
-def test_a_rank_that_is_killed_is_an_error_of_the_others():
-    """This also holds if it has a child with copies of its sockets."""
-    error, nothing = results("die", 2)
-    assert re.search(
-        r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), "
-        r"which has "
-        "ended or left",
-        error,
-    )
-    assert nothing is None
-
-
-def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
-    """JAX keeps its process until the others end, for at most 300 s."""
-    error, nothing = results("raise", 2)
-    assert re.search(
-        r"UNAVAILABLE: .* rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has ended or left", error
-    )
-    assert nothing is None
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("die", rf"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: {LEFT}"),  # a child has copies of its sockets
+        ("raise", rf"UNAVAILABLE: .* {LEFT}"),  # JAX keeps its process until the others end, for at most 300 s
+        ("stay_away", "DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within 1000 ms"),
+        ("update", "DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within 10000 ms"),
+    ],
+)
+def test_a_rank_that_fails_is_an_error_of_the_others(action, words):
+    """It is killed, ends with an exception, or doesn't come to a step or to the update of a Topology."""
+    error, nothing = results(action, 2)
+    assert re.search(words, error) and nothing is None
 
 
 def test_ctrl_c_ends_an_exchange_at_once():
     """Python sees the signal when the exchange ends. The other rank gets an error."""
     error, seconds = results("interrupt", 2)
-    assert seconds < 2 and "rank 0 waits for rank 1 (process 1 at 127.0.0.1), which has ended or left" in error
+    assert seconds < 2 and re.search(LEFT, error)
 
 
 def test_programs_that_differ_are_an_error_of_every_rank():
@@ -198,14 +157,6 @@ def test_programs_that_differ_are_an_error_of_every_rank():
     words = "has other arrays, or another codec, schedule or divisor, of the same length"
     assert any(re.search(rf"INVALID_ARGUMENT: .* {words}; every process must run the same", each) for each in errors)
     assert all(words in each or "gave up" in each or "has ended or left" in each for each in errors)
-
-
-@pytest.mark.parametrize(("action", "ms"), [("stay_away", 1000), ("update", 10_000)])
-def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(action, ms):
-    """The same holds in the update of a Topology, which is not a step."""
-    error, nothing = results(action, 2)
-    assert re.search(rf"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within {ms} ms", error)
-    assert nothing is None
 
 
 class Store:
@@ -223,19 +174,27 @@ class Store:
         return list(self.values.items())
 
 
-def test_processes_that_do_not_meet_have_no_second_try(monkeypatch):
-    store = Store()
-    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (store, 1, 2, "127.0.0.1:1"))
-    monkeypatch.setattr(connections, "_why", None)
+@pytest.fixture
+def meet(monkeypatch):
+    """Lets this process be one of two that meet at a store."""
+
+    def of_two(rank, store, why=None):
+        monkeypatch.setattr(connections._compat, "rendezvous", lambda: (store, rank, 2, "127.0.0.1:1"))
+        monkeypatch.setattr(connections, "_why", why)
+
+    return of_two
+
+
+def test_processes_that_do_not_meet_have_no_second_try(meet):
+    meet(1, store := Store())
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"Tcp: process 0 has not come within 0.1 s; start the processes again"):
             connections.connect(0.1)
     assert store.values["jaxcgx/tcp/1"].endswith(" 127.0.0.1")
 
 
-def test_the_wait_for_the_others_can_be_interrupted(monkeypatch):
-    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (Store(), 0, 2, "127.0.0.1:1"))
-    monkeypatch.setattr(connections, "_why", None)
+def test_the_wait_for_the_others_can_be_interrupted(meet):
+    meet(0, Store())
     interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore the signal
     interrupt.start()
@@ -248,8 +207,8 @@ def test_the_wait_for_the_others_can_be_interrupted(monkeypatch):
         connections.connect(60)
 
 
-def test_the_coordinator_ends_while_a_process_waits(monkeypatch):
-    store = Store()
+def test_the_coordinator_ends_while_a_process_waits(meet):
+    meet(1, store := Store())
 
     def get(folder):
         if "jaxcgx/tcp/1" in store.values:
@@ -257,8 +216,6 @@ def test_the_coordinator_ends_while_a_process_waits(monkeypatch):
         return list(store.values.items())
 
     store.key_value_dir_get = get
-    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (store, 1, 2, "127.0.0.1:1"))
-    monkeypatch.setattr(connections, "_why", None)
     with pytest.raises(RuntimeError, match=r"Tcp: UNAVAILABLE: gone; start the processes again"):
         connections.connect(60)
 
@@ -279,109 +236,62 @@ def test_where_the_first_process_listens(coordinator, found, listens_at, monkeyp
 
 
 def test_a_process_alone():
-    words = says(
-        "Tcp",
-        expected="processes that know each other",
-        got="one alone",
-        remedy="call jax.distributed.initialize first",
-    )
-    with raises(RuntimeError, words):
+    with names(RuntimeError, "Tcp - one alone jax.distributed.initialize"):
         connections.connect(1)
 
 
-def test_devices_of_one_process():
-    words = says(
-        "compressed_psum",
-        "axis_name",
-        expected="Tcp on a mesh of one device of each process",
-        got="2 devices of 1 process",
-        remedy="start a process for each device",
-    )
-    with raises(ValueError, words):
-        on_ranks(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
+def psum(axes, **fields):
+    return lambda x: cgx.compressed_psum(x, axes, cgx.Plan.every(cgx.MaxMin(4), **fields))
 
 
-def test_axes_of_vmap():
-    words = says(
-        "compressed_psum", "axis_name", expected="Tcp of axes of a mesh, inside jax.shard_map", got="'a' of vmap"
-    )
-    with raises(ValueError, words):
-        jax.vmap(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), axis_name="a")(jax.numpy.ones((2, 3)))
+X, TWO = jax.numpy.ones((2, 3)), mesh(2)
+NO_POSITIVE_NUMBERS = [(ValueError, x) for x in (0, -1, float("inf"), float("nan"))] + [(TypeError, True)]
 
 
-def test_an_axis_that_is_not_there():
-    with raises(NameError, says("compressed_psum", "axis_name", expected="no axis 'a'")):
-        cgx.compressed_psum(jax.numpy.ones(3), cgx.Tcp("a"), cgx.MaxMin(4))
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: on_ranks(psum(cgx.Tcp("a")), TWO)(X), ValueError, "axis_name 2 devices of 1 process start a process"),
+        (lambda: jax.vmap(psum(cgx.Tcp("a")), axis_name="a")(X), ValueError, "axis_name jax.shard_map 'a' of vmap"),
+        (lambda: psum(cgx.Tcp("a"))(X), NameError, "axis_name no axis 'a'"),
+        (lambda: on_ranks(psum(("a", cgx.Tcp("a"))), TWO)(X), ValueError, "axis_name different names ('a', Tcp("),
+    ],
+)
+def test_axes_that_it_can_not_serve(call, error, words):
+    with names(error, f"compressed_psum {words}"):
+        call()
 
 
-@pytest.mark.parametrize("name", [("a", "b"), ["a"], cgx.Tcp("a")], ids=str)
-def test_the_name_of_one_axis(name):
-    with raises(ValueError, says("Tcp", "name", expected="name one axis")):
-        cgx.Tcp(name)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf")])
-def test_a_timeout_must_be_a_positive_number(timeout):
-    with raises(
-        TypeError if isinstance(timeout, bool | str) else ValueError,
-        says("Tcp", "timeout", expected="positive seconds"),
-    ):
-        cgx.Tcp("a", timeout)
-
-
-@pytest.mark.parametrize("connections", [0, -1, 65, 1.5, True])
-def test_connections_must_be_a_positive_integer(connections):
-    kind = ValueError if type(connections) is int else TypeError
-    with raises(kind, says("Tcp", "connections", expected="integer from 1 to 64", got=str(connections))):
-        cgx.Tcp("a", connections=connections)
-
-
-@pytest.mark.parametrize("pace", [0, -1e6, 999, True, float("inf"), float("nan")])
-def test_a_pace_must_be_a_positive_number(pace):
-    kind = TypeError if pace is True else ValueError
-    with raises(kind, says("Tcp", "pace", expected="at least 1000 bytes a second, or a rate", got=repr(pace))):
-        cgx.Tcp("a", pace=pace)
+@pytest.mark.parametrize(
+    ("error", "field", "value"),
+    [
+        *((ValueError, "name", name) for name in (("a", "b"), ["a"], cgx.Tcp("a"))),
+        *((error, "timeout", x) for error, x in [*NO_POSITIVE_NUMBERS, (TypeError, "1")]),
+        *((TypeError if x in (1.5, True) else ValueError, "connections", x) for x in (0, -1, 65, 1.5, True)),
+        *((error, "pace", x) for error, x in [*NO_POSITIVE_NUMBERS, (ValueError, 999)]),
+        *((ValueError, "pace", text) for text in ("0mbit", "fast", "-1mbit")),
+    ],
+)
+def test_fields(error, field, value):
+    with names(error, f"Tcp {field}" + f" {value!r}" * (field in ("connections", "pace"))):
+        cgx.Tcp(**{"name": "a", field: value})
 
 
 def test_a_pace_as_people_write_rates():
     assert cgx.Tcp("a", pace="100mbit") == cgx.Tcp("a", pace=12_500_000)
-    for text in "0mbit", "fast", "-1mbit":
-        with raises(ValueError, says("Tcp", "pace", got=repr(text))):
-            cgx.Tcp("a", pace=text)
 
 
 def test_marks_that_differ():
     axes = cgx.Tcp("data", connections=4), cgx.Tcp("local")
-    with raises(
-        ValueError,
-        says(
-            "compressed_psum",
-            "axis_name",
-            expected="the same connections and pace in every Tcp",
-            got="connections=4, pace=None and connections=1, pace=None",
-        ),
-    ):
+    with names(ValueError, "compressed_psum axis_name connections=4, pace=None and connections=1, pace=None"):
         check_tcp("compressed_psum", axis_names(axes), axes)
 
 
-def test_connections_stay_as_they_were_made(monkeypatch):
-    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (Store(), 0, 2, "127.0.0.1:1"))
-    monkeypatch.setattr(connections, "_why", "")
+def test_connections_stay_as_they_were_made(meet, monkeypatch):
+    meet(0, Store(), why="")
     monkeypatch.setattr(connections, "_links", Links(1))
-    words = says(
-        "Tcp",
-        expected="connections=1, pace=None, with which this process has connected",
-        got="connections=4, pace=None",
-        remedy="give every Tcp of a process the same",
-    )
-    with raises(ValueError, words):
+    with names(ValueError, "Tcp - connections=1, pace=None connections=4, pace=None give every Tcp"):
         connections.connect(1, Links(4))
-
-
-def test_the_same_axis_twice():
-    words = says("compressed_psum", "axis_name", expected="a name or a tuple of different names", got="('a', Tcp(")
-    with raises(ValueError, words):
-        on_ranks(lambda x: cgx.compressed_psum(x, ("a", cgx.Tcp("a")), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
 
 
 def test_everything_else_knows_the_axis_by_its_name():

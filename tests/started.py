@@ -1,0 +1,49 @@
+"""Starts the ranks of a test as processes."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+
+def free_port():
+    """Returns a port on which no process listens, and which the system doesn't give to connections by itself."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port := random.randrange(20_000, 32_000)))
+            return port
+
+
+class Processes:
+    """Runs Python with the words of each rank. At the end or after `limit` seconds, they and their children are killed.
+
+    XLA crashes if it has to keep a program of several processes, so programs are not kept.
+    """
+
+    def __init__(self, *words, limit=300, stderr=None, **env):
+        self.words, self.limit = words, threading.Timer(limit, self.kill)
+        env = os.environ | dict(JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false") | env
+        self.options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=env)
+
+    def __enter__(self):
+        options = self.options | dict(text=True, bufsize=1, process_group=0)
+        commands = [[sys.executable, *map(str, words)] for words in self.words]
+        self.running = [subprocess.Popen(command, **options) for command in commands]
+        self.limit.start()
+        return self
+
+    def kill(self):
+        for process in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def __exit__(self, *_):
+        self.limit.cancel()
+        self.kill()
+        for process in self.running:
+            with process:  # closes its pipes
+                pass
