@@ -40,7 +40,7 @@ def lower(primitive: Any, direct: Callable[..., Any], keeps: Callable[..., bool]
         `shape` has the axes after the batch, and `shards` has the number of shards along each of these axes.
     """
 
-    _compat.needs_devices(primitive)
+    _compat.prim_requires_devices_during_lowering.add(primitive)
 
     def rule(ctx: Any, *operands: Any, batch: tuple[Any, ...], **params: Any) -> Any:
         if not _compat.partitioner_decides(ctx):
