@@ -31,12 +31,16 @@ def tune(options: argparse.Namespace) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Runs python -m jaxcgx plan."""
-    from jaxcgx.report import advise, shapes
+    from jaxcgx.native.layout import DTYPES
+    from jaxcgx.report import advise, shapes, tune
     from jaxcgx.report.cluster import Cluster
 
     tree = shapes.read(options.model)
     codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
-    gradients = shapes.read_gradients(options.gradients) if options.gradients else None
+    gradients = None
+    if options.gradients:  # without leaves that codecs don't take
+        steps = tune.read(options.gradients)
+        gradients = [{name: x for name, x in step.items() if x.dtype in DTYPES} for step in steps]
     of_cluster = [field.name for field in dataclasses.fields(Cluster) if field.init]
     found = advise.advise(
         tree,

@@ -9,15 +9,19 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import effects, shard_map
+
+# Tells jit and scan which axes must be bound.
+from jax._src.core import NamedAxisEffect as NamedAxisEffect
 from jax._src.core import (
-    NamedAxisEffect,  # tells jit and scan which axes must be bound; not public
     abstract_token,  # public since 0.11
     trace_state_clean,  # not public
 )
 from jax._src.core import eval_jaxpr as eval_jaxpr  # type checkers don't find the public one
-from jax._src.dispatch import prim_requires_devices_during_lowering  # not public
+
+# JAX passes the devices to the lowering rules of these primitives. Partitioning rules need them.
+from jax._src.dispatch import prim_requires_devices_during_lowering as prim_requires_devices_during_lowering
 from jax._src.distributed import global_state as distributed  # its key-value store is not public
-from jax._src.effects import remat_allowed_effects  # not public
+from jax._src.effects import remat_allowed_effects as remat_allowed_effects  # not public
 from jax._src.interpreters import ad as private_ad  # has the transpose rule of shard_map in newer versions
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # the contexts of the mesh in lowering rules
 from jax._src.xla_bridge import backends_are_initialized as backends_are_initialized  # not public
@@ -139,17 +143,6 @@ def reduce_scatter_is_wrong() -> bool:
     return GLOO_SCATTERS_WRONGLY and jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
-def axis_effects(axes: Iterable[Hashable]) -> set[Any]:
-    """Returns the effects of a primitive that communicates over named axes."""
-    return {NamedAxisEffect(axis) for axis in axes}
-
-
-def allow_in_remat(effects: Iterable[Any]) -> None:
-    """Lets jax.checkpoint recompute operations with these effects. All ranks then repeat their collectives."""
-    for effect in effects:
-        remat_allowed_effects.add_type(type(effect))
-
-
 def whole(x: jax.Array) -> jax.Array:
     """Returns x, whole on every device as in `result_aval`. On an Explicit mesh, x may be sharded before."""
     sharding: Any = jax.typeof(x).sharding
@@ -161,11 +154,6 @@ def whole(x: jax.Array) -> jax.Array:
 def zero_tangent(primal: Any) -> Any:
     """Returns the symbolic zero tangent of `primal`."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
-
-
-def needs_devices(primitive: Primitive) -> None:
-    """Makes JAX pass the devices to the lowering rules of a primitive. Partitioning rules need them."""
-    prim_requires_devices_during_lowering.add(primitive)
 
 
 def partitioner_decides(ctx: mlir.LoweringRuleContext) -> bool:

@@ -96,7 +96,7 @@ def _abstract_eval(
     like = lambda x: _compat.result_aval([x], x.shape, x.dtype, rows=n)
     results = jax.tree_util.tree_map(like, message.replace(leaves=[], key=None, back=None)).replace(leaves=leaves)
     bound = set(net.names) - {name for _, name in batch}
-    return jax.tree_util.tree_leaves(results), _compat.axis_effects(bound) | net.effects
+    return jax.tree_util.tree_leaves(results), net.effects.union(map(_compat.NamedAxisEffect, bound))
 
 
 def _batch(

@@ -197,7 +197,7 @@ def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] |
         `shape` has the axes after the batch, and `shards` has the number of shards along each of these axes.
     """
 
-    _compat.needs_devices(primitive)
+    _compat.prim_requires_devices_during_lowering.add(primitive)
 
     def rule(ctx: Any, *operands: Any, batch: tuple[int, ...], **params: object) -> Any:
         if not _compat.partitioner_decides(ctx):

@@ -46,7 +46,7 @@ class Report:
     native: dict[str, Any] | None  # the native module's build_info(); None: no native module of this version was found
     gpus: list[Gpu]  # the NVIDIA GPUs that JAX sees in this process
     hidden: bool  # whether this machine has NVIDIA GPUs of which JAX sees none
-    without_kernels: list[str]  # other devices, such as TPUs, where codecs run in plain jnp, with the same bytes
+    without_kernels: str  # other devices, such as TPUs, where codecs run in plain jnp, with the same bytes
     mpi: str | None  # the versions of MPI and its packages, or "not installed"; None: it doesn't start or wasn't tried
     mpi_programs: dict[str, str | None]  # path and version of mpirun and mpicc; None: not found
     pages: str  # a sentence about keep_pages on this machine
@@ -71,17 +71,13 @@ class Report:
                 for g in self.gpus
             )
             or none,
-            **(
-                {"without kernels": f"{names}: plain jnp, the same bytes"}
-                if (names := "; ".join(self.without_kernels))
-                else {}
-            ),
+            "without kernels": self.without_kernels and f"{self.without_kernels}: plain jnp, the same bytes",
             "MPI": self.mpi or "none",
             **{name: found or "none on the PATH or next to Python" for name, found in self.mpi_programs.items()},
             "memory": self.pages,
             "JAXCGX_REFERENCE": self.reference or "not set",
         }
-        lines = [f"{name:18}{value}" for name, value in rows.items()]
+        lines = [f"{name:18}{value}" for name, value in rows.items() if value]
         for warning in self.warnings:
             lines += ["", f"beware:  {warning}"]
         for problem in self.problems:
@@ -114,9 +110,7 @@ def covers(architectures: Sequence[str], capability: str) -> bool:
 def _supported(version: str, requirement: str) -> bool:
     """Returns whether a version is within the bounds of a requirement such as "jax<0.13,>=0.9"."""
 
-    def number(version: str) -> list[int]:
-        return [int(n) for n in re.findall(r"\d+", version)[:3]]
-
+    number = lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]]
     bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
     return all(number(version) >= number(b) if op == ">=" else number(version) < number(b) for op, b in bounds)
 
@@ -126,26 +120,17 @@ def _is_nvidia(gpu: Any) -> bool:
     return "rocm" not in gpu.client.platform_version
 
 
-def _without_kernels() -> list[str]:
-    """Returns the kinds of this process' devices that are neither CPUs nor NVIDIA GPUs."""
-    others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
-    return sorted({d.device_kind for d in others})
-
-
 def _gpus(architectures: Sequence[str]) -> list[Gpu]:
     try:
-        devices = jax.devices("gpu")
+        devices = [d for d in jax.devices("gpu") if d.process_index == jax.process_index() and _is_nvidia(d)]
     except RuntimeError:  # no such backend
         return []
-    found = [
-        (d.device_kind, getattr(d, "compute_capability", "unknown"))
-        for d in devices
-        if d.process_index == jax.process_index() and _is_nvidia(d)
-    ]
-    return [
-        Gpu(name, capability, bool(re.fullmatch(r"\d+\.\d", capability)) and covers(architectures, capability))
-        for name, capability in found
-    ]
+    found: list[Gpu] = []
+    for device in devices:
+        capability = getattr(device, "compute_capability", "unknown")
+        known = bool(re.fullmatch(r"\d+\.\d", capability))
+        found.append(Gpu(device.device_kind, capability, known and covers(architectures, capability)))
+    return found
 
 
 # This program runs in a separate process, because an MPI that can't start may end its process.
@@ -184,9 +169,8 @@ def _mpi() -> tuple[str | None, list[Problem]]:
             [sys.executable, "-P", "-c", _MPI], env=environment, capture_output=True, text=True, timeout=60
         )
     except subprocess.TimeoutExpired:
-        return None, [
-            Problem("jaxcgx.mpi: MPI does not start within 60 s", "try `mpirun -n 1 hostname`: what stops it there?")
-        ]
+        remedy = "try `mpirun -n 1 hostname`: what stops it there?"
+        return None, [Problem("jaxcgx.mpi: MPI does not start within 60 s", remedy)]
     if done.returncode == 0:
         found = [done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
         return ", ".join(found), []
@@ -234,6 +218,7 @@ def examine() -> Report:
             lacks = f"no code for its compute capability {gpu.capability}" if cuda else "no CUDA half"
             what = f"JAX computes on {gpu.name}, and this build has {lacks}"
             problems.append(Problem(what, registration.CUDA_REMEDY))
+    others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
     mpi, missing = _mpi() if native or registration.REFERENCE else (None, [])
     problems += missing
     programs = {name: _program(name) for name in ("mpirun", "mpicc")}
@@ -245,7 +230,7 @@ def examine() -> Report:
         path=str(pathlib.Path(__file__).parents[1]),
         native=native,
         gpus=gpus,
-        without_kernels=_without_kernels(),
+        without_kernels="; ".join(sorted({d.device_kind for d in others})),
         hidden=not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*")),
         mpi=mpi,
         mpi_programs=programs,

@@ -13,9 +13,7 @@ import numpy as np
 
 from jaxcgx.checks import unexpected, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan.file import CODECS
-from jaxcgx.report import tune
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -110,9 +108,3 @@ def read_codec(words: str) -> Codec:
     except (SyntaxError, TypeError, ValueError) as error:
         raise wrong("plan", "codecs", "a codec as in 'MaxMin(4)'", f"{words!r} ({error})") from None
     raise wrong("plan", "codecs", f"one of {', '.join(CODECS)}, as in 'MaxMin(4)'", repr(words))
-
-
-def read_gradients(path: str) -> list[dict[str, Any]]:
-    """Returns the steps of an .npz file as `tune` reads them, without leaves that codecs don't take."""
-    steps = tune.read(path)
-    return [{name: x for name, x in step.items() if x.dtype in DTYPES} for step in steps]

@@ -36,7 +36,8 @@ with warnings.catch_warnings():
 
 (ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
 EFFECTS: frozenset[Any] = _compat.effects_in_order(ORDER)
-_compat.allow_in_remat(EFFECTS)
+for _effect in EFFECTS:
+    _compat.remat_allowed_effects.add_type(type(_effect))
 MOST = 2**31 - 1  # the most elements, because mpi4jax counts them in C's int
 
 
