@@ -1,4 +1,4 @@
-"""Arrays with a row for each rank, among the nodes of any tree: their specs, and other numbers of ranks."""
+"""Arrays with a row for each rank, in states: their specs, their gather over MPI, and other numbers of ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The optimizer's update of the parameters that are trained. Frozen ones, and states of optimizers."""
+"""The optimizer's update of the trained parameters, their separation from frozen ones, and checks of optimizers."""
 
 import dataclasses
 import itertools
