@@ -52,22 +52,17 @@ def find() -> ModuleType:
     return _native
 
 
-def _is_command_line() -> bool:
-    """Returns whether `python -m jaxcgx` is starting. The import must not fail then, so that its doctor can run."""
-    return sys.argv[:1] == ["-m"] and "jaxcgx" in sys.orig_argv
-
-
 def load() -> ModuleType | None:
     """Returns the native module, with its handlers registered, or None with JAXCGX_REFERENCE=1.
 
-    Also None if the module is missing and `python -m jaxcgx` is starting.
+    Also None if the module is missing and `python -m jaxcgx` is starting, so that its doctor can run.
     """
     if REFERENCE:
         return None
     try:
         found = find()
     except ImportError as error:
-        if _is_command_line():
+        if sys.argv[:1] == ["-m"] and "jaxcgx" in sys.orig_argv:
             return None
         raise ImportError(f"{error}; {REMEDY}") from error.__cause__
     for platform, handlers in found.handlers().items():

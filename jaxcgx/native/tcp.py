@@ -76,10 +76,7 @@ def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
     if len(set(processes)) < len(processes):
         raise unexpected("Tcp", "a mesh of one device of each process", f"devices of the processes {processes}")
     connect(net.timeout, net.links)
-
-    def by_process(who: jax.Array) -> jax.Array:
-        return jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
-
+    by_process = lambda who: jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
     return mlir.lower_fun(by_process, multiple_results=False)(ctx.replace(avals_in=[aval], avals_out=[aval]), who)[0]
 
 
