@@ -67,8 +67,8 @@ def _reduce(
 ) -> PyTree:
     check_summable(op, x)
     call, given = Call.of(op, x, axis_name, plan, key=key, carry=carry), carry or Carry()
-    travel = call.over(Way(mean=mean))
-    check_input(call.x, given, travel)
+    check_input(call.x, given, call.over(Way(mean=mean)))
+    travel = call.over(Way(mean=mean, fed=call.routes.feeds_raw(given.residuals)))
     total, kept = reduce(call.x, given, travel, call.key)
     return total if carry is None else (total, kept)
 

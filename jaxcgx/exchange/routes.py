@@ -90,6 +90,8 @@ class Way(NamedTuple):
       slice_elements: the elements of a slice of a message. Slices of later messages may overtake earlier messages.
         Messages are then made in the order of the tree, so the bits don't depend on `order`.
       later: whether a later program may end a sum that `begin` began. No later exchange then begins before its end.
+      fed: whether raw leaves of 16 bits have residuals. All raw leaves then share messages, as over Tcp, because the
+        uncompressed collectives round partial sums, and no residual gets the loss.
     """
 
     mean: bool = True
@@ -100,6 +102,7 @@ class Way(NamedTuple):
     order: tuple[int, ...] | None = None
     slice_elements: int | None = None
     later: bool = False
+    fed: bool = False
 
     def cuts(self, i: int) -> bool:
         """Returns whether a rank gets only its slice of leaf i."""
@@ -134,6 +137,11 @@ class Routes:
     def each(self, tree: PyTree) -> list[PyTree]:
         """Returns the entries of a tree like this one as a list. For None, returns a list with None for every leaf."""
         return [None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree)
+
+    def feeds_raw(self, residuals: PyTree) -> bool:
+        """Returns whether leaves of 16 bits that travel raw have residuals, the `fed` of a `Way`."""
+        pairs = zip(self.leaves, self.each(residuals))
+        return any(r is not None and route.why_raw is not None and route.dtype.itemsize == 2 for route, r in pairs)
 
     def carry(self, *, residuals: bool = True, momentum: bool = False) -> Carry:
         """Returns the shapes of a rank's state: residuals and momentum of leaves that are compressed, and factors."""
@@ -256,7 +264,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     hops = outermost == "tree" or isinstance(outermost, Overlay)
     _check_way(routes, way, hops)
     # Raw leaves also travel along an overlay. Over Tcp, their exchange overlaps with the program, unlike lax.psum.
-    join = not way.rows and (hops or (net.begin_sum is not None and outermost != "ring"))
+    join = not way.rows and (hops or ((way.fed or net.begin_sum is not None) and outermost != "ring"))
     groups, plain = dict[tuple[bool, tuple[Stage, ...]], list[int]](), list[Plain]()
     for i in way.order if way.order is not None and way.slice_elements is None else range(len(routes.leaves)):
         route, cuts = routes.leaves[i], way.cuts(i)
@@ -282,7 +290,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         if way.rows:
             chosen = tuple(stage._replace(schedule="one_shot") for stage in stages)
         else:
-            chosen = _of_slices(routes, stages, net) if cuts else _of_sums(routes, stages, net, leaves)
+            chosen = _of_slices(routes, stages, net) if cuts else _of_sums(routes, stages, net, leaves, way.fed)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
         envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, _limit(plan, way))]
@@ -356,9 +364,9 @@ def _by_part(op: str, route: Route, net: Transport) -> list[tuple[Transport, Cod
 
 
 def _of_sums(
-    routes: Routes, stages: tuple[Stage, ...], net: Transport, leaves: Sequence[jax.ShapeDtypeStruct]
+    routes: Routes, stages: tuple[Stage, ...], net: Transport, leaves: Sequence[jax.ShapeDtypeStruct], fed: bool
 ) -> tuple[Stage, ...]:
-    """Returns the stages of sums of whole leaves, with their schedules."""
+    """Returns the stages of sums of whole leaves, with their schedules. `fed` is that of `Way`."""
     plan, asked = routes.plan, _asked(routes.op, routes.plan, net)
     parts = dict(zip(net.parts.values(), asked)) if isinstance(plan.schedule, dict) else {}
     # A leaf that a plan leaves raw also gets a stage for each axis if each axis has its own schedule, or if the overlay
@@ -369,6 +377,8 @@ def _of_sums(
     named = tuple(
         stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0])) for j, stage in enumerate(stages)
     )
+    if fed and stages[0].codec.raw and named[0].schedule == "auto":  # a residual gets the rounding of the owner's sum
+        named = (named[0]._replace(schedule="two_shot"), *named[1:])
     chosen = sums.choose(named, list(leaves), leader=plan.leader, prefer=plan.prefer, network=plan.network)
     for stage, before in zip(chosen, named):
         _check_hops(routes.op, stage, before.schedule)
