@@ -61,7 +61,9 @@ class Call(NamedTuple):
         """Returns how the tree travels, after a check that it and the carry may travel so."""
         travel = self.routes.over(self.net, way, self.backward)
         check_input(self.x, carry or Carry(), travel)
-        return travel
+        if carry is None or way.dims or not self.routes.feeds_raw(carry.residuals):
+            return travel
+        return self.routes.over(self.net, way._replace(fed=True), self.backward)
 
     def check_rows(self) -> None:
         """Checks that every codec makes bytes of rows, and that no leaf is skipped."""

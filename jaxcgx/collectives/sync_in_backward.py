@@ -80,6 +80,7 @@ def sync_in_backward(
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
     check_carry(given, travel, "params")
+    travel = call.routes.over(call.net, Way(order=order, fed=call.routes.feeds_raw(given.residuals)))
     _check_own_residuals(travel, given)
     leaves, residuals = call.routes.each(call.x), call.routes.each(given.residuals)
     found = dict(enumerate(leaves))

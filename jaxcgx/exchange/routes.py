@@ -85,6 +85,8 @@ class Way(NamedTuple):
       slice_elements: the elements of a slice of a message. Slices of later messages may overtake earlier messages.
         Messages are then made in the order of the tree, so the bits don't depend on `order`.
       later: whether a later program may end a sum that `begin` began. No later exchange then begins before its end.
+      fed: whether raw leaves of 16 bits have residuals. All raw leaves then share messages, as over Tcp, because the
+        uncompressed collectives round partial sums, and no residual gets the loss.
     """
 
     mean: bool = True
@@ -95,6 +97,7 @@ class Way(NamedTuple):
     order: tuple[int, ...] | None = None
     slice_elements: int | None = None
     later: bool = False
+    fed: bool = False
 
     def cuts(self, i: int) -> bool:
         """Returns whether a rank gets only its slice of leaf i."""
@@ -141,6 +144,11 @@ class Routes:
     def each(self, tree: PyTree) -> list[PyTree]:
         """Returns the entries of a tree like this one as a list. For None, returns a list with None for every leaf."""
         return [None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree)
+
+    def feeds_raw(self, residuals: PyTree) -> bool:
+        """Returns whether leaves of 16 bits that travel raw have residuals, the `fed` of a `Way`."""
+        pairs = zip(self.leaves, self.each(residuals))
+        return any(r is not None and route.why_raw is not None and route.dtype.itemsize == 2 for route, r in pairs)
 
     def carry(self, *, residuals: bool = True, momentum: bool = False) -> Carry:
         """Returns the shapes of a rank's state: residuals and momentum of leaves that are compressed, and factors."""
@@ -271,7 +279,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     hops = outermost == "tree" or isinstance(outermost, Overlay)
     _check_way(routes, way, hops)
     # Raw leaves also travel along an overlay. Over Tcp, their exchange overlaps with the program, unlike lax.psum.
-    join = not way.rows and (hops or (net.begin_sum is not None and outermost != "ring"))
+    join = not way.rows and (hops or ((way.fed or net.begin_sum is not None) and outermost != "ring"))
     groups, plain = dict[tuple[bool, tuple[Stage, ...]], list[int]](), list[Plain]()
     for i in way.order if way.order is not None and way.slice_elements is None else range(len(routes.leaves)):
         route, cuts = routes.leaves[i], way.cuts(i)
@@ -381,6 +389,8 @@ def _scheduled(
         if apart and len(stages) < len(net.parts) and stages[0].net is net and stages[0].codec.raw:
             stages = tuple(stages[0]._replace(net=part) for part in net.parts.values())
         named = [s._replace(schedule=parts.get(s.net, "auto" if j else asked[0])) for j, s in enumerate(stages)]
+        if way.fed and stages[0].codec.raw and named[0].schedule == "auto":
+            named[0] = named[0]._replace(schedule="two_shot")  # a residual gets the rounding of the owner's sum
         chosen = costs.scheduled(tuple(named), leaves, routes.plan)
     for stage, before in zip(chosen, named):
         _check_hops(routes.op, stage, before.schedule)

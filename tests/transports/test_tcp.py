@@ -55,10 +55,7 @@ def bits(everything):
     return {case: (found[case], expected[case]) for case in expected}
 
 
-@pytest.mark.parametrize(
-    "fed",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="XLA rounds partial sums of 16 bits"))],
-)
+@pytest.mark.parametrize("fed", [False, True])
 def test_the_bits_of_plain_axes(bits, fed):
     found, expected = zip(*(each for case, each in bits.items() if (case == "raw, fed") == fed))
     assert found == expected
