@@ -109,20 +109,7 @@ def report(options: argparse.Namespace) -> None:
     print("", *figures.save(options.out, files), sep="\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Runs a command and returns its exit status. The arguments are by default from sys.argv."""
-    parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int | None], description: str
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=description, description=description.capitalize() + ".")
-        added.set_defaults(run=run)
-        return added
-
-    command("doctor", doctor, "say what this installation has, and what is wrong with it")
-    added = command("tune", tune, "choose the bits of every leaf by what its gradients lose, and save the plan")
+def _add_options_of_tune(added: argparse.ArgumentParser) -> None:
     added.add_argument(
         "gradients",
         help="an .npz of arrays named by the leaf's path, block/0/kernel; of several steps block/0/kernel@0, "
@@ -150,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         nargs="+",
         help="what lgreco may choose from, besides the plan's own (by default 2 to 8, as far as its codec has them)",
     )
-    added = command("plan", plan, "say what compression would gain on a network, and which plan to take, or none")
+
+
+def _add_options_of_plan(added: argparse.ArgumentParser) -> None:
     added.add_argument(
         "model",
         help="resnet50, gpt2, llama-1b, a number of parameters (25M), or a file: .npz of arrays, .json or .toml of "
@@ -177,10 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
     added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
     added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
-    added = command("link", link, "measure the link to another host, which plan then uses")
-    added.add_argument("host", nargs="?", help="where python -m jaxcgx link waits; without it, wait for another host")
-    added.add_argument("--port", type=int, default=5799, help="where to wait (5799)")
-    added = command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
+
+
+def _add_options_of_lab(added: argparse.ArgumentParser) -> None:
     added.add_argument("--hosts", type=int, default=2, help="how many (2)")
     added.add_argument("--rate", default="1gbit", help="of every link, in both directions (1gbit)")
     added.add_argument("--up", metavar="RATE", help="of what a host sends, where it isn't --rate")
@@ -195,7 +183,28 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         metavar="CMD",
         help="the command, after --; {rank}, {hosts} and {address} (of host 0) in its words are filled in",
     )
-    added = command("report", report, "draw tables, plots and a page of results that benchmarks or the lab wrote")
+
+
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """Runs a command and returns its exit status. The arguments are by default from sys.argv."""
+    parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(run: Callable[[argparse.Namespace], int | None], description: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(run.__name__, help=description, description=description.capitalize() + ".")
+        added.set_defaults(run=run)
+        return added
+
+    command(doctor, "say what this installation has, and what is wrong with it")
+    _add_options_of_tune(command(tune, "choose the bits of every leaf by what its gradients lose, and save the plan"))
+    _add_options_of_plan(command(plan, "say what compression would gain on a network, and which plan to take, or none"))
+    added = command(link, "measure the link to another host, which plan then uses")
+    added.add_argument("host", nargs="?", help="where python -m jaxcgx link waits; without it, wait for another host")
+    added.add_argument("--port", type=int, default=5799, help="where to wait (5799)")
+    _add_options_of_lab(
+        command(lab, "run a command in every host of a network that it makes on this machine; needs root")
+    )
+    added = command(report, "draw tables, plots and a page of results that benchmarks or the lab wrote")
     added.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE", help="JSON, as in benchmarks/results")
     added.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", default="report", help="where page and plots are written (report)"
