@@ -290,7 +290,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         if way.rows:
             chosen = tuple(stage._replace(schedule="one_shot") for stage in stages)
         else:
-            chosen = _of_slices(routes, stages, net) if cuts else _of_sums(routes, stages, net, leaves, way.fed)
+            chosen = _of_slices(routes, stages, net) if cuts else _of_sums(routes, stages, net, leaves, fed=way.fed)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
         envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, _limit(plan, way))]
