@@ -110,9 +110,8 @@ def check_axis_names(
     for name in names:  # communicators and meshes are hashable, so they could pass as names
         if isinstance(name, Transport) or is_communicator(name):
             remedy = (
-                "axes are those of a mesh; for the processes of mpirun call jaxcgx.mpi.compressed_allreduce(gradients, "
-                'codec, communicator, op="mean"), or pass the communicator alone to jaxcgx.make_train_step or '
-                "jaxcgx.compress_gradients"
+                "axes are those of a mesh; for the processes of mpirun pass the communicator alone, as in "
+                "jaxcgx.compressed_pmean(gradients, communicator, codec)"
             )
             raise wrong(function, argument, expected, f"a communicator, {name!r}", remedy, kind=TypeError)
         if isinstance(name, Mesh | AbstractMesh):

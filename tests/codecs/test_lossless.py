@@ -9,7 +9,7 @@ from jax import lax
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from jaxcgx.exchange import sums
+from jaxcgx.exchange import primitives
 from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -120,7 +120,7 @@ def test_sums_are_those_of_raw(schedule):
         def total(codec, own):
             stage = Stage(net, codec, schedule, backward=codec)
             message = Message(tuple(range(len(leaves))), list(leaves))
-            return sums.psum(message, net=net, stages=(stage,), how=Sum(own, 3.0), tracked=False).leaves
+            return primitives.psum(message, net=net, stages=(stage,), how=Sum(own, 3.0)).leaves
 
         # for Raw, own="raw" and own="encoded" are the same
         return [total(CODEC, own) for own in ("raw", "encoded")], total(cgx.Raw(), "encoded")
