@@ -4,8 +4,8 @@
 
 - digests: three processes, the last of which has two devices, run every collective over Tcp. They print digests of the
   results.
-- others: four processes print the errors of unsupported calls, what `explain` reports (only rank 1), the events of means
-  that cross programs, and what overlays do.
+- others: four processes print the errors of unsupported calls, what `explain` reports (only rank 1), the events of
+  means that cross programs, and what overlays do.
 - die, stay_away, raise, differ: the others sum and print their error. Meanwhile the last process kills itself while a
   child of it lives, doesn't take part, ends with an exception, or forms the mean instead of the sum.
 - interrupt: the last process gets Ctrl-C while it waits for another one, which is 8 s late. It prints after how many
