@@ -100,8 +100,11 @@ class Meeting:
     """
 
     def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN) -> None:
-        self.process, self.processes, self.secret, self.links = process, processes, secret, links
-        self.channels = range(DATA + links.connections)
+        self.process: int = process
+        self.processes: int = processes
+        self.secret: bytes = secret
+        self.links: Links = links
+        self.channels: range = range(DATA + links.connections)
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
         self.hosts: list[str] = [""] * processes
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor
@@ -120,7 +123,7 @@ class Meeting:
         # process is killed. After the hand-over, xla_ffi/tcp/process.cc closes them in a child.
         os.register_at_fork(after_in_child=forget)
         self._listeners = self._listen(hosts)
-        self.port = self._listeners[0].getsockname()[1]
+        self.port: int = self._listeners[0].getsockname()[1]
 
     def __enter__(self) -> "Meeting":
         return self

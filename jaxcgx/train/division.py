@@ -58,6 +58,10 @@ class Division:
       spread: whether devices divide the work of the optimizer.
     """
 
+    net: Callable[[], Transport]
+    batch_specs: Specs
+    names: tuple[Any, ...]
+    crosses: bool
     rows: P = P()
     size: int = 1
     dims: tuple[int | None, ...] = ()
@@ -214,6 +218,13 @@ def _zero(x: jax.Array) -> jax.Array:
 
 class OverMesh(Division):
     """The ranks along axes of a mesh. `Division` documents the members."""
+
+    rows: P
+    size: int
+    others: set[Any]
+    explicit: bool
+    spread: bool
+    remedy: str
 
     def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
         super().__init__(lambda: check_axes(OP, axis), batch_specs, axis)

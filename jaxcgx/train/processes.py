@@ -16,6 +16,8 @@ from jaxcgx.typing import PyTree
 class Processes(Division):
     """The ranks of a communicator or a hierarchy. Each computes alone, on its own device."""
 
+    comm: Any
+
     def __init__(self, comm: Any, sharding: Sharding) -> None:
         for name, given in dict(params=sharding.params, optimizer=sharding.optimizer).items():
             if given is not None:

@@ -410,7 +410,7 @@ class StepOfCenters(Step):
         self._centers, self._donate = centers, donate
         self._train = jax.jit(centers.train, donate_argnums=given(0))
         self._act = jax.jit(centers.act, static_argnums=0, donate_argnums=given(1))
-        self.finish = jax.jit(centers.finish, donate_argnums=given(0))
+        self.finish: Callable[[TrainState], TrainState] = jax.jit(centers.finish, donate_argnums=given(0))
         self._last: tuple[list[Any], int] = [], 0  # what the last call returned, and the number of its steps
         self._known: set[Any] = set()  # the kinds of states for which the programs of acts have been compiled
 

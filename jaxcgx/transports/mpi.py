@@ -166,6 +166,12 @@ class NodeLeaders(Leaders):
     Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
     """
 
+    cross: Comm
+    inner: Comm | SharedMemory
+    size: int
+    rank: int
+    speaks: bool
+
     def __init__(self, cross: Comm, inner: Comm | SharedMemory) -> None:
         self.cross, self.inner = cross, inner
         self.size, self.rank, self.speaks = cross.size, cross.rank, inner.rank == 0
