@@ -219,6 +219,7 @@ def _zero(x: jax.Array) -> jax.Array:
 class OverMesh(Division):
     """The ranks along axes of a mesh. `Division` documents the members."""
 
+    mesh: Any
     rows: P
     size: int
     others: set[Any]

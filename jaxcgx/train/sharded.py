@@ -170,6 +170,21 @@ class ShardedMesh(OverMesh):
       keep: whether the errors of gathered updates are kept.
     """
 
+    spread: bool
+    state: Specs
+    whole: Specs
+    params: Specs
+    params_cut: Cut
+    state_cut: Cut
+    dims: tuple[int | None, ...]
+    params_specs: Specs
+    shard_axes: tuple[tuple[Any, ...], ...]
+    gather: Plan
+    regather: bool
+    keep: bool
+    noisy: bool
+    loose: Plan
+
     def __init__(self, mesh: Mesh, sharding: Sharding, *, keep: bool = True) -> None:
         super().__init__(mesh, sharding.axis, sharding.batch)
         names, self.spread = self.names, True

@@ -118,6 +118,11 @@ class AxesLeaders(base.Leaders):
     over `outer` and `inner` together.
     """
 
+    everybody: Axes
+    outer: Axes
+    inner: Axes
+    size: int
+
     def __init__(self, everybody: Axes, outer: Axes, inner: Axes):
         self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size
 

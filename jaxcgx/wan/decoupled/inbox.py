@@ -58,7 +58,9 @@ class Assembly:
     """
 
     def __init__(self, place: int, quorum: int, grace: float) -> None:
-        self.place, self.quorum, self.grace = place, quorum, grace
+        self.place: int = place
+        self.quorum: int = quorum
+        self.grace: float = grace
         self.version: Version = Version()
         self.others: dict[int, Version] = {}  # the versions of the connected centers, by place
         self._sent: dict[int, dict[int, Contribution]] = {}  # by round and place

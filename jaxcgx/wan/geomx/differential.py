@@ -28,7 +28,7 @@ from jaxcgx.train.exchange import At, check_hyperparameter, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
-from jaxcgx.wan.geomx.blocks import Arrays, Blocks, add, cut, each, line, put, take
+from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, line, put, take
 
 T = TypeVar("T")
 OP = "Differential"
@@ -206,15 +206,27 @@ class Transmission:
     the number of steps so far, which depends on the exchanges before.
     """
 
+    how: Differential
+    at: At
+    own: PyTree
+    shared: PyTree
+    routes: list[Routes]  # of whole leaves
+    leaves_of: Callable[[PyTree], list[PyTree]]
+    tree: PyTree
+    cut: Cut
+    turn: jax.Array
+    gradients: Arrays
+    residuals: Arrays
+
     def __init__(self, how: Differential, state: ExchangeState, at: At, tree: PyTree) -> None:
         """`tree` has the gradients, or arrays like them if the step only begins."""
         self.how, self.at, self.own, self.shared = how, at, state.own, state.shared
-        self.routes = _routes(how.phases, tree)  # of whole leaves
-        self.list, self.tree = self.routes[0].each, self.routes[0].tree
+        self.routes = _routes(how.phases, tree)
+        self.leaves_of, self.tree = self.routes[0].each, self.routes[0].tree
         self.cut = cut(self.routes[0], how.block_bytes, how.shares[0])
-        self.turn: jax.Array = state.shared.count
-        self.gradients = self._split(self.list(tree))
-        self.residuals = self._split(self.list(self.own.residuals))
+        self.turn = state.shared.count
+        self.gradients = self._split(self.leaves_of(tree))
+        self.residuals = self._split(self.leaves_of(self.own.residuals))
 
     def _split(self, values: Arrays) -> Arrays:
         return [x if b is None or x is None else b.split(x) for b, x in zip(self.cut, values)]
@@ -303,11 +315,11 @@ class Transmission:
         mean, _ = reduce(row, Carry(), Routes.of(OP, RAW, row, [self._outermost(Raw())]).over(self.at.net), None)
         ends = itertools.accumulate(0 if x is None else x.size for x in found)
         parts = each(lambda x, end: mean[end - x.size : end], found, list(ends))
-        return each(average, self.list(self.shared.contributions), parts)
+        return each(average, self.leaves_of(self.shared.contributions), parts)
 
     def _order(self) -> Sequence[jax.Array | None]:
         """Returns the indices of each leaf's blocks, the most important first."""
-        found = self.list(self.shared.contributions)
+        found = self.leaves_of(self.shared.contributions)
         if not self.how.ranked:
             words = fold(self.shared.key, self.shared.count, CHOICE)
             assert words is not None
@@ -318,7 +330,7 @@ class Transmission:
 
     def _deferred(self, share: float) -> Portion:
         """Returns the blocks that the last step deferred, with residuals of zeros."""
-        last, pending = self.list(self.shared.order), self.list(self.own.pending)
+        last, pending = self.leaves_of(self.shared.order), self.leaves_of(self.own.pending)
         places = each(lambda b, o: o[b.share(share) :], self.cut, last)
         rows = each(lambda o, p: p[: o.size], places, pending)
         zeros = each(lambda x, r: None if r is None else jnp.zeros(x.shape, jnp.float32), rows, self.residuals)
@@ -335,7 +347,7 @@ class Transmission:
             sent = self._send(given, LATE) if late is None else self._listed(*end(*late))
             return Portion(*(line(self.cut, nothing, x) for x in sent))
 
-        places = each(jnp.argsort, self.list(self.shared.order))
+        places = each(jnp.argsort, self.leaves_of(self.shared.order))
         return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
     def _now(self, share: float, order: Arrays, arrived: Portion) -> tuple[Portion, Arrays, Arrays]:
@@ -417,7 +429,7 @@ class Transmission:
         return blocks, kept, travel, key
 
     def _listed(self, means: PyTree, kept: Carry) -> Portion:
-        return Portion(self.list(means), self.list(kept.residuals))
+        return Portion(self.leaves_of(means), self.leaves_of(kept.residuals))
 
 
 @custom_vmap
