@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec
 from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
-from jaxcgx.exchange import routes
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.report.figures import draw_overlay
+from jaxcgx.wan.overlays import search
 
 HOSTS, RATE, SLOW = 4, 100_000_000, 10_000_000  # bit/s
 ELEMENTS = 1 << 22
@@ -47,7 +47,7 @@ NOTES = f"""\
 - Four hosts at {RATE // 10**6} Mbit/s. line: one host has a tenth of that rate, in both directions. pair: the link
   between two hosts has a tenth of it. These two are neighbours in the fixed ring.
 - One exchange: {ELEMENTS:,} float32 in {CODEC} over Tcp, {CODEC.wire_bytes((ELEMENTS,), "float32") / 1e6:.2f} MB.
-  ring: ranks 0, 1, 2, 3. owners and trees: the overlays that `routes` finds for the rates that were set. topology: the
+  ring: ranks 0, 1, 2, 3. owners and trees: the overlays that `search` finds for the rates that were set. topology: the
   overlay of a `Topology`, which measured the links itself, after the updates and probes that the row names. Goal:
   {GAIN} times as fast as the ring.
 - The slow host's line must carry the message at least once in each direction. The ring carries 1.5 times as much. So if
@@ -185,8 +185,8 @@ def measure(setup, repeats):
         hosts = Hosts(lab, stack)
         set_link(lab, setup, second=False, slow=True)
         rates = true_rates(setup, second=False)
-        schedules = {"ring": "ring", "two_shot": "two_shot", "owners": spelled(routes.owners(rates))}
-        schedules["trees"] = spelled(routes.trees(rates))
+        schedules = {"ring": "ring", "two_shot": "two_shot", "owners": spelled(search.owners(rates))}
+        schedules["trees"] = spelled(search.trees(rates))
         rows = [dict(setup=setup, schedule=name, ms=hosts.exchange(each, repeats)) for name, each in schedules.items()]
         for updates in range(1, MOST_UPDATES + 1):
             found = hosts.update()
@@ -216,7 +216,7 @@ def measure(setup, repeats):
                 )
             )
             found = hosts.update()
-        best = median(hosts.exchange(spelled(routes.trees(true_rates(setup, second=True))), repeats))
+        best = median(hosts.exchange(spelled(search.trees(true_rates(setup, second=True))), repeats))
         after = median(hosts.exchange(found["overlay"], repeats))
         if not all(host["same"] for host in hosts.tell("end")):
             raise RuntimeError("topology.py: replicas differ")

@@ -25,8 +25,8 @@ from topology import NAMES, NEAR, RATE, SETUPS, SLOW, set_link, true_rates
 from wan_host import AXES, BITS4, TCP
 
 import jaxcgx as cgx
-from jaxcgx.exchange import routes
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
+from jaxcgx.wan.overlays import search
 
 SHAPE = 4, 2  # centers, ranks in each
 INPUTS, HIDDEN = 64, 25_600  # of a network with two layers, and as many outputs as inputs
@@ -44,7 +44,7 @@ NOTES = f"""\
 - topology: `cgx.wan.Topology(...).steps(...)` with `make_train_step`, which updates every {EVERY} steps. It begins
   while all links are equal. Then the first link becomes slow ("before the move"), and later the second one in its place
   ("after"). Its time is the median of the last {EVERY - 1} steps, without the one that updates. best: the same step
-  with the trees that `routes` finds for the rates that were set. Goal: within {NEAR} of it.
+  with the trees that `search` finds for the rates that were set. Goal: within {NEAR} of it.
 - worst step: the longest step of the topology, in which it compiles a program for another overlay.
 - until near: how many steps after the change the first one was within {NEAR} of the best.
 """
@@ -89,7 +89,7 @@ def run_rank(address, rank, ranks, setup):
     mesh = jax.make_mesh(SHAPE, AXES, axis_types=(AxisType.Auto,) * 2)
     makers = {"ring": scheduled(cgx.wan.Overlay.ring(range(SHAPE[0]))), "topology": adapting}
     for second, name in enumerate(("best before", "best after")):
-        makers[name] = scheduled(routes.trees(true_rates(setup, second)))
+        makers[name] = scheduled(search.trees(true_rates(setup, second)))
     serve({"jaxcgx": {name: lambda make=make: Program(make, mesh) for name, make in makers.items()}})
 
 

@@ -183,7 +183,7 @@ def draw_overlay(
     """Draws the trees of an overlay, with their shares, into a PNG or SVG file.
 
     Arrows point from children to parents, the direction of sums. Roots are filled. Links that are not in a tree are
-    thin. Only the TREES trees with the largest shares are drawn.
+    thin. Only the 8 trees with the largest shares are drawn.
 
     Args:
       overlay: the overlay.

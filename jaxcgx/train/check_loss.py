@@ -226,7 +226,7 @@ def _one(loss: Loss, tree: PyTree, params: Params, given: Given, arrays: list[ja
             found = value, weight if loss.weighted else 1
             value, weight = (jnp.asarray(x, jnp.float32).reshape(()) for x in found)
         except (TypeError, ValueError) as error:
-            raise loss.misfit(value) from error
+            raise loss.misfit((value, weight) if loss.weighted else value) from error
         return value, (weight, (aux, new))
 
     (value, (weight, outputs)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)

@@ -116,3 +116,20 @@ ERRORS = {
 @pytest.mark.parametrize("row", rows(ERRORS))
 def test_errors(row):
     refused(*row)
+
+
+def test_feedback():
+    """A sum with residuals loses nothing: the results and the residuals add up to the input."""
+    codec, steps = cgx.Eden(2, 128), 4
+
+    def run(x):
+        total, carry = jnp.zeros_like(x), cgx.Carry(residuals=jnp.zeros_like(x))
+        for step in range(steps):
+            key = jax.random.fold_in(RANDOM_KEY, step)
+            mean, carry = cgx.compressed_pmean(x, "a", codec, key=key, carry=carry)
+            total += mean
+        return total, carry.residuals
+
+    x = drawn("student", 4, 1000)
+    total, lost = (np.asarray(a) for a in on_ranks(run, mesh(4), check_vma=False)(x))
+    np.testing.assert_allclose(total[0] + lost.mean(0), steps * x.mean(0), rtol=1e-4, atol=1e-4)

@@ -385,3 +385,11 @@ def test_empty_messages():
     assert ops.reduce_encoded(nothing, payload).shape == (0,)
     assert ops.reduce_fed(nothing, payload, [])[1] == []
     assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5
+
+
+def test_vmap_with_an_axis_name():
+    codec = cgx.MaxMin(8, 64)
+    x = normal((4, 60))
+    f = jax.vmap(lambda x: lax.psum(cgx.roundtrip(x, codec), "i"), axis_name="i")
+    expected = sum(np.asarray(cgx.roundtrip(r, codec)) for r in x)
+    np.testing.assert_allclose(f(x)[0], expected, rtol=1e-5, atol=1e-5)

@@ -109,3 +109,14 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize("row", rows(BAD_ARGUMENTS))
 def test_bad_arguments(row):
     refused(*row)
+
+
+def test_all_coefficients_are_the_mean():
+    found = {}
+    for exchange in cgx.wan.Demo(k=64 * 64), cgx.Raw():
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), exchange)
+        state = train.init(PARAMS)
+        for _ in range(2):
+            state, _ = train.step(state, X)
+        found[type(exchange)] = state.params["w"]
+    np.testing.assert_allclose(*found.values(), atol=1e-5)

@@ -8,7 +8,7 @@
 //
 // The key has a third word, an offset. It is added to the 16 bits of every element, modulo 2^16. Ranks that share the
 // first two words and have evenly spaced offsets then use the same random numbers, shifted by equal distances:
-// jaxcgx/exchange/keys.py.
+// jaxcgx/exchange/message.py.
 #pragma once
 
 #include "codec/base.h"
