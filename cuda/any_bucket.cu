@@ -32,27 +32,30 @@ CGX_D void encode_scaled(const Lane& l, const float (&x)[kRows], const Grid& g, 
   }
 }
 
+struct EncodeBucketsRow : BucketRow, Draws, Residual, LargeBuckets {};
+
 template <class C, int kBits, bool kStochastic>
-__global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kMostThreads)
+    encode_any_bucket_kernel(const __grid_constant__ Table<EncodeBucketsRow> t, const __grid_constant__ Launch launch) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Extra& extra = t.extras[p.index];
-  const Residual& residual = t.residuals[p.index];
-  const Lane l(m, e, extra, p.tile);
-  if (!l.there(m, e)) return;
-  float* work = m.stage == kWhole ? nullptr : l.work(m, e, extra);
+  const EncodeBucketsRow& row = t.rows[p.index];
+  const Lane l(m, launch, e, row.last, p.tile);
+  if (!l.there(launch, e)) return;
+  const Stage stage = launch.stage;
+  float* work = stage == kWhole ? nullptr : memory_of(m, row, l.bucket, Lane::parts_of(m, e, row.last));
 
   float x[kRows];
   if (m.payloads != nullptr)
     sum_lane<C, kBits>(m, e, p, l, x);
   else
     load_lane(e.leaf, static_cast<DType>(e.dtype), l, x);
-  if (residual.old != nullptr) {
+  if (row.old != nullptr) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (r < l.rows) x[r] += residual.old[l.at(r)];
+      if (r < l.rows) x[r] += row.old[l.at(r)];
     }
   }
   float undivided[kRows];
@@ -61,29 +64,28 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
   divide(m, x);
 
   float lo = INFINITY, hi = -INFINITY;
-  if (m.stage <= kStats) {
+  if (stage <= kStats) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r < l.rows) lo = min_or_nan(lo, x[r]), hi = max_or_nan(hi, x[r]);
     }
-    widen_bucket(l, m.threads, &lo, &hi);
-    if (m.stage == kStats) {
+    widen_bucket(l, launch.threads, &lo, &hi);
+    if (stage == kStats) {
       if (l.thread == 0) *reinterpret_cast<float2*>(work + kGridFloats + kRangeFloats * l.part) = {lo, hi};
       return;
     }
   }
   float sum = 0.0f;
   if constexpr (traits_of(C::kKind).sums) {
-    if (m.stage <= kSums) {
-      const float scale =
-          m.stage == kSums ? reinterpret_cast<const Grid*>(work)->scale : scale_of(largest_of({lo, hi}));
-      sum = sum_of_block(l, m.threads, x, scale);
-      if (m.stage == kSums) {
+    if (stage <= kSums) {
+      const float scale = stage == kSums ? reinterpret_cast<const Grid*>(work)->scale : scale_of(largest_of({lo, hi}));
+      sum = sum_of_block(l, launch.threads, x, scale);
+      if (stage == kSums) {
         if (l.lane == 0)
-          work[kGridFloats + kRangeFloats * Lane::parts_of(m, e, extra) + l.part * kSumFloats + l.block] = sum;
+          work[kGridFloats + kRangeFloats * Lane::parts_of(m, e, row.last) + l.part * kSumFloats + l.block] = sum;
         return;
       }
-      if (m.threads > kLanes) {
+      if (launch.threads > kLanes) {
         __shared__ float of_block[kMostThreads / kLanes];
         of_block[threadIdx.x / kLanes] = sum;
         __syncthreads();
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
       }
     }
   }
-  const Grid g = m.stage == kCodes ? *reinterpret_cast<const Grid*>(work) : C::grid({lo, hi}, sum, l.size, m.codec);
+  const Grid g = stage == kCodes ? *reinterpret_cast<const Grid*>(work) : C::grid({lo, hi}, sum, l.size, m.codec);
 
   // Noise is drawn for the blocks of the leaf. The blocks of the bucket may begin elsewhere.
   int64_t first_noise = 0;
@@ -101,14 +103,14 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
   if constexpr (kStochastic) {
     // The noise is for all elements that the thread block encodes.
     const int64_t first =
-        extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
-    const int64_t count = m.stage == kWhole ? m.groups * (e.count == 1 ? extra.last : m.codec.bucket_size) : l.count;
+        row.start + (stage == kWhole ? static_cast<int64_t>(p.tile) * launch.groups * m.codec.bucket_size : l.element);
+    const int64_t count = stage == kWhole ? launch.groups * (e.count == 1 ? row.last : m.codec.bucket_size) : l.count;
     first_noise = first / kBlock * kBlock;
     const uint32_t* const key = m.keys + kKeyWords * p.row;
     const auto draws = static_cast<uint32_t>(div_up(first + count - first_noise, kBlock)) * kLanes;
     for (uint32_t i = threadIdx.x; i < draws; i += blockDim.x) {
       int32_t word[4];
-      draw(word, key, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, extra.id);
+      draw(word, key, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, row.id);
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
         noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] =
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
   const int32_t top = Levels::top(m.codec);
   Words<Scalar, kBits> w;
   w.clear();
-  uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+  uint8_t* chunk = chunk_of(m, p);
   uint8_t* codes = chunk + e.codes + l.codes(m);
   float scales[kRows];
   if constexpr (traits_of(C::kKind).scales) {
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
       int32_t random = 0;
       scales[r] = 1.0f;
       if (r >= l.rows || !g.finite) continue;
-      if constexpr (kStochastic) random = noise.of[extra.start + l.at(r) - first_noise];
+      if constexpr (kStochastic) random = noise.of[row.start + l.at(r) - first_noise];
       w.put(r, code_of<C, kBits, kStochastic>(x[r], g, top, random));
     }
   }
@@ -140,27 +142,30 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
   if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * m.meta, g);
   if (l.thread == 0 && l.bucket + 1 == e.count && l.part * kMostStaged + l.count == l.size)
     pad(chunk, static_cast<int64_t>(e.codes) + l.codes(m) + bucket_bytes(m.codec, l.count));
-  if (residual.old == nullptr) return;
+  if (row.old == nullptr) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (r >= l.rows) continue;
     const float lost = undivided[r] - m.divisor * plus<C, kBits>(base_of(g), unit_of(g), w, r, top, scales[r]);
-    residual.lost[l.at(r)] = is_finite(lost) ? lost : residual.old[l.at(r)];
+    row.lost[l.at(r)] = new_residual(lost, row.old + l.at(r));
   }
 }
 
+struct DecodeBucketsRow : BucketRow, Sum {};
+
 template <class C, int kBits>
-__global__ void __launch_bounds__(kMostThreads) decode_any_bucket_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kMostThreads)
+    decode_any_bucket_kernel(const __grid_constant__ Table<DecodeBucketsRow> t, const __grid_constant__ Launch launch) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Lane l(m, e, t.extras[p.index], p.tile);
-  if (!l.there(m, e)) return;
+  const Lane l(m, launch, e, t.rows[p.index].last, p.tile);
+  if (!l.there(launch, e)) return;
   float x[kRows];
   sum_lane<C, kBits>(m, e, p, l, x);
   divide(m, x);
-  float* out = t.residuals[p.index].lost;
+  float* out = t.rows[p.index].sum;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (r >= l.rows) continue;
@@ -171,22 +176,24 @@ __global__ void __launch_bounds__(kMostThreads) decode_any_bucket_kernel(const _
   }
 }
 
+struct RangeRow : BucketRow, Residual, LargeBuckets {};
+
 constexpr uint32_t kRangeThreads = kMostStaged / (kRows * 4);
 
 // Finds the range of each part of large buckets of leaves, like encode_any_bucket_kernel with kStats. But a thread
 // reads four neighbouring elements at a time.
 template <bool kFeedback>
 __global__ void __launch_bounds__(kRangeThreads, kFeedback ? 3 : 4)
-    range_kernel(const __grid_constant__ Table<true, true> t) {
+    range_kernel(const __grid_constant__ Table<RangeRow> t, const __grid_constant__ Launch) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Extra& extra = t.extras[p.index];
-  const auto parts = static_cast<uint32_t>(Lane::parts_of(m, e, extra));
+  const RangeRow& row = t.rows[p.index];
+  const auto parts = static_cast<uint32_t>(Lane::parts_of(m, e, row.last));
   const int64_t bucket = p.tile / parts, part = p.tile % parts;
   if (bucket >= e.count) return;
-  const int64_t size = bucket + 1 == e.count ? extra.last : m.codec.bucket_size;
+  const int64_t size = bucket + 1 == e.count ? row.last : m.codec.bucket_size;
   if (part * kMostStaged >= size) return;  // the last bucket may have fewer parts
   // A range may have an element twice. So the last part begins earlier if it would be short, and in a bucket of less
   // than one part, the last element is repeated.
@@ -213,9 +220,9 @@ __global__ void __launch_bounds__(kRangeThreads, kFeedback ? 3 : 4)
       each(DType::kF16);
   };
   float x[kRows][4];
-  load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& row) { set_row(x[r], row); });
+  load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& four) { set_row(x[r], four); });
   if constexpr (kFeedback) {
-    load(t.residuals[p.index].old, DType::kF32, [&](int r, const float4& row) { add_row(x[r], row); });
+    load(row.old, DType::kF32, [&](int r, const float4& four) { add_row(x[r], four); });
   }
   float lo = x[0][0], hi = lo;
 #pragma unroll
@@ -231,20 +238,23 @@ __global__ void __launch_bounds__(kRangeThreads, kFeedback ? 3 : 4)
 #pragma unroll
   for (uint32_t i = 1; i < kRangeThreads / kWarpSize; ++i)
     lo = min_or_nan(lo, of_warp[0][i]), hi = max_or_nan(hi, of_warp[1][i]);
-  float* work = m.workspace + extra.work + bucket * workspace_floats(m.codec.kind, parts);
+  float* work = memory_of(m, row, bucket, parts);
   *reinterpret_cast<float2*>(work + kGridFloats + kRangeFloats * part) = {lo, hi};
 }
 
+struct GridRow : BucketRow, LargeBuckets {};
+
 // Computes the grid of each large bucket from its parts, with one thread block per bucket. For a codec that needs sums
 // it runs twice: first it computes the scale, then, from the sums, the grid.
-__global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kMostThreads)
+    grid_kernel(const __grid_constant__ Table<GridRow> t, const __grid_constant__ Launch launch) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Extra& extra = t.extras[p.index];
-  const int64_t parts = Lane::parts_of(m, e, extra), n = p.tile + 1 == e.count ? extra.last : m.codec.bucket_size;
-  float* work = m.workspace + extra.work + p.tile * workspace_floats(m.codec.kind, parts);
+  const GridRow& row = t.rows[p.index];
+  const int64_t parts = Lane::parts_of(m, e, row.last), n = p.tile + 1 == e.count ? row.last : m.codec.bucket_size;
+  float* work = memory_of(m, row, p.tile, parts);
   const float2* range = reinterpret_cast<const float2*>(work + kGridFloats);
   float lo = INFINITY, hi = -INFINITY;
   for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x)
@@ -256,7 +266,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   const bool needs_sums = traits_of(m.codec.kind).sums;
   constexpr int64_t kGroup = kSumGroup / kBlock;
   const int64_t blocks = div_up(n, kBlock);
-  if (needs_sums && m.stage == kSums) {
+  if (needs_sums && launch.stage == kSums) {
     for (int64_t first = threadIdx.x * kGroup; first < blocks; first += blockDim.x * kGroup) {
       float sum = 0.0f;
       for (int64_t b = first; b < first + kGroup && b < blocks; ++b) sum += sums[b];
@@ -269,7 +279,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
     lo = min_or_nan(lo, of_warp[0][i]), hi = max_or_nan(hi, of_warp[1][i]);
   float sum = 0.0f;
   if (needs_sums) {
-    if (m.stage != kSums) {
+    if (launch.stage != kSums) {
       reinterpret_cast<Grid*>(work)->scale = scale_of(largest_of({lo, hi}));
       return;
     }
@@ -296,9 +306,10 @@ enum class Large { kNone, kAll, kRests };  // kRests: those after the whole bloc
 // Launches `kernel` on the buckets that kernels of quads don't take. With kWhole, it launches on buckets that fit in a
 // thread block, and may add the rests of large buckets as if they were buckets. With the other stages, it launches on
 // large buckets.
-Status launch_any_bucket(const Call& given, Stage stage, Large large, void (*kernel)(Table<true, true>),
+template <class Row>
+Status launch_any_bucket(const Call& call, Stage stage, Large large, void (*kernel)(Table<Row>, Launch),
                          const char* name, uint32_t threads = kMostThreads) {
-  const Layout& l = given.layout;
+  const Layout& l = call.layout;
   const Codec& c = l.codec;
   const auto takes = [&](const Piece& p) { return is_large(p) ? large != Large::kNone : stage == kWhole; };
   const auto first = [&](const Piece& p) { return is_large(p) && large == Large::kAll ? 0 : elements_of_quads(c, p); };
@@ -306,16 +317,12 @@ Status launch_any_bucket(const Call& given, Stage stage, Large large, void (*ker
   for (const Piece& p : l.pieces) {
     if (takes(p)) largest = std::max(largest, std::min(p.bucket, p.coded - first(p)));
   }
-  Call call = given;
-  Message& m = call.message;
-  m.stage = stage;
-  m.threads = large == Large::kAll ? threads : threads_for(c, largest);
-  m.groups = 1;
+  Launch launch{stage, large == Large::kAll ? threads : threads_for(c, largest), 1};
   if (stage == kWhole)  // The fast kernels leave only the last bucket of each piece.
-    m.groups = std::max(1u, (is_fast(c) ? kWarpSize : kSmallThreads) / m.threads);
+    launch.groups = std::max(1u, (is_fast(c) ? kWarpSize : kSmallThreads) / launch.threads);
   else
-    m.threads = std::max(m.threads, kWarpSize);
-  Launches launches(call, kernel, name, std::max(kWarpSize, m.groups * m.threads));
+    launch.threads = std::max(launch.threads, kWarpSize);
+  Launches launches(call, kernel, name, std::max(kWarpSize, launch.groups * launch.threads), launch);
   int64_t work = 0;
   for (int64_t row = 0; row < call.batch; ++row) {
     for (const Piece& p : l.pieces) {
@@ -326,12 +333,14 @@ Status launch_any_bucket(const Call& given, Stage stage, Large large, void (*ker
       if (rest == 0) continue;
       const int64_t before = at / p.bucket, count = div_up(rest, p.bucket);
       if (count > UINT32_MAX) return {name, cudaErrorInvalidConfiguration};
-      Item item(l, call.leaves, row, p, at, bucket_bytes(c, at), before * meta_floats(c));
+      Item<Row> item(l, call.leaves, row, p, at, bucket_bytes(c, at), before * meta_floats(c));
       item.entry.count = static_cast<uint32_t>(count);
-      item.extra.last = rest - (count - 1) * p.bucket;
-      item.extra.work = static_cast<uint32_t>(first_work + before * bucket_floats(c, p));
+      item.row.last = rest - (count - 1) * p.bucket;
+      if constexpr (std::is_base_of_v<LargeBuckets, Row>)
+        item.row.work = static_cast<uint32_t>(first_work + before * bucket_floats(c, p));
       const int64_t parts = div_up(count > 1 ? p.bucket : rest, kMostStaged);
-      launches.add(item, kernel == grid_kernel ? count : stage == kWhole ? div_up(count, m.groups) : count * parts);
+      const bool grids = std::is_same_v<Row, GridRow>;  // a tile for each bucket
+      launches.add(item, grids ? count : stage == kWhole ? div_up(count, launch.groups) : count * parts);
     }
   }
   return launches.finish();

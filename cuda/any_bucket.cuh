@@ -19,6 +19,16 @@ enum Stage : int32_t { kWhole, kStats, kSums, kCodes };
 static_assert(sizeof(Grid) <= kGridFloats * sizeof(float), "");
 static_assert(sizeof(float2) == kRangeFloats * sizeof(float), "");
 
+// What a launch does with all pieces.
+struct Launch {
+  Stage stage;
+  uint32_t threads, groups;  // threads of a bucket; buckets of a thread block
+};
+
+struct BucketRow : Early {
+  int64_t last;  // elements of the last bucket
+};
+
 // The lane of this thread, and its bucket or part of a bucket.
 struct Lane {
   int64_t bucket;   // index of the bucket in the entry
@@ -31,18 +41,18 @@ struct Lane {
   int32_t rows;  // number of rows in which this lane has an element
   bool coded;    // whether this lane has words
 
-  CGX_D Lane(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
-    thread = threadIdx.x % m.threads;
+  CGX_D Lane(const Message& m, const Launch& launch, const Entry& e, int64_t last, uint32_t tile) {
+    thread = threadIdx.x % launch.threads;
     first_thread = threadIdx.x - thread;
     part = 0;
-    if (m.stage == kWhole) {
-      bucket = static_cast<int64_t>(tile) * m.groups + threadIdx.x / m.threads;
+    if (launch.stage == kWhole) {
+      bucket = static_cast<int64_t>(tile) * launch.groups + threadIdx.x / launch.threads;
     } else {
-      const auto parts = static_cast<uint32_t>(parts_of(m, e, extra));
+      const auto parts = static_cast<uint32_t>(parts_of(m, e, last));
       bucket = tile / parts;
       part = tile % parts;
     }
-    size = bucket >= e.count ? 0 : bucket + 1 == e.count ? extra.last : m.codec.bucket_size;
+    size = bucket >= e.count ? 0 : bucket + 1 == e.count ? last : m.codec.bucket_size;
     const int64_t left = size - part * kMostStaged;
     count = static_cast<int32_t>(left < 0 ? 0 : left < kMostStaged ? left : kMostStaged);
     element = bucket * m.codec.bucket_size + part * kMostStaged;
@@ -54,21 +64,20 @@ struct Lane {
     rows = here >= kBlock ? kRows : lane < lanes ? (here - lane + lanes - 1) / lanes : 0;
     rows = rows > kRows ? kRows : rows < 0 ? 0 : rows;
   }
-  CGX_D static int64_t parts_of(const Message& m, const Entry& e, const Extra& extra) {
-    return div_up(e.count > 1 ? m.codec.bucket_size : extra.last, kMostStaged);
+  CGX_D static int64_t parts_of(const Message& m, const Entry& e, int64_t last) {
+    return div_up(e.count > 1 ? m.codec.bucket_size : last, kMostStaged);
   }
 
   // Returns whether any thread of the thread block has a bucket. It is the same for all threads of the block.
-  CGX_D bool there(const Message& m, const Entry& e) const { return bucket - threadIdx.x / m.threads < e.count; }
+  CGX_D bool there(const Launch& launch, const Entry& e) const {
+    return bucket - threadIdx.x / launch.threads < e.count;
+  }
   CGX_D int64_t at(int row) const { return element + block * kBlock + row * lanes + lane; }
 
   // Returns the byte offset of the block's words in the codes of the entry.
   CGX_D int64_t codes(const Message& m) const {
     return bucket * bucket_bytes(m.codec, m.codec.bucket_size) +
            bucket_bytes(m.codec, part * kMostStaged + block * kBlock);
-  }
-  CGX_D float* work(const Message& m, const Entry& e, const Extra& extra) const {
-    return m.workspace + extra.work + bucket * workspace_floats(m.codec.kind, parts_of(m, e, extra));
   }
 };
 

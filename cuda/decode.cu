@@ -8,7 +8,8 @@ namespace {
 
 // kSum: sums the payloads of all ranks and writes fp32 results.
 template <class C, int kBits, bool kSum>
-__global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __grid_constant__ Table<false, kSum> t) {
+__global__ void __launch_bounds__(kThreads, kSum ? 4 : 8)
+    decode_kernel(const __grid_constant__ Table<If<kSum, Sum>> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Entry& e = t.entries[p.index];
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __
   decode_quad<C, kBits, kSum>(t.message, e, p, unit, x);
   if constexpr (kSum) {
     divide(t.message, x);
-    store_quad(t.residuals[p.index].lost, DType::kF32, q.element(), q.lanes, x);
+    store_quad(t.rows[p.index].sum, DType::kF32, q.element(), q.lanes, x);
   } else {
     store_quad(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), q.element(), q.lanes, x);
   }
@@ -33,9 +34,7 @@ Status decode_all(const Call& call) {
   if (is_fast(codec) || has_large_blocks(codec)) {
     const Status s = with_decode_variant(codec, [&](auto variant) {
       using V = decltype(variant);
-      const auto launch = [&](auto kernel) {
-        return launch_quads(call, Launches(call, kernel, "decode kernel", kThreads));
-      };
+      const auto launch = [&](auto kernel) { return launch_quads(call, kernel, "decode kernel"); };
       return call.message.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
                                : launch(decode_kernel<typename V::Codec, V::bits, false>);
     });

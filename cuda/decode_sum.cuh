@@ -62,11 +62,6 @@ struct Metadata {
   }
 };
 
-// Returns the payload of rank 0. The other ranks' payloads follow, chunk_bytes apart.
-CGX_D const uint8_t* payloads_of(const Message& m, const Place& p) {
-  return m.payloads + (m.where != nullptr ? p.row : p.slot) * static_cast<int64_t>(m.ranks) * m.chunk_bytes;
-}
-
 // Adds a decoded quad to x.
 template <class C, int kBits>
 CGX_D void plus_quad(const QuadCodes<C, kBits>& codes, float unit, int32_t top, float (&x)[kRows][4]) {

@@ -6,7 +6,8 @@ namespace jaxcgx::cuda {
 namespace {
 
 template <class C, int kBits, bool kStochastic, bool kFeedback>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant__ Table<kStochastic, kFeedback> t) {
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(const __grid_constant__ Table<EncodeRow<kStochastic, kFeedback>> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   const auto dtype = static_cast<DType>(e.dtype);
   if constexpr (kFeedback) {
     // The residuals are loaded first, so that all loads of the leaf are issued before one of them is used.
-    if (there) load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, set);
+    if (there) load_quad(t.rows[p.index].old, DType::kF32, q.element(), q.lanes, set);
     if (there) add_quad(e.leaf, dtype, q, x);
   } else {
     if (there) load_quad(e.leaf, dtype, q.element(), q.lanes, set);
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   QuadCodes<C, kBits> codes;
   const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, codes);
   if constexpr (kFeedback) {
-    if (there) store_lost(m, t.residuals[p.index], q, g, codes, 1.0f, x);
+    if (there) store_lost(m, t.rows[p.index], q, g, codes, 1.0f, x);
   }
 }
 
@@ -53,9 +54,7 @@ Status encode_all(const Call& call) {
   if (is_fast(codec)) {
     const Status s = with_encode_variant(codec, [&](auto variant) {
       using V = decltype(variant);
-      const auto launch = [&](auto kernel) {
-        return launch_quads(call, Launches(call, kernel, "encode kernel", kThreads));
-      };
+      const auto launch = [&](auto kernel) { return launch_quads(call, kernel, "encode kernel"); };
       return call.leaves.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
                                               : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });

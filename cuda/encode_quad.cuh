@@ -31,9 +31,13 @@ inline int64_t elements_of_quads(const Codec& c, const Piece& p) {
   return whole == 0 ? 0 : p.coded / whole * whole;
 }
 
+template <bool kStochastic, bool kFeedback>
+struct EncodeRow : If<kStochastic, Draws>, If<kFeedback, Residual> {};
+
 // Launches a kernel of quads on all pieces.
-template <class T>
-Status launch_quads(const Call& call, Launches<T> launches) {
+template <class Row>
+Status launch_quads(const Call& call, void (*kernel)(Table<Row>), const char* name) {
+  Launches launches(call, kernel, name, kThreads);
   const Layout& l = call.layout;
   const Codec& c = l.codec;
   int64_t work = 0;
@@ -46,9 +50,10 @@ Status launch_quads(const Call& call, Launches<T> launches) {
       if ((p.bucket & (p.bucket - 1)) != 0) most = std::min(most, p.bucket);
       for (int64_t at = 0; at < end; at += most) {
         const int64_t units = std::min(most, end - at) / (kRows * 4), bucket = at / p.bucket;
-        Item item(l, call.leaves, row, p, at, bucket_bytes(c, at), bucket * meta_floats(c));
+        Item<Row> item(l, call.leaves, row, p, at, bucket_bytes(c, at), bucket * meta_floats(c));
         item.entry.count = static_cast<uint32_t>(units);
-        item.extra.work = static_cast<uint32_t>(first_work + bucket * bucket_floats(c, p));
+        if constexpr (std::is_base_of_v<LargeBuckets, Row>)
+          item.row.work = static_cast<uint32_t>(first_work + bucket * bucket_floats(c, p));
         launches.add(item, div_up(units, kThreads));
       }
     }
@@ -212,9 +217,9 @@ CGX_D void codes_of_quad(const T& t, const Place& p, const Quad& q, const Grid& 
       if constexpr (kStochastic) {
         const uint32_t* const key = m.keys + kKeyWords * p.row;
         offset = key[2];
-        const Extra& extra = t.extras[p.index];
-        const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + q.block);
-        draw(word, key, block * kLanes + q.place * 4 + j, extra.id);
+        const Draws& draws = t.rows[p.index];
+        const uint64_t block = static_cast<uint64_t>(draws.start / kBlock + q.block);
+        draw(word, key, block * kLanes + q.place * 4 + j, draws.id);
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -241,7 +246,7 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   const Grid g = grid_of_quads<C>(x, m.log_bucket, m.codec);
   codes_of_quad<C, kBits, kStochastic>(t, p, q, g, x, codes);
   if (there) {
-    uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+    uint8_t* chunk = chunk_of(m, p);
     codes.store(chunk + e.codes + codes.at(q), q);
     if ((unit << 5 & ((1u << m.log_bucket) - 1)) == 0) {
       store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(m.meta), g);
@@ -250,8 +255,7 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   return g;
 }
 
-// Stores the residuals: the error of encoding x, where x / divisor was encoded. If an error is not finite (an overflow,
-// a NaN), it is not a rounding error, so the old residual is kept. Only in this rare case it is read again.
+// Stores the residuals: the error of encoding x, where x / divisor was encoded.
 template <class C, int kBits>
 CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g,
                       const QuadCodes<C, kBits>& codes, float divisor, float (&x)[kRows][4]) {
@@ -263,7 +267,7 @@ CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q,
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float lost = x[r][j] - divisor * plus<C, kBits>(base_of(g), unit_of(g), codes.lane[j], r, top, scale);
-      x[r][j] = is_finite(lost) ? lost : old[r * q.lanes + j];
+      x[r][j] = new_residual(lost, old + r * q.lanes + j);
     }
   }
   store_quad(residual.lost, DType::kF32, q.element(), q.lanes, x);

@@ -12,7 +12,14 @@ namespace {
 
 constexpr int64_t kWarps = kThreads / kWarpSize, kLengths = kThreads;  // blocks, and lengths, of a thread block
 constexpr uint32_t kStartThreads = 256;
-using Pieces = Table<true, true>;
+
+struct BlocksRow {
+  int64_t elements;
+  uint8_t* overflow;        // of its blocks, in the workspace
+  uint32_t* starts;         // per block: see Block::start
+  uint32_t chunk_overflow;  // offset of the overflow from the beginning of the chunk, in units of 4 bytes
+};
+using Pieces = Table<BlocksRow>;
 
 // The memory of a block of elements.
 struct Block {
@@ -26,18 +33,17 @@ struct Block {
   CGX_D Block(const Pieces& t, const Place& p, int64_t block) {
     const Message& m = t.message;
     const Entry& e = t.entries[p.index];
-    const Extra& extra = t.extras[p.index];
-    const int64_t left = extra.last - block * kLosslessBlock;
+    const BlocksRow& row = t.rows[p.index];
+    const int64_t left = row.elements - block * kLosslessBlock;
     dtype = static_cast<DType>(e.dtype);
     n = left < 0 ? 0 : left < kLosslessBlock ? left : kLosslessBlock;
     elements = static_cast<uint8_t*>(const_cast<void*>(e.leaf)) + block * kLosslessBlock * size_of(dtype);
-    uint8_t* const chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+    uint8_t* const chunk = chunk_of(m, p);
     head = chunk + e.codes + 2 * block;
-    planes = chunk + e.codes + lossless_head_bytes(extra.last) + block * lossless_plane_bytes(dtype, kLosslessBlock);
-    overflow =
-        reinterpret_cast<uint8_t*>(t.residuals[p.index].lost) + block * lossless_most_bytes(dtype, kLosslessBlock);
-    start = const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(t.residuals[p.index].old)) + block;
-    chunk_overflow = chunk + int64_t{4} * e.meta;
+    planes = chunk + e.codes + lossless_head_bytes(row.elements) + block * lossless_plane_bytes(dtype, kLosslessBlock);
+    overflow = row.overflow + block * lossless_most_bytes(dtype, kLosslessBlock);
+    start = row.starts + block;
+    chunk_overflow = chunk + int64_t{4} * row.chunk_overflow;
   }
   // Returns the length of the overflow from the head. The head may be untrusted, so it is at most the most bytes.
   CGX_D int64_t length() const {
@@ -520,13 +526,11 @@ struct Lines {
         for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
           const Piece &p = l.pieces[static_cast<size_t>(k)], &q = work.raw.pieces[static_cast<size_t>(k)];
           const int64_t overflow = l.overflow[static_cast<size_t>(c)];
-          Item item(l, call.leaves, row, p);
+          Item<BlocksRow> item(l, call.leaves, row, p);
           if (call.leaves.leaves == nullptr) item.entry.leaf = raw + line * work.raw.chunk_bytes + q.codes;
-          item.entry.meta = static_cast<uint32_t>(overflow / 4);
-          item.extra.last = p.coded;
-          item.residual.old = reinterpret_cast<const float*>(workspace + work.starts_at()) + block;
-          item.residual.lost = reinterpret_cast<float*>(workspace + work.overflow_at() + line * work.most_overflow +
-                                                        (p.overflow - overflow));
+          item.row = {p.coded, workspace + work.overflow_at() + line * work.most_overflow + (p.overflow - overflow),
+                      reinterpret_cast<uint32_t*>(workspace + work.starts_at()) + block,
+                      static_cast<uint32_t>(overflow / 4)};
           launches.add(item, div_up(p.coded, elements));
           block += div_up(p.coded, kLosslessBlock);
         }

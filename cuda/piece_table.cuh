@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <tuple>
 
 #include "cuda/arithmetic.cuh"
 #include "cuda/cuda.h"
@@ -52,8 +53,7 @@ CGX_D void wait_for_all(uint32_t* arrived) {
 
 constexpr int kSlotBits = 30;
 
-// A piece, or the part of a piece that a kernel processes. `slot` is row * chunks + chunk. Some kernels use `meta`, and
-// `last`, `id` and `work` of Extra, for other data.
+// A piece, or the part of a piece that a kernel processes. `slot` is row * chunks + chunk.
 struct Entry {
   const void* leaf;  // the first element of the piece
   uint64_t codes;    // offset of the codes from the beginning of the chunk, in bytes
@@ -62,18 +62,30 @@ struct Entry {
   uint32_t tile;   // index of its first tile among the slot's tiles in this launch
   uint32_t count;  // number of items; each kernel defines the unit
 };
-// Further fields, for some kernels only.
-struct Extra {
-  int64_t start;  // index in the leaf of the first element
-  int64_t last;   // elements of the last bucket
-  uint32_t id;    // id of the leaf, for noise
-  uint32_t work;  // offset in the workspace, in floats
+// The row of a kernel is what it has to know about a piece beyond the Entry. Each kernel has a struct for it, which is
+// made of these parts, and of fields that only this kernel has. Item fills the parts.
+struct Draws {
+  int64_t start;  // for noise: index in the leaf of the first element
+  uint32_t id;    // for noise: id of the leaf
 };
-// The residuals of a piece. `lost` is for the new residuals, or for the fp32 sum.
 struct Residual {
   const float* old;
-  float* lost;
+  float* lost;  // the new residuals
 };
+// Returns the new residual (codec/operations.h). Only if the error is not finite, the old one is read again.
+CGX_D float new_residual(float error, const float* old) { return is_finite(error) ? error : *old; }
+struct Sum {
+  float* sum;  // the fp32 result
+};
+// For kernels that may begin before the previous one has ended (Call::early): TopK's, and those of its values.
+struct Early {};
+struct LargeBuckets {
+  uint32_t work;  // offset in the workspace of the memory of the first bucket, in floats
+};
+template <class T>
+struct Without {};
+template <bool kIf, class T>
+using If = std::conditional_t<kIf, T, Without<T>>;
 
 // Threads of a thread block of the fast kernels. A thread has 32 elements, so a block has the largest fast bucket.
 constexpr uint32_t kThreads = 128;
@@ -104,9 +116,6 @@ struct Message {
   bool sums;           // the operation sums payloads; also true for one payload
   bool own;            // Entry::leaf has the own rank's elements, which replace its payload
   int32_t log_bucket;  // log2 of the bucket size, rounded up, for the kernels of quads
-  // For the other kernels: threads of a bucket, buckets of a thread block, and the stage for large buckets.
-  uint32_t threads, groups;
-  int32_t stage;
 };
 
 // The most bytes of parameters of a kernel, from sm_70 and CUDA 12.1 on. They are enough for a thousand pieces. Tests
@@ -116,23 +125,17 @@ struct Message {
 #endif
 constexpr int64_t kParameterBytes = JAXCGX_PARAMETER_BYTES;
 
-template <bool kExtra, bool kFeedback>
+template <class Row>
 struct Table {
-  static constexpr int kMost =
-      (kParameterBytes - static_cast<int>(sizeof(Message)) - 64) /
-      static_cast<int>(sizeof(Entry) + (kExtra ? sizeof(Extra) : 0) + (kFeedback ? sizeof(Residual) : 0));
-  static constexpr int kExtras = kExtra ? kMost : 1, kResiduals = kFeedback ? kMost : 1;
-  // Whether its kernels may begin before the previous kernel has ended (Call::early). This table is that of TopK. The
-  // kernels of other tables don't have to wait.
-  static constexpr bool kEarly = kExtra && kFeedback;
+  static constexpr bool kRows = !std::is_empty_v<Row>;
+  static constexpr int kMost = (kParameterBytes - static_cast<int>(sizeof(Message)) - 64) /
+                               static_cast<int>(sizeof(Entry) + (kRows ? sizeof(Row) : 0));
   Message message;
   uint32_t first, count;  // first: the slot (with `where`: the row) of tile (0, 0); count: number of entries
   uint32_t width, lines;  // numbers of tiles in x and y, which is the grid unless all thread blocks are resident
   Entry entries[kMost];
-  Extra extras[kExtras];
-  Residual residuals[kResiduals];
+  Row rows[kRows ? kMost : 1];
 };
-static_assert(sizeof(Table<false, false>) <= kParameterBytes && sizeof(Table<true, true>) <= kParameterBytes, "");
 
 constexpr uint32_t kNowhere = 0xffffffffu;
 
@@ -144,17 +147,17 @@ struct Place {
 };
 // Waits until the previous kernel has ended, if this one may have begun before (Call::early). The next one may now be
 // launched.
-template <class T>
+template <class Row>
 CGX_D void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (T::kEarly) {
+  if constexpr (std::is_base_of_v<Early, Row>) {
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 #endif
 }
-template <class T>
-CGX_D Place place_of(const T& t, uint32_t x, uint32_t y) {
+template <class Row>
+CGX_D Place place_of(const Table<Row>& t, uint32_t x, uint32_t y) {
   const Message& m = t.message;
   Place p;
   p.index = -1;
@@ -187,17 +190,30 @@ CGX_D Place place_of(const T& t, uint32_t x, uint32_t y) {
   }
   return p;
 }
-template <class T>
-CGX_D Place place_of(const T& t) {
-  wait_for_previous<T>();
+template <class Row>
+CGX_D Place place_of(const Table<Row>& t) {
+  wait_for_previous<Row>();
   return place_of(t, blockIdx.x, blockIdx.y);
+}
+
+// Returns the chunk of the encoded payload, and the first of those to decode: the payload of rank 0. The other ranks'
+// payloads follow, chunk_bytes apart.
+CGX_D uint8_t* chunk_of(const Message& m, const Place& p) {
+  return m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+}
+CGX_D const uint8_t* payloads_of(const Message& m, const Place& p) {
+  return m.payloads + (m.where != nullptr ? p.row : p.slot) * static_cast<int64_t>(m.ranks) * m.chunk_bytes;
+}
+// Returns the memory in the workspace of a large bucket with so many parts.
+CGX_D float* memory_of(const Message& m, const LargeBuckets& row, int64_t bucket, int64_t parts) {
+  return m.workspace + row.work + bucket * workspace_floats(m.codec.kind, parts);
 }
 
 // The pointers to a message's buffers, in host memory. leaves[i] is leaf i of the first row.
 struct Leaves {
   const void* const* leaves = nullptr;      // encode: the input; reduce: the own rank's leaves; decode: the output
   const float* const* residuals = nullptr;  // null: no feedback
-  float* const* results = nullptr;          // the new residuals, or the fp32 sum
+  float* const* results = nullptr;          // with feedback: the new residuals; reduce without it: the fp32 sum
   const int64_t* ids = nullptr;
   const int64_t* starts = nullptr;  // per leaf: element 0 draws the noise of this element; null: 0
 };
@@ -206,29 +222,35 @@ inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) {
   return static_cast<uint32_t>(row * l.chunks() + chunk) & ((1u << kSlotBits) - 1);
 }
 
-// A piece, as an item for Launches::add. The caller sets entry.count.
+// A piece, as an item for Launches::add. The caller sets entry.count, and the fields that only this kernel's row has.
+template <class Row>
 struct Item {
   Entry entry = {};
-  Extra extra = {};
-  Residual residual = {};
+  Row row = {};
 
   Item() = default;
   // Makes an item of the elements of a piece from element `at` on. `codes` and `meta` are the offsets of their codes
   // (in bytes) and metadata (in floats) from the piece's.
-  Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0,
+  Item(const Layout& l, const Leaves& b, int64_t row_index, const Piece& p, int64_t at = 0, int64_t codes = 0,
        int64_t meta = 0) {
     const auto i = static_cast<size_t>(p.leaf);
     const DType dtype = l.leaves[i].dtype;
-    const int64_t element = row * l.leaves[i].size + p.start + at;
+    const int64_t element = row_index * l.leaves[i].size + p.start + at;
     if (b.leaves != nullptr) entry.leaf = static_cast<const char*>(b.leaves[i]) + element * size_of(dtype);
     entry.codes = static_cast<uint64_t>(p.codes + codes);
     entry.meta = static_cast<uint32_t>(p.meta / 4 + meta);
-    entry.slot = slot_of(l, row, p.chunk);
+    entry.slot = slot_of(l, row_index, p.chunk);
     entry.dtype = static_cast<uint32_t>(dtype) & 3u;
-    extra.start = p.start + at + (b.starts != nullptr ? b.starts[i] : 0);
-    if (b.ids != nullptr) extra.id = static_cast<uint32_t>(b.ids[i]);
-    if (b.residuals != nullptr) residual.old = b.residuals[i] + element;
-    if (b.results != nullptr) residual.lost = b.results[i] + element;
+    if constexpr (std::is_base_of_v<Draws, Row>) {
+      row.start = p.start + at + (b.starts != nullptr ? b.starts[i] : 0);
+      if (b.ids != nullptr) row.id = static_cast<uint32_t>(b.ids[i]);
+    }
+    if constexpr (std::is_base_of_v<Residual, Row>) {
+      if (b.residuals != nullptr) row.old = b.residuals[i] + element, row.lost = b.results[i] + element;
+    }
+    if constexpr (std::is_base_of_v<Sum, Row>) {
+      if (b.results != nullptr) row.sum = b.results[i] + element;
+    }
   }
 };
 
@@ -275,36 +297,40 @@ struct Call {
 // Returns whether kernels may begin early: whether the code that this GPU runs is code that waits. encode.cu
 bool begins_early();
 
-// Collects pieces in the order of slots. Launches a kernel whenever the table is full.
-template <class T>
+// Collects pieces in the order of slots. Launches a kernel whenever the table is full. `Given`: the kernel's parameters
+// after the table, which are the same for all pieces.
+template <class Row, class... Given>
 class Launches {
  public:
-  // resident: all thread blocks of the kernel run at the same time, so that they can wait for each other. They are at
-  // most as many as the GPU has room for, and share the tiles. The kernel begins when no other kernel takes this room.
-  Launches(const Call& call, void (*kernel)(T), const char* name, uint32_t threads, bool resident = false)
-      : kernel_(kernel), name_(name), resident_(resident) {
+  Launches(const Call& call, void (*kernel)(Table<Row>, Given...), const char* name, uint32_t threads,
+           const Given&... given)
+      : given_(given...), kernel_(kernel), name_(name) {
+    static_assert(sizeof(Table<Row>) + (sizeof(Given) + ... + 0) <= kParameterBytes, "");
     table_.message = call.message;
     table_.count = 0;
     config_.blockDim = dim3(threads);
     config_.stream = call.stream;
     config_.attrs = &attribute_;
+    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute_.val.programmaticStreamSerializationAllowed = 1;
+    config_.numAttrs = std::is_base_of_v<Early, Row> && call.early ? 1 : 0;
+  }
+
+  // From now on, all thread blocks of a launch run at the same time, so that they can wait for each other. They are at
+  // most as many as the GPU has room for, and share the tiles. The kernel begins when no other kernel takes this room.
+  void make_resident() {
+    resident_ = true;
+    attribute_.id = cudaLaunchAttributeCooperative;
+    attribute_.val.cooperative = 1;
     config_.numAttrs = 1;
-    if (resident) {
-      attribute_.id = cudaLaunchAttributeCooperative;
-      attribute_.val.cooperative = 1;
-      find_room();
-    } else {
-      attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute_.val.programmaticStreamSerializationAllowed = 1;
-      config_.numAttrs = T::kEarly && call.early ? 1 : 0;
-    }
+    find_room();
   }
 
   // Adds a piece with so many tiles.
-  void add(const Item& item, int64_t tiles) {
+  void add(const Item<Row>& item, int64_t tiles) {
     Entry entry = item.entry;
     const uint32_t y = line(entry.slot);
-    if (table_.count == T::kMost || (table_.count > 0 && y - table_.first >= kMostLines)) launch();
+    if (table_.count == Table<Row>::kMost || (table_.count > 0 && y - table_.first >= kMostLines)) launch();
     if (table_.count == 0)
       table_.first = y, widest_ = next_ = 0;
     else if (entry.slot != table_.entries[table_.count - 1].slot)
@@ -314,8 +340,7 @@ class Launches {
     widest_ = std::max(widest_, next_);
     const uint32_t i = table_.count++;
     table_.entries[i] = entry;
-    if (T::kExtras > 1) table_.extras[i] = item.extra;
-    if (T::kResiduals > 1) table_.residuals[i] = item.residual;
+    if (Table<Row>::kRows) table_.rows[i] = item.row;
   }
 
   // Launches the kernel on the remaining pieces. Returns the first error of all launches.
@@ -336,7 +361,10 @@ class Launches {
     if (status_.call == nullptr && widest_ > most) status_ = {name_, cudaErrorInvalidConfiguration};
     config_.gridDim = dim3(table_.width, table_.lines);
     if (resident_) config_.gridDim = dim3(static_cast<uint32_t>(std::min(room_, widest_ * table_.lines)));
-    if (status_.call == nullptr) status_ = cuda::launch(config_, kernel_, name_, table_);
+    if (status_.call == nullptr) {
+      status_ = std::apply(
+          [&](const Given&... given) { return cuda::launch(config_, kernel_, name_, table_, given...); }, given_);
+    }
     table_.count = 0;
   }
   // Finds the number of the kernel's thread blocks that the GPU has room for at the same time.
@@ -351,12 +379,13 @@ class Launches {
     if (error != cudaSuccess) status_ = {name_, error};
   }
 
-  T table_;
+  Table<Row> table_;
+  std::tuple<Given...> given_;
   cudaLaunchConfig_t config_ = {};
   cudaLaunchAttribute attribute_ = {};
-  void (*kernel_)(T);
+  void (*kernel_)(Table<Row>, Given...);
   const char* name_;
-  bool resident_;
+  bool resident_ = false;
   int64_t room_ = 0;
   Status status_;
   int64_t widest_ = 0, next_ = 0;

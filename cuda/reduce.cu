@@ -8,7 +8,8 @@ namespace jaxcgx::cuda {
 namespace {
 
 template <class C, int kBits, bool kStochastic, bool kFeedback>
-__global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_constant__ Table<kStochastic, kFeedback> t) {
+__global__ void __launch_bounds__(kThreads, 4)
+    reduce_kernel(const __grid_constant__ Table<EncodeRow<kStochastic, kFeedback>> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -19,14 +20,14 @@ __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_consta
   float x[kRows][4] = {}, undivided[kRows][4];
   if (there) decode_quad<C, kBits, true>(m, e, p, unit, x);
   if constexpr (kFeedback) {
-    if (there) add_quad(t.residuals[p.index].old, DType::kF32, q, x);
+    if (there) add_quad(t.rows[p.index].old, DType::kF32, q, x);
     copy_quad(x, undivided);
   }
   if (there) divide(m, x);
   QuadCodes<C, kBits> codes;
   const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, codes);
   if constexpr (kFeedback) {
-    if (there) store_lost(m, t.residuals[p.index], q, g, codes, m.divisor, undivided);
+    if (there) store_lost(m, t.rows[p.index], q, g, codes, m.divisor, undivided);
   }
 }
 
@@ -58,9 +59,7 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   if (is_fast(l.codec)) {
     const Status s = with_encode_variant(l.codec, [&](auto variant) {
       using V = decltype(variant);
-      const auto launch = [&](auto kernel) {
-        return launch_quads(call, Launches(call, kernel, "reduce kernel", kThreads));
-      };
+      const auto launch = [&](auto kernel) { return launch_quads(call, kernel, "reduce kernel"); };
       return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
                                     : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });

@@ -25,13 +25,19 @@ struct Shared {
 };
 CGX_D int place_in(int block, int at) { return block * (kBlock + kLanes) + at; }
 
+struct RotatedRow {
+  int64_t last;  // elements of the last bucket
+};
+struct EncodeRotatedRow : RotatedRow, Draws, Residual {};
+struct DecodeRotatedRow : RotatedRow, Sum {};
+
 struct Bucket {
   int n, size, blocks, log_size;
   int64_t element;   // index in the entry of the first element
   int block, place;  // the block of this thread's quad; index of the quad in the block
 
-  CGX_D Bucket(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
-    n = static_cast<int>(tile + 1 == e.count ? extra.last : m.codec.bucket_size);
+  CGX_D Bucket(const Message& m, const Entry& e, int64_t last, uint32_t tile) {
+    n = static_cast<int>(tile + 1 == e.count ? last : m.codec.bucket_size);
     size = static_cast<int>(padded(n));
     blocks = size / kBlock;
     log_size = log_of(size);
@@ -304,7 +310,7 @@ CGX_D float find_levels(const Bucket& b, const float (&x)[kRows][4], Shared& s, 
 using QuadNoise = uint16_t[kRows * 4][kThreads];
 
 // Draws the noise of a quad. The padding of a bucket repeats the noise of the bucket.
-CGX_D void draw_noise(const Bucket& b, const Extra& extra, const uint32_t* key, QuadNoise& noise) {
+CGX_D void draw_noise(const Bucket& b, const Draws& draws, const uint32_t* key, QuadNoise& noise) {
   if (b.block >= b.blocks) return;
   const uint32_t t = threadIdx.x;
 #pragma unroll 1
@@ -313,8 +319,8 @@ CGX_D void draw_noise(const Bucket& b, const Extra& extra, const uint32_t* key, 
     int32_t word[4];
     // Draws for the lane of element `at` of the bucket, and returns the element's row.
     const auto draw_lane = [&](int at) {
-      const auto element = static_cast<uint64_t>(extra.start + b.element + at % b.n);
-      draw(word, key, element / kBlock * kLanes + element % kLanes, extra.id);
+      const auto element = static_cast<uint64_t>(draws.start + b.element + at % b.n);
+      draw(word, key, element / kBlock * kLanes + element % kLanes, draws.id);
       return static_cast<int>(element % kBlock / kLanes);
     };
     if (first + (kRows - 1) * kLanes < b.n) {
@@ -387,14 +393,13 @@ CGX_D uint32_t largest_of_columns(const Bucket& b, const float (&x)[kColumn], Sh
 }
 
 template <bool kTable, bool kFeedback>
-__global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_constant__ Table<EncodeRotatedRow> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Extra& extra = t.extras[p.index];
-  const Residual& residual = t.residuals[p.index];
-  const Bucket b(m, e, extra, p.tile);
+  const EncodeRotatedRow& row = t.rows[p.index];
+  const Bucket b(m, e, row.last, p.tile);
   __shared__ Shared s;
   if constexpr (kTable) fill_levels(m.codec, s);
   const auto at = [](int k) { return k * kBlock + static_cast<int>(threadIdx.x); };
@@ -410,7 +415,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   if constexpr (kFeedback) {
 #pragma unroll
     for (int k = 0; k < kColumn; ++k) {
-      if (at(k) < b.n) x[k] += residual.old[b.element + at(k)];
+      if (at(k) < b.n) x[k] += row.old[b.element + at(k)];
     }
   }
 #pragma unroll
@@ -421,10 +426,10 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   if (threadIdx.x == 0) {
     s.seed = 0;
     if (kTable) {
-      const auto first = static_cast<uint64_t>((extra.start + b.element) / kBlock * kLanes);
+      const auto first = static_cast<uint64_t>((row.start + b.element) / kBlock * kLanes);
       int32_t word[4], next[4];
-      draw(word, key, first, extra.id);
-      draw(next, key, first + (b.n > 1), extra.id);
+      draw(word, key, first, row.id);
+      draw(next, key, first + (b.n > 1), row.id);
       s.seed = seed_of(static_cast<uint32_t>(noise_of<Scalar>(word, 0, key[2])),
                        static_cast<uint32_t>(noise_of<Scalar>(next, 0, key[2])));
     }
@@ -445,12 +450,12 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   to_quads(b, y, s, quad);
   transform_quads(quad, b.place);
 
-  uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+  uint8_t* chunk = chunk_of(m, p);
   uint8_t* codes = chunk + e.codes + p.tile * packed_bytes(m.codec.bucket_size, code_bits(m.codec));
   Grid g = {};
   __shared__ std::conditional_t<kTable, char, QuadNoise> noise;  // not used with a table
   if constexpr (!kTable) {
-    if (m.codec.stochastic) draw_noise(b, extra, key, noise);
+    if (m.codec.stochastic) draw_noise(b, row, key, noise);
   }
   with_bits<kTable>(m.codec.bits, [&](auto bits) CGX_INLINE {
     QuadCodes<Levels, decltype(bits)::value> sent;
@@ -482,17 +487,18 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
     if (at(k) >= b.n) continue;
     const int64_t i = b.element + at(k);
     const float lost = x[k] - m.divisor * y[k];
-    residual.lost[i] = is_finite(lost) ? lost : residual.old[i];
+    row.lost[i] = new_residual(lost, row.old + i);
   }
 }
 
 template <bool kTable>
-__global__ void __launch_bounds__(kThreads, 4) decode_rotated_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kThreads, 4)
+    decode_rotated_kernel(const __grid_constant__ Table<DecodeRotatedRow> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Bucket b(m, e, t.extras[p.index], p.tile);
+  const Bucket b(m, e, t.rows[p.index].last, p.tile);
   __shared__ Shared s;
   if constexpr (kTable) fill_levels(m.codec, s);
   float x[kColumn];
@@ -503,13 +509,14 @@ __global__ void __launch_bounds__(kThreads, 4) decode_rotated_kernel(const __gri
     const int at = k * kBlock + static_cast<int>(threadIdx.x);
     if (at >= b.n) continue;
     if (m.sums)
-      t.residuals[p.index].lost[b.element + at] = x[k];
+      t.rows[p.index].sum[b.element + at] = x[k];
     else
       store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), b.element + at, x[k]);
   }
 }
 
-Status launch(const Call& call, void (*kernel)(Table<true, true>), const char* name) {
+template <class Row>
+Status launch(const Call& call, void (*kernel)(Table<Row>), const char* name) {
   const Layout& l = call.layout;
   Launches launches(call, kernel, name, kThreads);
   for (int64_t row = 0; row < call.batch; ++row) {
@@ -517,9 +524,9 @@ Status launch(const Call& call, void (*kernel)(Table<true, true>), const char* n
       if (p.coded == 0) continue;
       const int64_t count = div_up(p.coded, p.bucket);
       if (count > UINT32_MAX) return {name, cudaErrorInvalidConfiguration};
-      Item item(l, call.leaves, row, p);
+      Item<Row> item(l, call.leaves, row, p);
       item.entry.count = static_cast<uint32_t>(count);
-      item.extra.last = p.coded - (count - 1) * p.bucket;
+      item.row.last = p.coded - (count - 1) * p.bucket;
       launches.add(item, count);
     }
   }

@@ -8,8 +8,6 @@
 
 namespace jaxcgx::cuda {
 
-using Pieces = Table<true, true>;  // extra.last: the most elements that are sent; extra.work: the piece's memory
-
 CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int64_t{3}; }
 
 // The memory for encoding a piece: offsets in words. A warp reads a segment at a time, and a thread block a tile.

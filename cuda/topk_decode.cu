@@ -9,6 +9,12 @@
 namespace jaxcgx::cuda {
 namespace {
 
+struct ListRow : Early, Sum {
+  uint32_t k, memory;  // the most indices; offset in the workspace of the list's memory, in words
+  uint32_t next;       // words of the workspace from a list to the list of the next rank
+};
+using Lists = Table<ListRow>;
+
 // A list of indices. Each decoded index is replaced by the maximum of itself and all indices before it. So indices
 // ascend even in bytes that no encoder wrote. An index that is not above the index before it counts as missing.
 struct List {
@@ -16,8 +22,8 @@ struct List {
   ListWords words;
   uint32_t* memory;
 
-  CGX_D List(const Message& m, const Entry& e, const Extra& extra)
-      : list(e.count, extra.last), words(list), memory(reinterpret_cast<uint32_t*>(m.workspace) + extra.work) {}
+  CGX_D List(const Message& m, const Entry& e, const ListRow& row)
+      : list(e.count, row.k), words(list), memory(reinterpret_cast<uint32_t*>(m.workspace) + row.memory) {}
 
   CGX_D uint32_t* stretches() const { return memory; }
   CGX_D uint32_t* indices() const { return memory + words.indices; }
@@ -61,12 +67,12 @@ struct List {
 };
 
 // Counts the ones of each stretch of the bitmap.
-__global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constant__ Pieces t) {
+__global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constant__ Lists t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const List l(m, e, t.extras[p.index]);
+  const List l(m, e, t.rows[p.index]);
   if (p.tile >= l.words.stretches) return;
   const uint8_t* bytes = payloads_of(m, p) + e.codes;
   const int64_t first = (int64_t{p.tile} * kListThreads + threadIdx.x) * l.words.each;
@@ -79,12 +85,12 @@ __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constan
 
 // Reads the indices of each stretch of the bitmap, and replaces each index by the maximum of itself and all indices
 // before it.
-__global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_constant__ Pieces t) {
+__global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_constant__ Lists t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const List l(m, e, t.extras[p.index]);
+  const List l(m, e, t.rows[p.index]);
   if (p.tile >= l.words.stretches) return;
   const uint8_t* bytes = payloads_of(m, p) + e.codes;
   const int64_t k = l.list.k, first_bit = int64_t{p.tile} * kListThreads * l.words.each * 32;
@@ -135,7 +141,7 @@ constexpr int64_t kStretch = 4096;
 
 // Writes the sum of the lists in rank order, or NaN if `where` is out of range. The lists of the ranks are e.meta words
 // apart in memory.
-__global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Pieces t) {
+__global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Lists t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -143,17 +149,17 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   const int64_t first = p.tile * kStretch;
   if (first >= e.count) return;
   const auto here = static_cast<uint32_t>(e.count - first < kStretch ? e.count - first : kStretch);
-  List l(m, e, t.extras[p.index]);
+  List l(m, e, t.rows[p.index]);
   __shared__ float x[kStretch];
   __shared__ uint32_t from[2 * kAtOnce];  // two per list: positions of the first index in and after the stretch
   for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) x[i] = p.rank == kNowhere ? float_of(kNaNBits) : 0.0f;
-  for (uint32_t rank = 0; rank < m.ranks && p.rank != kNowhere; ++rank, l.memory += e.meta) {
+  for (uint32_t rank = 0; rank < m.ranks && p.rank != kNowhere; ++rank, l.memory += t.rows[p.index].next) {
     __syncthreads();
     if (rank % kAtOnce == 0) {
       const uint32_t lists = m.ranks - rank < kAtOnce ? m.ranks - rank : kAtOnce;
       for (uint32_t i = threadIdx.x / kWarpSize; i < 2 * lists; i += kScatterThreads / kWarpSize) {
         List other = l;
-        other.memory += i / 2 * int64_t{e.meta};
+        other.memory += i / 2 * int64_t{t.rows[p.index].next};
         const uint32_t position = other.below(i % 2 == 0 ? first : first + here);
         if (threadIdx.x % kWarpSize == 0) from[i] = position;
       }
@@ -174,18 +180,18 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) {
     float value[1] = {x[i]};
     if (m.sums)
-      divide(m, value), t.residuals[p.index].lost[first + i] = value[0];
+      divide(m, value), t.rows[p.index].sum[first + i] = value[0];
     else
       store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), first + i, value[0]);
   }
 }
 
 // Sets the elements of a list to 0.
-__global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_constant__ Pieces t) {
+__global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_constant__ Lists t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Entry& e = t.entries[p.index];
-  const List l(t.message, e, t.extras[p.index]);
+  const List l(t.message, e, t.rows[p.index]);
   const uint32_t j = p.tile * kScatterThreads + threadIdx.x;
   if (j < l.count() && l.is_there(j))
     store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.index(j), 0.0f);
@@ -193,7 +199,7 @@ __global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_cons
 
 // A kernel that runs on lists of indices.
 struct ListKernel {
-  void (*function)(Pieces);
+  void (*function)(Lists);
   const char* name;
   uint32_t threads;
 };
@@ -208,11 +214,11 @@ Status launch_lists(const Call& call, const Memory& memory, int64_t lists, const
     for (size_t i = 0; i < l.pieces.size(); ++i) {
       const Piece& p = l.pieces[i];
       const int64_t k = capacity(l.codec.sparse, p.coded);
-      Item item(l, call.leaves, row, p);
-      item.entry.meta = static_cast<uint32_t>(memory.row);
+      Item<ListRow> item(l, call.leaves, row, p);
       item.entry.count = static_cast<uint32_t>(p.coded);
-      item.extra.last = k;
-      item.extra.work = static_cast<uint32_t>(memory.begin[i] + row * lists * memory.row);
+      item.row.k = static_cast<uint32_t>(k);
+      item.row.memory = static_cast<uint32_t>(memory.begin[i] + row * lists * memory.row);
+      item.row.next = static_cast<uint32_t>(memory.row);
       if (const int64_t count = blocks(row, i, k, &item); count > 0) launches.add(item, count);
     }
   }
@@ -226,7 +232,7 @@ Status decode_indices(const Call& given, int64_t rows, const Memory& memory) {
   call.early = given.early;
   call.message.ranks = 1;
   call.message.own = false;
-  const auto stretches = [&](int64_t, size_t i, int64_t k, Item*) {
+  const auto stretches = [&](int64_t, size_t i, int64_t k, Item<ListRow>*) {
     return ListWords(IndexList(l.pieces[i].coded, k)).stretches;
   };
   const Status s = launch_lists(call, memory, 1, {ones_kernel, "ones kernel", kListThreads}, stretches);
@@ -262,8 +268,8 @@ Status decode_topk(const Call& given) {
   m.lists = 1;
   if (encodes) m.divisor = m.inverse = 1.0f, m.exact = true;  // the sum's encoding divides
   s = launch_lists(call, work.lists, lists, {scatter_kernel, "scatter kernel", kScatterThreads},
-                   [&](int64_t row, size_t i, int64_t, Item* item) {
-                     if (encodes) item->residual.lost = m.workspace + work.sums.begin[i] + row * work.sums.row;
+                   [&](int64_t row, size_t i, int64_t, Item<ListRow>* item) {
+                     if (encodes) item->row.sum = m.workspace + work.sums.begin[i] + row * work.sums.row;
                      return div_up(l.pieces[i].coded, kStretch);
                    });
   return s.call == nullptr && encodes ? encode_topk(work, given) : s;
@@ -281,7 +287,7 @@ Status clear(const Clear& a, cudaStream_t stream) {
   const Status s = decode_indices(call, a.batch, work.lists);
   if (s.call != nullptr) return s;
   return launch_lists(call, work.lists, 1, {zero_kernel, "zero kernel", kScatterThreads},
-                      [](int64_t, size_t, int64_t k, Item*) { return div_up(k, kScatterThreads); });
+                      [](int64_t, size_t, int64_t k, Item<ListRow>*) { return div_up(k, kScatterThreads); });
 }
 
 }  // namespace jaxcgx::cuda

@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(kSelectThreads, 2) unsent_kernel(const __grid_
   const auto dtype = static_cast<DType>(s.e.dtype);
   auto i = static_cast<uint32_t>(begin);
   with_quads(s, [&](auto row) {
-    if (!aligned(s.lost, 16)) return;
+    if (!aligned(s.row.lost, 16)) return;
     using Row = decltype(row);
     constexpr uint32_t kAhead = 4;
     const uint32_t last = end / 4;
-    auto* const lost = reinterpret_cast<float4*>(s.lost);
+    auto* const lost = reinterpret_cast<float4*>(s.row.lost);
     for (uint32_t first = i / 4 + threadIdx.x; first < last; first += kAhead * kSelectThreads) {
       Row rows[kAhead];
       float4 old[kAhead];
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) unsent_kernel(const __grid_
       for (uint32_t a = 0; a < kAhead; ++a) {
         if (at(a) >= last) continue;
         rows[a] = __ldcs(static_cast<const Row*>(s.e.leaf) + at(a));
-        old[a] = __ldcs(reinterpret_cast<const float4*>(s.old) + at(a));
+        old[a] = __ldcs(reinterpret_cast<const float4*>(s.row.old) + at(a));
       }
 #pragma unroll
       for (uint32_t a = 0; a < kAhead; ++a) {
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kSelectThreads, 2) unsent_kernel(const __grid_
     i = 4 * last;
   });
   for (i += threadIdx.x; i < end; i += kSelectThreads) {
-    const float old = s.old[i];
-    s.lost[i] = lost_of(i, load_element(s.e.leaf, dtype, i) + old, old);
+    const float old = s.row.old[i];
+    s.row.lost[i] = lost_of(i, load_element(s.e.leaf, dtype, i) + old, old);
   }
 }
 
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) lost_kernel(const __grid_co
   if (j >= s.k || j >= s.taken()) return;
   const uint32_t i = s.memory[s.words.indices + j];
   const float lost = s.undivided(i) - s.m.divisor * float_of(s.memory[s.words.decoded + j]);
-  s.lost[i] = is_finite(lost) ? lost : s.old[i];
+  s.row.lost[i] = new_residual(lost, s.row.old + i);
 }
 
 }  // namespace
@@ -125,8 +125,8 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   launch_selection(launches);
   const bool feedback = call.leaves.residuals != nullptr;
   if (feedback)
-    launches.launch(unsent_kernel, "unsent kernel", 0,
-                    [](int64_t n, int64_t, Item&) { return div_up(n, kSelectTile); });
+    launches.launch(unsent_kernel, "unsent kernel",
+                    [](int64_t n, int64_t, SelectionRow&) { return div_up(n, kSelectTile); });
   status = launches.status;
   const bool raw = is_raw(values_of(l.codec).kind);  // raw: written
   if (status.call != nullptr || (raw && !feedback)) return status;
@@ -151,7 +151,8 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   of_values.payloads = m.payload;
   status = decode_all({decoded.layout, batch, {decoded.leaves.data()}, of_values, call.stream, true, call.early});
   if (status.call != nullptr) return status;
-  launches.launch(lost_kernel, "lost kernel", 0, [](int64_t, int64_t k, Item&) { return div_up(k, kSelectThreads); });
+  launches.launch(lost_kernel, "lost kernel",
+                  [](int64_t, int64_t k, SelectionRow&) { return div_up(k, kSelectThreads); });
   return launches.status;
 }
 

@@ -13,11 +13,11 @@ namespace {
 
 // The part of a piece that a thread block processes.
 struct Part : Selection {
-  uint32_t row;
+  const Place& place;
   uint32_t first, end;  // its segments
   uint32_t block;       // the number of the piece's thread blocks before this one
 
-  CGX_D Part(const Pieces& t, const Place& p) : Selection(t, p), row(p.row) {}
+  CGX_D Part(const Pieces& t, const Place& p) : Selection(t, p), place(p) {}
 
   CGX_D bool samples() const { return k > 0 && k < n && m.codec.sparse.select != Select::kExponential; }
   CGX_D Sample sample() const { return SelectionWords::sample_of(m.codec.sparse, n, k); }
@@ -82,7 +82,7 @@ CGX_D bool is_local(const Range& sample) { return sample.bits == kSampleBits && 
 CGX_D void count_sample(const Part& s, const Range& range, uint32_t* to, uint32_t (&bins)[kBins]) {
   const Sample sample = s.sample();
   const int64_t begin = sample.count * s.first / s.segments(), end = sample.count * s.end / s.segments();
-  if (range.bits == kSampleBits) s.collect(sample, s.row, begin, end);
+  if (range.bits == kSampleBits) s.collect(sample, s.place, begin, end);
   if (is_local(range)) return;
   begin_bins(bins);
   for (int64_t i = begin + threadIdx.x; i < end; i += kSelectThreads)
@@ -171,7 +171,7 @@ CGX_D void find(const Part& s, uint32_t threshold, uint32_t* to, uint32_t (&bins
 #pragma unroll
       for (uint32_t r = 0; r < kHalf; ++r) {
         rows[r] = __ldcs(static_cast<const Row*>(s.e.leaf) + first + r * kWarpSize);
-        if constexpr (feedback) old[r] = __ldcs(reinterpret_cast<const float4*>(s.old) + first + r * kWarpSize);
+        if constexpr (feedback) old[r] = __ldcs(reinterpret_cast<const float4*>(s.row.old) + first + r * kWarpSize);
       }
     };
     load(segment, 0);
@@ -197,7 +197,7 @@ CGX_D void find(const Part& s, uint32_t threshold, uint32_t* to, uint32_t (&bins
     }
   };
   with_quads(s, [&](auto row) {
-    if (s.old != nullptr)
+    if (s.row.old != nullptr)
       find_in_whole(row, std::true_type());
     else
       find_in_whole(row, std::false_type());
@@ -329,7 +329,7 @@ CGX_D void write_index(const IndexList& list, uint8_t* bytes, int64_t j, uint32_
 // value 0.
 CGX_D void pick(const Part& s, const Range& range, uint32_t (&bins)[kBins]) {
   const IndexList list(s.n, s.k);
-  uint8_t* const bytes = s.m.payload + (s.m.where != nullptr ? s.row : s.e.slot) * s.m.chunk_bytes + s.e.codes;
+  uint8_t* const bytes = chunk_of(s.m, s.place) + s.e.codes;
   uint32_t* const indices = s.memory + s.words.indices;
   uint32_t* const values = is_raw(s.m.codec.sparse.values.kind)
                                ? reinterpret_cast<uint32_t*>(bytes + align16(list.bytes))
@@ -467,9 +467,9 @@ CGX_D bool proceed(const Part& s, uint32_t turn, uint32_t (&bins)[kBins]) {
 }
 
 __global__ void __launch_bounds__(kSelectThreads, 1) select_kernel(const __grid_constant__ Pieces t) {
-  wait_for_previous<Pieces>();  // it has ended: a resident kernel is not early. But the next kernel may be
+  wait_for_previous<SelectionRow>();  // it has ended: a resident kernel is not early. But the next kernel may be
   alignas(16) __shared__ uint32_t bins[kBins];
-  State* const all = reinterpret_cast<State*>(t.message.workspace + t.entries[0].meta * kStateWords);
+  State* const all = reinterpret_cast<State*>(t.message.workspace + t.rows[0].state * kStateWords);
   bool last = false;  // whether this turn is the last one
   for (uint32_t turn = 0;; ++turn) {
     bool more = false;
@@ -488,7 +488,7 @@ __global__ void __launch_bounds__(kSelectThreads, 1) select_kernel(const __grid_
 
 void launch_selection(SelectionLaunches& launches) {
   launches.launch(
-      select_kernel, "select kernel", 0, [](int64_t n, int64_t, Item&) { return div_up(n, kSelectTile); }, true);
+      select_kernel, "select kernel", [](int64_t n, int64_t, SelectionRow&) { return div_up(n, kSelectTile); }, true);
 }
 
 }  // namespace jaxcgx::cuda

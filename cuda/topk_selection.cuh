@@ -39,29 +39,28 @@ struct State {
 };
 constexpr int64_t kStateWords = align_words(sizeof(State) / 4);
 
+struct SelectionRow : Early, Draws, Residual {
+  uint32_t k, memory;  // the most elements that are sent; offset in the workspace of the piece's memory, in words
+  uint32_t state;      // index of its State
+  uint32_t round;      // of Exponential (codec/topk.h), and the factor of the round
+  float factor;
+};
+using Pieces = Table<SelectionRow>;
+
 // A piece, as the kernels see it.
 struct Selection {
   const Message& m;
   const Entry& e;
-  const Extra& extra;
-  const float* old;
-  float* lost;
+  const SelectionRow row;
   uint32_t n, k;
   SelectionWords words;
   State* state;
   uint32_t* memory;  // the piece's memory (SelectionWords)
 
   CGX_D Selection(const Pieces& t, const Place& p)
-      : m(t.message),
-        e(t.entries[p.index]),
-        extra(t.extras[p.index]),
-        old(t.residuals[p.index].old),
-        lost(t.residuals[p.index].lost),
-        n(e.count),
-        k(static_cast<uint32_t>(extra.last)),
-        words(m.codec.sparse, n, k) {
-    state = reinterpret_cast<State*>(m.workspace + e.meta * kStateWords);
-    memory = reinterpret_cast<uint32_t*>(m.workspace) + extra.work;
+      : m(t.message), e(t.entries[p.index]), row(t.rows[p.index]), n(e.count), k(row.k), words(m.codec.sparse, n, k) {
+    state = reinterpret_cast<State*>(m.workspace + row.state * kStateWords);
+    memory = reinterpret_cast<uint32_t*>(m.workspace) + row.memory;
   }
   CGX_D uint2* candidates(uint32_t segment) const {
     return reinterpret_cast<uint2*>(memory + words.candidates) + segment * words.room;
@@ -85,7 +84,7 @@ struct Selection {
 
   CGX_D float undivided(uint32_t i) const {
     const float x = load_element(e.leaf, static_cast<DType>(e.dtype), i);
-    return old != nullptr ? x + old[i] : x;
+    return row.old != nullptr ? x + row.old[i] : x;
   }
   CGX_D float divided(float undivided) const {
     float x[1] = {undivided};
@@ -109,7 +108,7 @@ struct Selection {
       each(static_cast<const float*>(e.leaf), [](float& to, float number) { to = number; });
     else
       each(static_cast<const uint16_t*>(e.leaf), [&](float& to, uint16_t half) { to = widen(dtype, half); });
-    if (old != nullptr) each(old, [](float& to, float residual) { to += residual; });
+    if (row.old != nullptr) each(row.old, [](float& to, float residual) { to += residual; });
   }
   // Calls f(segment, each) for this warp's segments from `first` to `end`. Every kSelectWarps-th segment is this
   // warp's. each(g) calls g(whether the element exists, its undivided number, its index) for the elements of a segment,
@@ -192,13 +191,13 @@ struct Selection {
     }
   }
   // Writes the magnitudes of the elements `begin` to `end` of the sample to memory.
-  CGX_D void collect(const Sample& sample, uint32_t row, int64_t begin, int64_t end) const {
+  CGX_D void collect(const Sample& sample, const Place& p, int64_t begin, int64_t end) const {
     int64_t first = 0;
     if (m.codec.sparse.select != Select::kExact) {
-      const uint64_t last = static_cast<uint64_t>(extra.start) + n - 1;
+      const uint64_t last = static_cast<uint64_t>(row.start) + n - 1;
       int32_t word[4];
-      const uint32_t* const key = m.keys + kKeyWords * row;
-      draw(word, key, last / kBlock * kLanes + last % kLanes, extra.id);
+      const uint32_t* const key = m.keys + kKeyWords * p.row;
+      draw(word, key, last / kBlock * kLanes + last % kLanes, row.id);
       first = sample.first(noise_of<Scalar>(word, static_cast<int>(last % kBlock / kLanes), key[2]));
     }
 #pragma unroll 8
@@ -214,7 +213,7 @@ struct Selection {
 template <class Fn>
 CGX_D void with_quads(const Selection& s, Fn f) {
   const bool single = static_cast<DType>(s.e.dtype) == DType::kF32;
-  if (!aligned(s.e.leaf, single ? 16 : 8) || !aligned(s.old, 16)) return;
+  if (!aligned(s.e.leaf, single ? 16 : 8) || !aligned(s.row.old, 16)) return;
   if (single)
     f(float4{0, 0, 0, 0});
   else
@@ -245,29 +244,29 @@ class SelectionLaunches {
 
   const Sparse& sparse() const { return work_.to.codec.sparse; }
 
-  // Launches a kernel on tiles(n, k, item) tiles of each piece. This function may change the piece's item. Returns
+  // Launches a kernel on tiles(n, k, row) tiles of each piece. This function may change the piece's row. Returns
   // whether any piece has a tile. resident: see Launches.
   template <class Tiles>
-  bool launch(void (*kernel)(Pieces), const char* name, int32_t stage, Tiles tiles, bool resident = false) {
+  bool launch(void (*kernel)(Pieces), const char* name, Tiles tiles, bool resident = false) {
     if (status.call != nullptr) return false;
     const Layout& l = work_.to;
-    call_.message.stage = stage;
-    Launches launches(call_, kernel, name, kSelectThreads, resident);
+    Launches launches(call_, kernel, name, kSelectThreads);
+    if (resident) launches.make_resident();
     bool any = false;
     for (int64_t row = 0; row < call_.batch; ++row) {
       for (size_t i = 0; i < l.pieces.size(); ++i) {
         const Piece& p = l.pieces[i];
         const int64_t k = capacity(sparse(), p.coded);
-        Item item(l, call_.leaves, row, p);
+        Item<SelectionRow> item(l, call_.leaves, row, p);
         if (call_.message.sums) {
           item.entry.leaf = call_.message.workspace + work_.sums.begin[i] + row * work_.sums.row;
           item.entry.dtype = static_cast<uint32_t>(DType::kF32);
         }
-        item.entry.meta = static_cast<uint32_t>(row * static_cast<int64_t>(l.pieces.size()) + static_cast<int64_t>(i));
         item.entry.count = static_cast<uint32_t>(p.coded);
-        item.extra.last = k;
-        item.extra.work = static_cast<uint32_t>(work_.selection.begin[i] + row * work_.selection.row);
-        const int64_t count = tiles(p.coded, k, item);
+        item.row.k = static_cast<uint32_t>(k);
+        item.row.state = static_cast<uint32_t>(row * static_cast<int64_t>(l.pieces.size()) + static_cast<int64_t>(i));
+        item.row.memory = static_cast<uint32_t>(work_.selection.begin[i] + row * work_.selection.row);
+        const int64_t count = tiles(p.coded, k, item.row);
         if (count == 0) continue;
         launches.add(item, count);
         any = true;

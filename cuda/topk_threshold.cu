@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const __grid_
   const Sample sample = SelectionWords::sample_of(s.m.codec.sparse, s.n, s.k);
   const int64_t begin = p.tile * kSampled, end = begin + kSampled < sample.count ? begin + kSampled : sample.count;
   if (begin >= end) return;
-  s.collect(sample, p.row, begin, end);
+  s.collect(sample, p, begin, end);
   uint32_t largest = 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += kSelectThreads) {
     const uint32_t magnitude = s.memory[s.words.sample + i];
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const __grid_
   if (largest > 0) atomicMax(&s.state->largest, largest < kLargest ? largest : kLargest);
 }
 
-// Does one round of Exponential (codec/topk.h). extra.id has the bits of the round's factor.
+// Does one round of Exponential (codec/topk.h).
 __global__ void __launch_bounds__(kSelectThreads, 2) exponential_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) exponential_kernel(const __
     if (lane >= lanes || i >= here) continue;
     const uint32_t magnitude = s.memory[s.words.sample + part * kBlock + i];
     const float x = Exponential::scaled(float_of(magnitude < kLargest ? magnitude : kLargest), scale);
-    if (s.m.stage > 0 && !(x > last_t)) continue;
+    if (s.row.round > 0 && !(x > last_t)) continue;
     sum += x - last_t;
     ++number;
   }
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) exponential_kernel(const __
   if (threadIdx.x != 0) return;
   float excess = 0.0f;
   for (int64_t first = 0; first < parts; first += kParts) excess += sums[first];
-  s.state->t = Exponential(1, float_of(s.extra.id)).next(0, last_t, excess, s.state->number);
+  s.state->t = Exponential(1, s.row.factor).next(0, last_t, excess, s.state->number);
   s.state->number = 0;
   s.state->threshold = Exponential::threshold(s.state->t, scale);
 }
@@ -77,14 +77,14 @@ void launch_threshold(SelectionLaunches& launches) {
   const auto blocks_of = [&](int64_t n, int64_t k) {
     return k == 0 || k == n ? 0 : div_up(SelectionWords::sample_of(sparse, n, k).count, kSampled);
   };
-  launches.launch(sample_kernel, "sample kernel", 0, [&](int64_t n, int64_t k, Item&) { return blocks_of(n, k); });
+  launches.launch(sample_kernel, "sample kernel", [&](int64_t n, int64_t k, SelectionRow&) { return blocks_of(n, k); });
   bool any = true;  // whether any piece needs this round
   for (int32_t round = 0; any; ++round) {
-    any = launches.launch(exponential_kernel, "exponential kernel", round, [&](int64_t n, int64_t k, Item& item) {
+    any = launches.launch(exponential_kernel, "exponential kernel", [&](int64_t n, int64_t k, SelectionRow& row) {
       const int64_t blocks = blocks_of(n, k);
       if (blocks == 0) return blocks;
       const Exponential fit(n, k);
-      item.extra.id = bits_of(fit.factor(round));
+      row.round = static_cast<uint32_t>(round), row.factor = fit.factor(round);
       return round < fit.rounds ? blocks : 0;
     });
   }

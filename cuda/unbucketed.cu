@@ -7,16 +7,20 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// The kind of an entry, which is in extra.work. extra.last is the number of its elements, or for a gap (padding) of its
-// bytes.
 enum Task : uint32_t { kCoded, kRaw, kGap };
+struct TaskRow : Early {
+  int64_t count;  // elements, or for a gap (padding) bytes
+  Task task;
+};
+struct EncodeTaskRow : TaskRow, Draws, Residual {};
+struct DecodeTaskRow : TaskRow, Sum {};
 
 // The 32 elements of a thread: a quad in a block of 128 elements. The last block may be short.
 struct Elements {
   Quad q;
   int64_t count;
 
-  CGX_D Elements(const Extra& extra, uint32_t tile) : q(tile * kThreads + threadIdx.x, 7), count(extra.last) {}
+  CGX_D Elements(const TaskRow& row, uint32_t tile) : q(tile * kThreads + threadIdx.x, 7), count(row.count) {}
   CGX_D bool whole() const { return (q.block + 1) * kBlock <= count; }
   CGX_D int64_t at(int r, int j) const { return q.element() + r * kLanes + j; }
 
@@ -47,8 +51,8 @@ struct Elements {
 };
 
 // Returns the dtype of an entry's elements on the wire.
-CGX_D DType wire_of(const Message& m, const Entry& e, const Extra& extra) {
-  return static_cast<DType>(extra.work == kRaw ? static_cast<int32_t>(e.dtype) : m.codec.bits);
+CGX_D DType wire_of(const Message& m, const Entry& e, const TaskRow& row) {
+  return static_cast<DType>(row.task == kRaw ? static_cast<int32_t>(e.dtype) : m.codec.bits);
 }
 
 // Copies a tile bitwise, including NaNs.
@@ -92,35 +96,34 @@ CGX_D void sum_unbucketed(const Message& m, const Entry& e, const Place& p, cons
 // kSum: encodes the sum of payloads. kFeedback: with residuals. The plain variant needs the fewest registers.
 template <bool kSum, bool kFeedback>
 __global__ void __launch_bounds__(kThreads, kSum ? 1 : 8 / (1 + kFeedback))
-    encode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
+    encode_unbucketed_kernel(const __grid_constant__ Table<EncodeTaskRow> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Extra& extra = t.extras[p.index];
-  const Residual& residual = t.residuals[p.index];
-  uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+  const EncodeTaskRow& row = t.rows[p.index];
+  uint8_t* chunk = chunk_of(m, p);
   uint8_t* to = chunk + e.codes;
-  if (extra.work == kGap) {
+  if (row.task == kGap) {
     const int64_t first = p.tile * kTile;
-    for (int64_t i = first + threadIdx.x; i < extra.last && i < first + kTile; i += kThreads) to[i] = 0;
+    for (int64_t i = first + threadIdx.x; i < row.count && i < first + kTile; i += kThreads) to[i] = 0;
     return;
   }
-  const DType wire = wire_of(m, e, extra);
-  if (threadIdx.x == 0 && (p.tile + 1) * kTile >= extra.last)
-    pad(chunk, static_cast<int64_t>(e.codes) + extra.last * size_of(wire));
-  if (!kSum && !kFeedback && extra.work == kRaw) return copy_tile(e.leaf, to, wire, p.tile, extra.last);
+  const DType wire = wire_of(m, e, row);
+  if (threadIdx.x == 0 && (p.tile + 1) * kTile >= row.count)
+    pad(chunk, static_cast<int64_t>(e.codes) + row.count * size_of(wire));
+  if (!kSum && !kFeedback && row.task == kRaw) return copy_tile(e.leaf, to, wire, p.tile, row.count);
 
-  const Elements elements(extra, p.tile);
-  if (elements.q.block * kBlock >= extra.last) return;
+  const Elements elements(row, p.tile);
+  if (elements.q.block * kBlock >= row.count) return;
   float x[kRows][4];
   if constexpr (kSum) {
     sum_unbucketed(m, e, p, elements, wire, x);
   } else {
-    elements.load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& row) { set_row(x[r], row); });
+    elements.load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& four) { set_row(x[r], four); });
   }
   if constexpr (kFeedback) {
-    elements.load(residual.old, DType::kF32, [&](int r, const float4& row) { add_row(x[r], row); });
+    elements.load(row.old, DType::kF32, [&](int r, const float4& four) { add_row(x[r], four); });
   }
   float undivided[kRows][4];
   if constexpr (kFeedback) copy_quad(x, undivided);
@@ -129,10 +132,10 @@ __global__ void __launch_bounds__(kThreads, kSum ? 1 : 8 / (1 + kFeedback))
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     int32_t word[4];
-    const bool stochastic = m.codec.stochastic && extra.work == kCoded;
-    const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + elements.q.block);
+    const bool stochastic = m.codec.stochastic && row.task == kCoded;
+    const uint64_t block = static_cast<uint64_t>(row.start / kBlock + elements.q.block);
     const uint32_t* const key = stochastic ? m.keys + kKeyWords * p.row : nullptr;
-    if (stochastic) draw(word, key, block * kLanes + elements.q.place * 4 + j, extra.id);
+    if (stochastic) draw(word, key, block * kLanes + elements.q.place * 4 + j, row.id);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       uint32_t half = 0;
@@ -154,53 +157,54 @@ __global__ void __launch_bounds__(kThreads, kSum ? 1 : 8 / (1 + kFeedback))
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float& lost = undivided[r][j];
-        if (!is_finite(lost) && elements.at(r, j) < extra.last) lost = residual.old[elements.at(r, j)];
+        if (elements.at(r, j) < row.count) lost = new_residual(lost, row.old + elements.at(r, j));
       }
     }
-    elements.store(residual.lost, DType::kF32, undivided);
+    elements.store(row.lost, DType::kF32, undivided);
   }
 }
 
 template <bool kSum>
 __global__ void __launch_bounds__(kThreads, kSum ? 1 : 8)
-    decode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
+    decode_unbucketed_kernel(const __grid_constant__ Table<DecodeTaskRow> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
-  const Extra& extra = t.extras[p.index];
-  const DType wire = wire_of(m, e, extra);
+  const DecodeTaskRow& row = t.rows[p.index];
+  const DType wire = wire_of(m, e, row);
   void* leaf = const_cast<void*>(e.leaf);
-  if (!kSum && extra.work == kRaw) return copy_tile(payloads_of(m, p) + e.codes, leaf, wire, p.tile, extra.last);
-  const Elements elements(extra, p.tile);
-  if (elements.q.block * kBlock >= extra.last) return;
+  if (!kSum && row.task == kRaw) return copy_tile(payloads_of(m, p) + e.codes, leaf, wire, p.tile, row.count);
+  const Elements elements(row, p.tile);
+  if (elements.q.block * kBlock >= row.count) return;
   float x[kRows][4];
   if constexpr (kSum) {
     sum_unbucketed(m, e, p, elements, wire, x);
     divide(m, x);
-    elements.store(t.residuals[p.index].lost, DType::kF32, x);
+    elements.store(row.sum, DType::kF32, x);
   } else {
-    elements.load(payloads_of(m, p) + e.codes, wire, [&](int r, const float4& row) { set_row(x[r], row); });
+    elements.load(payloads_of(m, p) + e.codes, wire, [&](int r, const float4& four) { set_row(x[r], four); });
     elements.store(leaf, static_cast<DType>(e.dtype), x);
   }
 }
 
-Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), const char* name, bool clears_gaps) {
+template <class Row>
+Status launch_unbucketed(const Call& call, void (*kernel)(Table<Row>), const char* name, bool clears_gaps) {
   const Layout& l = call.layout;
   const Codec& c = l.codec;
   Launches launches(call, kernel, name, kThreads);
-  const auto add = [&](Item item, Task task, int64_t at, int64_t count) {
+  const auto add = [&](Item<Row> item, Task task, int64_t at, int64_t count) {
     if (count == 0) return;
     item.entry.codes = static_cast<uint64_t>(at);
-    item.extra.last = count;
-    item.extra.work = task;
+    item.row.count = count;
+    item.row.task = task;
     launches.add(item, div_up(count, kTile));
   };
   for (int64_t row = 0; row < call.batch; ++row) {
     for (int64_t chunk = 0; chunk < l.chunks(); ++chunk) {
       // The offset at which bytes begin that no element writes.
       int64_t at = l.meta_end[static_cast<size_t>(chunk)];
-      Item gap;
+      Item<Row> gap;
       gap.entry.slot = slot_of(l, row, chunk);
       const auto clear_to = [&](int64_t end) {
         if (clears_gaps) add(gap, kGap, at, end - at);
@@ -208,13 +212,14 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
       for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
         const Piece& p = l.pieces[static_cast<size_t>(k)];
         const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
-        if (!has_buckets(c.kind)) add(Item(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);
+        if (!has_buckets(c.kind))
+          add(Item<Row>(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);
         clear_to(p.codes);
         at = p.codes + code_bytes(c, dtype, p);
         // Only kernels of quads don't clear the padding after their codes. They have padding only if buckets are very
         // small, or blocks have scales.
         if (elements_of_quads(c, p) < p.coded) at = align16(at);
-        add(Item(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);
+        add(Item<Row>(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);
         clear_to(p.tail);
         at = align16(p.tail + p.raw * size_of(dtype));
       }

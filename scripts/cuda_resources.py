@@ -55,7 +55,8 @@ def check(architectures, entries):
 def readable(kernels):
     """Returns {mangled name: name in the source, without namespaces and parameters}."""
     names = subprocess.run(["c++filt"], input="\n".join(kernels), capture_output=True, text=True, check=True).stdout
-    short = lambda name: re.sub(r"^void |\(anonymous namespace\)::|jaxcgx::|cuda::|\([^()]*\)$", "", name)
+    bare = lambda name: re.sub(r"^void |\(anonymous namespace\)::|jaxcgx::|cuda::", "", name)
+    short = lambda name: re.sub(r"\([^()]*\)$", "", bare(name))
     return dict(zip(kernels, map(short, names.splitlines()), strict=True))
 
 
