@@ -335,7 +335,7 @@ def psum_scatter(message: Message, stage: Stage, how: Sum) -> Message:
 def _psum_scatter(message: Message, *, net: Transport, stage: Stage, how: Sum) -> Message:
     summed = schedules.reduce_scatter(stage, message, how)
     leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
-    return Message(message.ids, leaves, residuals=summed.residuals)
+    return message.replace(key=None, back=None, leaves=leaves, residuals=summed.residuals)
 
 
 # Row r of every rank's leaf was added to the sum of rank r, so on every rank its cotangent is the cotangent of rank r's

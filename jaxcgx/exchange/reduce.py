@@ -123,7 +123,7 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
             message = _message(envelope, ticket, kept)
             with travel.scope(envelope.ids):
                 if travel.way.cuts(envelope.ids[0]):
-                    done = rows.scatter(message, envelope.stages, travel)
+                    done = rows.scatter(message, envelope, travel)
                 else:
                     done = primitives.psum(message, travel.net, envelope.stages, travel.how)
             found |= dict(zip(envelope.ids, done.leaves))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxcgx.exchange import primitives
 from jaxcgx.exchange.message import Message, Stage, Sum, back_key, fold, fold_stage
-from jaxcgx.exchange.routes import Travel
+from jaxcgx.exchange.routes import Envelope, Travel
 from jaxcgx.transports.base import join_rows, split_rows
 from jaxcgx.typing import Key, PyTree
 
@@ -63,10 +63,10 @@ def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ..
     return _exchange(x, travel, key, plain=plain, of_message=of_message)
 
 
-def scatter(message: Message, stages: tuple[Stage, ...], travel: Travel) -> Message:
+def scatter(message: Message, envelope: Envelope, travel: Travel) -> Message:
     """Returns this rank's slices of the sums of a message. Its new residuals are those of whole leaves."""
-    way = travel.way
-    dims = [way.dims[i] or 0 for i in message.ids]
+    stages, way = envelope.stages, travel.way
+    dims = [way.dims[i] or 0 for i in envelope.ids]  # the message's own numbers are for noise
     residuals = message.residuals and _split(message.residuals, dims, stages, way.tiled)
     parts = message.replace(leaves=_split(message.leaves, dims, stages, way.tiled), residuals=residuals)
     key = fold(message.key, 0)
