@@ -124,7 +124,7 @@ class Routes:
         known = None
         if codecs is not None:
             known = tuple(ByAxis(codec) if isinstance(codec, dict) else codec for codec in codecs)
-        return _routes(op, plan, structure, shapes, known)
+        return _routes(op, plan, structure, shapes, codecs=known)
 
     @property
     def codecs(self) -> list[Codecs]:
