@@ -17,14 +17,23 @@ from jaxcgx.typing import ArrayLike, DType
 
 @dataclasses.dataclass
 class Grid:
-    """The levels of each bucket, as float32[buckets, 1]."""
+    """The levels of each bucket, as float32[buckets, 1].
 
-    unit: jax.Array  # the distance between two levels
-    base: jax.Array  # the number to which the code of value 0 decodes
-    inv: jax.Array  # 1 / unit, in the scaled bucket
-    origin: jax.Array  # the level of code 0 in the scaled bucket; for ByteGrad in units
-    scale: jax.Array  # the factor that brings tiny and huge buckets into the range of normal numbers
-    finite: jax.Array  # bool; a bucket that isn't finite decodes to NaN
+    Attributes:
+      unit: the distance between two levels.
+      base: the number to which the code of value 0 decodes.
+      inv: 1 / unit, in the scaled bucket.
+      origin: the level of code 0 in the scaled bucket; for ByteGrad in units.
+      scale: the factor that brings tiny and huge buckets into the range of normal numbers.
+      finite: bool; a bucket that isn't finite decodes to NaN.
+    """
+
+    unit: jax.Array
+    base: jax.Array
+    inv: jax.Array
+    origin: jax.Array
+    scale: jax.Array
+    finite: jax.Array
 
 
 def unit_of(range_: jax.Array, steps: ArrayLike, scale: jax.Array) -> jax.Array:

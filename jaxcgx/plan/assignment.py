@@ -133,7 +133,7 @@ class Assignment:
     def assign(
         self, op: str, argument: str, paths: Sequence[Any], leaves: Sequence[Shaped]
     ) -> list[tuple[Codecs, str | None]]:
-        """Returns (codec, reason) for each leaf. The codec may be a dict of codecs by axis.
+        """Returns (codec, reason) for each of the `leaves` at `paths`. The codec may be a dict of codecs by axis.
 
         If no codec can take the leaf, or a guard keeps it raw, the codec is Raw(), and the reason is a text for people.
         Otherwise the reason is None. Leaves with Skip() never have a reason. Errors name the function `op` and its

@@ -17,15 +17,24 @@ class Ways(NamedTuple):
 
     `gather`, `exchange` and `shift` are factors: the time of the operation, divided by the time of sending and
     receiving the same bytes at once. A factor above 1 means half-duplex: one direction waits for the other.
+
+    Attributes:
+      gather: the factor of an all-gather.
+      exchange: the factor of an all-to-all.
+      shift: the factor of a shift, in which each rank sends to the next.
+      latency: the seconds of a step, independent of its size.
+      step_of_psum: the latency of a step of a plain psum, as a multiple of `latency`.
+      step_of_shift: the same for a shift.
+      pieces: whether kernels and bytes overlap, piece by piece.
     """
 
-    gather: tuple[float, float] = (1, 1)  # all-gather
-    exchange: tuple[float, float] = (1, 1)  # all-to-all
-    shift: tuple[float, float] = (1, 1)  # each rank sends to the next
-    latency: float = 50e-6  # the seconds of a step, independent of its size
-    step_of_psum: float = 1  # the latency of a step of a plain psum, as a multiple of `latency`
-    step_of_shift: tuple[float, float] = (1, 1)  # the same for a shift
-    pieces: bool = False  # whether kernels and bytes overlap, piece by piece
+    gather: tuple[float, float] = (1, 1)
+    exchange: tuple[float, float] = (1, 1)
+    shift: tuple[float, float] = (1, 1)
+    latency: float = 50e-6
+    step_of_psum: float = 1
+    step_of_shift: tuple[float, float] = (1, 1)
+    pieces: bool = False
 
 
 WAYS = {
