@@ -17,7 +17,8 @@ from jaxcgx.exchange import scopes
 from jaxcgx.report import hlo
 from jaxcgx.text import Totals, table
 
-_SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
+# The primitives that send: JAX's, and that of MPI.
+_SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$|^jaxcgx_mpi$")
 
 _ROWS = ("compressed_psum_scatter", "compressed_all_gather", "compressed_all_to_all")  # all other functions sum
 # The argument that has the leaves, for functions that don't call it x. It is shown for a leaf that has no path.

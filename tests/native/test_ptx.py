@@ -60,7 +60,7 @@ def test_a_broken_instruction_is_noticed(tmp_path, instruction, broken, message)
     for file in (BUILD / "ptx").iterdir():
         (tmp_path / file.name).symlink_to(file)
     decode = tmp_path / "decode.ptx"
-    before, kernel, after = decode.read_text().partition("decode_kernelINS0_6LevelsELi4ELb0E")
+    before, kernel, after = decode.read_text().partition("decode_kernelINS_6LevelsELi4ELb0E")
     after, count = re.subn(instruction, broken, after, count=1)
     assert kernel and count == 1
     decode.unlink()

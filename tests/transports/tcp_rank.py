@@ -84,7 +84,7 @@ def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **fields):
 def begin_pmean(x, axes, plan, key=None, carry=None):
     """Begins a `compressed_pmean`, which `reduce.end(*result)` ends in this program or in a later one."""
     call = Call.of("begin", x, axes, plan, key=key)
-    return reduce.begin(call.x, carry or cgx.Carry(), call.over(Way(mean=True, later=True)), call.key)
+    return reduce.begin(call.x, carry or cgx.Carry(), call.travel(Way(mean=True, later=True)), call.key)
 
 
 def raw(codec=cgx.Raw()):
