@@ -1,6 +1,5 @@
 """Helpers of several test files."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib.machinery
@@ -239,18 +238,3 @@ def load_script(path, monkeypatch):
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.stem, loader))
     loader.exec_module(module)
     return module
-
-
-@contextlib.contextmanager
-def processes(script, arguments):
-    """Runs a script in a process for each list of arguments, and ends them in the end."""
-    # XLA crashes if it has to keep a program of several processes.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    options = dict(env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    running = [subprocess.Popen([sys.executable, script, *map(str, each)], **options) for each in arguments]
-    try:
-        yield running
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()

@@ -2,19 +2,17 @@
 
 import json
 import pathlib
-import random
 
 from errors import says
-from helpers import processes
+from started import Processes, free_port
 
 RANK = pathlib.Path(__file__).with_name("agreement_rank.py")
-LIMIT = 300  # seconds, after which processes count as hung
 
 
 def test_settings_that_differ_are_an_error():
-    port = random.randrange(20_000, 32_000)
-    with processes(RANK, [(port, rank) for rank in range(2)]) as running:
-        outputs = [process.communicate(timeout=LIMIT)[0] for process in running]
+    port = free_port()
+    with Processes(*([RANK, port, rank] for rank in range(2))) as ranks:
+        outputs = [process.communicate()[0] for process in ranks.running]
     for rank, output in enumerate(outputs):
         lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
         assert lines, "a rank failed, see above"

@@ -2,10 +2,10 @@
 
 import json
 import pathlib
-import random
 
 import pytest
-from helpers import load_script, processes
+from helpers import load_script
+from started import Processes, free_port
 
 RANK = pathlib.Path(__file__).with_name("diloco_rank.py")
 LIMIT = 700  # seconds, after which processes count as hung
@@ -13,10 +13,11 @@ LIMIT = 700  # seconds, after which processes count as hung
 
 def results(form, local, folder):
     """Returns the result of each rank of two centers, or None for a rank that ended without a result."""
-    port, found = random.randrange(20_000, 32_000), []
-    with processes(RANK, [(form, port, rank, 2, local, folder) for rank in range(2 * local)]) as running:
-        for process in running:
-            output, _ = process.communicate(timeout=LIMIT)
+    port, found = free_port(), []
+    words = [(RANK, form, port, rank, 2, local, folder) for rank in range(2 * local)]
+    with Processes(*words, limit=LIMIT) as ranks:
+        for process in ranks.running:
+            output, _ = process.communicate()
             lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
             found.append(json.loads(lines[0].removeprefix("RESULT ")) if lines else None)
     return found

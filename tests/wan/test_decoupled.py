@@ -16,8 +16,9 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, refused, rows, says
-from helpers import assert_same_trees, load_script, normal, processes
+from helpers import assert_same_trees, load_script, normal
 from jax.sharding import AxisType
+from started import Processes
 
 import jaxcgx as cgx
 from jaxcgx.wan.decoupled.inbox import Assembly, Contribution, Decision
@@ -617,9 +618,10 @@ def test_a_center_of_two_processes(monkeypatch):
     rank = load_script(RANK, monkeypatch)
     addresses = ports(3)
     port = addresses.pop().partition(":")[2]
-    with processes(RANK, [(port, number, *addresses) for number in range(rank.RANKS)]) as running:
+    words = [(RANK, port, number, *addresses) for number in range(rank.RANKS)]
+    with Processes(*words, limit=5 * LIMIT) as ranks:
         params, member = rank.join(addresses, 0, rank.PARAMS)
         with member:
             expected = rank.train(params, member)
-        found = [process.communicate(timeout=5 * LIMIT)[0].split()[-3:] for process in running]
+        found = [process.communicate()[0].split()[-3:] for process in ranks.running]
     assert found == [["RESULT", expected, "True"]] * rank.RANKS
