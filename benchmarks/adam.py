@@ -18,7 +18,7 @@ from report import RESULTS, Report, header, line
 from training_speed_models import make_loss
 
 import jaxcgx as cgx
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import spell
 
 RANKS, BATCH = 4, 2  # windows per rank
 STEPS, COUNTED = 60, 20  # only the last ones are averaged

@@ -26,7 +26,7 @@ from report import RESULTS, Report, header, line
 from sklearn.datasets import load_digits
 
 import jaxcgx as cgx
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import spell
 from jaxcgx.exchange.costs import SCHEDULES
 from jaxcgx.exchange.errors import Losses, drawn
 

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import spell
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.lab.counters import ETHERNET, IP, TCP, Counters
 from jaxcgx.report import advise

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcgx as cgx
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import costs
 from jaxcgx.transports.network import Network
 

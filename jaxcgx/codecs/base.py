@@ -1,5 +1,6 @@
 """The contract of a codec. docs/extend-codec.md shows a codec from the first line to its test."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -225,3 +226,17 @@ class LowRank(Codec):
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         """Returns the matrices of the factors `basis` and `q`: [k, m, n]."""
         raise NotImplementedError(f"{type(self).__name__}.multiply")
+
+
+def spell(value: Any) -> str:
+    """Returns a codec, or a value that contains codecs, as a user would write it.
+
+    The first field is always written, other fields only if they differ from their default.
+    """
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {spell(v)}' for key, v in value.items())}}}"
+    if not isinstance(value, Codec) and not dataclasses.is_dataclass(value):
+        return repr(value)
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    said = [f for i, f in enumerate(fields) if i == 0 or getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(f'{f.name}={spell(getattr(value, f.name))}' for f in said)})"

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_array, check_hashable, wrong
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.native.layout import check_dtype
 from jaxcgx.native.rng import key_words
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_integer, check_whole, spell_array, warn, wrong
+from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_encodes, check_key
-from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import check_input
 from jaxcgx.exchange.resolve import check_ranks

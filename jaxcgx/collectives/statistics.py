@@ -10,10 +10,8 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs import Codec, MaxMin, roundtrip
 from jaxcgx.codecs.checks import check_codec, check_key
-from jaxcgx.codecs.coding import roundtrip
-from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.leaves import spell_path, why_unfit

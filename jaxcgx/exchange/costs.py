@@ -34,7 +34,7 @@ import jax
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.message import Stage
 from jaxcgx.native.layout import DTYPES, Layout
-from jaxcgx.native.tcp_sum import pieces_of
+from jaxcgx.native.tcp import pieces_of
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Shaped
 from jaxcgx.plan.overlay import Overlay

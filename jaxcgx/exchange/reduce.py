@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, spell_array, warn, wrong
+from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import hierarchy, primitives, rows, schedules, scopes
 from jaxcgx.exchange.message import STATE, Carry, Message, carry_over
 from jaxcgx.exchange.routes import Envelope, Plain, Route, Routes, Travel, Way

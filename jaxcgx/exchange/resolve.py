@@ -38,7 +38,7 @@ def check_ranks(
             remedy = "call it for one after the other, or pass check_vma=False"
             raise wrong(op, "axis_name", "axes of a mesh or axes of vmap", got, remedy)
         return net
-    from jaxcgx.mpi.calls import enter  # this import starts MPI, which is optional
+    from jaxcgx.mpi.ranks import enter  # this import starts MPI, which is optional
 
     with scope(MessageScope(op, (), ("digest",))):
         return enter(op, axis_name, arrays, settings)

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.raw import Raw, Skip
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs import Codec, Raw, Skip
+from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import costs, scopes
 from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES

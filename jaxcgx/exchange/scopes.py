@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.native.layout import Layout
 
 

@@ -19,7 +19,7 @@ from jaxcgx.transports.base import Transport
 Link = tuple[int, int, int]  # from, to, tree
 
 
-class Rounds:
+class Level:
     """The links of one level of all trees, in rounds.
 
     In a round, a rank sends to at most one other rank, and receives from at most one.
@@ -51,13 +51,13 @@ class Rounds:
         return next(i for i, one in enumerate(self.rounds) if link in one)
 
 
-def up_and_down(overlay: Overlay) -> tuple[list[Rounds], list[Rounds]]:
-    """Returns (rounds to the parents, rounds to the children), each a list by the depth of the parents."""
+def up_and_down(overlay: Overlay) -> tuple[list[Level], list[Level]]:
+    """Returns (levels to the parents, levels to the children), each a list by the depth of the parents."""
     up = [
         [(c, p, t) for t, tree in enumerate(overlay.trees) for c, p in tree.links if tree.depths[p] == depth]
         for depth in range(overlay.depth)
     ]
-    return [Rounds(links) for links in up], [Rounds([(p, c, t) for c, p, t in links]) for links in up]
+    return [Level(links) for links in up], [Level([(p, c, t) for c, p, t in links]) for links in up]
 
 
 class _Climb:
@@ -71,16 +71,16 @@ class _Climb:
         self.sent = self.rows  # the payload that this rank sends for its leaves
         self.sums = jnp.zeros((len(overlay.trees), self.sum_layout.chunk_bytes), jnp.uint8)  # sums at the roots
 
-    def level(self, depth: int, rounds: Rounds) -> None:
+    def level(self, depth: int, level: Level) -> None:
         """Moves the children's rows to the parents at a depth, and sums them there."""
-        came = rounds.move(self.net, self.rows)
+        came = level.move(self.net, self.rows)
         for t, tree in enumerate(self.overlay.trees):
             parents = [r for r in range(self.net.size) if tree.depths[r] == depth and tree.children(r)]
             for count in sorted({len(tree.children(r)) for r in parents}):
                 alike = [r for r in parents if len(tree.children(r)) == count]
-                self._sum(t, depth, ranks=alike, rows=jnp.concatenate([came, self.rows[t][None]]), rounds=rounds)
+                self._sum(t, depth, ranks=alike, rows=jnp.concatenate([came, self.rows[t][None]]), level=level)
 
-    def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, rounds: Rounds) -> None:
+    def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, level: Level) -> None:
         """Sums tree t at ranks with the same number of children.
 
         `rows` has the received row of each round, then this rank's own row.
@@ -90,7 +90,7 @@ class _Climb:
         place = [0] * net.size  # the place of its own row among them
         for rank in ranks:
             each = sorted([rank, *children(rank)])
-            which[rank] = [len(rounds.rounds) if r == rank else rounds.of((r, rank, t)) for r in each]
+            which[rank] = [len(level.rounds) if r == rank else level.of((r, rank, t)) for r in each]
             place[rank] = each.index(rank)
         payloads = rows[jnp.asarray(which)[net.rank]]
         mine = jnp.asarray([rank in ranks for rank in range(net.size)])[net.rank]
@@ -115,12 +115,12 @@ def allreduce(stage: Stage, overlay: Overlay, message: Message, how: Sum) -> Sum
     size = sum(x.size * x.dtype.itemsize for x in message.leaves)
     sent = len(up) and sum(len(each.rounds) for each in up) * (climb.layout.chunk_bytes + climb.sum_layout.chunk_bytes)
     with scope(ExchangeScope("overlay", stage.codec, 2 * (net.size - 1) / net.size * size / max(sent, 1))):
-        for depth, rounds in reversed(list(enumerate(up))):
-            climb.level(depth, rounds)
+        for depth, level in reversed(list(enumerate(up))):
+            climb.level(depth, level)
         sums = climb.sums
-        for rounds in down:
-            came = rounds.move(net, sums)
-            for i, one in enumerate(rounds.rounds):
+        for level in down:
+            came = level.move(net, sums)
+            for i, one in enumerate(level.rounds):
                 for _, target, t in one:
                     sums = sums.at[t].set(jnp.where(net.rank == target, came[i], sums[t]))
         return Summed(ops.decode(climb.sum_layout, sums), climb.lost, Sent(climb.layout, climb.sent))

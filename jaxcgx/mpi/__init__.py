@@ -31,8 +31,7 @@ _MISMATCH = (
 try:
     from mpi4py import MPI
 
-    from jaxcgx.mpi.calls import broadcast
-    from jaxcgx.mpi.ranks import hierarchy
+    from jaxcgx.mpi.ranks import broadcast, hierarchy
 except ModuleNotFoundError as _error:
     raise ImportError(f"jaxcgx.mpi: {_error}; {_MISSING}") from _error
 except (ImportError, RuntimeError) as _error:

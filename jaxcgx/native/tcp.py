@@ -1,14 +1,18 @@
-"""Exchanges among processes over TCP, as a JAX primitive.
+"""Exchanges and sums among processes over TCP, as JAX primitives.
 
-The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitive has no
+A sum is two primitives: one begins it, the other ends it. Pieces are encoded, added up and decoded while other pieces
+are on their way. Between the two primitives, a sum uses only its own memory, so a later program may end it.
+
+The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitives have no
 derivatives, because each collective defines its own derivatives. The operand `who` says who takes part: this rank, and
 every rank's place in the mesh.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +23,9 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
-from jaxcgx.native.rules import batch_exchange, digest, exchange_aval, refuse
+from jaxcgx.native.layout import Layout
+from jaxcgx.native.rng import kernel_key
+from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, in_front, one_of_same, places, refuse
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
@@ -102,3 +108,227 @@ def lower_on_cpus(primitive: _compat.Primitive, rule: Any) -> None:
 tcp_exchange_p.def_effectful_abstract_eval(exchange_aval)
 batching.primitive_batchers[tcp_exchange_p] = functools.partial(batch_exchange, tcp_exchange_p)
 lower_on_cpus(tcp_exchange_p, _lower)
+
+
+# Sums
+
+# The fewest bytes of a piece, and the most pieces of a chunk (benchmarks/notes/collectives.md).
+PIECE, MOST_PIECES = 2**17, 16
+# The same for overlays: their links are slow, and a level of a tree waits for the level below.
+TREE_PIECE, MOST_TREE_PIECES = 2**14, 64
+
+
+def pieces_of(size: int, trees: bool = False) -> int:
+    """Returns the number of pieces of a chunk of `size` bytes. `trees` says whether an overlay moves it."""
+    piece, most = (TREE_PIECE, MOST_TREE_PIECES) if trees else (PIECE, MOST_PIECES)
+    return max(1, min(most, size // piece))
+
+
+tcp_begin_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_begin")
+tcp_end_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_end")
+
+
+# The operands and the results of both primitives, in the order in which the handlers have them.
+
+
+class Operands(NamedTuple):
+    """The operands of the first primitive."""
+
+    leaves: list[Any]
+    residuals: list[Any] | None
+    who: Any
+    keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums
+
+
+class Started(NamedTuple):
+    """The results of the first primitive."""
+
+    residuals: list[Any] | None
+    ticket: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ticket", "residuals"], meta_fields=["layout", "two_shot", "net"]
+)
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A sum that has begun: the operands of the second primitive.
+
+    The ticket is two words. They are zeros if nothing has begun. The residuals are from the first encoding. If `own` is
+    "raw", an owner's residuals of its part become the loss of encoding the sum when the sum ends.
+    """
+
+    ticket: jax.Array
+    residuals: list[Any] | None
+    layout: Layout
+    two_shot: bool  # whether the sum goes along trees
+    net: Any
+
+
+class Ended(NamedTuple):
+    """The results of the second primitive."""
+
+    sums: list[Any]
+    residuals: list[Any] | None
+
+
+class How(NamedTuple):
+    """The settings of the first primitive: the schedule, and which encodings have feedback."""
+
+    two_shot: bool  # whether the sum goes along trees; otherwise it is one_shot
+    parents: tuple[tuple[int, ...], ...]  # for each tree, the parent of each rank
+    own: bool  # whether a rank adds its own part without encoding it
+    sum_feedback: bool  # whether a residual of a rank's own part becomes the loss of encoding the sum
+    divisor: float
+
+
+def begin(asked: Any, net: Any) -> Begun:
+    """Begins a `PiecewiseSum` (transports/base.py), with the bits of its schedule (exchange/schedules.py)."""
+    layout, parents, feedback = asked.layout, asked.parents, asked.residuals is not None
+    # A codec with `whole` makes one bucket of a leaf's part, which can't be cut.
+    if layout.codec.whole:
+        pieces = 1
+    elif net.slice_elements is None:
+        pieces = pieces_of(layout.chunk_bytes, trees=layout.shares is not None)
+    else:
+        pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
+    layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
+    keys = [asked.first_key, asked.sum_key, asked.hop_key][: 3 if parents else 1] if layout.codec.stochastic else []
+    operands = Operands(asked.leaves, asked.residuals, who_takes_part(net), list(map(kernel_key, keys)))
+    flat, tree = jax.tree_util.tree_flatten(operands)
+    raw = bool(parents) and asked.own == "raw"
+    how = How(
+        two_shot=bool(parents),
+        parents=parents,
+        own=raw and not feedback and not layout.codec.raw,  # a raw codec's payload is the unencoded part already
+        sum_feedback=raw and feedback,
+        divisor=float(asked.divisor),
+    )
+    found = tcp_begin_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
+    started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
+    return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net)
+
+
+def end(begun: Begun, later: bool) -> Ended:
+    """Ends a sum. Returns (sums, new residuals). With "one_shot", sums are float32, else they have the leaves' dtypes.
+
+    Args:
+      begun: the sum.
+      later: whether the program may be later than the program that began the sum. Then no later exchange begins before
+        this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
+    """
+    flat, tree = jax.tree_util.tree_flatten(begun)
+    found = tcp_end_p.bind(*_compat.match_varying(*flat), tree=tree, batch=(), later=later)
+    return jax.tree_util.tree_structure(Ended([0] * len(begun.layout.shapes), begun.residuals)).unflatten(found)
+
+
+def _in_place(at: Any, results: Started | Ended) -> dict[int, int]:
+    """Returns {place among the operands: place among the results} of the residuals, which are updated in place."""
+    return dict(zip(at.residuals or (), places(jax.tree_util.tree_structure(results)).residuals or ()))
+
+
+# A sum is two calls, so that other operations or later programs run between them.
+def _lower_begin(
+    ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
+) -> Sequence[Any]:
+    at = places(tree)
+    given, messages = list(operands), math.prod(batch)
+    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], net=net)
+    in_place = _in_place(at, Started(at.residuals, ticket=0))
+    return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=in_place)(
+        ctx,
+        *given,
+        **layout.attributes,
+        batch=np.int64(messages),
+        two_shot=how.two_shot,
+        parents=np.array(how.parents, np.int64).reshape(-1),
+        own=how.own,
+        feedback=at.residuals is not None,
+        sum_feedback=how.sum_feedback,
+        overtakes=net.slice_elements is not None,
+        ranks=np.int64(net.size),
+        divisor=np.float32(how.divisor),
+        timeout_ms=np.int64(net.timeout * 1000),
+        digest=digest(layout, messages, how),
+        bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`
+    )
+
+
+def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], later: bool) -> Sequence[Any]:
+    at = places(tree)
+    target, in_place = "jaxcgx_tcp_allreduce_end", _in_place(at, Ended([0] * len(at.layout.shapes), at.residuals))
+    if later:
+        call = _compat.lower_ordered(target, at.net.order, operand_output_aliases=in_place)
+    else:
+        call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
+    return call(
+        ctx,
+        *operands,
+        **at.layout.attributes,
+        batch=np.int64(math.prod(batch)),
+        two_shot=at.two_shot,
+        feedback=at.residuals is not None,
+        ordered=later,
+    )
+
+
+def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
+    """Returns the operand bytes of an XLA collective that sends as much as the busiest rank."""
+    if not parents:
+        return sum(layout.ends)
+    pieces = layout.chunks // len(parents)
+    sent = [0] * ranks
+    for i, tree in enumerate(parents):
+        size = sum(layout.ends[i * pieces : (i + 1) * pieces])
+        for rank, parent in enumerate(tree):
+            if parent >= 0:
+                sent[rank] += size
+                sent[parent] += size
+    return round(max(sent) * ranks / (2 * (ranks - 1))) if ranks > 1 else 0
+
+
+def _abstract_begin(
+    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
+) -> tuple[list[Any], frozenset[Any]]:
+    ticket = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    return _result_avals(avals, batch, Started(_residuals(layout, tree.unflatten(avals)), ticket)), net.effects
+
+
+def _abstract_end(*avals: Any, tree: Any, batch: tuple[int, ...], later: bool) -> tuple[list[Any], frozenset[Any]]:
+    begun = tree.unflatten(avals)
+    layout, net = begun.layout, begun.net
+    dtypes = layout.dtypes if begun.two_shot else [jnp.float32] * len(layout.dtypes)
+    results = Ended(list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes)), _residuals(layout, begun))
+    return _result_avals(avals, batch, results), net.effects if later else net.effects - {net.order}
+
+
+def _residuals(layout: Layout, given: Operands | Begun) -> list[Any] | None:
+    """Returns the types of the new residuals, or None without feedback."""
+    return None if given.residuals is None else [jax.ShapeDtypeStruct(s, jnp.float32) for s in layout.shapes]
+
+
+def _result_avals(avals: Sequence[Any], batch: tuple[int, ...], results: Started | Ended) -> list[Any]:
+    return [
+        _compat.result_aval(avals, (*batch, *x.shape), x.dtype, rows=len(batch))
+        for x in jax.tree_util.tree_leaves(results)
+    ]
+
+
+# vmap makes one call for all messages, as in ops.py.
+def _batch_begin(
+    operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: object
+) -> tuple[list[jax.Array], list[int]]:
+    moved, who = in_front(operands, dims), places(tree).who
+    moved[who] = one_of_same(operands[who], dims[who])
+    results = tcp_begin_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
+    return results, [0] * len(results)
+
+
+for _primitive, _abstract, _batched, _lowered in (
+    (tcp_begin_p, _abstract_begin, _batch_begin, _lower_begin),
+    (tcp_end_p, _abstract_end, functools.partial(batch_rule, tcp_end_p), _lower_end),
+):
+    _primitive.multiple_results = True
+    _primitive.def_effectful_abstract_eval(_abstract)
+    batching.primitive_batchers[_primitive] = _batched
+    lower_on_cpus(_primitive, _lowered)

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_choice, check_number, unexpected, wrong
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs import Codec, MaxMin
+from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.codecs.maxmin import MaxMin
-from jaxcgx.codecs.spelling import spell
 from jaxcgx.plan import bits
 from jaxcgx.plan.assignment import Assignment, Rule
 from jaxcgx.plan.leaves import compressing

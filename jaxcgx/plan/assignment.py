@@ -8,9 +8,8 @@ from typing import Any
 import jax
 
 from jaxcgx.checks import BOOL, check_field, check_flag, check_hashable, check_integer, unexpected, wrong
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs import Codec, Raw
+from jaxcgx.codecs.base import spell
 from jaxcgx.plan.leaves import Codecs, Shaped, check_codecs, compressing, skips, spell_path, values, why_unfit
 
 

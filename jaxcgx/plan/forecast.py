@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import is_integer, unexpected, wrong
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs import Codec, Raw
+from jaxcgx.codecs.base import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
 from jaxcgx.plan.leaves import Codecs, Shaped, messages, skips, spell_path, values, why_raw

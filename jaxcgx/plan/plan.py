@@ -22,13 +22,9 @@ from jaxcgx.checks import (
     is_integer,
     wrong,
 )
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.bytegrad import ByteGrad
-from jaxcgx.codecs.cast import Cast
+from jaxcgx.codecs import ByteGrad, Cast, Codec, MaxMin, Raw, Sampled, TopK
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.codecs.maxmin import MaxMin
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.topk import Sampled, TopK, check_pull, check_select
+from jaxcgx.codecs.topk import check_pull, check_select
 from jaxcgx.plan import adapt, environment, file, forecast
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.assignment import Assignment, Rule

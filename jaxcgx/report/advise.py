@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxcgx.checks import check_number, check_positive, wrong
 from jaxcgx.codecs import Cast, Codec, Eden, Lossless, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
+from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import costs
 from jaxcgx.exchange.costs import Load, Time
 from jaxcgx.exchange.errors import Losses, drawn

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import scopes
 from jaxcgx.report import hlo
 from jaxcgx.text import Totals, table

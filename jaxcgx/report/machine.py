@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import layout_of
 

@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from jaxcgx.checks import unexpected
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs import Codec, Raw
+from jaxcgx.codecs.base import spell
 from jaxcgx.collectives.statistics import gradient_statistics
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import GradientStatistics, Plan, why_raw

@@ -5,7 +5,7 @@ parameters that a rank has), gradient.py, exchange.py and update.py.
 """
 
 from jaxcgx.train.check_loss import check_loss
-from jaxcgx.train.feedback import Feedback
+from jaxcgx.train.feedback import Feedback, Telemetry
 from jaxcgx.train.gradient import backward_order
 from jaxcgx.train.loop import make_train_step
 from jaxcgx.train.momentum import Momentum
@@ -14,7 +14,6 @@ from jaxcgx.train.restore import restore_state
 from jaxcgx.train.sharded import shard_specs
 from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, Priority, Sharding, TrainState
-from jaxcgx.train.telemetry import Telemetry
 from jaxcgx.train.transformation import compress_gradients
 from jaxcgx.train.value_and_grad import grad, value_and_grad
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_flag, check_integer, check_real, spell_array, wrong
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, check_positive, wrong
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.cast import Cast
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.topk import Sampled, TopK, check_pull, check_select, check_values
+from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
+from jaxcgx.codecs.topk import check_pull, check_select, check_values
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import by_axis
 from jaxcgx.plan.overlay import Overlay

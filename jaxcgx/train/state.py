@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jaxcgx.checks import check_field, check_integer
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs import Codec, Raw
 from jaxcgx.plan import Plan
 from jaxcgx.typing import AxisName, Params, PyTree, Specs
 

@@ -14,7 +14,7 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
-from jaxcgx.native import tcp, tcp_sum
+from jaxcgx.native import tcp
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.base import PiecewiseSum
@@ -97,8 +97,8 @@ class TcpAxes(Axes):
         target = dict(pairs)
         return tcp.exchange("permute", row, self, targets=tuple(target.get(rank, -1) for rank in range(self.size)))
 
-    def begin_sum(self, asked: PiecewiseSum) -> tcp_sum.Begun:
-        return tcp_sum.begin(asked, self)
+    def begin_sum(self, asked: PiecewiseSum) -> tcp.Begun:
+        return tcp.begin(asked, self)
 
-    def end_sum(self, begun: tcp_sum.Begun, later: bool = False) -> tcp_sum.Results:
-        return tcp_sum.end(begun, later)
+    def end_sum(self, begun: tcp.Begun, later: bool = False) -> tcp.Ended:
+        return tcp.end(begun, later)

@@ -11,11 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_field, check_integer, check_number, check_real, wrong
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs import Codec, Raw, TopK, decode, encode
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.codecs.coding import decode, encode
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.topk import TopK
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.primitives import same
 from jaxcgx.native import ops

@@ -13,15 +13,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs import Codec, Raw, decode, encode
 from jaxcgx.codecs.checks import check_encodes
-from jaxcgx.codecs.coding import decode, encode
-from jaxcgx.codecs.raw import Raw
 from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.message import fold
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import skips, spell_path, why_raw
-from jaxcgx.train.telemetry import TINY
+from jaxcgx.train.feedback import TINY
 from jaxcgx.typing import PyTree
 from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide
 from jaxcgx.wan.diloco.outer import digest_of, outer_step

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
+from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end
 from jaxcgx.exchange.routes import Routes, Way

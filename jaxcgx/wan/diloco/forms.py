@@ -7,9 +7,7 @@ from typing import Any
 import jax
 
 from jaxcgx.checks import check_integer, check_number, wrong
-from jaxcgx.codecs.maxmin import MaxMin
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.topk import TopK
+from jaxcgx.codecs import MaxMin, Raw, TopK
 from jaxcgx.train.exchange import At
 from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState

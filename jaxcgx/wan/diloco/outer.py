@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_number, warn, wrong
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs.base import spell
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import check_phases
+from jaxcgx.train.feedback import TINY
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.train.telemetry import TINY
 from jaxcgx.train.transformation import UnknownRanksError
 from jaxcgx.train.update import import_optax
 from jaxcgx.typing import Params, PyTree

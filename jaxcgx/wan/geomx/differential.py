@@ -13,10 +13,8 @@ from jax.custom_batching import custom_vmap
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_choice, check_field, check_flag, check_integer, check_number, wrong
-from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.maxmin import MaxMin
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.codecs import Codec, MaxMin, Raw
+from jaxcgx.codecs.base import spell
 from jaxcgx.exchange.message import Carry, carry_over, fold
 from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, plain_reduce, reduce
 from jaxcgx.exchange.routes import Routes, Travel
