@@ -32,7 +32,7 @@ from jaxcgx.codecs.base import spell
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.lab.counters import ETHERNET, IP, TCP, Counters
 from jaxcgx.report import advise
-from jaxcgx.units import parse_rate, parse_time
+from jaxcgx.text import parse_rate, parse_time
 
 CONTROL = [("100mbit", "0ms"), ("1gbit", "0ms"), ("10gbit", "0ms"), ("100mbit", "20ms"), ("1gbit", "5ms")]
 WARM_UP, WINDOW, REPEATS = 1.0, 1.0, 5  # seconds

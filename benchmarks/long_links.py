@@ -22,8 +22,8 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
+from jaxcgx.text import parse_rate, parse_time
 from jaxcgx.transports.network import PAYLOAD
-from jaxcgx.units import parse_rate, parse_time
 
 CODEC = cgx.MaxMin(8)
 LINKS = [  # up, down, delay, elements of an exchange

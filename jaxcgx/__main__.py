@@ -77,7 +77,7 @@ def lab(options: argparse.Namespace) -> int:
     from jaxcgx.checks import check_integer
     from jaxcgx.lab import Link, files, network
     from jaxcgx.report import figures, lab, results
-    from jaxcgx.units import parse_rate, parse_time
+    from jaxcgx.text import parse_rate, parse_time
 
     hosts = check_integer("lab", "--hosts", options.hosts, 1, network.MOST)
     rate = parse_rate("argument '--rate'", options.rate)

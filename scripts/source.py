@@ -22,11 +22,11 @@ STOREYS = (
     ("codecs",),
     ("transports",),
     ("native",),
-    ("checks", "text", "typing", "units", "_compat", "_programs"),
+    ("checks", "text", "typing", "_compat", "_programs"),
 )
 # (importer, imported): why this import may point upward or close a circle.
 SETTINGS = "reads CHECK, WAIT or MEET when it is needed: programs may set them"
-EXCEPTIONS = {("jaxcgx.mpi.ranks", "jaxcgx.mpi"): SETTINGS, ("jaxcgx.mpi.waiting", "jaxcgx.mpi"): SETTINGS}
+EXCEPTIONS = {("jaxcgx.mpi.ranks", "jaxcgx.mpi"): SETTINGS, ("jaxcgx.mpi.agreement", "jaxcgx.mpi"): SETTINGS}
 MOST = 7  # parameters
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxcgx.checks import is_integer, unexpected
 from jaxcgx.lab.network import Lab, Link
-from jaxcgx.units import parse_rate, parse_time
+from jaxcgx.text import parse_rate, parse_time
 
 Path = str | os.PathLike[str]
 

@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from typing import IO, Any
 
 from jaxcgx.checks import check_field, check_integer, check_number, check_positive, wrong
-from jaxcgx.units import parse_rate
+from jaxcgx.text import parse_rate
 
 PREFIX = "jaxcgx-lab"
 BURST = 1e-3  # the size of a bucket, in seconds at the full rate; with less, a busy machine doesn't reach the rate

@@ -11,6 +11,8 @@ With `jaxcgx.mpi.CHECK`, the ranks compare them over mpi4py before anything is c
 import hashlib
 import importlib.metadata
 import re
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,14 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from mpi4py import MPI
 
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
-from jaxcgx.checks import at, spell_array, unexpected
-from jaxcgx.mpi.waiting import Communicator, wait
+from jaxcgx.checks import at, callers_level, spell_array, unexpected
 from jaxcgx.native.rules import define_impl, one_of_same
 from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
 
+# It means mpi4py.MPI.Intracomm. `pyright --verifytypes` doesn't see the types in mpi4py's extension module.
+Communicator = Any
+
+_LATE = MPI.Comm.Create_keyval()  # keeps alive a request that was given up: MPI may still write to its buffers
 _SHOWN = 5  # the most differences that an error names
 _NEAR = 100  # the characters that are shown on each side of a difference
 _BYTES = 16
@@ -103,6 +109,62 @@ def _spell(value: Any) -> str:
     if tree == jax.tree_util.tree_structure(0):
         return re.sub(" at 0x[0-9a-f]+", "", spell_array(value))
     return repr(jax.tree_util.tree_unflatten(tree, list(map(_spell, leaves))))
+
+
+# Waits, which poll an MPI request, and give it up at a limit
+
+
+def patience() -> float:
+    """Returns `jaxcgx.mpi.WAIT`: the limit of a call with `CHECK`, and the time after which other waits warn."""
+    from jaxcgx import mpi  # not at the top, because jaxcgx.mpi imports this module
+
+    return mpi.WAIT
+
+
+def check_ready(op: str, comm: Communicator) -> None:
+    """Checks that MPI has not ended, and that this rank has not given up a wait over this communicator."""
+    if MPI.Is_finalized():
+        raise RuntimeError(f"{op}: MPI has ended (MPI.Finalize); make every call before that")
+    if comm.Get_attr(_LATE) is not None:
+        raise RuntimeError(
+            f"{op}: an earlier call over this communicator waited in vain, and the ranks are at "
+            "different places of the program; start the processes again"
+        )
+
+
+def wait(op: str, comm: Communicator, request: Any) -> None:
+    """Waits for all ranks to make a call with `CHECK`. Raises an error after `jaxcgx.mpi.WAIT` seconds."""
+    if not _done(request, patience()):
+        comm.Set_attr(_LATE, request)
+        raise RuntimeError(
+            f"{op}: jaxcgx.mpi.CHECK: rank {comm.rank} waited {patience():g} s for the other ranks to make, and to "
+            "trace, the same call; all must make the same calls in the same order, with the same shapes"
+        )
+
+
+def meet(op: str, comm: Communicator, request: Any) -> None:
+    """Waits for all ranks before their first exchange. Warns after `WAIT` seconds, raises after `MEET` seconds."""
+    from jaxcgx import mpi  # not at the top, because jaxcgx.mpi imports this module
+
+    what = f"for all {comm.size} ranks to come to the first use of this communicator or to hierarchy()"
+    early = patience()
+    if early < mpi.MEET and not _done(request, early):
+        warnings.warn(f"{op}: rank {comm.rank} has waited {early:g} s {what}", stacklevel=callers_level())
+    if not _done(request, mpi.MEET):
+        comm.Set_attr(_LATE, request)
+        raise RuntimeError(
+            f"{op}: rank {comm.rank} waited {mpi.MEET:g} s {what}; all must use their communicators "
+            "for the first time in the same order, also when they only compile"
+        )
+
+
+def _done(request: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not request.Test():
+        if time.monotonic() > end:
+            return False
+        time.sleep(1e-4)
+    return True
 
 
 # The greeting

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 from mpi4py import MPI
 
-from jaxcgx.mpi.agreement import part
-from jaxcgx.mpi.waiting import patience
+from jaxcgx.mpi.agreement import part, patience
 from jaxcgx.transports.mpi import Comm, SharedMemory
 
 _threads: dict[int, "_Parting"] = {}  # by the communicator's MPI handle

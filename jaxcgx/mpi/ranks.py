@@ -18,9 +18,8 @@ from mpi4py import MPI
 
 from jaxcgx import mpi
 from jaxcgx.checks import check_integer, check_whole, unexpected, wrong
-from jaxcgx.mpi.agreement import agree, compare, describe, greet
+from jaxcgx.mpi.agreement import Communicator, agree, check_ready, compare, describe, greet, meet
 from jaxcgx.mpi.leave import forget, watch
-from jaxcgx.mpi.waiting import Communicator, check_ready, meet
 from jaxcgx.plan import environment
 from jaxcgx.transports.mpi import Comm, Net, Nodes, SharedMemory
 from jaxcgx.typing import PyTree

@@ -23,9 +23,8 @@ from jaxcgx.exchange.errors import Losses, drawn
 from jaxcgx.plan import Plan, messages, why_raw
 from jaxcgx.report import machine
 from jaxcgx.report.cluster import Cluster
-from jaxcgx.text import spell_sizes, table
+from jaxcgx.text import spell_rate, spell_sizes, table
 from jaxcgx.transports.network import PAYLOAD, Network
-from jaxcgx.units import spell_rate
 
 _FEW_BITS = Micro("nvfp4"), MaxMin(4), MaxMin(2), Eden(4), Eden(2), Sign()
 CODECS = (Cast("bfloat16"), MaxMin(8), *_FEW_BITS, TopK(0.01), PowerSGD(4), Lossless())

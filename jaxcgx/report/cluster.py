@@ -6,8 +6,8 @@ import jax
 
 from jaxcgx.checks import check_choice, check_field, check_integer, wrong
 from jaxcgx.report.link import Measured, slowest
+from jaxcgx.text import parse_rate, parse_time
 from jaxcgx.transports.network import PAYLOAD, WAYS, Network
-from jaxcgx.units import parse_rate, parse_time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from jaxcgx.lab import Lab, Link, signals_raise
 from jaxcgx.lab.counters import Counters, History, busiest
 from jaxcgx.lab.files import Change
 from jaxcgx.report.results import Data
-from jaxcgx.text import table
-from jaxcgx.units import spell_rate
+from jaxcgx.text import spell_rate, table
 
 TICK = 0.1  # the seconds between two readings of the counters
 POINTS = 400  # the most points of a line in the chart

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from jaxcgx.checks import wrong
 from jaxcgx.report import machine
-from jaxcgx.units import spell_rate
+from jaxcgx.text import spell_rate
 
 PORT = 5799
 WARM_UP, SECONDS = 1.0, 3.0  # bytes are counted after the warm-up: a link may pass its first bytes faster

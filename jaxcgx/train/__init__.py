@@ -9,8 +9,7 @@ from jaxcgx.train.feedback import Feedback, Telemetry
 from jaxcgx.train.gradient import backward_order
 from jaxcgx.train.loop import make_train_step
 from jaxcgx.train.momentum import Momentum
-from jaxcgx.train.reshard import gather_state, reshard_state, state_specs
-from jaxcgx.train.restore import restore_state
+from jaxcgx.train.saved import gather_state, reshard_state, restore_state, state_specs
 from jaxcgx.train.sharded import shard_specs
 from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, Priority, Sharding, TrainState

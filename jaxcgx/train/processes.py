@@ -4,8 +4,8 @@ from typing import Any
 
 from jaxcgx import mpi
 from jaxcgx.checks import wrong
+from jaxcgx.mpi.agreement import check_ready
 from jaxcgx.mpi.ranks import check_communicator, over
-from jaxcgx.mpi.waiting import check_ready
 from jaxcgx.train.batch import OP, check_batch_specs
 from jaxcgx.train.division import Division
 from jaxcgx.train.state import Sharding

@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxcgx.checks import check_field, check_integer, check_number, wrong
 from jaxcgx.native.meeting import Links
+from jaxcgx.text import parse_rate
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName
-from jaxcgx.units import parse_rate
 
 MOST_CONNECTIONS = 64  # between two processes
 
