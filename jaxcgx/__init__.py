@@ -25,49 +25,35 @@ from jaxcgx.codecs import (
     encode,
     roundtrip,
 )
-from jaxcgx.collectives import (
-    all_finite,
-    check_replicas,
+from jaxcgx.collectives.compressed import (
     compressed_all_gather,
     compressed_all_to_all,
     compressed_pmean,
     compressed_psum,
     compressed_psum_scatter,
-    gradient_statistics,
     init_carry,
-    local_value_and_grad,
-    sync_in_backward,
 )
+from jaxcgx.collectives.gradients import local_value_and_grad
+from jaxcgx.collectives.replicas import check_replicas
+from jaxcgx.collectives.statistics import all_finite, gradient_statistics
+from jaxcgx.collectives.sync_in_backward import sync_in_backward
 from jaxcgx.exchange.message import Carry
 from jaxcgx.native.registration import EXPORT_CHECKS, keep_pages
 from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.advise import advise
 from jaxcgx.report.cluster import Cluster
 from jaxcgx.report.explain import explain
-from jaxcgx.train import (
-    BSC,
-    DGC,
-    MPQ,
-    ExchangeState,
-    Feedback,
-    Metrics,
-    Momentum,
-    Priority,
-    Sharding,
-    TrainState,
-    WarmUp,
-    backward_order,
-    check_loss,
-    compress_gradients,
-    gather_state,
-    grad,
-    make_train_step,
-    reshard_state,
-    restore_state,
-    shard_specs,
-    state_specs,
-    value_and_grad,
-)
+from jaxcgx.train.check_loss import check_loss
+from jaxcgx.train.feedback import Feedback
+from jaxcgx.train.gradient import backward_order
+from jaxcgx.train.loop import make_train_step
+from jaxcgx.train.momentum import Momentum
+from jaxcgx.train.saved import gather_state, reshard_state, restore_state, state_specs
+from jaxcgx.train.sharded import shard_specs
+from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
+from jaxcgx.train.state import ExchangeState, Metrics, Priority, Sharding, TrainState
+from jaxcgx.train.transformation import compress_gradients
+from jaxcgx.train.value_and_grad import grad, value_and_grad
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.network import Network
 

@@ -30,7 +30,7 @@ from job import Job, check_same, prepare
 from run_folder import RunFolder
 from tqdm import tqdm
 
-from jaxcgx.train import PerRank, TrainState
+from jaxcgx.train.state import PerRank, TrainState
 
 
 def main(arguments: list[str]) -> None:

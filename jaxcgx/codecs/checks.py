@@ -23,13 +23,9 @@ def check_codec(function: str, codec: Any, argument: str = "codec") -> Codec:
 def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
     """Checks that a codec makes bytes, and returns it."""
     if check_codec(function, codec, argument).low_rank:
-        raise wrong(
-            function,
-            argument,
-            "a codec that makes bytes of an array, such as jaxcgx.MaxMin(bits=4)",
-            f"{spell(codec)}, which is for sums",
-            "pass it to compressed_psum, compressed_pmean or what is made of them",
-        )
+        expected = "a codec that makes bytes of an array, such as jaxcgx.MaxMin(bits=4)"
+        remedy = "pass it to compressed_psum, compressed_pmean or what is made of them"
+        raise wrong(function, argument, expected, f"{spell(codec)}, which is for sums", remedy)
     return codec
 
 
@@ -40,13 +36,8 @@ def check_key(
     if not codec.stochastic:
         return None
     if key is None:
-        raise wrong(
-            function,
-            argument,
-            f"a random key, because {spell(codec)} draws random bits",
-            None,
-            f"pass {argument}=jax.random.key(...), {which}",
-        )
+        expected = f"a random key, because {spell(codec)} draws random bits"
+        raise wrong(function, argument, expected, None, f"pass {argument}=jax.random.key(...), {which}")
     return key_words(function, key)
 
 

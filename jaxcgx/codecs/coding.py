@@ -43,12 +43,9 @@ def decode(payload: ArrayLike, codec: Codec, shape: tuple[int, ...], dtype: DTyp
     shape = check_shape("decode", "shape", shape)
     layout = layout_of(codec, shape, dtype)
     if (getattr(payload, "dtype", None), getattr(payload, "shape", None)) != (jnp.uint8, (layout.chunk_bytes,)):
-        raise wrong(
-            "decode",
-            "payload",
-            f"uint8[{layout.chunk_bytes}], which is what {codec} makes of {dtype}{list(shape)}",
-            spell_array(payload) if hasattr(payload, "dtype") else type(payload).__name__,
-        )
+        expected = f"uint8[{layout.chunk_bytes}], which is what {codec} makes of {dtype}{list(shape)}"
+        got = spell_array(payload) if hasattr(payload, "dtype") else type(payload).__name__
+        raise wrong("decode", "payload", expected, got)
     return ops.decode(layout, jnp.asarray(payload).reshape(1, layout.chunk_bytes))[0]
 
 

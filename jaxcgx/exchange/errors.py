@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.message import Sum, fold
+from jaxcgx.exchange.message import fold
 from jaxcgx.plan.overlay import Overlay, Tree
 
 _GROUPS = 8  # the most groups of ranks for a measurement; the sum of each group is encoded
@@ -62,21 +62,18 @@ class Losses:
       cut: the number of parts into which the numbers are cut. It matters only for codecs whose bucket is a whole part.
     """
 
-    sample: Array
-    codec: Codec
-    common: float  # <x, y> / |x|^2 for the numbers x and y of two ranks
-    known: dict[tuple[int, float], Encoding]
-
     def __init__(self, sample: Array, codec: Codec, cut: int = 1) -> None:
-        self.sample, self.codec = np.asarray(sample, np.float32), codec
+        self.sample: Array = np.asarray(sample, np.float32)
+        self.codec: Codec = codec
         if codec.whole:  # the parts are rows
             flat = self.sample.reshape(len(sample), -1)
             self.sample = flat[:, : flat.shape[1] // cut * cut].reshape(len(sample), cut, -1)
         powers = np.square(self.sample, dtype=np.float64).sum(axis=tuple(range(1, self.sample.ndim)))
         pairs = len(self.sample) * (len(self.sample) - 1)
         total = np.square(self.sample.sum(0, dtype=np.float64)).sum()
-        self.common = float((total - powers.sum()) / pairs / powers.mean())
-        self.known = {}
+        # <x, y> / |x|^2 for the numbers x and y of two ranks
+        self.common: float = float((total - powers.sum()) / pairs / powers.mean())
+        self.known: dict[tuple[int, float], Encoding] = {}
 
     def power(self, ranks: int) -> float:
         """Returns the power of a sum over some ranks, relative to the power of one rank's numbers."""
@@ -144,30 +141,28 @@ class Losses:
 
     # Schedules
 
-    def error(self, schedule: str | Overlay, ranks: int, own: str = "raw", each: int = 1) -> float:
+    def error(self, schedule: str | Overlay, ranks: int, each: int = 1) -> float:
         """Returns the vNMSE of a sum over all ranks.
 
         Args:
           schedule: "one_shot", "two_shot", "ring", "tree" or an `Overlay`. It doesn't matter for low-rank codecs.
           ranks: the number of ranks that exchange.
-          own: how a rank adds its own part, as in compressed_psum.
           each: in a hierarchy, the number of ranks in each inner sum. Inner sums are assumed to lose nothing.
         """
         codec, total = self.codec, ranks * each
-        encodes_own = Sum(own).with_codec(codec).own == "encoded"
         if schedule == "tree" and not codec.low_rank:
             schedule = Overlay.tree(ranks)
         if codec.low_rank:
             state = self.encoded(State(), total)
         elif isinstance(schedule, Overlay):
-            states = [self._below(tree, tree.root, each, encodes_own) for tree in schedule.trees]
+            states = [self._below(tree, tree.root, each) for tree in schedule.trees]
             found = [state if codec.sums_grow else self.encoded(state, total) for state, _ in states]
             errors = [(1 - state.gain) ** 2 + state.noise / self.power(total) for state in found]
             return float(np.average(errors, weights=schedule.shares))
         elif schedule == "ring":
             state = self._ring(ranks, each)
         else:
-            everybody = schedule == "one_shot" or encodes_own
+            everybody = schedule == "one_shot" or codec.sums_grow
             state = self._first(ranks, ranks if everybody else ranks - 1, each, among=ranks)
             if codec.trims_sums or (schedule == "two_shot" and not codec.sums_grow):
                 state = self.encoded(state, total)
@@ -180,19 +175,16 @@ class Losses:
         noise = encoded * by.noise * self.power(each) * (1 + (encoded - 1) * alike)
         return State(1 - encoded / ranks * (1 - by.gain), noise)
 
-    def _below(self, tree: Tree, rank: int, each: int, encoded: bool) -> tuple[State, int]:
-        """Returns (the sum at a rank of a tree before this sum is encoded, the number of ranks in the sum).
-
-        `encoded` says whether a rank that sums encodes its own part first.
-        """
+    def _below(self, tree: Tree, rank: int, each: int) -> tuple[State, int]:
+        """Returns (the sum at a rank of a tree before this sum is encoded, the number of ranks in the sum)."""
         children = tree.children(rank)
         leaves = [child for child in children if not tree.children(child)]
-        summed, first = 1 + len(leaves), len(leaves) + encoded
+        summed, first = 1 + len(leaves), len(leaves) + self.codec.sums_grow
         state = self._first(summed, first, each, among=len(tree.parents))
         gain, noise = state.gain * summed, state.noise
         for child in children:
             if child not in leaves:
-                below, ranks = self._below(tree, child, each, encoded)
+                below, ranks = self._below(tree, child, each)
                 below = self.encoded(below, ranks * each)
                 gain, noise, summed = gain + below.gain * ranks, noise + below.noise, summed + ranks
         return State(gain / summed, noise), summed

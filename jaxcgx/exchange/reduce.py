@@ -42,13 +42,9 @@ class Ticket:
 class _Kept:
     """The arrays of a `Carry` while its leaves are summed, as a list for each kind that the carry has."""
 
-    arrays: dict[str, list[PyTree]]
-
     def __init__(self, carry: Carry, routes: Routes) -> None:
-        self.routes, self.arrays = routes, {}
-        for kind in STATE:
-            if (tree := getattr(carry, kind)) is not None:
-                self.arrays[kind] = routes.each(tree)
+        trees = {kind: tree for kind in STATE if (tree := getattr(carry, kind)) is not None}
+        self.routes, self.arrays = routes, {kind: routes.each(tree) for kind, tree in trees.items()}
 
     def of(self, kind: str, ids: tuple[int, ...]) -> list[jax.Array]:
         """Returns the arrays of some leaves. A leaf for which the caller gave None starts from zeros."""

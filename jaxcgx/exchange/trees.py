@@ -25,10 +25,8 @@ class Level:
     In a round, a rank sends to at most one other rank, and receives from at most one.
     """
 
-    rounds: list[list[Link]]
-
     def __init__(self, links: list[Link]) -> None:
-        self.rounds = []
+        self.rounds: list[list[Link]] = []
         for link in links:
             for one in self.rounds:
                 if all(link[0] != other[0] and link[1] != other[1] for other in one):

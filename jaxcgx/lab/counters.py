@@ -120,18 +120,12 @@ class Counters:
         self.history.append((time.monotonic() - self.start, self.read()))
 
 
-def busiest(times: Sequence[float], counts: Sequence[int], window: float = 1.0) -> float:
-    """Returns the most bytes per second in any window.
-
-    Args:
-      times: the seconds at which the bytes were counted.
-      counts: the bytes until then.
-      window: the seconds of a window.
-    """
+def busiest(times: Sequence[float], counts: Sequence[int]) -> float:
+    """Returns the most bytes in any second, from the bytes until then that were counted at these times."""
     best, first = 0.0, 0
     for last in range(1, len(times)):
-        while first + 1 < last and times[last] - times[first + 1] >= window:
+        while first + 1 < last and times[last] - times[first + 1] >= 1:
             first += 1
-        if times[last] - times[first] >= window or last == len(times) - 1:
-            best = max(best, (counts[last] - counts[first]) / max(times[last] - times[first], window))
+        if times[last] - times[first] >= 1 or last == len(times) - 1:
+            best = max(best, (counts[last] - counts[first]) / max(times[last] - times[first], 1))
     return best

@@ -92,17 +92,12 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
         inner = check_communicator("hierarchy", "inner", inner)
     meet("hierarchy", ranks, ranks.Ibarrier())
     env, variables = _check_variables(ranks)
-    for level, kind, expected in (
-        ("INNER", env.inner_communicator, "MPI or SHM"),
-        ("CROSS", env.cross_communicator, "MPI"),
-    ):
+    kinds = ("INNER", env.inner_communicator, "MPI or SHM"), ("CROSS", env.cross_communicator, "MPI")
+    for level, kind, expected in kinds:
         if kind == "NCCL":
-            raise unexpected(
-                f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE",
-                f"{expected} between processes",
-                "NCCL, which XLA uses between the GPUs of a mesh: jax.distributed.initialize() and "
-                "jaxcgx.compressed_psum",
-            )
+            used = "which XLA uses between the GPUs of a mesh: jax.distributed.initialize() and jaxcgx.compressed_psum"
+            place = f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE"
+            raise unexpected(place, f"{expected} between processes", f"NCCL, {used}")
     node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank) if inner is None else inner
     places = ranks.allgather((node.bcast(ranks.rank), node.rank))
     if inner is None:

@@ -35,13 +35,8 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
     """
     global _why, _links
     if _compat.rendezvous()[0] is None:
-        raise unexpected(
-            "Tcp",
-            "processes that know each other",
-            "one alone",
-            "call jax.distributed.initialize first",
-            kind=RuntimeError,
-        )
+        remedy = "call jax.distributed.initialize first"
+        raise unexpected("Tcp", "processes that know each other", "one alone", remedy, kind=RuntimeError)
     with _ONE:
         if _why is None:
             _links = links
@@ -54,9 +49,8 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
         if _why:
             raise RuntimeError(f"Tcp: {_why}; start the processes again")
         if links != _links:
-            raise unexpected(
-                "Tcp", f"{_links}, with which this process has connected", links, "give every Tcp of a process the same"
-            )
+            expected = f"{_links}, with which this process has connected"
+            raise unexpected("Tcp", expected, links, "give every Tcp of a process the same")
 
 
 def _connect(timeout: float, links: Links) -> None:

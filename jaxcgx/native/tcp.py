@@ -52,12 +52,9 @@ def who_takes_part(net: Any) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     sizes, manual = dict(mesh.shape), mesh.manual_axes
     if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
-        raise unexpected(
-            "Tcp",
-            "a jax.shard_map over all axes of the mesh",
-            f"one that leaves {', '.join(map(repr, whole))} to the compiler",
-            "leave out its argument 'axis_names'",
-        )
+        got = f"one that leaves {', '.join(map(repr, whole))} to the compiler"
+        remedy = "leave out its argument 'axis_names'"
+        raise unexpected("Tcp", "a jax.shard_map over all axes of the mesh", got, remedy)
     strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
     first = sum(lax.axis_index(name) * strides[name] for name in manual if name not in net.names)
     along = np.indices([sizes[name] for name in net.names]).reshape(len(net.names), -1)
@@ -72,12 +69,8 @@ def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
     """
     devices = _compat.devices_of(ctx)
     if devices is None:
-        raise unexpected(
-            "Tcp",
-            "to be told which devices the mesh has",
-            "an abstract mesh",
-            "pass jax.shard_map the mesh itself, or set it with jax.set_mesh",
-        )
+        remedy = "pass jax.shard_map the mesh itself, or set it with jax.set_mesh"
+        raise unexpected("Tcp", "to be told which devices the mesh has", "an abstract mesh", remedy)
     processes = [device.process_index for device in devices]
     if len(set(processes)) < len(processes):
         raise unexpected("Tcp", "a mesh of one device of each process", f"devices of the processes {processes}")

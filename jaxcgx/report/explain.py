@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -233,17 +234,13 @@ class _Axes:
     """Finds the mesh axes over which a collective of the program communicates."""
 
     def __init__(self, meshes: list[dict[Any, int]]) -> None:
-        self.meshes = meshes
-        self.known: dict[Any, tuple[Names | None, int]] = {}
+        self.meshes, self._known = meshes, functools.cache(self._find)
 
     def of(self, found: hlo.Instruction, wanted: Names) -> tuple[Names | None, int]:
         """Returns (names of axes or None, number of ranks). Meshes with the `wanted` axes are tried first."""
         if found.over:
             return self._moved(found.over, len(found.groups[0]), wanted)
-        key = found.groups, found.operation == "collective-permute", wanted
-        if key not in self.known:
-            self.known[key] = self._find(*key)
-        return self.known[key]
+        return self._known(found.groups, found.operation == "collective-permute", wanted)
 
     def _moved(self, over: str, ranks: int, wanted: Names) -> tuple[Names | None, int]:
         """Returns the axes of an exchange that is not a collective of XLA.

@@ -54,19 +54,10 @@ class Instruction:
     operation: str
     operands: Operands
     groups: Groups  # for a permute, the pairs (from, to)
-    name: str  # op_name, or the result of the program that it gathers
-    times: int | None  # how often it runs; None: it is in a loop of unknown length
-    branch: bool  # whether it is in a branch of a conditional
-    over: str  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
-
-
-class _Sending(NamedTuple):
-    """What an instruction sends: the first fields of `Instruction`, and its last one."""
-
-    operation: str
-    operands: Operands
-    groups: Groups
-    over: str = ""
+    over: str = ""  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
+    name: str = ""  # op_name, or the result of the program that it gathers
+    times: int | None = 1  # how often it runs; None: it is in a loop of unknown length
+    branch: bool = False  # whether it is in a branch of a conditional
 
 
 class _Array(NamedTuple):
@@ -98,9 +89,8 @@ def collectives(text: str, results: Sequence[str] = ()) -> list[Instruction]:
             bare = _STRING.sub('""', line)
             if found := _collective(bare, shapes, everybody) or _custom_call(line, bare, shapes):
                 m = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
-                yield Instruction(
-                    **found._asdict(), name=m[1] if m else gathered.get(instruction, ""), times=times, branch=branch
-                )
+                op_name = m[1] if m else gathered.get(instruction, "")
+                yield dataclasses.replace(found, name=op_name, times=times, branch=branch)
                 continue
             for kind, called in _CALLED.findall(bare):
                 often = times
@@ -130,20 +120,17 @@ def ranks(text: str) -> int:
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
 
 
-def _collective(bare: str, shapes: Mapping[str, str], everybody: int) -> _Sending | None:
-    """Returns what an instruction sends, or None if it is no collective of XLA. `bare`: its text without strings."""
+def _collective(bare: str, shapes: Mapping[str, str], everybody: int) -> Instruction | None:
+    """Returns a collective of XLA, or None if it is none. `bare`: its text without strings."""
     if not (m := _COLLECTIVE.search(bare)):
         return None
     end = _closing(bare, m.end())
     operands = [x for name in re.findall(r"%([\w.-]+)", bare[m.end() : end]) for x in _arrays(shapes[name])]
-    return _Sending(m[1], tuple((x.dtype, x.bytes) for x in operands), _groups(bare[end:], everybody))
+    return Instruction(m[1], tuple((x.dtype, x.bytes) for x in operands), _groups(bare[end:], everybody))
 
 
-def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> _Sending | None:
-    """Returns what an exchange over Tcp, MPI or shared memory sends, as the collective that sends as many bytes.
-
-    Other instructions give None.
-    """
+def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> Instruction | None:
+    """Returns an exchange over Tcp, MPI or shared memory as the collective that sends as many bytes, or None."""
     target, m = re.search(r'custom_call_target="([^"]*)"', line), _CUSTOM.search(bare)
     names = re.findall(r"%([\w.-]+)", bare[m.end() : _closing(bare, m.end() - 1)]) if m else []
     operand = next((array for name in names[:1] for array in _arrays(shapes[name])), None)
@@ -156,7 +143,7 @@ def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> _Sending | 
 
     if target[1] == "jaxcgx_tcp_allreduce":
         operation = "all-reduce" if "two_shot = true" in line else "all-gather"
-        return _Sending(operation, (("u8", number("bytes")),), (tuple(range(number("ranks"))),), "Tcp")
+        return Instruction(operation, (("u8", number("bytes")),), (tuple(range(number("ranks"))),), "Tcp")
     if target[1] == "jaxcgx_tcp_exchange":
         name, over = tcp.OPERATIONS[number("operation")], "Tcp"
     elif target[1] == "jaxcgx_exchange":
@@ -176,7 +163,7 @@ def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> _Sending | 
     elif over == "MPI" and "mpi4py.MPI" in sys.modules:  # the handle is valid in the process that traced the program
         mpi: Any = sys.modules["mpi4py.MPI"]
         ranks = mpi.Intracomm.fromhandle(number("comm")).size
-    return _Sending(operation, ((operand.dtype, operand.bytes),), (tuple(range(ranks)),), over)
+    return Instruction(operation, ((operand.dtype, operand.bytes),), (tuple(range(ranks)),), over)
 
 
 def meshes(lowered: str) -> list[tuple[tuple[str, int], ...]]:

@@ -287,9 +287,7 @@ class Ranks:
 
     def local(self, x: ArrayLike, spec: P) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype of a rank's part of an array."""
-        counts = [math.prod(self.mesh.shape[name] for name in axes_of(part)) for part in spec]
-        counts += [1] * (np.ndim(x) - len(counts))
-        return jax.ShapeDtypeStruct(tuple(n // c for n, c in zip(np.shape(x), counts)), jnp.result_type(x))
+        return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(np.shape(x)), jnp.result_type(x))
 
     def _over(self, spec: P, names: Collection[Any]) -> P:
         """Returns a spec with only the axes `names`."""

@@ -58,10 +58,6 @@ class Division:
       spread: whether devices divide the work of the optimizer.
     """
 
-    net: Callable[[], Transport]
-    batch_specs: Specs
-    names: tuple[Any, ...]
-    crosses: bool
     rows: P = P()
     size: int = 1
     dims: tuple[int | None, ...] = ()
@@ -73,8 +69,10 @@ class Division:
     remedy: str = "a rank has the row of its own alone"
 
     def __init__(self, net: Callable[[], Transport], batch_specs: Specs = None, axis: AxisName = ()) -> None:
-        self.net, self.batch_specs, self.names = net, batch_specs, axis_names(axis)
-        self.crosses = bool(self.names) and crosses(axis)
+        self.net: Callable[[], Transport] = net
+        self.batch_specs: Specs = batch_specs
+        self.names: tuple[Any, ...] = axis_names(axis)
+        self.crosses: bool = bool(self.names) and crosses(axis)
 
     def numbers(self) -> jax.Array:
         """Returns the numbers of the ranks whose rows a program has."""
@@ -219,20 +217,13 @@ def _zero(x: jax.Array) -> jax.Array:
 class OverMesh(Division):
     """The ranks along axes of a mesh. `Division` documents the members."""
 
-    mesh: Any
-    rows: P
-    size: int
-    others: set[Any]
-    explicit: bool
-    spread: bool
-    remedy: str
-
     def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
         super().__init__(lambda: check_axes(OP, axis), batch_specs, axis)
         self.mesh, self.rows = mesh, P(self.names)
         self.size = math.prod(mesh.shape[name] for name in self.names)
-        self.others = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
-        self.explicit = self.spread = AxisType.Explicit in mesh.axis_types
+        self.others: set[Any] = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
+        self.explicit: bool = AxisType.Explicit in mesh.axis_types
+        self.spread = self.explicit
         self.remedy = f"shard the state over {axis!r}; a state of another number of ranks is for jaxcgx.reshard_state"
 
     def numbers(self) -> jax.Array:

@@ -16,8 +16,6 @@ from jaxcgx.typing import PyTree
 class Processes(Division):
     """The ranks of a communicator or a hierarchy. Each computes alone, on its own device."""
 
-    comm: Any
-
     def __init__(self, comm: Any, sharding: Sharding) -> None:
         for name, given in dict(params=sharding.params, optimizer=sharding.optimizer).items():
             if given is not None:
@@ -25,7 +23,7 @@ class Processes(Division):
                 raise wrong(OP, f"sharding.{name}", expected, repr(given), "leave it out, or pass a mesh")
         super().__init__(lambda: net_over(OP, "mesh_or_comm", self.comm), sharding.batch)
         check_batch_specs(sharding.batch, ())
-        self.comm = comm if isinstance(comm, Net) else check_communicator(OP, "mesh_or_comm", comm)
+        self.comm: Any = comm if isinstance(comm, Net) else check_communicator(OP, "mesh_or_comm", comm)
         self.remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 
     def first(self, tree: PyTree) -> PyTree:

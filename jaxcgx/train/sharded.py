@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
@@ -84,13 +84,10 @@ class Cut(NamedTuple):
         alone = [d if there is None else None for d, there in zip(self.dimensions, other.dimensions)]
         return self._replace(dimensions=tuple(alone))
 
-    def masked(self, tree: PyTree) -> list[Any]:
-        """Returns the leaves of a tree like the parameters, with None in place of whole leaves."""
-        return [None if d is None else x for d, x in zip(self.dimensions, self.structure.flatten_up_to(tree))]
-
     def pick(self, tree: PyTree) -> PyTree:
-        """Returns the tree with None in place of whole leaves."""
-        return self.tree(self.masked(tree))
+        """Returns a tree like the parameters with None in place of whole leaves."""
+        leaves = self.structure.flatten_up_to(tree)
+        return self.tree([None if d is None else x for d, x in zip(self.dimensions, leaves)])
 
     def tree(self, values: Sequence[Any]) -> PyTree:
         return self.structure.unflatten(values)
@@ -170,37 +167,25 @@ class ShardedMesh(OverMesh):
       keep: whether the errors of gathered updates are kept.
     """
 
-    spread: bool
-    state: Specs
-    whole: Specs
-    params: Specs
-    params_cut: Cut
-    state_cut: Cut
-    dims: tuple[int | None, ...]
-    params_specs: Specs
-    shard_axes: tuple[tuple[Any, ...], ...]
-    gather: Plan
-    regather: bool
-    keep: bool
-    noisy: bool
-    loose: Plan
-
     def __init__(self, mesh: Mesh, sharding: Sharding, *, keep: bool = True) -> None:
         super().__init__(mesh, sharding.axis, sharding.batch)
         names, self.spread = self.names, True
-        self.state = sharding.params if sharding.optimizer is None else sharding.optimizer
+        self.state: Specs = sharding.params if sharding.optimizer is None else sharding.optimizer
         self._check_specs(sharding)
-        self.whole = jax.tree_util.tree_map(lambda spec: beside(spec, names), self.state, is_leaf=is_spec)
-        self.params = self.whole if sharding.params is None else sharding.params
-        self.params_cut, self.state_cut = Cut.of(self.params, names), Cut.of(self.state, names)
+        self.whole: Specs = jax.tree_util.tree_map(lambda spec: beside(spec, names), self.state, is_leaf=is_spec)
+        self.params: Specs = self.whole if sharding.params is None else sharding.params
+        self.params_cut: Cut = Cut.of(self.params, names)
+        self.state_cut: Cut = Cut.of(self.state, names)
         self.dims = self.state_cut.dimensions if self.state_cut else ()
         self.params_specs = self.params_cut.specs(names)
         self.shard_axes = tuple(named(spec) for _, spec in flatten_specs(self.whole)[0])
-        self.gather, self.regather, self.keep = check_gather(sharding), sharding.regather, keep
+        self.gather: Plan = check_gather(sharding)
+        self.regather: bool = sharding.regather
+        self.keep: bool = keep
         self.noisy = self.gather.stochastic
         # `check` checks with all leaves that each rule matches a leaf. Gathers have only some of the leaves.
         optional = [dataclasses.replace(rule, optional=True) for rule in self.gather.rules]
-        self.loose = dataclasses.replace(self.gather, rules=optional)
+        self.loose: Plan = dataclasses.replace(self.gather, rules=optional)
 
     def _check_specs(self, sharding: Sharding) -> None:
         if sharding.params is not None:
@@ -225,10 +210,7 @@ class ShardedMesh(OverMesh):
 
     def shards(self, params: Params) -> Params:
         shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-        return jax.tree_util.tree_map(shard, params, self._placed(self.whole))
-
-    def _placed(self, specs: Specs) -> Any:
-        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+        return jax.tree_util.tree_map(shard, params, self.shardings(self.whole))
 
     def specs_of(self, params: Params) -> tuple[Specs, Specs]:
         return self.params, self.state

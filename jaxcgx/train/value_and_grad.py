@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -167,19 +167,6 @@ class Once:
         return reduce(ticket, Carry(), travel, key)[0], state
 
 
-class _Found(NamedTuple):
-    """The results of a rank: the value of all ranks, the gradients, and (aux, changes of the arguments).
-
-    With weights, also the rank's weight, and the mean of all.
-    """
-
-    value: jax.Array
-    grads: list[Any]
-    extras: tuple[PyTree, dict[int, Any]]
-    weight: jax.Array | None = None
-    mean_weight: jax.Array | None = None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValueAndGrad:
     """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
@@ -256,13 +243,13 @@ class ValueAndGrad:
     def _inside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Returns the result of a call inside of shard_map, pmap or vmap."""
         (positional, keywords, fixed), net = others, check_axes(OP, self.axis_name)
-        found = self._differentiate(lambda params: (insert(positional, places, params, fixed), keywords), params, net)
-        aux, changed = found.extras
+        arguments = lambda params: (insert(positional, places, params, fixed), keywords)
+        value, grads, (aux, changed), _ = self._differentiate(arguments, params, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
-        grads, _ = send(self.exchange, self._as_argument(found.grads), sent, At(net))
-        return (found.value, aux) if self.has_aux else found.value, grads
+        grads, _ = send(self.exchange, self._as_argument(grads), sent, At(net))
+        return (value, aux) if self.has_aux else value, grads
 
     def _outside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
@@ -296,20 +283,21 @@ class ValueAndGrad:
         def of_rank(params: list[Any], arrays: list[Any], sent: ExchangeState) -> tuple[Any, ...]:
             net = division.net()
             arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(arrays, split.keys)]
-            found = self._differentiate(lambda params: split.arguments(params, arrays), params, net)
+            arguments = lambda params: split.arguments(params, arrays)
+            value, grads, extras, weights = self._differentiate(arguments, params, net)
             is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            of_changes = {i: None if is_float(x) else "first" for i, x in found.extras[1].items()}
+            of_changes = {i: None if is_float(x) else "first" for i, x in extras[1].items()}
             outputs.specs = self.aux_specs, of_changes
             again = lambda arrays: self._call(split.arguments(params, arrays))[1]
-            leaves = outputs.learn(found.extras, again, list(zip(arrays, split.dims)))
-            leaves = leaves if found.weight is None else outputs.weighted(leaves, found.weight)
-            aux, value = outputs.of_all(leaves, found.mean_weight, net), found.value
+            leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)))
+            leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
+            aux = outputs.of_all(leaves, weights and weights[1], net)
 
             def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
                 at = At(net, params, value, shards=division.shard_axes)
                 return send(self.exchange, grads, sent, at)
 
-            grads, params = self._as_argument(found.grads), self._as_argument(params)
+            grads, params = self._as_argument(grads), self._as_argument(params)
             mean, sent = division.on_shards(of_shards, sent)(grads, sent, params, value)
             return value, aux, mean, sent
 
@@ -346,21 +334,27 @@ class ValueAndGrad:
             remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
             raise wrong(OP, "exchange", "a plan inside of shard_map and pmap", type(self.exchange).__name__, remedy)
 
-    def _differentiate(self, arguments: Callable[[list[Any]], Any], params: list[Any], net: Transport) -> "_Found":
-        """Returns the results of a rank. `arguments` makes the (arguments, keyword arguments) of the loss."""
+    def _differentiate(
+        self, arguments: Callable[[list[Any]], Any], params: list[Any], net: Transport
+    ) -> tuple[jax.Array, list[Any], tuple[PyTree, dict[int, Any]], tuple[jax.Array, jax.Array] | None]:
+        """Returns (the value of all ranks, the rank's gradients, what else the loss returns, the weights or None).
+
+        `arguments` makes the (arguments, keyword arguments) of the loss. What else it returns are (aux, the leaves of
+        its arguments that it has changed). The weights are the rank's and the mean of all.
+        """
         names = net.names
         call, given = lambda params: self._call(arguments(params)), vary(params, names)
         with without_constraints(OP, "loss_fn", names):
             if not self.weighted:
                 (value, extras), grads = jax.value_and_grad(call, has_aux=True)(given)
-                return _Found(plain_reduce(OP, value, net, mean=True), grads, extras)
+                return plain_reduce(OP, value, net, mean=True), grads, extras, None
             (total, weight), back, extras = jax.vjp(call, given, has_aux=True)
             # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its
             # differential is the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
             mean, mean_weight = plain_reduce(OP, (total, weight), net, mean=True)
             value = mean / mean_weight
             (grads,) = back(vary((1 / mean_weight, -value / mean_weight), names))
-        return _Found(value, grads, extras, weight=weight, mean_weight=mean_weight)
+        return value, grads, extras, (weight, mean_weight)
 
     def _call(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
         """Calls `loss_fn` with the `given` (arguments, keyword arguments).

@@ -166,14 +166,9 @@ class NodeLeaders(Leaders):
     Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
     """
 
-    cross: Comm
-    inner: Comm | SharedMemory
-    size: int
-    rank: int
-    speaks: bool
-
     def __init__(self, cross: Comm, inner: Comm | SharedMemory) -> None:
-        self.cross, self.inner = cross, inner
+        self.cross: Comm = cross
+        self.inner: Comm | SharedMemory = inner
         self.size, self.rank, self.speaks = cross.size, cross.rank, inner.rank == 0
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:

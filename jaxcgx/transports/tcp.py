@@ -31,22 +31,13 @@ def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAx
         raise wrong(op, "axis_name", "the same connections and pace in every Tcp", got, "a process connects once")
     mesh, processes = jax.sharding.get_abstract_mesh(), jax.process_count()
     if others := [axis.name for axis in marks if axis.name not in mesh.manual_axes]:
-        raise wrong(
-            op,
-            "axis_name",
-            "Tcp of axes of a mesh, inside jax.shard_map",
-            f"{', '.join(map(repr, others))} of vmap",
-            "give the name alone",
-        )
+        expected, got = "Tcp of axes of a mesh, inside jax.shard_map", f"{', '.join(map(repr, others))} of vmap"
+        raise wrong(op, "axis_name", expected, got, "give the name alone")
     if mesh.size > processes:
-        raise wrong(
-            op,
-            "axis_name",
-            "Tcp on a mesh of one device of each process",
-            f"{mesh.size} devices of {processes} process{'es' * (processes > 1)}",
-            "start a process for each device (jax.distributed.initialize, jax_num_cpu_devices=1), or give the name "
-            "alone",
-        )
+        start = "start a process for each device (jax.distributed.initialize, jax_num_cpu_devices=1)"
+        got = f"{mesh.size} devices of {processes} process{'es' * (processes > 1)}"
+        expected = "Tcp on a mesh of one device of each process"
+        raise wrong(op, "axis_name", expected, got, f"{start}, or give the name alone")
     return TcpAxes(names, frozenset(axis.name for axis in marks), min(axis.timeout for axis in marks), links[0])
 
 

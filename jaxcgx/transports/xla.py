@@ -118,13 +118,11 @@ class AxesLeaders(base.Leaders):
     over `outer` and `inner` together.
     """
 
-    everybody: Axes
-    outer: Axes
-    inner: Axes
-    size: int
-
     def __init__(self, everybody: Axes, outer: Axes, inner: Axes):
-        self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size
+        self.everybody: Axes = everybody
+        self.outer: Axes = outer
+        self.inner: Axes = inner
+        self.size = outer.size
 
     def labelled(self, label: int) -> "AxesLeaders":
         return AxesLeaders(self.everybody.labelled(label), self.outer.labelled(label), self.inner)

@@ -13,7 +13,7 @@ from steps import run
 from training import CODEC, NESTED, SHARDED, SPECS, X, mesh_of
 
 import jaxcgx as cgx
-from jaxcgx.train import PerRank
+from jaxcgx.train.state import PerRank
 
 fold = jax.random.fold_in
 W = normal((30, 8), 1)

@@ -204,27 +204,19 @@ class Transmission:
     the number of steps so far, which depends on the exchanges before.
     """
 
-    how: Differential
-    at: At
-    own: PyTree
-    shared: PyTree
-    routes: list[Routes]  # of whole leaves
-    leaves_of: Callable[[PyTree], list[PyTree]]
-    tree: PyTree
-    cut: Cut
-    turn: jax.Array
-    gradients: Arrays
-    residuals: Arrays
-
     def __init__(self, how: Differential, state: ExchangeState, at: At, tree: PyTree) -> None:
         """`tree` has the gradients, or arrays like them if the step only begins."""
-        self.how, self.at, self.own, self.shared = how, at, state.own, state.shared
-        self.routes = _routes(how.phases, tree)
-        self.leaves_of, self.tree = self.routes[0].each, self.routes[0].tree
-        self.cut = cut(self.routes[0], how.block_bytes, how.shares[0])
-        self.turn = state.shared.count
-        self.gradients = self._split(self.leaves_of(tree))
-        self.residuals = self._split(self.leaves_of(self.own.residuals))
+        self.how: Differential = how
+        self.at: At = at
+        self.own: PyTree = state.own
+        self.shared: PyTree = state.shared
+        self.routes: list[Routes] = _routes(how.phases, tree)  # of whole leaves
+        self.leaves_of: Callable[[PyTree], list[PyTree]] = self.routes[0].each
+        self.tree: PyTree = self.routes[0].tree
+        self.cut: Cut = cut(self.routes[0], how.block_bytes, how.shares[0])
+        self.turn: jax.Array = state.shared.count
+        self.gradients: Arrays = self._split(self.leaves_of(tree))
+        self.residuals: Arrays = self._split(self.leaves_of(self.own.residuals))
 
     def _split(self, values: Arrays) -> Arrays:
         return [x if b is None or x is None else b.split(x) for b, x in zip(self.cut, values)]

@@ -40,12 +40,9 @@ class LinkRates:
       known: [ranks, ranks]: whether a link was measured since the last change.
     """
 
-    rates: Rates
-    known: Rates
-
     def __init__(self, ranks: int, decay: float) -> None:
-        self.rates = np.full((ranks, ranks), np.nan)
-        self.known = np.eye(ranks, dtype=bool)
+        self.rates: Rates = np.full((ranks, ranks), np.nan)
+        self.known: Rates = np.eye(ranks, dtype=bool)
         self.decay = decay
 
     def note(self, sent: Rates, busy: Rates) -> None:
