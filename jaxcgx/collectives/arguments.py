@@ -21,21 +21,13 @@ from jaxcgx.typing import AxisName, Key, PyTree
 
 
 class Call(NamedTuple):
-    """The checked arguments of a collective.
+    """The checked arguments of a collective."""
 
-    Attributes:
-      x: the tree, of JAX arrays.
-      net: the transport over the ranks.
-      routes: the routes of the leaves.
-      backward: those of the transpose.
-      key: the two words of the key, or None if no codec draws noise.
-    """
-
-    x: PyTree
+    x: PyTree  # the tree, of JAX arrays
     net: Transport
     routes: Routes
-    backward: Routes
-    key: Key | None
+    backward: Routes  # those of the transpose
+    key: Key | None  # the two words of the key, or None if no codec draws noise
 
     @classmethod
     def of(

@@ -89,10 +89,7 @@ def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> in
 def seconds(schedule: str, load: Load, network: Network) -> Time:
     """Returns the time of a sum to all ranks.
 
-    Args:
-      schedule: "one_shot", "two_shot" or "ring"; or "psum" for a low-rank codec, whose factors have `wire` bytes.
-      load: the message.
-      network: the links and kernels.
+    The schedule is "one_shot", "two_shot" or "ring"; or "psum" for a low-rank codec, whose factors have `wire` bytes.
     """
     ranks, raw, others = load.ranks, load.raw, load.ranks - 1
     if ranks == 1:

@@ -24,18 +24,11 @@ from jaxcgx.typing import Key, PyTree
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["begun", "held", "key"], meta_fields=["travel"])
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A sum that has begun. It must be ended once, in this program or, with `Way.later`, in a later one.
+    """A sum that has begun. It must be ended once, in this program or, with `Way.later`, in a later one."""
 
-    Attributes:
-      begun: {number of the envelope: sum on its way}.
-      held: {number of the leaf: leaf that `end` sends}.
-      key: the key of the noise.
-      travel: how the leaves travel.
-    """
-
-    begun: dict[int, PyTree]
-    held: dict[int, jax.Array]
-    key: Key | None
+    begun: dict[int, PyTree]  # {number of the envelope: sum on its way}
+    held: dict[int, jax.Array]  # {number of the leaf: leaf that `end` sends}
+    key: Key | None  # the key of the noise
     travel: Travel
 
 

@@ -33,25 +33,15 @@ SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with othe
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The route of a leaf.
+    """The route of a leaf."""
 
-    Attributes:
-      path: the JAX path of the leaf.
-      shape: its shape.
-      dtype: its dtype.
-      codec: the codec over all axes together, or {axis: codec}. Raw() if the leaf is skipped.
-      why_raw: the reason why the leaf travels raw; None: it is compressed.
-      skipped: whether the leaf is not sent at all.
-      factor: the shape of its low-rank factor, or None.
-    """
-
-    path: PyTree
+    path: PyTree  # the JAX path of the leaf
     shape: tuple[int, ...]
     dtype: DType
-    codec: Codecs
-    why_raw: str | None
-    skipped: bool
-    factor: tuple[int, ...] | None
+    codec: Codecs  # the codec over all axes together, or {axis: codec}. Raw() if the leaf is skipped
+    why_raw: str | None  # the reason why the leaf travels raw; None: it is compressed
+    skipped: bool  # whether the leaf is not sent at all
+    factor: tuple[int, ...] | None  # the shape of its low-rank factor, or None
 
     @property
     def size(self) -> int:
@@ -215,17 +205,12 @@ class Envelope(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """Leaves that go through the uncompressed collectives, or are skipped.
+    """Leaves that go through the uncompressed collectives, or are skipped."""
 
-    Attributes:
-      ids: the numbers of the leaves. Several share a collective.
-      nets: the transport over all ranks or, outermost first, those of each axis, for leaves with Raw() for each axis.
-      why: the reason of each leaf, as text.
-    """
-
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # the numbers of the leaves. Several share a collective
+    # The transport over all ranks or, outermost first, those of each axis, for leaves with Raw() for each axis.
     nets: tuple[Transport, ...]
-    why: tuple[str, ...]
+    why: tuple[str, ...]  # the reason of each leaf, as text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,19 +16,12 @@ Path = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change of some links at a point in time.
+    """A change of some links at a point in time."""
 
-    Args:
-      at: the seconds after the start of the commands.
-      hosts: the hosts whose links change.
-      rates: the new rates, {"up": bit/s, "down": bit/s}, or only one of them.
-      cut: True takes the links down, False takes them up again. None: neither.
-    """
-
-    at: float
-    hosts: tuple[int, ...]
-    rates: Mapping[str, int]
-    cut: bool | None
+    at: float  # the seconds after the start of the commands
+    hosts: tuple[int, ...]  # the hosts whose links change
+    rates: Mapping[str, int]  # the new rates, {"up": bit/s, "down": bit/s}, or only one of them
+    cut: bool | None  # True takes the links down, False takes them up again. None: neither
 
     def apply(self, lab: Lab) -> None:
         """Makes the change."""

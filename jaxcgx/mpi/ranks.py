@@ -177,13 +177,8 @@ def _within(comm: Communicator, env: environment.Environment, inner: Communicato
 def enter(op: str, comm: Communicator | Net, arrays: Mapping[str, PyTree], settings: Mapping[str, object]) -> Net:
     """Returns the transport over a communicator, and lets the ranks compare their arguments when the program runs.
 
-    With `jaxcgx.mpi.CHECK`, they also do so now.
-
-    Args:
-      op: the function that the user called.
-      comm: a communicator or a hierarchy.
-      arrays: {name: tree of arrays} of its arguments. Their types are compared.
-      settings: {name: value} of its other arguments.
+    With `jaxcgx.mpi.CHECK`, they also do so now. They compare the types of `arrays`, {argument: tree}, and the values
+    of `settings`, {argument: value}, in a call of the function `op`.
     """
     given = comm if isinstance(comm, Net) else check_communicator(op, "axis_name", comm)
     users = given.comm if isinstance(given, Net) else given

@@ -60,24 +60,17 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of leaves of given shapes and dtypes as one message of chunks.
+    """The layout of leaves of given shapes and dtypes as one message of chunks."""
 
-    Attributes:
-      codec: the codec of all leaves, a jaxcgx.codecs.base.Codec, which is in a storey above this one.
-      shapes: the shapes of the leaves.
-      dtypes: the dtypes of the leaves.
-      chunks: the number of chunks. A chunk has whole buckets.
-      ids: a number for each leaf, on which its noise depends (stochastic codecs). An id is the leaf's number in its
-        tree, so one key gives the same bits for any grouping of leaves into messages.
-      shares: the message is cut into parts whose bytes have these proportions. Each part is cut into the same number of
-        equal chunks. None: all chunks are equal. Chunks are only as equal as whole buckets allow.
-    """
-
-    codec: Any
+    codec: Any  # the codec of all leaves, a jaxcgx.codecs.base.Codec, which is in a storey above this one
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[DType, ...]
-    chunks: int = 1
+    chunks: int = 1  # the number of chunks. A chunk has whole buckets
+    # A number for each leaf, on which its noise depends (stochastic codecs). An id is the leaf's number in its tree, so
+    # one key gives the same bits for any grouping of leaves into messages.
     ids: tuple[int, ...] | None = None
+    # The message is cut into parts whose bytes have these proportions. Each part is cut into the same number of equal
+    # chunks. None: all chunks are equal. Chunks are only as equal as whole buckets allow.
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -91,18 +91,13 @@ class _Connection:
 class Meeting:
     """A process's part in the meeting of all processes. `with` closes the sockets that were not handed over.
 
-    Args:
-      process: the number of this process.
-      processes: the number of processes.
-      secret: the job's secret.
-      hosts: the addresses of this host to listen at. Empty: all addresses.
-      links: the settings of the connections.
+    `hosts` are the addresses of this host to listen at. Empty: all addresses.
     """
 
     def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN) -> None:
-        self.process: int = process
+        self.process: int = process  # the number of this process
         self.processes: int = processes
-        self.secret: bytes = secret
+        self.secret: bytes = secret  # the job's
         self.links: Links = links
         self.channels: range = range(DATA + links.connections)
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel

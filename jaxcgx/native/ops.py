@@ -178,11 +178,8 @@ class Own(NamedTuple):
 def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divisor: float = 1.0) -> list[jax.Array]:
     """Returns the sum of messages as float32 leaves. Messages are added in float32, in rank order, then divided.
 
-    Args:
-      layout: the layout of each message, with one chunk.
-      payloads: uint8[ranks, layout.chunk_bytes].
-      own: leaves that replace the payload of one rank.
-      divisor: 2^-126 or more.
+    `layout` is that of each message, with one chunk. `payloads` are uint8[ranks, layout.chunk_bytes]. `own` replaces
+    the payload of one rank. `divisor` is 2^-126 or more.
     """
     if layout.chunks != 1:
         raise wrong("reduce", "layout", "a layout of one chunk", f"one of {layout.chunks}", "reduce_encoded takes it")
@@ -201,13 +198,9 @@ def reduce_encoded(
 ) -> jax.Array:
     """Returns the sum of one chunk of messages, encoded again: uint8[layout.of_sum(ranks).chunk_bytes].
 
-    Args:
-      layout: the layout of each message.
-      payloads: uint8[ranks, layout.chunk_bytes].
-      chunk: the number of the payloads' chunk in the layout; may be traced, as `Own.rank`.
-      own: leaves (whole, not only the chunk's part) that replace the payload of one rank.
-      divisor: divides the sum before it is encoded; 2^-126 or more.
-      key: uint32[2], if the codec of the sum is stochastic.
+    Arguments are as in `reduce`. `chunk` is the number of the payloads' chunk in the layout; it may be traced, as
+    `Own.rank`. The leaves of `own` are whole, not only the chunk's part. The sum is divided before it is encoded. The
+    key is uint32[2], if the codec of the sum is stochastic.
     """
     operands, divisor = _check_sum("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
     operands = operands._replace(key=_check_words("reduce_encoded", layout.of_sum(len(payloads)).codec, key))

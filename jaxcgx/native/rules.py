@@ -280,17 +280,11 @@ def register(
     jvp: Rule,
     over: Rule = jax.vmap,
 ) -> None:
-    """Gives a primitive its rules.
+    """Gives a primitive with several results its rules. The handler is jaxcgx_`target`.
 
-    Args:
-      primitive: a primitive with several results.
-      target: the handler is jaxcgx_`target`.
-      abstract: returns the avals of the results, as a pytree.
-      attributes: returns a dict of the handler's attributes, and a dict of values that determine the size of CUDA's
-        workspace.
-      function: the operation in jnp.
-      jvp: the differentiation rule.
-      over: maps `function` over an axis of the batch.
+    `abstract` returns the avals of the results, as a pytree. `attributes` returns a dict of the handler's attributes,
+    and a dict of values that determine the size of CUDA's workspace. `function` is the operation in jnp, which `over`
+    maps over an axis of the batch.
     """
     primitive.multiple_results = True
     define_impl(primitive)

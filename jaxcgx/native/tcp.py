@@ -205,10 +205,8 @@ def begin(asked: Any, net: Any) -> Begun:
 def end(begun: Begun, later: bool) -> Ended:
     """Ends a sum. Returns (sums, new residuals). With "one_shot", sums are float32, else they have the leaves' dtypes.
 
-    Args:
-      begun: the sum.
-      later: whether the program may be later than the program that began the sum. Then no later exchange begins before
-        this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
+    With `later`, the program may be later than the program that began the sum. Then no later exchange begins before
+    this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
     """
     flat, tree = jax.tree_util.tree_flatten(begun)
     found = tcp_end_p.bind(*_compat.match_varying(*flat), tree=tree, batch=(), later=later)

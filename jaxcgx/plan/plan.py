@@ -329,14 +329,9 @@ def check_plan(function: str, plan: Any, argument: str = "plan") -> Plan:
     return plan if isinstance(plan, Plan) else Plan.every(check_codecs(function, argument, plan))
 
 
-def switch(
-    phases: Sequence[Phase], count: jax.Array | None, branches: Sequence[Callable[..., Any]], *operands: Any
-) -> Any:
-    """Calls the branch of the phase to which step `count` belongs. `branches` has one function for each phase.
-
-    `count` is None only if no plan compresses anything. Then all branches do the same.
-    """
-    if len(branches) == 1 or count is None:
+def switch(phases: Sequence[Phase], count: jax.Array, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """Calls the branch of the phase to which step `count` belongs. `branches` has one function for each phase."""
+    if len(branches) == 1:
         return branches[0](*operands)
     now = sum((count >= phase.start).astype(jnp.int32) for phase in phases[1:])
     return lax.switch(now, branches, *operands)

@@ -130,12 +130,7 @@ def plots(data: Data) -> dict[str, bytes]:
 
 
 def page(files: Mapping[str, Data], drawn: Mapping[str, Mapping[str, bytes]]) -> str:
-    """Returns an HTML page with embedded pictures.
-
-    Args:
-      files: {name: data}.
-      drawn: {name: {title: PNG}}.
-    """
+    """Returns an HTML page of files, {name: data}, with embedded pictures, {name: {title: PNG}}."""
     parts: list[str] = []
     for name, data in files.items():
         parts.append(f"<h2>{html.escape(name)}</h2>\n<p>{html.escape(spell_origin(data))}</p>")

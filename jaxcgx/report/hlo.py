@@ -228,13 +228,10 @@ def _mesh_groups(mesh: str, devices: str | None, axes: str) -> Groups:
 def mesh_groups(
     sizes: Mapping[Any, int], axes: Sequence[tuple[Any, int, int]], ids: np.ndarray[Any, Any] | None = None
 ) -> Groups:
-    """Returns the groups of ranks that differ only along `axes`.
+    """Returns the groups of ranks that differ only along `axes` of a mesh, {axis name: size}.
 
-    Args:
-      sizes: the mesh, {axis name: size}.
-      axes: (name, outer, size) of each axis. The axis has outer * size * inner ranks, and ranks of a group differ only
-        along the middle part, `size`.
-      ids: the rank at each place of the mesh; by default, ranks are in the order of the places.
+    `axes` has (name, outer, size) of each. The axis has outer * size * inner ranks, and ranks of a group differ only
+    along the middle part, `size`. `ids` has the rank at each place of the mesh; by default, they are in order.
     """
     total = math.prod(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(total), tuple(sizes.values())))) if sizes else {}

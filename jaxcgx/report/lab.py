@@ -17,16 +17,16 @@ POINTS = 400  # the most points of a line in the chart
 def run(links: Sequence[Link], changes: Sequence[Change], words: Sequence[str]) -> tuple[int, Data]:
     """Runs a command in all hosts at the same time. Returns (worst exit status, results from the kernel's counters).
 
-    Args:
-      links: the link of each host.
-      changes: the changes of links while the command runs, in the order of their times.
-      words: the words of the command. {rank} becomes the number of the host, {hosts} the number of hosts, and {address}
-        the address of host 0.
+    In the words of the command, {rank} becomes the number of the host, {hosts} the number of hosts, and {address} the
+    address of host 0. Links change while it runs. The changes are in the order of their times.
     """
     with signals_raise(), Lab(len(links), links) as lab, Counters(lab) as counters:
         for rank in range(lab.hosts):
             known = {"{rank}": str(rank), "{hosts}": str(lab.hosts), "{address}": lab.address(0)}
-            lab.start(rank, [_fill(word, known) for word in words])
+            filled = list(words)
+            for name, value in known.items():
+                filled = [word.replace(name, value) for word in filled]
+            lab.start(rank, filled)
         waiting, done = list(changes), list[tuple[float, Change]]()
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C also ends the command in the hosts
             while any(process.poll() is None for process in lab.running):
@@ -40,19 +40,10 @@ def run(links: Sequence[Link], changes: Sequence[Change], words: Sequence[str]) 
         return max(abs(process.wait()) for process in lab.running), describe(links, done, counters.history)
 
 
-def _fill(word: str, known: dict[str, str]) -> str:
-    for name, value in known.items():
-        word = word.replace(name, value)
-    return word
-
-
 def describe(links: Sequence[Link], changes: Sequence[tuple[float, Change]], history: History) -> Data:
     """Returns the kernel's counts as results, with tables and a chart.
 
-    Args:
-      links: the link of each host at the beginning.
-      changes: (seconds, change) of each change of links.
-      history: the history of the counters.
+    `links` are those at the beginning, and `changes` are (seconds, change) of each change of links.
     """
     times = [seconds for seconds, _ in history]
     rows: list[Data] = []

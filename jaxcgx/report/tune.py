@@ -29,14 +29,10 @@ Assigned = list[tuple[Codec, str | None]]  # for each leaf: its codec, and the r
 
 
 def tune(gradients: Path, plan: Path | None, bits: Sequence[int] | None, **options: Any) -> tuple[Plan, str]:
-    """Returns (plan adapted to saved gradients, text that describes it).
+    """Returns (plan adapted to the gradients in an .npz file, text that describes it).
 
-    Args:
-      gradients: an .npz file.
-      plan: a TOML file with the plan to adapt. None: Plan.cgx().
-      bits: the numbers of bits that are candidates, in addition to the plan's own. None: those from 2 to 8 that the
-        plan's codec can have.
-      **options: options of Plan.adapt.
+    `plan` is a TOML file with the plan to adapt. None: Plan.cgx(). `bits` are candidates, in addition to the plan's
+    own. None: those from 2 to 8 that the plan's codec can have. `options` are those of Plan.adapt.
     """
     base = Plan.cgx() if plan is None else Plan.load(plan)
     found: list[Any] = compressing(base.default)

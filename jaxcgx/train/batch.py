@@ -67,14 +67,9 @@ def check_batch_specs(specs: Specs, names: Names) -> None:
 def split_batch(batch: Batch, given: Specs, rows: P, said: Callable[[Any], P | None]) -> Specs:
     """Returns the PartitionSpecs of a batch's leaves. Scalars are whole.
 
-    Without `given`, a leaf is split as its sharding says. Leaves without a known sharding are split along their first
-    dimension. If no sharding splits any leaf, all leaves are split along their first dimension.
-
-    Args:
-      batch: the batch.
-      given: the caller's specs, or None.
-      rows: the PartitionSpec of a leaf that is split along its first dimension.
-      said: a function from a leaf to its PartitionSpec over the axes of the ranks, or None if its sharding isn't known.
+    Without `given`, the caller's specs, a leaf is split as its sharding says: `said(leaf)` returns a spec over the axes
+    of the ranks, or None if its sharding isn't known. Such leaves are split along their first dimension, as `rows`
+    says. If no sharding splits any leaf, all leaves are split along their first dimension.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     if given is not None:

@@ -42,37 +42,24 @@ class Division:
     """The ranks of a step. Each has whole arrays on its own device, as a process of mpirun or a rank of a center.
 
     A function of one rank runs on all ranks by `over`. Specs are PartitionSpecs.
-
-    Attributes:
-      net: a function that returns the transport over the ranks, inside a step that is traced.
-      batch_specs: the caller's specs of a batch, or None.
-      names: the axes of the ranks, outermost first; () if JAX doesn't know the ranks.
-      rows: the PartitionSpec of arrays with a row for each rank.
-      size: the number of rows that a program has of such arrays.
-      crosses: whether an exchange may go on while later programs run.
-      dims: for each parameter, the dimension along which a rank gets only its slice of the mean; () for whole means.
-      shard_axes: for each parameter, the other axes of the mesh over which it is sharded; () if there are none.
-      params_specs: the specs of parameters in `over`.
-      mesh: the mesh, or None.
-      noisy: whether gathers of parameters or updates draw noise.
-      spread: whether devices divide the work of the optimizer.
     """
 
-    rows: P = P()
-    size: int = 1
+    rows: P = P()  # the spec of arrays with a row for each rank
+    size: int = 1  # the number of rows that a program has of such arrays
+    # For each parameter, the dimension along which a rank gets only its slice of the mean; () for whole means.
     dims: tuple[int | None, ...] = ()
-    shard_axes: tuple[tuple[Any, ...], ...] = ()
-    params_specs: Specs = P()
+    shard_axes: tuple[tuple[Any, ...], ...] = ()  # for each parameter, the other axes of the mesh that shard it
+    params_specs: Specs = P()  # those of parameters in `over`
     mesh: Any = None
-    noisy: bool = False
-    spread: bool = False
+    noisy: bool = False  # whether gathers of parameters or updates draw noise
+    spread: bool = False  # whether devices divide the work of the optimizer
     remedy: str = "a rank has the row of its own alone"
 
     def __init__(self, net: Callable[[], Transport], batch_specs: Specs = None, axis: AxisName = ()) -> None:
-        self.net: Callable[[], Transport] = net
-        self.batch_specs: Specs = batch_specs
-        self.names: tuple[Any, ...] = axis_names(axis)
-        self.crosses: bool = bool(self.names) and crosses(axis)
+        self.net: Callable[[], Transport] = net  # returns the transport over the ranks, inside a step that is traced
+        self.batch_specs: Specs = batch_specs  # the caller's, or None
+        self.names: tuple[Any, ...] = axis_names(axis)  # outermost first; () if JAX doesn't know the ranks
+        self.crosses: bool = bool(self.names) and crosses(axis)  # whether an exchange may go on in later programs
 
     def numbers(self) -> jax.Array:
         """Returns the numbers of the ranks whose rows a program has."""

@@ -28,21 +28,13 @@ Number = float | jax.Array  # an array may be traced, as by optax.inject_hyperpa
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """The place of a step in which an exchange runs.
+    """The place of a step in which an exchange runs."""
 
-    Attributes:
-      net: the transport over the ranks.
-      params: the parameters, or None.
-      loss: the mean loss, or None. Exchanges of a conditional wait for it.
-      way: what the step wants of the gradients.
-      shards: for each leaf, the other axes of the mesh over which it is sharded, besides those that its type has; ()
-        without.
-    """
-
-    net: Transport
+    net: Transport  # the transport over the ranks
     params: Params = None
-    loss: jax.Array | None = None
-    way: Way = Way()
+    loss: jax.Array | None = None  # the mean loss, or None. Exchanges of a conditional wait for it
+    way: Way = Way()  # what the step wants of the gradients
+    # For each leaf, the other axes of the mesh over which it is sharded, besides those that its type has; () without.
     shards: tuple[tuple[Any, ...], ...] = ()
 
     def of_shards(self, numbers: Sequence[jax.Array]) -> list[jax.Array]:

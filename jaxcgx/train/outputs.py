@@ -22,34 +22,23 @@ WAYS = ("mean", "sum", "first")
 
 @dataclasses.dataclass
 class Outputs:
-    """The auxiliary outputs of a loss. It learns their structure and kinds while the loss is traced.
+    """The auxiliary outputs of a loss. It learns their structure and kinds while the loss is traced."""
 
-    Attributes:
-      op: the public function that errors name.
-      specs: the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None.
-      rows: the PartitionSpec of arrays with the examples of all ranks.
-      guessed: whether it is only a guess which dimension of a batch has the examples.
-      structure: the structure of the outputs. None: the loss has none.
-      kinds: for each output "mean", "sum", "first", or the dimension along which those of ranks and micro-batches are
-        joined.
-    """
-
-    op: str
-    specs: Specs
-    rows: P
+    op: str  # the public function that errors name
+    specs: Specs  # the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None
+    rows: P  # the PartitionSpec of arrays with the examples of all ranks
     _: dataclasses.KW_ONLY
-    guessed: bool = False
+    guessed: bool = False  # whether it is only a guess which dimension of a batch has the examples
+    # The structure of the outputs. None: the loss has none.
     structure: PyTree = dataclasses.field(default=None, init=False)
+    # For each output "mean", "sum", "first", or the dimension along which those of ranks and micro-batches are joined.
     kinds: list[str | int] = dataclasses.field(default_factory=list, init=False)
 
     def learn(self, aux: PyTree, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.Array]:
         """Returns the leaves of the outputs of a part of a batch.
 
-        Args:
-          aux: the outputs.
-          again: a function that returns the outputs for other leaves of a batch. It is traced only if the first
-            dimension of an output is as long as there are examples, for twice as many.
-          batch: the leaves of the part, and the dimension of the examples in each.
+        `again` returns the outputs for other leaves of a batch. It is traced only if the first dimension of an output
+        is as long as there are examples, for twice as many. `batch` has the leaves of the part.
         """
         found, self.structure = jax.tree_util.tree_flatten_with_path(aux)
         examples = next((x.shape[d] for x, d in batch if d is not None), None)

@@ -35,15 +35,10 @@ from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree
 
 
 class Act(NamedTuple):
-    """What is done in some steps: every `every` steps, from `first` on. Both count from 1.
+    """What is done in some steps: every `every` steps, from `first` on. Both count from 1."""
 
-    Attributes:
-      name: what is done, for `Rounds.act`.
-      part: the number of the part of the parameters; -1: it needs no state.
-    """
-
-    name: str
-    part: int
+    name: str  # what is done, for `Rounds.act`
+    part: int  # the number of the part of the parameters; -1: it needs no state
     first: int
     every: int
 
@@ -117,15 +112,10 @@ class RoundsState(NamedTuple):
 
 
 class CentersTelemetry(NamedTuple):
-    """The telemetry of a step of centers.
+    """The telemetry of a step of centers."""
 
-    Attributes:
-      inside: the Telemetry of the exchange inside a center. Its arrays have a row for each center.
-      outer: the telemetry of the last rounds, for each part of the parameters.
-    """
-
-    inside: PyTree
-    outer: PyTree
+    inside: PyTree  # the Telemetry of the exchange inside a center. Its arrays have a row for each center
+    outer: PyTree  # the telemetry of the last rounds, for each part of the parameters
 
 
 class Ongoing(NamedTuple):
@@ -495,12 +485,9 @@ LONGEST = 64  # characters of a setting
 
 
 def check_same(function: str, settings: dict[str, str], mesh: Mesh) -> None:
-    """Checks that all processes of a mesh have the same settings. All of them call this at the same time.
+    """Checks that all processes of a mesh have the same settings, {argument of the function: its value as text}.
 
-    Args:
-      function: the public function that got the settings.
-      settings: {argument: its value as text}.
-      mesh: the mesh.
+    All of them call this at the same time.
     """
     text = json.dumps({name: value[:LONGEST] for name, value in settings.items()}).encode()
     own = np.frombuffer(text.ljust(BYTES), np.uint8)[None]

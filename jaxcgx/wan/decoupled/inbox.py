@@ -50,6 +50,7 @@ class Decision(NamedTuple):
     members: tuple[tuple[int, int], ...]  # (place of a center, `check` of its contribution), by place
 
 
+@dataclasses.dataclass
 class Assembly:
     """The versions, contributions and decisions that a center knows.
 
@@ -57,17 +58,16 @@ class Assembly:
     as long before it fetches the chair's state.
     """
 
-    def __init__(self, place: int, quorum: int, grace: float) -> None:
-        self.place: int = place
-        self.quorum: int = quorum
-        self.grace: float = grace
-        self.version: Version = Version()
-        self.others: dict[int, Version] = {}  # the versions of the connected centers, by place
-        self._sent: dict[int, dict[int, Contribution]] = {}  # by round and place
-        self._decided: dict[Version, Decision] = {}
-        self.fetching: int | None = None  # the round of the state that this center has asked for
-        self._since: float | None = None  # when the quorum was reached
-        self._apart: float | None = None  # since when no known decision leads to the chair's version
+    place: int
+    quorum: int
+    grace: float
+    version: Version = dataclasses.field(default_factory=Version)
+    others: dict[int, Version] = dataclasses.field(default_factory=dict)  # those of the connected centers, by place
+    _sent: dict[int, dict[int, Contribution]] = dataclasses.field(default_factory=dict)  # by round and place
+    _decided: dict[Version, Decision] = dataclasses.field(default_factory=dict)
+    fetching: int | None = None  # the round of the state that this center has asked for
+    _since: float | None = None  # when the quorum was reached
+    _apart: float | None = None  # since when no known decision leads to the chair's version
 
     @property
     def chair(self) -> int:
