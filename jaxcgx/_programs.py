@@ -19,11 +19,7 @@ def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
     """Returns for each result the number of operations on the longest path from the arguments to this result.
 
     The order in which a program lists its operations doesn't show when results are ready. For example, an operation on
-    every gradient is often listed for all gradients at the end.
-
-    Args:
-      jaxpr: the program.
-      begins: for each argument, the number of operations before it.
+    every gradient is often listed for all gradients at the end. `begins` has the operations before each argument.
     """
     known = dict(zip(jaxpr.invars, begins))
     end = lambda atom: known.get(atom, 0) if not hasattr(atom, "val") else 0  # a literal can't be a key

@@ -167,14 +167,11 @@ def check_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.A
     """Returns the leaf as an array. Its type must not be sharded: every device has the whole array."""
     leaf = check_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
-        raise wrong(
-            op,
-            argument,
-            "an array that a device has whole",
-            f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}",
-            "to compress the local shards, wrap the call in a jax.shard_map over these axes, as docs/meshes.md shows",
-            path=path,
+        got = f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}"
+        remedy = (
+            "to compress the local shards, wrap the call in a jax.shard_map over these axes, as docs/meshes.md shows"
         )
+        raise wrong(op, argument, "an array that a device has whole", got, remedy, path=path)
     return leaf
 
 
@@ -194,16 +191,14 @@ def check_varying(
     for path, leaf in zip(paths, leaves):
         same = [name for name in names if name in tracked and name not in _compat.varying_axes(leaf)]
         if same:
-            raise wrong(
-                function,
-                argument,
-                f"an array that varies over {', '.join(map(repr, names))}",
-                f"one that is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)})",
+            expected = f"an array that varies over {', '.join(map(repr, names))}"
+            got = f"one that is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)})"
+            remedy = (
                 "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over "
                 "that axis. Take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
-                "jax.lax.pcast(params, axis_name, to='varying')",
-                path=path,
+                "jax.lax.pcast(params, axis_name, to='varying')"
             )
+            raise wrong(function, argument, expected, got, remedy, path=path)
 
 
 def warn(text: str) -> None:

@@ -48,12 +48,9 @@ FIELDS: dict[str, type[np.generic]] = _DENSE | _SPARSE | {f"values_{name}": dtyp
 
 
 def native_codec(kind: Kind, *, values: dict[str, np.generic] | None = None, **fields: float) -> dict[str, np.generic]:
-    """Returns the attribute of a codec.
+    """Returns the attribute of a codec of this kind. A field of FIELDS that is left out is 0.
 
-    Args:
-      kind: the kind of the codec.
-      values: for a sparse codec, the attribute of the codec of its values.
-      **fields: values of FIELDS. A field that is left out is 0.
+    For a sparse codec, `values` is the attribute of the codec of its values.
     """
     given = dict(fields, kind=kind) | {f"values_{name}": values[name] for name in _DENSE if values}
     return {name: dtype(0) for name, dtype in FIELDS.items()} | {name: FIELDS[name](x) for name, x in given.items()}

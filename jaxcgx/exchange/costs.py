@@ -178,14 +178,9 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
 def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Shaped], ranks: int, mover: str | None = None) -> int:
     """Returns the exact number of bytes that a rank sends to sum a message. If ranks differ, it is the largest.
 
-    Args:
-      schedule: "one_shot", "two_shot" or "ring"; over Tcp also "tree" or an `Overlay`; "psum" for Raw(). For low-rank
-        codecs, the schedule doesn't matter, because lax.psum sums the factors. lax.psum also sums the leaves of Raw(),
-        except over Tcp with a schedule other than "ring", if codecs know their dtype.
-      codec: the codec.
-      leaves: objects with a shape, a size and a dtype.
-      ranks: the number of ranks.
-      mover: "tcp" if Tcp moves the bytes.
+    The schedule is "one_shot", "two_shot" or "ring"; over Tcp (`mover` "tcp") also "tree" or an `Overlay`; "psum" for
+    Raw(). For low-rank codecs, it doesn't matter, because lax.psum sums the factors. lax.psum also sums the leaves of
+    Raw(), except over Tcp with a schedule other than "ring", if codecs know their dtype.
     """
     others = ranks - 1
     if schedule == "tree":

@@ -136,24 +136,20 @@ def begin(stage: Stage, message: Message, how: Sum) -> Any:
 
     `end_sum` of the transport in it ends the sum, and makes its new residuals final.
     """
-    with _piecewise_scope(stage, message):
-        return _begin(stage, message, how)
-
-
-def _begin(stage: Stage, message: Message, how: Sum) -> Any:
     stage = stage.compared(message, how)
-    asked = PiecewiseSum(
-        layout=_layout(stage, message),
-        leaves=message.leaves,
-        residuals=message.residuals,
-        first_key=first(message.key, stage.codec, stage.net),
-        sum_key=fold(message.key, SUM),
-        hop_key=fold(message.key, HOP, stage.net.rank),
-        parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
-        own=how.own,
-        divisor=how.divisor,
-    )
-    return stage.net.begin_sum(asked)
+    with _piecewise_scope(stage, message):
+        asked = PiecewiseSum(
+            layout=_layout(stage, message),
+            leaves=message.leaves,
+            residuals=message.residuals,
+            first_key=first(message.key, stage.codec, stage.net),
+            sum_key=fold(message.key, SUM),
+            hop_key=fold(message.key, HOP, stage.net.rank),
+            parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
+            own=how.own,
+            divisor=how.divisor,
+        )
+        return stage.net.begin_sum(asked)
 
 
 def _trees(stage: Stage) -> Overlay:
@@ -178,8 +174,7 @@ def _piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[A
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """Returns the divided sum of the leaves over all ranks of a stage. Every rank gets it."""
     if is_piecewise(stage):
-        with _piecewise_scope(stage, message):
-            summed = Summed(*stage.net.end_sum(_begin(stage, message, how)))
+        summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
     else:
         stage, how = stage.compared(message, how), how.with_codec(stage.codec)
         if isinstance(stage.schedule, Overlay):

@@ -78,12 +78,9 @@ encode_p: _compat.Primitive = _compat.Primitive("jaxcgx_encode")
 
 
 def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = None) -> jax.Array:
-    """Returns the leaves as one message: uint8[layout.chunks, layout.chunk_bytes].
+    """Returns the leaves, of the layout's shapes and dtypes, as one message: uint8[layout.chunks, layout.chunk_bytes].
 
-    Args:
-      layout: the layout of the message.
-      leaves: arrays of the layout's shapes and dtypes.
-      key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
+    The key is uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
     leaves = _check_leaves("encode", "leaves", leaves, layout)
     if not leaves:  # the payload is empty, and no operand says which axes it varies over

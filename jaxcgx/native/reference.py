@@ -105,13 +105,10 @@ def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
 def _encode_chunk(
     layout: Layout, c: int, fetch: Callable[..., Any], draw: Callable[..., Any]
 ) -> tuple[jax.Array, list[tuple[int, int, jax.Array, jax.Array]]]:
-    """Returns (the encoded chunk, [(leaf, first element, numbers, decoded numbers)] for its stretches).
+    """Returns (the encoded chunk c, [(leaf, first element, numbers, decoded numbers)] for its stretches).
 
-    Args:
-      layout: the layout of the message.
-      c: the number of the chunk.
-      fetch: fetch(piece, first, count) returns elements as float32. Raw elements may keep the leaf's dtype.
-      draw: draw(piece, first, count) returns the random bits of these elements.
+    fetch(piece, first, count) returns elements as float32. Raw elements may keep the leaf's dtype. draw(piece, first,
+    count) returns the random bits of these elements.
     """
     codec = layout.codec
     if codec.carrier is not None:

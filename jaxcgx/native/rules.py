@@ -188,15 +188,11 @@ def _shards(mesh: Mesh, entry: Any) -> int:
 
 
 def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] | None = None) -> Rule:
-    """Returns a lowering rule. If the partitioner distributes the program, it includes a rule for the partitioner.
+    """Returns a lowering rule: `direct`, and if the partitioner distributes the program, one with a rule for it.
 
-    Args:
-      primitive: the primitive that is lowered.
-      direct: the lowering rule without a partitioner.
-      keeps: keeps(shape, shards, **params) returns whether the first operand and the first result may stay sharded.
-        `shape` has the axes after the batch, and `shards` has the number of shards along each of these axes.
+    keeps(shape, shards, **params) returns whether the first operand and the first result may stay sharded. `shape` has
+    the axes after the batch, and `shards` has the number of shards along each of these axes.
     """
-
     _compat.prim_requires_devices_during_lowering.add(primitive)
 
     def rule(ctx: Any, *operands: Any, batch: tuple[int, ...], **params: object) -> Any:

@@ -139,8 +139,8 @@ class Overlay:
             weights = list(given)
         unit = 1 if len({w for w in weights if w}) == 1 else MOST_SHARES // (2 * ranks)
         shares = [round(unit * w / max(weights)) for w in weights]
-        trees = [star(ranks, rank, share) for rank, share in enumerate(shares) if share]
-        return cls(tuple(trees))
+        star = lambda root: tuple(-1 if rank == root else root for rank in range(ranks))
+        return cls(tuple(Tree(star(rank), share) for rank, share in enumerate(shares) if share))
 
     @classmethod
     def ring(cls, order: Sequence[int]) -> "Overlay":
@@ -208,8 +208,3 @@ class Overlay:
 
     def __str__(self) -> str:
         return f"Overlay({len(self.trees)} trees over {self.ranks} ranks, depth {self.depth})"
-
-
-def star(ranks: int, root: int, share: int = 1) -> Tree:
-    """Returns the tree in which `root` is the parent of all other ranks."""
-    return Tree(tuple(-1 if rank == root else root for rank in range(ranks)), share)

@@ -134,9 +134,8 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -
         path, _ = leaves[i]
         if not isinstance(path[-1], jax.tree_util.GetAttrKey):
             expected, got = "a function that leaves its arguments as they are", "one that changes them"
-            raise wrong(
-                op, "loss_fn", expected, got, "return what is new beside the loss, with has_aux=True", path=path
-            )
+            remedy = "return what is new beside the loss, with has_aux=True"
+            raise wrong(op, "loss_fn", expected, got, remedy, path=path)
     for old, new in zip(_modules(structure), _modules(structure_now)):
         if old != new:
             expected = "a function that changes only variables of a module, which it had before"

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from jaxcgx.checks import check_flag, spell_array, wrong
+from jaxcgx.checks import spell_array, wrong
 from jaxcgx.train.batch import check_even, dimensions, split_batch
 from jaxcgx.train.division import addable
 from jaxcgx.train.gradient import Given, Loss
@@ -134,14 +134,10 @@ def check_loss(
       key: a random key, if `loss_fn` takes one.
       batch_specs: a PartitionSpec, or a tree of them like the batch, as in `make_train_step`.
     """
-    if not callable(loss_fn):
-        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
-    for name, flag in (("weighted", weighted), ("has_aux", has_aux)):
-        check_flag(OP, name, flag)
+    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted)
     split = _divide(batch, mesh_or_comm, axis, batch_specs)
     if split.ranks == 1 or all(d is None for d in split.dims):
         return
-    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted)
     programs = functools.cache(functools.partial(split.programs, functools.partial(_one, loss, split.tree)))
     given, orders = Given(model_state, None, key), split.orders()
     wholes = [programs(None)[0](params, given, order) for order in orders]

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.tree_util import KeyPath
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
@@ -140,16 +139,12 @@ def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> No
             fits, why = False, f"that is of another number of ranks; {remedy}"
         else:
             # Momentum has the dtype of the parameters. Gradients may have another dtype.
-            fits = got.shape == want.shape and (got.dtype == want.dtype or _moves(path))
+            moves = any(getattr(key, "name", None) in ("momentum", "trace") for key in path)
+            fits = got.shape == want.shape and (got.dtype == want.dtype or moves)
             why = "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
             why = why if got.shape == want.shape else other
         if not fits:
             raise wrong(op, "state", spell_array(want), spell_array(got), why, path=path)
-
-
-def _moves(path: KeyPath[Any]) -> bool:
-    """Returns whether a leaf of a state is momentum."""
-    return any(getattr(key, "name", None) in ("momentum", "trace") for key in path)
 
 
 def keeps(own: PyTree) -> PyTree:

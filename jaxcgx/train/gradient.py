@@ -10,7 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _programs
-from jaxcgx.checks import spell_array, wrong
+from jaxcgx.checks import check_flag, spell_array, wrong
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.train.batch import OP
@@ -48,6 +48,12 @@ class Loss:
     has_state: bool = False
     has_aux: bool = False
     weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise wrong(self.op, "loss_fn", "a function", repr(self.function), kind=TypeError)
+        for name in ("has_aux", "weighted"):
+            check_flag(self.op, name, getattr(self, name))
 
     def __call__(self, params: Params, given: Given) -> tuple[jax.Array, tuple[Any, PyTree, PyTree]]:
         """Returns (loss, (weight, model state, aux)), with None for those that the function doesn't return."""
@@ -118,55 +124,6 @@ def _constant_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 _constant.defjvp(_constant_jvp, symbolic_zeros=True)
 
 
-class Parts(NamedTuple):
-    """The micro-batches of a rank's part of a batch."""
-
-    number: int
-    dims: Sequence[int | None]  # for each leaf, the dimension that is split; None: micro-batches get the whole leaf
-
-
-def find(
-    loss: Callable[[Params, Given], Any], params: Params, given: Given, parts: Parts, outputs: Outputs
-) -> tuple[OfRank, list[bool]]:
-    """Returns (a rank's results, averaged over micro-batches; for each leaf of the model state whether it was renewed).
-
-    Each micro-batch gets another key, and the model state that the one before returned. Gradients are added up in at
-    least float32.
-    """
-    differentiate = jax.value_and_grad(loss, has_aux=True)
-    leaves, tree = jax.tree_util.tree_flatten(given.batch)
-    renewed: list[bool] = []
-
-    def of_part(given: Given) -> OfRank:
-        nonlocal renewed
-        (value, (weight, new, aux)), grads = differentiate(params, given)
-        new, renewed = check_renewed(given.model_state, new)
-        again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
-        batch = list(zip(jax.tree_util.tree_leaves(given.batch), parts.dims))
-        found = [] if aux is None else outputs.learn(aux, again, batch)
-        found = found if weight is None else outputs.weighted(found, weight)
-        return OfRank(grads, jnp.asarray(value), weight, model_state=new, aux=found)
-
-    if parts.number == 1:
-        return of_part(given), renewed
-    split = [x if d is None else _split(x, d, parts.number) for x, d in zip(leaves, parts.dims)]
-
-    def add(total: tuple[PyTree, PyTree], i: jax.Array) -> tuple[tuple[PyTree, PyTree], tuple[Any, ...]]:
-        sums, state = total
-        batch = tree.unflatten(x if d is None else x[i] for x, d in zip(split, parts.dims))
-        key = None if given.key is None else jax.random.fold_in(given.key, i)
-        found = of_part(Given(state, batch, key))
-        sums = jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), sums, found.grads)
-        return (sums, found.model_state), (found.loss, found.weight, found.aux)
-
-    zeros = jax.tree_util.tree_map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
-    (sums, state), (*each, aux) = lax.scan(add, (zeros, given.model_state), jnp.arange(parts.number))
-    grads = jax.tree_util.tree_map(lambda x, p: (x / parts.number).astype(p.dtype), sums, params)
-    value, weight = (None if x is None else added(x) / parts.number for x in each)
-    assert value is not None
-    return OfRank(grads, value, weight, model_state=state, aux=outputs.joined(aux, parts.number)), renewed
-
-
 def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
     """Returns [parts, ...]: the array, split into equal parts along dimension `d`."""
     if x.shape[d] % parts:
@@ -175,21 +132,7 @@ def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
 
 
-def of_all(found: OfRank, outputs: Outputs, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
-    """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).
-
-    With weights, all three are divided by the mean of the weights.
-    """
-    loss, weight, grads = plain_reduce(OP, found.loss, net, mean=True), None, found.grads
-    if found.weight is not None:
-        weight = plain_reduce(OP, found.weight, net, mean=True)
-        loss = loss / weight
-        divide = lambda x: (x.astype(wide(x.dtype)) / weight.astype(wide(x.dtype))).astype(x.dtype)
-        grads = jax.tree_util.tree_map(divide, grads)
-    return grads, loss, outputs.of_all(found.aux, weight, net)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Gradient:
     """The gradients of one rank for the parameters that are not skipped."""
 
@@ -197,9 +140,10 @@ class Gradient:
     loss: Loss
     model_state: ModelState
     skipped: PyTree
-    parts: Parts
+    accumulate: int  # the number of micro-batches
+    dims: Sequence[int | None]  # for each leaf of a batch, the dimension that is split; None: it is whole everywhere
     outputs: Outputs
-    early: bool = False  # whether the exchange begins before, so that XLA may let the gradients wait for it
+    early: bool  # whether the exchange begins before, so that XLA may let the gradients wait for it
 
     def __call__(
         self, params: Params, model_state: PyTree, batch: Batch, keys: tuple[Key | None, Key | None]
@@ -216,13 +160,65 @@ class Gradient:
         key = None if key is None else jax.random.fold_in(key, net.rank)
         given = Given(self.model_state.of_rank(model_state, net), batch, key)
         with without_constraints(OP, "loss_fn", net.names):
-            found, renewed = find(of_trained, trained, given, self.parts, outputs=self.outputs)
+            found, renewed = self._find(of_trained, trained, given)
         if self.early:
             found = found._replace(loss=after(found.grads, found.loss))
-        grads, value, aux = of_all(found, self.outputs, net)
+        grads, value, aux = self._of_all(found, net)
         model_state = self.model_state.of_all(model_state, found.model_state, renewed, net)
         # An exchange that waits for the loss waits for the other means, too.
         return grads, after((aux["shared"], model_state), value), model_state, aux
+
+    def _find(self, loss: Callable[[Params, Given], Any], params: Params, given: Given) -> tuple[OfRank, list[bool]]:
+        """Returns (the rank's results, averaged over micro-batches; for each leaf of the model state if it is renewed).
+
+        Each micro-batch gets another key, and the model state that the one before returned. Gradients are added up in
+        at least float32.
+        """
+        differentiate, outputs, number = jax.value_and_grad(loss, has_aux=True), self.outputs, self.accumulate
+        leaves, tree = jax.tree_util.tree_flatten(given.batch)
+        renewed: list[bool] = []
+
+        def of_part(given: Given) -> OfRank:
+            nonlocal renewed
+            (value, (weight, new, aux)), grads = differentiate(params, given)
+            new, renewed = check_renewed(given.model_state, new)
+            again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
+            batch = list(zip(jax.tree_util.tree_leaves(given.batch), self.dims))
+            found = [] if aux is None else outputs.learn(aux, again, batch)
+            found = found if weight is None else outputs.weighted(found, weight)
+            return OfRank(grads, jnp.asarray(value), weight, model_state=new, aux=found)
+
+        if number == 1:
+            return of_part(given), renewed
+        split = [x if d is None else _split(x, d, number) for x, d in zip(leaves, self.dims)]
+
+        def add(total: tuple[PyTree, PyTree], i: jax.Array) -> tuple[tuple[PyTree, PyTree], tuple[Any, ...]]:
+            sums, state = total
+            batch = tree.unflatten(x if d is None else x[i] for x, d in zip(split, self.dims))
+            key = None if given.key is None else jax.random.fold_in(given.key, i)
+            found = of_part(Given(state, batch, key))
+            sums = jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), sums, found.grads)
+            return (sums, found.model_state), (found.loss, found.weight, found.aux)
+
+        zeros = jax.tree_util.tree_map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
+        (sums, state), (*each, aux) = lax.scan(add, (zeros, given.model_state), jnp.arange(number))
+        grads = jax.tree_util.tree_map(lambda x, p: (x / number).astype(p.dtype), sums, params)
+        value, weight = (None if x is None else added(x) / number for x in each)
+        assert value is not None
+        return OfRank(grads, value, weight, model_state=state, aux=outputs.joined(aux, number)), renewed
+
+    def _of_all(self, found: OfRank, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
+        """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).
+
+        With weights, all three are divided by the mean of the weights.
+        """
+        loss, weight, grads = plain_reduce(OP, found.loss, net, mean=True), None, found.grads
+        if found.weight is not None:
+            weight = plain_reduce(OP, found.weight, net, mean=True)
+            loss = loss / weight
+            divide = lambda x: (x.astype(wide(x.dtype)) / weight.astype(wide(x.dtype))).astype(x.dtype)
+            grads = jax.tree_util.tree_map(divide, grads)
+        return grads, loss, self.outputs.of_all(found.aux, weight, net)
 
 
 def backward_order(loss_fn: Callable[..., Any], params: Params, *args: PyTree) -> tuple[int, ...]:

@@ -88,12 +88,10 @@ def make_train_step(
       donate: whether the state is updated in place. `step` and `finish` then invalidate the state that they got.
     """
     optax = import_optax(OP)
-    if not callable(loss_fn):
-        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted)
+    check_flag(OP, "donate", donate)
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
-    for name, flag in (("has_aux", has_aux), ("weighted", weighted), ("donate", donate)):
-        check_flag(OP, name, flag)
     if aux_specs is not None and not has_aux:
         raise wrong(OP, "aux_specs", "None without has_aux", repr(aux_specs), "pass has_aux=True")
     rounds = exchange if callable(getattr(exchange, "act", None)) and not isinstance(exchange, type) else None
@@ -102,7 +100,7 @@ def make_train_step(
     _check_overlap(overlap, mesh_or_comm, exchange, rounds)
     training = Training(
         division=division,
-        loss=Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted),
+        loss=loss,
         exchange=exchange,
         update=Update(optax.with_extra_args_support(optimizer), division),
         model_state=ModelState(model_state),

@@ -167,9 +167,8 @@ class ModelState:
         if (self.mode is None) == (state is None):
             return
         expected, got = ("none", "one") if self.mode is None else ("the model's state", "none")
-        remedy = "init(params, state)"
-        if self.mode is None:
-            remedy = 'pass model_state="mean" or "per_rank" to make_train_step'
+        other = 'pass model_state="mean" or "per_rank" to make_train_step'
+        remedy = other if self.mode is None else "init(params, state)"
         raise wrong("train.init", "model_state", f"{expected} with model_state={self.mode!r}", got, remedy)
 
     def check_rows(self, state: PyTree, count: int, remedy: str) -> None:

@@ -24,7 +24,6 @@ from jaxcgx.plan import Plan
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, OverMesh, addable, after, row, with_row, without_row
 from jaxcgx.train.exchange import At
-from jaxcgx.train.gradient import Gradient, Parts
 from jaxcgx.train.outputs import Outputs, fold_keys
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
@@ -284,7 +283,6 @@ class CentersTraining:
         """
         training, rows, specs = self.training, self.rows, inside(self.specs)
         batch, of_batch, _ = self.ranks.place(batch, training.accumulate)
-        parts = Parts(training.accumulate, dimensions(of_batch))
 
         def of_rank(given: TrainState, batch: Batch, key: Key | None) -> tuple[TrainState, jax.Array, PyTree]:
             sent, state = given.exchange, given.exchange.inside.rows
@@ -293,15 +291,7 @@ class CentersTraining:
             skipped, center, number = self.skipped(params), self.center, self.number()
             # Centers draw independent noise. Their keys in the state are equal, so there may be any number of centers.
             state = ExchangeState(state.own, _map_keys(lambda key: fold(key, number), shared))
-            gradient = Gradient(
-                center,
-                training.loss,
-                training.model_state,
-                skipped=skipped,
-                parts=parts,
-                outputs=Outputs(OP, None, P()),
-                early=training.exchange.early and center.crosses and training.overlap is None,
-            )
+            gradient = training.gradient(center, skipped, dimensions(of_batch), Outputs(OP, None, P()))
             rank = Rank(center, training.exchange, skipped, training.overlap)
             keys = None if key is None else jax.random.fold_in(key, number), None
             means, state, model_state, loss, _ = rank.step(

@@ -176,10 +176,6 @@ class SavedLeaf(NamedTuple):
         """The shape, as Orbax stores the leaf."""
         return np.shape(_words(self.value))
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether an array of this shape can become this leaf. The number of rows may differ."""
-        return self.shape == shape or bool(self.keep and len(shape) > 0 and self.shape[1:] == shape[1:])
-
 
 def restore_state(
     path: Any, template: PyTree, *, per_rank: Mapping[str, str] | None = None, comm: Any = None
@@ -288,9 +284,10 @@ def _check(leaves: list[SavedLeaf], saved: dict[str, Any]) -> None:
         if leaf.name not in saved:
             names = ", ".join(map(repr, saved))
             raise wrong(OP, "template", f"leaves of the checkpoint, {names}", "another", path=leaf.path)
-        shape = saved[leaf.name]
-        if shape is not None and not leaf.fits(tuple(shape)):
-            has_axis = not leaf.keep and leaf.shape[1:] == tuple(shape[1:])
+        shape = leaf.shape if saved[leaf.name] is None else tuple(saved[leaf.name])
+        like_rows = len(shape) > 0 and leaf.shape[1:] == shape[1:]  # the number of rows may differ
+        if leaf.shape != shape and not (leaf.keep and like_rows):
+            has_axis = not leaf.keep and leaf.shape[1:] == shape[1:]
             remedy = "if its first axis is that of the ranks, pass per_rank={'regular expression of its path': 'mean'}"
             expected = f"{list(shape)}, the shape in the checkpoint"
             raise wrong(OP, "template", expected, spell_array(leaf.value), remedy * has_axis, path=leaf.path)

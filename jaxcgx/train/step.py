@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxcgx.plan.leaves import spell_path
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, addable, after, row, with_row, without_row
 from jaxcgx.train.exchange import At, Exchange, check_state, send
-from jaxcgx.train.gradient import Gradient, Loss, Parts
+from jaxcgx.train.gradient import Gradient, Loss
 from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
 from jaxcgx.train.update import Update, join, nodes, part, warn_of_momentum
@@ -142,9 +142,7 @@ class Training:
         skipped, noise, rows = self._skipped(state.params), self._noise(state), division.rows
         batch, specs, guessed = division.place(batch, self.accumulate)
         outputs = Outputs(OP, self.aux_specs, rows, guessed=guessed)
-        parts = Parts(self.accumulate, dimensions(specs))
-        early = self.exchange.early and division.crosses and self.overlap is None
-        gradient = Gradient(division, self.loss, self.model_state, skipped, parts=parts, outputs=outputs, early=early)
+        gradient = self.gradient(division, skipped, dimensions(specs), outputs)
         rank = Rank(division, self.exchange, skipped, self.overlap, state_of=self.state_of)
         model, sent = self.model_state.spec(rows), ExchangeState(rows, P())
         found, sent, model_state, loss, aux = division.over(
@@ -177,6 +175,19 @@ class Training:
         )(pending, state.exchange, state.params)
         state = state.replace(exchange=sent, pending=None)
         return self.update(state, means, pending.loss, skipped, key=noise)
+
+    def gradient(self, division: Division, skipped: PyTree, dims: Sequence[int | None], outputs: Outputs) -> Gradient:
+        """Returns the gradient of a rank of this division, whose batch is split along these dimensions."""
+        return Gradient(
+            division=division,
+            loss=self.loss,
+            model_state=self.model_state,
+            skipped=skipped,
+            accumulate=self.accumulate,
+            dims=dims,
+            outputs=outputs,
+            early=self.exchange.early and division.crosses and self.overlap is None,
+        )
 
     def state_of(self, params: Params) -> ExchangeState:
         """Returns the shapes of the exchange's state for parameters. It remembers them."""

@@ -26,7 +26,6 @@ class Mark:
     """
 
     name: Hashable
-
     crosses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

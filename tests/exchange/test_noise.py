@@ -119,9 +119,9 @@ def draws(monkeypatch):
         words, add = jax.random.key_data(key), lambda words: folded.update(map(tuple, words.reshape(-1, 2).tolist()))
         return fold_in(jax.random.wrap_key_data(watch(add, words, words), impl="threefry2x32"), data)
 
-    def watched_sum(climb, t, depth, ranks, rows, rounds):  # all ranks compute the sum, and these ranks use it
+    def watched_sum(climb, t, depth, ranks, rows, level):  # all ranks compute the sum, and these ranks use it
         used.append(jnp.isin(climb.net.rank, jnp.asarray(ranks)))
-        sum_of_tree(climb, t, depth, ranks=ranks, rows=rows, rounds=rounds)
+        sum_of_tree(climb, t, depth, ranks=ranks, rows=rows, level=level)
         used.pop()
 
     monkeypatch.setattr(ops, "_bind", watched_bind)
