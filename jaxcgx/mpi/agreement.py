@@ -1,4 +1,4 @@
-"""Checks that all ranks make the same call, by comparing descriptions of their arguments as text.
+"""Waits for other ranks, and checks that all make the same call, by comparing descriptions of arguments as text.
 
 Ranks don't trace at the same time: one rank may find a call in its cache that another rank traces again, and both are
 right. So the ranks greet each other when the program runs: before anything else, in the order of the exchanges, they
