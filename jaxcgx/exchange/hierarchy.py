@@ -12,10 +12,10 @@ Feedback covers the losses of the outermost exchange. Residuals are added before
 which rank of a node holds one.
 """
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +35,67 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
     The result has the new residuals, and the momentum with 0 where the outermost exchange sent an element. `net` is the
     transport over the ranks of all stages.
     """
-    by = functools.partial(_by_leaders, net) if how.leader else _by_shards
-    before = message.residuals
-    if before is None:
-        return by(stages, message, how)
-    leaves, lost = carry_over(message.leaves, before)
-    summed = by(stages, message.replace(leaves=leaves), how)
-    added: Any = summed.residuals
-    residuals = [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(summed.leaves, lost, added, before)]
-    return summed.replace(residuals=residuals)
+    carried = _carried(message)
+    if how.leader:
+        done = _by_leaders(net, stages, carried, how)
+    else:
+        done = _outwards(stages, carried, _exchange(stages[0], _inwards(stages, carried, how), how))
+    return _with_losses(done, carried.residuals, message.residuals)
+
+
+class Begun(NamedTuple):
+    """A message on its way over its outermost stage."""
+
+    outer: Any  # the sum that the transport has begun
+    before: list[Any] | None  # in a hierarchy with feedback: the residuals before
+
+
+def can_begin(stages: Stages, how: Sum) -> bool:
+    """Returns whether a later program can end the exchange of a message. Otherwise the same program must."""
+    alone = how.leader and len(stages) > 1  # leaders exchange for their nodes
+    return not alone and not stages[0].codec.low_rank and schedules.is_piecewise(stages[0])
+
+
+def begin(stages: Stages, message: Message, how: Sum) -> tuple[Begun, Message]:
+    """Exchanges a message over the inner stages, and begins its exchange over the outermost one.
+
+    It has the same bits as `allreduce`. Returns (what has begun, the message with the residuals for `end`).
+    """
+    if len(stages) > 1:
+        carried = _carried(message)
+        return Begun(schedules.begin(stages[0], _inwards(stages, carried, how), how), message.residuals), carried
+    begun = schedules.begin(stages[0], message, how)
+    return Begun(dataclasses.replace(begun, residuals=None), None), message.replace(residuals=begun.residuals)
+
+
+def end(begun: Begun, stages: Stages, message: Message, later: bool) -> Message:
+    """Ends the exchange of a message. Returns the sums with the new residuals.
+
+    `message` has the residuals from `begin`. Its leaves are only read for their shapes and dtypes. `later` says whether
+    the program may be later than that of `begin`.
+    """
+    outer, before = begun
+    if len(stages) > 1:
+        done = _outwards(stages, message, Summed(*outer.net.end_sum(outer, later)))
+        return _with_losses(done, message.residuals, before)
+    sums, residuals = outer.net.end_sum(dataclasses.replace(outer, residuals=message.residuals), later)
+    return message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(sums, message.leaves)], residuals=residuals)
+
+
+def _carried(message: Message) -> Message:
+    """Returns the message with its residuals added to its leaves. Its residuals are the losses of this addition."""
+    if message.residuals is None:
+        return message
+    leaves, lost = carry_over(message.leaves, message.residuals)
+    return message.replace(leaves=leaves, residuals=lost)
+
+
+def _with_losses(done: Message, lost: list[Any] | None, before: list[Any] | None) -> Message:
+    """Returns the sums with both losses as residuals. Where a sum is not finite, the residual is that from before."""
+    if lost is None or before is None:
+        return done
+    each: Any = zip(done.leaves, lost, done.residuals or (), before)
+    return done.replace(residuals=[jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in each])
 
 
 def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Array:
@@ -67,21 +119,24 @@ def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Ar
 # Every leaf is cut into a share for each inner rank. A codec encodes each share as a separate leaf, so the bits of a
 # share don't depend on the rest of the message. Stages with Raw() send messages of bytes, too, because XLA has no
 # reduce-scatter of several arrays.
-def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
-    inner = list(enumerate(stages))[1:]
-    inwards = [stage.net for _, stage in reversed(inner)]
-    sizes = [net.size for net in inwards]
-    shards = message.replace(
-        leaves=[_cut(x, sizes, zeros=stages[0].codec.sparse) for x in message.leaves], residuals=None, momentum=None
-    )
-    for i, stage in reversed(inner):
+def _inwards(stages: Stages, message: Message, how: Sum) -> Message:
+    """Returns this rank's shard of the sums over the inner stages."""
+    sizes = [stage.net.size for stage in reversed(stages[1:])]
+    leaves = [_cut(x, sizes, zeros=stages[0].codec.sparse) for x in message.leaves]
+    shards = message.replace(leaves=leaves, residuals=None, momentum=None)
+    for i, stage in reversed(list(enumerate(stages))[1:]):
         shards = shards.replace(key=fold_stage(message.key, i, stages[:i] + stages[i + 1 :]))
         half = stage if stage.schedule == "ring" else stage._replace(schedule="one_shot")
         shards = shards.replace(leaves=schedules.reduce_scatter(half, shards, Sum(how.own)).leaves)
-    shards = _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
-    summed = _exchange(stages[0], shards, how)
+    return _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
+
+
+def _outwards(stages: Stages, message: Message, summed: Summed) -> Message:
+    """Returns the whole sums of a message, of which `summed` has this rank's shard."""
+    inwards = [stage.net for stage in reversed(stages[1:])]
+    sizes = [net.size for net in inwards]
     shards = message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
-    for i, stage in inner:  # by now, ranks along the outer stages have the same numbers
+    for i, stage in list(enumerate(stages))[1:]:  # by now, ranks along the outer stages have the same numbers
         shards = shards.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
         shards = shards.replace(leaves=schedules.all_gather(stage, shards))
     residuals, momentum = summed.residuals, message.momentum

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_varying, spell_array, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.exchange import hierarchy, primitives, rows, schedules, scopes
+from jaxcgx.exchange import hierarchy, primitives, rows, scopes
 from jaxcgx.exchange.message import STATE, Carry, Message, carry_over
 from jaxcgx.exchange.routes import Envelope, Plain, Route, Routes, Travel, Way
 from jaxcgx.native.layout import DTYPES
@@ -26,7 +27,7 @@ from jaxcgx.typing import Key, PyTree
 class Ticket:
     """A sum that has begun. It must be ended once, in this program or, with `Way.later`, in a later one."""
 
-    begun: dict[int, PyTree]  # {number of the envelope: sum on its way}
+    begun: dict[int, hierarchy.Begun]  # {number of the envelope: its message on its way}
     held: dict[int, jax.Array]  # {number of the leaf: leaf that `end` sends}
     key: Key | None  # the key of the noise
     travel: Travel
@@ -81,15 +82,13 @@ def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Tic
     if travel.net.begin_sum is None:
         return ticket, carry
     for m, envelope in enumerate(travel.envelopes):
-        if travel.way.cuts(envelope.ids[0]) or not schedules.can_begin(envelope.stages):
+        if travel.way.cuts(envelope.ids[0]) or not hierarchy.can_begin(envelope.stages, travel.how):
             continue
+        leaves = [ticket.held.pop(i) for i in envelope.ids]
         with travel.scope(envelope.ids):
-            message = primitives.match_varying(_message(envelope, ticket, kept), travel.net)
-            begun = schedules.begin(envelope.stages[0], message, travel.how)
-        kept.update(envelope.ids, message.replace(residuals=begun.residuals))
-        ticket.begun[m] = dataclasses.replace(begun, residuals=None)  # they are in the carry
-        for i in envelope.ids:
-            del ticket.held[i]
+            message = primitives.match_varying(_message(envelope, leaves, ticket, kept), travel.net)
+            ticket.begun[m], message = hierarchy.begin(envelope.stages, message, travel.how)
+        kept.update(envelope.ids, message)
     return ticket, kept.carry()
 
 
@@ -98,18 +97,18 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
     travel = ticket.travel
     routes, found, kept = travel.routes, dict[int, jax.Array](), _Kept(carry, travel.routes)
     for m in reversed(ticket.begun):  # the last to begin has the first layers, which the next step needs first
-        ids, begun = travel.envelopes[m].ids, ticket.begun[m]
-        if "residuals" in kept.arrays:
-            begun = dataclasses.replace(begun, residuals=kept.of("residuals", ids))
-        leaves, residuals = begun.net.end_sum(begun, travel.way.later)
-        for i, x in zip(ids, leaves):
-            found[i] = primitives.same(x.astype(routes.leaves[i].dtype), travel.net.names)
-        kept.update(ids, Message(ids, [], residuals=residuals))
+        envelope = travel.envelopes[m]
+        shapes = [jax.ShapeDtypeStruct(routes.leaves[i].shape, routes.leaves[i].dtype) for i in envelope.ids]
+        with travel.scope(envelope.ids):
+            message = _message(envelope, shapes, ticket, kept)
+            done = hierarchy.end(ticket.begun[m], envelope.stages, message, travel.way.later)
+        found |= {i: primitives.same(x, travel.net.names) for i, x in zip(envelope.ids, done.leaves)}
+        kept.update(envelope.ids, done)
     for plain in travel.plain:
         found |= _plain(plain, ticket, kept)
     for m, envelope in enumerate(travel.envelopes):
         if m not in ticket.begun:
-            message = _message(envelope, ticket, kept)
+            message = _message(envelope, [ticket.held[i] for i in envelope.ids], ticket, kept)
             with travel.scope(envelope.ids):
                 if travel.way.cuts(envelope.ids[0]):
                     done = rows.scatter(message, envelope, travel)
@@ -203,10 +202,10 @@ def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array) -> N
         raise wrong(op, name, "the same array on every rank", got, remedy, path=route.path)
 
 
-def _message(envelope: Envelope, ticket: Ticket, kept: _Kept) -> Message:
+def _message(envelope: Envelope, leaves: list[Any], ticket: Ticket, kept: _Kept) -> Message:
     ids, key = envelope.ids, ticket.key if envelope.stochastic else None
     state = {kind: kept.of(kind, ids) for kind in kept.arrays if kind in envelope.stages[0].codec.state}
-    return Message(_numbers(ids, ticket.travel), [ticket.held[i] for i in ids], key).replace(**state)
+    return Message(_numbers(ids, ticket.travel), leaves, key).replace(**state)
 
 
 def _numbers(ids: tuple[int, ...], travel: Travel) -> tuple[int, ...]:

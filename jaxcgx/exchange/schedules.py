@@ -13,7 +13,7 @@ A sparse codec may encode sums with another codec, which has room for every elem
 (`Codec.of_sum`). A rank's own part is then encoded, too, so the encoding of the sum loses nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -124,11 +124,6 @@ def is_piecewise(stage: Stage) -> bool:
     """Returns whether the transport computes the sum itself, and overlaps the kernels with the exchange."""
     kernels = stage.codec.native is not None and not stage.codec.sparse
     return bool(stage.net.begin_sum) and stage.schedule != "ring" and kernels
-
-
-def can_begin(stages: Sequence[Stage]) -> bool:
-    """Returns whether a later program can end a sum over these stages. Otherwise the same program must."""
-    return len(stages) == 1 and not stages[0].codec.low_rank and is_piecewise(stages[0])
 
 
 def begin(stage: Stage, message: Message, how: Sum) -> Any:
