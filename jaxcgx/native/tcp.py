@@ -1,19 +1,15 @@
 """Exchanges among processes over TCP, as a JAX primitive.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitive has no
-derivatives, because each collective defines its own derivatives. The operand `who` says who takes part: this rank, and
-every rank's place in the mesh.
+derivatives, because each collective defines its own derivatives.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
@@ -36,58 +32,47 @@ def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = 
       net: the transport.
       targets: for "permute", the target of each rank, -1 for none.
     """
-    return tcp_exchange_p.bind(
-        *_compat.match_varying(x, who_takes_part(net)), operation=operation, targets=targets, net=net
-    )
+    return tcp_exchange_p.bind(vary(x, net), operation=operation, targets=targets, net=net)
 
 
-def who_takes_part(net: Any) -> jax.Array:
-    """Returns this rank, then the place of every rank of `net` among all devices of the mesh, as int32."""
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes, manual = dict(mesh.shape), mesh.manual_axes
-    if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
-        raise unexpected(
-            "Tcp",
-            "a jax.shard_map over all axes of the mesh",
-            f"one that leaves {', '.join(map(repr, whole))} to the compiler",
-            "leave out its argument 'axis_names'",
-        )
-    strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
-    first = sum(lax.axis_index(name) * strides[name] for name in manual if name not in net.names)
-    along = np.indices([sizes[name] for name in net.names]).reshape(len(net.names), -1)
-    places = np.array([strides[name] for name in net.names]) @ along
-    return jnp.concatenate([net.rank[None], first + jnp.asarray(places)]).astype(jnp.int32)
+def vary(x: Any, net: Any) -> jax.Array:
+    """Returns an operand, marked as varying over the axes of its exchange."""
+    return _compat.vary(x, _compat.tracked_axes(net.names))
 
 
-def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
-    """Returns `who`, of type `aval`, with process numbers in place of places in the mesh. It is for lowering rules.
+def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
+    """Returns the attributes that say which devices exchange. It is for lowering rules.
 
+    They are the same on all devices: groups of places in the mesh, and for each place its process and its device's id.
     If this process isn't connected yet, it is connected now. That may take as long as the transport's timeout.
     """
-    devices = _compat.devices_of(ctx)
-    if devices is None:
+    mesh = _compat.mesh_of(ctx)
+    if mesh is None:
         raise unexpected(
             "Tcp",
             "to be told which devices the mesh has",
             "an abstract mesh",
             "pass jax.shard_map the mesh itself, or set it with jax.set_mesh",
         )
-    processes = [device.process_index for device in devices]
-    if len(set(processes)) < len(processes):
-        raise unexpected("Tcp", "a mesh of one device of each process", f"devices of the processes {processes}")
     connect(net.timeout, net.links)
-    by_process = lambda who: jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
-    return mlir.lower_fun(by_process, multiple_results=False)(ctx.replace(avals_in=[aval], avals_out=[aval]), who)[0]
+    along = [mesh.axis_names.index(name) for name in net.names]
+    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
+    return dict(
+        ranks=np.int64(net.size),
+        groups=np.moveaxis(places, along, range(-len(along), 0)).reshape(-1),
+        processes=np.array([device.process_index for device in mesh.devices.flat], np.int64),
+        devices=np.array([device.id for device in mesh.devices.flat], np.int64),
+        timeout_ms=np.int64(net.timeout * 1000),
+    )
 
 
-def _lower(ctx: Any, x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
+def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
     return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
         ctx,
         x,
-        with_processes(ctx, who, ctx.avals_in[1], net=net),
+        **who_takes_part(ctx, net),
         operation=np.int64(OPERATIONS.index(operation)),
         targets=np.array(targets, np.int64),
-        timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(targets, ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
     )
 

@@ -20,8 +20,8 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.rng import kernel_key
-from jaxcgx.native.rules import batch_rule, digest, in_front, one_of_same, places
-from jaxcgx.native.tcp import lower_on_cpus, who_takes_part, with_processes
+from jaxcgx.native.rules import batch_rule, digest, places
+from jaxcgx.native.tcp import lower_on_cpus, vary, who_takes_part
 
 # The fewest bytes of a piece, and the most pieces of a chunk (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**17, 16
@@ -47,7 +47,6 @@ class Operands(NamedTuple):
 
     leaves: list[Any]
     residuals: list[Any] | None
-    who: Any
     keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums
 
 
@@ -105,7 +104,7 @@ def begin(asked: Any, net: Any) -> Begun:
         pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     keys = [asked.first_key, asked.sum_key, asked.hop_key][: 3 if parents else 1] if layout.codec.stochastic else []
-    operands = Operands(asked.leaves, asked.residuals, who_takes_part(net), list(map(kernel_key, keys)))
+    operands = Operands(asked.leaves, asked.residuals, list(map(kernel_key, keys)))
     flat, tree = jax.tree_util.tree_flatten(operands)
     raw = bool(parents) and asked.own == "raw"
     how = How(
@@ -115,7 +114,8 @@ def begin(asked: Any, net: Any) -> Begun:
         sum_feedback=raw and feedback,
         divisor=float(asked.divisor),
     )
-    found = tcp_begin_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
+    flat = _compat.match_varying(vary(flat[0], net), *flat[1:])
+    found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net)
     started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
     return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net)
 
@@ -143,13 +143,13 @@ def _lower_begin(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
     at = places(tree)
-    given, messages = list(operands), math.prod(batch)
-    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], net=net)
+    messages = math.prod(batch)
     in_place = _in_place(at, Started(at.residuals, ticket=0))
     return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=in_place)(
         ctx,
-        *given,
+        *operands,
         **layout.attributes,
+        **who_takes_part(ctx, net),
         batch=np.int64(messages),
         two_shot=how.two_shot,
         parents=np.array(how.parents, np.int64).reshape(-1),
@@ -157,9 +157,7 @@ def _lower_begin(
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
         overtakes=net.slice_elements is not None,
-        ranks=np.int64(net.size),
         divisor=np.float32(how.divisor),
-        timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(layout, messages, how),
         bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`
     )
@@ -225,21 +223,11 @@ def _result_avals(avals: Sequence[Any], batch: tuple[int, ...], results: Started
     ]
 
 
-# vmap makes one call for all messages, as in ops.py.
-def _batch_begin(
-    operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: object
-) -> tuple[list[jax.Array], list[int]]:
-    moved, who = in_front(operands, dims), places(tree).who
-    moved[who] = one_of_same(operands[who], dims[who])
-    results = tcp_begin_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
-    return results, [0] * len(results)
-
-
-for _primitive, _abstract, _batched, _lowered in (
-    (tcp_begin_p, _abstract_begin, _batch_begin, _lower_begin),
-    (tcp_end_p, _abstract_end, functools.partial(batch_rule, tcp_end_p), _lower_end),
+for _primitive, _abstract, _lowered in (
+    (tcp_begin_p, _abstract_begin, _lower_begin),
+    (tcp_end_p, _abstract_end, _lower_end),
 ):
     _primitive.multiple_results = True
     _primitive.def_effectful_abstract_eval(_abstract)
-    batching.primitive_batchers[_primitive] = _batched
+    batching.primitive_batchers[_primitive] = functools.partial(batch_rule, _primitive)
     lower_on_cpus(_primitive, _lowered)

@@ -41,7 +41,7 @@ class Tcp(Mark):
 
     Pass it instead of the axis's name in `axis_name`, alone or in a tuple of axes. Everywhere else, use the name.
 
-    It is for CPUs, with one device in each process, after jax.distributed.initialize. The processes connect when the
+    It is for CPUs, after jax.distributed.initialize. A process may have several devices. The processes connect when the
     first program with such an exchange is lowered.
 
     Args:

@@ -14,13 +14,15 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr uint64_t kMessage = 0x6a61786367781022;  // "jaxcgx", and the version of the protocol
-constexpr uint64_t kGaveUp = 0x6a61786367781023;
+constexpr uint64_t kMessage = 0x6a61786367781024;  // "jaxcgx", and the version of the protocol
+constexpr uint64_t kGaveUp = 0x6a61786367781025;
 constexpr std::chrono::milliseconds kNap{100};  // deadlines are checked this often
 constexpr std::chrono::milliseconds kPaced{1};  // with a pace, sockets are tried this often
 constexpr int kBeats = 6;                       // a process that is silent for this many beats has vanished
 
 const char* const kEnded = "has ended or left";
+const char* const kUnexpected = "sent what nobody expects";
+const char* const kSame = "; every process must run the same exchanges, in the same order";
 
 std::string ended_or(int error) {
   return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error);
@@ -72,10 +74,10 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
   };
   for (int64_t i = 0; i < n; ++i) {
     Connection& c = connections[static_cast<size_t>(i)];
-    net->peers_.push_back(i == process ? nullptr : std::make_unique<Peer>());
-    if (i == process) continue;
+    net->peers_.push_back(std::make_unique<Peer>());
     Peer& peer = *net->peers_.back();
     peer.process = i, peer.host = std::move(c.host), peer.beats = std::move(c.beats);
+    if (i == process) continue;
     if (!nonblocking(peer.beats.number()) || c.data.empty()) return failed("a connection");
     peer.lanes.resize(c.data.size());
     for (size_t k = 0; k < c.data.size(); ++k) {
@@ -99,7 +101,6 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
 void Net::forget() {
   process_ = -1;
   for (const auto& peer : peers_) {
-    if (!peer) continue;
     for (Lane& lane : peer->lanes) lane.socket = Socket();
     peer->beats = Socket();
   }
@@ -150,8 +151,9 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     const Exchange& e = running->exchange;
     Peer& peer = *peers_[static_cast<size_t>(e.group.processes[r])];
     if (!peer.gone.empty()) return fail({Error::Kind::kGone, peer.process, peer.gone});
-    const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0};
-    if (unsent_++ == 0) pace_.wake();
+    const int64_t from = e.group.devices[static_cast<size_t>(e.group.rank)], to = e.group.devices[r];
+    const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0, from, to};
+    if (peer.process != process_ && unsent_++ == 0) pace_.wake();
     auto place = peer.outs.end();
     if (e.overtakes) {
       peer.keep_little_in_sockets();
@@ -193,15 +195,16 @@ void Net::run() {
       if (stopping_) return;
       moved = !commands.empty();
       for (size_t i = 0; i < peers_.size(); ++i) {
-        Peer* const peer = peers_[(turn_ + i) % peers_.size()].get();
-        const size_t lanes = peer == nullptr ? 0 : peer->lanes.size(), first = lanes == 0 ? 0 : peer->turn++ % lanes;
+        Peer& peer = *peers_[(turn_ + i) % peers_.size()];
+        const size_t lanes = peer.lanes.size(), first = lanes == 0 ? 0 : peer.turn++ % lanes;
         for (size_t k = 0; k < lanes; ++k) {
-          Lane& lane = peer->lanes[(first + k) % lanes];
-          moved |= push(*peer, lane);
-          moved |= pull(*peer, lane);
+          Lane& lane = peer.lanes[(first + k) % lanes];
+          moved |= push(peer, lane);
+          moved |= pull(peer, lane);
         }
       }
       ++turn_;
+      moved |= copy();
       if (Clock::now() >= next_beat_) beat();
     }
     look_at_the_clock();
@@ -211,12 +214,14 @@ void Net::run() {
 void Net::start(const std::shared_ptr<Running>& running) {
   const Exchange& e = running->exchange;
   if (!trouble_) running_.push_back(running);
+  const int64_t device = e.group.devices[static_cast<size_t>(e.group.rank)];
   for (size_t rank = 0; rank < e.group.processes.size() && !trouble_; ++rank) {
-    if (e.group.processes[rank] == process_) continue;
+    if (static_cast<int64_t>(rank) == e.group.rank) continue;
     Peer& peer = *peers_[static_cast<size_t>(e.group.processes[rank])];
-    running->numbers[rank] = peer.begun++;
+    Peer::Channel& channel = peer.channels[{device, e.group.devices[rank]}];
+    running->numbers[rank] = channel.begun++;
     if (running->coming[rank] == 0) continue;
-    peer.open[running->numbers[rank]] = {running, static_cast<int64_t>(rank)};
+    channel.open[running->numbers[rank]] = {running, static_cast<int64_t>(rank)};
     if (!peer.gone.empty()) fail({Error::Kind::kGone, peer.process, peer.gone});
   }
   if (trouble_ && !running->over) {
@@ -307,16 +312,42 @@ bool Net::pull(Peer& peer, Lane& lane) {
     const auto running = std::move(lane.of);
     lane.of = nullptr;
     lane.header_bytes = lane.received = 0;
-    if (--running->slices[lane.receive].missing > 0) return true;
-    const Exchange::Receive& receive = running->exchange.receives[lane.receive];
-    if (lane.header.bytes < receive.bytes)
-      std::memset(receive.data + lane.header.bytes, 0, static_cast<size_t>(receive.bytes - lane.header.bytes));
-    const auto rank = static_cast<size_t>(receive.rank);
-    if (--running->coming[rank] == 0) peer.open.erase(running->numbers[rank]);
-    if (running->exchange.received) running->exchange.received(lane.receive);
-    step(running);
+    if (--running->slices[lane.receive].missing == 0) complete(running, lane.receive, lane.header.bytes);
   }
   return true;
+}
+
+// Ends a receive whose message has `bytes` bytes.
+void Net::complete(const std::shared_ptr<Running>& running, size_t i, int64_t bytes) {
+  const Exchange& e = running->exchange;
+  const Exchange::Receive& receive = e.receives[i];
+  if (bytes < receive.bytes) std::memset(receive.data + bytes, 0, static_cast<size_t>(receive.bytes - bytes));
+  const auto rank = static_cast<size_t>(receive.rank);
+  if (--running->coming[rank] == 0) {
+    Peer& peer = *peers_[static_cast<size_t>(e.group.processes[rank])];
+    const int64_t device = e.group.devices[static_cast<size_t>(e.group.rank)];
+    peer.channels[{device, e.group.devices[rank]}].open.erase(running->numbers[rank]);
+  }
+  if (e.received) e.received(i);
+  step(running);
+}
+
+// Copies the messages between devices of this process whose exchanges have begun. Returns whether there were any.
+bool Net::copy() {
+  Peer& self = *peers_[static_cast<size_t>(process_)];
+  std::deque<std::shared_ptr<Lane::Out>> ready;
+  const auto begun = [&](const auto& out) { return self.has_begun(out->header); };
+  std::copy_if(self.outs.begin(), self.outs.end(), std::back_inserter(ready), begun);
+  self.outs.erase(std::remove_if(self.outs.begin(), self.outs.end(), begun), self.outs.end());
+  for (const auto& out : ready) {
+    const auto [running, receive] = find(self, out->header);
+    if (!running) return false;
+    const int64_t bytes = out->header.bytes;
+    if (bytes > 0) std::memcpy(running->exchange.receives[receive].data, out->data, static_cast<size_t>(bytes));
+    complete(running, receive, bytes);
+    step(out->of);
+  }
+  return !ready.empty();
 }
 
 // Returns whether the slice after a header can be received. If not, it waits for an exchange that has not begun, or it
@@ -329,36 +360,40 @@ bool Net::expect(Peer& peer, Lane& lane) {
         "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
     return false;
   }
-  if (h.magic == kMessage && h.number >= peer.begun) return false;
-  const auto open = peer.open.find(h.number);
-  std::string what = "sent what nobody expects";
-  if (h.magic == kMessage && open != peer.open.end()) {
-    const auto& running = open->second.running;
-    const Exchange& e = running->exchange;
-    for (size_t i = 0; i < e.receives.size() && e.kind == h.kind; ++i) {
-      const Exchange::Receive& r = e.receives[i];
-      if (r.rank != open->second.rank || r.slot != h.slot) continue;
-      const bool fits = h.bytes == r.bytes || (e.trims && h.bytes >= 0 && h.bytes < r.bytes);
-      if (fits && e.digest == h.digest) {
-        Running::Slices& s = running->slices[i];
-        if (s.taken.empty()) s.bytes = h.bytes;
-        if (h.bytes != s.bytes || h.at < 0 || h.at % kSlice != 0 || h.at / kSlice >= h.slices()) break;
-        if (s.taken.empty()) s.taken.resize(static_cast<size_t>(s.missing = h.slices()));
-        auto slice = s.taken[static_cast<size_t>(h.at / kSlice)];
-        if (slice) break;
-        slice = true;
-        lane.of = running;
-        lane.receive = i;
-        return true;
+  if (h.magic == kMessage && !peer.has_begun(h)) return false;
+  const auto [running, receive] = find(peer, h);
+  if (!running) return false;
+  if (!running->slices[receive].take(h)) {
+    fail({Error::Kind::kDifferent, peer.process, std::string(kUnexpected) + kSame});
+    return false;
+  }
+  lane.of = running;
+  lane.receive = receive;
+  return true;
+}
+
+// Returns the exchange and the receive of a message. If there are none, all exchanges fail, and it returns null.
+std::pair<std::shared_ptr<Net::Running>, size_t> Net::find(const Peer& peer, const Header& h) {
+  std::string what = kUnexpected;
+  if (h.magic == kMessage) {
+    const auto& open = peer.channels.at({h.to, h.from}).open;
+    if (const auto found = open.find(h.number); found != open.end()) {
+      const auto& [running, rank] = found->second;
+      const Exchange& e = running->exchange;
+      for (size_t i = 0; i < e.receives.size() && e.kind == h.kind; ++i) {
+        const Exchange::Receive& r = e.receives[i];
+        if (r.rank != rank || r.slot != h.slot) continue;
+        const bool fits = h.bytes == r.bytes || (e.trims && h.bytes >= 0 && h.bytes < r.bytes);
+        if (fits && e.digest == h.digest) return {running, i};
+        what = fits ? "has other arrays, or another codec, schedule or divisor, of the same length"
+                    : "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
       }
-      what = fits ? "has other arrays, or another codec, schedule or divisor, of the same length"
-                  : "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
+      if (e.kind != h.kind) what = "has another exchange";
+      what += kSame;
     }
-    if (e.kind != h.kind) what = "has another exchange";
-    what += "; every process must run the same exchanges, in the same order";
   }
   fail({Error::Kind::kDifferent, peer.process, what});
-  return false;
+  return {};
 }
 
 // Handles the end of a connection. Bytes on the other connections may still arrive, and may give the reason. beat()
@@ -374,7 +409,7 @@ void Net::end(Peer& peer, Lane& lane, const std::string& how) {
 // without it.
 void Net::lose(Peer& peer, const std::string& how) {
   peer.gone = how;
-  if (!peer.open.empty() || peer.sends()) fail({Error::Kind::kGone, peer.process, how});
+  if (peer.receives() || peer.sends()) fail({Error::Kind::kGone, peer.process, how});
 }
 
 // Sends heartbeats, and finds processes that have vanished. It counts beats of this process instead of measuring time:
@@ -382,7 +417,7 @@ void Net::lose(Peer& peer, const std::string& how) {
 void Net::beat() {
   next_beat_ = Clock::now() + silence_ / kBeats;
   for (const auto& peer : peers_) {
-    if (!peer || !peer->gone.empty()) continue;
+    if (peer->process == process_ || !peer->gone.empty()) continue;
     uint8_t beats[4096] = {};  // more bytes than can have arrived while the processes connected
     (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // if the socket is full, no beat is needed
     // The end of this connection (recv returns 0) needs no handling: a process that closed it has closed its data
@@ -414,12 +449,13 @@ void Net::look_at_the_clock() {
     int64_t late = -1;
     for (size_t rank = 0; rank < e.group.processes.size(); ++rank) {
       const int64_t process = e.group.processes[rank];
-      if (process != process_ && late < 0 &&
+      if (static_cast<int64_t>(rank) != e.group.rank && late < 0 &&
           (running->coming[rank] > 0 || peers_[static_cast<size_t>(process)]->sends()))
         late = process;
     }
-    if (late < 0) continue;  // this process itself is late: it waits for none of the others
-    fail({Error::Kind::kLate, late, "has not come within " + std::to_string(e.group.timeout.count()) + " ms"});
+    if (late < 0) continue;  // this rank itself is late: it waits for none of the others
+    const std::string who = late == process_ ? "has a device that has not come" : "has not come";
+    fail({Error::Kind::kLate, late, who + " within " + std::to_string(e.group.timeout.count()) + " ms"});
     return;
   }
 }
@@ -430,11 +466,10 @@ void Net::fail(Trouble trouble) {
   if (trouble_) return;
   trouble_ = std::move(trouble);
   for (const auto& peer : peers_) {
-    if (!peer) continue;
     for (Lane& lane : peer->lanes) {
       const bool between = !lane.out || lane.sent == 0;  // a header would be misread in the middle of a slice
       if (between && trouble_->process != process_) {
-        const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0};
+        const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0, 0, 0};
         ::send(lane.socket.number(), &header, sizeof header, MSG_NOSIGNAL);
       }
       shutdown(lane.socket.number(), SHUT_WR);
@@ -442,7 +477,7 @@ void Net::fail(Trouble trouble) {
       lane.of = nullptr;
     }
     peer->outs.clear();
-    peer->open.clear();
+    for (auto& each : peer->channels) each.second.open.clear();
   }
   unsent_ = 0;
   for (const auto& running : running_) running->finish(error_of(running->exchange));

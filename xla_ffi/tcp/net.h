@@ -8,9 +8,13 @@
 // One thread moves all bytes, on all connections at once, so links are full-duplex. It sends from and receives into the
 // caller's memory, without copies.
 //
-// Any two processes begin their common exchanges in the same order. So a received message belongs to an exchange that
-// has begun here, too, or to a later exchange. A message for a later exchange waits in the socket, together with all
-// bytes behind it. Nothing is buffered, and no exchange needs a message that is behind a message of a later exchange.
+// A rank is a device of a process, and a process may have several. Any two devices begin their common exchanges in the
+// same order. So a received message belongs to an exchange that its device has begun here, too, or to a later exchange.
+// A message for a later exchange waits in the socket, together with all bytes behind it. Nothing is buffered. No
+// exchange needs a message that is behind a message of a later exchange: all devices run the same program, so a process
+// sends what an exchange needs before any of its devices can begin an exchange that depends on it.
+//
+// Messages between two devices of this process are copied, when both have begun the exchange.
 //
 // So data waits in full sockets for a process that is late, and the sender can't see whether that process is alive.
 // Heartbeats show it: every process sends a byte at intervals on the heartbeat connection, and always reads from there.
@@ -66,8 +70,9 @@ struct Connection {
 
 // The ranks that take part in an exchange.
 struct Group {
-  std::vector<int64_t> processes;  // by rank: the process; this process is one of them
-  int64_t rank;                    // the rank of this process
+  std::vector<int64_t> processes;  // by rank: the process
+  std::vector<int64_t> devices;    // by rank: the device, a number of any kind that differs within a process
+  int64_t rank;                    // the rank that begins the exchange, a device of this process
   std::chrono::milliseconds timeout;
 
   int64_t size() const { return static_cast<int64_t>(processes.size()); }
@@ -149,6 +154,9 @@ class Net {
   bool push(Peer& peer, Lane& lane);
   bool pull(Peer& peer, Lane& lane);
   bool expect(Peer& peer, Lane& lane);
+  std::pair<std::shared_ptr<Running>, size_t> find(const Peer& peer, const Header& header);
+  bool copy();
+  void complete(const std::shared_ptr<Running>& running, size_t receive, int64_t bytes);
   void end(Peer& peer, Lane& lane, const std::string& how);
   void lose(Peer& peer, const std::string& how);
   void step(const std::shared_ptr<Running>& running);
@@ -160,7 +168,7 @@ class Net {
   int64_t process_;
   const std::chrono::milliseconds silence_;
   Socket events_, alarm_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by process; null for this one
+  std::vector<std::unique_ptr<Peer>> peers_;  // by process; this one has no connections
 
   // Commands from other threads, guarded by the mutex. All members after commands_ belong to the thread that moves the
   // bytes.

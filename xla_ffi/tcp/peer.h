@@ -34,6 +34,7 @@ struct Net::Header {
   uint64_t magic;
   int64_t number, kind, digest, slot, bytes;  // of the message. With kGaveUp, slot is the process that caused it
   int64_t at;                                 // offset of the slice in the message
+  int64_t from, to;                           // the devices of the sender and of the receiver, in their processes
 
   int64_t slices() const { return std::max(int64_t{1}, (bytes + kSlice - 1) / kSlice); }
   int64_t length() const { return std::min(kSlice, bytes - at); }
@@ -46,11 +47,20 @@ class Net::Running {
     std::vector<bool> taken;  // whether each slice has begun to arrive; empty before the first slice
     int64_t missing = 0;      // slices that are not complete
     int64_t bytes = 0;        // bytes of the message
+
+    // Marks the slice of a header as taken. Returns whether it can be: it is in the message, and comes once.
+    bool take(const Header& h) {
+      if (taken.empty()) taken.resize(static_cast<size_t>(missing = h.slices())), bytes = h.bytes;
+      if (h.bytes != bytes || h.at < 0 || h.at % kSlice != 0 || h.at / kSlice >= h.slices()) return false;
+      auto slice = taken[static_cast<size_t>(h.at / kSlice)];
+      if (slice) return false;
+      return slice = true;
+    }
   };
 
   Exchange exchange;
   std::vector<Slices> slices;    // by receive
-  std::vector<int64_t> numbers;  // by rank: this exchange's number among all exchanges with the rank's process
+  std::vector<int64_t> numbers;  // by rank: this exchange's number among all exchanges of the two devices
   std::vector<int64_t> coming;   // by rank: number of receives that are not complete
   int64_t steps = 0;             // number of receives and sends that are not complete
   Clock::time_point deadline;
@@ -93,6 +103,11 @@ struct Net::Peer {
     std::shared_ptr<Running> running;
     int64_t rank;
   };
+  // The exchanges of a device of this process with a device of the peer.
+  struct Channel {
+    int64_t begun = 0;             // number of exchanges that have begun here
+    std::map<int64_t, Open> open;  // by number: exchanges with receives that are not complete
+  };
 
   int64_t process;
   std::string host;
@@ -100,19 +115,27 @@ struct Net::Peer {
   size_t turn = 0;         // the lane that is served first in the next pass
   bool overtaken = false;  // an exchange with `overtakes` has sent to this peer
   Socket beats;
-  bool heard = true;                            // bytes have arrived since the last beat
-  int silent = 0;                               // number of beats since bytes arrived
-  std::string ends;                             // the reason, once one lane has ended; empty before
-  bool ending = false;                          // `ends` was set before the last beat
-  std::string gone;                             // the reason, once the peer is gone; empty before
-  int64_t begun = 0;                            // number of exchanges with this peer that have begun here
-  std::map<int64_t, Open> open;                 // by number: exchanges with receives that are not complete
-  std::deque<std::shared_ptr<Lane::Out>> outs;  // messages with slices that no lane has taken
+  bool heard = true;                                        // bytes have arrived since the last beat
+  int silent = 0;                                           // number of beats since bytes arrived
+  std::string ends;                                         // the reason, once one lane has ended; empty before
+  bool ending = false;                                      // `ends` was set before the last beat
+  std::string gone;                                         // the reason, once the peer is gone; empty before
+  std::map<std::pair<int64_t, int64_t>, Channel> channels;  // by device of this process and device of the peer
+  std::deque<std::shared_ptr<Lane::Out>> outs;              // messages with slices that no lane has taken
 
   // Limits the unsent bytes in the sockets, because messages can't overtake bytes that are already in a socket.
   void keep_little_in_sockets() {
     if (std::exchange(overtaken, true)) return;
     for (const Lane& lane : lanes) limit_unsent(lane.socket, kUnsent);
+  }
+  // Returns whether the exchange of a message from this peer has begun here.
+  bool has_begun(const Header& h) const {
+    const auto channel = channels.find({h.to, h.from});
+    return channel != channels.end() && h.number < channel->second.begun;
+  }
+  // Returns whether a message from this peer is not completely received.
+  bool receives() const {
+    return std::any_of(channels.begin(), channels.end(), [](const auto& each) { return !each.second.open.empty(); });
   }
   // Returns whether a message to this peer is not completely sent.
   bool sends() const {
