@@ -4,6 +4,7 @@ The parts are in the same order as in ops.py. `net` is the transport (transports
 derivatives, because each collective defines its own derivatives.
 """
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,8 @@ def vary(x: Any, net: Any) -> jax.Array:
 def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
     """Returns the attributes that say which devices exchange. It is for lowering rules.
 
-    They are the same on all devices: groups of places in the mesh, and for each place its process and its device's id.
+    They are the same on all devices: groups of places in the mesh, and for each place the process, the device's number
+    in it, and XLA's ordinal for it.
     If this process isn't connected yet, it is connected now. That may take as long as the transport's timeout.
     """
     mesh = _compat.mesh_of(ctx)
@@ -54,16 +56,29 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
             "an abstract mesh",
             "pass jax.shard_map the mesh itself, or set it with jax.set_mesh",
         )
-    connect(net.timeout, net.links)
+    devices = list(mesh.devices.flat)
+    numbers = _numbers(devices[0].platform)
+    connect(1 + max(numbers.values()), net.timeout, net.links)
     along = [mesh.axis_names.index(name) for name in net.names]
     places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
     return dict(
         ranks=np.int64(net.size),
         groups=np.moveaxis(places, along, range(-len(along), 0)).reshape(-1),
-        processes=np.array([device.process_index for device in mesh.devices.flat], np.int64),
-        devices=np.array([device.id for device in mesh.devices.flat], np.int64),
+        processes=np.array([device.process_index for device in devices], np.int64),
+        devices=np.array([numbers[device] for device in devices], np.int64),
+        ordinals=np.array([device.id for device in devices], np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
     )
+
+
+def _numbers(platform: str) -> dict[jax.Device, int]:
+    """Returns the number of each device in its process."""
+    found = collections.Counter[int]()
+    numbers: dict[jax.Device, int] = {}
+    for device in jax.devices(platform):
+        numbers[device] = found[device.process_index]
+        found[device.process_index] += 1
+    return numbers
 
 
 def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:

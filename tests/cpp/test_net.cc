@@ -56,6 +56,10 @@ class Waiter {
   int64_t turn_ = 0;
 };
 
+void wait_for(const std::atomic<bool>& flag) {
+  while (!flag) std::this_thread::sleep_for(1ms);
+}
+
 // The two ends of a connection over loopback.
 std::pair<tcp::Socket, tcp::Socket> connection() {
   sockaddr_in address{};
@@ -71,12 +75,13 @@ std::pair<tcp::Socket, tcp::Socket> connection() {
   return {std::move(first), tcp::Socket(accept(listener.number(), nullptr, nullptr))};
 }
 
-int64_t lanes = 1;  // connections for data between two processes
-double pace = 0;    // bytes per second
+int64_t lanes = 1;    // connections for the data that a device sends to a process
+int64_t devices = 1;  // of a process
+double pace = 0;      // bytes per second
 
 std::shared_ptr<Net> made(int64_t process, std::vector<tcp::Connection> connections,
                           std::chrono::milliseconds silence = 30s) {
-  auto net = Net::make(process, std::move(connections), silence, pace);
+  auto net = Net::make(process, std::move(connections), devices, silence, pace);
   CHECK(std::holds_alternative<std::shared_ptr<Net>>(net), "make");
   return std::get<0>(net);
 }
@@ -90,7 +95,7 @@ std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chrono::mill
       auto beats = connection();
       all[i][j] = {"127.0.0.1", {}, std::move(beats.first)};
       all[j][i] = {"127.0.0.1", {}, std::move(beats.second)};
-      for (int64_t lane = 0; lane < lanes; ++lane) {
+      for (int64_t lane = 0; lane < lanes * devices; ++lane) {
         auto data = connection();
         all[i][j].data.push_back(std::move(data.first));
         all[j][i].data.push_back(std::move(data.second));
@@ -208,15 +213,16 @@ void each_rank(int64_t ranks, const std::function<void(int64_t)>& body) {
 // Processes 0 and 1 with two devices each, process 2 with one. Every device runs in a thread of its own, so the order
 // of the exchanges of two devices differs from process to process.
 void test_devices() {
+  devices = 2;
   const auto nets = connected(3);
-  const std::vector<int64_t> processes = {0, 1, 0, 1, 2}, devices = {0, 1, 1, 0, 0};
+  const std::vector<int64_t> processes = {0, 1, 0, 1, 2}, devices_of_ranks = {0, 1, 1, 0, 0};
   each_rank(5, [&](int64_t rank) {
-    const int64_t process = processes[rank], device = devices[rank];
+    const int64_t process = processes[rank], device = devices_of_ranks[rank];
     Net& net = *nets[process];
     std::mt19937 random(static_cast<uint32_t>(rank));
     for (int64_t number = 1; number < 40; ++number) {
       if (random() % 4 == 0) std::this_thread::sleep_for(1ms);
-      AllToAll all(net, {processes, devices, rank, 30s}, number % 3 * 100'000, 1 + number % 2, number);
+      AllToAll all(net, {processes, devices_of_ranks, rank, 30s}, number % 3 * 100'000, 1 + number % 2, number);
       if (rank < 4 && number % 2) {  // two devices of each process; in the second group the other device of process 1
         const std::vector<int64_t> pair = number % 4 == 1 ? std::vector<int64_t>{0, 0} : std::vector<int64_t>{1, 0};
         const int64_t at = pair[process] == device ? 0 : 1;
@@ -229,24 +235,57 @@ void test_devices() {
       CHECK(error.empty(), error);
     }
   });
+  devices = 1;
+}
+
+// A device of process 1 waits for the other, which waits for process 0. What process 0 has sent to the waiting device
+// before must not stand in the way.
+void test_a_device_that_waits_for_another() {
+  devices = 2;
+  const auto nets = connected(2);
+  std::atomic<bool> sent{false}, ended{false};
+  each_rank(4, [&](int64_t rank) {
+    const int64_t process = rank / 2, device = rank % 2;
+    const tcp::Group pair{{0, 1}, {device, device}, process, 30s};
+    if (rank == 0) wait_for(sent), std::this_thread::sleep_for(50ms);
+    if (rank == 3) wait_for(ended);
+    AllToAll exchange(*nets[process], pair, 16'000'000, 1, 1);  // more than the sockets can hold
+    if (rank == 1) sent = true;
+    const std::string error = exchange.result();
+    CHECK(error.empty(), error);
+    if (rank == 2) ended = true;
+  });
+  devices = 1;
 }
 
 // A device that doesn't begin an exchange is named, whether it is in this process or in another.
 void test_a_late_device() {
+  devices = 3;
   const auto nets = connected(2);
-  each_rank(2, [&](int64_t rank) {
-    const std::string error = AllToAll(*nets[0], {{0, 0, 0}, {0, 1, 2}, rank, 200ms}, 100, 1, 1).result();
-    CHECK(has(error, "this process has a device that has not come within 200 ms"), error);
+  std::atomic<bool> late{false};
+  each_rank(3, [&](int64_t rank) {
+    if (rank < 2) {
+      const std::string error = AllToAll(*nets[0], {{0, 0, 0}, {0, 1, 2}, rank, 200ms}, 100, 1, 1).result();
+      CHECK(has(error, "waits for rank 2 (device 2 of this process), which has not come within 200 ms"), error);
+      late = true;
+    } else {
+      wait_for(late);
+      const std::string error = AllToAll(*nets[1], group(first(2), 1), 100, 1, 1).result();
+      CHECK(has(error, "which gave up: it has the reason"), error);
+    }
   });
+  devices = 1;
 }
 
 // Devices of one process that run different exchanges get an error.
 void test_devices_that_differ() {
+  devices = 2;
   const auto nets = connected(2);
   each_rank(2, [&](int64_t rank) {
     const std::string error = AllToAll(*nets[0], {{0, 0}, {0, 1}, rank, 30s}, 100 + rank, 1, 1).result();
-    CHECK(has(error, "this process sent 10"), error);
+    CHECK(has(error, "this rank sent 10") || has(error, "this process), which sent 10"), error);
   });
+  devices = 1;
 }
 
 // Zeros at the end of a message, and a message of zeros, arrive without being sent.
@@ -326,10 +365,6 @@ void test_one_leaves() {
             error);
     }
   });
-}
-
-void wait_for(const std::atomic<bool>& flag) {
-  while (!flag) std::this_thread::sleep_for(1ms);
 }
 
 // A process that leaves counts as ended, and its own exchanges end, too.
@@ -517,15 +552,14 @@ void fuzz() {
       for (int64_t i = 0; i < 4; ++i) {
         const uint64_t bytes = choose({0, 100, 101, kSlices});
         const int s = others[of() % static_cast<uint64_t>(lanes)].number();
-        const uint64_t header[9] = {of() % 16 ? 0x6a61786367781024ull : 0x6a61786367781025ull,
+        const uint64_t header[8] = {of() % 16 ? 0x6a61786367781026ull : 0x6a61786367781027ull,
                                     choose({0, 0, 1, 7}),
                                     choose({0, 0, 0, 1}),
                                     choose({0, 0, 0, 1}),
                                     choose({0, 0, 1, ~0ull}),
                                     bytes,
                                     choose({0, 0, 0, kSlices - kSlices % (128 << 10)}),
-                                    choose({0}),
-                                    choose({0})};
+                                    choose({0, 0, 0, 1, ~0ull})};
         const std::vector<uint8_t> data(bytes > 1000 && bytes != kSlices ? 1000 : bytes, 1);
         (void)!send(s, header, sizeof header, MSG_NOSIGNAL);
         (void)!send(s, data.data(), data.size(), MSG_NOSIGNAL);
@@ -605,6 +639,7 @@ int main() {
     test_exchanges();
     test_several_in_flight_and_groups();
     test_devices();
+    test_a_device_that_waits_for_another();
     test_a_late_device();
     test_devices_that_differ();
     test_trims();

@@ -2,8 +2,7 @@
 
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
-- digests: three processes, the last of which has two devices, run every collective over Tcp. They print digests of the
-  results.
+- digests: two processes with two devices each run every collective over Tcp. They print digests of the results.
 - others: four processes print the errors of unsupported calls, what `explain` reports (only rank 1), the events of
   means that cross programs, and what overlays do.
 - die, stay_away, raise, differ: the others sum and print their error. Meanwhile the last process kills itself while a
@@ -611,7 +610,7 @@ def sum_until(action, last):
     schedule = "tree" if action in ("raise", "stay_away") else "two_shot"
     program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.Plan.every(cgx.MaxMin(4), schedule=schedule))))
     topology = Topology(mesh, axis) if action == "update" else None
-    connections.connect(60)
+    connections.connect(1, 60)
     for i in range(10**9):
         if i == 5 and action == "interrupt":
             pressed = time.monotonic() + 1
@@ -642,11 +641,12 @@ def sum_until(action, last):
 def main():
     action, port, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
-    jax.config.update("jax_num_cpu_devices", 2 if action == "digests" and rank == processes - 1 else 1)
+    jax.config.update("jax_num_cpu_devices", 2 if action == "digests" else 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "digests":
         result = everything(tcp=True)
     elif action == "others":
+        connections.connect(1, 60)
         result = dict(
             errors=messages_of_errors(processes),
             explained=explained() if rank == 1 else "",

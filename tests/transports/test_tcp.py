@@ -47,9 +47,9 @@ def others():
 def bits():
     """Returns {case: (digests over Tcp, digests over plain axes)}.
 
-    The four ranks over Tcp are devices of three processes.
+    The four ranks over Tcp are devices of two processes.
     """
-    over_tcp = results("digests", 3)
+    over_tcp = results("digests", 2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         expected = load_script(RANK, monkeypatch).everything(tcp=False)
     found = {case: {} for case in expected}
@@ -190,7 +190,7 @@ def test_processes_that_do_not_meet_have_no_second_try(meet):
     meet(1, store := Store())
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"Tcp: process 0 has not come within 0.1 s; start the processes again"):
-            connections.connect(0.1)
+            connections.connect(1, 0.1)
     assert store.values["jaxcgx/tcp/1"].endswith(" 127.0.0.1")
 
 
@@ -201,11 +201,11 @@ def test_the_wait_for_the_others_can_be_interrupted(meet):
     interrupt.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            connections.connect(60)
+            connections.connect(1, 60)
     finally:
         signal.signal(signal.SIGINT, before)
     with pytest.raises(RuntimeError, match="the wait for the other processes was interrupted; start the processes"):
-        connections.connect(60)
+        connections.connect(1, 60)
 
 
 def test_the_coordinator_ends_while_a_process_waits(meet):
@@ -218,7 +218,7 @@ def test_the_coordinator_ends_while_a_process_waits(meet):
 
     store.key_value_dir_get = get
     with pytest.raises(RuntimeError, match=r"Tcp: UNAVAILABLE: gone; start the processes again"):
-        connections.connect(60)
+        connections.connect(1, 60)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_where_the_first_process_listens(coordinator, found, listens_at, monkeyp
 
 def test_a_process_alone():
     with names(RuntimeError, "Tcp - one alone jax.distributed.initialize"):
-        connections.connect(1)
+        connections.connect(1, 1)
 
 
 def psum(axes, **fields):
@@ -291,7 +291,7 @@ def test_connections_stay_as_they_were_made(meet, monkeypatch):
     meet(0, Store(), why="")
     monkeypatch.setattr(connections, "_links", Links(1))
     with names(ValueError, "Tcp - connections=1, pace=None connections=4, pace=None give every Tcp"):
-        connections.connect(1, Links(4))
+        connections.connect(1, 1, Links(4))
 
 
 def test_everything_else_knows_the_axis_by_its_name():

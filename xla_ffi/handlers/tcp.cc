@@ -62,12 +62,12 @@ ffi::Future failed(const ffi::Error& error) {
 
 // Returns the checked group of an exchange, that of this device. The attributes are the same on all devices:
 //  - groups: [number of groups, ranks]: places in the mesh.
-//  - processes, devices: for each place the process, and the id of the device, which is XLA's ordinal on CPUs.
-ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t device) {
+//  - processes, devices, ordinals: for each place the process, the device's number in it, and XLA's ordinal for it.
+ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t ordinal) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
   const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms");
   const auto groups = attributes.get<Sizes>("groups"), processes = attributes.get<Sizes>("processes"),
-             devices = attributes.get<Sizes>("devices");
+             devices = attributes.get<Sizes>("devices"), ordinals = attributes.get<Sizes>("ordinals");
   if (ffi::Error error = attributes.error(); error.failure()) return ffi::Unexpected(std::move(error));
   const auto& net = tcp::the_net();
   if (!net || net->process() < 0) {
@@ -77,7 +77,8 @@ ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attribute
   if (ranks < 1) return bad("no ranks");
   if (timeout_ms < 1) return bad("a timeout of " + std::to_string(timeout_ms) + " ms");
   const auto places = static_cast<int64_t>(groups.size());
-  if (places % ranks != 0 || groups.size() != processes.size() || groups.size() != devices.size())
+  if (places % ranks != 0 || groups.size() != processes.size() || groups.size() != devices.size() ||
+      groups.size() != ordinals.size())
     return bad("attributes of " + std::to_string(places) + " places in groups of " + std::to_string(ranks));
   std::set<int64_t> different;
   int64_t at = -1;
@@ -87,9 +88,11 @@ ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attribute
       return bad("place " + std::to_string(place) + " of " + std::to_string(places));
     if (processes[place] < 0 || processes[place] >= net->processes())
       return bad("process " + std::to_string(processes[place]) + " of " + std::to_string(net->processes()));
-    if (processes[place] == net->process() && devices[place] == device) at = i;
+    if (devices[place] < 0 || devices[place] >= net->devices())
+      return bad("device " + std::to_string(devices[place]) + " of " + std::to_string(net->devices()));
+    if (processes[place] == net->process() && ordinals[place] == ordinal) at = i;
   }
-  if (at < 0) return bad("device " + std::to_string(device) + " of this process is no rank");
+  if (at < 0) return bad("device " + std::to_string(ordinal) + " of this process is no rank");
   tcp::Group group{{}, {}, at % ranks, std::chrono::milliseconds(timeout_ms)};
   for (int64_t i = at / ranks * ranks; static_cast<int64_t>(group.processes.size()) < ranks; ++i) {
     group.processes.push_back(processes[groups[i]]);
@@ -235,7 +238,7 @@ ffi::Error begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs arg
                       "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes");
   }
   const uint64_t ticket =
-      tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)));
+      tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)), device);
   for (int64_t i = 0; i < message->batch; ++i) {
     words[2 * i] = static_cast<uint32_t>(ticket);
     words[2 * i + 1] = static_cast<uint32_t>(ticket >> 32);
@@ -252,7 +255,7 @@ void set_to_zero(const Message& message, const std::vector<T*>& leaves, size_t b
   }
 }
 
-ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
+ffi::Future end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce_end";
   Attributes attributes(op, dictionary);
   const bool two_shot = attributes.get<bool>("two_shot"), feedback = attributes.get<bool>("feedback"),
@@ -280,11 +283,11 @@ ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
     promise.SetAvailable();
     return future;
   }
-  const auto running = tcp::take(ticket);
+  const auto running = tcp::take(ticket, device);
   if (running == nullptr)
     return failed(invalid(op,
-                          "no sum of this process is under way with this ticket; end a ticket once, in the process "
-                          "that began the sum"));
+                          "no sum of this device is under way with this ticket; end a ticket once, on the device that "
+                          "began the sum"));
   const tcp::Allreduce& a = tcp::asked(*running);
   const auto same = [](const Leaf& a, const Leaf& b) { return a.size == b.size && a.dtype == b.dtype; };
   const std::vector<Leaf>&begun = a.layout.leaves, &ended = message->layout->leaves;
@@ -309,6 +312,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxcgx_tcp_allreduce_cpu, begin,
     ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cpu, end,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+                              ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxcgx

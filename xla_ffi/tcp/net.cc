@@ -14,8 +14,8 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr uint64_t kMessage = 0x6a61786367781024;  // "jaxcgx", and the version of the protocol
-constexpr uint64_t kGaveUp = 0x6a61786367781025;
+constexpr uint64_t kMessage = 0x6a61786367781026;  // "jaxcgx", and the version of the protocol
+constexpr uint64_t kGaveUp = 0x6a61786367781027;
 constexpr std::chrono::milliseconds kNap{100};  // deadlines are checked this often
 constexpr std::chrono::milliseconds kPaced{1};  // with a pace, sockets are tried this often
 constexpr int kBeats = 6;                       // a process that is silent for this many beats has vanished
@@ -45,8 +45,13 @@ Socket::~Socket() {
   if (number_ >= 0) close(number_);
 }
 
-Net::Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace)
-    : process_(process), silence_(silence), events_(std::move(events)), alarm_(std::move(alarm)), pace_(pace) {}
+Net::Net(int64_t process, int64_t devices, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace)
+    : process_(process),
+      devices_(devices),
+      silence_(silence),
+      events_(std::move(events)),
+      alarm_(std::move(alarm)),
+      pace_(pace) {}
 
 Net::~Net() {
   if (!thread_.joinable()) return;
@@ -54,7 +59,7 @@ Net::~Net() {
   thread_.join();
 }
 
-Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> connections,
+Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> connections, int64_t devices,
                                    std::chrono::milliseconds silence, double pace) {
   const auto n = static_cast<int64_t>(connections.size());
   const auto failed = [](const std::string& what) { return Failure{what + ": " + reason()}; };
@@ -62,10 +67,11 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
     return Failure{"expected a process of 1 to " + std::to_string(kMostProcesses) + ", got process " +
                    std::to_string(process) + " of " + std::to_string(n)};
   }
+  if (devices < 1) return Failure{"expected a device"};
   Socket events(epoll_create1(EPOLL_CLOEXEC)), alarm(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (events.number() < 0) return failed("epoll_create1");
   if (alarm.number() < 0) return failed("eventfd");
-  const std::shared_ptr<Net> net(new Net(process, std::move(events), std::move(alarm), silence, pace));
+  const std::shared_ptr<Net> net(new Net(process, devices, std::move(events), std::move(alarm), silence, pace));
   const auto watch = [&](int socket, uint32_t what, Lane* lane) {
     epoll_event event{};
     event.events = what;
@@ -77,19 +83,24 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
     net->peers_.push_back(std::make_unique<Peer>());
     Peer& peer = *net->peers_.back();
     peer.process = i, peer.host = std::move(c.host), peer.beats = std::move(c.beats);
+    peer.streams = std::vector<Stream>(static_cast<size_t>(devices));
     if (i == process) continue;
-    if (!nonblocking(peer.beats.number()) || c.data.empty()) return failed("a connection");
-    peer.lanes.resize(c.data.size());
-    for (size_t k = 0; k < c.data.size(); ++k) {
-      Lane& lane = peer.lanes[k];
-      lane.socket = std::move(c.data[k]);
-      // Without this limit, a socket accepts slices until its buffer is full, and on a slow connection these slices
-      // would be late. With it, a socket accepts the next slice when it has sent most of the last one, so fast
-      // connections take more slices.
-      if (c.data.size() > 1) limit_unsent(lane.socket, kSlice);
-      if (!nonblocking(lane.socket.number()) ||
-          !watch(lane.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &lane))
-        return failed("a connection");
+    const size_t lanes = c.data.size() / peer.streams.size();
+    if (!nonblocking(peer.beats.number()) || lanes == 0 || c.data.size() % lanes != 0) return failed("a connection");
+    for (int64_t device = 0; device < devices; ++device) {
+      Stream& stream = peer.streams[static_cast<size_t>(device)];
+      stream.lanes = std::vector<Lane>(lanes);
+      for (size_t k = 0; k < lanes; ++k) {
+        Lane& lane = stream.lanes[k];
+        lane.device = device, lane.socket = std::move(c.data[static_cast<size_t>(device) * lanes + k]);
+        // Without this limit, a socket accepts slices until its buffer is full, and on a slow connection these slices
+        // would be late. With it, a socket accepts the next slice when it has sent most of the last one, so fast
+        // connections take more slices.
+        if (lanes > 1) limit_unsent(lane.socket, kSlice);
+        if (!nonblocking(lane.socket.number()) ||
+            !watch(lane.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &lane))
+          return failed("a connection");
+      }
     }
   }
   if (!watch(net->alarm_.number(), EPOLLIN, nullptr)) return failed("epoll_ctl");
@@ -101,7 +112,9 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
 void Net::forget() {
   process_ = -1;
   for (const auto& peer : peers_) {
-    for (Lane& lane : peer->lanes) lane.socket = Socket();
+    for (Stream& stream : peer->streams) {
+      for (Lane& lane : stream.lanes) lane.socket = Socket();
+    }
     peer->beats = Socket();
   }
   events_ = Socket(), alarm_ = Socket();
@@ -135,6 +148,7 @@ std::shared_ptr<Net::Running> Net::begin(Exchange exchange) {
   running->steps = static_cast<int64_t>(exchange.receives.size()) + exchange.sends;
   running->slices.resize(exchange.receives.size());
   running->coming.resize(exchange.group.processes.size());
+  running->going.resize(exchange.group.processes.size());
   running->numbers.resize(exchange.group.processes.size());
   for (const Exchange::Receive& r : exchange.receives) ++running->coming[static_cast<size_t>(r.rank)];
   running->exchange = std::move(exchange);
@@ -151,16 +165,16 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     const Exchange& e = running->exchange;
     Peer& peer = *peers_[static_cast<size_t>(e.group.processes[r])];
     if (!peer.gone.empty()) return fail({Error::Kind::kGone, peer.process, peer.gone});
-    const int64_t from = e.group.devices[static_cast<size_t>(e.group.rank)], to = e.group.devices[r];
-    const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0, from, to};
+    const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0, e.group.devices[r]};
     if (peer.process != process_ && unsent_++ == 0) pace_.wake();
-    auto place = peer.outs.end();
+    ++running->going[r];
+    auto& outs = peer.streams[static_cast<size_t>(e.group.devices[static_cast<size_t>(e.group.rank)])].outs;
+    auto place = outs.end();
     if (e.overtakes) {
       peer.keep_little_in_sockets();
-      const auto earlier = [&](const auto& out) { return out->header.number < header.number; };
-      place = std::find_if(peer.outs.begin(), peer.outs.end(), earlier);
+      place = std::find_if(outs.begin(), outs.end(), [&](const auto& out) { return out->of->order < running->order; });
     }
-    peer.outs.insert(place, std::make_shared<Lane::Out>(Lane::Out{header, data, running, header.slices()}));
+    outs.insert(place, std::make_shared<Out>(Out{header, data, running, rank, header.slices()}));
   });
 }
 
@@ -196,11 +210,14 @@ void Net::run() {
       moved = !commands.empty();
       for (size_t i = 0; i < peers_.size(); ++i) {
         Peer& peer = *peers_[(turn_ + i) % peers_.size()];
-        const size_t lanes = peer.lanes.size(), first = lanes == 0 ? 0 : peer.turn++ % lanes;
-        for (size_t k = 0; k < lanes; ++k) {
-          Lane& lane = peer.lanes[(first + k) % lanes];
-          moved |= push(peer, lane);
-          moved |= pull(peer, lane);
+        for (size_t j = 0; j < peer.streams.size(); ++j) {
+          Stream& stream = peer.streams[(turn_ + j) % peer.streams.size()];
+          const size_t lanes = stream.lanes.size(), first = lanes == 0 ? 0 : stream.turn++ % lanes;
+          for (size_t k = 0; k < lanes; ++k) {
+            Lane& lane = stream.lanes[(first + k) % lanes];
+            moved |= push(peer, stream, lane);
+            moved |= pull(peer, lane);
+          }
         }
       }
       ++turn_;
@@ -214,6 +231,7 @@ void Net::run() {
 void Net::start(const std::shared_ptr<Running>& running) {
   const Exchange& e = running->exchange;
   if (!trouble_) running_.push_back(running);
+  running->order = begun_++;
   const int64_t device = e.group.devices[static_cast<size_t>(e.group.rank)];
   for (size_t rank = 0; rank < e.group.processes.size() && !trouble_; ++rank) {
     if (static_cast<int64_t>(rank) == e.group.rank) continue;
@@ -234,14 +252,14 @@ void Net::start(const std::shared_ptr<Running>& running) {
 
 // Sends bytes on a lane: the rest of its slice, or the next slice that no lane has taken. Returns whether to try again.
 // A short write is normal, so a slice may take several calls.
-bool Net::push(Peer& peer, Lane& lane) {
+bool Net::push(Peer& peer, Stream& stream, Lane& lane) {
   if (!lane.writable || !peer.gone.empty() || trouble_) return false;
   if (!lane.out) {
-    if (peer.outs.empty()) return false;
-    lane.out = peer.outs.front();
+    if (stream.outs.empty()) return false;
+    lane.out = stream.outs.front();
     lane.leaving = lane.out->header;
     lane.sent = 0;
-    if ((lane.out->header.at += kSlice) >= lane.leaving.bytes) peer.outs.pop_front();
+    if ((lane.out->header.at += kSlice) >= lane.leaving.bytes) stream.outs.pop_front();
   }
   const int64_t header = sizeof(Header), length = lane.leaving.length(), at = std::max(lane.sent - header, int64_t{0});
   const int64_t of_header = header - std::min(lane.sent, header);
@@ -270,7 +288,7 @@ bool Net::push(Peer& peer, Lane& lane) {
     lane.out = nullptr;
     if (--out->unsent == 0) {
       --unsent_;
-      step(out->of);
+      complete(*out);
     }
   }
   return true;
@@ -332,22 +350,33 @@ void Net::complete(const std::shared_ptr<Running>& running, size_t i, int64_t by
   step(running);
 }
 
+// Ends the send of a message.
+void Net::complete(const Out& out) {
+  --out.of->going[static_cast<size_t>(out.rank)];
+  step(out.of);
+}
+
 // Copies the messages between devices of this process whose exchanges have begun. Returns whether there were any.
 bool Net::copy() {
   Peer& self = *peers_[static_cast<size_t>(process_)];
-  std::deque<std::shared_ptr<Lane::Out>> ready;
-  const auto begun = [&](const auto& out) { return self.has_begun(out->header); };
-  std::copy_if(self.outs.begin(), self.outs.end(), std::back_inserter(ready), begun);
-  self.outs.erase(std::remove_if(self.outs.begin(), self.outs.end(), begun), self.outs.end());
-  for (const auto& out : ready) {
-    const auto [running, receive] = find(self, out->header);
-    if (!running) return false;
-    const int64_t bytes = out->header.bytes;
-    if (bytes > 0) std::memcpy(running->exchange.receives[receive].data, out->data, static_cast<size_t>(bytes));
-    complete(running, receive, bytes);
-    step(out->of);
+  bool any = false;
+  for (int64_t from = 0; from < devices_; ++from) {
+    auto& outs = self.streams[static_cast<size_t>(from)].outs;
+    std::deque<std::shared_ptr<Out>> ready;
+    const auto begun = [&](const auto& out) { return self.has_begun(from, out->header); };
+    std::copy_if(outs.begin(), outs.end(), std::back_inserter(ready), begun);
+    outs.erase(std::remove_if(outs.begin(), outs.end(), begun), outs.end());
+    for (const auto& out : ready) {
+      const auto [running, receive] = find(self, from, out->header);
+      if (!running) return false;
+      const int64_t bytes = out->header.bytes;
+      if (bytes > 0) std::memcpy(running->exchange.receives[receive].data, out->data, static_cast<size_t>(bytes));
+      complete(running, receive, bytes);
+      complete(*out);
+      any = true;
+    }
   }
-  return !ready.empty();
+  return any;
 }
 
 // Returns whether the slice after a header can be received. If not, it waits for an exchange that has not begun, or it
@@ -360,11 +389,11 @@ bool Net::expect(Peer& peer, Lane& lane) {
         "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
     return false;
   }
-  if (h.magic == kMessage && !peer.has_begun(h)) return false;
-  const auto [running, receive] = find(peer, h);
+  if (h.magic == kMessage && h.to >= 0 && h.to < devices_ && !peer.has_begun(lane.device, h)) return false;
+  const auto [running, receive] = find(peer, lane.device, h);
   if (!running) return false;
   if (!running->slices[receive].take(h)) {
-    fail({Error::Kind::kDifferent, peer.process, std::string(kUnexpected) + kSame});
+    fail({Error::Kind::kDifferent, peer.process, std::string(kUnexpected) + kSame, lane.device});
     return false;
   }
   lane.of = running;
@@ -372,11 +401,12 @@ bool Net::expect(Peer& peer, Lane& lane) {
   return true;
 }
 
-// Returns the exchange and the receive of a message. If there are none, all exchanges fail, and it returns null.
-std::pair<std::shared_ptr<Net::Running>, size_t> Net::find(const Peer& peer, const Header& h) {
+// Returns the exchange and the receive of a message from a device. If there are none, all exchanges fail, and it
+// returns null.
+std::pair<std::shared_ptr<Net::Running>, size_t> Net::find(const Peer& peer, int64_t from, const Header& h) {
   std::string what = kUnexpected;
-  if (h.magic == kMessage) {
-    const auto& open = peer.channels.at({h.to, h.from}).open;
+  if (const auto channel = peer.channels.find({h.to, from}); h.magic == kMessage && channel != peer.channels.end()) {
+    const auto& open = channel->second.open;
     if (const auto found = open.find(h.number); found != open.end()) {
       const auto& [running, rank] = found->second;
       const Exchange& e = running->exchange;
@@ -392,7 +422,7 @@ std::pair<std::shared_ptr<Net::Running>, size_t> Net::find(const Peer& peer, con
       what += kSame;
     }
   }
-  fail({Error::Kind::kDifferent, peer.process, what});
+  fail({Error::Kind::kDifferent, peer.process, what, from});
   return {};
 }
 
@@ -401,8 +431,7 @@ std::pair<std::shared_ptr<Net::Running>, size_t> Net::find(const Peer& peer, con
 void Net::end(Peer& peer, Lane& lane, const std::string& how) {
   lane.ended = true;
   if (peer.ends.empty() || peer.ends == kEnded) peer.ends = how;
-  if (std::all_of(peer.lanes.begin(), peer.lanes.end(), [](const Lane& each) { return each.ended; }))
-    lose(peer, peer.ends);
+  if (!peer.any_lane([](const Lane& each) { return !each.ended; })) lose(peer, peer.ends);
 }
 
 // Marks a process as gone. If an exchange still needs this process, all exchanges fail. Otherwise they may complete
@@ -446,16 +475,11 @@ void Net::look_at_the_clock() {
   for (const auto& running : running_) {
     if (Clock::now() < running->deadline) continue;
     const Exchange& e = running->exchange;
-    int64_t late = -1;
-    for (size_t rank = 0; rank < e.group.processes.size(); ++rank) {
-      const int64_t process = e.group.processes[rank];
-      if (static_cast<int64_t>(rank) != e.group.rank && late < 0 &&
-          (running->coming[rank] > 0 || peers_[static_cast<size_t>(process)]->sends()))
-        late = process;
-    }
-    if (late < 0) continue;  // this rank itself is late: it waits for none of the others
-    const std::string who = late == process_ ? "has a device that has not come" : "has not come";
-    fail({Error::Kind::kLate, late, who + " within " + std::to_string(e.group.timeout.count()) + " ms"});
+    size_t late = 0;
+    while (late < e.group.processes.size() && running->coming[late] == 0 && running->going[late] == 0) ++late;
+    if (late == e.group.processes.size()) continue;  // this rank itself is late: it waits for none of the others
+    fail({Error::Kind::kLate, e.group.processes[late],
+          "has not come within " + std::to_string(e.group.timeout.count()) + " ms", e.group.devices[late]});
     return;
   }
 }
@@ -465,18 +489,21 @@ void Net::look_at_the_clock() {
 void Net::fail(Trouble trouble) {
   if (trouble_) return;
   trouble_ = std::move(trouble);
+  const bool leaves = trouble_->process == process_ && trouble_->kind == Error::Kind::kGone;
   for (const auto& peer : peers_) {
-    for (Lane& lane : peer->lanes) {
-      const bool between = !lane.out || lane.sent == 0;  // a header would be misread in the middle of a slice
-      if (between && trouble_->process != process_) {
-        const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0, 0, 0};
-        ::send(lane.socket.number(), &header, sizeof header, MSG_NOSIGNAL);
+    for (Stream& stream : peer->streams) {
+      for (Lane& lane : stream.lanes) {
+        const bool between = !lane.out || lane.sent == 0;  // a header would be misread in the middle of a slice
+        if (between && !leaves) {
+          const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0, 0};
+          ::send(lane.socket.number(), &header, sizeof header, MSG_NOSIGNAL);
+        }
+        shutdown(lane.socket.number(), SHUT_WR);
+        lane.out = nullptr;
+        lane.of = nullptr;
       }
-      shutdown(lane.socket.number(), SHUT_WR);
-      lane.out = nullptr;
-      lane.of = nullptr;
+      stream.outs.clear();
     }
-    peer->outs.clear();
     for (auto& each : peer->channels) each.second.open.clear();
   }
   unsent_ = 0;
@@ -485,13 +512,20 @@ void Net::fail(Trouble trouble) {
 }
 
 Error Net::error_of(const Exchange& e) const {
-  const auto& [kind, process, what] = *trouble_;
-  if (process == process_) return {kind, e.name + ": this process " + what};
-  const std::string who = "process " + std::to_string(process) + " at " + peers_[static_cast<size_t>(process)]->host;
-  const auto rank = std::find(e.group.processes.begin(), e.group.processes.end(), process);
-  if (rank == e.group.processes.end()) return {kind, e.name + ": " + who + " " + what};
-  const std::string which = "rank " + std::to_string(rank - e.group.processes.begin()) + " (" + who + ")";
-  return {kind, e.name + ": rank " + std::to_string(e.group.rank) + " waits for " + which + ", which " + what};
+  const auto& [kind, process, what, device] = *trouble_;
+  if (process == process_ && device < 0) return {kind, e.name + ": this process " + what};
+  const std::string at =
+      process == process_ ? "this process"
+                          : "process " + std::to_string(process) + " at " + peers_[static_cast<size_t>(process)]->host;
+  const std::string who = device > 0 ? "device " + std::to_string(device) + " of " + at : at;
+  for (int64_t rank = 0; rank < e.group.size(); ++rank) {
+    const auto r = static_cast<size_t>(rank);
+    if (e.group.processes[r] != process || (device >= 0 && e.group.devices[r] != device)) continue;
+    if (rank == e.group.rank) return {kind, e.name + ": this rank " + what};
+    const std::string which = "rank " + std::to_string(rank) + " (" + who + ")";
+    return {kind, e.name + ": rank " + std::to_string(e.group.rank) + " waits for " + which + ", which " + what};
+  }
+  return {kind, e.name + ": " + who + " " + what};
 }
 
 }  // namespace jaxcgx::tcp
