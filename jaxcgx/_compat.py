@@ -218,10 +218,10 @@ effects.ordered_effects.add_type(OrderedEffect)
 effects.shardable_ordered_effects.add_type(OrderedOnEachDevice)
 
 
-def devices_of(ctx: mlir.LoweringRuleContext) -> list[Any] | None:
-    """Returns the devices of the mesh for which shard_map is being lowered, in the mesh's order; None if unknown."""
+def mesh_of(ctx: mlir.LoweringRuleContext) -> jax.sharding.Mesh | None:
+    """Returns the mesh for which shard_map is being lowered; None if its devices are unknown."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def rendezvous() -> tuple[Any, int, int, str | None]:

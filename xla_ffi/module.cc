@@ -128,18 +128,19 @@ NB_MODULE(_native, m) {
   m.def(
       "tcp_start",
       [](int64_t process, const std::vector<std::tuple<std::string, std::vector<int>, int>>& connections,
-         double silence, double pace) {
+         int64_t devices, double silence, double pace) {
         std::vector<jaxcgx::tcp::Connection> all;
         for (const auto& [host, data, beats] : connections) {
           all.push_back({host, {}, jaxcgx::tcp::Socket(beats)});
           for (const int number : data) all.back().data.emplace_back(number);
         }
-        if (const auto failure = jaxcgx::tcp::start(process, std::move(all), milliseconds(silence), pace))
+        if (const auto failure = jaxcgx::tcp::start(process, std::move(all), devices, milliseconds(silence), pace))
           throw std::runtime_error(failure->what);
       },
-      "Takes over connections, by process: the host, the sockets for data and one for heartbeats. A process that is "
-      "silent for that many seconds has vanished. This one sends at most `pace` bytes a second; 0: no limit.",
-      nb::arg("process"), nb::arg("connections"), nb::arg("silence"), nb::arg("pace"));
+      "Takes over connections, by process: the host, the sockets for data, as many for each of `devices` devices, and "
+      "one for heartbeats. A process that is silent for that many seconds has vanished. This one sends at most `pace` "
+      "bytes a second; 0: no limit.",
+      nb::arg("process"), nb::arg("connections"), nb::arg("devices"), nb::arg("silence"), nb::arg("pace"));
   m.def("tcp_leave", jaxcgx::tcp::leave, "Ends this process's part in all exchanges over TCP.");
   m.def("tcp_interrupt", jaxcgx::tcp::interrupt, "The same, but only if exchanges are under way.");
   m.def(

@@ -28,10 +28,11 @@ _links: Links | None = None
 _wakeup: list[socket.socket] = []  # open as long as the process
 
 
-def connect(timeout: float, links: Links = PLAIN) -> None:
+def connect(devices: int, timeout: float, links: Links = PLAIN) -> None:
     """Connects the processes of jax.distributed, unless they are connected. It waits for at most `timeout` seconds.
 
     There is no second try, because other processes may have given up. Later calls must pass the same links.
+    `devices` is the most devices of a process.
     """
     global _why, _links
     if _compat.rendezvous()[0] is None:
@@ -42,7 +43,7 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
             _links = links
             _why = "the wait for the other processes was interrupted"
             try:
-                _connect(timeout, links)
+                _connect(devices, timeout, links)
                 _why = ""
             except (OSError, RuntimeError) as error:
                 _why = str(error)
@@ -53,7 +54,7 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
             raise unexpected("Tcp", expected, links, "give every Tcp of a process the same")
 
 
-def _connect(timeout: float, links: Links) -> None:
+def _connect(devices: int, timeout: float, links: Links) -> None:
     """Connects the processes. Each writes its listening address into the store. A common secret keeps strangers out."""
     store, process, processes, coordinator = _compat.rendezvous()
     assert coordinator, "jax.distributed has a store, but no coordinator"
@@ -63,7 +64,7 @@ def _connect(timeout: float, links: Links) -> None:
     secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # The coordinator runs in process 0, so every process reaches that host at the coordinator's address.
     host = _host(coordinator) if process else ""
-    with Meeting(process, processes, secret, hosts=[host] if host else _own(address), links=links) as meeting:
+    with Meeting(process, processes, secret, [host] if host else _own(address), links, devices) as meeting:
         store.key_value_set(f"jaxcgx/tcp/{process}", f"{meeting.port} {host}")
         unknown, look, deadline = set(range(process)), 0.0, time.monotonic() + timeout
         while meeting.missing:
@@ -79,7 +80,7 @@ def _connect(timeout: float, links: Links) -> None:
                     unknown.remove(other)
             meeting.step(min(deadline, look if unknown else deadline) - now)
         connections = meeting.hand_over()
-        module().tcp_start(process, connections, SILENCE, links.pace or 0.0)
+        module().tcp_start(process, connections, devices, SILENCE, links.pace or 0.0)
     _data[:] = [data for _, data, _ in connections]
     at_exit(module().tcp_leave)
     _end_at_ctrl_c()

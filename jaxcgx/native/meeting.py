@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 BEATS, DATA = range(2)  # channels, the connections between two processes: heartbeats, and the first channel for data
 HELLO = struct.Struct("=8s32sqqqd")  # magic, nonce, process, channel, links; both ends must have the same byte order
-MAGIC = b"jaxcgx\x20\x02"  # the version of the handshake and of the messages after it (xla_ffi/tcp)
+MAGIC = b"jaxcgx\x26\x02"  # the version of the handshake and of the messages after it (xla_ffi/tcp)
 PROOF = 32  # bytes of an HMAC-SHA256
 REFUSED = bytes(PROOF)
 STRANGERS = 64  # the most connections without a proof
@@ -47,7 +47,7 @@ class _Refused(Exception):
 class Links(NamedTuple):
     """The settings of the connections between processes, the same in all processes."""
 
-    connections: int = 1  # for data, between two processes
+    connections: int = 1  # for data, between a device and another process
     pace: float | None = None  # the most bytes per second that a process sends
 
     def __str__(self) -> str:
@@ -91,15 +91,17 @@ class _Connection:
 class Meeting:
     """A process's part in the meeting of all processes. `with` closes the sockets that were not handed over.
 
-    `hosts` are the addresses of this host to listen at. Empty: all addresses.
+    `hosts` are the addresses of this host to listen at. Empty: all addresses. `devices`: the most devices of a process.
     """
 
-    def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN) -> None:
+    def __init__(
+        self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN, devices: int = 1
+    ) -> None:
         self.process: int = process  # the number of this process
         self.processes: int = processes
         self.secret: bytes = secret  # the job's
         self.links: Links = links
-        self.channels: range = range(DATA + links.connections)
+        self.channels: range = range(DATA + devices * links.connections)
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
         self.hosts: list[str] = [""] * processes
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor

@@ -4,10 +4,10 @@ A sum is two primitives: one begins it, the other ends it. Pieces are encoded, a
 are on their way. Between the two primitives, a sum uses only its own memory, so a later program may end it.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitives have no
-derivatives, because each collective defines its own derivatives. The operand `who` says who takes part: this rank, and
-every rank's place in the mesh.
+derivatives, because each collective defines its own derivatives.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
@@ -25,7 +24,7 @@ from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.rng import kernel_key
-from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, in_front, one_of_same, places, refuse
+from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, places, refuse
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
@@ -42,51 +41,61 @@ def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = 
       net: the transport.
       targets: for "permute", the target of each rank, -1 for none.
     """
-    return tcp_exchange_p.bind(
-        *_compat.match_varying(x, who_takes_part(net)), operation=operation, targets=targets, net=net
+    return tcp_exchange_p.bind(vary(x, net), operation=operation, targets=targets, net=net)
+
+
+def vary(x: Any, net: Any) -> jax.Array:
+    """Returns an operand, marked as varying over the axes of its exchange."""
+    return _compat.vary(x, _compat.tracked_axes(net.names))
+
+
+def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
+    """Returns the attributes that say which devices exchange. It is for lowering rules.
+
+    They are the same on all devices: groups of places in the mesh, and for each place the process, the device's number
+    in it, and XLA's ordinal for it.
+    If this process isn't connected yet, it is connected now. That may take as long as the transport's timeout.
+    """
+    mesh = _compat.mesh_of(ctx)
+    if mesh is None:
+        raise unexpected(
+            "Tcp",
+            "to be told which devices the mesh has",
+            "an abstract mesh",
+            "pass jax.shard_map the mesh itself, or set it with jax.set_mesh",
+        )
+    devices = list(mesh.devices.flat)
+    numbers = _numbers(devices[0].platform)
+    connect(1 + max(numbers.values()), net.timeout, net.links)
+    along = [mesh.axis_names.index(name) for name in net.names]
+    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
+    return dict(
+        ranks=np.int64(net.size),
+        groups=np.moveaxis(places, along, range(-len(along), 0)).reshape(-1),
+        processes=np.array([device.process_index for device in devices], np.int64),
+        devices=np.array([numbers[device] for device in devices], np.int64),
+        ordinals=np.array([device.id for device in devices], np.int64),
+        timeout_ms=np.int64(net.timeout * 1000),
     )
 
 
-def who_takes_part(net: Any) -> jax.Array:
-    """Returns this rank, then the place of every rank of `net` among all devices of the mesh, as int32."""
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes, manual = dict(mesh.shape), mesh.manual_axes
-    if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
-        got = f"one that leaves {', '.join(map(repr, whole))} to the compiler"
-        remedy = "leave out its argument 'axis_names'"
-        raise unexpected("Tcp", "a jax.shard_map over all axes of the mesh", got, remedy)
-    strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
-    first = sum(lax.axis_index(name) * strides[name] for name in manual if name not in net.names)
-    along = np.indices([sizes[name] for name in net.names]).reshape(len(net.names), -1)
-    places = np.array([strides[name] for name in net.names]) @ along
-    return jnp.concatenate([net.rank[None], first + jnp.asarray(places)]).astype(jnp.int32)
+def _numbers(platform: str) -> dict[jax.Device, int]:
+    """Returns the number of each device in its process."""
+    found = collections.Counter[int]()
+    numbers: dict[jax.Device, int] = {}
+    for device in jax.devices(platform):
+        numbers[device] = found[device.process_index]
+        found[device.process_index] += 1
+    return numbers
 
 
-def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
-    """Returns `who`, of type `aval`, with process numbers in place of places in the mesh. It is for lowering rules.
-
-    If this process isn't connected yet, it is connected now. That may take as long as the transport's timeout.
-    """
-    devices = _compat.devices_of(ctx)
-    if devices is None:
-        remedy = "pass jax.shard_map the mesh itself, or set it with jax.set_mesh"
-        raise unexpected("Tcp", "to be told which devices the mesh has", "an abstract mesh", remedy)
-    processes = [device.process_index for device in devices]
-    if len(set(processes)) < len(processes):
-        raise unexpected("Tcp", "a mesh of one device of each process", f"devices of the processes {processes}")
-    connect(net.timeout, net.links)
-    by_process = lambda who: jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
-    return mlir.lower_fun(by_process, multiple_results=False)(ctx.replace(avals_in=[aval], avals_out=[aval]), who)[0]
-
-
-def _lower(ctx: Any, x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
+def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
     return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
         ctx,
         x,
-        with_processes(ctx, who, ctx.avals_in[1], net=net),
+        **who_takes_part(ctx, net),
         operation=np.int64(OPERATIONS.index(operation)),
         targets=np.array(targets, np.int64),
-        timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(targets, ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
     )
 
@@ -129,7 +138,6 @@ class Operands(NamedTuple):
 
     leaves: list[Any]
     residuals: list[Any] | None
-    who: Any
     keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums
 
 
@@ -187,7 +195,7 @@ def begin(asked: Any, net: Any) -> Begun:
         pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     keys = [asked.first_key, asked.sum_key, asked.hop_key][: 3 if parents else 1] if layout.codec.stochastic else []
-    operands = Operands(asked.leaves, asked.residuals, who_takes_part(net), list(map(kernel_key, keys)))
+    operands = Operands(asked.leaves, asked.residuals, list(map(kernel_key, keys)))
     flat, tree = jax.tree_util.tree_flatten(operands)
     raw = bool(parents) and asked.own == "raw"
     how = How(
@@ -197,7 +205,8 @@ def begin(asked: Any, net: Any) -> Begun:
         sum_feedback=raw and feedback,
         divisor=float(asked.divisor),
     )
-    found = tcp_begin_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
+    flat = _compat.match_varying(vary(flat[0], net), *flat[1:])
+    found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net)
     started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
     return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net)
 
@@ -223,13 +232,13 @@ def _lower_begin(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
     at = places(tree)
-    given, messages = list(operands), math.prod(batch)
-    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], net=net)
+    messages = math.prod(batch)
     in_place = _in_place(at, Started(at.residuals, ticket=0))
     return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=in_place)(
         ctx,
-        *given,
+        *operands,
         **layout.attributes,
+        **who_takes_part(ctx, net),
         batch=np.int64(messages),
         two_shot=how.two_shot,
         parents=np.array(how.parents, np.int64).reshape(-1),
@@ -237,9 +246,7 @@ def _lower_begin(
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
         overtakes=net.slice_elements is not None,
-        ranks=np.int64(net.size),
         divisor=np.float32(how.divisor),
-        timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(layout, messages, how),
         bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`
     )
@@ -305,21 +312,11 @@ def _result_avals(avals: Sequence[Any], batch: tuple[int, ...], results: Started
     ]
 
 
-# vmap makes one call for all messages, as in ops.py.
-def _batch_begin(
-    operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: object
-) -> tuple[list[jax.Array], list[int]]:
-    moved, who = in_front(operands, dims), places(tree).who
-    moved[who] = one_of_same(operands[who], dims[who])
-    results = tcp_begin_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
-    return results, [0] * len(results)
-
-
-for _primitive, _abstract, _batched, _lowered in (
-    (tcp_begin_p, _abstract_begin, _batch_begin, _lower_begin),
-    (tcp_end_p, _abstract_end, functools.partial(batch_rule, tcp_end_p), _lower_end),
+for _primitive, _abstract, _lowered in (
+    (tcp_begin_p, _abstract_begin, _lower_begin),
+    (tcp_end_p, _abstract_end, _lower_end),
 ):
     _primitive.multiple_results = True
     _primitive.def_effectful_abstract_eval(_abstract)
-    batching.primitive_batchers[_primitive] = _batched
+    batching.primitive_batchers[_primitive] = functools.partial(batch_rule, _primitive)
     lower_on_cpus(_primitive, _lowered)

@@ -238,22 +238,10 @@ class _Axes:
 
     def of(self, found: hlo.Instruction, wanted: Names) -> tuple[Names | None, int]:
         """Returns (names of axes or None, number of ranks). Meshes with the `wanted` axes are tried first."""
-        if found.over:
-            return self._moved(found.over, len(found.groups[0]), wanted)
-        return self._known(found.groups, found.operation == "collective-permute", wanted)
-
-    def _moved(self, over: str, ranks: int, wanted: Names) -> tuple[Names | None, int]:
-        """Returns the axes of an exchange that is not a collective of XLA.
-
-        They are all axes of the call, or its first axis with this number of ranks.
-        """
-        if over != "Tcp":
-            return (f"{ranks} ranks over MPI" if over == "MPI" else over,), ranks
-        sizes = next((mesh for mesh in self.meshes if set(wanted) <= set(mesh)), {})
-        for names in (wanted, *((name,) for name in wanted)) if sizes else ():
-            if math.prod(sizes[name] for name in names) == ranks:
-                return names, ranks
-        return None, ranks
+        if found.over not in ("", "Tcp"):
+            ranks = len(found.groups[0])
+            return (f"{ranks} ranks over MPI" if found.over == "MPI" else found.over,), ranks
+        return self._known(found.groups, found.operation == "collective-permute" and not found.over, wanted)
 
     def _find(self, groups: hlo.Groups, permutes: bool, wanted: Names) -> tuple[Names | None, int]:
         for mesh in sorted(self.meshes, key=lambda mesh: not set(wanted) <= set(mesh)):

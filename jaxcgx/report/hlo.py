@@ -54,7 +54,7 @@ class Instruction:
     operation: str
     operands: Operands
     groups: Groups  # for a permute, the pairs (from, to)
-    over: str = ""  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
+    over: str = ""  # who moves the bytes; "" for XLA. Over MPI and shared memory, the only group is (0, ..., ranks - 1)
     name: str = ""  # op_name, or the result of the program that it gathers
     times: int | None = 1  # how often it runs; None: it is in a loop of unknown length
     branch: bool = False  # whether it is in a branch of a conditional
@@ -143,27 +143,32 @@ def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> Instruction
 
     if target[1] == "jaxcgx_tcp_allreduce":
         operation = "all-reduce" if "two_shot = true" in line else "all-gather"
-        return Instruction(operation, (("u8", number("bytes")),), (tuple(range(number("ranks"))),), "Tcp")
+        return Instruction(operation, (("u8", number("bytes")),), _tcp_groups(line, number("ranks")), "Tcp")
     if target[1] == "jaxcgx_tcp_exchange":
-        name, over = tcp.OPERATIONS[number("operation")], "Tcp"
-    elif target[1] == "jaxcgx_exchange":
+        operation = _ALIKE[tcp.OPERATIONS[number("operation")]]
+        return Instruction(operation, ((operand.dtype, operand.bytes),), _tcp_groups(line, number("ranks")), "Tcp")
+    if target[1] == "jaxcgx_exchange":
         name, over = shm.OPERATIONS[number("operation")], "shared memory"
     elif (m := re.fullmatch(r"mpi_([a-z]+)(?:_ffi)?", target[1])) and m[1] in _ALIKE:
         name, over = m[1], "MPI"
     else:
         return None
     operation, ranks = _ALIKE[name], 2  # unless the shapes or the attributes say more
-    targets = re.search(r"targets = dense<.*?> : tensor<(\d+)xi64>", line)
     if operation == "all-to-all":
         ranks = operand.shape[0]
     elif operation == "all-gather":
         ranks = math.prod(_arrays(line)[0].shape) // max(math.prod(operand.shape), 1)
-    elif name == "permute" and targets:
-        ranks = int(targets[1])
     elif over == "MPI" and "mpi4py.MPI" in sys.modules:  # the handle is valid in the process that traced the program
         mpi: Any = sys.modules["mpi4py.MPI"]
         ranks = mpi.Intracomm.fromhandle(number("comm")).size
     return Instruction(operation, ((operand.dtype, operand.bytes),), (tuple(range(ranks)),), over)
+
+
+def _tcp_groups(line: str, ranks: int) -> Groups:
+    """Returns the groups of an exchange over Tcp, which MLIR writes in hexadecimal digits if there are many numbers."""
+    m = re.search(r'\bgroups = dense<(?:"0x([0-9A-F]+)"|\[?([\d, ]+)\]?)>', line)
+    places = [*range(ranks)] if m is None else _numbers(m[2]) if m[2] else np.frombuffer(bytes.fromhex(m[1]), "<i8")
+    return tuple(tuple(map(int, places[i : i + ranks])) for i in range(0, len(places), ranks))
 
 
 def meshes(lowered: str) -> list[tuple[tuple[str, int], ...]]:

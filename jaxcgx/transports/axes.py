@@ -40,15 +40,15 @@ class Tcp(Mark):
 
     Pass it instead of the axis's name in `axis_name`, alone or in a tuple of axes. Everywhere else, use the name.
 
-    It is for CPUs, with one device in each process, after jax.distributed.initialize. The processes connect when the
+    It is for CPUs, after jax.distributed.initialize. A process may have several devices. The processes connect when the
     first program with such an exchange is lowered.
 
     Args:
       name: the name of the axis.
       timeout: the seconds that an exchange may take, including the wait for other processes. It also limits the wait
         for all processes to connect.
-      connections: the number of connections for data between two processes. Each passes at most one window per round
-        trip, so links with long round trips may need several.
+      connections: the number of connections for data between a device and another process. Each passes at most one
+        window per round trip, so links with long round trips may need several.
       pace: the limit for the bytes that this process sends to all other processes together, in bytes per second or as a
         rate such as "100mbit". None: no limit. The headers of TCP and of the layers below don't count.
 

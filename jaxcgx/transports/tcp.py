@@ -1,4 +1,4 @@
-"""Ranks along the axes of a mesh, in processes of one device each: jaxcgx's own connections move the bytes.
+"""Ranks along the axes of a mesh, in several processes: jaxcgx's own connections move the bytes.
 
 XLA's collectives between CPUs send before they receive, so they are half-duplex. These connections are full-duplex
 (xla_ffi/tcp/net.h). Sums of arrays that are in no message still go through lax.
@@ -29,15 +29,13 @@ def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAx
     if len(links) > 1:
         got = " and ".join(map(str, links))
         raise wrong(op, "axis_name", "the same connections and pace in every Tcp", got, "a process connects once")
-    mesh, processes = jax.sharding.get_abstract_mesh(), jax.process_count()
+    mesh = jax.sharding.get_abstract_mesh()
     if others := [axis.name for axis in marks if axis.name not in mesh.manual_axes]:
         expected, got = "Tcp of axes of a mesh, inside jax.shard_map", f"{', '.join(map(repr, others))} of vmap"
         raise wrong(op, "axis_name", expected, got, "give the name alone")
-    if mesh.size > processes:
-        start = "start a process for each device (jax.distributed.initialize, jax_num_cpu_devices=1)"
-        got = f"{mesh.size} devices of {processes} process{'es' * (processes > 1)}"
-        expected = "Tcp on a mesh of one device of each process"
-        raise wrong(op, "axis_name", expected, got, f"{start}, or give the name alone")
+    if whole := [name for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes]:
+        got = f"one that leaves {', '.join(map(repr, whole))} to the compiler"
+        raise wrong(op, "axis_name", "a jax.shard_map over all axes", got, "leave out its argument 'axis_names'")
     return TcpAxes(names, frozenset(axis.name for axis in marks), min(axis.timeout for axis in marks), links[0])
 
 

@@ -56,6 +56,10 @@ class Waiter {
   int64_t turn_ = 0;
 };
 
+void wait_for(const std::atomic<bool>& flag) {
+  while (!flag) std::this_thread::sleep_for(1ms);
+}
+
 // The two ends of a connection over loopback.
 std::pair<tcp::Socket, tcp::Socket> connection() {
   sockaddr_in address{};
@@ -71,12 +75,13 @@ std::pair<tcp::Socket, tcp::Socket> connection() {
   return {std::move(first), tcp::Socket(accept(listener.number(), nullptr, nullptr))};
 }
 
-int64_t lanes = 1;  // connections for data between two processes
-double pace = 0;    // bytes per second
+int64_t lanes = 1;    // connections for the data that a device sends to a process
+int64_t devices = 1;  // of a process
+double pace = 0;      // bytes per second
 
 std::shared_ptr<Net> made(int64_t process, std::vector<tcp::Connection> connections,
                           std::chrono::milliseconds silence = 30s) {
-  auto net = Net::make(process, std::move(connections), silence, pace);
+  auto net = Net::make(process, std::move(connections), devices, silence, pace);
   CHECK(std::holds_alternative<std::shared_ptr<Net>>(net), "make");
   return std::get<0>(net);
 }
@@ -90,7 +95,7 @@ std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chrono::mill
       auto beats = connection();
       all[i][j] = {"127.0.0.1", {}, std::move(beats.first)};
       all[j][i] = {"127.0.0.1", {}, std::move(beats.second)};
-      for (int64_t lane = 0; lane < lanes; ++lane) {
+      for (int64_t lane = 0; lane < lanes * devices; ++lane) {
         auto data = connection();
         all[i][j].data.push_back(std::move(data.first));
         all[j][i].data.push_back(std::move(data.second));
@@ -116,6 +121,12 @@ void together(int64_t processes, const std::function<void(Net&, int64_t)>& body,
   for (auto& thread : threads) thread.join();
 }
 
+// The group of the first devices of processes.
+tcp::Group group(std::vector<int64_t> processes, int64_t rank, std::chrono::milliseconds timeout = 30s) {
+  std::vector<int64_t> devices(processes.size());
+  return {std::move(processes), std::move(devices), rank, timeout};
+}
+
 // Sends from every rank to every other one, in slots that are sent in another order than they are received.
 struct AllToAll {
   Waiter waiter;
@@ -124,11 +135,14 @@ struct AllToAll {
 
   AllToAll(Net& net, std::vector<int64_t> processes, int64_t rank, int64_t bytes, int64_t slots, int64_t number,
            std::chrono::milliseconds timeout = 30s, bool overtakes = false)
-      : number(number), rank(rank), ranks(static_cast<int64_t>(processes.size())), slots(slots) {
+      : AllToAll(net, group(std::move(processes), rank, timeout), bytes, slots, number, overtakes) {}
+
+  AllToAll(Net& net, tcp::Group group, int64_t bytes, int64_t slots, int64_t number, bool overtakes = false)
+      : number(number), rank(group.rank), ranks(group.size()), slots(slots) {
     tcp::Exchange e{"all_to_all of " + std::to_string(bytes) + " bytes",
                     0,
                     0,
-                    {std::move(processes), rank, timeout},
+                    std::move(group),
                     {},
                     (ranks - 1) * slots,
                     {},
@@ -189,6 +203,91 @@ void test_several_in_flight_and_groups() {
   });
 }
 
+// Runs body(rank) in a thread for each of several ranks.
+void each_rank(int64_t ranks, const std::function<void(int64_t)>& body) {
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < ranks; ++rank) threads.emplace_back([&, rank] { body(rank); });
+  for (auto& thread : threads) thread.join();
+}
+
+// Processes 0 and 1 with two devices each, process 2 with one. Every device runs in a thread of its own, so the order
+// of the exchanges of two devices differs from process to process.
+void test_devices() {
+  devices = 2;
+  const auto nets = connected(3);
+  const std::vector<int64_t> processes = {0, 1, 0, 1, 2}, devices_of_ranks = {0, 1, 1, 0, 0};
+  each_rank(5, [&](int64_t rank) {
+    const int64_t process = processes[rank], device = devices_of_ranks[rank];
+    Net& net = *nets[process];
+    std::mt19937 random(static_cast<uint32_t>(rank));
+    for (int64_t number = 1; number < 40; ++number) {
+      if (random() % 4 == 0) std::this_thread::sleep_for(1ms);
+      AllToAll all(net, {processes, devices_of_ranks, rank, 30s}, number % 3 * 100'000, 1 + number % 2, number);
+      if (rank < 4 && number % 2) {  // two devices of each process; in the second group the other device of process 1
+        const std::vector<int64_t> pair = number % 4 == 1 ? std::vector<int64_t>{0, 0} : std::vector<int64_t>{1, 0};
+        const int64_t at = pair[process] == device ? 0 : 1;
+        const std::vector<int64_t> both = {at ? 1 - pair[0] : pair[0], at ? 1 - pair[1] : pair[1]};
+        const std::string error =
+            AllToAll(net, {{0, 1}, both, process, 30s}, 50'000, 1, 1000 + 2 * number + at).result();
+        CHECK(error.empty(), error);
+      }
+      const std::string error = all.result();
+      CHECK(error.empty(), error);
+    }
+  });
+  devices = 1;
+}
+
+// A device of process 1 waits for the other, which waits for process 0. What process 0 has sent to the waiting device
+// before must not stand in the way.
+void test_a_device_that_waits_for_another() {
+  devices = 2;
+  const auto nets = connected(2);
+  std::atomic<bool> sent{false}, ended{false};
+  each_rank(4, [&](int64_t rank) {
+    const int64_t process = rank / 2, device = rank % 2;
+    const tcp::Group pair{{0, 1}, {device, device}, process, 30s};
+    if (rank == 0) wait_for(sent), std::this_thread::sleep_for(50ms);
+    if (rank == 3) wait_for(ended);
+    AllToAll exchange(*nets[process], pair, 16'000'000, 1, 1);  // more than the sockets can hold
+    if (rank == 1) sent = true;
+    const std::string error = exchange.result();
+    CHECK(error.empty(), error);
+    if (rank == 2) ended = true;
+  });
+  devices = 1;
+}
+
+// A device that doesn't begin an exchange is named, whether it is in this process or in another.
+void test_a_late_device() {
+  devices = 3;
+  const auto nets = connected(2);
+  std::atomic<bool> late{false};
+  each_rank(3, [&](int64_t rank) {
+    if (rank < 2) {
+      const std::string error = AllToAll(*nets[0], {{0, 0, 0}, {0, 1, 2}, rank, 200ms}, 100, 1, 1).result();
+      CHECK(has(error, "waits for rank 2 (device 2 of this process), which has not come within 200 ms"), error);
+      late = true;
+    } else {
+      wait_for(late);
+      const std::string error = AllToAll(*nets[1], group(first(2), 1), 100, 1, 1).result();
+      CHECK(has(error, "which gave up: it has the reason"), error);
+    }
+  });
+  devices = 1;
+}
+
+// Devices of one process that run different exchanges get an error.
+void test_devices_that_differ() {
+  devices = 2;
+  const auto nets = connected(2);
+  each_rank(2, [&](int64_t rank) {
+    const std::string error = AllToAll(*nets[0], {{0, 0}, {0, 1}, rank, 30s}, 100 + rank, 1, 1).result();
+    CHECK(has(error, "this rank sent 10") || has(error, "this process), which sent 10"), error);
+  });
+  devices = 1;
+}
+
 // Zeros at the end of a message, and a message of zeros, arrive without being sent.
 void test_trims() {
   together(2, [](Net& net, int64_t rank) {
@@ -197,7 +296,7 @@ void test_trims() {
       std::vector<uint8_t> data(kBytes), got(kBytes, 0xee);
       for (int64_t i = 0; i < used; ++i) data[i] = static_cast<uint8_t>(i % 251 + 1);
       Waiter waiter;
-      tcp::Exchange e{"trimmed",    1, 0, {first(2), rank, 30s}, {{1 - rank, 0, got.data(), kBytes}}, 1, {},
+      tcp::Exchange e{"trimmed",    1, 0, group(first(2), rank), {{1 - rank, 0, got.data(), kBytes}}, 1, {},
                       waiter.done()};
       e.trims = true;
       const auto running = net.begin(std::move(e));
@@ -225,7 +324,7 @@ void test_one_way() {
     if (rank == 1) std::this_thread::sleep_for(50ms);
     for (int i = 0; i < 5; ++i) {
       Waiter waiter;
-      tcp::Exchange e{"one way", 1, 0, {first(3), rank, 30s}, {}, rank == 0, {}, waiter.done()};
+      tcp::Exchange e{"one way", 1, 0, group(first(3), rank), {}, rank == 0, {}, waiter.done()};
       if (rank == 1) e.receives.push_back({0, 0, got.data(), 100000});
       const auto running = net.begin(std::move(e));
       if (rank == 0) net.send(running, 1, 0, data.data(), 100000);
@@ -244,7 +343,7 @@ void test_one_leaves_before_another_begins() {
         std::vector<uint8_t> data(1000, 7), got(1000);
         if (rank == 1) std::this_thread::sleep_for(500ms);  // several beats
         Waiter waiter;
-        tcp::Exchange e{"the last", 1, 0, {first(2), rank, 30s}, {}, rank == 0, {}, waiter.done()};
+        tcp::Exchange e{"the last", 1, 0, group(first(2), rank), {}, rank == 0, {}, waiter.done()};
         if (rank == 1) e.receives.push_back({0, 0, got.data(), 1000});
         const auto running = net.begin(std::move(e));
         if (rank == 0) net.send(running, 1, 0, data.data(), 1000);
@@ -266,10 +365,6 @@ void test_one_leaves() {
             error);
     }
   });
-}
-
-void wait_for(const std::atomic<bool>& flag) {
-  while (!flag) std::this_thread::sleep_for(1ms);
 }
 
 // A process that leaves counts as ended, and its own exchanges end, too.
@@ -434,7 +529,7 @@ void test_they_differ_in_what_the_bytes_are() {
     std::vector<uint8_t> data(100), got(100);
     Waiter waiter;
     const auto running = net.begin(
-        {"a sum", 0, 7 + rank, {first(2), rank, 30s}, {{1 - rank, 0, got.data(), 100}}, 1, {}, waiter.done()});
+        {"a sum", 0, 7 + rank, group(first(2), rank), {{1 - rank, 0, got.data(), 100}}, 1, {}, waiter.done()});
     net.send(running, 1 - rank, 0, data.data(), 100);
     const std::string error = waiter.wait();
     CHECK(has(error, "has other arrays, or another codec, schedule or divisor, of the same length") ||
@@ -457,13 +552,14 @@ void fuzz() {
       for (int64_t i = 0; i < 4; ++i) {
         const uint64_t bytes = choose({0, 100, 101, kSlices});
         const int s = others[of() % static_cast<uint64_t>(lanes)].number();
-        const uint64_t header[7] = {of() % 16 ? 0x6a61786367781022ull : 0x6a61786367781023ull,
+        const uint64_t header[8] = {of() % 16 ? 0x6a61786367781026ull : 0x6a61786367781027ull,
                                     choose({0, 0, 1, 7}),
                                     choose({0, 0, 0, 1}),
                                     choose({0, 0, 0, 1}),
                                     choose({0, 0, 1, ~0ull}),
                                     bytes,
-                                    choose({0, 0, 0, kSlices - kSlices % (128 << 10)})};
+                                    choose({0, 0, 0, kSlices - kSlices % (128 << 10)}),
+                                    choose({0, 0, 0, 1, ~0ull})};
         const std::vector<uint8_t> data(bytes > 1000 && bytes != kSlices ? 1000 : bytes, 1);
         (void)!send(s, header, sizeof header, MSG_NOSIGNAL);
         (void)!send(s, data.data(), data.size(), MSG_NOSIGNAL);
@@ -481,9 +577,7 @@ void fuzz() {
       const auto running = net->begin({"an exchange",
                                        0,
                                        0,
-                                       first(2),
-                                       0,
-                                       20ms,
+                                       group(first(2), 0, 20ms),
                                        {{1, 0, out.data(), 100}, {1, 1, out.data() + 100, kSlices}},
                                        1,
                                        {},
@@ -544,6 +638,10 @@ int main() {
     test_fork();
     test_exchanges();
     test_several_in_flight_and_groups();
+    test_devices();
+    test_a_device_that_waits_for_another();
+    test_a_late_device();
+    test_devices_that_differ();
     test_trims();
     test_overtaking();
     test_one_way();

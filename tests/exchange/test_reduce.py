@@ -13,6 +13,7 @@ from ranks import mesh
 
 import jaxcgx as cgx
 from jaxcgx.exchange.reduce import begin, end
+from jaxcgx.exchange.resolve import check_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.transports.xla import Axes
 
@@ -88,3 +89,18 @@ def test_routes_are_made_once():
     other = cgx.Plan(cgx.MaxMin(4), rules=[("w", cgx.PowerSGD(2))], min_size=1, skip_1d=False)
     assert routes(PLAN, X) is routes(other, jax.tree.map(jnp.copy, X))
     assert routes(PLAN, X) is not routes(PLAN, {**X, "b": X["w"]})
+
+
+@pytest.mark.parametrize("plan", [PLAN.default, {"a": cgx.MaxMin(4), "b": cgx.Raw()}])
+def test_what_begins(plan):
+    """Over Tcp, `begin` sends every message, also between centers of several ranks. `end` sends what is in none."""
+    plan, seen = cgx.Plan(plan, rules=[("w", cgx.PowerSGD(2))], min_size=1, skip_1d=False, schedule="two_shot"), []
+    x = {"w": jnp.ones((30, 40)), "b": jnp.ones(7), "c": jnp.ones((8, 8))}
+
+    def start(x):
+        ticket, carry = begin(x, cgx.Carry(), routes(plan, x).over(check_axes("mean", (cgx.Tcp("a"), "b"))), None)
+        seen.append((len(ticket.begun), sorted(ticket.held)))
+        return end(ticket, carry)[0]
+
+    jax.eval_shape(jax.shard_map(start, mesh=mesh(2, 2), in_specs=P(), out_specs=P(), check_vma=False), x)
+    assert seen == [(1, [2])]

@@ -2,8 +2,9 @@
 
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
-- everything: four processes run every collective over Tcp. They print digests of the results, the errors of
-  unsupported calls, what `explain` reports (only rank 1), and the events of means that cross programs.
+- digests: two processes with two devices each run every collective over Tcp. They print digests of the results.
+- others: four processes print the errors of unsupported calls, what `explain` reports (only rank 1), the events of
+  means that cross programs, and what overlays do.
 - die, stay_away, raise, differ: the others sum and print their error. Meanwhile the last process kills itself while a
   child of it lives, doesn't take part, ends with an exception, or forms the mean instead of the sum.
 - interrupt: the last process gets Ctrl-C while it waits for another one, which is 8 s late. It prints after how many
@@ -609,7 +610,7 @@ def sum_until(action, last):
     schedule = "tree" if action in ("raise", "stay_away") else "two_shot"
     program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.Plan.every(cgx.MaxMin(4), schedule=schedule))))
     topology = Topology(mesh, axis) if action == "update" else None
-    connections.connect(60)
+    connections.connect(1, 60)
     for i in range(10**9):
         if i == 5 and action == "interrupt":
             pressed = time.monotonic() + 1
@@ -640,12 +641,14 @@ def sum_until(action, last):
 def main():
     action, port, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
-    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_num_cpu_devices", 2 if action == "digests" else 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
-    if action == "everything":
+    if action == "digests":
+        result = everything(tcp=True)
+    elif action == "others":
+        connections.connect(1, 60)
         result = dict(
             errors=messages_of_errors(processes),
-            digests=everything(tcp=True),
             explained=explained() if rank == 1 else "",
             low_rank=low_rank(),
             events=order_of_events(),
@@ -659,7 +662,7 @@ def main():
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)
-    if action != "everything":  # end like a healthy process, without waiting for the others
+    if action not in ("digests", "others"):  # end like a healthy process, without waiting for the others
         os._exit(0)
 
 

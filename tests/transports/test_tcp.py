@@ -39,19 +39,23 @@ def results(action, processes):
 
 
 @pytest.fixture(scope="module")
-def everything():
-    return results("everything", 4)
+def others():
+    return results("others", 4)
 
 
 @pytest.fixture(scope="module")
-def bits(everything):
-    """Returns {case: (digests over Tcp, digests over plain axes)}."""
+def bits():
+    """Returns {case: (digests over Tcp, digests over plain axes)}.
+
+    The four ranks over Tcp are devices of two processes.
+    """
+    over_tcp = results("digests", 2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         expected = load_script(RANK, monkeypatch).everything(tcp=False)
     found = {case: {} for case in expected}
-    for each in everything:
+    for each in over_tcp:
         for case in expected:
-            found[case] |= each["digests"][case]
+            found[case] |= each[case]
     return {case: (found[case], expected[case]) for case in expected}
 
 
@@ -61,22 +65,22 @@ def test_the_bits_of_plain_axes(bits, fed):
     assert found == expected
 
 
-def test_low_rank(everything):
-    for found in (each["low_rank"] for each in everything):
+def test_low_rank(others):
+    for found in (each["low_rank"] for each in others):
         assert len(found) == 6 and found[::2] == found[1::2]
 
 
-def test_meshes_that_it_can_not_serve(everything):
-    for abstract, automatic in (each["errors"] for each in everything):
+def test_meshes_that_it_can_not_serve(others):
+    for abstract, automatic in (each["errors"] for each in others):
         named(abstract, "Tcp - an abstract mesh pass jax.shard_map the mesh itself")
-        named(automatic, "Tcp - all axes 'other'")
+        named(automatic, "compressed_psum axis_name all axes 'other'")
 
 
-def test_all_ranks_get_the_same_overlays(everything):
+def test_all_ranks_get_the_same_overlays(others):
     """Rank 0 decides. Rates of links are measured by probes, and by other transfers."""
-    (overlays, version, probes, known, finite, explained), *others = [each["adapted"] for each in everything]
+    (overlays, version, probes, known, finite, explained), *rest = [each["adapted"] for each in others]
     assert len(overlays) == 4 and probes >= 1 and known > 0.5 and finite
-    assert all(other == [overlays, version, probes, None, True, None] for other in others)
+    assert all(other == [overlays, version, probes, None, True, None] for other in rest)
     uneven = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
     leaf = jax.ShapeDtypeStruct((4000,), "float32")
     schedules = uneven, "one_shot", "two_shot", "ring"
@@ -84,14 +88,14 @@ def test_all_ranks_get_the_same_overlays(everything):
     assert explained == [costs.sent(schedule, codec, [leaf], 4, "tcp") for schedule, codec in sums]
 
 
-def test_an_overlay_may_change_while_gradients_are_on_their_way(everything):
+def test_an_overlay_may_change_while_gradients_are_on_their_way(others):
     """All bits are those of plain steps whose overlay changes as often."""
-    for plain, priority in (each["changing"] for each in everything):
+    for plain, priority in (each["changing"] for each in others):
         assert plain == priority
 
 
-def test_explain_counts_it(everything):
-    over_one, over_two = everything[1]["explained"]
+def test_explain_counts_it(others):
+    over_one, over_two = others[1]["explained"]
     rows = [line.split() for line in over_one.splitlines()]
     sent = f"{3 * cgx.MaxMin(4).wire_bytes((4000,), 'float32'):,}"
     assert ["all-gather", "over", "Tcp", "data", "uint8", sent] in [row[:6] for row in rows]
@@ -100,12 +104,12 @@ def test_explain_counts_it(everything):
     assert ["all-gather", "over", "Tcp", "node", "uint8"] in rows
 
 
-def test_means_that_cross_programs(everything):
+def test_means_that_cross_programs(others):
     """A later program runs while an exchange that an earlier one began is still in flight.
 
     The exchange can't be over, because the other ranks have not begun it.
     """
-    for same, zeros, in_one_step, ended_twice in (each["events"] for each in everything):
+    for same, zeros, in_one_step, ended_twice in (each["events"] for each in others):
         assert same and zeros and in_one_step
         assert "INVALID_ARGUMENT" in ended_twice and "end a ticket once" in ended_twice
 
@@ -186,7 +190,7 @@ def test_processes_that_do_not_meet_have_no_second_try(meet):
     meet(1, store := Store())
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"Tcp: process 0 has not come within 0.1 s; start the processes again"):
-            connections.connect(0.1)
+            connections.connect(1, 0.1)
     assert store.values["jaxcgx/tcp/1"].endswith(" 127.0.0.1")
 
 
@@ -197,11 +201,11 @@ def test_the_wait_for_the_others_can_be_interrupted(meet):
     interrupt.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            connections.connect(60)
+            connections.connect(1, 60)
     finally:
         signal.signal(signal.SIGINT, before)
     with pytest.raises(RuntimeError, match="the wait for the other processes was interrupted; start the processes"):
-        connections.connect(60)
+        connections.connect(1, 60)
 
 
 def test_the_coordinator_ends_while_a_process_waits(meet):
@@ -214,7 +218,7 @@ def test_the_coordinator_ends_while_a_process_waits(meet):
 
     store.key_value_dir_get = get
     with pytest.raises(RuntimeError, match=r"Tcp: UNAVAILABLE: gone; start the processes again"):
-        connections.connect(60)
+        connections.connect(1, 60)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,7 @@ def test_where_the_first_process_listens(coordinator, found, listens_at, monkeyp
 
 def test_a_process_alone():
     with names(RuntimeError, "Tcp - one alone jax.distributed.initialize"):
-        connections.connect(1)
+        connections.connect(1, 1)
 
 
 def psum(axes, **fields):
@@ -248,7 +252,6 @@ NO_POSITIVE_NUMBERS = [(ValueError, x) for x in (0, -1, float("inf"), float("nan
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: on_ranks(psum(cgx.Tcp("a")), TWO)(X), ValueError, "axis_name 2 devices of 1 process start a process"),
         (lambda: jax.vmap(psum(cgx.Tcp("a")), axis_name="a")(X), ValueError, "axis_name jax.shard_map 'a' of vmap"),
         (lambda: psum(cgx.Tcp("a"))(X), NameError, "axis_name no axis 'a'"),
         (lambda: on_ranks(psum(("a", cgx.Tcp("a"))), TWO)(X), ValueError, "axis_name different names ('a', Tcp("),
@@ -288,7 +291,7 @@ def test_connections_stay_as_they_were_made(meet, monkeypatch):
     meet(0, Store(), why="")
     monkeypatch.setattr(connections, "_links", Links(1))
     with names(ValueError, "Tcp - connections=1, pace=None connections=4, pace=None give every Tcp"):
-        connections.connect(1, Links(4))
+        connections.connect(1, 1, Links(4))
 
 
 def test_everything_else_knows_the_axis_by_its_name():

@@ -60,9 +60,15 @@ ffi::Future failed(const ffi::Error& error) {
     if (ffi::Error error = (expression); error.failure()) return failed(error); \
   } while (false)
 
-// Returns the checked group of an exchange. `who`: this process's rank, then the process of every rank.
-ffi::ErrorOr<tcp::Group> make_group(const std::string& op, const int32_t* who, int64_t ranks, int64_t timeout_ms) {
+// Returns the checked group of an exchange, that of this device. The attributes are the same on all devices:
+//  - groups: [number of groups, ranks]: places in the mesh.
+//  - processes, devices, ordinals: for each place the process, the device's number in it, and XLA's ordinal for it.
+ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t ordinal) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
+  const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms");
+  const auto groups = attributes.get<Sizes>("groups"), processes = attributes.get<Sizes>("processes"),
+             devices = attributes.get<Sizes>("devices"), ordinals = attributes.get<Sizes>("ordinals");
+  if (ffi::Error error = attributes.error(); error.failure()) return ffi::Unexpected(std::move(error));
   const auto& net = tcp::the_net();
   if (!net || net->process() < 0) {
     return ffi::Unexpected(
@@ -70,30 +76,39 @@ ffi::ErrorOr<tcp::Group> make_group(const std::string& op, const int32_t* who, i
   }
   if (ranks < 1) return bad("no ranks");
   if (timeout_ms < 1) return bad("a timeout of " + std::to_string(timeout_ms) + " ms");
-  const tcp::Group group{{who + 1, who + 1 + ranks}, who[0], std::chrono::milliseconds(timeout_ms)};
-  if (group.rank < 0 || group.rank >= ranks)
-    return bad("rank " + std::to_string(group.rank) + " of " + std::to_string(ranks));
-  for (const int64_t p : group.processes) {
-    if (p < 0 || p >= net->processes())
-      return bad("process " + std::to_string(p) + " of " + std::to_string(net->processes()));
+  const auto places = static_cast<int64_t>(groups.size());
+  if (places % ranks != 0 || groups.size() != processes.size() || groups.size() != devices.size() ||
+      groups.size() != ordinals.size())
+    return bad("attributes of " + std::to_string(places) + " places in groups of " + std::to_string(ranks));
+  std::set<int64_t> different;
+  int64_t at = -1;
+  for (int64_t i = 0; i < places; ++i) {
+    const int64_t place = groups[i];
+    if (place < 0 || place >= places || !different.insert(place).second)
+      return bad("place " + std::to_string(place) + " of " + std::to_string(places));
+    if (processes[place] < 0 || processes[place] >= net->processes())
+      return bad("process " + std::to_string(processes[place]) + " of " + std::to_string(net->processes()));
+    if (devices[place] < 0 || devices[place] >= net->devices())
+      return bad("device " + std::to_string(devices[place]) + " of " + std::to_string(net->devices()));
+    if (processes[place] == net->process() && ordinals[place] == ordinal) at = i;
   }
-  if (std::set<int64_t>(group.processes.begin(), group.processes.end()).size() != group.processes.size() ||
-      group.processes[static_cast<size_t>(group.rank)] != net->process()) {
-    return bad("each rank must be a separate process");
+  if (at < 0) return bad("device " + std::to_string(ordinal) + " of this process is no rank");
+  tcp::Group group{{}, {}, at % ranks, std::chrono::milliseconds(timeout_ms)};
+  for (int64_t i = at / ranks * ranks; static_cast<int64_t>(group.processes.size()) < ranks; ++i) {
+    group.processes.push_back(processes[groups[i]]);
+    group.devices.push_back(devices[groups[i]]);
   }
   return group;
 }
 
 // Starts an exchange of raw bytes over TCP. The tokens only order the exchanges of a program.
-ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
+ffi::Future exchange(int32_t device, ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
                      ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
   const std::string op = "tcp_exchange";
   Attributes attributes(op, dictionary);
-  const auto operation = attributes.get<int64_t>("operation"), timeout_ms = attributes.get<int64_t>("timeout_ms"),
-             digest = attributes.get<int64_t>("digest");
+  const auto operation = attributes.get<int64_t>("operation"), digest = attributes.get<int64_t>("digest");
   const auto targets = attributes.get<Sizes>("targets");
-  CGX_FAIL_IF_ERROR(attributes.error());
-  const auto group = make_group(op, who.typed_data(), static_cast<int64_t>(who.element_count()) - 1, timeout_ms);
+  const auto group = make_group(op, attributes, device);
   if (group.has_error()) return failed(group.error());
   const int64_t ranks = group->size();
   CGX_FAIL_IF_ERROR(expect_operation(op, operation, tcp::kOperations));
@@ -122,7 +137,7 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
 // program ends the sum.
 //
 // begin:
-//  - Operands: leaves, residuals (with feedback), `who` as in make_group, keys (if the codec is stochastic), a token.
+//  - Operands: leaves, residuals (with feedback), keys (if the codec is stochastic), a token.
 //    There is one key; with two_shot there are also a key for the root's sum and a key for the other sums.
 //  - Results: new residuals (with feedback), a ticket (two words, the same for each message of the batch), a token. The
 //    tokens only order the exchanges of a program.
@@ -160,12 +175,11 @@ ffi::Error expect_buffers(const std::string& op, size_t args, size_t expected_ar
   return expect_count(op, "results", rets, expected_rets);
 }
 
-ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce";
   Attributes attributes(op, dictionary);
-  const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms"),
-             digest = attributes.get<int64_t>("digest");
+  const auto ranks = attributes.get<int64_t>("ranks"), digest = attributes.get<int64_t>("digest");
   const auto parents = attributes.get<Sizes>("parents");
   const bool two_shot = attributes.get<bool>("two_shot"), own = attributes.get<bool>("own"),
              feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback"),
@@ -194,14 +208,12 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   a.digest = digest;
   a.ids.assign(message->ids.begin(), message->ids.end());
   tcp::Allreduce::Inputs first;
-  const int32_t* who = nullptr;
   const size_t leaves = l.leaves.size(), keys = l.codec.stochastic ? 1 + 2 * two_shot : 0, fed = feedback ? leaves : 0;
-  CGX_RETURN_IF_ERROR(expect_buffers(op, args.size(), leaves + fed + 1 + keys + 1, rets.size(), fed + 2));
+  CGX_RETURN_IF_ERROR(expect_buffers(op, args.size(), leaves + fed + keys + 1, rets.size(), fed + 2));
   Buffers operands(op, *message, args);
   Buffers results(op, *message, rets);
   CGX_RETURN_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &first.leaves));
   if (feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &first.residuals));
-  CGX_RETURN_IF_ERROR(operands.take("who", ffi::DataType::S32, 1 + ranks, &who));
   if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, kKeyWords, &first.first_key));
   if (keys > 1) {
     CGX_RETURN_IF_ERROR(operands.take_batch("key of the root's sum", ffi::DataType::U32, kKeyWords, &first.sum_key));
@@ -212,7 +224,7 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   CGX_RETURN_IF_ERROR(results.take_batch("ticket", ffi::DataType::U32, 2, &words));
   if (message->batch == 0) return ffi::Error::Success();
 
-  const auto group = make_group(op, who, ranks, timeout_ms);
+  const auto group = make_group(op, attributes, device);
   if (group.has_error()) return group.error();
   if (tcp::begun() >= tcp::kMostBegun) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
@@ -226,7 +238,7 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
                       "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes");
   }
   const uint64_t ticket =
-      tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)));
+      tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)), device);
   for (int64_t i = 0; i < message->batch; ++i) {
     words[2 * i] = static_cast<uint32_t>(ticket);
     words[2 * i + 1] = static_cast<uint32_t>(ticket >> 32);
@@ -243,7 +255,7 @@ void set_to_zero(const Message& message, const std::vector<T*>& leaves, size_t b
   }
 }
 
-ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
+ffi::Future end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce_end";
   Attributes attributes(op, dictionary);
   const bool two_shot = attributes.get<bool>("two_shot"), feedback = attributes.get<bool>("feedback"),
@@ -271,11 +283,11 @@ ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
     promise.SetAvailable();
     return future;
   }
-  const auto running = tcp::take(ticket);
+  const auto running = tcp::take(ticket, device);
   if (running == nullptr)
     return failed(invalid(op,
-                          "no sum of this process is under way with this ticket; end a ticket once, in the process "
-                          "that began the sum"));
+                          "no sum of this device is under way with this ticket; end a ticket once, on the device that "
+                          "began the sum"));
   const tcp::Allreduce& a = tcp::asked(*running);
   const auto same = [](const Leaf& a, const Leaf& b) { return a.size == b.size && a.dtype == b.dtype; };
   const std::vector<Leaf>&begun = a.layout.leaves, &ended = message->layout->leaves;
@@ -290,15 +302,16 @@ ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cpu, exchange,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::DataType::S32>>()
                                   .Arg<ffi::Token>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Token>()
                                   .Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cpu, begin,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxcgx_tcp_allreduce_cpu, begin,
+    ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cpu, end,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+                              ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxcgx

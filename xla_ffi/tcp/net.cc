@@ -14,13 +14,15 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr uint64_t kMessage = 0x6a61786367781022;  // "jaxcgx", and the version of the protocol
-constexpr uint64_t kGaveUp = 0x6a61786367781023;
+constexpr uint64_t kMessage = 0x6a61786367781026;  // "jaxcgx", and the version of the protocol
+constexpr uint64_t kGaveUp = 0x6a61786367781027;
 constexpr std::chrono::milliseconds kNap{100};  // deadlines are checked this often
 constexpr std::chrono::milliseconds kPaced{1};  // with a pace, sockets are tried this often
 constexpr int kBeats = 6;                       // a process that is silent for this many beats has vanished
 
 const char* const kEnded = "has ended or left";
+const char* const kUnexpected = "sent what nobody expects";
+const char* const kSame = "; every process must run the same exchanges, in the same order";
 
 std::string ended_or(int error) {
   return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error);
@@ -43,8 +45,13 @@ Socket::~Socket() {
   if (number_ >= 0) close(number_);
 }
 
-Net::Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace)
-    : process_(process), silence_(silence), events_(std::move(events)), alarm_(std::move(alarm)), pace_(pace) {}
+Net::Net(int64_t process, int64_t devices, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace)
+    : process_(process),
+      devices_(devices),
+      silence_(silence),
+      events_(std::move(events)),
+      alarm_(std::move(alarm)),
+      pace_(pace) {}
 
 Net::~Net() {
   if (!thread_.joinable()) return;
@@ -52,7 +59,7 @@ Net::~Net() {
   thread_.join();
 }
 
-Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> connections,
+Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> connections, int64_t devices,
                                    std::chrono::milliseconds silence, double pace) {
   const auto n = static_cast<int64_t>(connections.size());
   const auto failed = [](const std::string& what) { return Failure{what + ": " + reason()}; };
@@ -60,10 +67,11 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
     return Failure{"expected a process of 1 to " + std::to_string(kMostProcesses) + ", got process " +
                    std::to_string(process) + " of " + std::to_string(n)};
   }
+  if (devices < 1) return Failure{"expected a device"};
   Socket events(epoll_create1(EPOLL_CLOEXEC)), alarm(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (events.number() < 0) return failed("epoll_create1");
   if (alarm.number() < 0) return failed("eventfd");
-  const std::shared_ptr<Net> net(new Net(process, std::move(events), std::move(alarm), silence, pace));
+  const std::shared_ptr<Net> net(new Net(process, devices, std::move(events), std::move(alarm), silence, pace));
   const auto watch = [&](int socket, uint32_t what, Lane* lane) {
     epoll_event event{};
     event.events = what;
@@ -72,22 +80,27 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
   };
   for (int64_t i = 0; i < n; ++i) {
     Connection& c = connections[static_cast<size_t>(i)];
-    net->peers_.push_back(i == process ? nullptr : std::make_unique<Peer>());
-    if (i == process) continue;
+    net->peers_.push_back(std::make_unique<Peer>());
     Peer& peer = *net->peers_.back();
     peer.process = i, peer.host = std::move(c.host), peer.beats = std::move(c.beats);
-    if (!nonblocking(peer.beats.number()) || c.data.empty()) return failed("a connection");
-    peer.lanes.resize(c.data.size());
-    for (size_t k = 0; k < c.data.size(); ++k) {
-      Lane& lane = peer.lanes[k];
-      lane.socket = std::move(c.data[k]);
-      // Without this limit, a socket accepts slices until its buffer is full, and on a slow connection these slices
-      // would be late. With it, a socket accepts the next slice when it has sent most of the last one, so fast
-      // connections take more slices.
-      if (c.data.size() > 1) limit_unsent(lane.socket, kSlice);
-      if (!nonblocking(lane.socket.number()) ||
-          !watch(lane.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &lane))
-        return failed("a connection");
+    peer.streams = std::vector<Stream>(static_cast<size_t>(devices));
+    if (i == process) continue;
+    const size_t lanes = c.data.size() / peer.streams.size();
+    if (!nonblocking(peer.beats.number()) || lanes == 0 || c.data.size() % lanes != 0) return failed("a connection");
+    for (int64_t device = 0; device < devices; ++device) {
+      Stream& stream = peer.streams[static_cast<size_t>(device)];
+      stream.lanes = std::vector<Lane>(lanes);
+      for (size_t k = 0; k < lanes; ++k) {
+        Lane& lane = stream.lanes[k];
+        lane.device = device, lane.socket = std::move(c.data[static_cast<size_t>(device) * lanes + k]);
+        // Without this limit, a socket accepts slices until its buffer is full, and on a slow connection these slices
+        // would be late. With it, a socket accepts the next slice when it has sent most of the last one, so fast
+        // connections take more slices.
+        if (lanes > 1) limit_unsent(lane.socket, kSlice);
+        if (!nonblocking(lane.socket.number()) ||
+            !watch(lane.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &lane))
+          return failed("a connection");
+      }
     }
   }
   if (!watch(net->alarm_.number(), EPOLLIN, nullptr)) return failed("epoll_ctl");
@@ -99,8 +112,9 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
 void Net::forget() {
   process_ = -1;
   for (const auto& peer : peers_) {
-    if (!peer) continue;
-    for (Lane& lane : peer->lanes) lane.socket = Socket();
+    for (Stream& stream : peer->streams) {
+      for (Lane& lane : stream.lanes) lane.socket = Socket();
+    }
     peer->beats = Socket();
   }
   events_ = Socket(), alarm_ = Socket();
@@ -134,6 +148,7 @@ std::shared_ptr<Net::Running> Net::begin(Exchange exchange) {
   running->steps = static_cast<int64_t>(exchange.receives.size()) + exchange.sends;
   running->slices.resize(exchange.receives.size());
   running->coming.resize(exchange.group.processes.size());
+  running->going.resize(exchange.group.processes.size());
   running->numbers.resize(exchange.group.processes.size());
   for (const Exchange::Receive& r : exchange.receives) ++running->coming[static_cast<size_t>(r.rank)];
   running->exchange = std::move(exchange);
@@ -150,15 +165,16 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     const Exchange& e = running->exchange;
     Peer& peer = *peers_[static_cast<size_t>(e.group.processes[r])];
     if (!peer.gone.empty()) return fail({Error::Kind::kGone, peer.process, peer.gone});
-    const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0};
-    if (unsent_++ == 0) pace_.wake();
-    auto place = peer.outs.end();
+    const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0, e.group.devices[r]};
+    if (peer.process != process_ && unsent_++ == 0) pace_.wake();
+    ++running->going[r];
+    auto& outs = peer.streams[static_cast<size_t>(e.group.devices[static_cast<size_t>(e.group.rank)])].outs;
+    auto place = outs.end();
     if (e.overtakes) {
       peer.keep_little_in_sockets();
-      const auto earlier = [&](const auto& out) { return out->header.number < header.number; };
-      place = std::find_if(peer.outs.begin(), peer.outs.end(), earlier);
+      place = std::find_if(outs.begin(), outs.end(), [&](const auto& out) { return out->of->order < running->order; });
     }
-    peer.outs.insert(place, std::make_shared<Lane::Out>(Lane::Out{header, data, running, header.slices()}));
+    outs.insert(place, std::make_shared<Out>(Out{header, data, running, rank, header.slices()}));
   });
 }
 
@@ -193,15 +209,19 @@ void Net::run() {
       if (stopping_) return;
       moved = !commands.empty();
       for (size_t i = 0; i < peers_.size(); ++i) {
-        Peer* const peer = peers_[(turn_ + i) % peers_.size()].get();
-        const size_t lanes = peer == nullptr ? 0 : peer->lanes.size(), first = lanes == 0 ? 0 : peer->turn++ % lanes;
-        for (size_t k = 0; k < lanes; ++k) {
-          Lane& lane = peer->lanes[(first + k) % lanes];
-          moved |= push(*peer, lane);
-          moved |= pull(*peer, lane);
+        Peer& peer = *peers_[(turn_ + i) % peers_.size()];
+        for (size_t j = 0; j < peer.streams.size(); ++j) {
+          Stream& stream = peer.streams[(turn_ + j) % peer.streams.size()];
+          const size_t lanes = stream.lanes.size(), first = lanes == 0 ? 0 : stream.turn++ % lanes;
+          for (size_t k = 0; k < lanes; ++k) {
+            Lane& lane = stream.lanes[(first + k) % lanes];
+            moved |= push(peer, stream, lane);
+            moved |= pull(peer, lane);
+          }
         }
       }
       ++turn_;
+      moved |= copy();
       if (Clock::now() >= next_beat_) beat();
     }
     look_at_the_clock();
@@ -211,12 +231,15 @@ void Net::run() {
 void Net::start(const std::shared_ptr<Running>& running) {
   const Exchange& e = running->exchange;
   if (!trouble_) running_.push_back(running);
+  running->order = begun_++;
+  const int64_t device = e.group.devices[static_cast<size_t>(e.group.rank)];
   for (size_t rank = 0; rank < e.group.processes.size() && !trouble_; ++rank) {
-    if (e.group.processes[rank] == process_) continue;
+    if (static_cast<int64_t>(rank) == e.group.rank) continue;
     Peer& peer = *peers_[static_cast<size_t>(e.group.processes[rank])];
-    running->numbers[rank] = peer.begun++;
+    Peer::Channel& channel = peer.channels[{device, e.group.devices[rank]}];
+    running->numbers[rank] = channel.begun++;
     if (running->coming[rank] == 0) continue;
-    peer.open[running->numbers[rank]] = {running, static_cast<int64_t>(rank)};
+    channel.open[running->numbers[rank]] = {running, static_cast<int64_t>(rank)};
     if (!peer.gone.empty()) fail({Error::Kind::kGone, peer.process, peer.gone});
   }
   if (trouble_ && !running->over) {
@@ -229,14 +252,14 @@ void Net::start(const std::shared_ptr<Running>& running) {
 
 // Sends bytes on a lane: the rest of its slice, or the next slice that no lane has taken. Returns whether to try again.
 // A short write is normal, so a slice may take several calls.
-bool Net::push(Peer& peer, Lane& lane) {
+bool Net::push(Peer& peer, Stream& stream, Lane& lane) {
   if (!lane.writable || !peer.gone.empty() || trouble_) return false;
   if (!lane.out) {
-    if (peer.outs.empty()) return false;
-    lane.out = peer.outs.front();
+    if (stream.outs.empty()) return false;
+    lane.out = stream.outs.front();
     lane.leaving = lane.out->header;
     lane.sent = 0;
-    if ((lane.out->header.at += kSlice) >= lane.leaving.bytes) peer.outs.pop_front();
+    if ((lane.out->header.at += kSlice) >= lane.leaving.bytes) stream.outs.pop_front();
   }
   const int64_t header = sizeof(Header), length = lane.leaving.length(), at = std::max(lane.sent - header, int64_t{0});
   const int64_t of_header = header - std::min(lane.sent, header);
@@ -265,7 +288,7 @@ bool Net::push(Peer& peer, Lane& lane) {
     lane.out = nullptr;
     if (--out->unsent == 0) {
       --unsent_;
-      step(out->of);
+      complete(*out);
     }
   }
   return true;
@@ -307,16 +330,53 @@ bool Net::pull(Peer& peer, Lane& lane) {
     const auto running = std::move(lane.of);
     lane.of = nullptr;
     lane.header_bytes = lane.received = 0;
-    if (--running->slices[lane.receive].missing > 0) return true;
-    const Exchange::Receive& receive = running->exchange.receives[lane.receive];
-    if (lane.header.bytes < receive.bytes)
-      std::memset(receive.data + lane.header.bytes, 0, static_cast<size_t>(receive.bytes - lane.header.bytes));
-    const auto rank = static_cast<size_t>(receive.rank);
-    if (--running->coming[rank] == 0) peer.open.erase(running->numbers[rank]);
-    if (running->exchange.received) running->exchange.received(lane.receive);
-    step(running);
+    if (--running->slices[lane.receive].missing == 0) complete(running, lane.receive, lane.header.bytes);
   }
   return true;
+}
+
+// Ends a receive whose message has `bytes` bytes.
+void Net::complete(const std::shared_ptr<Running>& running, size_t i, int64_t bytes) {
+  const Exchange& e = running->exchange;
+  const Exchange::Receive& receive = e.receives[i];
+  if (bytes < receive.bytes) std::memset(receive.data + bytes, 0, static_cast<size_t>(receive.bytes - bytes));
+  const auto rank = static_cast<size_t>(receive.rank);
+  if (--running->coming[rank] == 0) {
+    Peer& peer = *peers_[static_cast<size_t>(e.group.processes[rank])];
+    const int64_t device = e.group.devices[static_cast<size_t>(e.group.rank)];
+    peer.channels[{device, e.group.devices[rank]}].open.erase(running->numbers[rank]);
+  }
+  if (e.received) e.received(i);
+  step(running);
+}
+
+// Ends the send of a message.
+void Net::complete(const Out& out) {
+  --out.of->going[static_cast<size_t>(out.rank)];
+  step(out.of);
+}
+
+// Copies the messages between devices of this process whose exchanges have begun. Returns whether there were any.
+bool Net::copy() {
+  Peer& self = *peers_[static_cast<size_t>(process_)];
+  bool any = false;
+  for (int64_t from = 0; from < devices_; ++from) {
+    auto& outs = self.streams[static_cast<size_t>(from)].outs;
+    std::deque<std::shared_ptr<Out>> ready;
+    const auto begun = [&](const auto& out) { return self.has_begun(from, out->header); };
+    std::copy_if(outs.begin(), outs.end(), std::back_inserter(ready), begun);
+    outs.erase(std::remove_if(outs.begin(), outs.end(), begun), outs.end());
+    for (const auto& out : ready) {
+      const auto [running, receive] = find(self, from, out->header);
+      if (!running) return false;
+      const int64_t bytes = out->header.bytes;
+      if (bytes > 0) std::memcpy(running->exchange.receives[receive].data, out->data, static_cast<size_t>(bytes));
+      complete(running, receive, bytes);
+      complete(*out);
+      any = true;
+    }
+  }
+  return any;
 }
 
 // Returns whether the slice after a header can be received. If not, it waits for an exchange that has not begun, or it
@@ -329,36 +389,41 @@ bool Net::expect(Peer& peer, Lane& lane) {
         "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
     return false;
   }
-  if (h.magic == kMessage && h.number >= peer.begun) return false;
-  const auto open = peer.open.find(h.number);
-  std::string what = "sent what nobody expects";
-  if (h.magic == kMessage && open != peer.open.end()) {
-    const auto& running = open->second.running;
-    const Exchange& e = running->exchange;
-    for (size_t i = 0; i < e.receives.size() && e.kind == h.kind; ++i) {
-      const Exchange::Receive& r = e.receives[i];
-      if (r.rank != open->second.rank || r.slot != h.slot) continue;
-      const bool fits = h.bytes == r.bytes || (e.trims && h.bytes >= 0 && h.bytes < r.bytes);
-      if (fits && e.digest == h.digest) {
-        Running::Slices& s = running->slices[i];
-        if (s.taken.empty()) s.bytes = h.bytes;
-        if (h.bytes != s.bytes || h.at < 0 || h.at % kSlice != 0 || h.at / kSlice >= h.slices()) break;
-        if (s.taken.empty()) s.taken.resize(static_cast<size_t>(s.missing = h.slices()));
-        auto slice = s.taken[static_cast<size_t>(h.at / kSlice)];
-        if (slice) break;
-        slice = true;
-        lane.of = running;
-        lane.receive = i;
-        return true;
-      }
-      what = fits ? "has other arrays, or another codec, schedule or divisor, of the same length"
-                  : "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
-    }
-    if (e.kind != h.kind) what = "has another exchange";
-    what += "; every process must run the same exchanges, in the same order";
+  if (h.magic == kMessage && h.to >= 0 && h.to < devices_ && !peer.has_begun(lane.device, h)) return false;
+  const auto [running, receive] = find(peer, lane.device, h);
+  if (!running) return false;
+  if (!running->slices[receive].take(h)) {
+    fail({Error::Kind::kDifferent, peer.process, std::string(kUnexpected) + kSame, lane.device});
+    return false;
   }
-  fail({Error::Kind::kDifferent, peer.process, what});
-  return false;
+  lane.of = running;
+  lane.receive = receive;
+  return true;
+}
+
+// Returns the exchange and the receive of a message from a device. If there are none, all exchanges fail, and it
+// returns null.
+std::pair<std::shared_ptr<Net::Running>, size_t> Net::find(const Peer& peer, int64_t from, const Header& h) {
+  std::string what = kUnexpected;
+  if (const auto channel = peer.channels.find({h.to, from}); h.magic == kMessage && channel != peer.channels.end()) {
+    const auto& open = channel->second.open;
+    if (const auto found = open.find(h.number); found != open.end()) {
+      const auto& [running, rank] = found->second;
+      const Exchange& e = running->exchange;
+      for (size_t i = 0; i < e.receives.size() && e.kind == h.kind; ++i) {
+        const Exchange::Receive& r = e.receives[i];
+        if (r.rank != rank || r.slot != h.slot) continue;
+        const bool fits = h.bytes == r.bytes || (e.trims && h.bytes >= 0 && h.bytes < r.bytes);
+        if (fits && e.digest == h.digest) return {running, i};
+        what = fits ? "has other arrays, or another codec, schedule or divisor, of the same length"
+                    : "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
+      }
+      if (e.kind != h.kind) what = "has another exchange";
+      what += kSame;
+    }
+  }
+  fail({Error::Kind::kDifferent, peer.process, what, from});
+  return {};
 }
 
 // Handles the end of a connection. Bytes on the other connections may still arrive, and may give the reason. beat()
@@ -366,15 +431,14 @@ bool Net::expect(Peer& peer, Lane& lane) {
 void Net::end(Peer& peer, Lane& lane, const std::string& how) {
   lane.ended = true;
   if (peer.ends.empty() || peer.ends == kEnded) peer.ends = how;
-  if (std::all_of(peer.lanes.begin(), peer.lanes.end(), [](const Lane& each) { return each.ended; }))
-    lose(peer, peer.ends);
+  if (!peer.any_lane([](const Lane& each) { return !each.ended; })) lose(peer, peer.ends);
 }
 
 // Marks a process as gone. If an exchange still needs this process, all exchanges fail. Otherwise they may complete
 // without it.
 void Net::lose(Peer& peer, const std::string& how) {
   peer.gone = how;
-  if (!peer.open.empty() || peer.sends()) fail({Error::Kind::kGone, peer.process, how});
+  if (peer.receives() || peer.sends()) fail({Error::Kind::kGone, peer.process, how});
 }
 
 // Sends heartbeats, and finds processes that have vanished. It counts beats of this process instead of measuring time:
@@ -382,7 +446,7 @@ void Net::lose(Peer& peer, const std::string& how) {
 void Net::beat() {
   next_beat_ = Clock::now() + silence_ / kBeats;
   for (const auto& peer : peers_) {
-    if (!peer || !peer->gone.empty()) continue;
+    if (peer->process == process_ || !peer->gone.empty()) continue;
     uint8_t beats[4096] = {};  // more bytes than can have arrived while the processes connected
     (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // if the socket is full, no beat is needed
     // The end of this connection (recv returns 0) needs no handling: a process that closed it has closed its data
@@ -411,15 +475,11 @@ void Net::look_at_the_clock() {
   for (const auto& running : running_) {
     if (Clock::now() < running->deadline) continue;
     const Exchange& e = running->exchange;
-    int64_t late = -1;
-    for (size_t rank = 0; rank < e.group.processes.size(); ++rank) {
-      const int64_t process = e.group.processes[rank];
-      if (process != process_ && late < 0 &&
-          (running->coming[rank] > 0 || peers_[static_cast<size_t>(process)]->sends()))
-        late = process;
-    }
-    if (late < 0) continue;  // this process itself is late: it waits for none of the others
-    fail({Error::Kind::kLate, late, "has not come within " + std::to_string(e.group.timeout.count()) + " ms"});
+    size_t late = 0;
+    while (late < e.group.processes.size() && running->coming[late] == 0 && running->going[late] == 0) ++late;
+    if (late == e.group.processes.size()) continue;  // this rank itself is late: it waits for none of the others
+    fail({Error::Kind::kLate, e.group.processes[late],
+          "has not come within " + std::to_string(e.group.timeout.count()) + " ms", e.group.devices[late]});
     return;
   }
 }
@@ -429,20 +489,22 @@ void Net::look_at_the_clock() {
 void Net::fail(Trouble trouble) {
   if (trouble_) return;
   trouble_ = std::move(trouble);
+  const bool leaves = trouble_->process == process_ && trouble_->kind == Error::Kind::kGone;
   for (const auto& peer : peers_) {
-    if (!peer) continue;
-    for (Lane& lane : peer->lanes) {
-      const bool between = !lane.out || lane.sent == 0;  // a header would be misread in the middle of a slice
-      if (between && trouble_->process != process_) {
-        const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0};
-        ::send(lane.socket.number(), &header, sizeof header, MSG_NOSIGNAL);
+    for (Stream& stream : peer->streams) {
+      for (Lane& lane : stream.lanes) {
+        const bool between = !lane.out || lane.sent == 0;  // a header would be misread in the middle of a slice
+        if (between && !leaves) {
+          const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0, 0};
+          ::send(lane.socket.number(), &header, sizeof header, MSG_NOSIGNAL);
+        }
+        shutdown(lane.socket.number(), SHUT_WR);
+        lane.out = nullptr;
+        lane.of = nullptr;
       }
-      shutdown(lane.socket.number(), SHUT_WR);
-      lane.out = nullptr;
-      lane.of = nullptr;
+      stream.outs.clear();
     }
-    peer->outs.clear();
-    peer->open.clear();
+    for (auto& each : peer->channels) each.second.open.clear();
   }
   unsent_ = 0;
   for (const auto& running : running_) running->finish(error_of(running->exchange));
@@ -450,13 +512,20 @@ void Net::fail(Trouble trouble) {
 }
 
 Error Net::error_of(const Exchange& e) const {
-  const auto& [kind, process, what] = *trouble_;
-  if (process == process_) return {kind, e.name + ": this process " + what};
-  const std::string who = "process " + std::to_string(process) + " at " + peers_[static_cast<size_t>(process)]->host;
-  const auto rank = std::find(e.group.processes.begin(), e.group.processes.end(), process);
-  if (rank == e.group.processes.end()) return {kind, e.name + ": " + who + " " + what};
-  const std::string which = "rank " + std::to_string(rank - e.group.processes.begin()) + " (" + who + ")";
-  return {kind, e.name + ": rank " + std::to_string(e.group.rank) + " waits for " + which + ", which " + what};
+  const auto& [kind, process, what, device] = *trouble_;
+  if (process == process_ && device < 0) return {kind, e.name + ": this process " + what};
+  const std::string at =
+      process == process_ ? "this process"
+                          : "process " + std::to_string(process) + " at " + peers_[static_cast<size_t>(process)]->host;
+  const std::string who = device > 0 ? "device " + std::to_string(device) + " of " + at : at;
+  for (int64_t rank = 0; rank < e.group.size(); ++rank) {
+    const auto r = static_cast<size_t>(rank);
+    if (e.group.processes[r] != process || (device >= 0 && e.group.devices[r] != device)) continue;
+    if (rank == e.group.rank) return {kind, e.name + ": this rank " + what};
+    const std::string which = "rank " + std::to_string(rank) + " (" + who + ")";
+    return {kind, e.name + ": rank " + std::to_string(e.group.rank) + " waits for " + which + ", which " + what};
+  }
+  return {kind, e.name + ": " + who + " " + what};
 }
 
 }  // namespace jaxcgx::tcp

@@ -1,16 +1,24 @@
-// Exchanges among processes over TCP. Each process has connections to every other process: one or more data
-// connections, and one for heartbeats.
+// Exchanges among the devices of processes over TCP. A rank is a device of a process, and a process may have several.
+// Each process has connections to every other process: for each device one or more data connections, and one connection
+// for heartbeats.
 //
-// A message is sent in slices. Each data connection takes the next slice when it has sent its last one, and the
-// receiver writes each slice to its position in the message. On a link with a long round trip, a connection carries at
-// most one window per round trip. So several connections carry several windows.
+// A message is sent in slices. Each data connection of the device takes the next slice when it has sent its last one,
+// and the receiver writes each slice to its position in the message. On a link with a long round trip, a connection
+// carries at most one window per round trip. So several connections carry several windows.
 //
 // One thread moves all bytes, on all connections at once, so links are full-duplex. It sends from and receives into the
 // caller's memory, without copies.
 //
-// Any two processes begin their common exchanges in the same order. So a received message belongs to an exchange that
-// has begun here, too, or to a later exchange. A message for a later exchange waits in the socket, together with all
-// bytes behind it. Nothing is buffered, and no exchange needs a message that is behind a message of a later exchange.
+// All devices begin their common exchanges in the same order. So a received message belongs to an exchange that its
+// device has begun here, too, or to a later exchange. A message for a later exchange waits in the socket, together with
+// all bytes behind it. Nothing is buffered.
+//
+// What is behind it is from the same device, which has begun the later exchange. So the device has sent all messages of
+// the exchanges that it ended before, and no device waits for a message that is behind a message of an exchange which
+// begins only after this wait. With connections that devices share, it would be otherwise: the devices of a process
+// need not be at the same place of the program.
+//
+// Messages between two devices of this process are copied when both have begun the exchange.
 //
 // So data waits in full sockets for a process that is late, and the sender can't see whether that process is alive.
 // Heartbeats show it: every process sends a byte at intervals on the heartbeat connection, and always reads from there.
@@ -60,14 +68,15 @@ class Socket {
 // The connections to another process.
 struct Connection {
   std::string host;
-  std::vector<Socket> data;  // the same number at both ends, in the same order
+  std::vector<Socket> data;  // for each device the same number, at both ends in the same order
   Socket beats;
 };
 
 // The ranks that take part in an exchange.
 struct Group {
-  std::vector<int64_t> processes;  // by rank: the process; this process is one of them
-  int64_t rank;                    // the rank of this process
+  std::vector<int64_t> processes;  // by rank: the process
+  std::vector<int64_t> devices;    // by rank: the device's number in its process
+  int64_t rank;                    // the rank that begins the exchange, a device of this process
   std::chrono::milliseconds timeout;
 
   int64_t size() const { return static_cast<int64_t>(processes.size()); }
@@ -108,9 +117,10 @@ class Net {
  public:
   // Takes over connections, and starts the thread that moves the bytes.
   //
-  // connections: by process; the entry of this process is not used. silence: a process that sends nothing for this long
-  // has vanished. pace: this process sends at most this many bytes a second; 0: no limit.
-  static Or<std::shared_ptr<Net>> make(int64_t process, std::vector<Connection> connections,
+  // connections: by process; the entry of this process is not used. devices: the most devices of a process. silence: a
+  // process that sends nothing for this long has vanished. pace: this process sends at most this many bytes a second;
+  // 0: no limit.
+  static Or<std::shared_ptr<Net>> make(int64_t process, std::vector<Connection> connections, int64_t devices,
                                        std::chrono::milliseconds silence, double pace = 0);
   ~Net();
 
@@ -124,6 +134,7 @@ class Net {
 
   int64_t process() const { return process_; }  // -1 after forget()
   int64_t processes() const { return static_cast<int64_t>(peers_.size()); }
+  int64_t devices() const { return devices_; }
 
   class Running;
   // Begins an exchange. After the first error, every exchange fails with the same error, because the processes may be
@@ -134,21 +145,28 @@ class Net {
 
  private:
   struct Header;
+  struct Out;
   struct Lane;
+  struct Stream;
   struct Peer;
   struct Trouble {
     Error::Kind kind;
     int64_t process;
     std::string what;
+    int64_t device = -1;  // -1: the whole process
   };
 
-  Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace);
+  Net(int64_t process, int64_t devices, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace);
   void post(std::function<void()> command);
   void run();
   void start(const std::shared_ptr<Running>& running);
-  bool push(Peer& peer, Lane& lane);
+  bool push(Peer& peer, Stream& stream, Lane& lane);
   bool pull(Peer& peer, Lane& lane);
   bool expect(Peer& peer, Lane& lane);
+  std::pair<std::shared_ptr<Running>, size_t> find(const Peer& peer, int64_t from, const Header& header);
+  bool copy();
+  void complete(const std::shared_ptr<Running>& running, size_t receive, int64_t bytes);
+  void complete(const Out& out);
   void end(Peer& peer, Lane& lane, const std::string& how);
   void lose(Peer& peer, const std::string& how);
   void step(const std::shared_ptr<Running>& running);
@@ -158,9 +176,10 @@ class Net {
   Error error_of(const Exchange& exchange) const;
 
   int64_t process_;
+  const int64_t devices_;
   const std::chrono::milliseconds silence_;
   Socket events_, alarm_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by process; null for this one
+  std::vector<std::unique_ptr<Peer>> peers_;  // by process; this one has no connections
 
   // Commands from other threads, guarded by the mutex. All members after commands_ belong to the thread that moves the
   // bytes.
@@ -170,7 +189,8 @@ class Net {
 
   std::vector<std::shared_ptr<Running>> running_;
   Pace pace_;
-  int64_t unsent_ = 0;  // number of messages that are not completely sent
+  int64_t begun_ = 0;   // number of exchanges that have begun
+  int64_t unsent_ = 0;  // number of messages to other processes that are not completely sent
   size_t turn_ = 0;     // the peer that is served first in the next pass
   std::chrono::steady_clock::time_point next_beat_;
   std::optional<Trouble> trouble_;

@@ -34,6 +34,7 @@ struct Net::Header {
   uint64_t magic;
   int64_t number, kind, digest, slot, bytes;  // of the message. With kGaveUp, slot is the process that caused it
   int64_t at;                                 // offset of the slice in the message
+  int64_t to;                                 // the receiver's device. The sender's is the lane's
 
   int64_t slices() const { return std::max(int64_t{1}, (bytes + kSlice - 1) / kSlice); }
   int64_t length() const { return std::min(kSlice, bytes - at); }
@@ -46,12 +47,23 @@ class Net::Running {
     std::vector<bool> taken;  // whether each slice has begun to arrive; empty before the first slice
     int64_t missing = 0;      // slices that are not complete
     int64_t bytes = 0;        // bytes of the message
+
+    // Marks the slice of a header as taken. Returns whether it can be: it is in the message, and comes once.
+    bool take(const Header& h) {
+      if (taken.empty()) taken.resize(static_cast<size_t>(missing = h.slices())), bytes = h.bytes;
+      if (h.bytes != bytes || h.at < 0 || h.at % kSlice != 0 || h.at / kSlice >= h.slices()) return false;
+      auto slice = taken[static_cast<size_t>(h.at / kSlice)];
+      if (slice) return false;
+      return slice = true;
+    }
   };
 
   Exchange exchange;
   std::vector<Slices> slices;    // by receive
-  std::vector<int64_t> numbers;  // by rank: this exchange's number among all exchanges with the rank's process
+  std::vector<int64_t> numbers;  // by rank: this exchange's number among all exchanges of the two devices
   std::vector<int64_t> coming;   // by rank: number of receives that are not complete
+  std::vector<int64_t> going;    // by rank: number of sends that have been asked for and are not complete
+  int64_t order = 0;             // this exchange's number among all exchanges of this process
   int64_t steps = 0;             // number of receives and sends that are not complete
   Clock::time_point deadline;
   bool over = false;
@@ -63,17 +75,19 @@ class Net::Running {
   }
 };
 
+// A message that is being sent, on one or more connections.
+struct Net::Out {
+  Header header;  // of the next slice
+  const uint8_t* data;
+  std::shared_ptr<Running> of;
+  int64_t rank;    // to which it goes
+  int64_t unsent;  // number of slices that are not completely sent
+};
+
 // A data connection, and the slices that it is sending and receiving.
 struct Net::Lane {
-  // A message that is being sent, on one or more connections.
-  struct Out {
-    Header header;  // of the next slice
-    const uint8_t* data;
-    std::shared_ptr<Running> of;
-    int64_t unsent;  // number of slices that are not completely sent
-  };
-
   Socket socket;
+  int64_t device;  // the device that sends on it, here and at the other end
   bool readable = true, writable = true;
   bool ended = false;
 
@@ -88,40 +102,65 @@ struct Net::Lane {
   int64_t received = 0;         // received bytes of the slice
 };
 
+// The messages of a device of this process to a peer, and the connections for them.
+struct Net::Stream {
+  std::vector<Lane> lanes;                // none to this process itself
+  size_t turn = 0;                        // the lane that is served first in the next pass
+  std::deque<std::shared_ptr<Out>> outs;  // messages with slices that no lane has taken
+};
+
 struct Net::Peer {
   struct Open {
     std::shared_ptr<Running> running;
     int64_t rank;
   };
+  // The exchanges of a device of this process with a device of the peer.
+  struct Channel {
+    int64_t begun = 0;             // number of exchanges that have begun here
+    std::map<int64_t, Open> open;  // by number: exchanges with receives that are not complete
+  };
 
   int64_t process;
   std::string host;
-  std::vector<Lane> lanes;
-  size_t turn = 0;         // the lane that is served first in the next pass
-  bool overtaken = false;  // an exchange with `overtakes` has sent to this peer
+  std::vector<Stream> streams;  // by device of this process
+  bool overtaken = false;       // an exchange with `overtakes` has sent to this peer
   Socket beats;
-  bool heard = true;                            // bytes have arrived since the last beat
-  int silent = 0;                               // number of beats since bytes arrived
-  std::string ends;                             // the reason, once one lane has ended; empty before
-  bool ending = false;                          // `ends` was set before the last beat
-  std::string gone;                             // the reason, once the peer is gone; empty before
-  int64_t begun = 0;                            // number of exchanges with this peer that have begun here
-  std::map<int64_t, Open> open;                 // by number: exchanges with receives that are not complete
-  std::deque<std::shared_ptr<Lane::Out>> outs;  // messages with slices that no lane has taken
+  bool heard = true;                                        // bytes have arrived since the last beat
+  int silent = 0;                                           // number of beats since bytes arrived
+  std::string ends;                                         // the reason, once one lane has ended; empty before
+  bool ending = false;                                      // `ends` was set before the last beat
+  std::string gone;                                         // the reason, once the peer is gone; empty before
+  std::map<std::pair<int64_t, int64_t>, Channel> channels;  // by device of this process and device of the peer
 
+  template <class Predicate>
+  bool any_lane(const Predicate& is) const {
+    return std::any_of(streams.begin(), streams.end(),
+                       [&](const Stream& s) { return std::any_of(s.lanes.begin(), s.lanes.end(), is); });
+  }
   // Limits the unsent bytes in the sockets, because messages can't overtake bytes that are already in a socket.
   void keep_little_in_sockets() {
     if (std::exchange(overtaken, true)) return;
-    for (const Lane& lane : lanes) limit_unsent(lane.socket, kUnsent);
+    for (const Stream& stream : streams) {
+      for (const Lane& lane : stream.lanes) limit_unsent(lane.socket, kUnsent);
+    }
+  }
+  // Returns whether the exchange of a message from a device of this peer has begun here.
+  bool has_begun(int64_t from, const Header& h) const {
+    const auto channel = channels.find({h.to, from});
+    return channel != channels.end() && h.number < channel->second.begun;
+  }
+  // Returns whether a message from this peer is not completely received.
+  bool receives() const {
+    return std::any_of(channels.begin(), channels.end(), [](const auto& each) { return !each.second.open.empty(); });
   }
   // Returns whether a message to this peer is not completely sent.
   bool sends() const {
-    return !outs.empty() ||
-           std::any_of(lanes.begin(), lanes.end(), [](const Lane& lane) { return lane.out != nullptr; });
+    return any_lane([](const Lane& lane) { return lane.out != nullptr; }) ||
+           std::any_of(streams.begin(), streams.end(), [](const Stream& stream) { return !stream.outs.empty(); });
   }
   // Returns whether a slice waits for an exchange that has not begun here.
   bool early() const {
-    return std::any_of(lanes.begin(), lanes.end(), [](const Lane& lane) {
+    return any_lane([](const Lane& lane) {
       return !lane.ended && !lane.of && lane.header_bytes == static_cast<int64_t>(sizeof(Header));
     });
   }

@@ -22,7 +22,7 @@ namespace {
 
 struct Begun {
   std::mutex mutex;
-  std::map<uint64_t, std::shared_ptr<Running>> sums;
+  std::map<std::pair<uint64_t, int32_t>, std::shared_ptr<Running>> sums;  // by ticket and device
   uint64_t last = uint64_t{std::random_device()()} << 32;
 };
 Begun& the_begun() {
@@ -37,22 +37,23 @@ int64_t begun() {
   return static_cast<int64_t>(the_begun().sums.size());
 }
 
-uint64_t keep(std::shared_ptr<Running> running) {
+uint64_t keep(std::shared_ptr<Running> running, int32_t device) {
   std::lock_guard<std::mutex> lock(the_begun().mutex);
-  the_begun().sums.emplace(++the_begun().last, std::move(running));
-  return the_begun().last;
+  const uint64_t ticket = ++the_begun().last;
+  the_begun().sums.emplace(std::pair{ticket, device}, std::move(running));
+  return ticket;
 }
 
-std::shared_ptr<Running> take(uint64_t ticket) {
+std::shared_ptr<Running> take(uint64_t ticket, int32_t device) {
   std::lock_guard<std::mutex> lock(the_begun().mutex);
-  const auto found = the_begun().sums.extract(ticket);
+  const auto found = the_begun().sums.extract({ticket, device});
   return found ? found.mapped() : nullptr;
 }
 
-std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence,
-                             double pace) {
+std::optional<Failure> start(int64_t process, std::vector<Connection> connections, int64_t devices,
+                             std::chrono::milliseconds silence, double pace) {
   if (the_net()) return Failure{"this process has connected already"};
-  auto made = Net::make(process, std::move(connections), silence, pace);
+  auto made = Net::make(process, std::move(connections), devices, silence, pace);
   if (const auto* failure = std::get_if<Failure>(&made)) return *failure;
   the_net() = std::get<0>(made);
   pthread_atfork(nullptr, nullptr, [] { the_net()->forget(); });

@@ -19,14 +19,14 @@ Workspaces& the_workspaces();
 constexpr int64_t kMostBegun = 10'000;
 // Returns the number of these sums.
 int64_t begun();
-// Adds a sum and returns its ticket.
-uint64_t keep(std::shared_ptr<Running> running);
-// Removes the sum with this ticket and returns it; null if there is none.
-std::shared_ptr<Running> take(uint64_t ticket);
+// Adds a sum of a device and returns its ticket.
+uint64_t keep(std::shared_ptr<Running> running, int32_t device);
+// Removes the sum of a device with this ticket and returns it; null if there is none.
+std::shared_ptr<Running> take(uint64_t ticket, int32_t device);
 
 // Takes over the connections of this process. It can be called only once. See Net::make.
-std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence,
-                             double pace);
+std::optional<Failure> start(int64_t process, std::vector<Connection> connections, int64_t devices,
+                             std::chrono::milliseconds silence, double pace);
 
 // Tells the other processes at once that this process has left. Call it before the process ends.
 void leave();
