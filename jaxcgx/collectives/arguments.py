@@ -10,7 +10,7 @@ from jaxcgx.checks import check_integer, check_whole, spell_array, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_encodes, check_key
 from jaxcgx.exchange.message import Carry
-from jaxcgx.exchange.reduce import check_input
+from jaxcgx.exchange.reduce import travel_with
 from jaxcgx.exchange.resolve import check_ranks
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
@@ -51,11 +51,7 @@ class Call(NamedTuple):
 
     def travel(self, way: Way, carry: Carry | None = None) -> Travel:
         """Returns how the tree travels, after a check that it and the carry may travel so."""
-        travel = self.routes.over(self.net, way, self.backward)
-        check_input(self.x, carry or Carry(), travel)
-        if carry is None or way.dims or not self.routes.feeds_raw(carry.residuals):
-            return travel
-        return self.routes.over(self.net, way._replace(fed=True), self.backward)
+        return travel_with(carry or Carry(), self.routes, self.net, way, self.x, backward=self.backward)
 
     def check_rows(self) -> None:
         """Checks that every codec makes bytes of rows, and that no leaf is skipped."""

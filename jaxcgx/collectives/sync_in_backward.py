@@ -14,7 +14,7 @@ from jaxcgx.collectives.arguments import Call
 from jaxcgx.collectives.gradients import vary
 from jaxcgx.exchange.message import Carry, Message, carry_over
 from jaxcgx.exchange.primitives import psum
-from jaxcgx.exchange.reduce import check_carry, plain_sum
+from jaxcgx.exchange.reduce import plain_sum, travel_with
 from jaxcgx.exchange.routes import Plain, Travel, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs
@@ -76,11 +76,9 @@ def sync_in_backward(
     call, given = Call.of(OP, params, axis_name, plan, key=key), carry or Carry()
     if order is not None:  # not every caller is typed
         order = tuple(order) if isinstance(order, Sequence) else (order,)  # pyright: ignore[reportUnnecessaryIsInstance]
-    travel = call.routes.over(call.net, Way(order=order))
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
-    check_carry(given, travel, "params")
-    travel = call.routes.over(call.net, Way(order=order, fed=call.routes.feeds_raw(given.residuals)))
+    travel = travel_with(given, call.routes, call.net, Way(order=order), argument="params")
     _check_own_residuals(travel, given)
     leaves, residuals = call.routes.each(call.x), call.routes.each(given.residuals)
     found = dict(enumerate(leaves))

@@ -52,7 +52,7 @@ class Begun(NamedTuple):
 
 def can_begin(stages: Stages, how: Sum) -> bool:
     """Returns whether a later program can end the exchange of a message. Otherwise the same program must."""
-    alone = how.leader and len(stages) > 1  # leaders exchange for their nodes
+    alone = how.leader and bool(stages[1:])  # leaders exchange for their nodes
     return not alone and not stages[0].codec.low_rank and schedules.is_piecewise(stages[0])
 
 
@@ -61,7 +61,7 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[Begun, Message]:
 
     It has the same bits as `allreduce`. Returns (what has begun, the message with the residuals for `end`).
     """
-    if len(stages) > 1:
+    if stages[1:]:
         carried = _carried(message)
         return Begun(schedules.begin(stages[0], _inwards(stages, carried, how), how), message.residuals), carried
     begun = schedules.begin(stages[0], message, how)
@@ -75,7 +75,7 @@ def end(begun: Begun, stages: Stages, message: Message, later: bool) -> Message:
     the program may be later than that of `begin`.
     """
     outer, before = begun
-    if len(stages) > 1:
+    if stages[1:]:
         done = _outwards(stages, message, Summed(*outer.net.end_sum(outer, later)))
         return _with_losses(done, message.residuals, before)
     sums, residuals = outer.net.end_sum(dataclasses.replace(outer, residuals=message.residuals), later)

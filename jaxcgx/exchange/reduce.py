@@ -142,27 +142,52 @@ def plain_reduce(op: str, x: PyTree, net: Transport, *, mean: bool) -> PyTree:
     return jax.tree_util.tree_map(of_leaf, x)
 
 
-def check_input(x: PyTree, carry: Carry, travel: Travel, argument: str = "x") -> None:
-    """Checks that leaves vary over the ranks, and that a carry fits them. Errors call the tree `argument`."""
-    routes = travel.routes
-    leaves = [(r.path, leaf) for r, leaf in zip(routes.leaves, routes.each(x)) if not r.skipped]
-    check_varying(routes.op, travel.net.names, [path for path, _ in leaves], [leaf for _, leaf in leaves], argument)
-    check_carry(carry, travel, argument)
+def travel_with(
+    carry: Carry,
+    routes: Routes,
+    net: Transport,
+    way: Way,
+    x: PyTree = None,
+    *,
+    argument: str = "x",
+    backward: Routes | None = None,
+) -> Travel:
+    """Returns how a tree travels with a carry, after a check that the carry fits it and that the plan allows feedback.
+
+    Args:
+      carry: the carry.
+      routes: the routes of the tree.
+      net: the transport.
+      way: what the caller wants.
+      x: the tree, if its leaves must vary over the ranks.
+      argument: what errors call the tree.
+      backward: the routes of the transpose.
+    """
+    _check_trees(carry, routes, argument)
+    travel = routes.over(net, way._replace(fed=not way.dims and routes.feeds_raw(carry.residuals)), backward)
+    if x is not None:
+        leaves = [(route.path, leaf) for route, leaf in zip(routes.leaves, routes.each(x)) if not route.skipped]
+        check_varying(routes.op, net.names, [path for path, _ in leaves], [leaf for _, leaf in leaves], argument)
+    _check_carry(carry, travel)
+    return travel
 
 
-def check_carry(carry: Carry, travel: Travel, argument: str) -> None:
-    """Checks that a carry fits the leaves, and that the plan allows feedback. Errors call the tree `argument`."""
-    routes = travel.routes
+def _check_trees(carry: Carry, routes: Routes, argument: str) -> None:
     if carry.momentum is not None and carry.residuals is None:
         raise wrong(routes.op, "carry.residuals", f"a tree like {argument} with momentum", None)
     for kind in STATE:
         tree = getattr(carry, kind)
         try:
-            found = routes.each(tree)
+            routes.each(tree)
         except (TypeError, ValueError):
             got = jax.tree_util.tree_structure(tree)
             raise wrong(routes.op, f"carry.{kind}", f"a tree like {argument}, {routes.tree}", got) from None
-        for route, array in zip(routes.leaves, found):
+
+
+def _check_carry(carry: Carry, travel: Travel) -> None:
+    routes = travel.routes
+    for kind in STATE:
+        for route, array in zip(routes.leaves, routes.each(getattr(carry, kind))):
             if array is not None:
                 _check_array(travel, kind, route, array)
     if carry.residuals is None:

@@ -73,18 +73,17 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
         ranks=np.int64(net.size),
         groups=np.moveaxis(places, along, range(-len(along), 0)).reshape(-1),
         processes=np.array([device.process_index for device in devices], np.int64),
-        devices=np.array([numbers[device] for device in devices], np.int64),
+        devices=np.array([numbers[device.id] for device in devices], np.int64),
         ordinals=np.array([device.id for device in devices], np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
     )
 
 
-def _numbers(platform: str) -> dict[jax.Device, int]:
-    """Returns the number of each device in its process."""
-    found = collections.Counter[int]()
-    numbers: dict[jax.Device, int] = {}
+def _numbers(platform: str) -> dict[int, int]:
+    """Returns the number of each device in its process, by the device's id."""
+    found, numbers = collections.Counter[int](), dict[int, int]()
     for device in jax.devices(platform):
-        numbers[device] = found[device.process_index]
+        numbers[device.id] = found[device.process_index]
         found[device.process_index] += 1
     return numbers
 

@@ -14,9 +14,9 @@ from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.exchange.routes import Way
+from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.plan import check_phases
+from jaxcgx.plan.plan import Phase, check_phases
 from jaxcgx.train.division import row, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
@@ -171,6 +171,19 @@ def set_phases(exchange: Any, op: str) -> None:
     phases = check_phases(op, exchange.plan)
     object.__setattr__(exchange, "phases", phases)
     object.__setattr__(exchange, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
+
+
+def routes_of(op: str, phases: Sequence[Phase], tree: PyTree) -> list[Routes]:
+    """Returns the routes of a tree for each phase. All phases must skip the same leaves.
+
+    Otherwise the mean of a leaf would be zero in some steps, in which momentum and weight decay still change it.
+    """
+    found = [Routes.of(op, phase.plan, tree) for phase in phases]
+    for routes in zip(*(each.leaves for each in found)):
+        if len({route.skipped for route in routes}) > 1:
+            expected, remedy = "plans that skip a leaf in every step or in none", "make a new exchange"
+            raise wrong(op, "plan", expected, "a schedule that changes it", remedy, path=routes[0].path)
+    return found
 
 
 def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:

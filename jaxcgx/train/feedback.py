@@ -12,12 +12,12 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
 from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.exchange.message import Carry, fold
-from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, plain_reduce, reduce
-from jaxcgx.exchange.routes import Route, Routes, Travel
+from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
+from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after, zeros
-from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, set_phases
+from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
@@ -145,7 +145,8 @@ class Feedback:
                 check_hyperparameter(self.op, name, getattr(self, name), *check)
 
     def init(self, params: Params) -> ExchangeState:
-        by_leaf, tree = self._routes(params), jax.tree_util.tree_structure(params)
+        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params))))
+        tree = jax.tree_util.tree_structure(params)
         encoded = [any(route.encoded for route in routes) for routes in by_leaf]
         residuals = [jnp.zeros(r.shape, jnp.float32) if has else None for (r, *_), has in zip(by_leaf, encoded)]
         # Plans whose PowerSGD has different ranks share the largest factor. Each uses its first rows.
@@ -200,26 +201,13 @@ class Feedback:
         shared = shared._replace(count=count, factors=factors, telemetry=telemetry)
         return mean, ExchangeState(Carry(residuals, carry.momentum), shared)
 
-    def _routes(self, tree: PyTree) -> list[tuple[Route, ...]]:
-        """Returns the routes of each leaf, one for each phase. All phases must skip the same leaves.
-
-        Otherwise the mean of a leaf would be zero in some steps, in which momentum and weight decay still change it.
-        """
-        by_leaf = list(zip(*(Routes.of(self.op, phase.plan, tree).leaves for phase in self.phases)))
-        for routes in by_leaf:
-            if len({route.skipped for route in routes}) > 1:
-                expected, remedy = "plans that skip a leaf in every step or in none", "make a new exchange"
-                raise wrong(self.op, "plan", expected, "a schedule that changes it", remedy, path=routes[0].path)
-        return by_leaf
-
     def _plan_over(self, phase: int, net: Transport) -> Plan:
         """Returns the plan of a phase over these ranks."""
         return self.phases[phase].plan
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
-        plan = self._plan_over(phase, at.net)
-        travel = Routes.of(self.op, plan, grads).over(at.net, at.way)
-        check_input(grads, Carry(residuals), travel, "grads")
+        plan, carry = self._plan_over(phase, at.net), Carry(residuals)
+        travel = travel_with(carry, Routes.of(self.op, plan, grads), at.net, at.way, grads, argument="grads")
         if self.keep and len(at.net.parts) > 1:
             self._warn_of_order(plan, at.net)
         return travel

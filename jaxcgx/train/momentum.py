@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_number, wrong
 from jaxcgx.exchange.message import Carry
-from jaxcgx.train.exchange import At, Number
+from jaxcgx.train.exchange import At, Number, routes_of
 from jaxcgx.train.feedback import Feedback, SentGradients, unless
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Params, PyTree
@@ -67,7 +67,8 @@ class Momentum(Feedback):
             raise wrong(self.op, "masking", expected, True)
 
     def init(self, params: Params) -> ExchangeState:
-        state, by_leaf = super().init(params), self._routes(params)
+        state, phases = super().init(params), routes_of(self.op, self.phases, params)
+        by_leaf = list(zip(*(routes.leaves for routes in phases)))
         leaves, tree = jax.tree_util.tree_flatten(params)
         zeros_if = lambda x, has: jnp.zeros(x.shape, x.dtype) if has else None
         encoded = [any(route.encoded for route in routes) for routes in by_leaf]

@@ -18,7 +18,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
-from jaxcgx.exchange.reduce import check_input, plain_reduce, reduce
+from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
 from jaxcgx.exchange.resolve import check_axes, check_constraints, without_constraints
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
@@ -162,8 +162,7 @@ class Once:
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         routes = Routes.of(OP, self.plan, ticket)
         key = shared_key(routes, routes, state.shared, at.net, argument="codec_key")
-        travel = routes.over(at.net, at.way)
-        check_input(ticket, Carry(), travel, "params")
+        travel = travel_with(Carry(), routes, at.net, at.way, ticket, argument="params")
         return reduce(ticket, Carry(), travel, key)[0], state
 
 

@@ -13,7 +13,7 @@ from jaxcgx.checks import check_field, check_flag, check_integer, check_number, 
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.message import Carry, fold
-from jaxcgx.exchange.reduce import Ticket, begin, check_input, end
+from jaxcgx.exchange.reduce import Ticket, begin, end, travel_with
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan.leaves import by_axis
 from jaxcgx.train.division import zeros
@@ -345,13 +345,13 @@ class Turn:
 
     def _send(self, moved: PyTree, state: ExchangeState) -> tuple[Ticket, Carry]:
         """Begins an exchange of the outer gradients `moved`. Returns what `_receive` needs."""
-        residuals, shared, travel = state.own.residuals, state.shared, self._routes(moved).over(self.net, LATER)
+        residuals, shared = state.own.residuals, state.shared
         if inner := self.net.names[1:]:
             first = lax.axis_index(inner) == 0
             of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
             moved, residuals = of_first(moved), residuals if self.how.alone else of_first(residuals)
         carry = Carry(residuals, factors=shared.factors)
-        check_input(moved, carry, travel, "params")
+        travel = travel_with(carry, self._routes(moved), self.net, LATER, moved, argument="params")
         return begin(moved, carry, travel, fold(shared.key, shared.number) if travel.routes.stochastic else None)
 
     def _receive(self, begun: tuple[Ticket, Carry], state: ExchangeState) -> tuple[PyTree, ExchangeState]:

@@ -16,13 +16,13 @@ from jaxcgx.checks import check_choice, check_field, check_flag, check_integer, 
 from jaxcgx.codecs import Codec, MaxMin, Raw
 from jaxcgx.codecs.base import spell
 from jaxcgx.exchange.message import Carry, carry_over, fold
-from jaxcgx.exchange.reduce import Ticket, begin, check_input, end, plain_reduce, reduce
+from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs, by_axis
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, check_hyperparameter, set_phases
+from jaxcgx.train.exchange import At, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
@@ -157,7 +157,7 @@ class Differential:
         return (*(self.adaptive + i * step for i in range(LEVELS - 1)), self.k)
 
     def init(self, params: Params) -> ExchangeState:
-        first, *others = _routes(self.phases, params)
+        first, *others = routes_of(OP, self.phases, params)
         blocks, tree = cut(first, self.block_bytes, self.shares[0]), first.tree.unflatten
         defers, adapts = self.rest == "defer", self.adaptive is not None
         encoded = [any(each.encoded for each in routes) for routes in zip(first.leaves, *(r.leaves for r in others))]
@@ -191,11 +191,6 @@ class Differential:
         return Transmission(self, state, at, grads).run(ticket)
 
 
-def _routes(phases: Sequence[Phase], tree: PyTree) -> list[Routes]:
-    """Returns the routes of whole leaves, for each phase."""
-    return [Routes.of(OP, phase.plan, tree) for phase in phases]
-
-
 class Transmission:
     """One step for all leaves. Each list has an entry for each leaf; None means that the leaf has no such value.
 
@@ -210,7 +205,7 @@ class Transmission:
         self.at: At = at
         self.own: PyTree = state.own
         self.shared: PyTree = state.shared
-        self.routes: list[Routes] = _routes(how.phases, tree)  # of whole leaves
+        self.routes: list[Routes] = routes_of(OP, how.phases, tree)  # of whole leaves
         self.leaves_of: Callable[[PyTree], list[PyTree]] = self.routes[0].each
         self.tree: PyTree = self.routes[0].tree
         self.cut: Cut = cut(self.routes[0], how.block_bytes, how.shares[0])
@@ -412,9 +407,9 @@ class Transmission:
         blocks = self.tree.unflatten(given.means)
         codecs = [codec or own for x, own in zip(given.means, routes.codecs) if x is not None]
         way = self.at.way if part == NOW else self.at.way._replace(order=None)
-        travel = Routes.of(OP, routes.plan, blocks, codecs).over(self.at.net, way)
         kept = Carry(self.tree.unflatten(given.residuals) if self.how.keep else None)
-        check_input(blocks, kept, travel, "grads")
+        of_blocks = Routes.of(OP, routes.plan, blocks, codecs)
+        travel = travel_with(kept, of_blocks, self.at.net, way, blocks, argument="grads")
         key = fold(self.shared.key, self.shared.count, part) if travel.routes.stochastic else None
         return blocks, kept, travel, key
 
