@@ -187,12 +187,11 @@ def measure(called, table, args, mesh):
             accuracies, sent = zip(*(train(data, epochs, table.batch, run, seed, mesh) for seed in range(args.seeds)))
             means[title] = float(np.mean(accuracies))
             lost, most = means[run.against] - means[title], run.most
-            options = {name: getattr(value, "__name__", repr(value)) for name, value in run.options.items()}
             report.data["rows"].append(
                 dict(
                     data=name,
                     run=title,
-                    options=options,
+                    exchange=repr(run.exchange()),
                     rate=run.rate,
                     accuracies=accuracies,
                     lost=lost,

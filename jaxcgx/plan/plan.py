@@ -184,7 +184,7 @@ class Plan(Assignment):
     ) -> Self:
         """Returns the plan of GeoMX's bidirectional sparsification.
 
-        `jaxcgx.bsc` is the gradient transformation with this plan and GeoMX's momentum.
+        `jaxcgx.BSC` is the exchange with this plan and GeoMX's momentum.
 
         Args:
           threshold: the fraction of elements that is sent, above 0. The largest elements are sent.

@@ -56,7 +56,7 @@ class Decoupled:
       addresses: "host:port" of every center that may ever take part. The list is the same in all centers. Each center
         listens at its address.
       place: the index of this center in `addresses`.
-      outer: the outer optimizer, as in `diloco`.
+      outer: the outer optimizer, as in `Diloco`.
       every: the number of steps after which a center sends its outer gradient. As soon as a quorum has sent, the other
         centers send at the end of their current step.
       plan: a codec or a Plan, for outer gradients.
