@@ -27,7 +27,7 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.lab import Lab, signals_raise, why_not
 from jaxcgx.report.results import quartiles
 
@@ -157,7 +157,7 @@ def parts(mesh, x, ranks, iterations):
     payload, share = np.full(wire, 63, np.uint8), np.full(wire // ranks, 63, np.uint8)
 
     def tcp():
-        return check_axes("collectives.py", cgx.Tcp("data"))
+        return transport_over_axes("collectives.py", cgx.Tcp("data"))
 
     def all_to_all(rows):
         return lax.all_to_all(rows.reshape(ranks, -1), "data", 0, 0, tiled=True).reshape(-1)

@@ -11,11 +11,11 @@ from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_encodes, check_key
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import travel_with
-from jaxcgx.exchange.resolve import check_ranks
+from jaxcgx.exchange.resolve import transport_over
 from jaxcgx.exchange.routes import Routes, Travel, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs
-from jaxcgx.plan.plan import check_plan
+from jaxcgx.plan.plan import as_plan
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, PyTree
 
@@ -41,17 +41,17 @@ class Call(NamedTuple):
         **settings: object,
     ) -> "Call":
         """Checks the arguments of a collective. `settings` are others that all processes of mpirun must share."""
-        there = check_plan(op, plan)
-        back = there if backward_plan is None else check_plan(op, backward_plan, "backward_plan")
+        there = as_plan(op, plan)
+        back = there if backward_plan is None else as_plan(op, backward_plan, "backward_plan")
         arrays = dict(x=x, key=key)
-        net = check_ranks(op, axis_name, arrays, dict(plan=there, backward_plan=backward_plan and back, **settings))
+        net = transport_over(op, axis_name, arrays, dict(plan=there, backward_plan=backward_plan and back, **settings))
         x = jax.tree_util.tree_map_with_path(lambda path, leaf: check_whole(op, "x", path, leaf), x)
         routes, backward = Routes.of(op, there, x), Routes.of(op, back, x)
         return cls(x, net, routes, backward, shared_key(routes, backward, key, net))
 
     def travel(self, way: Way, carry: Carry | None = None) -> Travel:
         """Returns how the tree travels, after a check that it and the carry may travel so."""
-        return travel_with(carry or Carry(), self.routes, self.net, way, self.x, backward=self.backward)
+        return travel_with(carry or Carry(), self.routes, self.net, way, x=self.x, backward=self.backward)
 
     def check_rows(self) -> None:
         """Checks that every codec makes bytes of rows, and that no leaf is skipped."""

@@ -11,7 +11,7 @@ from jaxcgx.exchange.reduce import reduce
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs
-from jaxcgx.plan.plan import check_plan
+from jaxcgx.plan.plan import as_plan
 from jaxcgx.typing import AxisName, Key, PyTree
 
 
@@ -87,7 +87,7 @@ def init_carry(plan: Codecs | Plan, x: PyTree, *, residuals: bool = True, moment
       momentum: whether leaves have momentum.
     """
     op = "init_carry"
-    shapes = Routes.of(op, check_plan(op, plan), x).carry(residuals=residuals, momentum=momentum)
+    shapes = Routes.of(op, as_plan(op, plan), x).carry(residuals=residuals, momentum=momentum)
     return jax.tree_util.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 

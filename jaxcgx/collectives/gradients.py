@@ -8,7 +8,7 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.typing import AxisName, PyTree
 
 
@@ -65,7 +65,7 @@ def local_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        names, given = check_axes("local_value_and_grad", axis_name).names, list(args)
+        names, given = transport_over_axes("local_value_and_grad", axis_name).names, list(args)
         for i in argnums if isinstance(argnums, Sequence) else [argnums]:
             if -len(given) <= i < len(given):  # otherwise jax raises its own error
                 given[i] = vary(given[i], names)

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.exchange import scopes
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.typing import AxisName, PyTree
 
 
@@ -90,7 +90,7 @@ def check_replicas(tree: PyTree, axis_name: AxisName) -> Replicas:
       A `Replicas`. Its `agree` can be used in the same program. If the result is concrete, `str(result)` and
       `result.check()` name the ranks and the leaves that differ.
     """
-    net = check_axes("check_replicas", axis_name)
+    net = transport_over_axes("check_replicas", axis_name)
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = tuple(jax.tree_util.keystr(path) for path, _ in found)
     sums = [checksum(jnp.asarray(leaf)) for _, leaf in found]

@@ -12,7 +12,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
 from jaxcgx.codecs import Codec, MaxMin, roundtrip
 from jaxcgx.codecs.checks import check_codec, check_key
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.typing import AxisName, Key, PyTree
@@ -43,7 +43,7 @@ def gradient_statistics(
         raise wrong(op, "codecs", "a list of codecs", repr(codecs), kind=TypeError)
     for codec in codecs:
         check_key(op, check_codec(op, codec, "codecs"), key)
-    net = None if axis_name is None else check_axes(op, axis_name)
+    net = None if axis_name is None else transport_over_axes(op, axis_name)
     if key is not None and net is not None:  # ranks draw independent noise
         key = jax.random.fold_in(key, net.rank)
     paths, leaves = _check_leaves(op, grads)
@@ -95,7 +95,7 @@ def all_finite(grads: PyTree, axis_name: AxisName) -> jax.Array:
       grads: a pytree of arrays.
       axis_name: one name, or a tuple of names.
     """
-    net = check_axes("all_finite", axis_name)
+    net = transport_over_axes("all_finite", axis_name)
     leaves = [x for x in map(jnp.asarray, jax.tree_util.tree_leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
     bad = sum(((~jnp.isfinite(x)).any().astype(jnp.int32) for x in leaves), jnp.int32(0))
     # The axes of the mesh over which the gradients are sharded, in the same order in every process.

@@ -147,8 +147,8 @@ def travel_with(
     routes: Routes,
     net: Transport,
     way: Way,
-    x: PyTree = None,
     *,
+    x: PyTree = None,
     argument: str = "x",
     backward: Routes | None = None,
 ) -> Travel:

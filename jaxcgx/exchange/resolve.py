@@ -14,15 +14,15 @@ from jaxcgx.checks import wrong
 from jaxcgx.exchange.scopes import MessageScope, scope
 from jaxcgx.transports.axes import Mark, Tcp, check_axis_names, is_communicator, marked
 from jaxcgx.transports.base import Transport
-from jaxcgx.transports.tcp import check_tcp
+from jaxcgx.transports.tcp import transport_over_tcp
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName, PyTree
 
 # {type of a mark: function}. function(op, names of all axes, marks among the axes) returns the transport.
-MAKERS: dict[type[Mark], Callable[[str, tuple[Any, ...], Any], Transport]] = {Tcp: check_tcp}
+MAKERS: dict[type[Mark], Callable[[str, tuple[Any, ...], Any], Transport]] = {Tcp: transport_over_tcp}
 
 
-def check_ranks(
+def transport_over(
     op: str, axis_name: AxisName, arrays: Mapping[str, PyTree], settings: Mapping[str, object]
 ) -> Transport:
     """Returns the transport over axes, all of which must be bound, or over a communicator.
@@ -31,7 +31,7 @@ def check_ranks(
     others. `op` is the function that the user called.
     """
     if not is_communicator(axis_name):
-        net = check_axes(op, axis_name)
+        net = transport_over_axes(op, axis_name)
         tracked = _compat.tracked_axes(net.names)  # JAX must track what varies for all of the axes or for none
         if tracked and (others := [name for name in net.names if name not in tracked]):
             got = f"both: vmap's {', '.join(map(repr, others))} among axes over which shard_map checks what varies"
@@ -44,7 +44,7 @@ def check_ranks(
         return enter(op, axis_name, arrays, settings)
 
 
-def check_axes(op: str, axis_name: AxisName) -> Transport:
+def transport_over_axes(op: str, axis_name: AxisName) -> Transport:
     """Returns the transport over the axes, all of which must be bound."""
     names = check_axis_names(op, axis_name)
     for name in names:

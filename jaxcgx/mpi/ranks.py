@@ -58,7 +58,7 @@ def over(op: str, comm: Communicator) -> Comm:
     return net
 
 
-def check_communicator(op: str, argument: str, comm: Any) -> Communicator:
+def as_communicator(op: str, argument: str, comm: Any) -> Communicator:
     """Checks a communicator and returns it. None means MPI.COMM_WORLD."""
     if comm is None:
         return MPI.COMM_WORLD
@@ -86,10 +86,10 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
       inner: the ranks of this rank's node. By default, MPI finds the ranks that share memory with this rank. Every node
         must have the same number of ranks.
     """
-    ranks: Communicator = check_communicator("hierarchy", "comm", comm)
+    ranks: Communicator = as_communicator("hierarchy", "comm", comm)
     check_ready("hierarchy", ranks)
     if inner is not None:
-        inner = check_communicator("hierarchy", "inner", inner)
+        inner = as_communicator("hierarchy", "inner", inner)
     meet("hierarchy", ranks, ranks.Ibarrier())
     env, variables = _check_variables(ranks)
     kinds = ("INNER", env.inner_communicator, "MPI or SHM"), ("CROSS", env.cross_communicator, "MPI")
@@ -180,7 +180,7 @@ def enter(op: str, comm: Communicator | Net, arrays: Mapping[str, PyTree], setti
     With `jaxcgx.mpi.CHECK`, they also do so now. They compare the types of `arrays`, {argument: tree}, and the values
     of `settings`, {argument: value}, in a call of the function `op`.
     """
-    given = comm if isinstance(comm, Net) else check_communicator(op, "axis_name", comm)
+    given = comm if isinstance(comm, Net) else as_communicator(op, "axis_name", comm)
     users = given.comm if isinstance(given, Net) else given
     check_ready(op, users)
     mine = describe(op, arrays, settings)

@@ -10,7 +10,7 @@ import jax
 from jaxcgx.checks import BOOL, check_field, check_flag, check_hashable, check_integer, unexpected, wrong
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.codecs.base import spell
-from jaxcgx.plan.leaves import Codecs, Shaped, check_codecs, compressing, skips, spell_path, values, why_unfit
+from jaxcgx.plan.leaves import Codecs, Shaped, as_codecs, compressing, skips, spell_path, values, why_unfit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rule:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "codec", check_codecs("Rule", "codec", self.codec, skip=True))
+        object.__setattr__(self, "codec", as_codecs("Rule", "codec", self.codec, skip=True))
         if not isinstance(self.path, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong("Rule", "path", "a regular expression as a string", repr(self.path), kind=TypeError)
         try:
@@ -107,7 +107,7 @@ class Assignment:
     skip_1d: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "default", check_codecs("Plan", "default", self.default, skip=True))
+        object.__setattr__(self, "default", as_codecs("Plan", "default", self.default, skip=True))
         if not isinstance(self.rules, tuple | list):
             raise wrong("Plan", "rules", "a list", repr(self.rules), kind=TypeError)
         object.__setattr__(self, "rules", tuple(map(as_rule, self.rules)))

@@ -107,7 +107,7 @@ def skips(given: Codecs) -> bool:
     return isinstance(given, Codec) and given.skips
 
 
-def check_codecs(function: str, argument: str, given: Any, *, skip: bool = False) -> Codec | ByAxis:
+def as_codecs(function: str, argument: str, given: Any, *, skip: bool = False) -> Codec | ByAxis:
     """Returns a checked codec, or a dict with a checked codec for each axis. With `skip`, Skip() is allowed too."""
     if skip and skips(given):
         return given

@@ -28,7 +28,7 @@ from jaxcgx.codecs.topk import check_pull, check_select
 from jaxcgx.plan import adapt, environment, file, forecast
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.assignment import Assignment, Rule
-from jaxcgx.plan.leaves import ByAxis, Codecs, by_axis, check_codecs, values
+from jaxcgx.plan.leaves import ByAxis, Codecs, as_codecs, by_axis, values
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.network import Network
@@ -313,7 +313,7 @@ class Phase(NamedTuple):
     plan: Plan
 
 
-def check_phases(function: str, plan: Any) -> tuple[Phase, ...]:
+def as_phases(function: str, plan: Any) -> tuple[Phase, ...]:
     """Returns the phases in order: one for a plan, or one for each entry of {first step: plan}."""
     plans = {0: plan}
     if isinstance(plan, dict) and any(map(is_integer, plan)):
@@ -321,12 +321,12 @@ def check_phases(function: str, plan: Any) -> tuple[Phase, ...]:
             expected = "a schedule {first step: plan} that begins with step 0"
             raise wrong(function, "plan", expected, f"steps {list(plan)}")
         plans = plan
-    return tuple(Phase(start, check_plan(function, plans[start])) for start in sorted(plans))
+    return tuple(Phase(start, as_plan(function, plans[start])) for start in sorted(plans))
 
 
-def check_plan(function: str, plan: Any, argument: str = "plan") -> Plan:
+def as_plan(function: str, plan: Any, argument: str = "plan") -> Plan:
     """Returns a plan. A codec, or {axis: codec}, becomes a plan without guards."""
-    return plan if isinstance(plan, Plan) else Plan.every(check_codecs(function, argument, plan))
+    return plan if isinstance(plan, Plan) else Plan.every(as_codecs(function, argument, plan))
 
 
 def switch(phases: Sequence[Phase], count: jax.Array, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.train.batch import (
     OP,
     REMEDY,
@@ -205,7 +205,7 @@ class OverMesh(Division):
     """The ranks along axes of a mesh. `Division` documents the members."""
 
     def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
-        super().__init__(lambda: check_axes(OP, axis), batch_specs, axis)
+        super().__init__(lambda: transport_over_axes(OP, axis), batch_specs, axis)
         self.mesh, self.rows = mesh, P(self.names)
         self.size = math.prod(mesh.shape[name] for name in self.names)
         self.others: set[Any] = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them

@@ -16,7 +16,7 @@ from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.plan import Phase, check_phases
+from jaxcgx.plan.plan import Phase, as_phases
 from jaxcgx.train.division import row, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
@@ -168,7 +168,7 @@ def keeps(own: PyTree) -> PyTree:
 
 def set_phases(exchange: Any, op: str) -> None:
     """Sets `phases` of an exchange, and `plan` as its protocol says, from the plan or schedule that it was given."""
-    phases = check_phases(op, exchange.plan)
+    phases = as_phases(op, exchange.plan)
     object.__setattr__(exchange, "phases", phases)
     object.__setattr__(exchange, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
 

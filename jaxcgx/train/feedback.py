@@ -207,7 +207,7 @@ class Feedback:
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
         plan, carry = self._plan_over(phase, at.net), Carry(residuals)
-        travel = travel_with(carry, Routes.of(self.op, plan, grads), at.net, at.way, grads, argument="grads")
+        travel = travel_with(carry, Routes.of(self.op, plan, grads), at.net, at.way, x=grads, argument="grads")
         if self.keep and len(at.net.parts) > 1:
             self._warn_of_order(plan, at.net)
         return travel

@@ -15,7 +15,7 @@ from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, after, wide
-from jaxcgx.train.outputs import ModelState, Outputs, added, check_renewed
+from jaxcgx.train.outputs import ModelState, Outputs, added, as_model_state
 from jaxcgx.train.update import join, part
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Batch, Key, Params, PyTree
@@ -181,7 +181,7 @@ class Gradient:
         def of_part(given: Given) -> OfRank:
             nonlocal renewed
             (value, (weight, new, aux)), grads = differentiate(params, given)
-            new, renewed = check_renewed(given.model_state, new)
+            new, renewed = as_model_state(given.model_state, new)
             again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
             batch = list(zip(jax.tree_util.tree_leaves(given.batch), self.dims))
             found = [] if aux is None else outputs.learn(aux, again, batch)

@@ -11,7 +11,7 @@ from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
 from jaxcgx.train.outputs import ModelState
 from jaxcgx.train.rounds import train_rounds
-from jaxcgx.train.sharded import ShardedMesh, check_gather
+from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
 from jaxcgx.train.update import Update, import_optax
@@ -117,7 +117,7 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
     """Returns the ranks of a mesh or of a communicator."""
     if not isinstance(sharding, Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise wrong(OP, "sharding", "a jaxcgx.Sharding", repr(sharding), kind=TypeError)
-    check_gather(sharding)
+    gather = gather_plan(sharding)
     if is_communicator(mesh_or_comm):
         from jaxcgx.train.processes import Processes  # this import starts MPI, which is optional
 
@@ -125,7 +125,7 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
     check_mesh(mesh_or_comm, sharding)
     if sharding.params is sharding.optimizer is None:
         return OverMesh(mesh_or_comm, sharding.axis, sharding.batch)
-    division = ShardedMesh(mesh_or_comm, sharding, keep=getattr(exchange, "keep", True))
+    division = ShardedMesh(mesh_or_comm, sharding, gather, keep=getattr(exchange, "keep", True))
     if division.dims and not exchange.scatters:
         expected = f"a plan or a Feedback, where gradients are sharded over {sharding.axis!r}"
         remedy = "pass one, such as jaxcgx.TopK(0.01), or leave parameters and optimizer state whole"

@@ -222,7 +222,7 @@ class ModelState:
         return structure.unflatten([of_all(x) if is_new else was for was, x, is_new in after])
 
 
-def check_renewed(old: PyTree, new: PyTree) -> tuple[PyTree, list[bool]]:
+def as_model_state(old: PyTree, new: PyTree) -> tuple[PyTree, list[bool]]:
     """Checks that the new state of a loss function is like the old one.
 
     Returns (the new state without weak types, which would compile the next step anew; for each leaf whether it is

@@ -5,7 +5,7 @@ from typing import Any
 from jaxcgx import mpi
 from jaxcgx.checks import wrong
 from jaxcgx.mpi.agreement import check_ready
-from jaxcgx.mpi.ranks import check_communicator, over
+from jaxcgx.mpi.ranks import as_communicator, over
 from jaxcgx.train.batch import OP, check_batch_specs
 from jaxcgx.train.division import Division
 from jaxcgx.train.state import Sharding
@@ -23,7 +23,7 @@ class Processes(Division):
                 raise wrong(OP, f"sharding.{name}", expected, repr(given), "leave it out, or pass a mesh")
         super().__init__(lambda: net_over(OP, "mesh_or_comm", self.comm), sharding.batch)
         check_batch_specs(sharding.batch, ())
-        self.comm: Any = comm if isinstance(comm, Net) else check_communicator(OP, "mesh_or_comm", comm)
+        self.comm: Any = comm if isinstance(comm, Net) else as_communicator(OP, "mesh_or_comm", comm)
         self.remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 
     def first(self, tree: PyTree) -> PyTree:
@@ -34,6 +34,6 @@ def net_over(op: str, argument: str, comm: Any) -> Net:
     """Returns the transport over the ranks of a communicator or a hierarchy."""
     if isinstance(comm, Net):
         return comm
-    comm = check_communicator(op, argument, comm)
+    comm = as_communicator(op, argument, comm)
     check_ready(op, comm)
     return over(op, comm)

@@ -18,7 +18,7 @@ from jax.stages import Compiled
 from jaxcgx import _compat, _programs
 from jaxcgx.checks import check_real, wrong
 from jaxcgx.exchange.message import fold
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.train.batch import OP, dimensions
@@ -138,7 +138,7 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     rounds.check(division.mesh, axis)
     axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
     inner: AxisName = () if rounds.alone else axes[1:] if len(axes) != 2 else axes[-1]
-    net = lambda: Axes(()) if inner == () else check_axes(OP, inner)
+    net = lambda: Axes(()) if inner == () else transport_over_axes(OP, inner)
     center, plan = Division(net, division.batch_specs, inner), training.exchange.plan
     if inner == () and not (isinstance(plan, Plan) and plan.raw and not plan.rules):
         why = "as the ranks of a center average parameters" if rounds.alone else "as a center has one rank"
@@ -215,7 +215,7 @@ class CentersTraining:
 
     def at(self) -> At:
         """Returns the place of all ranks, inside of `over`."""
-        return At(check_axes(self.rounds.op, self.axis))
+        return At(transport_over_axes(self.rounds.op, self.axis))
 
     def number(self) -> jax.Array:
         """Returns the number of the center, inside of `over`."""

@@ -23,7 +23,7 @@ from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.plan import check_plan
+from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.batch import OP, Names, axes_of, filled, flatten_specs, is_spec, shortest
 from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
@@ -158,7 +158,7 @@ def check_optimizer_specs(specs: Specs, param_specs: Specs, names: Names) -> Non
 class ShardedMesh(OverMesh):
     """The ranks of a mesh with sharded parameters or optimizer states. `Division` documents the members."""
 
-    def __init__(self, mesh: Mesh, sharding: Sharding, *, keep: bool = True) -> None:
+    def __init__(self, mesh: Mesh, sharding: Sharding, gather: Plan, *, keep: bool = True) -> None:
         super().__init__(mesh, sharding.axis, sharding.batch)
         names, self.spread = self.names, True
         # The specs of the optimizer's state, a tree like the parameters; those of whole parameters are over other axes.
@@ -171,7 +171,7 @@ class ShardedMesh(OverMesh):
         self.dims = self.state_cut.dimensions if self.state_cut else ()
         self.params_specs = self.params_cut.specs(names)
         self.shard_axes = tuple(named(spec) for _, spec in flatten_specs(self.whole)[0])
-        self.gather: Plan = check_gather(sharding)  # of parameters or of updates
+        self.gather: Plan = gather  # of parameters or of updates
         self.regather: bool = sharding.regather
         self.keep: bool = keep  # whether the errors of gathered updates are kept
         self.noisy = self.gather.stochastic
@@ -342,9 +342,9 @@ class ShardedMesh(OverMesh):
         return found, tree.unflatten(after)
 
 
-def check_gather(sharding: Sharding) -> Plan:
+def gather_plan(sharding: Sharding) -> Plan:
     """Returns the plan of the gather of a sharding."""
-    plan = check_plan(OP, sharding.gather, "sharding.gather")
+    plan = as_plan(OP, sharding.gather, "sharding.gather")
     check_flag(OP, "sharding.regather", sharding.regather)
     for codec in plan.codecs:
         if codec.low_rank or codec.sparse or codec.skips:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx import _compat
 from jaxcgx.checks import check_array, check_integer, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.resolve import check_axes, check_ranks
+from jaxcgx.exchange.resolve import transport_over, transport_over_axes
 from jaxcgx.exchange.routes import Way
 from jaxcgx.plan import Plan
 from jaxcgx.train.division import with_row
@@ -81,7 +81,7 @@ def compress_gradients(
     def update(
         updates: PyTree, state: ExchangeState, params: Params = None, *, value: jax.Array | None = None, **_: Any
     ) -> tuple[PyTree, ExchangeState]:
-        net = check_ranks(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
+        net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _check_arrays("updates", updates)
         check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), _remedy(axis_name))
         return send(exchange, grads, state, At(net, params, value, way))
@@ -96,7 +96,11 @@ def _first(axis_name: AxisName, axis_size: int | None, init: Any) -> ExchangeSta
     found = math.prod(mesh.shape[n] for n in names) if names and all(n in mesh.shape for n in names) else None
     varying, size = frozenset[Any](), axis_size or found
     try:
-        varying, size, found = _compat.tracked_axes(check_axes(OP, axis_name).names) if names else varying, 1, None
+        varying, size, found = (
+            _compat.tracked_axes(transport_over_axes(OP, axis_name).names) if names else varying,
+            1,
+            None,
+        )
     except NameError:
         if size is None:
             remedy = (

@@ -19,17 +19,17 @@ from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
-from jaxcgx.exchange.resolve import check_axes, check_constraints, without_constraints
+from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, without_constraints
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
-from jaxcgx.plan.plan import check_plan
+from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
 from jaxcgx.train.batch import Ranks
 from jaxcgx.train.division import OverMesh
 from jaxcgx.train.exchange import At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.outputs import Outputs
-from jaxcgx.train.sharded import ShardedMesh
+from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.transports.base import Transport
@@ -112,7 +112,7 @@ def value_and_grad(
     return ValueAndGrad(
         loss_fn=loss_fn,
         axis_name=axis_name,
-        exchange=Once(check_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
+        exchange=Once(as_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
         argnums=argnums,
         has_aux=has_aux,
         weighted=weighted,
@@ -162,7 +162,7 @@ class Once:
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         routes = Routes.of(OP, self.plan, ticket)
         key = shared_key(routes, routes, state.shared, at.net, argument="codec_key")
-        travel = travel_with(Carry(), routes, at.net, at.way, ticket, argument="params")
+        travel = travel_with(Carry(), routes, at.net, at.way, x=ticket, argument="params")
         return reduce(ticket, Carry(), travel, key)[0], state
 
 
@@ -241,7 +241,7 @@ class ValueAndGrad:
 
     def _inside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Returns the result of a call inside of shard_map, pmap or vmap."""
-        (positional, keywords, fixed), net = others, check_axes(OP, self.axis_name)
+        (positional, keywords, fixed), net = others, transport_over_axes(OP, self.axis_name)
         arguments = lambda params: (insert(positional, places, params, fixed), keywords)
         value, grads, (aux, changed), _ = self._differentiate(arguments, params, net)
         if changed:
@@ -321,10 +321,11 @@ class ValueAndGrad:
         specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
         if not ranks.others:
             return ranks, OverMesh(ranks.mesh, self.axis_name)
-        return ranks, ShardedMesh(ranks.mesh, Sharding(self.axis_name, params=self._as_argument(specs)))
+        sharding = Sharding(self.axis_name, params=self._as_argument(specs))
+        return ranks, ShardedMesh(ranks.mesh, sharding, gather_plan(sharding))
 
     def _check_inside(self) -> None:
-        check_axes(OP, self.axis_name)
+        transport_over_axes(OP, self.axis_name)
         for name in ("mesh", "batch_specs", "param_specs", "aux_specs"):
             if getattr(self, name) is not None:
                 expected = "None inside of shard_map and pmap, where every rank has its part already"

@@ -23,7 +23,7 @@ from jaxcgx.transports.xla import Axes, AxesLeaders, split
 ORDER: Any = _compat.OrderedOnEachDevice()
 
 
-def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAxes":
+def transport_over_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAxes":
     """Returns the transport over named axes, some of which are marked as Tcp."""
     links = list(dict.fromkeys(axis.links for axis in marks))
     if len(links) > 1:

@@ -13,7 +13,7 @@ from ranks import mesh
 
 import jaxcgx as cgx
 from jaxcgx.exchange.reduce import begin, end
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.transports.xla import Axes
 
@@ -98,7 +98,9 @@ def test_what_begins(plan):
     x = {"w": jnp.ones((30, 40)), "b": jnp.ones(7), "c": jnp.ones((8, 8))}
 
     def start(x):
-        ticket, carry = begin(x, cgx.Carry(), routes(plan, x).over(check_axes("mean", (cgx.Tcp("a"), "b"))), None)
+        ticket, carry = begin(
+            x, cgx.Carry(), routes(plan, x).over(transport_over_axes("mean", (cgx.Tcp("a"), "b"))), None
+        )
         seen.append((len(ticket.begun), sorted(ticket.held)))
         return end(ticket, carry)[0]
 

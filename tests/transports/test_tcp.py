@@ -20,7 +20,7 @@ from jaxcgx.exchange import costs
 from jaxcgx.native import connections
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import axis_names
-from jaxcgx.transports.tcp import check_tcp
+from jaxcgx.transports.tcp import transport_over_tcp
 from jaxcgx.wan import Overlay, Tree
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
@@ -284,7 +284,7 @@ def test_a_pace_as_people_write_rates():
 def test_marks_that_differ():
     axes = cgx.Tcp("data", connections=4), cgx.Tcp("local")
     with names(ValueError, "compressed_psum axis_name connections=4, pace=None and connections=1, pace=None"):
-        check_tcp("compressed_psum", axis_names(axes), axes)
+        transport_over_tcp("compressed_psum", axis_names(axes), axes)
 
 
 def test_connections_stay_as_they_were_made(meet, monkeypatch):

@@ -29,7 +29,7 @@ from jaxcgx.wan.decoupled.inbox import OP, Contribution, Inbox
 from jaxcgx.wan.decoupled.moves import WEIGHTS, Moves, Packing, number_of, on_auto_axes, put_like
 from jaxcgx.wan.decoupled.peers import Frame, Terms, Version
 from jaxcgx.wan.diloco.fragments import wide_zeros
-from jaxcgx.wan.diloco.outer import check_outer, check_outer_plan, init_outer
+from jaxcgx.wan.diloco.outer import as_optimizer, as_outer_plan, init_outer
 
 OF = "Decoupled"
 
@@ -93,7 +93,7 @@ class Decoupled:
         put = lambda name, value: object.__setattr__(self, name, value)
         count = len(self.hosts)
         check_integer(OF, "place", self.place, 0, count - 1)
-        put("outer", check_outer(OF, self.outer))
+        put("outer", as_optimizer(OF, self.outer))
         check_integer(OF, "every", self.every, 1)
         check_integer(OF, "quorum", self.quorum, 1, count)
         check_number(OF, "grace", self.grace, lambda x: x >= 0, "seconds, at least 0")
@@ -110,7 +110,7 @@ class Decoupled:
         # not every caller is typed
         if not isinstance(self.secret, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong(OF, "secret", "a string", repr(self.secret), kind=TypeError)
-        put("plan", check_outer_plan(OF, self.plan, "feedback", self.feedback))
+        put("plan", as_outer_plan(OF, self.plan, "feedback", self.feedback))
 
     @property
     def hosts(self) -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree
 from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide, wide_zeros
-from jaxcgx.wan.diloco.outer import OuterTelemetry, check_outer, check_outer_plan, digest_of, init_outer, outer_step
+from jaxcgx.wan.diloco.outer import OuterTelemetry, as_optimizer, as_outer_plan, digest_of, init_outer, outer_step
 
 LATER = Way(later=True)
 
@@ -90,7 +90,7 @@ class Diloco:
 
     def __post_init__(self) -> None:
         op = self.op
-        object.__setattr__(self, "optimizer", check_outer(op, self.outer))
+        object.__setattr__(self, "optimizer", as_optimizer(op, self.outer))
         for name, low in (("every", 1), ("fragments", 1), ("overlap", 0)):
             check_integer(op, name, getattr(self, name), low)
         check_integer(op, "seed", self.seed)
@@ -104,7 +104,7 @@ class Diloco:
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
         self._check_rhythm()
-        object.__setattr__(self, "plan", check_outer_plan(op, self.plan, "keep", self.keep))
+        object.__setattr__(self, "plan", as_outer_plan(op, self.plan, "keep", self.keep))
 
     @property
     def op(self) -> str:
@@ -351,7 +351,7 @@ class Turn:
             of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
             moved, residuals = of_first(moved), residuals if self.how.alone else of_first(residuals)
         carry = Carry(residuals, factors=shared.factors)
-        travel = travel_with(carry, self._routes(moved), self.net, LATER, moved, argument="params")
+        travel = travel_with(carry, self._routes(moved), self.net, LATER, x=moved, argument="params")
         return begin(moved, carry, travel, fold(shared.key, shared.number) if travel.routes.stochastic else None)
 
     def _receive(self, begun: tuple[Ticket, Carry], state: ExchangeState) -> tuple[PyTree, ExchangeState]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxcgx.checks import check_number, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.plan import Plan
-from jaxcgx.plan.plan import check_phases
+from jaxcgx.plan.plan import as_phases
 from jaxcgx.train.feedback import TINY
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.transformation import UnknownRanksError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FEW_BITS = 3  # with fewer bits per element, training without feedback may fail, as in MuLoCo's paper
 
 
-def check_outer(op: str, outer: "str | optax.GradientTransformation") -> "optax.GradientTransformation":
+def as_optimizer(op: str, outer: "str | optax.GradientTransformation") -> "optax.GradientTransformation":
     """Returns the outer optimizer that a user gave as an optax.GradientTransformation or by its name."""
     optax = import_optax(op)
     if outer == "sgd":
@@ -41,13 +41,13 @@ def check_outer(op: str, outer: "str | optax.GradientTransformation") -> "optax.
     return outer
 
 
-def check_outer_plan(op: str, plan: Any, argument: str, feedback: bool) -> Plan:
+def as_outer_plan(op: str, plan: Any, argument: str, feedback: bool) -> Plan:
     """Returns the plan of outer gradients, which is one for the whole training.
 
     Warns if a codec may lose too much to train without feedback. Scales don't count as bits: they don't make codes
     finer. `argument` is the one that turns `feedback` off.
     """
-    phase, *others = check_phases(op, plan)
+    phase, *others = as_phases(op, plan)
     if others:
         raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
     bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13

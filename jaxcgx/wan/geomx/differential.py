@@ -409,7 +409,7 @@ class Transmission:
         way = self.at.way if part == NOW else self.at.way._replace(order=None)
         kept = Carry(self.tree.unflatten(given.residuals) if self.how.keep else None)
         of_blocks = Routes.of(OP, routes.plan, blocks, codecs)
-        travel = travel_with(kept, of_blocks, self.at.net, way, blocks, argument="grads")
+        travel = travel_with(kept, of_blocks, self.at.net, way, x=blocks, argument="grads")
         key = fold(self.shared.key, self.shared.count, part) if travel.routes.stochastic else None
         return blocks, kept, travel, key
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_choice, check_integer, check_number, wrong
-from jaxcgx.exchange.resolve import check_axes
+from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.native import connections
 from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.transports.axes import Tcp
@@ -180,7 +180,7 @@ class Topology:
         # XLA's own collectives would wait for JAX's heartbeat timeout if a link ends, and name no rank.
         every, line = dataclasses.replace(axis, name="every"), Mesh(mesh.devices.reshape(-1), "every")
         self._every = NamedSharding(line, P("every"))
-        gather = lambda row: check_axes("Topology", every).all_gather(row[0])
+        gather = lambda row: transport_over_axes("Topology", every).all_gather(row[0])
         self._gather = jax.jit(jax.shard_map(gather, mesh=line, in_specs=P("every"), out_specs=P(), check_vma=False))
 
     def update(self) -> bool:
@@ -286,7 +286,7 @@ class Topology:
 
     def _program(self, *pairs: tuple[int, int]) -> Callable[[], jax.Array]:
         def body(row: jax.Array) -> jax.Array:
-            net: Any = check_axes("Topology", self._axis)
+            net: Any = transport_over_axes("Topology", self._axis)
             return net.permute(row, [*pairs, *[(j, i) for i, j in pairs]])
 
         spec = P(tuple(self._mesh.axis_names))
