@@ -190,21 +190,25 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(run: Callable[[argparse.Namespace], int | None], description: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(run.__name__, help=description, description=description.capitalize() + ".")
-        added.set_defaults(run=run, command=run.__name__)
+    def command(name: str, run: Callable[..., int | None], description: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=description, description=description.capitalize() + ".")
+        added.set_defaults(run=run, command=name)
         return added
 
-    command(doctor, "say what this installation has, and what is wrong with it")
-    _add_options_of_tune(command(tune, "choose the bits of every leaf by what its gradients lose, and save the plan"))
-    _add_options_of_plan(command(plan, "say what compression would gain on a network, and which plan to take, or none"))
-    added = command(link, "measure the link to another host, which plan then uses")
+    command("doctor", doctor, "say what this installation has, and what is wrong with it")
+    _add_options_of_tune(
+        command("tune", tune, "choose the bits of every leaf by what its gradients lose, and save the plan")
+    )
+    _add_options_of_plan(
+        command("plan", plan, "say what compression would gain on a network, and which plan to take, or none")
+    )
+    added = command("link", link, "measure the link to another host, which plan then uses")
     added.add_argument("host", nargs="?", help="where python -m jaxcgx link waits; without it, wait for another host")
     added.add_argument("--port", type=int, default=5799, help="where to wait (5799)")
     _add_options_of_lab(
-        command(lab, "run a command in every host of a network that it makes on this machine; needs root")
+        command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
     )
-    added = command(report, "draw tables, plots and a page of results that benchmarks or the lab wrote")
+    added = command("report", report, "draw tables, plots and a page of results that benchmarks or the lab wrote")
     added.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE", help="JSON, as in benchmarks/results")
     added.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", default="report", help="where page and plots are written (report)"
