@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused
-from helpers import FULL, assert_same_bytes, planned
+from helpers import FULL, assert_same_bytes, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -18,12 +18,12 @@ MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(jax.sharding.AxisType.Auto
 CODEC = cgx.MaxMin(4, 64)
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
 PARAMS = {
-    "w1": jax.random.normal(jax.random.key(0), (30, 40)),
+    "w1": normal((30, 40), 0),
     "b1": jnp.zeros(40),
-    "w2": jax.random.normal(jax.random.key(1), (40, 7)).astype(jnp.bfloat16),
+    "w2": normal((40, 7), 1, jnp.bfloat16),
     "z": jnp.arange(3),  # the last leaf, so the others have the same numbers, and so the same noise, without it
 }
-X = jax.random.normal(jax.random.key(2), (RANKS * 8, 30))
+X = normal((RANKS * 8, 30), 2)
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])
 
 
@@ -261,7 +261,7 @@ def test_a_loss_that_is_constant(check_vma):
 
 SMALL = planned(CODEC, fusion_mb=1e-6)  # a message for each leaf
 RESIDUALS = {k: None if k == "z" else jnp.zeros((RANKS, *x.shape)) for k, x in PARAMS.items()}
-BATCHES = jax.random.normal(jax.random.key(2), (3, RANKS * 8, 30))
+BATCHES = normal((3, RANKS * 8, 30), 2)
 WITHOUT_ONE = {**RESIDUALS, "b1": None}  # b1 shares a message with leaves that have residuals
 
 
