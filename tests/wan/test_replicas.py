@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 import jaxcgx as cgx
 from jaxcgx.wan import Overlay, Tree
+from jaxcgx.wan.geomx import differential
 
 AXES = "dc", "local"
 CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
@@ -40,8 +41,7 @@ TECHNIQUES = {
     "DGT, defer": (DGT(k=0.5), {}),
     "DGT, quantize": (DGT(k=0.5, rest="quantize"), {}),
     "DGT, drop": (DGT(k=0.5, rest="drop"), {}),
-    # Every number of blocks is a branch of its program, hence larger blocks.
-    "DGT, adaptive": (DGT(k=0.8, adaptive=0.2, block_bytes=1024), {}),
+    "DGT, adaptive": (DGT(k=0.8, adaptive=0.2), {}),
     "DGT, no feedback": (DGT(k=0.5, rest="drop", keep=False), {}),
     "BSC": (cgx.BSC(0.1, 100), {}),
     "BSC along trees": (cgx.BSC(0.1, 100, pull="top", schedule={"dc": TREES, "local": "auto"}), {}),
@@ -73,7 +73,8 @@ def assert_same_parts(tree):
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_replicas_agree(technique):
+def test_replicas_agree(technique, monkeypatch):
+    monkeypatch.setattr(differential, "LEVELS", 4)  # each is a branch of the program
     mesh = jax.make_mesh((CENTERS, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * CENTERS])
     loss_fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2)
     random = np.random.default_rng(0)
