@@ -61,8 +61,17 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py))
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
+# Bytes, a step of each style against NumPy or plain JAX, derivatives and vmap, layers, and two processes over Tcp.
+SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/test_golden.py::test_kernels_reduce \
+	tests/native/test_transforms.py::test_roundtrip_is_straight_through \
+	tests/native/test_transforms.py::test_vmap_is_one_call_and_the_same_as_a_loop \
+	"tests/train/test_product.py::test_exchange_is_the_models[feedback-flat]" \
+	"tests/train/test_product.py::test_exchange_is_the_models[feedback-shards]" \
+	tests/train/test_value_and_grad.py::test_no_style_changes_a_number \
+	tests/wan/test_diloco.py::test_streaming_to_the_bit \
+	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs test test-full test-commands test-demos test-ray test-recipes begin slowest build \
+.PHONY: help demo recipe check docs smoke test test-full test-commands test-demos test-ray test-recipes begin slowest build \
 	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house matrix matrix-short wheels clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
@@ -104,6 +113,9 @@ docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warni
 
 gallery: $(INSTALLED) ## run the examples, and write what they print to examples/output
 	@$(MPI_ENV) .venv/bin/python scripts/gallery.py
+
+smoke: $(INSTALLED) ## a few tests of each part, in less than a minute on two cores
+	@$(CHEAP_FLAGS) .venv/bin/python -m pytest -n 2 $(SMOKE)
 
 test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 

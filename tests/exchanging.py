@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from helpers import normal
 from jax.sharding import PartitionSpec as P
 from model import State
-from training import mesh_of
+from training import mesh_of, place
 
 import jaxcgx as cgx
 from jaxcgx.train.state import ExchangeState
@@ -35,6 +35,7 @@ def run(exchange, steps=1, grads=GRADS, state=None, params=None, check_vma=True)
     def step(grads, state):
         return transformation.update(jax.tree.map(lambda g: g[0], grads), state, params)
 
+    state = place(state, specs, ranks)  # where a step leaves it, so that it is compiled once
     for _ in range(steps):
         mean, state = step(grads, state)
         found.append((mean, state))

@@ -57,6 +57,8 @@ def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **op
     """Returns (parameters, state, losses) after some steps from a new state."""
     state = optimizer.init(params)
     step, losses = on_mesh(local_step(optimizer, loss_fn), state, ranks, **options), []
+    # Where a step leaves them, so that it is compiled once.
+    params, state = place((params, state), (P(), options.get("specs") or cgx.state_specs(state, "data")), ranks)
     for _ in range(steps):
         params, state, loss = step(params, state, x)
         losses.append(float(loss))

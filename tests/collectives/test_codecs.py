@@ -48,15 +48,13 @@ def test_every_schedule(codec):
         np.testing.assert_allclose(got, 1.125 * exact, rtol=0, atol=1e-5, err_msg=schedule)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("codec", **each_codec(CODECS))
-def test_every_operation(codec, dtype):
-    """Numbers of 16 bits, over a hierarchy and in all other collectives, against `Raw`."""
-    x = jnp.asarray(drawn("laplace", 4, SIZE), dtype).reshape(2, 2, 2, -1)
+@functools.cache
+def every_operation(codec, dtype):
+    """Returns {operation: results of all ranks} on a hierarchy."""
+    options = dict(key=jax.random.key(11) if codec.stochastic else None)
+    total = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": codec, "b": cgx.Raw()}, **options)
 
-    def run(x, codec):
-        options = dict(key=jax.random.key(11) if codec.stochastic else None)
-        total = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": codec, "b": cgx.Raw()}, **options)
+    def run(x):
         return dict(
             total=total(x),
             share=cgx.compressed_psum_scatter(x, "b", codec, **options),
@@ -65,8 +63,16 @@ def test_every_operation(codec, dtype):
             gradient=jax.grad(lambda x: jnp.square(total(x).astype(np.float32)).sum())(x),
         )
 
-    exact = on_ranks(functools.partial(run, codec=cgx.Raw()), mesh(2, 2), check_vma=False)(x)
-    for name, found in on_ranks(functools.partial(run, codec=codec), mesh(2, 2), check_vma=False)(x).items():
+    x = jnp.asarray(drawn("laplace", 4, SIZE), dtype).reshape(2, 2, 2, -1)
+    return on_ranks(run, mesh(2, 2), check_vma=False)(x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("codec", **each_codec(CODECS))
+def test_every_operation(codec, dtype):
+    """Numbers of 16 bits, over a hierarchy and in all other collectives, against `Raw`."""
+    exact = every_operation(cgx.Raw(), dtype)
+    for name, found in every_operation(codec, dtype).items():
         assert found.dtype == dtype
         found, whole = np.asarray(found, np.float64), np.asarray(exact[name], np.float64)
         # Raw numbers of 16 bits are rounded after each axis of a hierarchy.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused
-from helpers import Halves, assert_same_bytes, assert_trees, normal, planned
+from helpers import FULL, Halves, assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import NAMES, assert_conserved, assert_same_on_all_ranks, mesh, on_ranks, total
@@ -34,15 +34,14 @@ def psum(x, residuals, axes="a", codec=STOCHASTIC, mean=False, key=KEY, **fields
     return found, carry.residuals
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
-@pytest.mark.parametrize("schedule", ["two_shot", "one_shot"])
-def test_nothing_is_lost(ranks, schedule):
+@pytest.mark.parametrize("ranks", range(1, 9) if FULL else (1, 2, 3, 8))
+def test_nothing_is_lost(ranks):
     x, before = tree(ranks), tree(ranks, seed=100)
-    f = functools.partial(psum, mean=True, schedule=schedule)
-    results, after = on_ranks(f, mesh(ranks))(x, before)
-    assert_conserved(x, before, results, after, 1, weight=ranks)
-    if ranks > 1:
-        assert all(np.abs(after[name]).max() > 0.01 for name in ("513", "3001", "matrix"))
+    f = lambda x, e: [psum(x, e, mean=True, schedule=schedule) for schedule in ("two_shot", "one_shot")]
+    for results, after in on_ranks(f, mesh(ranks))(x, before):
+        assert_conserved(x, before, results, after, 1, weight=ranks)
+        if ranks > 1:
+            assert all(np.abs(after[name]).max() > 0.01 for name in ("513", "3001", "matrix"))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_a_codec_without_kernels():
 
 def test_a_batch_of_a_codec_without_kernels():
     one = functools.partial(psum, codec=Halves(), schedule="two_shot")
-    x, before = normal((2, 3, 50), 0), normal((2, 3, 50), 1)
+    x, before = normal((2, 3, 40), 0), normal((2, 3, 40), 1)
     run, (results, after) = on_ranks(one, mesh(2)), on_ranks(jax.vmap(one), mesh(2))(x, before)
     for i in range(3):
         expected = run(x[:, i], before[:, i])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ranks
-from helpers import assert_trees, sent
+from helpers import assert_trees, normal, sent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -15,8 +15,8 @@ import jaxcgx as cgx
 
 RANKS = 4
 MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-W = {"a": jax.random.normal(jax.random.key(0), (64, 48)), "b": jax.random.normal(jax.random.key(1), (48, 32))}
-X = jax.random.normal(jax.random.key(2), (RANKS * 8, 64))
+W = {"a": normal((64, 48), 0), "b": normal((48, 32), 1)}
+X = normal((RANKS * 8, 64), 2)
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])
 GRADIENTS = cgx.MaxMin(4, 64, rounding="stochastic")
 

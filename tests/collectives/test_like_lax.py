@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal, planned
+from helpers import FULL, normal, planned
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -176,7 +176,10 @@ def test_leaders_of_three_axes_one_of_which_has_one_rank(sizes):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum(0), x.shape))
 
 
-@pytest.mark.parametrize("names", list(itertools.permutations("abc")), ids="".join)
+# Those that are not their own inverse find what the others find.
+@pytest.mark.parametrize(
+    "names", list(itertools.permutations("abc"))[slice(None) if FULL else slice(3, 5)], ids="".join
+)
 def test_ranks_are_numbered_by_the_names_whatever_the_order_of_the_mesh(names):
     """lax.ppermute numbers them in the order of the mesh. Each codec has the ranks of two or of three axes."""
     x, m = whole_numbers((8, 24)), jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
@@ -208,15 +211,15 @@ def test_schedules_under_vmap():
             for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))
         ]
 
-    for got in jax.vmap(jax.vmap(body, axis_name="b"), axis_name="a")(x):
+    for got in jax.jit(jax.vmap(jax.vmap(body, axis_name="b"), axis_name="a"))(x):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1)), x.shape))
-    for schedule in ("ring", "tree", Overlay.owners(3, [1, 0, 2])):  # over one axis, whose ranks may not all send
-        for context in (contextlib.nullcontext(), jax.set_mesh(mesh(2, 4))):  # whose axes have the same names
-            with context:
-                got = jax.vmap(lambda x: cgx.compressed_psum(x, "b", planned(EXACT, schedule=schedule)), axis_name="b")(
-                    x[0]
-                )
-            np.testing.assert_array_equal(got, np.broadcast_to(x[0].sum(0), x[0].shape))
+    # Over one axis, whose ranks may not all send.
+    plans = [planned(EXACT, schedule=schedule) for schedule in ("ring", "tree", Overlay.owners(3, [1, 0, 2]))]
+    each = lambda x: [cgx.compressed_psum(x, "b", plan) for plan in plans]
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh(2, 4))):  # whose axes have the same names
+        with context:
+            for got in jax.jit(jax.vmap(each, axis_name="b"))(x[0]):
+                np.testing.assert_array_equal(got, np.broadcast_to(x[0].sum(0), x[0].shape))
 
 
 @pytest.mark.short

@@ -7,20 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused
-from helpers import sent
+from helpers import normal, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 
 CODEC = cgx.MaxMin(4, 64)
-PARAMS = {
-    "up": jax.random.normal(jax.random.key(0), (32, 64)),
-    "down": jax.random.normal(jax.random.key(1), (64, 32)),
-    "bias": jnp.ones(64),
-}
+PARAMS = {"up": normal((32, 64), 0), "down": normal((64, 32), 1), "bias": jnp.ones(64)}
 SPECS = {"up": P(None, "model"), "down": P("model", None), "bias": P("model")}
-X = jax.random.normal(jax.random.key(2), (16, 32))
+X = normal((16, 32), 2)
 
 
 def loss(params, x, out_sharding=None):

@@ -13,6 +13,7 @@ import textwrap
 
 import pages
 import pytest
+from helpers import FULL
 
 from jaxcgx.report import doctor
 
@@ -279,15 +280,15 @@ def test_variables_that_cannot_be():
 @pytest.mark.parametrize(
     "variables",
     [
-        {},
         dict(
             CGX_COMPRESSION_QUANTIZATION_BITS="8",
             CGX_COMPRESSION_BUCKET_SIZE="64",
             CGX_INTRA_BROADCAST="0",
             CGX_INNER_REDUCTION_TYPE="Ring",
         ),
+        *[{}] * FULL,
     ],
-    ids=["none", "many"],
+    ids=str,
 )
 def test_the_example(variables):
     pytest.importorskip("sklearn", reason="needs the extra `examples`")

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bytes
+from helpers import assert_same_bytes, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 
-X = jax.random.normal(jax.random.key(0), (16, 2048))
+X = normal((16, 2048), 0)
 GRID, STOCHASTIC = cgx.MaxMin(4), cgx.MaxMin(4, rounding="stochastic")
 MESHES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 

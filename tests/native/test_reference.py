@@ -44,6 +44,14 @@ def with_all_kinds(layouts):
     return list(dict.fromkeys([*layouts, *KINDS.values()])) if FULL else layouts
 
 
+def with_few_chunks(layouts):
+    """Returns the layouts, by default with two chunks and with one in turn, because each chunk is compiled."""
+    return [
+        Layout(one.codec, one.shapes, one.dtypes, one.chunks if FULL else 2 - i % 2, one.ids)
+        for i, one in enumerate(layouts)
+    ]
+
+
 # Compiling the reference for a layout takes most of the time, so by default a fifth of the layouts is tested.
 # test_golden.py has every codec.
 @pytest.mark.parametrize(
@@ -61,7 +69,9 @@ def test_encode_and_decode(layout, seed, exponent, special):
 
 
 @pytest.mark.parametrize(
-    "layout", with_all_kinds(LAYOUTS[:: 5 if FULL else 7]), ids=lambda layout: f"{layout.codec}-{layout.chunks}"
+    "layout",
+    with_few_chunks(with_all_kinds(LAYOUTS[:: 5 if FULL else 7])),
+    ids=lambda layout: f"{layout.codec}-{layout.chunks}",
 )
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20))
@@ -78,7 +88,7 @@ def test_encode_with_feedback(layout, seed, exponent, special, lost):
 
 @pytest.mark.parametrize(
     ("layout", "with_own"),
-    list(zip(with_all_kinds(LAYOUTS[1::10][:4]), (False, True) * len(LAYOUTS))),
+    list(zip(with_few_chunks(with_all_kinds(LAYOUTS[1::10][:4])), (True, False) * len(LAYOUTS))),
     ids=lambda v: str(getattr(v, "codec", v)),
 )
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
@@ -96,14 +106,8 @@ def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
         assert_same_bytes(got, run(operands)[0])
 
 
-# By default they have one or two chunks, because each chunk is compiled.
 @pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(one.codec, one.shapes, one.dtypes, one.chunks if FULL else 2 - i % 2, one.ids)
-        for i, one in enumerate(KINDS.values())
-    ],
-    ids=lambda layout: f"{layout.codec}-{layout.chunks}",
+    "layout", with_few_chunks(KINDS.values()), ids=lambda layout: f"{layout.codec}-{layout.chunks}"
 )
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20) | st.integers(-12, 3))
@@ -144,11 +148,11 @@ def test_reduce_to_leaves(codec, with_own):
 
 # Only two codecs, because a selection compiles slowly. They cover each estimate, values with and without buckets, noise
 # and a raw tail, and sums of both kinds.
-@pytest.mark.parametrize("codec", SPARSE[1:], ids=["sampled", "fitted"])
+@pytest.mark.parametrize(("codec", "chunks"), [(SPARSE[1], 2), (SPARSE[2], 1 + FULL)], ids=["sampled", "fitted"])
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces)
-def test_sparse_codecs(codec, seed, exponent, special):
-    layout = Layout(codec, ((30, 31), (700,)), ("float32", "bfloat16"), chunks=2)
+def test_sparse_codecs(codec, chunks, seed, exponent, special):
+    layout, last = Layout(codec, ((30, 31), (700,)), ("float32", "bfloat16"), chunks=chunks), chunks - 1
     key = native_key(codec)
     ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(2)]
     residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, exponent, "none")]
@@ -159,10 +163,10 @@ def test_sparse_codecs(codec, seed, exponent, special):
         [*new, *ops.decode(layout, payload)], [*expected_new, *reference_decode(layout)(payload)], strict=True
     ):
         assert_same_values(a, b)
-    payloads = jnp.stack([ops.encode(layout, ranks[0], key), payload])[:, 1]
+    payloads = jnp.stack([ops.encode(layout, ranks[0], key), payload])[:, last]
     key = native_key(layout.of_sum(2).codec)
-    total, lost = ops.reduce_fed(layout, payloads, residuals, chunk=1, divisor=3.0, key=key)
-    where = jnp.array([1, 0], jnp.int32)
+    total, lost = ops.reduce_fed(layout, payloads, residuals, chunk=last, divisor=3.0, key=key)
+    where = jnp.array([last, 0], jnp.int32)
     expected, expected_lost = reference_reduce(layout, 3.0, True)(Reduce(payloads, where, residuals=residuals, key=key))
     assert_same_bytes(total, expected)
     for a, b in zip(lost, expected_lost, strict=True):

@@ -211,33 +211,38 @@ def test_a_plan_survives_its_file(tmp_path):
     assert cgx.Plan.load(tmp_path / "plan.toml") == plan
 
 
-STATISTICS = cgx.gradient_statistics(GRADS)
-OTHERS = cgx.gradient_statistics(GRADS, codecs=[cgx.MaxMin(2), cgx.MaxMin(8)])
+statistics = functools.cache(functools.partial(cgx.gradient_statistics, GRADS))
 
 
-NAN = dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))
-INFINITE = dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf))
+def others():
+    return statistics(codecs=(cgx.MaxMin(2), cgx.MaxMin(8)))
+
+
+def spoiled(field, at, value):
+    return dataclasses.replace(statistics(), **{field: getattr(statistics(), field).at[at].set(value)})
+
+
 adapt = cgx.Plan(FOUR).adapt
 BAD_INPUT = {
     "Plan.adapt": [
         (lambda: adapt(GRADS), TypeError, "statistics", "{'layer/0'"),
-        (lambda: adapt(STATISTICS, method="bayes"), ValueError, "method", "'bayes'"),
-        (lambda: adapt(STATISTICS, budget="time"), ValueError, "budget", "'time'"),
-        (lambda: adapt(STATISTICS, method="kmeans", budget="bytes"), ValueError, "budget", "'bytes'"),
-        (lambda: adapt(STATISTICS, budget="bytes", alpha=0.1), ValueError, "alpha", "0.1", "fewer"),
-        (lambda: adapt(STATISTICS, alpha=0), ValueError, "alpha", "0"),
-        (lambda: adapt(STATISTICS, alpha=math.nan), ValueError, "alpha", "nan"),
-        (lambda: adapt(STATISTICS, alpha="1"), TypeError, "alpha", "'1'"),
-        (lambda: adapt(STATISTICS, alpha=1e-06), ValueError, "alpha", "1e-06"),
-        (lambda: adapt(STATISTICS, method="kmeans", alpha=2.0), ValueError, "alpha", "2.0"),
-        (lambda: adapt(STATISTICS, reference="raw"), TypeError, "reference", "'raw'"),
-        (lambda: adapt(OTHERS), ValueError, "reference", "MaxMin(bits=4)", "gradient_statistics"),
-        (lambda: cgx.Plan(cgx.AbsMax()).adapt(OTHERS, method="kmeans"), ValueError, "reference", "AbsMax(bits=8)"),
-        (lambda: cgx.Plan(cgx.Raw()).adapt(STATISTICS), ValueError, "", "Raw()"),
-        (lambda: cgx.Plan({"a": FOUR, "b": cgx.MaxMin(8)}).adapt(STATISTICS), ValueError, "reference", "None"),
-        (lambda: adapt(STATISTICS).adapt(STATISTICS), ValueError, "statistics", "none"),
-        (lambda: adapt(NAN), ValueError, "statistics 'layer/0/kernel'", "["),
-        (lambda: adapt(INFINITE, method="kmeans"), ValueError, "statistics 'layer/0/kernel'", "inf"),
+        (lambda: adapt(statistics(), method="bayes"), ValueError, "method", "'bayes'"),
+        (lambda: adapt(statistics(), budget="time"), ValueError, "budget", "'time'"),
+        (lambda: adapt(statistics(), method="kmeans", budget="bytes"), ValueError, "budget", "'bytes'"),
+        (lambda: adapt(statistics(), budget="bytes", alpha=0.1), ValueError, "alpha", "0.1", "fewer"),
+        (lambda: adapt(statistics(), alpha=0), ValueError, "alpha", "0"),
+        (lambda: adapt(statistics(), alpha=math.nan), ValueError, "alpha", "nan"),
+        (lambda: adapt(statistics(), alpha="1"), TypeError, "alpha", "'1'"),
+        (lambda: adapt(statistics(), alpha=1e-06), ValueError, "alpha", "1e-06"),
+        (lambda: adapt(statistics(), method="kmeans", alpha=2.0), ValueError, "alpha", "2.0"),
+        (lambda: adapt(statistics(), reference="raw"), TypeError, "reference", "'raw'"),
+        (lambda: adapt(others()), ValueError, "reference", "MaxMin(bits=4)", "gradient_statistics"),
+        (lambda: cgx.Plan(cgx.AbsMax()).adapt(others(), method="kmeans"), ValueError, "reference", "AbsMax(bits=8)"),
+        (lambda: cgx.Plan(cgx.Raw()).adapt(statistics()), ValueError, "", "Raw()"),
+        (lambda: cgx.Plan({"a": FOUR, "b": cgx.MaxMin(8)}).adapt(statistics()), ValueError, "reference", "None"),
+        (lambda: adapt(statistics()).adapt(statistics()), ValueError, "statistics", "none"),
+        (lambda: adapt(spoiled("errors", (1, 2), jnp.nan)), ValueError, "statistics 'layer/0/kernel'", "["),
+        (lambda: adapt(spoiled("tops", 1, jnp.inf), method="kmeans"), ValueError, "statistics 'layer/0/kernel'", "inf"),
     ]
 }
 

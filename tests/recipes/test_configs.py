@@ -11,6 +11,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from helpers import FULL
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
 # heavy_configs.py has the whole depth of these networks, and ImageNet's, which take half a minute each.
@@ -42,7 +43,7 @@ def events(path):
         content = content[16 + size :]
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", TINY if FULL else ["cifar/resnet20", "digits/mlp"])
 def test_configs(name, run, tmp_path):
     results = run(name, TINY[name])
     assert results["step"] == 20 and results["test_loss"] > 0
@@ -71,7 +72,8 @@ def steps(train, monkeypatch):
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("word", WORDS)
+# By default one of each kind. test_a_key_that_nothing_reads has all files.
+@pytest.mark.parametrize("word", WORDS if FULL else ["cgx4", "dgc", "diloco", "none"])
 def test_compressions(word, run, steps, tmp_path):
     results = run("digits/mlp", {"compression": word} | ({"compression.every": 10} if word == "diloco" else {}))
     log = next(tmp_path.glob("*/log.txt")).read_text()

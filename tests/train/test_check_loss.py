@@ -183,7 +183,7 @@ def test_models(dtype):
     """A mean over all tokens has no false alarm. A mean over unmasked tokens is seen, although parts differ little."""
     tokens = RANDOM.integers(1, 16, (16, 12)).astype(np.int32)
     model = Transformer()
-    params = jax.tree.map(lambda x: x.astype(dtype), model.init(jax.random.key(0), tokens))
+    params = jax.tree.map(lambda x: x.astype(dtype), jax.jit(model.init)(jax.random.key(0), tokens))
 
     def each(params, tokens):
         with jax.numpy_dtype_promotion("standard"):  # flax's LayerNorm needs it
@@ -201,4 +201,4 @@ def test_convolutions():
     images, labels = RANDOM.normal(size=(16, 8, 8, 3)).astype(np.float32), RANDOM.integers(0, 5, 16).astype(np.int32)
     model = Convolution()
     loss = lambda p, b: optax.softmax_cross_entropy_with_integer_labels(model.apply(p, b[0]), b[1]).mean()
-    check(loss, params=model.init(jax.random.key(0), images), batch=(images, labels))
+    check(loss, params=jax.jit(model.init)(jax.random.key(0), images), batch=(images, labels))

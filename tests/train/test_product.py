@@ -44,6 +44,8 @@ def steps_of(model):
         transformation = cgx.compress_gradients(names, exchange, axis_size=model.size)
         state = transformation.init(params)
         specs = cgx.state_specs(state, names)
+        # Where a step leaves it, so that it is compiled once.
+        state = jax.device_put(state, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
 
         @jax.jit
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(names), specs), out_specs=(P(), specs))

@@ -12,7 +12,8 @@ from errors import refused
 from exchanging import compress, exchange_state
 from helpers import assert_same_bytes, assert_same_trees, assert_trees
 from jax import lax
-from training import PARAMS, X, local_step, loss_fn, on_mesh, train
+from jax.sharding import PartitionSpec as P
+from training import PARAMS, X, local_step, loss_fn, on_mesh, place, train
 
 import jaxcgx as cgx
 
@@ -116,19 +117,21 @@ def test_a_skipped_step_costs_nothing():
         first = compress(cgx.Feedback(CODEC, skip_nonfinite=skip))
         return optax.chain(first, optax.apply_if_finite(optax.adam(3e-3), 5))
 
-    def run(skip, batches):
-        state = optimizer(skip).init(PARAMS)
-        step, params = on_mesh(local_step(optimizer(skip)), state), PARAMS
-        for x in batches:
-            params, state, _ = step(params, state, x)
-        return params, state
+    def run(skip, *several):
+        """Returns (params, state) after each of several lists of batches."""
+        start = optimizer(skip).init(PARAMS)
+        step, first = on_mesh(local_step(optimizer(skip)), start), place(start, cgx.state_specs(start, "data"))
+        for batches in several:
+            params, state = place(PARAMS, P()), first
+            for x in batches:
+                params, state, _ = step(params, state, x)
+            yield params, state
 
     bad = X.at[13].set(jnp.inf)
-    params, state = run(True, [X, bad, X])
-    expected = run(True, [X, X])
+    (params, state), expected = run(True, [X, bad, X], [X, X])
     assert (state[1].total_notfinite, state[1].last_finite) == (1, True)
     assert_same_trees((params, state[0].own), (expected[0], expected[1][0].own))
-    eaten = run(False, [X, bad, X])[1][0]
+    ((_, (eaten, _)),) = run(False, [X, bad, X])
     assert any((np.asarray(a) != b).any() for a, b in zip(jax.tree.leaves(eaten.own), jax.tree.leaves(state[0].own)))
 
 

@@ -86,7 +86,8 @@ def test_like_jax_with_raw(kind, how, weighted):
     found = called(how, mesh, cgx.value_and_grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK)
     expected = jax.value_and_grad(plain)(PARAMS, X, MASK)
     close(found, expected)
-    close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK), expected[1])
+    if how == "jit":  # grad takes its mesh and shardings from the same place
+        close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK), expected[1])
 
 
 def own_fn(params, x, mask=None):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, refused, rows, says
-from helpers import assert_same_trees, assert_trees, normal, sent
+from helpers import FULL, assert_same_trees, assert_trees, normal, sent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from training import save
@@ -127,22 +127,23 @@ def test_to_the_bit(mesh):
         np.testing.assert_allclose(metrics.loss, losses, rtol=1e-6)
 
 
+FORMS = {
+    "in one step": dict(every=3, telemetry=True),
+    "streaming": dict(every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True),
+    "eager": dict(every=2, eager=True),
+}
+
+
 @pytest.mark.parametrize(
-    "given",
-    [
-        dict(every=3, telemetry=True),
-        dict(every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True),
-        dict(every=2, eager=True),
-    ],
-    ids=("in one step", "streaming", "eager"),
+    ("form", "local"),
+    [(form, local) for form in FORMS for local in (1, 2) if FULL or local == 1 + (form == "streaming")],
 )
-@pytest.mark.parametrize("local", (1, 2))
-def test_traced_calls_are_the_same(local, given):
+def test_traced_calls_are_the_same(form, local):
     """A call from Python chooses programs by the number of steps. In a traced call, the step has conditionals.
 
     Two runs take turns, so each call finds another state than the call before returned.
     """
-    train = trainer(diloco(NESTEROV, **given, plan=cgx.Plan(cgx.MaxMin(2, 8), min_size=0)), mesh_of(local=local))
+    train = trainer(diloco(NESTEROV, **FORMS[form], plan=cgx.Plan(cgx.MaxMin(2, 8), min_size=0)), mesh_of(local=local))
     first, second, kept = train.init(PARAMS), train.init(PARAMS), []
     for x in X[:9]:
         first, metrics = train.step(first, jnp.asarray(x))
