@@ -59,8 +59,10 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 	&& echo '$(CHEAP)')"
 # The tests that mpirun starts. Those of test_launch.py start it themselves.
 ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py))
+# Everything that tests need is installed, so a skip for want of it is a failure (tests/conftest.py).
+REQUIRED_TESTS := JAXCGX_REQUIRE_TESTS=1
 # Three at a time on two cores, as tests of processes wait for these.
-PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
+PYTEST := $(REQUIRED_TESTS) .venv/bin/python -m pytest -n 3 --dist worksteal
 # Bytes, a step of each style against NumPy or plain JAX, derivatives and vmap, layers, and two processes over Tcp.
 SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/test_golden.py::test_kernels_reduce \
 	tests/native/test_transforms.py::test_roundtrip_is_straight_through \
@@ -159,7 +161,7 @@ mpi-short: RANKS = 2 3
 mpi-short: ON_TWO = transforms steps low_rank explain bounds pages
 mpi-short: ## the same on 2 and 3 ranks, and training and bounds on 2
 mpi mpi-short: $(INSTALLED)
-	@export $(CHEAP_FLAGS); for n in $(RANKS); do \
+	@export $(CHEAP_FLAGS) $(REQUIRED_TESTS); for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
 		[ $$n = 2 ] && some= || some="$(ON_TWO:%=--ignore tests/mpi/test_%.py)"; \
 		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider \

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import re
 import shlex
 import subprocess
@@ -23,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from kernels import repeat
-from report import RESULTS, Report, header, line, mark, median, rounded
+from report import RESULTS, Report, free_port, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
@@ -228,8 +227,7 @@ def run_rank(address, rank, processes, repeats, sizes, keep):
 
 def measure(network, repeats):
     """Returns the output of rank 0: [{size, what, ms of every repetition of every program}]."""
-    # The port is below those that the system gives to connections. All ports of a host are free.
-    port = random.randrange(20_000, 32_000)
+    port = free_port()
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(network.processes, f"{network.mbit}mbit")) if network.mbit else None
         address = f"{lab.address(0) if lab else '127.0.0.1'}:{port}"

@@ -13,13 +13,12 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 
-from report import RESULTS, Report, mark
+from report import RESULTS, Report, free_port, mark
 
 CENTERS, VICTIM = 4, 3
 EVERY, QUORUM, GRACE, BITS = 10, 2, 5.0, 4
@@ -121,9 +120,7 @@ def center_main(folder, place, life, seed, rounds, addresses):
 
 
 def free_addresses():
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(CENTERS)]
-        return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
+    return [f"127.0.0.1:{free_port()}" for _ in range(CENTERS)]
 
 
 def lines(folder, place):

@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import pickle
-import random
 import re
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 
-from report import RESULTS, Report
+from report import RESULTS, Report, free_port
 
 from jaxcgx.lab import Lab
 
@@ -276,7 +275,7 @@ def last_words(folder):
 def measure(over, row):
     """Returns (seconds or None, a description)."""
     with tempfile.TemporaryDirectory() as name:
-        folder, event, port = pathlib.Path(name), None, random.randrange(20_000, 32_000)
+        folder, event, port = pathlib.Path(name), None, free_port()
         start = hosts if row == "cut" else processes
         with start(over, [sys.executable, __file__, "--rank", over, row], folder, port) as (first, cut):
             limit = KEPT if (over, row) == ("Gloo", "raised") else LIMIT

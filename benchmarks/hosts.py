@@ -5,9 +5,10 @@ host.py is the other end.
 
 import json
 import os
-import random
 import re
 import subprocess
+
+from report import free_port
 
 
 class Hosts:
@@ -41,7 +42,7 @@ class Hosts:
         """Starts the processes of a framework, each on its own processors if there are enough."""
         processors, count = sorted(os.sched_getaffinity(0)), self._lab.hosts * self._ranks
         share = max(1, len(processors) // count)
-        address, running = f"{self._lab.address(0)}:{random.randrange(20_000, 32_000)}", []
+        address, running = f"{self._lab.address(0)}:{free_port()}", []
         for rank in range(count):
             mine = [processors[(rank * share + i) % len(processors)] for i in range(share)]
             given = json.dumps(settings | dict(address=address, rank=rank, ranks=count))

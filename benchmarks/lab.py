@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import pathlib
-import random
 import shlex
 import socket
 import subprocess
@@ -25,7 +24,7 @@ import numpy as np
 from collectives import Mesh
 from jax import lax
 from jax.sharding import PartitionSpec
-from report import RESULTS, Report, header, line, mark, median, rounded
+from report import RESULTS, Report, free_port, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.codecs.base import spell
@@ -246,7 +245,7 @@ def control(rate, delay, both):
 def compare(processes):
     """Returns rows: for every exchange, the bytes of explain and those of the kernel."""
     with Lab(processes, "1gbit") as lab, Counters(lab) as counters, contextlib.ExitStack() as stack:
-        address = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}"
+        address = f"{lab.address(0)}:{free_port()}"
         running = []
         for rank in range(processes):
             words = [sys.executable, pathlib.Path(__file__).resolve(), "--rank", json.dumps([address, rank, processes])]

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import pathlib
-import random
 import shlex
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import time
 import jax
 import numpy as np
 from collectives import Mesh
-from report import RESULTS, Report, header, line, mark, median, rounded
+from report import RESULTS, Report, free_port, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
@@ -87,7 +86,7 @@ def run_rank(address, rank, elements, pauses, links):
 def measure(link, elements, pauses, **links):
     """Returns the bytes that a host sends in an exchange, and {pause: [seconds of each exchange]}."""
     with Lab(2, link) as lab:
-        address = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}"
+        address = f"{lab.address(0)}:{free_port()}"
         script = [sys.executable, pathlib.Path(__file__).resolve()]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         running = [

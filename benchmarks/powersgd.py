@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import shlex
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from collectives import Mesh
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from powersgd_torch import SIZE, gradient, relative_error, serve, start
-from report import RESULTS, Report, header, line, mark, median, rounded
+from report import RESULTS, Report, free_port, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, signals_raise, why_not
@@ -101,7 +100,7 @@ def run_rank(address, port, rank, processes, ranks, steps):
 
 def launch(stack, lab, command):
     """Starts a process in every host: `command`, with its settings as the last argument."""
-    port, running = random.randrange(20_000, 32_000), []
+    port, running = free_port(), []
     for rank in range(PROCESSES):
         worker = dict(address=lab.address(0), port=port, rank=rank, processes=PROCESSES, ranks=RANKS, steps=STEPS)
         running.append(

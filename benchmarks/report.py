@@ -11,6 +11,9 @@ import sys
 
 from jaxcgx.report import results
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
+from started import free_port as free_port  # for the scripts that start processes
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 

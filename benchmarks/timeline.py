@@ -2,9 +2,10 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
+
+from report import free_port
 
 from jaxcgx.lab import Lab
 
@@ -20,7 +21,7 @@ def of_rank_0(command, rate, limit, **worker):
       **worker: settings for both ranks.
     """
     with Lab(2, rate) as lab:
-        address, running = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", []
+        address, running = f"{lab.address(0)}:{free_port()}", []
         for rank in range(2):
             given = json.dumps(worker | dict(address=address, rank=rank, processes=2))
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL

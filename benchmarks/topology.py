@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import shlex
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 from collectives import Mesh
 from jax.sharding import PartitionSpec
-from report import RESULTS, Report, header, line, mark, median, rounded
+from report import RESULTS, Report, free_port, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
@@ -122,7 +121,7 @@ class Hosts:
     """Four hosts that get their orders together."""
 
     def __init__(self, lab, stack):
-        address = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}"
+        address = f"{lab.address(0)}:{free_port()}"
         self.running = []
         for rank in range(HOSTS):
             words = [sys.executable, pathlib.Path(__file__).resolve(), "--rank", json.dumps([address, rank, HOSTS])]

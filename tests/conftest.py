@@ -6,6 +6,8 @@ Only `pytest -m gpu` uses GPUs.
 import functools
 import gc
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import re
@@ -53,11 +55,26 @@ def keep_programs(first):
         os.environ[name.upper()] = str(value)  # for the processes that tests start
 
 
+def check_import():
+    """Raises an error if tests would import this folder's package where another one is installed.
+
+    `python -m pytest` looks in the current folder first. The package there has no native module.
+    """
+    installed = importlib.metadata.distribution("jaxcgx").locate_file("jaxcgx/__init__.py")  # not of editable ones
+    found = importlib.util.find_spec("jaxcgx").origin
+    if installed.exists() and not installed.samefile(found):
+        raise pytest.UsageError(
+            f"tests would import {found}, but jaxcgx is installed as {installed}: run `python -P -m pytest`, which "
+            "imports the installed one, or `make build`, whose .venv has the one of this folder"
+        )
+
+
 def for_gpu(config):
     return bool(re.search(r"(?<!not )\bgpu\b", config.option.markexpr))
 
 
 def pytest_configure(config):
+    check_import()
     # pytest deletes the folders of older runs when it ends. If several processes end at the same time, such as the
     # ranks of mpirun, one deletes what another one is deleting, and pytest 9.2 ends with an error. So each run has its
     # own folder.
@@ -97,6 +114,33 @@ def pytest_collection_finish():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and (why := why_no_gpu(item.config)):
         pytest.skip(why)
+
+
+# The reasons for a skip where everything is installed, as in `make test`. There, another one is a failure.
+EXPECTED = (
+    *("needs a GPU", "needs nvcc", "needs JAX's CUDA plugin", "this build has", "this processor does not run"),
+    *("needs 2 ranks", "needs 3 ranks", "needs 4 ranks", "starts mpirun itself", "a matter of programs, not of ranks"),
+    *("jax 0.9 can't lower", "jax.grad of a product", "JAX has mutual TLS", "JAX keeps all names"),
+    *("network namespaces need root", "no network namespaces here", "install iproute2", "malloc is not glibc's"),
+)
+
+
+def refuse_skip(report):
+    why = report.longrepr[2].removeprefix("Skipped: ") if report.skipped and isinstance(report.longrepr, tuple) else ""
+    if why and os.environ.get("JAXCGX_REQUIRE_TESTS") and not any(words in why for words in EXPECTED):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which is a failure in `make test`: {why} (EXPECTED in tests/conftest.py)"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return refuse_skip((yield))
 
 
 def pytest_report_header():

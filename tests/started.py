@@ -9,12 +9,21 @@ import subprocess
 import sys
 import threading
 
+RESERVED = []  # a socket with a name for each port, until this process ends
+
 
 def free_port():
-    """Returns a port on which no process listens, and which the system doesn't give to connections by itself."""
+    """Returns a port that no process listens on, that no other caller gets and that the system gives no connection."""
     while True:
-        with contextlib.suppress(OSError), socket.socket() as s:
-            s.bind(("127.0.0.1", port := random.randrange(20_000, 32_000)))
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0jaxcgx-port-{(port := random.randrange(20_000, 32_000))}")
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", port))
+        except OSError:
+            name.close()
+        else:
+            RESERVED.append(name)
             return port
 
 

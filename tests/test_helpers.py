@@ -1,10 +1,16 @@
 """Tests that the helpers of the other tests can fail."""
 
+import pathlib
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import ranks
-from helpers import assert_same_bytes, assert_same_trees, assert_same_values, assert_trees
+import started
+from helpers import assert_same_bytes, assert_same_trees, assert_same_values, assert_trees, run
+
+TESTS = pathlib.Path(__file__).parent
 
 
 @pytest.mark.parametrize("empty", [{}, [], None, {"w": None}, ({}, [None])], ids=repr)
@@ -44,3 +50,52 @@ def test_bits():
     assert_same_values(nan.view(np.float32), other.view(np.float32))
     with pytest.raises(AssertionError):
         assert_same_values(nan.view(np.float32), np.float32([0]))
+
+
+def test_a_port_is_given_once(monkeypatch):
+    drawn = iter([first := started.free_port(), first, first + 1, *range(20_000, 32_000)])
+    monkeypatch.setattr(started.random, "randrange", lambda *_: next(drawn))
+    assert started.free_port() != first
+
+
+SKIPS = """
+import pytest
+{module}
+@pytest.mark.skip(reason="needs nvcc")
+def test_expected():
+    pass
+@pytest.mark.xfail
+def test_fails():
+    assert False
+def test_unexpected():
+    pytest.importorskip("no_such_package", reason="needs the extra `test`")
+"""
+
+
+def pytest_in(folder, **options):
+    words = ["-p", "conftest", "--continue-on-collection-errors", "-c", "pyproject.toml", "--rootdir", folder, folder]
+    return run(sys.executable, "-m", "pytest", *words, cwd=TESTS.parent, **options)
+
+
+def test_an_unexpected_skip_is_a_failure_if_all_tests_are_required(tmp_path):
+    (tmp_path / "test_some.py").write_text(SKIPS.format(module=""))
+    (tmp_path / "test_none.py").write_text(SKIPS.format(module='pytest.importorskip("no_such_package")'))
+    env = dict(PYTHONPATH=str(TESTS), JAXCGX_REQUIRE_TESTS="")
+    assert "3 skipped, 1 xfailed" in pytest_in(tmp_path, env=env).stdout
+    found = pytest_in(tmp_path, env=env | dict(JAXCGX_REQUIRE_TESTS="1"), status=1).stdout
+    assert "1 skipped" in found
+    for words in "could not import 'no_such_package'", "needs the extra `test`":
+        assert f"skipped, which is a failure in `make test`: {words}" in found
+
+
+def test_another_jaxcgx_is_installed(tmp_path):
+    """Tests of this folder would import its package, which has no native module."""
+    for name, text in ("jaxcgx/__init__.py", ""), ("jaxcgx-1.dist-info/METADATA", "Name: jaxcgx\nVersion: 1\n"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    env = dict(PYTHONPATH=f"{tmp_path}:{TESTS}")
+    said = pytest_in(tmp_path, env=env, status=4).stderr
+    assert (
+        f"tests would import {TESTS.parent}/jaxcgx/__init__.py, but jaxcgx is installed as {tmp_path}/jaxcgx/" in said
+    )
+    assert "python -P -m pytest" in said

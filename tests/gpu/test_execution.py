@@ -7,7 +7,6 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import pytest
 from helpers import all_captured, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from started import free_port
 
 import jaxcgx as cgx
 from jaxcgx.native import ops
@@ -176,9 +176,7 @@ print("rank", rank, "agrees")
 
 def two_nccl_ranks(program):
     """Runs a program as both ranks, which print that they agree."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        address = f"localhost:{s.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     # NCCL's multi-rank mode needs the kernels of both ranks on the GPU at once, so they have few blocks.
     env = dict(
         NCCL_MULTI_RANK_GPU_ENABLE="1",

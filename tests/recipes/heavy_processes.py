@@ -9,12 +9,12 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from started import free_port
 
 RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
 TRAIN = (RECIPES / "train.py",)
@@ -46,10 +46,7 @@ def mpirun(steps, runs, *changes, script=TRAIN):
 
 def distributed(steps, runs, *changes, each=((), ()), script=TRAIN):
     """each: more changes for each process."""
-    with socket.socket() as port:
-        port.bind(("localhost", 0))
-        address = f"localhost:{port.getsockname()[1]}"
-    world = dict(script=script, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
+    world = dict(script=script, JAX_COORDINATOR_ADDRESS=f"localhost:{free_port()}", JAX_NUM_PROCESSES="2")
     start_one = lambda i: start([sys.executable], steps, runs, *changes, *each[i], **world, JAX_PROCESS_ID=str(i))
     return [start_one(i) for i in range(2)]
 

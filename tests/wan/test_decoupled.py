@@ -18,7 +18,7 @@ import pytest
 from errors import raises, refused, rows, says
 from helpers import assert_same_trees, load_script, normal
 from jax.sharding import AxisType
-from started import Processes
+from started import Processes, free_port
 
 import jaxcgx as cgx
 from jaxcgx.wan.decoupled.inbox import Assembly, Contribution, Decision
@@ -176,11 +176,7 @@ def test_an_outer_gradient_that_is_not_finite_does_not_count():
 
 
 def ports(count):
-    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
-    for sock in socks:
-        sock.close()
-    return found
+    return [f"127.0.0.1:{free_port()}" for _ in range(count)]
 
 
 def decoupled(count, **options):
