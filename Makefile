@@ -74,7 +74,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
 .PHONY: help demo recipe check docs smoke test test-full test-commands test-demos test-ray test-recipes begin slowest build \
-	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house matrix matrix-short wheels clean interpreter \
+	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house matrix matrix-short mutate wheels clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-errors bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
@@ -198,6 +198,10 @@ matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 
 house: $(INSTALLED) ## count the code and what tracing a step costs; PROGRAMS=NAME: list compiled programs in NAME.md
 	@.venv/bin/python scripts/house.py $(if $(PROGRAMS),--programs $(PROGRAMS))
+
+# MINUTES: no mutant begins later. An interrupted run continues.
+mutate: $(INSTALLED) ## change 150 places of the package, one at a time, and look whether a test fails; MINUTES=150
+	@$(CHEAP_FLAGS) .venv/bin/python scripts/mutate.py --minutes $(or $(MINUTES),150)
 
 wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
 	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)

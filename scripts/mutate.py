@@ -1,0 +1,183 @@
+"""mutate.py: changes one place of the package at a time, and looks whether a test fails.
+
+    python scripts/mutate.py [--count 150] [--seed 0] [--minutes 150] [--only NUMBER ...]
+
+Mutants are drawn by the seed over all modules, each module as likely as it has places. A mutant is killed by the first
+test that fails. Tests that mirror the module come first, then those of its folder, then those of everything. Results
+are kept in benchmarks/results/mutants.json, so an interrupted run continues; a mutant runs again if its line changed.
+"""
+
+import argparse
+import ast
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+
+from jaxcgx.report import results
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER, RESULTS = ROOT / "build/mutants", ROOT / "benchmarks/results"
+LIMIT = 900  # seconds of one run of pytest
+KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
+LEAST, MOST_EQUIVALENT = 0.95, 5  # goals
+# Tests that enter most of the package, for a mutant that the tests of its folder don't kill.
+EVERYTHING = (
+    "tests/train/test_product.py",
+    "tests/train/test_train.py",
+    "tests/train/test_value_and_grad.py",
+    "tests/collectives",
+    "tests/exchange",
+    "tests/transports/test_tcp.py",
+    "tests/wan",
+    "tests/report",
+    "tests/test_errors.py",
+)
+# {(file, the line before the change): why no test can tell the mutant from the original}
+REASONS: dict[tuple[str, str], str] = {}
+SWAPPED = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+INSTEAD = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "*", ast.Pow: "*"}
+OPERATORS = (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Constant, ast.If, ast.IfExp)
+
+
+def places(path):
+    """Yields (line, start, end, text) of every change of a file: `text` replaces the bytes from `start` to `end`."""
+    code = path.read_bytes()
+    lines = [0]
+    for line in code.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    start = lambda node: lines[node.lineno - 1] + node.col_offset
+    end = lambda node: lines[node.end_lineno - 1] + node.end_col_offset
+    of = lambda node: code[start(node) : end(node)].decode()
+    tree = ast.parse(code)
+    silent = set()  # nodes of types, docstrings and errors, which change nothing that a program computes
+    for node in ast.walk(tree):
+        said = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        said += [node] if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) else []
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("warn", "wrong", "unexpected"):
+            said.append(node)
+        silent |= {each for part in said if part is not None for each in ast.walk(part)}
+    for node in ast.walk(tree):
+        if not isinstance(node, OPERATORS) or node in silent:
+            continue
+        text = None
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPPED:
+            text = f"{of(node.left)} {SWAPPED[type(node.ops[0])]} {of(node.comparators[0])}"
+        elif isinstance(node, ast.BinOp) and type(node.op) in INSTEAD:
+            text = f"{of(node.left)} {INSTEAD[type(node.op)]} {of(node.right)}"
+        elif isinstance(node, ast.BoolOp):
+            text = (" or " if isinstance(node.op, ast.And) else " and ").join(map(of, node.values))
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+            text = of(node.operand)
+        elif isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
+            text = repr(not node.value if type(node.value) is bool else node.value + 1)
+        elif isinstance(node, ast.If | ast.IfExp):
+            node = node.test
+            text = f"not ({of(node)})"
+        if text is not None:
+            yield node.lineno, start(node), end(node), f"({text})" if isinstance(node, ast.expr) else text
+
+
+def drawn(count, seed):
+    """Returns the mutants that a seed draws: (path, place)."""
+    paths = sorted(path for path in (ROOT / "jaxcgx").rglob("*.py") if path.name != "__init__.py")
+    every = [(path, place) for path in paths for place in places(path)]
+    return random.Random(seed).sample(every, count)
+
+
+def tests_of(path):
+    """Returns lists of tests, the most likely to kill a mutant of this file first."""
+    inside = path.relative_to(ROOT / "jaxcgx")
+    mirror = ROOT / "tests" / inside.parent / f"test_{inside.stem}.py"
+    folder = ROOT / "tests" / inside.parts[0]
+    found = [[mirror]] if mirror.exists() else []
+    found += [[folder]] if folder.is_dir() else []
+    return [[str(test.relative_to(ROOT)) for test in tests] for tests in found] + [list(EVERYTHING)]
+
+
+def run(tests, module, path):
+    """Returns the first test that fails with a mutant, "a hang", or None."""
+    env = os.environ | {"JAXCGX_MUTANT": f"{module}={path}", "PYTHONPATH": str(ROOT / "scripts/mutant")}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return "a hang"
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if failed else None if done.returncode == 0 else "pytest"
+
+
+def described(path, place):
+    """Returns the first columns of a mutant's row."""
+    line, start, end, text = place
+    code = path.read_bytes()
+    whole = code.splitlines()[line - 1].decode().strip()
+    file = str(path.relative_to(ROOT))
+    return dict(file=file, line=line, code=whole, before=code[start:end].decode(), after=text)
+
+
+def examined(path, place):
+    """Returns the row of a mutant, after its tests."""
+    row, (_, start, end, text), code = described(path, place), place, path.read_bytes()
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    mutant = FOLDER / path.name
+    mutant.write_bytes(code[:start] + text.encode() + code[end:])
+    begun = time.monotonic()
+    killer = next(filter(None, (run(tests, module, mutant) for tests in tests_of(path))), None)
+    reason = REASONS.get((row["file"], row["code"]))
+    result = KILLED if killer else EQUIVALENT if reason else SURVIVED
+    return row | dict(result=result, by=killer or reason, seconds=round(time.monotonic() - begun))
+
+
+def table(data):
+    rows = data["rows"]
+    counts = {each: sum(row["result"] == each for row in rows) for each in (KILLED, SURVIVED, EQUIVALENT)}
+    judged = counts[KILLED] + counts[SURVIVED]
+    yield f"Made by `{data['command']}` on {data['date']}. Seed {data['seed']}, {len(rows)} of {data['count']} mutants."
+    yield ""
+    share = counts[KILLED] / judged if judged else 0
+    yield f"Killed: {counts[KILLED]} of {judged} ({share:.1%}; goal {LEAST:.0%}). Equivalent: {counts[EQUIVALENT]}."
+    yield ""
+    yield "| file | line | before | after | result | by |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for row in sorted(rows, key=lambda row: (row["result"] == KILLED, row["file"], row["line"])):
+        short = lambda text: " ".join(str(text or "").replace("|", "\\|").split())[:80]
+        cells = row["file"], row["line"], f"`{short(row['before'])}`", f"`{short(row['after'])}`", row["result"]
+        yield f"| {' | '.join(map(str, cells))} | {short(row['by'])} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=150, help="the number of mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=150, help="no mutant begins later")
+    parser.add_argument("--only", type=int, nargs="*", help="the numbers of mutants to run, in the order of the draw")
+    options = parser.parse_args()
+    file, begun = RESULTS / "mutants.json", time.monotonic()
+    known = results.read(file)["rows"] if file.exists() else []
+    data = results.origin("make mutate") | dict(seed=options.seed, count=options.count, rows=[])
+    alike = lambda row: {name: row[name] for name in ("file", "code", "before", "after")}
+    for number, (path, place) in enumerate(drawn(options.count, options.seed)):
+        row = described(path, place)
+        found = next((old | {"line": row["line"]} for old in known if alike(old) == alike(row)), None)
+        asked = number in options.only if options.only else found is None
+        if asked and time.monotonic() - begun < 60 * options.minutes:
+            found = examined(path, place)
+            what = f"{row['file']}:{row['line']} {row['before']!r} -> {row['after']!r}"
+            print(f"{number}: {what}: {found['result']} {found['by'] or ''}", flush=True)
+        if found is not None:
+            data["rows"].append(found)
+            taken = [alike(each) for each in data["rows"]]
+            results.write(file, data | {"rows": data["rows"] + [old for old in known if alike(old) not in taken]})
+    results.write(file, data)
+    (RESULTS / "mutants.md").write_text("\n".join(table(data)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
