@@ -3,7 +3,6 @@
 Where training can go on, all replicas agree. Where it can't, each rank gets an error within its limit. Nothing hangs.
 """
 
-import contextlib
 import json
 import os
 import pathlib
@@ -24,28 +23,23 @@ BAD = [Link(10**8, 10**8, 0.02, jitter=0.02, loss=0.01), Link(10**7, 10**8, 0.05
 PORT = 20_000  # in the hosts all ports are free
 
 
-class Run:
-    """A program in every host of a lab. `late`: the seconds by which the last one comes later."""
+class Run(Lab):
+    """A lab with a program in every host. `late`: the seconds by which the last one comes later."""
 
     def __init__(self, folder, links, role, count, late=0):
-        self.folder, self.lab, self.late = folder, Lab(HOSTS, links), late
-        addresses = [f"{self.lab.address(host)}:{PORT}" for host in range(HOSTS)]
+        super().__init__(HOSTS, links)
+        self.folder, self.late = folder, late
+        addresses = [f"{self.address(host)}:{PORT}" for host in range(HOSTS)]
         self.words = [role, count, *([addresses[0], HOSTS] if role == "tcp" else addresses)]
 
     def __enter__(self):
-        self.stack = contextlib.ExitStack()
-        self.stack.enter_context(self.lab)
+        super().__enter__()
         env = os.environ | dict(JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
-        start = lambda host: self.lab.start(
-            host, [sys.executable, "-P", PROGRAM, self.folder, host, *self.words], env=env, stdout=subprocess.DEVNULL
-        )
-        self.running = [start(host) for host in range(HOSTS - 1)]
-        time.sleep(self.late)
-        self.running.append(start(HOSTS - 1))
+        for host in range(HOSTS):
+            time.sleep(self.late if host == HOSTS - 1 else 0)
+            words = [sys.executable, "-P", PROGRAM, self.folder, host, *self.words]
+            self.start(host, words, env=env, stdout=subprocess.DEVNULL)
         return self
-
-    def __exit__(self, *error):
-        self.stack.close()
 
     def said(self, host):
         """Returns what a host has written so far. The last line may be incomplete."""
@@ -70,7 +64,7 @@ class Run:
         """Lets packets from a host to the others get lost, while it still receives theirs."""
         action = "add" if silent else "delete"
         for other in {*range(HOSTS)} - {host}:
-            words = f"ip -n {self.lab.namespace(host)} route {action} blackhole {self.lab.address(other)}/32"
+            words = f"ip -n {self.namespace(host)} route {action} blackhole {self.address(other)}/32"
             subprocess.run(words.split(), check=True)
 
 
@@ -87,9 +81,9 @@ def test_tcp_over_bad_links_gives_the_bits_of_good_ones(tmp_path):
         expected = one_digest(run.ends())
     with Run(bad, BAD, "tcp", 60, late=10) as run:
         run.until(lambda line: line.get("step") == 10)
-        run.lab.cut(1)
+        run.cut(1)
         time.sleep(SILENCE / 3)
-        run.lab.mend(1)
+        run.mend(1)
         run.until(lambda line: line.get("step") == 20)
         run.silence(2, True)
         time.sleep(SILENCE / 3)
@@ -102,30 +96,33 @@ def test_tcp_over_a_link_that_is_lost(half, tmp_path):
     """Every rank gets an error, and those that heard from the lost one to the last name it."""
     with Run(tmp_path, BAD, "tcp", 10**6) as run:
         run.until(lambda line: line.get("step") == 10)
-        run.silence(2, True) if half else run.lab.cut(2)
+        run.silence(2, True) if half else run.cut(2)
         event = time.monotonic()
         ends = run.ends()
     for end in ends:
         assert "UNAVAILABLE: jaxcgx_tcp" in end["error"] and end["at"] - event < SILENCE + MARGIN, ends
-    assert any(f"rank 2 (process 2 at {run.lab.address(2)})" in end["error"] for end in ends[:2])
+    assert any(f"rank 2 (process 2 at {run.address(2)})" in end["error"] for end in ends[:2])
 
 
 def test_decoupled_centers_go_on(tmp_path):
-    """One comes late. Then one is cut off, and another one half open; each comes back and has the same parameters."""
+    """One comes late. Then one is cut off, and another one half open. Each comes back and has the same parameters."""
     with Run(tmp_path, BAD, "center", 60, late=10) as run:
-        all_three = lambda since: run.until(lambda line: line.get("round", 0) >= since and line["centers"] == [0, 1, 2])
-        all_three(1)
-        for off, on in (
-            (lambda: run.lab.cut(1), lambda: run.lab.mend(1)),
-            (lambda: run.silence(2, True), lambda: run.silence(2, False)),
-        ):
-            off()
-            now = run.said(0)[-1]["round"]
-            run.until(lambda line, now=now: line["round"] > now and len(line["centers"]) == 2)
-            now = run.said(0)[-1]["round"]
-            run.until(lambda line, now=now: line["round"] >= now + 3)
-            on()
-            all_three(run.said(0)[-1]["round"] + 1)
-        one_digest(run.ends())
-        assert len({end["round"] for end in run.ends()}) == 1
+
+        def rounds(centers, count):
+            """Waits until as many further rounds of as many centers have ended."""
+            last = max((line["round"] for line in run.said(0)), default=0)
+            run.until(lambda line: line["round"] >= last + count and len(line.get("centers", ())) == centers)
+
+        rounds(3, 1)
+        run.cut(1)
+        rounds(2, 3)
+        run.mend(1)
+        rounds(3, 1)
+        run.silence(2, True)
+        rounds(2, 3)
+        run.silence(2, False)
+        rounds(3, 1)
+        ends = run.ends()
+        one_digest(ends)
+        assert len({end["round"] for end in ends}) == 1
         assert all(line.get("waited", 0) < 10 for host in range(HOSTS) for line in run.said(host))
