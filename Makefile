@@ -73,11 +73,13 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/wan/test_diloco.py::test_streaming_to_the_bit \
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs smoke test test-full test-commands test-demos test-ray test-recipes begin slowest build \
-	pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house matrix matrix-short mutate wheels clean interpreter \
+.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-old test-ray \
+	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
+	matrix matrix-short mutate wheels clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
-	bench-errors bench-failures bench-first-run bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd \
+	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-lab bench-long-links bench-mpi \
+	bench-overlap bench-powersgd \
 	bench-prediction bench-priority bench-recipes bench-selection bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan bench-wan-few
 # Every target shares .venv.
@@ -126,13 +128,25 @@ test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, i
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
-test-full: begin cpptest pytest test-recipes test-demos test-ray mpi mpich cuda matrix slowest ## run every test in its full form, also those that take long
+test-full: begin cpptest pytest test-recipes test-demos test-chaos test-ray test-old mpi mpich cuda matrix slowest ## run every test in its full form, also those that take long
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
 test-demos: $(INSTALLED) ## as root, the wide-area demonstrations between hosts
 	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/heavy_demos.py
+
+test-chaos: $(INSTALLED) ## as root, training between hosts whose links are slow, lossy, cut or half open
+	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/heavy_chaos.py
+
+test-old: $(INSTALLED) ## ranks of an older commit exchange with today's; COMMIT=...: of another one
+	@$(MPI_ENV) .venv/bin/python scripts/old.py $(if $(COMMIT),--commit $(COMMIT))
+
+soak: $(INSTALLED) ## train 100,000 steps over Tcp: memory, descriptors and residuals stay bounded; STEPS=...: fewer
+	@.venv/bin/python benchmarks/soak.py $(if $(STEPS),--steps $(STEPS))
+
+gates: $(INSTALLED) ## compare speeds with the band of `make bench-gates`, on an idle machine
+	@.venv/bin/python benchmarks/gates.py
 
 test-ray: $(INSTALLED) ## the tests of recipes/ray_train.py; installs Ray
 	@$(call EXTRA,ray)
@@ -221,11 +235,17 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
 
+bench-gates: $(INSTALLED) ## measure the ratios of speeds that `make gates` compares
+	@.venv/bin/python benchmarks/gates.py --write
+
 bench-decoupled: $(INSTALLED) ## train in four decoupled centers, one of which is killed and comes back
 	@.venv/bin/python benchmarks/decoupled.py
 
 bench-differential: $(INSTALLED) ## losses with DGT's ranked and with random blocks; continues after an interruption
 	@.venv/bin/python benchmarks/differential.py
+
+bench-devices: $(INSTALLED) ## as root, measure sums between two hosts of one and of two devices each
+	@.venv/bin/python benchmarks/devices.py
 
 bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; continues after an interruption
 	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))

@@ -55,7 +55,7 @@ NOT_RUN = {
     r"configs/cifar": DATA,
     r"^tensorboard ": ENDLESS,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)|gallery\.py": LONG,
+    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|gates|matrix|mpich|soak|test|wheels)|gallery\.py": LONG,
     r"\.\.\.|FILE|LOG|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
     r"mpich": OTHER_MPI,
 }

@@ -358,8 +358,8 @@ def _scheduled(
     routes: Routes, stages: tuple[Stage, ...], net: Transport, leaves: list[Route], way: Way, cuts: bool
 ) -> tuple[Stage, ...]:
     """Returns the stages of messages of these leaves, with their schedules. `cuts`: a rank gets its slices of sums."""
-    if way.rows:
-        return tuple(stage._replace(schedule="one_shot") for stage in stages)
+    if way.rows:  # straight to their ranks
+        return stages
     asked = _asked(routes, net)
     parts = dict(zip(net.parts.values(), asked)) if isinstance(routes.plan.schedule, dict) else {}
     if cuts:  # straight to the owner, or a ring

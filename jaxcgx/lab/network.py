@@ -2,8 +2,8 @@
 
 A host is a network namespace with a name that resolves to its address. A virtual cable connects the host to a switch. A
 switch is a bridge in another namespace. A token bucket at each end of the cable limits the rate of one direction. The
-queues are so long that few packets are dropped. The packets that a host sends can be delayed: by netem if the kernel
-has it, otherwise by a relay (relay.py) between the cable and the switch. The module needs root and iproute2.
+queues are so long that few packets are dropped. The packets that a host sends can be delayed and lost: by netem if the
+kernel has it, otherwise by a relay (relay.py) between the cable and the switch. The module needs root and iproute2.
 """
 
 import contextlib
@@ -36,16 +36,27 @@ class Link:
       up: the rate at which the host sends, in bit/s.
       down: the rate at which the host receives, in bit/s.
       delay: the seconds that packets from the host are delayed. The delays of both hosts add to a round trip.
+      jitter: the most seconds by which the delay of a packet is longer.
+      loss: the share of packets from the host that are lost, from 0 to 1.
     """
 
     up: int
     down: int
     delay: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
 
     def __post_init__(self) -> None:
         for rate in "up", "down":
             check_field(self, rate, check_positive)
-        check_field(self, "delay", check_number, lambda x: x >= 0, "at least 0 seconds")
+        for seconds in "delay", "jitter":
+            check_field(self, seconds, check_number, lambda x: x >= 0, "at least 0 seconds")
+        check_field(self, "loss", check_number, lambda x: 0 <= x <= 1, "a share from 0 to 1")
+
+    @property
+    def plain(self) -> bool:
+        """Whether packets are neither delayed nor lost."""
+        return not (self.delay or self.jitter or self.loss)
 
 
 def why_not() -> str:
@@ -119,7 +130,7 @@ class Lab:
     Attributes:
       links: the Link of each host.
       netem: whether netem delays packets. Otherwise the relay does.
-      relay: the process of the relay; None without delays, and with netem.
+      relay: the process of the relay; None if all links are plain, and with netem.
       running: the processes that `start` has started.
       names: the file that is /etc/hosts in every host.
     """
@@ -166,7 +177,7 @@ class Lab:
     def _build(self) -> None:
         switch = self.namespace("switch")
         _run(f"ip netns add {switch}")
-        if any(link.delay for link in self.links):
+        if not all(link.plain for link in self.links):
             self.netem = _has_netem(switch)
         _run(f"ip -n {switch} link add bridge type bridge")
         _run(f"ip -n {switch} link set bridge addrgenmode none up")
@@ -175,9 +186,9 @@ class Lab:
         for i, link in enumerate(self.links):
             host, port, end = self.namespace(i), f"port{i}", f"port{i}"
             _run(f"ip netns add {host}")
-            if link.delay and not self.netem:
+            if not link.plain and not self.netem:
                 end = f"inner{i}"
-                held += [str(link.delay), end, f"outer{i}"]
+                held += [str(link.delay), str(link.jitter), str(link.loss), end, f"outer{i}"]
                 _run(f"ip -n {switch} link add {port} type veth peer name outer{i}")
                 _run(f"ip -n {switch} link set outer{i} addrgenmode none up")
             _run(f"ip -n {switch} link add {end} type veth peer name eth0 netns {host}")
@@ -187,9 +198,12 @@ class Lab:
             _run(f"ip -n {host} link set eth0 addrgenmode none up")
             _run(f"ip -n {host} link set lo up")
             cubic = cubic and _use_cubic(host)
-            if link.delay and self.netem:
-                delay = f"delay {link.delay * 1e6:.0f}us limit 1000000"
-                _run(f"tc -n {host} qdisc add dev eth0 root handle 1: netem {delay}")
+            if not link.plain and self.netem:
+                # netem draws a delay on both sides of the middle
+                delay = f"delay {(link.delay + link.jitter / 2) * 1e6:.0f}us"
+                delay += f" {link.jitter / 2 * 1e6:.0f}us" * bool(link.jitter)
+                loss = f" loss {link.loss * 100:g}%" * bool(link.loss)
+                _run(f"tc -n {host} qdisc add dev eth0 root handle 1: netem {delay}{loss} limit 1000000")
             self._set("add", i, link)
         self._fit_slowest()
         if held:
@@ -211,7 +225,7 @@ class Lab:
             raise RuntimeError("lab: the relay that delays packets did not start; see its error above")
 
     def _set(self, action: str, host: int, link: Link) -> None:
-        inside = "parent 1:1 handle 2:" if link.delay and self.netem else "root"
+        inside = "root" if link.plain or not self.netem else "parent 1:1 handle 2:"
         _limit(action, self.namespace(host), f"eth0 {inside}", link.up)
         _limit(action, self.namespace("switch"), f"port{host} root", link.down)
 
@@ -235,8 +249,8 @@ class Lab:
         return process
 
     def change(self, host: int, link: Link) -> None:
-        """Changes the rates of a host's link. The delay stays the same."""
-        link = dataclasses.replace(link, delay=self.links[host].delay)
+        """Changes the rates of a host's link. Delays and losses stay the same."""
+        link = dataclasses.replace(self.links[host], up=link.up, down=link.down)
         self.links[host] = link
         self._set("change", host, link)
         self._fit_slowest()

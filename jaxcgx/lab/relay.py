@@ -1,15 +1,16 @@
-"""A program that delays the frames that hosts send, for kernels without netem.
+"""A program that delays and loses the frames that hosts send, for kernels without netem.
 
-    python relay.py SECONDS INNER OUTER [SECONDS INNER OUTER ...]
+    python relay.py SECONDS JITTER LOSS INNER OUTER [SECONDS JITTER LOSS INNER OUTER ...]
 
-It carries frames between two network devices: from INNER to OUTER after SECONDS, from OUTER to INNER at once. Programs
-on both sides see a single cable. The kernel passes large TCP segments whole, with a header that says how they are cut
-into packets (PACKET_VNET_HDR). So the relay keeps up with fast links. It imports only Python's standard library, to
-start quickly.
+It carries frames between two network devices: from INNER to OUTER after SECONDS and at most JITTER more, in order and
+without a share of LOSS; from OUTER to INNER at once. Programs on both sides see a single cable. The kernel passes large
+TCP segments whole, with a header that says how they are cut into packets (PACKET_VNET_HDR). So the relay keeps up with
+fast links. It imports only Python's standard library, to start quickly.
 """
 
 import collections
 import contextlib
+import random
 import select
 import socket
 import sys
@@ -40,11 +41,12 @@ def open_device(name: str) -> socket.socket:
 
 def main() -> None:
     """Opens the devices, prints "ready", and carries frames until the process is ended."""
-    ways: dict[socket.socket, tuple[socket.socket, float]] = {}  # from a device: (to this device, after these seconds)
+    # From a device: (to this device, after these seconds, and at most these more, a share that is lost).
+    ways: dict[socket.socket, tuple[socket.socket, float, float, float]] = {}
     held: dict[socket.socket, collections.deque[tuple[float, bytes]]] = {}  # from a device: (due time, frame), in order
-    for seconds, *names in zip(*[iter(sys.argv[1:])] * 3):
+    for seconds, jitter, loss, *names in zip(*[iter(sys.argv[1:])] * 5):
         inner, outer = map(open_device, names)
-        ways |= {inner: (outer, float(seconds)), outer: (inner, 0.0)}
+        ways |= {inner: (outer, float(seconds), float(jitter), float(loss)), outer: (inner, 0.0, 0.0, 0.0)}
         held |= {inner: collections.deque(), outer: collections.deque()}
     print("ready", flush=True)
     while True:
@@ -52,9 +54,11 @@ def main() -> None:
         wait = None if due is None else max(0.0, due - time.monotonic())
         for device in select.select(list(ways), [], [], wait)[0]:
             with contextlib.suppress(BlockingIOError):
+                _, seconds, jitter, loss = ways[device]
                 for _ in range(TURN):
                     frame = device.recv(LARGEST)
-                    held[device].append((time.monotonic() + ways[device][1], frame))
+                    if random.random() >= loss:
+                        held[device].append((time.monotonic() + seconds + random.uniform(0, jitter), frame))
         now = time.monotonic()
         for device, frames in held.items():
             while frames and frames[0][0] <= now:

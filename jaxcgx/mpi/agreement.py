@@ -69,8 +69,8 @@ def compare(op: str, every: Sequence[Mapping[str, str]]) -> None:
     different = [what for what in said if len({one.get(what) for one in every}) > 1]
     if not different:
         return
-    if "function" in different:
-        different = ["function"]  # each function has its own arguments
+    if "function" in different:  # each function has its own arguments
+        different = [what for what in different if what in ("function", "version of jaxcgx")]
     shown = [_difference(what, every) for what in different[:_SHOWN]]
     more = [f"and {len(different) - _SHOWN} more differences"] if len(different) > _SHOWN else []
     raise unexpected(every[0].get("function", op), "the same on every rank", "; ".join(shown + more))

@@ -284,6 +284,9 @@ class Meeting:
             sock.send(mine)
         answer = yield HELLO.size
         magic, _, process, _, *links = HELLO.unpack(answer)
+        if magic != MAGIC and magic.startswith(b"jaxcgx"):
+            theirs, ours = magic[6:].hex(), MAGIC[6:].hex()
+            raise MeetingError(f"{other} has version {theirs} of jaxcgx's protocol, this process has version {ours}")
         if magic != MAGIC or process != other.process:
             raise MeetingError(f"{other} is not that process: another one, or another version of jaxcgx, listens there")
         sock.send(self._proof(b"calls", mine, answer))

@@ -38,21 +38,22 @@ def test_arguments():
     for name, link in ("up", dict(up=0, down=1)), ("down", dict(up=1, down=-1)):
         with names(ValueError, f"Link {name} {link[name]}"):
             Link(**link)
-    with names(ValueError, "Link delay -0.1"):
-        Link(1, 1, -0.1)
+    for name, wrong in ("delay", -0.1), ("jitter", -0.1), ("loss", 1.1):
+        with names(ValueError, f"Link {name} {wrong}"):
+            Link(1, 1, **{name: wrong})
 
 
 def test_netem_delays_where_the_kernel_has_it(monkeypatch):
     said = []
     monkeypatch.setattr(network, "_run", said.append)
     monkeypatch.setattr(network, "_has_netem", lambda _: True)
-    lab = Lab(2, [Link(10**9, 10**9), Link(10**9, 10**8, 0.04)])
+    lab = Lab(2, [Link(10**9, 10**9), Link(10**9, 10**8, 0.04, jitter=0.02, loss=0.01)])
     lab._build()
     lab.change(1, Link(10**6, 10**6))
     assert lab.relay is None and not [words for words in said if "inner" in words]
     host = f"tc -n {lab.namespace(1)} qdisc"
     assert [words.removeprefix(host) for words in said if words.startswith(host)] == [
-        " add dev eth0 root handle 1: netem delay 40000us limit 1000000",
+        " add dev eth0 root handle 1: netem delay 50000us 10000us loss 1% limit 1000000",
         " add dev eth0 parent 1:1 handle 2: tbf rate 1000000000bit burst 125000 latency 400ms",
         " change dev eth0 parent 1:1 handle 2: tbf rate 1000000bit burst 16000 latency 400ms",
     ]
@@ -105,3 +106,28 @@ def test_a_cable_between_two_hosts():
         assert "dev to1" in way(0, 1) and "dev to0" in way(1, 0) and "dev eth0" in way(0, 2)
         lab.part(0, 1)
         assert "dev eth0" in way(0, 1) and "dev eth0" in way(1, 0)
+
+
+SEND = """
+for i in itertools.count():
+    s.sendto(f"{i} {time.monotonic()}".encode(), ("10.77.0.1", 5000))
+    time.sleep(0.002)
+"""
+RECEIVE = """
+for _ in range(200):
+    number, sent = s.recv(99).split()
+    print(int(number), time.monotonic() - float(sent))
+"""
+
+
+@NEEDS
+def test_packets_that_a_host_sends_are_late_or_lost():
+    begin = "import itertools, socket, time; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('', 5000))"
+    python = sys.executable, "-S", "-c"
+    with Lab(2, [Link(10**9, 10**9), Link(10**9, 10**9, 0.02, jitter=0.1, loss=0.5)]) as lab:
+        received = lab.start(0, [*python, begin + RECEIVE], stdout=subprocess.PIPE, text=True)
+        lab.start(1, [*python, begin + SEND])
+        lines = received.communicate(timeout=60)[0].splitlines()
+    numbers, delays = zip(*(map(float, line.split()) for line in lines))
+    assert 0.3 < 200 / (max(numbers) - min(numbers) + 1) < 0.7
+    assert min(delays) >= 0.02 and max(delays) - min(delays) > 0.03

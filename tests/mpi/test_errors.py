@@ -14,6 +14,7 @@ from mpi4py import MPI
 from processes import COMM
 
 from jaxcgx.mpi import ranks
+from jaxcgx.mpi.agreement import compare
 from jaxcgx.native import registration
 from jaxcgx.transports.mpi import Comm
 from jaxcgx.transports.shm import Shm
@@ -235,6 +236,16 @@ def test_communicators_are_freed_with_the_users():
     assert len(numbers) < 15
     again = COMM.Dup()  # a program that was compiled for a communicator with the same number serves this one
     np.testing.assert_array_equal(psum(jnp.ones(8), CODEC, again), N)
+
+
+def test_different_functions_of_different_versions():
+    every = [
+        {"function": op, "version of jaxcgx": version, "x": op} for op, version in (("one", "0.1"), ("two", "0.2"))
+    ]
+    with names(
+        ValueError, "one - function: one on rank 0, two on rank 1; version of jaxcgx: 0.1 on rank 0, 0.2 on rank 1"
+    ):
+        compare("one", every)
 
 
 def test_ranks_that_agree(monkeypatch):

@@ -142,13 +142,20 @@ def test_an_old_proof_opens_nothing():
         assert take(again, PROOF + 1) == bytes(PROOF)
 
 
-def test_another_version_listens():
+@pytest.mark.parametrize(
+    ("magic", "words"),
+    [
+        (b"", "another one, or another version of jaxcgx, listens there"),
+        (b"jaxcgx\x20\x01", "has version 2001 of jaxcgx's protocol, this process has version 2002"),
+    ],
+)
+def test_another_version_listens(magic, words):
     with socket.create_server(("127.0.0.1", 0)) as old, process(1) as second:
         second.call(Other(0, "127.0.0.1", old.getsockname()[1]))
         second.step(1)
         with old.accept()[0] as sock:
-            sock.sendall(bytes(HELLO.size))
-            with pytest.raises(MeetingError, match="another one, or another version of jaxcgx, listens there"):
+            sock.sendall(HELLO.pack(magic, bytes(32), 0, 0, 1, 0))
+            with pytest.raises(MeetingError, match=words):
                 second.step(1)
 
 
