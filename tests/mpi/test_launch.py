@@ -288,7 +288,7 @@ def test_variables_that_cannot_be():
         ),
         *[{}] * FULL,
     ],
-    ids=str,
+    ids=["many", *["none"] * FULL],
 )
 def test_the_example(variables):
     pytest.importorskip("sklearn", reason="needs the extra `examples`")

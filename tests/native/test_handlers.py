@@ -11,12 +11,12 @@ from jaxcgx.codecs.attribute import FIELDS
 from jaxcgx.native.layout import Layout
 
 LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
-LEAVES = (normal(100), normal(7, dtype=jnp.bfloat16))
+LEAVES = (np.asarray(normal(100)), np.asarray(normal(7, dtype=jnp.bfloat16)))
 PAYLOAD = (2, LAYOUT.chunk_bytes)
-WHERE = jnp.array([1, 0], jnp.int32)
+WHERE = np.array([1, 0], np.int32)
 SPARSE = Layout(cgx.TopK(0.1), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
-LISTS = jnp.zeros((2, SPARSE.chunk_bytes), jnp.uint8)
-LOST = (jnp.zeros(100), jnp.zeros(7))
+LISTS = np.zeros((2, SPARSE.chunk_bytes), np.uint8)
+LOST = (np.zeros(100, np.float32), np.zeros(7, np.float32))
 NEW = [((100,), "float32"), ((7,), "float32")]
 
 
@@ -61,9 +61,9 @@ def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
             call("encode", LEAVES, [(PAYLOAD, "uint8")], codec=wrong)
 
 
-BYTES = jnp.zeros(PAYLOAD, jnp.uint8)
+BYTES = np.zeros(PAYLOAD, np.uint8)
 BOTH = [((100,), "float32"), ((7,), "bfloat16")]
-DRAWS = dict(operands=(*LEAVES, jnp.zeros(2, jnp.uint32)), codec=codec(stochastic=1))
+DRAWS = dict(operands=(*LEAVES, np.zeros(2, np.uint32)), codec=codec(stochastic=1))
 FED = dict(operands=[BYTES, WHERE, *LOST], results=[(PAYLOAD[1:], "uint8"), *NEW], feedback=True)
 # A right call of each operation, which the rows of WRONG change.
 RIGHT = {
@@ -115,7 +115,7 @@ WRONG = {
         (dict(divisor=np.float32(0)), "divisor is not a positive number"),
         (dict(divisor=np.float32(2**-127)), "2^-126 or more"),
         (dict(results=NEW, encoded=False), "expected one chunk for a sum that is not encoded, got 2"),
-        (dict(operands=[BYTES, jnp.array([1, 5], jnp.int32), *LEAVES], own=True), "own rank 5 of 2"),
+        (dict(operands=[BYTES, np.array([1, 5], np.int32), *LEAVES], own=True), "own rank 5 of 2"),
         (FED | dict(operands=[BYTES, WHERE]), "operands: got 2, expected 4"),
         (FED | dict(results=[(PAYLOAD[1:], "uint8")]), "results: got 1, expected 3"),
         (FED | dict(operands=[BYTES, WHERE, *LEAVES]), "residual 1 has another dtype"),

@@ -29,8 +29,8 @@ def start(before, steps, runs, *changes, script=TRAIN, **more):
     return subprocess.Popen([str(word) for word in line], env=os.environ | more, **pipes)
 
 
-def local(steps, runs, *changes):
-    return [start([sys.executable], steps, runs, "--devices=3", *changes)]
+def local(steps, runs, *changes, **more):
+    return [start([sys.executable], steps, runs, "--devices=3", *changes, **more)]
 
 
 def mpirun(steps, runs, *changes, script=TRAIN):
@@ -108,7 +108,7 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
     assert lines(second) and second.returncode
 
 
-@pytest.mark.parametrize("begin", [mpirun, distributed])
+@pytest.mark.parametrize("begin", [local, mpirun, distributed])
 def test_bad_checkpoints(train, tmp_path, begin):
     """A full disk ends all processes. One line says why, and the last good checkpoint stays.
 

@@ -11,7 +11,6 @@ import sys
 import tomllib
 import types
 
-import jax
 import pytest
 from helpers import load_script, run
 
@@ -38,19 +37,6 @@ def test_a_first_run(train, tmp_path):
     # The command runs as printed. With a wrong value, it reaches the config and stops there.
     ended = run(*command, "--config.train.stepz=1", status=None)
     assert ended.stderr.startswith("train.py: config.train.stepz: there is no such key")
-
-
-def test_a_full_disk_is_one_line(train, tmp_path):
-    """Other programs fill the disk while Orbax writes. The last good checkpoint stays."""
-    arguments = f"--config={RECIPES}/configs/digits/mlp.py", "--config.train.save_every=2", f"--runs={tmp_path}"
-    first = train.config.parse([*arguments, "--config.train.steps=2"])
-    train.train(first, train.launch.over_devices(jax.devices()[:2]))
-    probe = pathlib.Path(__file__).with_name("full_probe.py")
-    line = [sys.executable, probe, "PyTreeCheckpointHandler", *arguments, "--config.train.steps=3"]
-    done = run(*line, status=1)
-    why = "can't save the checkpoint of step 3: File too large; the last good one is that of step 2"
-    assert re.fullmatch(rf"train\.py: .*/checkpoints: {why}\n", done.stderr)
-    assert [path.name for path in tmp_path.glob("*/checkpoints/*") if path.name.isdigit()] == ["2"]
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):

@@ -123,9 +123,8 @@ def test_bad_specs(row):
     refused(*row, run=lambda given: step_of(batch=given)(BATCH))
 
 
-MASK = jnp.float32(
-    [0 if i in (0, 1, 5) or i > 10 else 0.1 + 0.06 * i for i in range(16)]
-)  # the last rank has no weight
+# The last rank has no weight.
+MASK = jnp.float32([0 if i in (0, 1, 5) or i > 10 else 0.1 + 0.06 * i for i in range(16)])
 
 
 def sums(w, batch):

@@ -257,12 +257,12 @@ def test_a_mask_of_weight_decay():
         given = dict(weight_decay=weight_decay, weight_decay_mask=mask, nesterov=True, min_size=36)
         optimizer = optax.chain(cgx.compress_gradients("data", cgx.DGC(0.05, **given)), optax.sgd(RATE))
 
+        def step(carry, grads):
+            updates, state = optimizer.update({"all": grads}, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
         def rank(grads):
-            p, state = params, optimizer.init(params)
-            for t in range(4):
-                updates, state = optimizer.update({"all": {k: g[t] for k, g in grads.items()}}, state, p)
-                p = optax.apply_updates(p, updates)
-            return p["all"]
+            return jax.lax.scan(step, (params, optimizer.init(params)), grads)[0][0]["all"]
 
         return jax.jit(jax.vmap(rank, axis_name="data"))(grads)
 

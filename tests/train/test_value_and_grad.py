@@ -601,6 +601,10 @@ def first(exchange, ranks=RANKS):
     return cgx.value_and_grad(loss_fn, "data", exchange, mesh=mesh_of(AxisType.Auto, ("data", ranks))).init(PARAMS)
 
 
+def of_eight():
+    asked(plan=FED, given=dict(state=first(FED, 8)))
+
+
 def constrained(sharding):
     loss = lambda p, x: loss_fn(p, lax.with_sharding_constraint(x, sharding))
     return jax.jit(lambda x: asked(loss, batch=(x,))).trace(X)
@@ -614,7 +618,6 @@ def closing_over_shards():
 
 FED, UNUSED = cgx.Feedback(CODEC), cgx.Feedback(cgx.Plan(CODEC, rules=[("none", CODEC)]))
 SHARDED = place(mesh_of(AxisType.Auto), jnp.ones(8))
-EIGHT = dict(plan=FED, given=dict(state=first(FED, 8)))
 pair = lambda p, x: (loss_fn(p, x), 1.0)
 vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
 matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
@@ -648,7 +651,7 @@ BAD_CALLS = {
         (lambda: asked(batch=()), ValueError, "batch_specs", "none", "argument"),
         (lambda: asked(params=SHARDED), ValueError, "params [0]", "one sharded", "docs/fsdp.md"),
         (lambda: asked(plan=FED), ValueError, "state", "none"),
-        (lambda: asked(**EIGHT), ValueError, "state .own.residuals['b']", "float32[8, 40]", "jaxcgx.restore_state"),
+        (of_eight, ValueError, "state .own.residuals['b']", "float32[8, 40]", "jaxcgx.restore_state"),
         (lambda: asked(given=dict(state=PARAMS)), ValueError, "state", "some", "jaxcgx.Feedback(plan)"),
         (lambda: asked(batch_specs=P("model")), ValueError, "batch_specs [0][0]", "'model'"),
         (lambda: asked(batch_specs=P(None, None, "data")), ValueError, "batch_specs [0][0]", "P"),
