@@ -9,6 +9,7 @@ import importlib
 import json
 import pathlib
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def over_mpi():
     nodes, x = cgx.mpi.hierarchy(), numbers(MPI.COMM_WORLD.rank)
     yield "broadcast", lambda: cgx.mpi.broadcast(x)
     yield "compared mean", lambda: jax.jit(lambda x: mean(x, MPI.COMM_WORLD, cgx.MaxMin(4), "two_shot"))(x)
-    module = importlib.import_module("jaxcgx.mpi.calls" if NEW else "jaxcgx.mpi.functions")
+    module = importlib.import_module("jaxcgx.mpi.ranks" if NEW else "jaxcgx.mpi.functions")
     module.greet = lambda *_: None
     for name, over in ("MPI", MPI.COMM_WORLD), ("memory", nodes):
         for case, how in MEANS.items():
@@ -119,6 +120,9 @@ def main():
             broken = found[name] if over == "Tcp" else ""
     rank = words[1] if words else importlib.import_module("mpi4py.MPI").COMM_WORLD.rank
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(dict(path=cgx.__file__, found=found)))
+    begun = time.monotonic()  # JAX kills a process that still waits for a rank that has ended
+    while broken and len(list(pathlib.Path(folder).glob("*.json"))) < int(words[2]) and time.monotonic() < begun + 120:
+        time.sleep(1)
 
 
 if __name__ == "__main__":

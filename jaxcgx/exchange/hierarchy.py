@@ -71,8 +71,7 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[Begun, Message]:
 def end(begun: Begun, stages: Stages, message: Message, later: bool) -> Message:
     """Ends the exchange of a message. Returns the sums with the new residuals.
 
-    `message` has the residuals from `begin`. Its leaves are only read for their shapes and dtypes. `later` says whether
-    the program may be later than that of `begin`.
+    `message` has the residuals from `begin`. Its leaves are only read for their shapes and dtypes. `later`: as in `Way`.
     """
     outer, before = begun
     if stages[1:]:

@@ -154,17 +154,13 @@ def travel_with(
 ) -> Travel:
     """Returns how a tree travels with a carry, after a check that the carry fits it and that the plan allows feedback.
 
-    Args:
-      carry: the carry.
-      routes: the routes of the tree.
-      net: the transport.
-      way: what the caller wants.
-      x: the tree, if its leaves must vary over the ranks.
-      argument: what errors call the tree.
-      backward: the routes of the transpose.
+    The leaves of `x` must vary over the ranks. Errors call the tree `argument`. `backward` are the routes of the
+    transpose.
     """
     _check_trees(carry, routes, argument)
-    travel = routes.over(net, way._replace(fed=not way.dims and routes.feeds_raw(carry.residuals)), backward)
+    pairs = zip(routes.leaves, routes.each(carry.residuals))
+    fed = any(r is not None and route.why_raw is not None and route.dtype.itemsize == 2 for route, r in pairs)
+    travel = routes.over(net, way._replace(fed=fed and not way.dims), backward)
     if x is not None:
         leaves = [(route.path, leaf) for route, leaf in zip(routes.leaves, routes.each(x)) if not route.skipped]
         check_varying(routes.op, net.names, [path for path, _ in leaves], [leaf for _, leaf in leaves], argument)

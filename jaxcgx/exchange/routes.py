@@ -134,11 +134,6 @@ class Routes:
         """Returns the entries of a tree like this one as a list. For None, returns a list with None for every leaf."""
         return [None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree)
 
-    def feeds_raw(self, residuals: PyTree) -> bool:
-        """Returns whether leaves of 16 bits that travel raw have residuals, the `fed` of a `Way`."""
-        pairs = zip(self.leaves, self.each(residuals))
-        return any(r is not None and route.why_raw is not None and route.dtype.itemsize == 2 for route, r in pairs)
-
     def carry(self, *, residuals: bool = True, momentum: bool = False) -> Carry:
         """Returns the shapes of a rank's state: residuals and momentum of leaves that are compressed, and factors."""
 

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import at, callers_level, spell_array, unexpected
-from jaxcgx.native.rules import define_impl, one_of_same
+from jaxcgx.native.rules import define_impl
 from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
 
 # It means mpi4py.MPI.Intracomm. `pyright --verifytypes` doesn't see the types in mpi4py's extension module.
@@ -220,7 +220,9 @@ def _explain(mine: Any, net: Net) -> None:
 
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, net: Net) -> tuple[list[jax.Array], list[int]]:
-    return greet_p.bind(one_of_same(operands[0], dims[0]), net=net), []
+    # The vmap of a lax.cond with a mapped predicate gives all operands a dimension, also constants.
+    words = operands[0] if dims[0] is None else lax.index_in_dim(operands[0], 0, dims[0], keepdims=False)
+    return greet_p.bind(words, net=net), []
 
 
 define_impl(greet_p)

@@ -64,9 +64,8 @@ def _connect(devices: int, timeout: float, links: Links) -> None:
     secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # The coordinator runs in process 0, so every process reaches that host at the coordinator's address.
     host = _host(coordinator) if process else ""
-    with Meeting(
-        process, processes, secret, [host] if host else _own(address), links=links, devices=devices
-    ) as meeting:
+    hosts = [host] if host else _own(address)
+    with Meeting(process, processes, secret, hosts, links=links, devices=devices) as meeting:
         store.key_value_set(f"jaxcgx/tcp/{process}", f"{meeting.port} {host}")
         unknown, look, deadline = set(range(process)), 0.0, time.monotonic() + timeout
         while meeting.missing:

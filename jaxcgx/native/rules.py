@@ -93,14 +93,6 @@ def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | No
     return moved
 
 
-def one_of_same(x: jax.Array, dim: int | None) -> jax.Array:
-    """Returns an operand without its batch dimension, along which it is the same.
-
-    The vmap of a lax.cond with a mapped predicate gives all operands such a dimension, also constants.
-    """
-    return x if dim is None else lax.index_in_dim(x, 0, dim, keepdims=False)
-
-
 def batch_rule(
     primitive: Primitive,
     operands: Sequence[Any],
@@ -115,7 +107,7 @@ def batch_rule(
     return results, [0] * len(results)
 
 
-def exchange_aval(x: Any, *who: Any, operation: str, net: Any, **params: object) -> tuple[Any, frozenset[Any]]:
+def exchange_aval(x: Any, *, operation: str, net: Any, **params: object) -> tuple[Any, frozenset[Any]]:
     """The abstract evaluation of an engine's exchange of x among the ranks of the transport `net`."""
     shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
     return _compat.result_aval([x], shape, x.dtype), net.effects
@@ -124,10 +116,9 @@ def exchange_aval(x: Any, *who: Any, operation: str, net: Any, **params: object)
 def batch_exchange(
     primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: object
 ) -> tuple[jax.Array, int]:
-    """The batching rule of an engine's exchange of the first operand: one exchange of longer rows."""
+    """The batching rule of an engine's exchange: one exchange of longer rows."""
     before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))  # behind the ranks
-    x, rest = jnp.moveaxis(operands[0], dims[0], before), map(one_of_same, operands[1:], dims[1:])
-    return primitive.bind(x, *rest, operation=operation, **params), after
+    return primitive.bind(jnp.moveaxis(operands[0], dims[0], before), operation=operation, **params), after
 
 
 def zero_jvp(primitive: Primitive) -> Rule:

@@ -58,12 +58,8 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
     """
     mesh = _compat.mesh_of(ctx)
     if mesh is None:
-        raise unexpected(
-            "Tcp",
-            "to be told which devices the mesh has",
-            "an abstract mesh",
-            "pass jax.shard_map the mesh itself, or set it with jax.set_mesh",
-        )
+        remedy = "pass jax.shard_map the mesh itself, or set it with jax.set_mesh"
+        raise unexpected("Tcp", "to be told which devices the mesh has", "an abstract mesh", remedy)
     devices = list(mesh.devices.flat)
     numbers = _numbers(devices[0].platform)
     connect(1 + max(numbers.values()), net.timeout, net.links)

@@ -96,11 +96,9 @@ def _first(axis_name: AxisName, axis_size: int | None, init: Any) -> ExchangeSta
     found = math.prod(mesh.shape[n] for n in names) if names and all(n in mesh.shape for n in names) else None
     varying, size = frozenset[Any](), axis_size or found
     try:
-        varying, size, found = (
-            _compat.tracked_axes(transport_over_axes(OP, axis_name).names) if names else varying,
-            1,
-            None,
-        )
+        if names:
+            varying = _compat.tracked_axes(transport_over_axes(OP, axis_name).names)
+        size, found = 1, None
     except NameError:
         if size is None:
             remedy = (
