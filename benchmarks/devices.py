@@ -26,15 +26,15 @@ from jaxcgx.lab import Lab, signals_raise, why_not
 CODEC, MIB, LEAVES = cgx.MaxMin(4), 64, 16
 SHARE = 0.9  # goal: the share of the ideal time with the best plan of two devices
 LIMIT = 900  # seconds
-TCP = cgx.Tcp("data")
+TCP, LOCAL = cgx.Tcp("data"), cgx.Tcp("local")
 
 
 def flat(codec, **fields):
     return (TCP, "local"), cgx.Plan.every(codec, **fields)
 
 
-def by_axis(codec, inner=cgx.Tcp("local"), **fields):
-    return (TCP, inner), cgx.Plan.every({"data": codec, "local": cgx.Raw()}, **fields)
+def by_axis(codec, local=LOCAL, **fields):
+    return (TCP, local), cgx.Plan.every({"data": codec, "local": cgx.Raw()}, **fields)
 
 
 # {name: (devices of a process, axes, plan or None for lax.psum)}. A message of fewer leaves begins sooner: while it
@@ -47,7 +47,7 @@ PROGRAMS = {
     "2 devices, Raw(), by axis, messages of 8 MiB": (2, *by_axis(cgx.Raw(), fusion_mb=8)),
     "2 devices, 4 bits, over all ranks": (2, *flat(CODEC)),
     "2 devices, 4 bits, by axis": (2, *by_axis(CODEC)),
-    "2 devices, 4 bits, by axis, local by Gloo": (2, *by_axis(CODEC, inner="local")),
+    "2 devices, 4 bits, by axis, local by Gloo": (2, *by_axis(CODEC, local="local")),
     "2 devices, 4 bits, by axis, messages of 16 MiB": (2, *by_axis(CODEC, fusion_mb=16)),
     "2 devices, 4 bits, by axis, messages of 8 MiB": (2, *by_axis(CODEC, fusion_mb=8)),
 }

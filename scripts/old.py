@@ -87,7 +87,7 @@ def compare(found, expected, same):
     return dict(
         calls=len(expected[0]),
         equal=len(expected[0]) - len(differ),
-        refused=[f"{name}: {why}" for name, why in refused.items()],
+        refused=[f"{list(refused.values()).count(why)} calls: {why}" for why in dict.fromkeys(refused.values())],
         wrong=[f"{name}: {said}" for name, said in differ.items() if name not in refused],
     )
 

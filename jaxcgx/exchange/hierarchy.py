@@ -43,7 +43,7 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
     return _with_losses(done, carried.residuals, message.residuals)
 
 
-class Begun(NamedTuple):
+class BegunMessage(NamedTuple):
     """A message on its way over its outermost stage."""
 
     outer: Any  # the sum that the transport has begun
@@ -56,22 +56,22 @@ def can_begin(stages: Stages, how: Sum) -> bool:
     return not alone and not stages[0].codec.low_rank and schedules.is_piecewise(stages[0])
 
 
-def begin(stages: Stages, message: Message, how: Sum) -> tuple[Begun, Message]:
+def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Message]:
     """Exchanges a message over the inner stages, and begins its exchange over the outermost one.
 
     It has the same bits as `allreduce`. Returns (what has begun, the message with the residuals for `end`).
     """
     if stages[1:]:
         carried = _carried(message)
-        return Begun(schedules.begin(stages[0], _inwards(stages, carried, how), how), message.residuals), carried
+        return BegunMessage(schedules.begin(stages[0], _inwards(stages, carried, how), how), message.residuals), carried
     begun = schedules.begin(stages[0], message, how)
-    return Begun(dataclasses.replace(begun, residuals=None), None), message.replace(residuals=begun.residuals)
+    return BegunMessage(dataclasses.replace(begun, residuals=None), None), message.replace(residuals=begun.residuals)
 
 
-def end(begun: Begun, stages: Stages, message: Message, later: bool) -> Message:
+def end(begun: BegunMessage, stages: Stages, message: Message, later: bool) -> Message:
     """Ends the exchange of a message. Returns the sums with the new residuals.
 
-    `message` has the residuals from `begin`. Its leaves are only read for their shapes and dtypes. `later`: as in `Way`.
+    `message` has the residuals from `begin`. Its leaves are read for their shapes and dtypes only.
     """
     outer, before = begun
     if stages[1:]:

@@ -27,7 +27,7 @@ from jaxcgx.typing import Key, PyTree
 class Ticket:
     """A sum that has begun. It must be ended once, in this program or, with `Way.later`, in a later one."""
 
-    begun: dict[int, hierarchy.Begun]  # {number of the envelope: its message on its way}
+    begun: dict[int, hierarchy.BegunMessage]  # {number of the envelope: its message on its way}
     held: dict[int, jax.Array]  # {number of the leaf: leaf that `end` sends}
     key: Key | None  # the key of the noise
     travel: Travel
@@ -154,8 +154,7 @@ def travel_with(
 ) -> Travel:
     """Returns how a tree travels with a carry, after a check that the carry fits it and that the plan allows feedback.
 
-    The leaves of `x` must vary over the ranks. Errors call the tree `argument`. `backward` are the routes of the
-    transpose.
+    The leaves of `x` must vary over the ranks. Errors call the tree `argument`. `backward`: as in `Routes.over`.
     """
     _check_trees(carry, routes, argument)
     pairs = zip(routes.leaves, routes.each(carry.residuals))

@@ -174,8 +174,7 @@ class Feedback:
         given = Carry(own.residuals, own.momentum, shared.factors)
         ticket, carry = begin(grads, given, travel, self._key(shared, travel))
         sent = SentGradients(ticket, grads if self.telemetry else None, before)
-        own = Carry(carry.residuals, carry.momentum)
-        return sent, ExchangeState(own, shared._replace(factors=carry.factors))
+        return sent, ExchangeState(Carry(carry.residuals, carry.momentum), shared._replace(factors=carry.factors))
 
     def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         own, shared, sent = state.own, state.shared, ticket

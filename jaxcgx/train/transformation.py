@@ -73,6 +73,12 @@ def compress_gradients(
             remedy = "leave it out: exchanges over MPI wait for one another, and a process has a row"
             raise wrong(OP, name, "None between the processes of mpirun", repr(given), remedy)
     way = Way(order=None if order is None else _check_order(order))
+    remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
+    if not over_mpi:
+        remedy = (
+            f"shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; under jax.pmap, "
+            "make it with axis_size=1; one of another number of ranks is for jaxcgx.reshard_state"
+        )
 
     def init(params: Params) -> ExchangeState:
         params = _check_arrays("params", params)
@@ -83,7 +89,7 @@ def compress_gradients(
     ) -> tuple[PyTree, ExchangeState]:
         net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _check_arrays("updates", updates)
-        check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), _remedy(axis_name))
+        check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), remedy)
         return send(exchange, grads, state, At(net, params, value, way))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -120,15 +126,6 @@ def _first(axis_name: AxisName, axis_size: int | None, init: Any) -> ExchangeSta
         return ExchangeState(of(P(names))(state.own), of(P())(state.shared))
 
     return jax.jit(sharded)() if size == found else fresh()  # with jit, no device ever holds the rows of all ranks
-
-
-def _remedy(axis_name: AxisName) -> str:
-    if is_communicator(axis_name):
-        return "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
-    return (
-        f"shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; under jax.pmap, make "
-        "it with axis_size=1; one of another number of ranks is for jaxcgx.reshard_state"
-    )
 
 
 def _check_arrays(argument: str, tree: PyTree) -> PyTree:

@@ -32,7 +32,6 @@ T = TypeVar("T")
 OP = "Differential"
 LEVELS = 8  # the number of shares that an adaptive share is rounded to
 SHORT = MaxMin(4)  # the codec of the other blocks with rest="quantize"
-RAW = Plan.every(Raw())
 LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with these numbers
 
 
@@ -297,7 +296,9 @@ class Transmission:
             return found
         row = after(behind, jnp.concatenate(present))  # all leaves in one small message
         # Each rank of a center sends its share of the center's sum to the other centers.
-        mean, _ = reduce(row, Carry(), Routes.of(OP, RAW, row, [self._outermost(Raw())]).over(self.at.net), None)
+        mean, _ = reduce(
+            row, Carry(), Routes.of(OP, Plan.every(Raw()), row, [self._outermost(Raw())]).over(self.at.net), None
+        )
         ends = itertools.accumulate(0 if x is None else x.size for x in found)
         parts = each(lambda x, end: mean[end - x.size : end], found, list(ends))
         return each(average, self.leaves_of(self.shared.contributions), parts)
