@@ -20,7 +20,11 @@ from jaxcgx.train.exchange import At, Number
 from jaxcgx.train.momentum import Momentum
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
+from jaxcgx.transports.network import Network
 from jaxcgx.typing import PyTree
+
+# The fields of a `Plan` that say how messages travel.
+TRAVEL = ("schedule", "own", "leader", "strict", "fusion_mb", "prefer", "network")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +70,7 @@ class WarmUp:
 class Sparse(Momentum, abc.ABC):
     """A `Momentum` that makes its plan of its fields, at once.
 
-    Over several axes, the plan compresses over the outermost axis alone.
-
-    Args:
-      schedule: as in `Plan`.
-      own: as in `Plan`.
-      leader: as in `Plan`.
-      strict: as in `Plan`.
-      fusion_mb: as in `Plan`.
+    Over several axes, the plan compresses over the outermost axis alone. The fields of `TRAVEL` are those of a `Plan`.
     """
 
     plan: Any = dataclasses.field(init=False, repr=False, compare=False)
@@ -86,6 +83,8 @@ class Sparse(Momentum, abc.ABC):
     leader: bool = False
     strict: bool = False
     fusion_mb: float | None = None
+    prefer: str | None = None  # None: "time" or, for GeoMX's plans, "bytes"
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.warm_up, WarmUp | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -104,8 +103,7 @@ class Sparse(Momentum, abc.ABC):
 
     @property
     def _fields(self) -> dict[str, Any]:
-        """The fields of a plan that say how messages travel."""
-        return {name: getattr(self, name) for name in ("schedule", "own", "leader", "strict", "fusion_mb")}
+        return {name: value for name in TRAVEL if (value := getattr(self, name)) is not None}
 
     @abc.abstractmethod
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
@@ -139,7 +137,8 @@ class DGC(Sparse):
       clip_norm: the largest norm of a leaf.
       clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
         divided by the number of ranks, is clipped to ranks**-0.5 times this limit.
-    The other arguments are those of `Momentum`, and `schedule`, `own`, `leader`, `strict` and `fusion_mb` of a `Plan`.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel: `schedule`, `own`,
+    `leader`, `strict`, `fusion_mb`, `prefer` and `network`.
     """
 
     ratio: float = 0.001
@@ -217,7 +216,8 @@ class BSC(Sparse):
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
       select: how the largest elements are found, as in `TopK`.
-    The other arguments are those of `Momentum`, and `schedule`, `own`, `leader`, `strict` and `fusion_mb` of a `Plan`.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel: `schedule`, `own`,
+    `leader`, `strict`, `fusion_mb`, `prefer` and `network`.
     """
 
     threshold: float = 0.01
@@ -242,7 +242,7 @@ class BSC(Sparse):
         fields = sparsification(
             self.op, share, self.size_bound, names or None, pull=self.pull, select=self.select, tiny=self._tiny
         )
-        return Plan(**fields, **self._fields)
+        return Plan(**{**fields, **self._fields})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -333,3 +333,12 @@ def test_sparse_local_steps():
     )
     assert dense < 0.1 * start and sparse < 0.2 * start and sparse < 0.8 * forgetful
     assert codec.wire_bytes((30, 40), jnp.float32) < 4800 / 50
+
+
+@pytest.mark.parametrize("kind", [cgx.DGC, cgx.BSC, cgx.MPQ])
+def test_fields_that_say_how_messages_travel(kind):
+    fields = dict(schedule="one_shot", own="encoded", strict=True, fusion_mb=2, network=cgx.Network(1e7))
+    for prefer in "time", "bytes":
+        plan = kind(**fields, prefer=prefer).phases[0].plan
+        assert {name: getattr(plan, name) for name in (*fields, "prefer")} == fields | dict(prefer=prefer)
+    assert kind().phases[0].plan.prefer == ("time" if kind is cgx.DGC else "bytes")
