@@ -1,6 +1,6 @@
 """mutate.py: changes one place of the package at a time, and looks whether a test fails.
 
-    python scripts/mutate.py [--count 150] [--seed 0] [--minutes 150] [--only NUMBER ...]
+    python scripts/mutate.py --count 150 --seed 0 --minutes 150
 
 Mutants are drawn by the seed over all modules, each module as likely as it has places. A mutant is killed by the first
 test that fails. Tests that mirror the module come first, then those of its folder, then those of everything. Results

@@ -121,6 +121,7 @@ EXPECTED = (
     *("needs a GPU", "needs nvcc", "needs JAX's CUDA plugin", "this build has", "this processor does not run"),
     *("needs 2 ranks", "needs 3 ranks", "needs 4 ranks", "starts mpirun itself", "a matter of programs, not of ranks"),
     *("jax 0.9 can't lower", "jax.grad of a product", "JAX has mutual TLS", "JAX keeps all names"),
+    "runs in the full tests",
     *("network namespaces need root", "no network namespaces here", "install iproute2", "malloc is not glibc's"),
 )
 

@@ -68,4 +68,5 @@ def test_exchanges_that_are_custom_calls():
         ("all-to-all", (("u8", 3200),), 4, "MPI"),
         ("all-gather", (("u8", 800),), 4, "MPI"),
     ]
-    assert hlo.collectives(CALLS)[0].name == "sum"
+    first = hlo.collectives(CALLS)[0]
+    assert first.name == "sum" and first.groups == ((0, 2), (1, 3))
