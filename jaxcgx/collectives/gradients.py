@@ -18,13 +18,11 @@ def vary(x: PyTree, names: tuple[AxisName, ...]) -> PyTree:
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def own(function: str, argument: str, names: tuple[AxisName, ...], loss: PyTree) -> PyTree:
+def _own(function: str, argument: str, names: tuple[AxisName, ...], loss: PyTree) -> PyTree:
     """Returns the loss. If it is differentiated, its type must vary over the ranks. A constant isn't checked."""
     return loss
 
 
-@own.defjvp
 def _own_jvp(
     function: str, argument: str, names: tuple[AxisName, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
@@ -33,6 +31,10 @@ def _own_jvp(
         got = f"one that is the same on every rank of {', '.join(map(repr, same))}"
         raise wrong(function, argument, "this rank's own loss", got, "take the pmean out of the loss")
     return *primals, *tangents
+
+
+own: Any = jax.custom_jvp(_own, nondiff_argnums=(0, 1, 2))
+own.defjvp(_own_jvp)
 
 
 def local_value_and_grad(

@@ -60,8 +60,10 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
     if mesh is None:
         remedy = "pass jax.shard_map the mesh itself, or set it with jax.set_mesh"
         raise unexpected("Tcp", "to be told which devices the mesh has", "an abstract mesh", remedy)
-    devices = list(mesh.devices.flat)
-    numbers = _numbers(devices[0].platform)
+    devices, found, numbers = list(mesh.devices.flat), collections.Counter[int](), dict[int, int]()
+    for device in jax.devices(devices[0].platform):
+        numbers[device.id] = found[device.process_index]
+        found[device.process_index] += 1
     connect(1 + max(numbers.values()), net.timeout, net.links)
     along = [mesh.axis_names.index(name) for name in net.names]
     places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
@@ -73,15 +75,6 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
         ordinals=np.array([device.id for device in devices], np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
     )
-
-
-def _numbers(platform: str) -> dict[int, int]:
-    """Returns the number of each device in its process, by the device's id."""
-    found, numbers = collections.Counter[int](), dict[int, int]()
-    for device in jax.devices(platform):
-        numbers[device.id] = found[device.process_index]
-        found[device.process_index] += 1
-    return numbers
 
 
 def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:

@@ -206,12 +206,15 @@ class OverMesh(Division):
 
     def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
         super().__init__(lambda: transport_over_axes(OP, axis), batch_specs, axis)
-        self.mesh, self.rows = mesh, P(self.names)
-        self.size = math.prod(mesh.shape[name] for name in self.names)
+        self.mesh: Any = mesh
+        self.rows: P = P(self.names)
+        self.size: int = math.prod(mesh.shape[name] for name in self.names)
         self.others: set[Any] = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
         self.explicit: bool = AxisType.Explicit in mesh.axis_types
-        self.spread = self.explicit
-        self.remedy = f"shard the state over {axis!r}; a state of another number of ranks is for jaxcgx.reshard_state"
+        self.spread: bool = self.explicit
+        self.remedy: str = (
+            f"shard the state over {axis!r}; a state of another number of ranks is for jaxcgx.reshard_state"
+        )
 
     def numbers(self) -> jax.Array:
         return jnp.arange(self.size)

@@ -160,21 +160,21 @@ class ShardedMesh(OverMesh):
 
     def __init__(self, mesh: Mesh, sharding: Sharding, gather: Plan, *, keep: bool = True) -> None:
         super().__init__(mesh, sharding.axis, sharding.batch)
-        names, self.spread = self.names, True
+        self.spread: bool = True
         # The specs of the optimizer's state, a tree like the parameters; those of whole parameters are over other axes.
         self.state: Specs = sharding.params if sharding.optimizer is None else sharding.optimizer
         self._check_specs(sharding)
-        self.whole: Specs = jax.tree_util.tree_map(lambda spec: beside(spec, names), self.state, is_leaf=is_spec)
+        self.whole: Specs = jax.tree_util.tree_map(lambda spec: beside(spec, self.names), self.state, is_leaf=is_spec)
         self.params: Specs = self.whole if sharding.params is None else sharding.params
-        self.params_cut: Cut = Cut.of(self.params, names)
-        self.state_cut: Cut = Cut.of(self.state, names)  # of gradients, updates and the optimizer's state
-        self.dims = self.state_cut.dimensions if self.state_cut else ()
-        self.params_specs = self.params_cut.specs(names)
-        self.shard_axes = tuple(named(spec) for _, spec in flatten_specs(self.whole)[0])
+        self.params_cut: Cut = Cut.of(self.params, self.names)
+        self.state_cut: Cut = Cut.of(self.state, self.names)  # of gradients, updates and the optimizer's state
+        self.dims: tuple[int | None, ...] = self.state_cut.dimensions if self.state_cut else ()
+        self.params_specs: Specs = self.params_cut.specs(self.names)
+        self.shard_axes: tuple[tuple[Any, ...], ...] = tuple(named(spec) for _, spec in flatten_specs(self.whole)[0])
         self.gather: Plan = gather  # of parameters or of updates
         self.regather: bool = sharding.regather
         self.keep: bool = keep  # whether the errors of gathered updates are kept
-        self.noisy = self.gather.stochastic
+        self.noisy: bool = self.gather.stochastic
         # `check` checks with all leaves that each rule matches a leaf. Gathers have only some of the leaves.
         optional = [dataclasses.replace(rule, optional=True) for rule in self.gather.rules]
         self.loose: Plan = dataclasses.replace(self.gather, rules=optional)

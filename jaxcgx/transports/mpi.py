@@ -169,7 +169,9 @@ class NodeLeaders(Leaders):
     def __init__(self, cross: Comm, inner: Comm | SharedMemory) -> None:
         self.cross: Comm = cross
         self.inner: Comm | SharedMemory = inner
-        self.size, self.rank, self.speaks = cross.size, cross.rank, inner.rank == 0
+        self.size: int = cross.size
+        self.rank: int = cross.rank
+        self.speaks: bool = inner.rank == 0
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         return self.cross.all_to_all(rows) if self.speaks else rows

@@ -122,7 +122,7 @@ class AxesLeaders(base.Leaders):
         self.everybody: Axes = everybody
         self.outer: Axes = outer
         self.inner: Axes = inner
-        self.size = outer.size
+        self.size: Any = outer.size
 
     def labelled(self, label: int) -> "AxesLeaders":
         return AxesLeaders(self.everybody.labelled(label), self.outer.labelled(label), self.inner)
