@@ -137,7 +137,7 @@ class DGC(Sparse):
       clip_norm: the largest norm of a leaf.
       clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
         divided by the number of ranks, is clipped to ranks**-0.5 times this limit.
-    The other arguments are those of `Momentum`, and the fields of a `Plan` that say how messages travel (`schedule` ...).
+    The other arguments are those of `Momentum`, and those fields of a `Plan` that say how messages travel.
     """
 
     ratio: float = 0.001
@@ -215,7 +215,7 @@ class BSC(Sparse):
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
       select: how the largest elements are found, as in `TopK`.
-    The other arguments are those of `Momentum`, and the fields of a `Plan` that say how messages travel (`schedule` ...).
+    The other arguments are those of `Momentum`, and those fields of a `Plan` that say how messages travel.
     """
 
     threshold: float = 0.01
