@@ -137,7 +137,8 @@ class DGC(Sparse):
       clip_norm: the largest norm of a leaf.
       clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
         divided by the number of ranks, is clipped to ranks**-0.5 times this limit.
-    The other arguments are those of `Momentum`, and those fields of a `Plan` that say how messages travel.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel: `schedule`, `own`,
+    `leader`, `strict`, `fusion_mb`, `prefer` and `network`.
     """
 
     ratio: float = 0.001
@@ -215,7 +216,8 @@ class BSC(Sparse):
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
       select: how the largest elements are found, as in `TopK`.
-    The other arguments are those of `Momentum`, and those fields of a `Plan` that say how messages travel.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel: `schedule`, `own`,
+    `leader`, `strict`, `fusion_mb`, `prefer` and `network`.
     """
 
     threshold: float = 0.01
