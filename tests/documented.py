@@ -61,8 +61,9 @@ def named_on_pages(module):
 
 
 def lines(text):
-    """Returns the names that the sections of a docstring explain."""
-    return {name.lstrip("*") for name in re.findall(r"^ {2}(\*{0,2}\w+):", inspect.cleandoc(text), re.MULTILINE)}
+    """Returns the names that the sections of a docstring explain. A line may explain several, as in "a, b: ..."."""
+    found = re.findall(r"^ {2}((?:\*{0,2}\w+, )*\*{0,2}\w+):", inspect.cleandoc(text), re.MULTILINE)
+    return {name.lstrip("*") for names in found for name in names.split(", ")}
 
 
 def missing_arguments(name, function):

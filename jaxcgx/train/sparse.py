@@ -23,7 +23,6 @@ from jaxcgx.transports.base import Transport
 from jaxcgx.transports.network import Network
 from jaxcgx.typing import PyTree
 
-# The fields of a `Plan` that say how messages travel.
 TRAVEL = ("schedule", "own", "leader", "strict", "fusion_mb", "prefer", "network")
 
 
@@ -70,7 +69,10 @@ class WarmUp:
 class Sparse(Momentum, abc.ABC):
     """A `Momentum` that makes its plan of its fields, at once.
 
-    Over several axes, the plan compresses over the outermost axis alone. The fields of `TRAVEL` are those of a `Plan`.
+    Over several axes, the plan compresses over the outermost axis alone.
+
+    Args:
+      schedule, own, leader, strict, fusion_mb, prefer, network: as in `Plan`.
     """
 
     plan: Any = dataclasses.field(init=False, repr=False, compare=False)
@@ -137,8 +139,7 @@ class DGC(Sparse):
       clip_norm: the largest norm of a leaf.
       clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
         divided by the number of ranks, is clipped to ranks**-0.5 times this limit.
-    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel: `schedule`, `own`,
-    `leader`, `strict`, `fusion_mb`, `prefer` and `network`.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel.
     """
 
     ratio: float = 0.001
@@ -216,8 +217,7 @@ class BSC(Sparse):
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
       select: how the largest elements are found, as in `TopK`.
-    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel: `schedule`, `own`,
-    `leader`, `strict`, `fusion_mb`, `prefer` and `network`.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel.
     """
 
     threshold: float = 0.01
