@@ -362,7 +362,8 @@ bool Net::copy() {
   bool any = false;
   for (int64_t from = 0; from < devices_; ++from) {
     auto& outs = self.streams[static_cast<size_t>(from)].outs;
-    std::deque<std::shared_ptr<Out>> ready;
+    if (outs.empty()) continue;  // as always with one device; the loop over all connections passes here every time
+    std::vector<std::shared_ptr<Out>> ready;
     const auto begun = [&](const auto& out) { return self.has_begun(from, out->header); };
     std::copy_if(outs.begin(), outs.end(), std::back_inserter(ready), begun);
     outs.erase(std::remove_if(outs.begin(), outs.end(), begun), outs.end());
