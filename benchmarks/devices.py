@@ -18,19 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from report import RESULTS, Report, free_port, header, line, mark, median, rounded
+from report import Report, between_hosts, free_port, header, line, mark, median, rounded
 
 import jaxcgx as cgx
-from jaxcgx.lab import Lab, signals_raise, why_not
+from jaxcgx.lab import Lab, signals_raise
 
 CODEC, MIB, LEAVES = cgx.MaxMin(4), 64, 16
 SHARE = 0.9  # goal: the share of the ideal time with the best plan of two devices
 LIMIT = 900  # seconds
 TCP, LOCAL = cgx.Tcp("data"), cgx.Tcp("local")
-
-
-def flat(codec, **fields):
-    return (TCP, "local"), cgx.Plan.every(codec, **fields)
 
 
 def by_axis(codec, local=LOCAL, **fields):
@@ -45,7 +41,7 @@ PROGRAMS = {
     "4 bits": (1, TCP, CODEC),
     "2 devices, lax.psum": (2, ("data", "local"), None),
     "2 devices, Raw(), by axis, messages of 8 MiB": (2, *by_axis(cgx.Raw(), fusion_mb=8)),
-    "2 devices, 4 bits, over all ranks": (2, *flat(CODEC)),
+    "2 devices, 4 bits, over all ranks": (2, (TCP, "local"), cgx.Plan.every(CODEC)),
     "2 devices, 4 bits, by axis": (2, *by_axis(CODEC)),
     "2 devices, 4 bits, by axis, local by Gloo": (2, *by_axis(CODEC, local="local")),
     "2 devices, 4 bits, by axis, messages of 16 MiB": (2, *by_axis(CODEC, fusion_mb=16)),
@@ -117,18 +113,9 @@ def main():
     parser = argparse.ArgumentParser(description="Sums over Tcp between hosts of one and of two devices.")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="repetitions (default: 7)")
     parser.add_argument("--mbit", type=int, default=1000, metavar="RATE", help="Mbit/s of each link (default: 1000)")
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the results are written"
-    )
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank:
-        run_rank(**json.loads(args.rank))
-        return
-    if why := why_not():
-        sys.exit(f"devices.py: {why}")
+    args, command, out = between_hosts(parser, "make bench-devices", run_rank)
     times = measure(args.mbit, args.repeats, 1) | measure(args.mbit, args.repeats, 2)
-    report = Report("make bench-devices", args.repeats, codec=str(CODEC), mbit=args.mbit, rows=[])
+    report = Report(command, args.repeats, codec=str(CODEC), mbit=args.mbit, rows=[])
     report.show(
         "",
         f"{args.mbit} Mbit/s, {MIB} MiB of float32.",
@@ -146,7 +133,8 @@ def main():
         goal = mark(share >= SHARE) if devices == 2 and plan is not None else ""
         report.show(line([name, f"{median(times[name]):.1f}", f"{ideal:.1f}", f"{share:.3f}", goal], 48))
     report.show("", *NOTES.splitlines())
-    report.write(args.out, "devices")
+    if out:
+        report.write(out, "devices")
 
 
 if __name__ == "__main__":

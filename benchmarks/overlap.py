@@ -11,8 +11,6 @@ import json
 import os
 import pathlib
 import re
-import shlex
-import sys
 import tempfile
 import time
 
@@ -23,11 +21,11 @@ import optax
 from collectives import Call, Mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from report import RESULTS, Report, header, line, mark, median, rounded
+from report import Report, between_hosts, header, line, mark, median, rounded
 from timeline import draw, most_alike, of_rank_0
 
 import jaxcgx as cgx
-from jaxcgx.lab import signals_raise, why_not
+from jaxcgx.lab import signals_raise
 
 LAYERS, WIDTH = 16, 1024  # 64 MiB of parameters
 BATCHES = {"1gbit": [16, 64, 128, 256], "200mbit": [256, 384, 512]}  # {rate of the links: batches}
@@ -188,16 +186,7 @@ def main():
     parser = argparse.ArgumentParser(description="How much of an exchange the backward pass hides.")
     parser.add_argument("--rates", nargs="+", choices=BATCHES, default=BATCHES, help="of the links (default: all)")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="turns (default: 15)")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank:
-        run_rank(**json.loads(args.rank))
-        return
-    if why := why_not():
-        sys.exit(f"overlap.py: {why}")
-    given = sys.argv[1:]
-    command = shlex.join(["python", "benchmarks/overlap.py", *given]) if given else "make bench-overlap"
+    args, command, out = between_hosts(parser, "make bench-overlap", run_rank)
     report = Report(command, args.repeats, codec=str(CODEC), rows=[], goal=EXPOSED, charts=[CHART])
     names = ["compute", *STEPS]
     columns = *(f"{n} ms" for n in names), "exch./comp.", "hidden", "exposed", "goal", "exposed, priority", "goal"
@@ -215,7 +204,6 @@ def main():
         cells = [f"{rate}, {batch}", *(f"{row['ms'][n]:.1f}" for n in names), *shares]
         report.show(line(cells, 14))
     report.show("", *NOTES.splitlines())
-    out = args.out or (None if given else RESULTS)
     if out:
         alike, which = most_alike(report.data, spans, "exchange_over_compute")
         report.show("", f"One overlapped step {which}: [overlap.png](overlap.png).")

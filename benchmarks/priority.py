@@ -11,8 +11,6 @@ import json
 import os
 import pathlib
 import re
-import shlex
-import sys
 import tempfile
 import time
 
@@ -22,11 +20,11 @@ from collectives import Call, Mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from overlap import alone, exchanged
-from report import RESULTS, Report, header, line, mark, median, rounded
+from report import Report, between_hosts, header, line, mark, median, rounded
 from timeline import draw, most_alike, of_rank_0
 
 import jaxcgx as cgx
-from jaxcgx.lab import signals_raise, why_not
+from jaxcgx.lab import signals_raise
 
 LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
 BATCHES = {"50mbit": [704, 1024, 1440, 2048, 3072], "25mbit": [2880]}  # {rate of the links: batches}
@@ -198,16 +196,7 @@ def main():
     parser = argparse.ArgumentParser(description="Whether steps take as long as the longer of computation and wire.")
     parser.add_argument("--rates", nargs="+", choices=BATCHES, default=BATCHES, help="of the links (default: all)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns (default: 5)")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank:
-        run_rank(**json.loads(args.rank))
-        return
-    if why := why_not():
-        sys.exit(f"priority.py: {why}")
-    given = sys.argv[1:]
-    command = shlex.join(["python", "benchmarks/priority.py", *given]) if given else "make bench-priority"
+    args, command, out = between_hosts(parser, "make bench-priority", run_rank)
     report = Report(command, args.repeats, codec=str(CODEC), rows=[], goal=MORE, charts=[CHART])
     names = ["compute", "communicate", *STEPS]
     columns = *(f"{n} ms" for n in names), "comm./comp.", "at best", "more", "goal", "less", "goal"
@@ -224,7 +213,7 @@ def main():
         shares += [reached, f"{row['less']:.2f}", mark(row["less_reached"])]
         report.show(line([f"{rate}, {batch}", *(f"{row['ms'][n]:.1f}" for n in names), *shares], 14))
     report.show("", *NOTES.splitlines())
-    if out := args.out or (None if given else RESULTS):
+    if out:
         alike, which = most_alike(report.data, spans, "communicate_over_compute")
         report.show("", f"Steps {which}: [priority.png](priority.png).")
         report.write(out, "priority")

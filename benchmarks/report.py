@@ -3,12 +3,15 @@
 jaxcgx/report/results.py defines the format of the data. `python -m jaxcgx report` draws it.
 """
 
+import argparse
 import contextlib
 import json
 import pathlib
+import shlex
 import statistics
 import sys
 
+from jaxcgx.lab import why_not
 from jaxcgx.report import results
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
@@ -35,6 +38,23 @@ def line(cells, width=36):
 
 def header(*cells, width=36):
     return [line(cells, width), line(["---", *["---:"] * (len(cells) - 1)], width)]
+
+
+def between_hosts(parser, target, run_rank):
+    """Parses the arguments of a benchmark that starts itself as ranks in hosts. A rank does its part, and ends here.
+
+    Returns (the arguments, the command for the report, the folder of the results or None).
+    """
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args, given, script = parser.parse_args(), sys.argv[1:], pathlib.Path(sys.argv[0]).name
+    if args.rank:
+        run_rank(**json.loads(args.rank))
+        sys.exit()
+    if why := why_not():
+        sys.exit(f"{script}: {why}")
+    command = shlex.join(["python", f"benchmarks/{script}", *given]) if given else target
+    return args, command, args.out or (None if given else RESULTS)
 
 
 class Report:

@@ -7,9 +7,7 @@ Each of four centers is a host with two ranks. The hosts are network namespaces,
 
 import argparse
 import contextlib
-import json
 import pathlib
-import shlex
 import sys
 
 import jax
@@ -20,12 +18,12 @@ from host import serve
 from hosts import Hosts
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from report import RESULTS, Report, header, line, mark, median
+from report import Report, between_hosts, header, line, mark, median
 from topology import NAMES, NEAR, RATE, SETUPS, SLOW, set_link, true_rates
 from wan_host import AXES, BITS4, TCP
 
 import jaxcgx as cgx
-from jaxcgx.lab import Lab, Link, signals_raise, why_not
+from jaxcgx.lab import Lab, Link, signals_raise
 from jaxcgx.wan.overlays import search
 
 SHAPE = 4, 2  # centers, ranks in each
@@ -132,16 +130,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=SETUPS, help="one setup")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="counted steps (default: 5)")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank:
-        run_rank(**json.loads(args.rank))
-        return
-    if why := why_not():
-        sys.exit(f"topology_training.py: {why}")
-    given = sys.argv[1:]
-    command = shlex.join(["python", "benchmarks/topology_training.py", *given]) if given else "make bench-topology"
+    args, command, out = between_hosts(parser, "make bench-topology", run_rank)
     report = Report(command, args.repeats, rows=[], steps=[], charts=CHARTS)
     for setup in [args.only] if args.only else SETUPS:
         rows, steps = measure(setup, args.repeats)
@@ -157,7 +146,7 @@ def main():
             cells += [f"{row['over_the_best']:.2f}", f"{row['worst_ms']:.0f}", str(row["steps_until_near"])]
             report.show(line([f"{row['when']} the move", *cells, mark(row["reached"])]))
     report.show("", *NOTES.splitlines())
-    if out := args.out or (None if given else RESULTS):
+    if out:
         report.write(out, "topology-training")
 
 
