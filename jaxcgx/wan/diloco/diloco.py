@@ -16,7 +16,7 @@ from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, end, travel_with
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan.leaves import by_axis
-from jaxcgx.train.division import zeros
+from jaxcgx.train.division import row, without_row, zeros
 from jaxcgx.train.exchange import At
 from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
@@ -369,7 +369,8 @@ class Turn:
         if self.how.decay != 1:
             residuals = each(lambda r: self.how.decay * r, residuals)
         new, old = (residuals, carry.factors, shared.number + 1), (own.residuals, shared.factors, shared.number)
-        residuals, factors, number = choose(finite(mean), new, old)
+        # With a row, as in the state of a step: XLA doesn't update in place what it reshapes.
+        residuals, factors, number = without_row(choose(finite(mean), row(new), row(old)))
         return mean, ExchangeState(own._replace(residuals=residuals), shared._replace(factors=factors, number=number))
 
     def _arrived(self, outer: Params, state: ExchangeState) -> tuple[PyTree, jax.Array, ExchangeState]:
