@@ -302,6 +302,7 @@ def compiled(name):
 
 def compiled_as_rank(name, address, rank):
     jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch the SIGTERM that ends a pool's process
     jax.distributed.initialize(address, 2, rank)
     return compiled(name)
 
