@@ -20,7 +20,9 @@ from jaxcgx.codecs.checks import check_codec
 from jaxcgx.exchange import costs
 from jaxcgx.exchange.costs import Load, Time
 from jaxcgx.exchange.errors import Losses, drawn
-from jaxcgx.plan import Plan, messages, why_raw
+from jaxcgx.exchange.routes import Route, Routes
+from jaxcgx.plan import Plan, messages
+from jaxcgx.plan.leaves import Shaped
 from jaxcgx.report import machine
 from jaxcgx.report.cluster import Cluster
 from jaxcgx.text import spell_rate, spell_sizes, table
@@ -227,35 +229,34 @@ class Case:
             auto=codec.low_rank or self._auto(codec, network) == schedule,
         )
 
-    @functools.cached_property
-    def _leaves(self) -> tuple[list[Any], list[Any]]:
-        found = jax.tree_util.tree_flatten_with_path(self.tree)[0]
-        for path, leaf in found:
+    def __post_init__(self) -> None:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self.tree)[0]:
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 expected = "an array or a jax.ShapeDtypeStruct"
                 raise wrong(_OP, "tree", expected, repr(leaf), path=path, kind=TypeError)
-        return [path for path, _ in found], [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found]
-
-    def _messages(self, codec: Codec) -> list[tuple[Codec, list[int]]]:
-        """Returns (its codec, the numbers of its leaves) of each message, those of raw leaves last."""
-        if codec not in self._known:
-            paths, leaves = self._leaves
-            found = Plan(codec).assign(_OP, "tree", paths=paths, leaves=leaves)
-            raw = [bool(why or why_raw(leaf, [codec])) for leaf, (_, why) in zip(leaves, found)]
-            self._known[codec] = []
-            for kind, of_kind in (False, codec), (True, Raw()):
-                ids = [i for i in range(len(leaves)) if raw[i] is kind]
-                groups = messages([leaves[i] for i in ids], self.fusion_mb * 2**20)
-                self._known[codec] += [(of_kind, [ids[k] for k in group]) for group in groups]
-        return self._known[codec]
 
     @functools.cached_property
-    def _known(self) -> dict[Codec, list[tuple[Codec, list[int]]]]:
+    def _known(self) -> dict[Codec, list[tuple[Codec, list[Route]]]]:
         return {}
 
-    def _shares(self, codec: Codec, ids: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    def _messages(self, codec: Codec) -> list[tuple[Codec, list[Route]]]:
+        """Returns (its codec, its leaves) of each message.
+
+        Messages of the last leaves come first, because the backward pass computes the gradients of these leaves first.
+        """
+        if codec not in self._known:
+            leaves = Routes.of(_OP, Plan(codec), self.tree).leaves
+            found = list[tuple[Codec, list[int]]]()
+            for encoded, of_kind in (True, codec), (False, Raw()):
+                ids = [i for i, leaf in enumerate(leaves) if leaf.encoded is encoded]
+                groups = messages([leaves[i] for i in ids], self.fusion_mb * 2**20)
+                found += [(of_kind, [ids[k] for k in group]) for group in groups]
+            found.sort(key=lambda message: -message[1][-1])
+            self._known[codec] = [(of_kind, [leaves[i] for i in ids]) for of_kind, ids in found]
+        return self._known[codec]
+
+    def _shares(self, codec: Codec, leaves: Sequence[Route]) -> Sequence[Shaped]:
         """Returns the shares of leaves that a rank exchanges with other nodes. Low-rank codecs use whole leaves."""
-        leaves = [self._leaves[1][i] for i in ids]
         if self.each == 1 or codec.low_rank:
             return leaves
         return [jax.ShapeDtypeStruct((-(-x.size // self.each),), jnp.float32) for x in leaves]
@@ -263,40 +264,36 @@ class Case:
     def sent(self, codec: Codec, schedule: str, mover: str | None) -> int:
         """Returns the bytes that a rank sends to other nodes."""
         found = 0.0
-        for each, ids in self._messages(codec):
-            leaves = self._shares(each, ids)
-            whole = costs.wire(each, leaves) if each.makes_codes else 0
-            part = costs.wire(each, leaves, mover) / whole if whole else 1.0  # TopK(0): no bytes
+        for each, whole in self._messages(codec):
+            leaves = self._shares(each, whole)
+            exact = costs.wire(each, leaves) if each.makes_codes else 0
+            part = costs.wire(each, leaves, mover) / exact if exact else 1.0  # TopK(0): no bytes
             found += part * costs.sent(schedule, each, leaves, self.nodes, mover=mover)
         return round(found)
 
-    def _load(self, codec: Codec, ids: Sequence[int], mover: str | None) -> Load:
-        leaves = self._shares(codec, ids)
-        return Load.of(codec, leaves, raw=4 * sum(x.size for x in leaves), ranks=self.nodes, mover=mover)
+    def _load(self, codec: Codec, leaves: Sequence[Route], mover: str | None) -> Load:
+        shares = self._shares(codec, leaves)
+        return Load.of(codec, shares, raw=4 * sum(x.size for x in shares), ranks=self.nodes, mover=mover)
 
     def _auto(self, codec: Codec, network: Network) -> str:
         """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/costs.py)."""
-        ids = [i for each, group in self._messages(codec) for i in group if not each.raw]
-        return costs.choose(self._load(codec, ids, network.mover), network)
+        leaves = [leaf for each, group in self._messages(codec) for leaf in group if not each.raw]
+        return costs.choose(self._load(codec, leaves, network.mover), network)
 
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
-        """Returns (its fraction of all gradients, its time) of each message.
-
-        Messages of the last leaves come first, because the backward pass computes the gradients of these leaves first.
-        """
+        """Returns (its fraction of all gradients, its time) of each message, in the order in which they are sent."""
+        sizes = [sum(leaf.size for leaf in leaves) for _, leaves in self._messages(codec)]
         found: list[tuple[float, Time]] = []
-        elements = max(sum(leaf.size for leaf in self._leaves[1]), 1)
-        for each, ids in sorted(self._messages(codec), key=lambda message: -message[1][-1]):
+        for size, (each, leaves) in zip(sizes, self._messages(codec)):
             if each.raw:
-                size = sum(x.size * x.dtype.itemsize for x in self._shares(each, ids))
-                time = Time(0, costs.plain_seconds(self.nodes, size, network))
+                raw = sum(x.size * x.dtype.itemsize for x in self._shares(each, leaves))
+                time = Time(0, costs.plain_seconds(self.nodes, raw, network))
             else:
-                time = costs.seconds(schedule, self._load(each, ids, network.mover), network)
-            own = sum(self._leaves[1][i].size for i in ids)
+                time = costs.seconds(schedule, self._load(each, leaves, network.mover), network)
             if self.each > 1:  # the exchanges inside nodes
-                others = (self.each - 1) / self.each * 4 * own
+                others = (self.each - 1) / self.each * 4 * size
                 time = time._replace(wire=time.wire + 2 * self.inner.wire(others, self.each - 1))
-            found.append((own / elements, time))
+            found.append((size / max(sum(sizes), 1), time))
         return found
 
 

@@ -17,8 +17,9 @@ from jaxcgx.codecs import Codec, Raw, decode, encode
 from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.message import fold
+from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import skips, spell_path, why_raw
+from jaxcgx.plan.leaves import spell_path
 from jaxcgx.train.feedback import TINY
 from jaxcgx.typing import PyTree
 from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide
@@ -61,22 +62,18 @@ class Packing:
     @classmethod
     def of(cls, op: str, plan: Plan, params: PyTree, average: Any) -> Self:
         """Returns the packing for these parameters. `Decoupled` explains the arguments. Errors name `op`."""
-        each, tree = jax.tree_util.tree_flatten_with_path(params)
-        paths, values = zip(*each)
-        assigned, found = plan.assign(op, "plan", paths=paths, leaves=values), list[Packed]()
-        trained = cut(op, params, tree.unflatten([skips(codec) for codec, _ in assigned]), 1)[0]
-        for path, x, at, (codec, guarded) in zip(paths, values, trained.rows, assigned):
-            if at is None:
+        routes, found = Routes.of(op, plan, params), list[Packed]()
+        for x, route in zip(jax.tree_util.tree_leaves(params), routes.leaves):
+            if route.skipped:
                 continue
-            if not isinstance(codec, Codec):
+            if not isinstance(route.codec, Codec):
                 expected, remedy = "one codec for a parameter", "leave out the axes"
-                raise wrong(op, "plan", expected, "one for each axis", remedy, path=path)
-            check_encodes(op, codec, "plan")
-            wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-            codec = Raw() if guarded or why_raw(wide, [codec]) else codec
-            radial = _how(op, average, path, x) == "radial"
-            found.append(Packed(spell_path(path), x.shape, str(x.dtype), codec=codec, radial=radial))
-        return cls(tuple(found), trained)
+                raise wrong(op, "plan", expected, "one for each axis", remedy, path=route.path)
+            check_encodes(op, route.codec, "plan")
+            codec = route.codec if route.encoded else Raw()
+            radial = _how(op, average, route.path, x) == "radial"
+            found.append(Packed(spell_path(route.path), route.shape, str(route.dtype), codec=codec, radial=radial))
+        return cls(tuple(found), cut(op, params, routes.skipped, 1)[0])
 
     @property
     def bytes(self) -> int:
