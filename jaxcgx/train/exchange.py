@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
+from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Way
@@ -100,6 +101,10 @@ class Exchange(Protocol):
           grads: this step's gradients with `early`, and else None.
         """
         ...
+
+
+# What users pass: a codec, {axis: codec}, a plan, a schedule of plans {first step: plan}, or an exchange.
+AnyExchange: TypeAlias = Exchange | Codec | Plan | dict[Any, Any]
 
 
 def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:

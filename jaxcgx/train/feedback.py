@@ -18,6 +18,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after, zeros
 from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, routes_of, set_phases
+from jaxcgx.train.rounds import is_rounds
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
@@ -253,7 +254,10 @@ def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
         return Feedback(given)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
-        raise wrong(op, "exchange", expected, repr(given), kind=TypeError)
+        got, remedy = repr(given), ""
+        if is_rounds(given):
+            got, remedy = type(given).__name__, "pass it to make_train_step: it moves parameters, not gradients"
+        raise wrong(op, "exchange", expected, got, remedy, kind=TypeError)
     return given
 
 

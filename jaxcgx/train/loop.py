@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, OverMesh, check_mesh
-from jaxcgx.train.exchange import Exchange
+from jaxcgx.train.exchange import AnyExchange, Exchange
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
 from jaxcgx.train.outputs import ModelState
-from jaxcgx.train.rounds import train_rounds
+from jaxcgx.train.rounds import Rounds, is_rounds, train_rounds
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
@@ -26,7 +26,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     optimizer: "optax.GradientTransformation",
     mesh_or_comm: Any,  # jax.sharding.Mesh has a decorator without types: for type checkers it is unknown
-    exchange: Any,
+    exchange: AnyExchange | Rounds,
     *,
     sharding: Sharding = Sharding(),
     accumulate: int = 1,
@@ -57,8 +57,8 @@ def make_train_step(
         of the process, and `init` takes the parameters of the first rank.
       exchange: how gradients are exchanged. A codec, {axis: codec} or a Plan, or a schedule of these, {first step:
         plan}, keeps the errors of compression and sends them later: a `Feedback`. Others are `Momentum`, `DGC`, `BSC`,
-        `MPQ`, `wan.Differential` and `wan.MixedSync`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters in
-        place of gradients. Parameters that the plan skips (`Skip`) are frozen. They are not differentiated, the
+        `MPQ`, `wan.Differential`, `wan.MixedSync` and `wan.Demo`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters
+        in place of gradients. Parameters that the plan skips (`Skip`) are frozen. They are not differentiated, the
         optimizer doesn't see them, and they keep their bits.
       sharding: how batches, parameters and the optimizer's state are divided over the mesh: a `Sharding`. Scalars of a
         batch, including single random keys, are the same on every rank and for every micro-batch.
@@ -94,7 +94,7 @@ def make_train_step(
         raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
     if aux_specs is not None and not has_aux:
         raise wrong(OP, "aux_specs", "None without has_aux", repr(aux_specs), "pass has_aux=True")
-    rounds = exchange if callable(getattr(exchange, "act", None)) and not isinstance(exchange, type) else None
+    rounds = exchange if is_rounds(exchange) else None
     exchange = as_exchange(exchange if rounds is None else rounds.inside)
     division = _divide(mesh_or_comm, sharding, exchange)
     _check_overlap(overlap, mesh_or_comm, exchange, rounds)
@@ -133,7 +133,7 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
     return division
 
 
-def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange, rounds: Any) -> None:
+def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange, rounds: Rounds | None) -> None:
     if overlap is None:
         return
     if not (isinstance(overlap, Priority) or overlap == "backward"):

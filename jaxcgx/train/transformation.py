@@ -13,12 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_array, check_integer, wrong
-from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.resolve import transport_over, transport_over_axes
 from jaxcgx.exchange.routes import Way
-from jaxcgx.plan import Plan
 from jaxcgx.train.division import with_row
-from jaxcgx.train.exchange import At, Exchange, check_state, send
+from jaxcgx.train.exchange import AnyExchange, At, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
@@ -36,11 +34,7 @@ class UnknownRanksError(ValueError):
 
 
 def compress_gradients(
-    axis_name: AxisName,
-    exchange: Exchange | Codec | Plan | dict[Any, Any],
-    *,
-    order: Sequence[int] | None = None,
-    axis_size: int | None = None,
+    axis_name: AxisName, exchange: AnyExchange, *, order: Sequence[int] | None = None, axis_size: int | None = None
 ) -> "optax.GradientTransformationExtraArgs":
     """Makes an optax.GradientTransformation that replaces the gradients of each rank's own batch by their mean.
 

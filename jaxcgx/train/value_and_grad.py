@@ -26,7 +26,7 @@ from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
 from jaxcgx.train.batch import Ranks
 from jaxcgx.train.division import OverMesh
-from jaxcgx.train.exchange import At, Exchange, check_state, send
+from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
@@ -43,7 +43,7 @@ _compiled: dict[Any, Any] = {}
 def value_and_grad(
     loss_fn: Callable[..., Any],
     axis_name: AxisName,
-    exchange: Exchange | Codec | Plan | dict[Any, Any],
+    exchange: AnyExchange,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -123,9 +123,7 @@ def value_and_grad(
     )
 
 
-def grad(
-    loss_fn: Callable[..., Any], axis_name: AxisName, exchange: Exchange | Codec | Plan | dict[Any, Any], **options: Any
-) -> Callable[..., Any]:
+def grad(loss_fn: Callable[..., Any], axis_name: AxisName, exchange: AnyExchange, **options: Any) -> Callable[..., Any]:
     """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
     Args:
