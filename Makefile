@@ -75,7 +75,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 
 .PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
-	matrix matrix-short mutate wheels clean interpreter \
+	house-check matrix matrix-short mutate wheels clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-lab bench-long-links bench-mpi \
@@ -124,11 +124,11 @@ smoke: $(INSTALLED) ## a few tests of each part, in less than a minute on two co
 test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 
 # Every example of a property, every codec on every bucket size, every program compiled as users' are, 1 to 4 ranks, all
-# architectures, every Python and JAX.
+# architectures, every Python and JAX, and the limits of scripts/house.py.
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
-test-full: begin cpptest pytest test-recipes test-demos test-chaos test-ray test-old mpi mpich cuda matrix slowest ## run every test in its full form, also those that take long
+test-full: begin cpptest pytest test-recipes test-demos test-chaos test-ray test-old mpi mpich cuda matrix house-check slowest ## run every test in its full form, also those that take long
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
@@ -212,6 +212,9 @@ matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 
 house: $(INSTALLED) ## count the code and what tracing a step costs; PROGRAMS=NAME: list compiled programs in NAME.md
 	@.venv/bin/python scripts/house.py $(if $(PROGRAMS),--programs $(PROGRAMS))
+
+house-check: $(INSTALLED) ## compare these counts with their limits
+	@JAX_PLATFORMS=cpu .venv/bin/python scripts/house.py --check
 
 # MINUTES: no mutant begins later. An interrupted run continues.
 mutate: $(INSTALLED) ## change 150 places of the package, one at a time, and look whether a test fails; MINUTES=150

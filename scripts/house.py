@@ -1,8 +1,8 @@
 """house.py: counts the size of the code, its storeys, and what tracing a step enters.
 
 Without options, it writes benchmarks/results/house.md and house.json. With --programs, it writes NAME.md and NAME.json
-there: the collectives of compiled programs, and their copies of large arrays. With --check, it writes nothing, and
-fails if a count is above LIMITS.
+there: the collectives of compiled programs, and their copies of large arrays. With --check, it writes nothing, prints
+the counts that are above GOALS, and fails if one is above LIMITS.
 """
 
 import argparse
@@ -134,7 +134,6 @@ LIMITS = {
     ("code", "files that look into programs, without explain", "count"): 1,
     ("code", "lines of jaxcgx/", "count"): 24_500,
     ("code", "files of jaxcgx/", "count"): 170,
-    ("code", "lines of tests/", "count"): 30_000,
     ("code", "bodies over 60 lines", "count"): 0,
     ("code", "complexity over 15", "count"): 0,
     ("code", "functions over 7 parameters", "count"): 0,
@@ -142,6 +141,7 @@ LIMITS = {
     ("code", "class names that exist twice", "count"): 0,
     ("code", ADDED, "count"): 1_290_000,
 }
+GOALS = {("code", "lines of tests/", "count"): 30_000}
 
 
 def four_devices():
@@ -366,19 +366,26 @@ def counts():
     }
 
 
+def above(found, limits):
+    """Returns a text for each count in the tables `found` that is above its limit."""
+    rows = {(name, next(iter(row.values()))): row for name, given in found.items() for row in given}
+    counts = [(row, column, rows[table, row][column], most) for (table, row, column), most in limits.items()]
+    return [f"{row}: {column} {got:,}, at most {most:,}" for row, column, got, most in counts if got > most]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", metavar="NAME", help="write the collectives of compiled programs in NAME.md")
-    parser.add_argument("--check", action="store_true", help="fail if a count is above LIMITS")
+    parser.add_argument("--check", action="store_true", help="fail if a count is above its limit")
     options = parser.parse_args()
     if options.programs:
         programs(options.programs)
         return
     found = counts()
     if options.check:
-        rows = {(name, next(iter(row.values()))): row for name, given in found.items() for row in given}
-        over = [(*at, rows[at[:2]][at[2]], most) for at, most in LIMITS.items() if rows[at[:2]][at[2]] > most]
-        sys.exit("\n".join(f"{row}: {column} {got:,}, at most {most:,}" for _, row, column, got, most in over))
+        for goal in above(found, GOALS):
+            print(f"not reached: {goal}")
+        sys.exit("\n".join(above(found, LIMITS)) or None)
     data = results.origin("make house") | found
     write(
         "house",
