@@ -70,12 +70,12 @@ RUNS = {
     "4 bits, H 100, SGD 1.5": Run(four_bits(100, optax.sgd(1.5)), 500, True),
     "4 bits, H 20, streaming": Run(four_bits(20, fragments=4, overlap=2, alpha=0.5), 100, True),
     "4 bits, H 20, Nesterov 0.9": Run(four_bits(20, "nesterov", telemetry=True)),
-    "SparseLoCo, 1 %, 2 bits, H 15": Run(lambda: cgx.wan.sparseloco(every=15), 100, True),
-    "SparseLoCo, no feedback": Run(lambda: cgx.wan.sparseloco(every=15, decay=1.0, keep=False), None, False),
-    "2 bits, H 20": Run(lambda: cgx.wan.muloco(every=20, outer="sgd")),
-    "2 bits, H 20, no feedback": Run(lambda: cgx.wan.muloco(every=20, outer="sgd", keep=False), None, False),
+    "SparseLoCo, 1 %, 2 bits, H 15": Run(lambda: cgx.wan.SparseLoCo(every=15), 100, True),
+    "SparseLoCo, no feedback": Run(lambda: cgx.wan.SparseLoCo(every=15, decay=1.0, keep=False), None, False),
+    "2 bits, H 20": Run(lambda: cgx.wan.MuLoCo(every=20, outer="sgd")),
+    "2 bits, H 20, no feedback": Run(lambda: cgx.wan.MuLoCo(every=20, outer="sgd", keep=False), None, False),
     "2 bits, H 20, large buckets, no feedback": Run(
-        lambda: cgx.wan.muloco(WHOLE, every=20, outer="sgd", keep=False), None, False
+        lambda: cgx.wan.MuLoCo(WHOLE, every=20, outer="sgd", keep=False), None, False
     ),
 }
 CHARTS = [

@@ -4,7 +4,7 @@ from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.wan.decoupled.decoupled import Decoupled, DecoupledState, Member
 from jaxcgx.wan.demo import Demo
 from jaxcgx.wan.diloco.diloco import Diloco
-from jaxcgx.wan.diloco.forms import HFA, muloco, pier, sparseloco
+from jaxcgx.wan.diloco.forms import HFA, MuLoCo, Pier, SparseLoCo
 from jaxcgx.wan.diloco.outer import matched_nesterov
 from jaxcgx.wan.geomx.differential import Differential
 from jaxcgx.wan.geomx.environment import GeoMX, from_env
@@ -21,12 +21,12 @@ __all__ = [
     "GeoMX",
     "Member",
     "MixedSync",
+    "MuLoCo",
     "Overlay",
+    "Pier",
+    "SparseLoCo",
     "Topology",
     "Tree",
     "from_env",
     "matched_nesterov",
-    "muloco",
-    "pier",
-    "sparseloco",
 ]

@@ -1,6 +1,7 @@
 """Tests Diloco against NumPy, bit for bit, with every part of it, and what it must never do."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -570,8 +571,8 @@ def test_models_with_state():
 
 def test_forms():
     """Their arguments are those of the papers. SparseLoCo's residual decays, and Pier's momentum rises and falls."""
-    sparse, mu = cgx.wan.sparseloco(every=1, ratio=0.25), cgx.wan.muloco()
-    assert cgx.wan.sparseloco().plan.default == cgx.TopK(0.01, values=cgx.MaxMin(2))
+    sparse, mu = cgx.wan.SparseLoCo(cgx.TopK(0.25, values=cgx.MaxMin(2)), every=1), cgx.wan.MuLoCo()
+    assert cgx.wan.SparseLoCo().plan.default == cgx.TopK(0.01, values=cgx.MaxMin(2))
     assert mu.plan.default == cgx.MaxMin(2)
     assert (sparse.decay, mu.every) == (0.95, 30)
     train = trainer(sparse)
@@ -585,7 +586,7 @@ def test_forms():
     for name in ("w", "b"):
         kept = np.asarray(residuals[name]).mean(0) / 0.95
         np.testing.assert_allclose(outer_step[name] + kept, mean[name], rtol=1e-5, atol=1e-6)
-    pier = cgx.wan.pier(cgx.Raw(), every=9, rounds=10, warmup=0.2, decay_from=0.6)
+    pier = cgx.wan.Pier(cgx.Raw(), every=9, rounds=10, warmup=0.2, decay_from=0.6)
     state, momenta = pier.optimizer.init(PARAMS), []
     for _ in range(11):
         _, state = pier.optimizer.update(PARAMS, state)
@@ -594,9 +595,14 @@ def test_forms():
 
 
 def test_forms_with_other_options():
-    assert cgx.wan.sparseloco(plan=cgx.TopK(0.5)).plan.default == cgx.TopK(0.5)
-    assert cgx.wan.sparseloco(bits=3).plan.default == cgx.TopK(0.01, values=cgx.MaxMin(3))
-    assert cgx.wan.muloco(outer="sgd", bits=4).plan.default == cgx.MaxMin(4)
+    assert cgx.wan.SparseLoCo(cgx.TopK(0.5)).plan.default == cgx.TopK(0.5)
+    assert cgx.wan.MuLoCo(cgx.MaxMin(4), outer="sgd").plan.default == cgx.MaxMin(4)
+    longer = dataclasses.replace(cgx.wan.SparseLoCo(rate=0.5), every=60)
+    assert (longer.every, longer.rate, longer.decay) == (60, 0.5, 0.95)
+    assert longer == cgx.wan.SparseLoCo(every=60, rate=0.5) != cgx.wan.SparseLoCo(every=60)
+    for form in cgx.wan.SparseLoCo, cgx.wan.MuLoCo, cgx.wan.Pier:
+        with pytest.raises(TypeError, match=rf"{form.__name__}.* unexpected keyword argument 'fragmnets'"):
+            form(cgx.Raw(), 9, fragmnets=3)
 
 
 def test_matched_nesterov_moves_as_far_as_sgd():
@@ -665,15 +671,10 @@ PLAIN = cgx.make_train_step(quadratic, INNER, mesh_of(), cgx.Raw(), sharding=cgx
 FREEZES = diloco(plan=cgx.Plan(cgx.Raw(), rules=[("b", cgx.Skip())]))
 ACT = {**PARAMS, "act": jnp.tanh}
 ERRORS = {
-    "sparseloco": [
-        (lambda: cgx.wan.sparseloco(plan=cgx.TopK(0.5), ratio=0.1), ValueError, "ratio", "0.1", "leave"),
-        (lambda: cgx.wan.sparseloco(ratio=0.0), ValueError, "ratio", "0.0"),
-        (lambda: cgx.wan.sparseloco(rate=0), ValueError, "rate", "0"),
-    ],
-    "muloco": [(lambda: cgx.wan.muloco(plan=cgx.MaxMin(4), bits=3), ValueError, "bits", "3", "leave")],
-    "pier": [(lambda: cgx.wan.pier(plan=cgx.Raw(), every=9, rounds=4, rate=0.0), ValueError, "rate", "0.0")],
+    "SparseLoCo": [(lambda: cgx.wan.SparseLoCo(rate=0), ValueError, "rate", "0")],
+    "MuLoCo": [(lambda: cgx.wan.MuLoCo(every=0), ValueError, "every", "0")],
+    "Pier": [(lambda: cgx.wan.Pier(cgx.Raw(), every=9, rounds=4, rate=0.0), ValueError, "rate", "0.0")],
     "Diloco": [
-        (lambda: cgx.wan.muloco(every=0), ValueError, "every", "0"),
         (lambda: diloco(every=0), ValueError, "every", "0"),
         (lambda: diloco(every=10, fragments=4), ValueError, "every", "10", "every=8"),
         (lambda: diloco(every=8, fragments=4, overlap=2), ValueError, "overlap", "2", "overlap=1"),

@@ -56,7 +56,7 @@ TECHNIQUES = {
     "DiLoCo": (cgx.wan.Diloco(CODEC, 2), {}),
     "HFA": (cgx.wan.HFA(CODEC, 1, 2), {}),
     "HFA, streaming": (cgx.wan.HFA(CODEC, 2, 2, fragments=2, overlap=1, alpha=0.5, telemetry=True), {}),
-    "SparseLoCo": (cgx.wan.sparseloco(every=2, ratio=0.1), {}),
+    "SparseLoCo": (cgx.wan.SparseLoCo(cgx.TopK(0.1, values=cgx.MaxMin(2)), every=2), {}),
 }
 
 

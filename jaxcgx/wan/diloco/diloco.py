@@ -26,8 +26,6 @@ from jaxcgx.typing import AxisName, Key, Params, PyTree
 from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide, wide_zeros
 from jaxcgx.wan.diloco.outer import OuterTelemetry, as_optimizer, as_outer_plan, digest_of, init_outer, outer_step
 
-LATER = Way(later=True)
-
 
 @dataclasses.dataclass(frozen=True)
 class Diloco:
@@ -351,7 +349,7 @@ class Turn:
             of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
             moved, residuals = of_first(moved), residuals if self.how.alone else of_first(residuals)
         carry = Carry(residuals, factors=shared.factors)
-        travel = travel_with(carry, self._routes(moved), self.net, LATER, x=moved, argument="params")
+        travel = travel_with(carry, self._routes(moved), self.net, Way(later=True), x=moved, argument="params")
         return begin(moved, carry, travel, fold(shared.key, shared.number) if travel.routes.stochastic else None)
 
     def _receive(self, begun: tuple[Ticket, Carry], state: ExchangeState) -> tuple[PyTree, ExchangeState]:

@@ -82,101 +82,89 @@ class HFA(Diloco):
         return outer, jax.tree_util.tree_map(inside.plain_pmean, own), state
 
 
-def sparseloco(
-    plan: Any = None,
-    every: int = 30,
-    *,
-    ratio: float | None = None,
-    bits: int | None = None,
-    rate: float = 1.0,
-    decay: float = 0.95,
-    **options: Any,
-) -> Diloco:
-    """Returns SparseLoCo, a form of `Diloco`.
+@dataclasses.dataclass(frozen=True)
+class SparseLoCo(Diloco):
+    """SparseLoCo, a form of `Diloco`.
 
     Centers send the largest elements of their outer gradients at few bits. Feedback takes the place of outer momentum.
 
     Args:
-      plan: as in `Diloco`. None: a TopK.
-      every: the number of steps between two exchanges.
-      ratio: the share of each parameter's elements that is sent. None: 0.01, or what `plan` says.
-      bits: the bits of the value of an element that is sent. Its index takes further bits. None: 2, or what `plan`
-        says.
+      plan: as in `Diloco`. By default, 1 % of each parameter's elements, with values of 2 bits. Their indices take
+        further bits.
       rate: the learning rate of the outer SGD.
       decay: the factor of residuals after each exchange.
-      **options: other fields of `Diloco`.
+
+    The other fields are those of `Diloco`.
     """
-    op = "sparseloco"
-    if ratio is not None:
-        check_number(op, "ratio", ratio, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
-    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
-    _check_beside_plan(op, plan, ratio=ratio, bits=bits)
-    codec = TopK(0.01 if ratio is None else ratio, values=MaxMin(2 if bits is None else bits))
-    outer = import_optax(op).sgd(rate)
-    return Diloco(codec if plan is None else plan, every, outer=outer, decay=decay, **options)
+
+    plan: Any = TopK(0.01, values=MaxMin(2))
+    every: int = 30
+    _: dataclasses.KW_ONLY
+    outer: Any = dataclasses.field(init=False, repr=False, compare=False)
+    rate: float = 1.0
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_number(self.op, "rate", self.rate, lambda x: x > 0, "a number above 0")
+        object.__setattr__(self, "outer", import_optax(self.op).sgd(self.rate))
+        super().__post_init__()
 
 
-def muloco(plan: Any = None, every: int = 30, *, bits: int | None = None, **options: Any) -> Diloco:
-    """Returns MuLoCo's exchange, a form of `Diloco`.
-
-    Centers send their outer gradients at 2 bits, with feedback. MuLoCo's inner optimizer is Muon (optax.contrib.muon).
+@dataclasses.dataclass(frozen=True)
+class MuLoCo(Diloco):
+    """MuLoCo's exchange, a form of `Diloco`. MuLoCo's inner optimizer is Muon (optax.contrib.muon).
 
     Args:
-      plan: as in `Diloco`. None: a MaxMin.
-      every: the number of steps between two exchanges.
-      bits: the bits of an element. None: 2, or what `plan` says.
-      **options: other fields of `Diloco`.
+      plan: as in `Diloco`. By default, 2 bits for each element.
+
+    The other fields are those of `Diloco`.
     """
-    _check_beside_plan("muloco", plan, bits=bits)
-    return Diloco(MaxMin(2 if bits is None else bits) if plan is None else plan, every, **options)
+
+    plan: Any = MaxMin(2)
+    every: int = 30
 
 
-def pier(
-    plan: Any,
-    *,
-    rounds: int,
-    rate: float = 0.7,
-    momentum: float = 0.9,
-    warmup: float = 0.1,
-    decay_from: float = 0.8,
-    **options: Any,
-) -> Diloco:
-    """Returns Pier, a form of `Diloco`.
+@dataclasses.dataclass(frozen=True)
+class Pier(Diloco):
+    """Pier, a form of `Diloco`.
 
     The outer optimizer has Nesterov's momentum. The momentum rises linearly from 0 at the beginning of the training,
     and falls linearly to 0 at the end.
 
     Args:
-      plan: as in `Diloco`.
       rounds: the number of exchanges in the whole training, steps / `every`.
       rate: the learning rate of the outer SGD.
       momentum: the largest momentum, from 0 to below 1.
       warmup: the share of the rounds in which momentum rises, at the beginning.
       decay_from: the share of the rounds after which momentum falls.
-      **options: `every` and other fields of `Diloco`.
+
+    The other fields are those of `Diloco`.
     """
-    op = "pier"
-    check_integer(op, "rounds", rounds, 1)
-    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
-    check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-    check_number(op, "warmup", warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-    check_number(op, "decay_from", decay_from, lambda x: warmup <= x <= 1, "a number from warmup to 1")
-    optax = import_optax(op)
-    rises, falls = round(warmup * rounds), round(decay_from * rounds)
-    momenta = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, momentum, rises),
-            optax.constant_schedule(momentum),
-            optax.linear_schedule(momentum, 0.0, rounds - falls),
-        ],
-        [rises, falls],
-    )
-    sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
-    return Diloco(plan, outer=sgd(rate, momentum=momenta, nesterov=True), **options)
 
+    _: dataclasses.KW_ONLY
+    outer: Any = dataclasses.field(init=False, repr=False, compare=False)
+    rounds: int
+    rate: float = 0.7
+    momentum: float = 0.9
+    warmup: float = 0.1
+    decay_from: float = 0.8
 
-def _check_beside_plan(op: str, plan: Any, **wanted: Any) -> None:
-    """Checks that a caller who passes a plan doesn't describe the codec, {argument: value or None}, too."""
-    for name, value in wanted.items() if plan is not None else ():
-        if value is not None:
-            raise wrong(op, name, "None with 'plan', which says what is sent", repr(value), f"leave out {name} or plan")
+    def __post_init__(self) -> None:
+        op, rounds = self.op, check_integer(self.op, "rounds", self.rounds, 1)
+        check_number(op, "rate", self.rate, lambda x: x > 0, "a number above 0")
+        check_number(op, "momentum", self.momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        check_number(op, "warmup", self.warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+        check_number(op, "decay_from", self.decay_from, lambda x: self.warmup <= x <= 1, "a number from warmup to 1")
+        optax = import_optax(op)
+        rises, falls = round(self.warmup * rounds), round(self.decay_from * rounds)
+        momenta = optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, self.momentum, rises),
+                optax.constant_schedule(self.momentum),
+                optax.linear_schedule(self.momentum, 0.0, rounds - falls),
+            ],
+            [rises, falls],
+        )
+        sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
+        object.__setattr__(self, "outer", sgd(self.rate, momentum=momenta, nesterov=True))
+        super().__post_init__()
