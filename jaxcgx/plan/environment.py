@@ -8,16 +8,13 @@ from typing import Any
 
 from jaxcgx.checks import MOST, unexpected
 
-_FLAG = {"0": False, "1": True}
+FLAG = {"0": False, "1": True}
+Texts = dict[str, Any] | int | float  # the texts that a variable may have, as in `parse`
 _REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}
 
 
-def _variable(name: str, default: Any, values: dict[str, Any] | int, remedy: str = "") -> Any:
-    """Returns a dataclass field for a variable.
-
-    `values` is {text of the variable: value of the field}, or the smallest integer that is allowed. The error for other
-    values has the remedy.
-    """
+def _variable(name: str, default: Any, values: Texts, remedy: str = "") -> Any:
+    """Returns a dataclass field for a variable. The other arguments are as in `parse`."""
     return dataclasses.field(default=default, metadata=dict(variable=name, values=values, remedy=remedy))
 
 
@@ -27,7 +24,7 @@ class Environment:
 
     bits: int = _variable("CGX_COMPRESSION_QUANTIZATION_BITS", 32, {str(n): n for n in (*range(1, 9), 32)})  # 32: off
     bucket_size: int = _variable("CGX_COMPRESSION_BUCKET_SIZE", 512, 1)
-    skip_incomplete: bool = _variable("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False, _FLAG)
+    skip_incomplete: bool = _variable("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False, FLAG)
     minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)
     fusion_mb: int | None = _variable("CGX_FUSION_BUFFER_SIZE_MB", None, 1)  # None: the plan's default, 64 as in CGX
     # None: SHM if the processes of a node can share memory, else MPI
@@ -37,17 +34,17 @@ class Environment:
     cross_communicator: str = _variable("CGX_CROSS_COMMUNICATOR_TYPE", "MPI", {n: n for n in ("MPI", "NCCL")})
     inner_reduction: str = _variable("CGX_INNER_REDUCTION_TYPE", "two_shot", _REDUCTIONS)
     cross_reduction: str = _variable("CGX_CROSS_REDUCTION_TYPE", "ring", _REDUCTIONS)
-    intra_broadcast: bool = _variable("CGX_INTRA_BROADCAST", True, _FLAG)
-    intra_compress: bool = _variable("CGX_INTRA_COMPRESS", True, _FLAG)
-    all_to_all: bool = _variable("CGX_DEBUG_ALL_TO_ALL_REDUCTION", False, _FLAG)
-    remote_buffers: bool = _variable("CGX_REMOTE_BUF_COMPRESSION", False, _FLAG)
+    intra_broadcast: bool = _variable("CGX_INTRA_BROADCAST", True, FLAG)
+    intra_compress: bool = _variable("CGX_INTRA_COMPRESS", True, FLAG)
+    all_to_all: bool = _variable("CGX_DEBUG_ALL_TO_ALL_REDUCTION", False, FLAG)
+    remote_buffers: bool = _variable("CGX_REMOTE_BUF_COMPRESSION", False, FLAG)
     fake_ratio: float = _variable(
         "CGX_COMPRESSION_FAKE_RATIO",
         1.0,
         {"1": 1.0, "1.0": 1.0},
         remedy="CGX exchanges only that share of a buffer, to measure other ratios with wrong sums; unset it",
     )
-    dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, _FLAG)
+    dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, FLAG)
 
 
 def read(environ: Mapping[str, str] | None = None, op: str = "Plan.from_env") -> Environment:
@@ -60,14 +57,22 @@ def read(environ: Mapping[str, str] | None = None, op: str = "Plan.from_env") ->
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
         raise unexpected(f"{op}: variable {unknown[0]}", f"one of {', '.join(fields)}", repr(unknown[0]), "unset it")
     given = {field: name for name, field in fields.items() if name in environ}
-    return Environment(**{field.name: _check(op, environ[name], **field.metadata) for field, name in given.items()})
+    return Environment(**{field.name: parse(op, environ[name], **field.metadata) for field, name in given.items()})
 
 
-def _check(op: str, text: str, variable: str, values: dict[str, Any] | int, remedy: str) -> Any:
+def parse(op: str, text: str, variable: str, values: Texts, remedy: str) -> Any:
+    """Returns the value of a variable from its text. Errors name the function `op`, and have the remedy.
+
+    `values` is {text: value}, the smallest integer that is allowed, or the largest number, as a float.
+    """
     if isinstance(values, dict):
         if text in values:
             return values[text]
         expected = f"one of {', '.join(values)}"
+    elif isinstance(values, float):
+        if re.fullmatch(r"[0-9]*\.?[0-9]+", text) and 0 < float(text) <= values:
+            return float(text)
+        expected = f"a number above 0 and up to {values:g}"
     else:
         if re.fullmatch("[0-9]{1,13}", text) and values <= int(text) < MOST:
             return int(text)

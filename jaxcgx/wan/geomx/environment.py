@@ -3,11 +3,11 @@
 import dataclasses
 import difflib
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxcgx.checks import unexpected, warn
+from jaxcgx.plan.environment import FLAG, Texts, parse
 from jaxcgx.train.exchange import Exchange
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import Priority
@@ -18,35 +18,24 @@ OP = "wan.from_env"
 RESTS = {1: "drop", 2: "defer", 3: "quantize"}  # by the value of ENABLE_DGT
 
 
-def _flag(text: str) -> bool | None:
-    return {"0": False, "1": True}.get(text)
-
-
-def _integer(low: int) -> Callable[[str], int | None]:
-    return lambda text: int(text) if re.fullmatch("[0-9]{1,12}", text) and int(text) >= low else None
-
-
-def _share(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"[0-9]*\.?[0-9]+", text) and 0 < float(text) <= 1 else None
-
-
-# {variable: (default, parser that returns None for an invalid text, description of the valid texts)}
-VARIABLES: dict[str, tuple[Any, Callable[[str], Any], str]] = {
-    "MXNET_KVSTORE_USE_HFA": (False, _flag, "one of 0, 1"),
-    "MXNET_KVSTORE_HFA_K1": (20, _integer(1), "an integer of at least 1"),
-    "MXNET_KVSTORE_HFA_K2": (10, _integer(1), "an integer of at least 1"),
-    "MXNET_KVSTORE_SIZE_LOWER_BOUND": (200_000, _integer(0), "an integer of at least 0"),
-    "ENABLE_DGT": (0, {"0": 0, "1": 1, "2": 2, "3": 3}.get, "one of 0, 1, 2, 3"),
-    "DMLC_UDP_CHANNEL_NUM": (3, _integer(1), "an integer of at least 1"),
-    "DMLC_K": (0.8, _share, "a number above 0 and up to 1"),
-    "ADAPTIVE_K_FLAG": (False, _flag, "one of 0, 1"),
-    "ENABLE_INTER_TS": (False, _flag, "one of 0, 1"),
-    "ENABLE_INTRA_TS": (False, _flag, "one of 0, 1"),
-    "MAX_GREED_RATE_TS": (0.9, _share, "a number above 0 and up to 1"),
-    "ENABLE_P3": (False, _flag, "one of 0, 1"),
-    "DMLC_NUM_GLOBAL_SERVER": (1, _integer(1), "an integer of at least 1"),
-    "DMLC_NUM_SERVER": (1, _integer(1), "an integer of at least 1"),
+# {variable: (default, the texts that it may have, as `parse` takes them)}
+VARIABLES: dict[str, tuple[Any, Texts]] = {
+    "MXNET_KVSTORE_USE_HFA": (False, FLAG),
+    "MXNET_KVSTORE_HFA_K1": (20, 1),
+    "MXNET_KVSTORE_HFA_K2": (10, 1),
+    "MXNET_KVSTORE_SIZE_LOWER_BOUND": (200_000, 0),
+    "ENABLE_DGT": (0, {"0": 0, "1": 1, "2": 2, "3": 3}),
+    "DMLC_UDP_CHANNEL_NUM": (3, 1),
+    "DMLC_K": (0.8, 1.0),
+    "ADAPTIVE_K_FLAG": (False, FLAG),
+    "ENABLE_INTER_TS": (False, FLAG),
+    "ENABLE_INTRA_TS": (False, FLAG),
+    "MAX_GREED_RATE_TS": (0.9, 1.0),
+    "ENABLE_P3": (False, FLAG),
+    "DMLC_NUM_GLOBAL_SERVER": (1, 1),
+    "DMLC_NUM_SERVER": (1, 1),
 }
+REMEDY = "unset it for GeoMX's default"
 # {variable: why a value other than its default changes no training step}
 UNUSED = {
     "DMLC_UDP_CHANNEL_NUM": "deferred blocks are kept in the state of the exchange, not in channels",
@@ -100,7 +89,10 @@ def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:
         near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.9)
         if near and name not in VARIABLES:
             raise unexpected(f"{OP}: variable {name}", "one of GeoMX's", "none of these", f"it may be {near[0]}")
-    said = {name: _read(environ, name) for name in VARIABLES}
+    said = {
+        name: parse(OP, environ[name], name, values=values, remedy=REMEDY) if name in environ else default
+        for name, (default, values) in VARIABLES.items()
+    }
     for name, why in UNUSED.items():
         if said[name] != VARIABLES[name][0]:
             warn(f"{OP}: variable {name}: {environ[name]!r} has no effect on training: {why}")
@@ -118,13 +110,3 @@ def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:
         owners={axis: number for axis, number in servers.items() if number > 1},
         size_bound=said["MXNET_KVSTORE_SIZE_LOWER_BOUND"],
     )
-
-
-def _read(environ: Mapping[str, str], name: str) -> Any:
-    default, meaning, expected = VARIABLES[name]
-    if name not in environ:
-        return default
-    value = meaning(str(environ[name]))
-    if value is None:
-        raise unexpected(f"{OP}: variable {name}", expected, repr(environ[name]), "unset it for GeoMX's default")
-    return value
