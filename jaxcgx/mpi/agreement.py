@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from mpi4py import MPI
 
-from jaxcgx import _compat
+from jaxcgx import _compat, mpi
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import at, callers_level, spell_array, unexpected
 from jaxcgx.native.rules import define_impl
@@ -116,8 +116,6 @@ def _spell(value: Any) -> str:
 
 def patience() -> float:
     """Returns `jaxcgx.mpi.WAIT`: the limit of a call with `CHECK`, and the time after which other waits warn."""
-    from jaxcgx import mpi  # not at the top, because jaxcgx.mpi imports this module
-
     return mpi.WAIT
 
 
@@ -144,8 +142,6 @@ def wait(op: str, comm: Communicator, request: Any) -> None:
 
 def meet(op: str, comm: Communicator, request: Any) -> None:
     """Waits for all ranks before their first exchange. Warns after `WAIT` seconds, raises after `MEET` seconds."""
-    from jaxcgx import mpi  # not at the top, because jaxcgx.mpi imports this module
-
     what = f"for all {comm.size} ranks to come to the first use of this communicator or to hierarchy()"
     early = patience()
     if early < mpi.MEET and not _done(request, early):

@@ -17,7 +17,6 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.native import registration
-from jaxcgx.native.registration import keeps_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +234,7 @@ def examine() -> Report:
         mpi=mpi,
         mpi_programs=programs,
         pages="freed arrays' pages are kept by jaxcgx.keep_pages() at the start of a CPU program"
-        if keeps_pages()
+        if registration.keeps_pages()
         else "jaxcgx.keep_pages() does nothing: there is no glibc",
         reference=os.environ.get("JAXCGX_REFERENCE"),
         problems=problems,
