@@ -89,8 +89,8 @@ class SparseLoCo(Diloco):
     Centers send the largest elements of their outer gradients at few bits. Feedback takes the place of outer momentum.
 
     Args:
-      plan: as in `Diloco`. By default, 1 % of each parameter's elements, with values of 2 bits. Their indices take
-        further bits.
+      plan: as in `Diloco`. By default, it sends the largest 1 % of each parameter's elements, with values of 2 bits.
+        Their indices take further bits.
       rate: the learning rate of the outer SGD.
       decay: the factor of residuals after each exchange.
 
