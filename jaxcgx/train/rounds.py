@@ -23,7 +23,7 @@ from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, OverMesh, addable, after, row, with_row, without_row
-from jaxcgx.train.exchange import At
+from jaxcgx.train.exchange import AnyExchange, At
 from jaxcgx.train.outputs import Outputs, fold_keys
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
@@ -66,7 +66,7 @@ class Rounds(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
-    def inside(self) -> Any: ...
+    def inside(self) -> AnyExchange: ...
     @property
     def alone(self) -> bool: ...
     @property

@@ -17,7 +17,7 @@ from jaxcgx.exchange.reduce import Ticket, begin, end, travel_with
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan.leaves import by_axis
 from jaxcgx.train.division import row, without_row, zeros
-from jaxcgx.train.exchange import At
+from jaxcgx.train.exchange import AnyExchange, At
 from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
@@ -74,7 +74,7 @@ class Diloco:
     plan: Any  # Plan | Codec | {axis: Codec}; later a Plan
     every: int
     _: dataclasses.KW_ONLY
-    inside: Any = Raw()
+    inside: AnyExchange = Raw()
     outer: Any = "nesterov"
     fragments: int = 1
     overlap: int = 0

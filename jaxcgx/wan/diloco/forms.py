@@ -8,7 +8,7 @@ import jax
 
 from jaxcgx.checks import check_integer, check_number, wrong
 from jaxcgx.codecs import MaxMin, Raw, TopK
-from jaxcgx.train.exchange import At
+from jaxcgx.train.exchange import AnyExchange, At
 from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
@@ -40,7 +40,7 @@ class HFA(Diloco):
     every: int = dataclasses.field(init=False)
     k1: int = 20
     k2: int = 10
-    inside: Any = dataclasses.field(default=Raw(), init=False, repr=False)
+    inside: AnyExchange = dataclasses.field(default=Raw(), init=False, repr=False)
     outer: Any = dataclasses.field(default="sgd", init=False, repr=False)
 
     def __post_init__(self) -> None:
