@@ -213,6 +213,12 @@ class Case:
     fusion_mb: float
     inner: Network  # the network inside a node
 
+    def __post_init__(self) -> None:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self.tree)[0]:
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                expected = "an array or a jax.ShapeDtypeStruct"
+                raise wrong(_OP, "tree", expected, repr(leaf), path=path, kind=TypeError)
+
     def choice(self, codec: Codec, schedule: str, network: Network, error: float) -> Choice:
         """Returns the row for a codec and a schedule."""
         found = self.times(codec, schedule, network=network)
@@ -228,12 +234,6 @@ class Case:
             error=error,
             auto=codec.low_rank or self._auto(codec, network) == schedule,
         )
-
-    def __post_init__(self) -> None:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(self.tree)[0]:
-            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                expected = "an array or a jax.ShapeDtypeStruct"
-                raise wrong(_OP, "tree", expected, repr(leaf), path=path, kind=TypeError)
 
     @functools.cached_property
     def _known(self) -> dict[Codec, list[tuple[Codec, list[Route]]]]:
