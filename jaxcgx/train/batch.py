@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.typing import ArrayLike, Batch, Params, PyTree, Specs
+from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.typing import ArrayLike, AxisName, Batch, Params, PyTree, Specs
 
 OP, STEP = "make_train_step", "train.step"
 Names = tuple[Any, ...]  # the names of mesh axes
@@ -46,6 +47,23 @@ def shortest(spec: P) -> P:
     while parts and parts[-1] in (None, ()):
         parts.pop()
     return P(*parts)
+
+
+def check_axes(function: str, argument: str, names: Names, mesh: Any) -> None:
+    """Checks that these are axes of a mesh."""
+    if missing := [name for name in names if name not in mesh.shape]:
+        expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
+        raise wrong(function, argument, expected, repr(missing[0]))
+
+
+def axes_over(function: str, mesh: Any, axis: AxisName, argument: str) -> Names:
+    """Returns the names of the axes of the ranks, after a check of `mesh_or_comm`, which is no communicator."""
+    if not isinstance(mesh, Mesh):
+        expected = "a jax.sharding.Mesh or an MPI communicator"
+        raise wrong(function, "mesh_or_comm", expected, repr(mesh), kind=TypeError)
+    names = check_axis_names(function, axis, argument)
+    check_axes(function, argument, names, mesh)
+    return names
 
 
 def check_batch_specs(specs: Specs, names: Names) -> None:
@@ -156,9 +174,7 @@ class Ranks:
             raise wrong(op, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
         if not isinstance(found, Mesh | AbstractMesh):
             raise wrong(op, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
-        if missing := [name for name in names if name not in found.shape]:
-            expected = f"an axis of the mesh, {', '.join(map(repr, found.shape))}, or a tuple of them"
-            raise wrong(op, "axis_name", expected, repr(missing[0]))
+        check_axes(op, "axis_name", names, found)
         return cls(op, found, names)
 
     @property

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import check_even, dimensions, split_batch
+from jaxcgx.train.batch import axes_over, check_even, dimensions, split_batch
 from jaxcgx.train.division import addable
 from jaxcgx.train.gradient import Given, Loss
-from jaxcgx.transports.axes import check_axis_names, is_communicator
+from jaxcgx.transports.axes import is_communicator
 from jaxcgx.transports.base import split_rows
 from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
 
@@ -186,7 +186,7 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
     """Returns the whole batch, and how the ranks divide it."""
     batch = jax.tree_util.tree_map(jnp.asarray, batch)
     over_mpi = is_communicator(mesh_or_comm)
-    names = () if over_mpi else check_axis_names(OP, axis, "axis")
+    names = () if over_mpi else axes_over(OP, mesh_or_comm, axis, "axis")
     specs = split_batch(batch, batch_specs, P(names or "rank"), said=lambda _: None)
     found, tree = jax.tree_util.tree_flatten_with_path(batch)
     paths, leaves, dims = [path for path, _ in found], [x for _, x in found], dimensions(specs)
@@ -198,11 +198,6 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
         join = lambda x, d: x if d is None else jnp.concatenate(comm.allgather(jax.device_get(x)), d)
         leaves = list(map(join, leaves, dims))
         return WholeBatch(paths, leaves, tree, dims, sizes={None: comm.size}, place=lambda x: x)
-    if not isinstance(mesh_or_comm, Mesh):
-        got = repr(mesh_or_comm)
-        raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", got, kind=TypeError)
-    if missing := [name for name in names if name not in mesh_or_comm.shape]:
-        raise wrong(OP, "axis", f"an axis of the mesh, {', '.join(map(repr, mesh_or_comm.shape))}", repr(missing[0]))
     check_even(batch, specs, mesh_or_comm.shape)
     sharding = NamedSharding(Mesh(mesh_or_comm.devices, mesh_or_comm.axis_names), P(names))
     place = lambda x: jax.lax.with_sharding_constraint(x, sharding)

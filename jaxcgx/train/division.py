@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
@@ -23,6 +23,7 @@ from jaxcgx.train.batch import (
     STEP,
     Ranks,
     axes_of,
+    axes_over,
     check_batch_specs,
     check_even,
     check_spans,
@@ -31,7 +32,7 @@ from jaxcgx.train.batch import (
     split_batch,
 )
 from jaxcgx.train.state import ExchangeState, Sharding
-from jaxcgx.transports.axes import axis_names, check_axis_names, crosses
+from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Batch, DType, Key, Params, PyTree, Specs
 
@@ -306,12 +307,7 @@ def like(params: Params, specs: Specs) -> Any:
 
 def check_mesh(mesh: Any, sharding: Sharding) -> None:
     """Checks a mesh, and the axes and the specs of a batch over it."""
-    if not isinstance(mesh, Mesh):
-        raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", repr(mesh), kind=TypeError)
-    names = axis_names(sharding.axis) and check_axis_names(OP, sharding.axis, "sharding.axis")
-    if not names or any(name not in mesh.shape for name in names):
-        expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
-        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis))
+    names = axes_over(OP, mesh, sharding.axis, "sharding.axis")
     other = [name for name in mesh.shape if name not in names and mesh.shape[name] > 1]
     if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes
         plain = names[0] if len(names) == 1 else names

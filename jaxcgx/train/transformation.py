@@ -15,7 +15,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_array, check_integer, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.resolve import transport_over, transport_over_axes
-from jaxcgx.exchange.routes import Way
+from jaxcgx.exchange.routes import Way, as_order
 from jaxcgx.plan import Plan
 from jaxcgx.train.division import with_row
 from jaxcgx.train.exchange import At, Exchange, check_state, send
@@ -72,7 +72,6 @@ def compress_gradients(
         if over_mpi and given is not None:
             remedy = "leave it out: exchanges over MPI wait for one another, and a process has a row"
             raise wrong(OP, name, "None between the processes of mpirun", repr(given), remedy)
-    way = Way(order=None if order is None else _check_order(order))
     remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
     if not over_mpi:
         remedy = (
@@ -90,6 +89,7 @@ def compress_gradients(
         net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _check_arrays("updates", updates)
         check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), remedy)
+        way = Way(order=as_order(OP, order, len(jax.tree_util.tree_leaves(grads))))
         return send(exchange, grads, state, At(net, params, value, way))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -134,10 +134,3 @@ def _check_arrays(argument: str, tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if shaped(leaf) else check_array(OP, argument, leaf, path), tree
     )
-
-
-def _check_order(order: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(order, Sequence) or set(order) != set(range(len(order))):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
-        raise wrong(OP, "order", "the numbers of the leaves, each once", repr(order), remedy)
-    return tuple(order)
