@@ -17,20 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import transport_over_axes
-from jaxcgx.train.batch import (
-    OP,
-    REMEDY,
-    STEP,
-    Ranks,
-    axes_of,
-    axes_over,
-    check_batch_specs,
-    check_even,
-    check_spans,
-    flatten_specs,
-    shortest,
-    split_batch,
-)
+from jaxcgx.train.batch import OP, TRAIN, Ranks, axes_of, axes_over, check_spans, flatten_specs, shortest, split_batch
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
@@ -80,11 +67,12 @@ class Division:
         """
         # The batch belongs to this rank alone, and only micro-batches split it. Without them, leaves may have different
         # lengths: leaves as long as the first one are taken for examples.
-        given, rows = self.batch_specs, P("ranks")
-        if guessed := given is None and parts == 1:
-            lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves(batch) if np.ndim(x)]
-            given = jax.tree_util.tree_map(lambda x: rows if np.shape(x)[:1] == (*lengths[:1],) else P(), batch)
-        return batch, split_batch(batch, given, rows, said=lambda _: None), guessed
+        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        given = TRAIN.of_leaves(batch, self.batch_specs)
+        if guessed := self.batch_specs is None and parts == 1:
+            lengths = [np.shape(x)[0] for _, x in leaves if np.ndim(x)]
+            given = [P("ranks") if np.shape(x)[:1] == (*lengths[:1],) else P() for _, x in leaves]
+        return batch, tree.unflatten(split_batch(TRAIN, leaves, given, [None] * len(leaves), sizes={})), guessed
 
     def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         """Returns a function that runs a function of one rank on all ranks."""
@@ -227,26 +215,30 @@ class OverMesh(Division):
         traced step can't see shardings, so it would split every array along the first dimension.
         """
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        check_spans(STEP, self.mesh, self.names, leaves=leaves)
+        check_spans("train.step", self.mesh, self.names, leaves=leaves)
         if self.batch_specs is not None or self.explicit:
             return
         for (path, x), (_, spec) in zip(leaves, flatten_specs(self._specs_of_batch(batch))[0]):
             if np.ndim(x) and spec != self.rows:
                 expected = "arrays that are split along their first dimension, where no specs say otherwise"
-                raise wrong(STEP, "batch", expected, f"one sharded as {x.sharding.spec}", REMEDY, path=path)
+                raise wrong(*TRAIN.batch, expected, f"one sharded as {x.sharding.spec}", TRAIN.remedy, path=path)
 
     def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         specs = self._specs_of_batch(batch)
-        check_even(batch, specs, self.mesh.shape)
         if self.explicit:  # over Explicit axes, shard_map doesn't move arrays
             placed = jax.tree_util.tree_map(lambda spec: P() if self.auto(spec) else spec, specs)
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
         return batch, specs, False
 
     def _specs_of_batch(self, batch: Batch) -> Specs:
-        said = Ranks(OP, self.mesh, self.names).spec_of_batch
-        return split_batch(batch, self.batch_specs, self.rows, said=said)
+        (leaves, tree), ranks = jax.tree_util.tree_flatten_with_path(batch), Ranks(OP, self.mesh, self.names)
+        # What is split along its first dimension alone is split over all ranks there. So is everything if nothing is.
+        known = [ranks.spec_of_batch(x) for _, x in leaves]
+        known = [self.rows if spec and any(spec) and not any(spec[1:]) else spec for spec in known]
+        known = known if any(any(spec or ()) for spec in known) else [None] * len(leaves)
+        given = TRAIN.of_leaves(batch, self.batch_specs)
+        return tree.unflatten(split_batch(TRAIN, leaves, given, known, sizes=ranks.sizes))
 
     def auto(self, spec: P) -> list[Any]:
         """Returns the axes of a spec that are Auto."""
@@ -319,4 +311,3 @@ def check_mesh(mesh: Any, sharding: Sharding) -> None:
             f"{sharding.axis!r}, which says how they are sharded over them"
         )
         raise wrong(OP, "sharding.params", expected, None)
-    check_batch_specs(sharding.batch, names)

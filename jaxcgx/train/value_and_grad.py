@@ -24,7 +24,7 @@ from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
-from jaxcgx.train.batch import Ranks
+from jaxcgx.train.batch import Ranks, broadcast
 from jaxcgx.train.division import OverMesh
 from jaxcgx.train.exchange import At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
@@ -409,22 +409,16 @@ class ValueAndGrad:
         whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
         given = self.batch_specs
         if given is None or isinstance(given, P):
-            return [given if np.ndim(x) else None for x in jax.tree_util.tree_leaves((positional, keywords))] + whole
+            return [given] * len(jax.tree_util.tree_leaves((positional, keywords))) + whole
         given = [given] if isinstance(given, dict) else list(given)
         named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
         for name, value in keywords.items():
             if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
                 raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
         named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
-        is_spec = lambda x: isinstance(x, P)
-        try:
-            specs = jax.tree_util.tree_broadcast([given, named], arguments, is_leaf=is_spec)
-        except (TypeError, ValueError) as error:
-            expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
-            expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
-            raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
-        leaves = zip(jax.tree_util.tree_leaves(arguments), jax.tree_util.tree_leaves(specs, is_leaf=is_spec))
-        return [spec if np.ndim(x) else P() for x, spec in leaves] + whole
+        expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
+        expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
+        return broadcast(OP, "batch_specs", [given, named], arguments, expected=expected) + whole
 
 
 def _bound(names: tuple[Any, ...]) -> bool:
