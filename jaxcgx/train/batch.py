@@ -148,29 +148,19 @@ def split_batch(
             expected = "arrays that are split, where they look like the examples of all ranks"
             got = f"{spell_array(x)}, which is whole on every rank"
             raise wrong(*words.batch, expected, got, f"shard it like the others, or {words.remedy}", path=path)
-        for part in spec if sizes else ():
-            if list(axes_of(part)) != sorted(axes_of(part), key=names.index):
-                expected, remedy = (
-                    f"axes in the order of {names}",
-                    "name the axes of the ranks in the order of the specs",
-                )
-                raise wrong(*words.specs, expected, spec, remedy, path=path)
-        if (parts := _uneven(x, spec, sizes)) is not None:
-            remedy = f"{FILL}; for an array that is not split, {words.remedy}"
-            raise wrong(*words.batch, f"arrays that {parts} ranks share evenly", spell_array(x), remedy, path=path)
+        for length, part in zip(np.shape(x), spec if sizes else ()):
+            axes = axes_of(part)
+            if list(axes) != sorted(axes, key=names.index):
+                remedy = "name the axes of the ranks in the order of the specs"
+                raise wrong(*words.specs, f"axes in the order of {names}", spec, remedy, path=path)
+            if length % (parts := math.prod(map(sizes.__getitem__, axes))):
+                remedy = f"{FILL}; for an array that is not split, {words.remedy}"
+                raise wrong(*words.batch, f"arrays that {parts} ranks share evenly", spell_array(x), remedy, path=path)
     return specs
 
 
 def _leaves(*found: tuple[Any, Any]) -> str:
     return "leaves " + " and ".join(f"{jax.tree_util.keystr(path)} of {spell_array(x)}" for path, x in found)
-
-
-def _uneven(x: ArrayLike, spec: P, sizes: Mapping[Any, int]) -> int | None:
-    """Returns a number of ranks that doesn't divide the dimension that is split over them, or None."""
-    for size, part in zip(np.shape(x), spec):
-        if size % (count := math.prod(sizes.get(name, 1) for name in axes_of(part))):
-            return count
-    return None
 
 
 def dimensions(specs: Specs) -> list[int | None]:
@@ -320,7 +310,8 @@ def _sharding(x: ArrayLike) -> NamedSharding | None:
 
 def examples(x: ArrayLike, spec: P) -> int | None:
     """Returns the number of examples in an array: the size of its first split dimension, or None if none is split."""
-    return next((size for size, part in zip(np.shape(x), spec) if part), None)
+    d = dimension(spec)
+    return None if d is None else np.shape(x)[d]
 
 
 def filled(some: PyTree, others: PyTree) -> PyTree:

@@ -68,11 +68,12 @@ class Division:
         # The batch belongs to this rank alone, and only micro-batches split it. Without them, leaves may have different
         # lengths: leaves as long as the first one are taken for examples.
         leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
-        given = TRAIN.of_leaves(batch, self.batch_specs)
+        unknown = [None] * len(leaves)
+        given = unknown if self.batch_specs is None else TRAIN.of_leaves(batch, self.batch_specs)
         if guessed := self.batch_specs is None and parts == 1:
             lengths = [np.shape(x)[0] for _, x in leaves if np.ndim(x)]
             given = [P("ranks") if np.shape(x)[:1] == (*lengths[:1],) else P() for _, x in leaves]
-        return batch, tree.unflatten(split_batch(TRAIN, leaves, given, [None] * len(leaves), sizes={})), guessed
+        return batch, tree.unflatten(split_batch(TRAIN, leaves, given, unknown, sizes={})), guessed
 
     def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         """Returns a function that runs a function of one rank on all ranks."""
@@ -197,7 +198,8 @@ class OverMesh(Division):
         super().__init__(lambda: transport_over_axes(OP, axis), batch_specs, axis)
         self.mesh: Any = mesh
         self.rows: P = P(self.names)
-        self.size: int = math.prod(mesh.shape[name] for name in self.names)
+        self.sizes: dict[Any, int] = {name: mesh.shape[name] for name in self.names}
+        self.size: int = math.prod(self.sizes.values())
         self.others: set[Any] = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
         self.explicit: bool = AxisType.Explicit in mesh.axis_types
         self.spread: bool = self.explicit
@@ -232,13 +234,17 @@ class OverMesh(Division):
         return batch, specs, False
 
     def _specs_of_batch(self, batch: Batch) -> Specs:
-        (leaves, tree), ranks = jax.tree_util.tree_flatten_with_path(batch), Ranks(OP, self.mesh, self.names)
-        # What is split along its first dimension alone is split over all ranks there. So is everything if nothing is.
-        known = [ranks.spec_of_batch(x) for _, x in leaves]
-        known = [self.rows if spec and any(spec) and not any(spec[1:]) else spec for spec in known]
-        known = known if any(any(spec or ()) for spec in known) else [None] * len(leaves)
-        given = TRAIN.of_leaves(batch, self.batch_specs)
-        return tree.unflatten(split_batch(TRAIN, leaves, given, known, sizes=ranks.sizes))
+        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        unknown = [None] * len(leaves)
+        if self.batch_specs is not None:
+            given, known = TRAIN.of_leaves(batch, self.batch_specs), unknown
+        else:
+            ranks = Ranks(OP, self.mesh, self.names)
+            given, known = unknown, [ranks.spec_of_batch(x) for _, x in leaves]
+            # What is split along its first dimension alone is split over all ranks. So is everything if nothing is.
+            known = [self.rows if spec and any(spec) and not any(spec[1:]) else spec for spec in known]
+            known = known if any(any(spec or ()) for spec in known) else unknown
+        return tree.unflatten(split_batch(TRAIN, leaves, given, known, sizes=self.sizes))
 
     def auto(self, spec: P) -> list[Any]:
         """Returns the axes of a spec that are Auto."""
