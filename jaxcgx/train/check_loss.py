@@ -213,12 +213,7 @@ def _one(loss: Loss, tree: PyTree, params: Params, given: Given, arrays: list[ja
     def objective(trained: dict[int, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
         params = of_params.unflatten([trained.get(i, x) for i, x in enumerate(leaves)])
         value, weight, new, aux = loss.call(params, given._replace(batch=tree.unflatten(arrays)))
-        try:
-            found = value, weight if loss.weighted else 1
-            value, weight = (jnp.asarray(x, jnp.float32).reshape(()) for x in found)
-        except (TypeError, ValueError) as error:
-            raise loss.misfit((value, weight) if loss.weighted else value) from error
-        return value, (weight, (aux, new))
+        return value.astype(jnp.float32), (jnp.float32(1 if weight is None else weight), (aux, new))
 
     (value, (weight, outputs)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
     keep = lambda x: jnp.asarray(x) if addable(jnp.asarray(x)) else None

@@ -243,7 +243,7 @@ class OverMesh(Division):
             given, known = unknown, [ranks.spec_of_batch(x) for _, x in leaves]
             # What is split along its first dimension alone is split over all ranks. So is everything if nothing is.
             known = [self.rows if spec and any(spec) and not any(spec[1:]) else spec for spec in known]
-            known = known if any(any(spec or ()) for spec in known) else unknown
+            known = known if any(map(any, filter(None, known))) else unknown
         return tree.unflatten(split_batch(TRAIN, leaves, given, known, sizes=self.sizes))
 
     def auto(self, spec: P) -> list[Any]:
