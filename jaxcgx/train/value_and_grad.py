@@ -117,17 +117,44 @@ def value_and_grad(
 
 
 def grad(
-    loss_fn: Callable[..., Any], axis_name: AxisName, exchange: Exchange | Codec | Plan | dict[Any, Any], **options: Any
+    loss_fn: Callable[..., Any],
+    axis_name: AxisName,
+    exchange: Exchange | Codec | Plan | dict[Any, Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    weighted: bool = False,
+    aux_specs: Specs = None,
+    batch_specs: Specs = None,
+    param_specs: Specs = None,
+    mesh: Any = None,
 ) -> Callable[..., Any]:
     """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
     Args:
-      loss_fn: as in `value_and_grad`.
-      axis_name: the axis over which the batch is split, or a tuple of axes, as in `value_and_grad`.
-      exchange: a codec, {axis name: codec}, a `Plan` or an exchange, as in `value_and_grad`.
-      **options: further arguments of `value_and_grad`.
+      loss_fn: as in `value_and_grad`, like all arguments below.
+      axis_name: the axis over which the batch is split, or a tuple of axes.
+      exchange: a codec, {axis name: codec}, a `Plan` or an exchange.
+      argnums: the differentiated arguments.
+      has_aux: whether `loss_fn` returns (loss, aux). The result is then (gradients, aux).
+      weighted: whether `loss_fn` returns (sum, weight).
+      aux_specs: what becomes of `aux`.
+      batch_specs: how the arguments that are not differentiated are split.
+      param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
+      mesh: the mesh.
     """
-    both = value_and_grad(loss_fn, axis_name, exchange, **options)
+    both = value_and_grad(
+        loss_fn,
+        axis_name,
+        exchange,
+        argnums=argnums,
+        has_aux=has_aux,
+        weighted=weighted,
+        aux_specs=aux_specs,
+        batch_specs=batch_specs,
+        param_specs=param_specs,
+        mesh=mesh,
+    )
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
         found = both(*args, **kwargs)

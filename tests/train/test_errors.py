@@ -24,6 +24,8 @@ VALUE, TYPE = ValueError, TypeError
 @pytest.mark.parametrize(
     ("make", "argument", "error", "values"),
     [
+        (cgx.DGC, "schedule", VALUE, ["star"]),
+        (cgx.BSC, "own", VALUE, ["mine"]),
         (cgx.Feedback, "plan", TYPE, [4, {"data": 4}, {0: CODEC, 9: "raw"}]),
         (cgx.Feedback, "plan", VALUE, [{5: CODEC}, {0: CODEC, -1: CODEC}, {0: CODEC, "data": CODEC}]),
         (FEEDBACK, "keep", TYPE, [1]),
@@ -138,8 +140,11 @@ def from_state(exchange=CODEC, params=PARAMS, ranks=RANKS, change=lambda state: 
 
 ERRORS = {
     "Feedback": [
-        (lambda: in_step(RING), VALUE, "plan", '"ring"', "keep=False"),
+        (lambda: in_step(cgx.Feedback(RING)), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(cgx.Feedback(RING, keep=False, telemetry=True)), VALUE, "plan", '"ring"', "keep=False"),
+    ],
+    "Plan": [
+        (lambda: in_step(RING), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step({0: cgx.Raw(), 5: RING}), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(CROSSED, ("cross", "inner"), (2, 2)), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(cgx.Plan({"node": CODEC})), VALUE, "plan", "{'node'"),
