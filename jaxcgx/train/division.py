@@ -156,6 +156,11 @@ def zeros(shapes: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
+def choose(condition: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
+    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
+    return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)
+
+
 def first_of(x: jax.Array, net: Transport) -> jax.Array:
     """Returns the first rank's array on every rank."""
     if not addable(x):

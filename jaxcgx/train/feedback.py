@@ -16,7 +16,7 @@ from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, tra
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import Phase, switch
-from jaxcgx.train.division import after, zeros
+from jaxcgx.train.division import after, choose, zeros
 from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
@@ -193,8 +193,8 @@ class Feedback:
             damp = lambda old, new: (1 - beta) * old + beta * new
             residuals = each(damp, sent.before, residuals)
         if self.skip_nonfinite:
-            bad = at.nonfinite(self.op, mean)
-            residuals, factors = unless(bad, (residuals, factors), (sent.before, old.factors))
+            good = at.nonfinite(self.op, mean) == 0
+            residuals, factors = choose(good, (residuals, factors), (sent.before, old.factors))
         if self.reset_every is not None:
             residuals = each(lambda r: jnp.where(count % self.reset_every == 0, 0, r), residuals)
         shared = shared._replace(count=count, factors=factors, telemetry=telemetry)
@@ -274,11 +274,6 @@ def _turn(count: jax.Array, at: At) -> jax.Array:
     """
     loss = None if at.loss is None else jnp.asarray(at.loss)
     return count if loss is None or _compat.varying_axes(loss) else after(loss, count)
-
-
-def unless(bad: jax.Array | int, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new tree, or the old tree if `bad` is not 0."""
-    return jax.tree_util.tree_map(lambda n, o: jnp.where(bad == 0, n, o), new, old)
 
 
 def measure(travel: Travel, at: At, grads: PyTree, before: PyTree, mean: PyTree, lost: PyTree) -> Telemetry:
