@@ -15,7 +15,7 @@ from jaxcgx.collectives.gradients import vary
 from jaxcgx.exchange.message import Carry, Message, carry_over
 from jaxcgx.exchange.primitives import psum
 from jaxcgx.exchange.reduce import plain_sum, travel_with
-from jaxcgx.exchange.routes import Plain, Travel, Way
+from jaxcgx.exchange.routes import Plain, Travel, Way, as_order
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs
 from jaxcgx.typing import AxisName, Key, PyTree
@@ -30,7 +30,7 @@ def sync_in_backward(
     *,
     key: Key | None = None,
     carry: Carry | None = None,
-    order: tuple[int, ...] | None = None,
+    order: Sequence[int] | None = None,
 ) -> PyTree:
     """Returns `params` unchanged, and replaces their gradients by the compressed mean over the axis.
 
@@ -74,11 +74,11 @@ def sync_in_backward(
         order. By default, the last leaves are sent first. Leaves that travel raw, each on its own, follow.
     """
     call, given = Call.of(OP, params, axis_name, plan, key=key), carry or Carry()
-    if order is not None:  # not every caller is typed
-        order = tuple(order) if isinstance(order, Sequence) else (order,)  # pyright: ignore[reportUnnecessaryIsInstance]
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
-    travel = travel_with(given, call.routes, call.net, Way(order=order), argument="params")
+    travel = travel_with(
+        given, call.routes, call.net, Way(order=as_order(OP, order, len(call.routes.leaves))), argument="params"
+    )
     _check_own_residuals(travel, given)
     leaves, residuals = call.routes.each(call.x), call.routes.each(given.residuals)
     found = dict(enumerate(leaves))

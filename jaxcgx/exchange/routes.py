@@ -376,12 +376,20 @@ def _scheduled(
     return chosen
 
 
-def _check_way(routes: Routes, way: Way, hops: bool) -> None:
-    """Checks that the plan allows slices and the order."""
-    op, plan = routes.op, routes.plan
-    if way.order is not None and sorted(way.order) != list(range(len(routes.leaves))):
+def as_order(op: str, order: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
+    """Returns a caller's order of `count` leaves, for `Way.order`."""
+    if order is None:
+        return None
+    # not every caller is typed
+    if not isinstance(order, Sequence) or sorted(order) != list(range(count)):  # pyright: ignore[reportUnnecessaryIsInstance]
         remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
-        raise wrong(op, "order", f"the numbers of the {len(routes.leaves)} leaves, each once", way.order, remedy)
+        raise wrong(op, "order", f"the numbers of the {count} leaves, each once", repr(order), remedy)
+    return tuple(order)
+
+
+def _check_way(routes: Routes, way: Way, hops: bool) -> None:
+    """Checks that the plan allows slices."""
+    op, plan = routes.op, routes.plan
     if way.rows or set(way.dims) <= {None}:
         return
     sliced = "where a rank gets only its slice of a sum"

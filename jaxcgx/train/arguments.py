@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 
 from jaxcgx import _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import Ranks, check_spans, dimension, examples, filled
+from jaxcgx.train.batch import Ranks, Words, check_spans, dimension, examples, filled, split_batch
 from jaxcgx.typing import PyTree
 
 
@@ -44,20 +44,27 @@ class Split:
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
         arrays = [leaf for leaf, array in zip(found, is_array) if array]
         check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
-        leaves: list[tuple[Any, Any, P | None]] = []
-        keys: list[bool] = []
-        for (path, x), spec in zip(arrays, (spec for spec, array in zip(given, is_array) if array)):
+        asked, known, keys = list[P | None](), [ranks.spec_of_batch(x) for _, x in arrays], list[bool]()
+        for (path, x), spec, said in zip(arrays, (spec for spec, array in zip(given, is_array) if array), known):
             # What has no gradient in a differentiated argument, others[2], may be any two words.
-            known = ranks.spec_of_batch(x) if spec is None else spec
-            raw = _is_raw_key(x) and not any(known or ()) and path[0].idx < 2
+            raw = _is_raw_key(x) and not any((said if spec is None else spec) or ()) and path[0].idx < 2
             keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
-            leaves.append((path, x, P() if keys[-1] else spec))
-        specs = ranks.check_batch(leaves)
-        if any(spec and x.shape[0] == 2 for (_, x, _), spec in zip(leaves, specs)):
-            for path, x, _ in (leaf for leaf, key in zip(leaves, keys) if key and _is_raw_key(leaf[1])):
+            asked.append(P() if keys[-1] else spec)
+        place = ranks.op, "batch_specs"
+        specs = split_batch(Words(place, place, ranks.remedy), arrays, asked, known, sizes=ranks.sizes)
+        if ranks.size > 1 and not any(map(any, specs)):
+            axes = ranks.spelled()
+            remedy = (
+                "pass the batch as an argument, not by a closure, and shard it: "
+                f"jax.device_put(batch, NamedSharding(mesh, P({axes}))), or pass batch_specs"
+            )
+            expected = f"an argument that is split over {axes}"
+            raise wrong(*place, expected, "none: every rank would compute the same", remedy)
+        if any(spec and x.shape[0] == 2 for (_, x), spec in zip(arrays, specs)):
+            for path, x in (leaf for leaf, key in zip(arrays, keys) if key and _is_raw_key(leaf[1])):
                 expected, got = "a typed key, or batch_specs", f"{spell_array(x)}, a random key or a batch of 2"
                 remedy = f"make keys with jax.random.key, or {ranks.remedy}"
-                raise wrong(ranks.op, "batch_specs", expected, got, remedy, path=path)
+                raise wrong(*place, expected, got, remedy, path=path)
         return cls(
             ranks=ranks,
             places=places,

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,16 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.typing import ArrayLike, Batch, Params, PyTree, Specs
+from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.typing import ArrayLike, AxisName, Batch, Params, PyTree, Specs
 
-OP, STEP = "make_train_step", "train.step"
+OP = "make_train_step"
 Names = tuple[Any, ...]  # the names of mesh axes
 REMEDY = (
     "pass sharding=Sharding(batch=...) to make_train_step: a tree like the batch, with P() where every rank has the "
     "whole array"
 )
 FILL = "leave out the examples that are over, or fill up and give those the weight 0 (weighted=True)"
-ARGUMENT = "sharding.batch"
 
 
 def is_spec(x: object) -> bool:
@@ -48,70 +48,119 @@ def shortest(spec: P) -> P:
     return P(*parts)
 
 
-def check_batch_specs(specs: Specs, names: Names) -> None:
-    """Checks that `specs` are PartitionSpecs over the axes of the ranks, `names`.
+def check_axes(function: str, argument: str, names: Names, mesh: Any) -> None:
+    """Checks that these are axes of a mesh."""
+    if missing := [name for name in names if name not in mesh.shape]:
+        expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
+        raise wrong(function, argument, expected, repr(missing[0]))
 
-    Over MPI, `names` is (), and any axes are allowed.
+
+def axes_over(function: str, mesh: Any, axis: AxisName, argument: str) -> Names:
+    """Returns the names of the axes of the ranks, after a check of `mesh_or_comm`, which is no communicator."""
+    if not isinstance(mesh, Mesh):
+        expected = "a jax.sharding.Mesh or an MPI communicator"
+        raise wrong(function, "mesh_or_comm", expected, repr(mesh), kind=TypeError)
+    names = check_axis_names(function, axis, argument)
+    check_axes(function, argument, names, mesh)
+    return names
+
+
+def broadcast(function: str, argument: str, given: PyTree, tree: PyTree, expected: str) -> list[Any]:
+    """Returns the entry of a caller's tree, or of a prefix of it, for each leaf of `tree`: a spec, a text or None."""
+    try:
+        whole = jax.tree_util.tree_broadcast(given, tree, is_leaf=lambda s: s is None or isinstance(s, P | str))
+    except (TypeError, ValueError) as error:
+        raise wrong(function, argument, expected, given) from error
+    return jax.tree_util.tree_structure(tree).flatten_up_to(whole)
+
+
+def check_spec(
+    function: str, argument: str, spec: object, x: ArrayLike, *, path: KeyPath[Any], among: Collection[Any] | None
+) -> None:
+    """Checks a caller's spec of an array. It may have only the axes `among`; None: any."""
+    if not isinstance(spec, P):
+        expected = "a PartitionSpec, or a tree of them like the arrays"
+        raise wrong(function, argument, expected, repr(spec), path=path, kind=TypeError)
+    if len(spec) > np.ndim(x):
+        expected = f"a PartitionSpec of at most {np.ndim(x)} dimensions for {spell_array(x)}"
+        raise wrong(function, argument, expected, spec, path=path)
+    if other := [name for part in spec for name in axes_of(part) if among is not None and name not in among]:
+        expected = f"PartitionSpecs over {', '.join(map(repr, among or ())) or 'no axis'}"
+        remedy = "batches are split over the axes of the ranks, parameters over the other axes of the mesh"
+        raise wrong(function, argument, expected, repr(other[0]), remedy, path=path)
+
+
+class Words(NamedTuple):
+    """The words of errors about a batch."""
+
+    batch: tuple[str, str]  # the function and its argument
+    specs: tuple[str, str]  # those of the caller's specs
+    remedy: str  # how to say how arrays are split
+
+    def of_leaves(self, batch: Batch, specs: Specs) -> list[P | None]:
+        """Returns the caller's spec, or None, for each leaf of a batch."""
+        return broadcast(*self.specs, specs, batch, expected="a PartitionSpec, or a tree of them like the batch")
+
+
+TRAIN = Words(("train.step", "batch"), (OP, "sharding.batch"), REMEDY)
+
+
+def split_batch(
+    words: Words,
+    leaves: Sequence[tuple[KeyPath[Any], ArrayLike]],
+    given: Sequence[P | None],
+    known: Sequence[P | None],
+    sizes: Mapping[Any, int],
+) -> list[P]:
+    """Returns how the leaves of a batch are split over the ranks, and checks it. Scalars are whole.
+
+    A leaf without a spec is split along its first dimension. It must have as many examples as the other leaves.
+
+    Args:
+      words: the words of errors.
+      leaves: the leaves, with their paths.
+      given: for each leaf, the caller's spec, or None.
+      known: for each leaf, the spec that its sharding has over the ranks, or None if that isn't known.
+      sizes: the number of ranks along each axis, outermost first; {}: the batch is this rank's own.
     """
-    for path, spec in flatten_specs(specs)[0]:
-        if not isinstance(spec, P):
-            expected = "a PartitionSpec, or a tree of them like the batch"
-            raise wrong(OP, ARGUMENT, expected, repr(spec), path=path, kind=TypeError)
-        if other := [name for part in spec for name in axes_of(part) if names and name not in names]:
-            expected = f"PartitionSpecs over {', '.join(map(repr, names))}, as other axes are the partitioner's"
-            raise wrong(OP, ARGUMENT, expected, repr(other[0]), path=path)
-        if any(list(axes_of(part)) != sorted(axes_of(part), key=names.index) for part in spec if names):
-            raise wrong(OP, ARGUMENT, f"axes in the order of {names}", spec, path=path)
-
-
-def split_batch(batch: Batch, given: Specs, rows: P, said: Callable[[Any], P | None]) -> Specs:
-    """Returns the PartitionSpecs of a batch's leaves. Scalars are whole.
-
-    Without `given`, the caller's specs, a leaf is split as its sharding says: `said(leaf)` returns a spec over the axes
-    of the ranks, or None if its sharding isn't known. Such leaves are split along their first dimension, as `rows`
-    says. If no sharding splits any leaf, all leaves are split along their first dimension.
-    """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
-    if given is not None:
-        return _filled(batch, given)
-    known = [said(x) for _, x in leaves]
-    if not any(spec is not None and any(spec) for spec in known):
-        known = [None] * len(leaves)
-    known = [spec if np.ndim(x) else P() for (_, x), spec in zip(leaves, known)]
-    split = [leaf for leaf, spec in zip(leaves, known) if spec is None or (any(spec) and spec[0])]
-    specs: list[P] = []
-    for (path, x), spec in zip(leaves, known):
-        is_like_first = np.ndim(x) and split and np.shape(x)[0] == np.shape(split[0][1])[0]
-        if (spec is None and not is_like_first) or (np.ndim(x) and spec == P() and is_like_first):
-            expected = "arrays that share their first dimension, that of the examples, and how it is split"
-            is_key = any(spell_array(leaf) == "uint32[2]" for leaf in (split[0][1], x))
-            remedy = REMEDY + ("; for a random key, jax.random.key, which is a scalar" if is_key else "")
-            raise wrong(STEP, "batch", expected, _leaves(split[0], (path, x)), remedy)
-        specs.append(rows if spec is None or (any(spec) and not any(spec[1:])) else spec)
-    return tree.unflatten(specs)
+    names, rows = tuple(sizes), P(tuple(sizes) or "ranks")
+    given = [spec if np.ndim(x) else P() for (_, x), spec in zip(leaves, given)]
+    said = [other if spec is None else spec for spec, other in zip(given, known)]
+    specs = [rows if spec is None else spec for spec in said]
+    for (path, x), spec in zip(leaves, given):
+        if spec is not None:
+            check_spec(*words.specs, spec, x, path=path, among=names or None)
+    split = [i for i, spec in enumerate(specs) if any(spec)]
+    if not split:
+        return specs
+    first = next((i for i in split if said[i] is not None), split[0])
+    count = examples(leaves[first][1], specs[first])
+    for i, ((path, x), spec) in enumerate(zip(leaves, specs)):
+        if said[i] is None and examples(x, spec) != count:
+            is_key = any(spell_array(leaf) == "uint32[2]" for leaf in (leaves[first][1], x))
+            remedy = words.remedy + "; for a random key, jax.random.key, which is a scalar" * is_key
+            raise wrong(
+                *words.batch, "arrays with the same number of examples", _leaves(leaves[first], (path, x)), remedy
+            )
+        # Without this error, a rank's examples could be broadcast against the examples of all ranks, or could index
+        # examples of other ranks.
+        if given[i] is None and said[i] == P() and np.shape(x)[:1] == (count,) and math.prod(sizes.values()) > 1:
+            expected = "arrays that are split, where they look like the examples of all ranks"
+            got = f"{spell_array(x)}, which is whole on every rank"
+            raise wrong(*words.batch, expected, got, f"shard it like the others, or {words.remedy}", path=path)
+        for length, part in zip(np.shape(x), spec if sizes else ()):
+            axes = axes_of(part)
+            if list(axes) != sorted(axes, key=names.index):
+                remedy = "name the axes of the ranks in the order of the specs"
+                raise wrong(*words.specs, f"axes in the order of {names}", spec, remedy, path=path)
+            if length % (parts := math.prod(map(sizes.__getitem__, axes))):
+                remedy = f"{FILL}; for an array that is not split, {words.remedy}"
+                raise wrong(*words.batch, f"arrays that {parts} ranks share evenly", spell_array(x), remedy, path=path)
+    return specs
 
 
 def _leaves(*found: tuple[Any, Any]) -> str:
     return "leaves " + " and ".join(f"{jax.tree_util.keystr(path)} of {spell_array(x)}" for path, x in found)
-
-
-def check_even(batch: Batch, specs: Specs, sizes: Mapping[Any, int]) -> None:
-    """Checks that all ranks get equal parts of a batch. `sizes` has the number of ranks along each axis."""
-    for (path, x), (_, spec) in zip(jax.tree_util.tree_leaves_with_path(batch), flatten_specs(specs)[0]):
-        if len(spec) > x.ndim:
-            raise wrong(OP, ARGUMENT, f"a PartitionSpec of at most {x.ndim} dimensions", spec, path=path)
-        if (count := _uneven(x, spec, sizes)) is not None:
-            expected = f"arrays that {count} ranks share evenly"
-            remedy = f"{FILL}; for an array that is not split, {REMEDY}"
-            raise wrong(STEP, "batch", expected, spell_array(x), remedy, path=path)
-
-
-def _uneven(x: ArrayLike, spec: P, sizes: Mapping[Any, int]) -> int | None:
-    """Returns a number of ranks that doesn't divide the dimension that is split over them, or None."""
-    for size, part in zip(np.shape(x), spec):
-        if size % (count := math.prod(map(sizes.__getitem__, axes_of(part)))):
-            return count
-    return None
 
 
 def dimensions(specs: Specs) -> list[int | None]:
@@ -125,16 +174,6 @@ def dimension(spec: P) -> int | None:
         if part:
             return d
     return None
-
-
-def _filled(batch: Batch, given: Specs) -> Specs:
-    """Returns the caller's specs as a tree like the batch. Scalars are whole."""
-    try:
-        specs = jax.tree_util.tree_broadcast(given, batch, is_leaf=is_spec)
-    except (TypeError, ValueError) as error:
-        expected = "a PartitionSpec, or a tree of them like the batch"
-        raise wrong(OP, ARGUMENT, expected, given) from error
-    return jax.tree_util.tree_map(lambda x, spec: spec if np.ndim(x) else P(), batch, specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,14 +195,17 @@ class Ranks:
             raise wrong(op, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
         if not isinstance(found, Mesh | AbstractMesh):
             raise wrong(op, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
-        if missing := [name for name in names if name not in found.shape]:
-            expected = f"an axis of the mesh, {', '.join(map(repr, found.shape))}, or a tuple of them"
-            raise wrong(op, "axis_name", expected, repr(missing[0]))
+        check_axes(op, "axis_name", names, found)
         return cls(op, found, names)
 
     @property
+    def sizes(self) -> dict[Any, int]:
+        """The number of ranks along each axis, outermost first."""
+        return {name: self.mesh.shape[name] for name in self.names}
+
+    @property
     def size(self) -> int:
-        return math.prod(self.mesh.shape[name] for name in self.names)
+        return math.prod(self.sizes.values())
 
     @property
     def others(self) -> frozenset[Any]:
@@ -200,7 +242,7 @@ class Ranks:
                     raise wrong(self.op, "param_specs", expected, None, remedy, path=path)
                 return P()
             if any(self._over(sharding.spec, self.names)):
-                expected = f"parameters that are whole on every rank of {self._spelled()}"
+                expected = f"parameters that are whole on every rank of {self.spelled()}"
                 remedy = "docs/fsdp.md shows how to train weights that are sharded over it"
                 got = f"one sharded as {tuple(sharding.spec)}"
                 raise wrong(self.op, "params", expected, got, remedy, path=path)
@@ -211,74 +253,12 @@ class Ranks:
     def _given_specs(self, params: Params, param_specs: Specs) -> Specs:
         """Returns the caller's spec for every leaf of the parameters."""
         others = [name for name in self.mesh.shape if name not in self.names]
-        try:
-            specs = jax.tree_util.tree_broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, P))
-        except (TypeError, ValueError) as error:
-            expected = "a PartitionSpec, or a tree of them like the parameters"
-            raise wrong(self.op, "param_specs", expected, param_specs) from error
-
-        def check(path: KeyPath[Any], x: ArrayLike, spec: P) -> P:
-            self._check_spec("param_specs", path, x, spec, among=others)
-            return self._over(spec, self.others)
-
-        return jax.tree_util.tree_map_with_path(check, params, specs)
-
-    def _check_spec(
-        self, argument: str, path: KeyPath[Any], x: ArrayLike, spec: object, *, among: Sequence[Any]
-    ) -> None:
-        """Checks a caller's spec of an array. The spec may have only the axes `among`."""
-        if not isinstance(spec, P) or len(spec) > np.ndim(x):
-            expected = f"a PartitionSpec of at most {np.ndim(x)} dimensions for {spell_array(x)}"
-            raise wrong(self.op, argument, expected, repr(spec), path=path)
-        if other := [name for part in spec for name in axes_of(part) if name not in among]:
-            expected = f"PartitionSpecs over {', '.join(map(repr, among)) or 'no axis'}"
-            remedy = "the axes of the ranks are for batch_specs, the other axes of the mesh for param_specs"
-            raise wrong(self.op, argument, expected, repr(other[0]), remedy, path=path)
-
-    def check_batch(self, leaves: Sequence[tuple[Any, Any, P | None]]) -> list[P]:
-        """Returns the specs of arrays, and checks them. `leaves` has (path, array, the caller's spec or None) of each.
-
-        An array without a known spec is split along its first dimension. It must have as many examples as the other
-        arrays.
-        """
-        op, argument, ranks = self.op, "batch_specs", self._spelled()
-        for path, x, given in leaves:
-            if given is not None:
-                self._check_spec(argument, path, x, given, among=self.names)
-        known = [self.spec_of_batch(x) if given is None else given for _, x, given in leaves]
-        specs = [P(self.names) if spec is None else spec for spec in known]
-        split = [i for i, spec in enumerate(specs) if any(spec)]
-        if self.size > 1 and not split:
-            remedy = (
-                "pass the batch as an argument, not by a closure, and shard it: "
-                f"jax.device_put(batch, NamedSharding(mesh, P({ranks}))), or pass batch_specs"
-            )
-            expected = f"an argument that is split over {ranks}"
-            raise wrong(op, argument, expected, "none: every rank would compute the same", remedy)
-        first = next((i for i in split if known[i] is not None), split[0] if split else 0)
-        for (path, x, given), spec, said in zip(leaves, specs, known):
-            other, batch = leaves[first], examples(leaves[first][1], specs[first])
-            if said is None and examples(x, spec) != batch:
-                expected = f"one for an array that is not split over {ranks} like the others"
-                got = f"none, and {_leaves(other[:2], (path, x))}, whose numbers of examples differ"
-                raise wrong(op, argument, expected, got, self.remedy)
-            # Without this error, a rank's examples could be broadcast against the examples of all ranks, or could index
-            # examples of other ranks.
-            if given is None and said == P() and self.size > 1 and any(specs[first]) and np.shape(x)[:1] == (batch,):
-                expected = f"one for an array that looks like the examples of all ranks of {ranks}"
-                got = f"{spell_array(x)}, which is whole on every rank, and the others are split"
-                raise wrong(op, argument, expected, got, f"shard it like the others, or {self.remedy}", path=path)
-            for part in spec:
-                ranked = [name for name in axes_of(part) if name in self.names]
-                if ranked != sorted(ranked, key=self.names.index):
-                    expected = "axes in the order in which the batch is split over them"
-                    got = f"{self.names} for an array that is sharded as {tuple(spec)}"
-                    raise wrong(op, "axis_name", expected, got, f"pass axis_name={tuple(ranked)}", path=path)
-            if (count := _uneven(x, spec, self.mesh.shape)) is not None:
-                got = f"{spell_array(x)} for {count} ranks"
-                remedy = f"{FILL}; pass batch_specs for arrays that are split otherwise, or not at all"
-                raise wrong(op, argument, f"arrays that {ranks} splits evenly", got, remedy, path=path)
-        return specs
+        expected = "a PartitionSpec, or a tree of them like the parameters"
+        specs = broadcast(self.op, "param_specs", param_specs, params, expected=expected)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        for (path, x), spec in zip(leaves, specs):
+            check_spec(self.op, "param_specs", spec, x, path=path, among=others)
+        return tree.unflatten([self._over(spec, self.others) for spec in specs])
 
     def local(self, x: ArrayLike, spec: P) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype of a rank's part of an array."""
@@ -292,11 +272,11 @@ class Ranks:
     def remedy(self) -> str:
         """The remedy of an error: how to tell how the arguments are split."""
         return (
-            f"pass batch_specs=(P({self._spelled()}), P()), a PartitionSpec for each argument that is not "
+            f"pass batch_specs=(P({self.spelled()}), P()), a PartitionSpec for each argument that is not "
             "differentiated and {name: P()} behind them for those by keyword; P() is for one that every rank has whole"
         )
 
-    def _spelled(self) -> str:
+    def spelled(self) -> str:
         return repr(self.names[0] if len(self.names) == 1 else self.names)
 
 
@@ -330,7 +310,8 @@ def _sharding(x: ArrayLike) -> NamedSharding | None:
 
 def examples(x: ArrayLike, spec: P) -> int | None:
     """Returns the number of examples in an array: the size of its first split dimension, or None if none is split."""
-    return next((size for size, part in zip(np.shape(x), spec) if part), None)
+    d = dimension(spec)
+    return None if d is None else np.shape(x)[d]
 
 
 def filled(some: PyTree, others: PyTree) -> PyTree:

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import check_even, dimensions, split_batch
+from jaxcgx.train.batch import Words, axes_over, dimensions, split_batch
 from jaxcgx.train.division import addable
 from jaxcgx.train.gradient import Given, Loss
-from jaxcgx.transports.axes import check_axis_names, is_communicator
+from jaxcgx.transports.axes import is_communicator
 from jaxcgx.transports.base import split_rows
 from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
 
@@ -26,6 +26,7 @@ ORDERED = 2.0**-5  # the relative difference from which on the order of the exam
 SHAPES = TypeError, ValueError, IndexError  # what a loss raises if the shapes of a part don't fit
 CLOSURE = "pass all arrays with a row for each example in the batch, not by a closure"
 WHOLE = "pass batch_specs, a tree like the batch, with P() for an array that is no array of examples"
+WORDS = Words((OP, "batch"), (OP, "batch_specs"), WHOLE)
 
 
 class Results(NamedTuple):
@@ -186,9 +187,10 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
     """Returns the whole batch, and how the ranks divide it."""
     batch = jax.tree_util.tree_map(jnp.asarray, batch)
     over_mpi = is_communicator(mesh_or_comm)
-    names = () if over_mpi else check_axis_names(OP, axis, "axis")
-    specs = split_batch(batch, batch_specs, P(names or "rank"), said=lambda _: None)
+    names = () if over_mpi else axes_over(OP, mesh_or_comm, axis, "axis")
+    sizes = {name: mesh_or_comm.shape[name] for name in names}
     found, tree = jax.tree_util.tree_flatten_with_path(batch)
+    specs = split_batch(WORDS, found, WORDS.of_leaves(batch, batch_specs), [None] * len(found), sizes=sizes)
     paths, leaves, dims = [path for path, _ in found], [x for _, x in found], dimensions(specs)
     if over_mpi:
         comm = getattr(mesh_or_comm, "comm", mesh_or_comm)  # a hierarchy has a communicator
@@ -198,15 +200,8 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
         join = lambda x, d: x if d is None else jnp.concatenate(comm.allgather(jax.device_get(x)), d)
         leaves = list(map(join, leaves, dims))
         return WholeBatch(paths, leaves, tree, dims, sizes={None: comm.size}, place=lambda x: x)
-    if not isinstance(mesh_or_comm, Mesh):
-        got = repr(mesh_or_comm)
-        raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", got, kind=TypeError)
-    if missing := [name for name in names if name not in mesh_or_comm.shape]:
-        raise wrong(OP, "axis", f"an axis of the mesh, {', '.join(map(repr, mesh_or_comm.shape))}", repr(missing[0]))
-    check_even(batch, specs, mesh_or_comm.shape)
     sharding = NamedSharding(Mesh(mesh_or_comm.devices, mesh_or_comm.axis_names), P(names))
     place = lambda x: jax.lax.with_sharding_constraint(x, sharding)
-    sizes = {name: mesh_or_comm.shape[name] for name in names}
     return WholeBatch(paths, leaves, tree, dims, sizes=sizes, place=place)
 
 
@@ -218,12 +213,7 @@ def _one(loss: Loss, tree: PyTree, params: Params, given: Given, arrays: list[ja
     def objective(trained: dict[int, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
         params = of_params.unflatten([trained.get(i, x) for i, x in enumerate(leaves)])
         value, weight, new, aux = loss.call(params, given._replace(batch=tree.unflatten(arrays)))
-        try:
-            found = value, weight if loss.weighted else 1
-            value, weight = (jnp.asarray(x, jnp.float32).reshape(()) for x in found)
-        except (TypeError, ValueError) as error:
-            raise loss.misfit((value, weight) if loss.weighted else value) from error
-        return value, (weight, (aux, new))
+        return value.astype(jnp.float32), (jnp.float32(1 if weight is None else weight), (aux, new))
 
     (value, (weight, outputs)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
     keep = lambda x: jnp.asarray(x) if addable(jnp.asarray(x)) else None

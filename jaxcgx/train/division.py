@@ -12,26 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import transport_over_axes
-from jaxcgx.train.batch import (
-    OP,
-    REMEDY,
-    STEP,
-    Ranks,
-    axes_of,
-    check_batch_specs,
-    check_even,
-    check_spans,
-    flatten_specs,
-    shortest,
-    split_batch,
-)
+from jaxcgx.train.batch import OP, TRAIN, Ranks, axes_of, axes_over, check_spans, flatten_specs, shortest, split_batch
 from jaxcgx.train.state import ExchangeState, Sharding
-from jaxcgx.transports.axes import axis_names, check_axis_names, crosses
+from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Batch, DType, Key, Params, PyTree, Specs
 
@@ -79,11 +67,13 @@ class Division:
         """
         # The batch belongs to this rank alone, and only micro-batches split it. Without them, leaves may have different
         # lengths: leaves as long as the first one are taken for examples.
-        given, rows = self.batch_specs, P("ranks")
-        if guessed := given is None and parts == 1:
-            lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves(batch) if np.ndim(x)]
-            given = jax.tree_util.tree_map(lambda x: rows if np.shape(x)[:1] == (*lengths[:1],) else P(), batch)
-        return batch, split_batch(batch, given, rows, said=lambda _: None), guessed
+        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        unknown = [None] * len(leaves)
+        given = unknown if self.batch_specs is None else TRAIN.of_leaves(batch, self.batch_specs)
+        if guessed := self.batch_specs is None and parts == 1:
+            lengths = [np.shape(x)[0] for _, x in leaves if np.ndim(x)]
+            given = [P("ranks") if np.shape(x)[:1] == (*lengths[:1],) else P() for _, x in leaves]
+        return batch, tree.unflatten(split_batch(TRAIN, leaves, given, unknown, sizes={})), guessed
 
     def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         """Returns a function that runs a function of one rank on all ranks."""
@@ -166,6 +156,11 @@ def zeros(shapes: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
+def choose(condition: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
+    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
+    return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)
+
+
 def first_of(x: jax.Array, net: Transport) -> jax.Array:
     """Returns the first rank's array on every rank."""
     if not addable(x):
@@ -208,7 +203,8 @@ class OverMesh(Division):
         super().__init__(lambda: transport_over_axes(OP, axis), batch_specs, axis)
         self.mesh: Any = mesh
         self.rows: P = P(self.names)
-        self.size: int = math.prod(mesh.shape[name] for name in self.names)
+        self.sizes: dict[Any, int] = {name: mesh.shape[name] for name in self.names}
+        self.size: int = math.prod(self.sizes.values())
         self.others: set[Any] = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
         self.explicit: bool = AxisType.Explicit in mesh.axis_types
         self.spread: bool = self.explicit
@@ -226,26 +222,34 @@ class OverMesh(Division):
         traced step can't see shardings, so it would split every array along the first dimension.
         """
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        check_spans(STEP, self.mesh, self.names, leaves=leaves)
+        check_spans("train.step", self.mesh, self.names, leaves=leaves)
         if self.batch_specs is not None or self.explicit:
             return
         for (path, x), (_, spec) in zip(leaves, flatten_specs(self._specs_of_batch(batch))[0]):
             if np.ndim(x) and spec != self.rows:
                 expected = "arrays that are split along their first dimension, where no specs say otherwise"
-                raise wrong(STEP, "batch", expected, f"one sharded as {x.sharding.spec}", REMEDY, path=path)
+                raise wrong(*TRAIN.batch, expected, f"one sharded as {x.sharding.spec}", TRAIN.remedy, path=path)
 
     def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         specs = self._specs_of_batch(batch)
-        check_even(batch, specs, self.mesh.shape)
         if self.explicit:  # over Explicit axes, shard_map doesn't move arrays
             placed = jax.tree_util.tree_map(lambda spec: P() if self.auto(spec) else spec, specs)
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
         return batch, specs, False
 
     def _specs_of_batch(self, batch: Batch) -> Specs:
-        said = Ranks(OP, self.mesh, self.names).spec_of_batch
-        return split_batch(batch, self.batch_specs, self.rows, said=said)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        unknown = [None] * len(leaves)
+        if self.batch_specs is not None:
+            given, known = TRAIN.of_leaves(batch, self.batch_specs), unknown
+        else:
+            ranks = Ranks(OP, self.mesh, self.names)
+            given, known = unknown, [ranks.spec_of_batch(x) for _, x in leaves]
+            # What is split along its first dimension alone is split over all ranks. So is everything if nothing is.
+            known = [self.rows if spec and any(spec) and not any(spec[1:]) else spec for spec in known]
+            known = known if any(map(any, filter(None, known))) else unknown
+        return tree.unflatten(split_batch(TRAIN, leaves, given, known, sizes=self.sizes))
 
     def auto(self, spec: P) -> list[Any]:
         """Returns the axes of a spec that are Auto."""
@@ -306,12 +310,7 @@ def like(params: Params, specs: Specs) -> Any:
 
 def check_mesh(mesh: Any, sharding: Sharding) -> None:
     """Checks a mesh, and the axes and the specs of a batch over it."""
-    if not isinstance(mesh, Mesh):
-        raise wrong(OP, "mesh_or_comm", "a jax.sharding.Mesh or an MPI communicator", repr(mesh), kind=TypeError)
-    names = axis_names(sharding.axis) and check_axis_names(OP, sharding.axis, "sharding.axis")
-    if not names or any(name not in mesh.shape for name in names):
-        expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
-        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis))
+    names = axes_over(OP, mesh, sharding.axis, "sharding.axis")
     other = [name for name in mesh.shape if name not in names and mesh.shape[name] > 1]
     if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes
         plain = names[0] if len(names) == 1 else names
@@ -323,4 +322,3 @@ def check_mesh(mesh: Any, sharding: Sharding) -> None:
             f"{sharding.axis!r}, which says how they are sharded over them"
         )
         raise wrong(OP, "sharding.params", expected, None)
-    check_batch_specs(sharding.batch, names)

@@ -16,7 +16,7 @@ from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, tra
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import Phase, switch
-from jaxcgx.train.division import after, zeros
+from jaxcgx.train.division import after, choose, zeros
 from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.rounds import is_rounds
 from jaxcgx.train.state import ExchangeState
@@ -194,8 +194,8 @@ class Feedback:
             damp = lambda old, new: (1 - beta) * old + beta * new
             residuals = each(damp, sent.before, residuals)
         if self.skip_nonfinite:
-            bad = at.nonfinite(self.op, mean)
-            residuals, factors = unless(bad, (residuals, factors), (sent.before, old.factors))
+            good = at.nonfinite(self.op, mean) == 0
+            residuals, factors = choose(good, (residuals, factors), (sent.before, old.factors))
         if self.reset_every is not None:
             residuals = each(lambda r: jnp.where(count % self.reset_every == 0, 0, r), residuals)
         shared = shared._replace(count=count, factors=factors, telemetry=telemetry)
@@ -248,10 +248,19 @@ class Feedback:
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
 
 
+@dataclasses.dataclass(frozen=True)
+class FeedbackOfPlan(Feedback):
+    """The exchange of a plan that the caller passed without a `Feedback`. Errors name the plan."""
+
+    @property
+    def op(self) -> str:
+        return "Plan"
+
+
 def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
     if isinstance(given, Codec | Plan | dict):
-        return Feedback(given)
+        return FeedbackOfPlan(given)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
         got, remedy = repr(given), ""
@@ -269,11 +278,6 @@ def _turn(count: jax.Array, at: At) -> jax.Array:
     """
     loss = None if at.loss is None else jnp.asarray(at.loss)
     return count if loss is None or _compat.varying_axes(loss) else after(loss, count)
-
-
-def unless(bad: jax.Array | int, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new tree, or the old tree if `bad` is not 0."""
-    return jax.tree_util.tree_map(lambda n, o: jnp.where(bad == 0, n, o), new, old)
 
 
 def measure(travel: Travel, at: At, grads: PyTree, before: PyTree, mean: PyTree, lost: PyTree) -> Telemetry:

@@ -18,7 +18,9 @@ from jaxcgx.train.division import Division, after, wide
 from jaxcgx.train.outputs import ModelState, Outputs, added, as_model_state
 from jaxcgx.train.update import join, part
 from jaxcgx.transports.base import Transport
-from jaxcgx.typing import Batch, Key, Params, PyTree
+from jaxcgx.typing import Batch, Key, Params, PyTree, Specs
+
+FLAGS = "has_aux=True is for (loss, aux), weighted=True for (sum, weight)"
 
 
 class Given(NamedTuple):
@@ -41,35 +43,37 @@ class OfRank(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The caller's loss function, in the one form that a step differentiates. `make_train_step` explains the fields."""
+    """The caller's loss function, in the one form that is differentiated. `make_train_step` explains the fields."""
 
     op: str  # the public function that errors name
     function: Callable[..., Any]
     has_state: bool = False
     has_aux: bool = False
     weighted: bool = False
+    aux_specs: Specs = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise wrong(self.op, "loss_fn", "a function", repr(self.function), kind=TypeError)
         for name in ("has_aux", "weighted"):
             check_flag(self.op, name, getattr(self, name))
+        if self.aux_specs is not None and not self.has_aux:
+            raise wrong(self.op, "aux_specs", "None without has_aux", repr(self.aux_specs), "pass has_aux=True")
 
     def __call__(self, params: Params, given: Given) -> tuple[jax.Array, tuple[Any, PyTree, PyTree]]:
         """Returns (loss, (weight, model state, aux)), with None for those that the function doesn't return."""
         loss, weight, model_state, aux = self.call(params, given)
-        loss = self._scalar(loss, "sum" if self.weighted else "loss")
-        if self.weighted:
-            loss = loss.astype(wide(loss.dtype))
-            weight = _constant(self._scalar(weight, "weight").astype(loss.dtype))
-        return loss, (weight, model_state, aux)
+        return loss, (weight if weight is None else _constant(weight), model_state, aux)
 
-    def call(self, params: Params, given: Given) -> tuple[Any, Any, PyTree, PyTree]:
+    def call(self, params: Params, given: Given) -> tuple[jax.Array, jax.Array | None, PyTree, PyTree]:
         """Returns what the function returns: (loss, weight, model state, aux), with None for what it doesn't."""
         # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
         states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if self.has_state else ()
         keys = () if given.key is None else (given.key,)
-        found: Any = self.function(params, *states, given.batch, *keys)
+        return self.parts(self.function(params, *states, given.batch, *keys))
+
+    def parts(self, found: Any) -> tuple[jax.Array, jax.Array | None, PyTree, PyTree]:
+        """Returns the parts of what the function returns, as `call` does."""
         rest: Any = None
         weight, model_state, aux = None, None, None
         try:
@@ -81,21 +85,21 @@ class Loss:
             if self.weighted:
                 loss, weight = loss
         except (TypeError, ValueError):
-            raise self.misfit(found) from None
+            names = ["model state"] * self.has_state + ["aux"] * self.has_aux
+            second = f", ({', '.join(names)})" if len(names) == 2 else "".join(f", {each}" for each in names)
+            expected = f"a function that returns ({'(sum, weight)' if self.weighted else 'loss'}{second})"
+            raise wrong(self.op, "loss_fn", expected, f"one that returns {found}", FLAGS) from None
+        loss = self._scalar(loss, "sum" if self.weighted else "loss")
+        if self.weighted:
+            loss = loss.astype(wide(loss.dtype))
+            weight = self._scalar(weight, "weight").astype(loss.dtype)
         return loss, weight, model_state, aux
-
-    def misfit(self, found: Any) -> Exception:
-        """Returns the error of a function that returns something else than this loss should."""
-        rest = ["model state"] * self.has_state + ["aux"] * self.has_aux
-        second = f", ({', '.join(rest)})" if len(rest) == 2 else "".join(f", {each}" for each in rest)
-        expected = f"a function that returns ({'(sum, weight)' if self.weighted else 'loss'}{second})"
-        return wrong(self.op, "loss_fn", expected, f"one that returns {found}")
 
     def _scalar(self, x: Any, what: str) -> jax.Array:
         """Returns a loss, a sum or a weight as an array, after a check that it is a scalar that JAX can use."""
         expected, got, remedy = f"a function whose {what} is a number", None, ""
         if not (hasattr(x, "shape") or isinstance(x, int | float)):
-            got, remedy = f"a {type(x).__name__}", "pass has_aux=True for (loss, aux), weighted=True for (sum, weight)"
+            got, remedy = f"a {type(x).__name__}", FLAGS
         elif jnp.shape(x):
             got, remedy = spell_array(x), "return a mean, as in losses.mean()"
         elif what != "weight" and not jnp.issubdtype(jnp.result_type(x), jnp.floating):

@@ -88,12 +88,10 @@ def make_train_step(
       donate: whether the state is updated in place. `step` and `finish` then invalidate the state that they got.
     """
     optax = import_optax(OP)
-    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted)
+    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_flag(OP, "donate", donate)
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
-    if aux_specs is not None and not has_aux:
-        raise wrong(OP, "aux_specs", "None without has_aux", repr(aux_specs), "pass has_aux=True")
     rounds = exchange if is_rounds(exchange) else None
     exchange = as_exchange(exchange if rounds is None else rounds.inside)
     division = _divide(mesh_or_comm, sharding, exchange)
@@ -106,7 +104,6 @@ def make_train_step(
         model_state=ModelState(model_state),
         accumulate=check_integer(OP, "accumulate", accumulate, 1),
         overlap=overlap,
-        aux_specs=aux_specs,
     )
     if rounds is not None:
         return train_rounds(rounds, training, sharding.axis, donate)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_number, wrong
 from jaxcgx.exchange.message import Carry
+from jaxcgx.train.division import choose
 from jaxcgx.train.exchange import At, Number, routes_of
-from jaxcgx.train.feedback import Feedback, SentGradients, unless
+from jaxcgx.train.feedback import Feedback, SentGradients
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Params, PyTree
 
@@ -101,8 +102,8 @@ class Momentum(Feedback):
         trace, final = (tree.unflatten(each) for each in (zip(*both) if both else ((), ())))
         momentum = tree.unflatten(held)
         if self.skip_nonfinite:
-            bad = at.nonfinite(self.op, mean)
-            momentum, trace = unless(bad, (momentum, trace), (ticket.before, old))
+            good = at.nonfinite(self.op, mean) == 0
+            momentum, trace = choose(good, (momentum, trace), (ticket.before, old))
         return final, ExchangeState(Carry(new.own.residuals, momentum), new.shared._replace(trace=trace))
 
     def _accelerate(self, u: Any, g: jax.Array) -> tuple[Any, jax.Array]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_array, check_choice, spell_array, wrong
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.train.batch import OP, dimension
+from jaxcgx.train.batch import OP, broadcast, dimension
 from jaxcgx.train.division import addable, first_of, row, wide, without_row
 from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport
@@ -57,13 +57,8 @@ class Outputs:
 
     def _said(self, aux: PyTree) -> list[str | P | None]:
         """Returns what the caller says of each output."""
-        is_leaf = lambda s: isinstance(s, P | str) or s is None
-        try:
-            specs = jax.tree_util.tree_broadcast(self.specs, aux, is_leaf=is_leaf)
-        except (TypeError, ValueError) as error:
-            expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
-            raise wrong(self.op, "aux_specs", expected, self.specs) from error
-        return jax.tree_util.tree_structure(aux).flatten_up_to(specs)
+        expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
+        return broadcast(self.op, "aux_specs", self.specs, aux, expected=expected)
 
     def _twice(self, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.ShapeDtypeStruct] | None:
         """Returns the shapes of the outputs for twice as many examples."""

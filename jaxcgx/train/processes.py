@@ -6,7 +6,7 @@ from jaxcgx import mpi
 from jaxcgx.checks import wrong
 from jaxcgx.mpi.agreement import check_ready
 from jaxcgx.mpi.ranks import as_communicator, over
-from jaxcgx.train.batch import OP, check_batch_specs
+from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division
 from jaxcgx.train.state import Sharding
 from jaxcgx.transports.mpi import Net
@@ -22,7 +22,6 @@ class Processes(Division):
                 expected = "None between the processes of mpirun, which have a device each"
                 raise wrong(OP, f"sharding.{name}", expected, repr(given), "leave it out, or pass a mesh")
         super().__init__(lambda: net_over(OP, "mesh_or_comm", self.comm), sharding.batch)
-        check_batch_specs(sharding.batch, ())
         self.comm: Any = comm if isinstance(comm, Net) else as_communicator(OP, "mesh_or_comm", comm)
         self.remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 

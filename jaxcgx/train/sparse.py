@@ -13,7 +13,7 @@ from jaxcgx.checks import check_field, check_flag, check_integer, check_number, 
 from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
 from jaxcgx.codecs.topk import check_pull, check_select, check_values
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import by_axis
+from jaxcgx.plan.leaves import Codecs, by_axis
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.plan.plan import sparsification
 from jaxcgx.train.exchange import At, Number
@@ -103,9 +103,13 @@ class Sparse(Momentum, abc.ABC):
     def _shares(self) -> dict[int, float]:
         return {0: self._share} if self.warm_up is None else self.warm_up.shares(self._share)
 
-    @property
-    def _fields(self) -> dict[str, Any]:
-        return {name: value for name in TRAVEL if (value := getattr(self, name)) is not None}
+    def _make_plan(self, default: Codecs, **fields: Any) -> Plan:
+        """Returns a plan with these fields, and with those that say how messages travel. Errors name this class."""
+        fields |= {name: value for name in TRAVEL if (value := getattr(self, name)) is not None}
+        try:
+            return Plan(default, **fields)
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("Plan: ", f"{self.op}: ", 1)) from None
 
     @abc.abstractmethod
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
@@ -169,7 +173,7 @@ class DGC(Sparse):
 
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         codec = self.values if share == 1 else TopK(share, self.values, select=self.select, pull=self.pull)
-        return Plan(by_axis(names, codec, Raw()), min_size=self.min_size, skip_1d=self.skip_1d, **self._fields)
+        return self._make_plan(by_axis(names, codec, Raw()), min_size=self.min_size, skip_1d=self.skip_1d)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
         return super().begin(self._clip(grads, at), state, at)
@@ -242,7 +246,7 @@ class BSC(Sparse):
         fields = sparsification(
             self.op, share, self.size_bound, names or None, pull=self.pull, select=self.select, tiny=self._tiny
         )
-        return Plan(**{**fields, **self._fields})
+        return self._make_plan(**fields)
 
 
 @dataclasses.dataclass(frozen=True)

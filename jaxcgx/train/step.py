@@ -26,7 +26,7 @@ from jaxcgx.train.gradient import Gradient, Loss
 from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
 from jaxcgx.train.update import Update, join, nodes, part, warn_of_momentum
-from jaxcgx.typing import Batch, Key, Params, PyTree, Specs
+from jaxcgx.typing import Batch, Key, Params, PyTree
 
 GATHERED = 1  # the number that is folded into the key of a step, for the noise of gathers
 
@@ -87,7 +87,6 @@ class Training:
     model_state: ModelState
     accumulate: int
     overlap: str | Priority | None
-    aux_specs: Specs
     _states: dict[Any, ExchangeState] = dataclasses.field(default_factory=dict, init=False)
 
     def functions(self, donate: bool) -> TrainStep:
@@ -141,7 +140,7 @@ class Training:
             raise wrong("train.step", "state", expected, got, "call finish(state) of the train step that sent them")
         skipped, noise, rows = self._skipped(state.params), self._noise(state), division.rows
         batch, specs, guessed = division.place(batch, self.accumulate)
-        outputs = Outputs(OP, self.aux_specs, rows, guessed=guessed)
+        outputs = Outputs(OP, self.loss.aux_specs, rows, guessed=guessed)
         gradient = self.gradient(division, skipped, dimensions(specs), outputs)
         rank = Rank(division, self.exchange, skipped, self.overlap, state_of=self.state_of)
         model, sent = self.model_state.spec(rows), ExchangeState(rows, P())

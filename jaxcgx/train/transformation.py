@@ -1,22 +1,19 @@
 """compress_gradients: an exchange as an optax transformation, from every rank's gradients to their mean."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_array, check_integer, wrong
 from jaxcgx.exchange.resolve import transport_over, transport_over_axes
-from jaxcgx.exchange.routes import Way
-from jaxcgx.train.division import with_row
-from jaxcgx.train.exchange import AnyExchange, At, check_state, send
+from jaxcgx.exchange.routes import Way, as_order
+from jaxcgx.train.arguments import shapes
+from jaxcgx.train.division import OverMesh, with_row
+from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
@@ -66,7 +63,6 @@ def compress_gradients(
         if over_mpi and given is not None:
             remedy = "leave it out: exchanges over MPI wait for one another, and a process has a row"
             raise wrong(OP, name, "None between the processes of mpirun", repr(given), remedy)
-    way = Way(order=None if order is None else _check_order(order))
     remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
     if not over_mpi:
         remedy = (
@@ -76,7 +72,7 @@ def compress_gradients(
 
     def init(params: Params) -> ExchangeState:
         params = _check_arrays("params", params)
-        return _first(axis_name, axis_size, lambda: exchange.init(params))
+        return _first(axis_name, axis_size, exchange, params)
 
     def update(
         updates: PyTree, state: ExchangeState, params: Params = None, *, value: jax.Array | None = None, **_: Any
@@ -84,42 +80,35 @@ def compress_gradients(
         net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _check_arrays("updates", updates)
         check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), remedy)
+        way = Way(order=as_order(OP, order, len(jax.tree_util.tree_leaves(grads))))
         return send(exchange, grads, state, At(net, params, value, way))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first(axis_name: AxisName, axis_size: int | None, init: Any) -> ExchangeState:
+def _first(axis_name: AxisName, axis_size: int | None, exchange: Exchange, params: Params) -> ExchangeState:
     """Returns the state before the first step, with rows, sharded over the ranks if a mesh is in context."""
-    names = () if is_communicator(axis_name) else axis_names(axis_name)
-    mesh = jax.sharding.get_abstract_mesh()
-    found = math.prod(mesh.shape[n] for n in names) if names and all(n in mesh.shape for n in names) else None
-    varying, size = frozenset[Any](), axis_size or found
-    try:
-        if names:
+    size, varying = 1, frozenset[Any]()
+    if not is_communicator(axis_name):
+        try:
             varying = _compat.tracked_axes(transport_over_axes(OP, axis_name).names)
-        size, found = 1, None
-    except NameError:
-        if size is None:
-            remedy = (
-                "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "
-                "axis_size=1, and replicate the state"
-            )
-            expected = f"the number of ranks of {axis_name!r}, which init can't see"
-            raise wrong(OP, "axis_size", expected, None, remedy, kind=UnknownRanksError) from None
-
-    def fresh() -> ExchangeState:
-        state = init()
-        of_ranks = lambda x: _compat.vary(jnp.broadcast_to(x[None], (size, *x.shape)), varying)
-        return ExchangeState(jax.tree_util.tree_map(of_ranks, state.own), state.shared)
-
-    def sharded() -> ExchangeState:
-        place = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
-        of = lambda spec: functools.partial(jax.tree_util.tree_map, lambda x: place(x, NamedSharding(mesh, spec)))
-        state = fresh()
-        return ExchangeState(of(P(names))(state.own), of(P())(state.shared))
-
-    return jax.jit(sharded)() if size == found else fresh()  # with jit, no device ever holds the rows of all ranks
+        except NameError:
+            names, mesh = axis_names(axis_name), jax.sharding.get_abstract_mesh()
+            found = math.prod(mesh.shape.get(name, 0) for name in names)
+            if found and axis_size in (None, found):
+                division = OverMesh(mesh, axis_name)
+                return jax.jit(lambda: division.init_exchange(exchange.init, shapes(params)))()
+            if axis_size is None:
+                remedy = (
+                    "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "
+                    "axis_size=1, and replicate the state"
+                )
+                expected = f"the number of ranks of {axis_name!r}, which init can't see"
+                raise wrong(OP, "axis_size", expected, None, remedy, kind=UnknownRanksError) from None
+            size = axis_size
+    state = exchange.init(params)
+    of_ranks = lambda x: _compat.vary(jnp.broadcast_to(x[None], (size, *x.shape)), varying)
+    return ExchangeState(jax.tree_util.tree_map(of_ranks, state.own), state.shared)
 
 
 def _check_arrays(argument: str, tree: PyTree) -> PyTree:
@@ -128,10 +117,3 @@ def _check_arrays(argument: str, tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if shaped(leaf) else check_array(OP, argument, leaf, path), tree
     )
-
-
-def _check_order(order: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(order, Sequence) or set(order) != set(range(len(order))):  # pyright: ignore[reportUnnecessaryIsInstance]
-        remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
-        raise wrong(OP, "order", "the numbers of the leaves, each once", repr(order), remedy)
-    return tuple(order)

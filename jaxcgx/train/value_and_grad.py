@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_flag, wrong
+from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import own, vary
@@ -24,10 +24,11 @@ from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
-from jaxcgx.train.batch import Ranks
+from jaxcgx.train.batch import Ranks, broadcast
 from jaxcgx.train.division import OverMesh
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
+from jaxcgx.train.gradient import Loss
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
@@ -95,8 +96,7 @@ def value_and_grad(
         say it: a tree of PartitionSpecs, or a prefix of a tree. Gradients are compressed shard by shard.
       mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
     """
-    if not callable(loss_fn):
-        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+    loss = Loss(OP, loss_fn, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_axis_names(OP, axis_name)
     if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
         remedy = (
@@ -104,15 +104,49 @@ def value_and_grad(
             "cgx.Skip())], min_size=0)"
         )
         raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), remedy, kind=TypeError)
-    for name, flag in (("has_aux", has_aux), ("weighted", weighted)):
-        check_flag(OP, name, flag)
-    if aux_specs is not None and not has_aux:
-        raise wrong(OP, "aux_specs", "None without has_aux", repr(aux_specs), "pass has_aux=True")
     alone = isinstance(exchange, Codec | Plan | dict)
     return ValueAndGrad(
-        loss_fn=loss_fn,
+        loss=loss,
         axis_name=axis_name,
         exchange=Once(as_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
+        argnums=argnums,
+        batch_specs=batch_specs,
+        param_specs=param_specs,
+        mesh=mesh,
+    )
+
+
+def grad(
+    loss_fn: Callable[..., Any],
+    axis_name: AxisName,
+    exchange: Exchange | Codec | Plan | dict[Any, Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    weighted: bool = False,
+    aux_specs: Specs = None,
+    batch_specs: Specs = None,
+    param_specs: Specs = None,
+    mesh: Any = None,
+) -> Callable[..., Any]:
+    """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
+
+    Args:
+      loss_fn: as in `value_and_grad`, like all arguments below.
+      axis_name: the axis over which the batch is split, or a tuple of axes.
+      exchange: a codec, {axis name: codec}, a `Plan` or an exchange.
+      argnums: the differentiated arguments.
+      has_aux: whether `loss_fn` returns (loss, aux). The result is then (gradients, aux).
+      weighted: whether `loss_fn` returns (sum, weight).
+      aux_specs: what becomes of `aux`.
+      batch_specs: how the arguments that are not differentiated are split.
+      param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
+      mesh: the mesh.
+    """
+    both = value_and_grad(
+        loss_fn,
+        axis_name,
+        exchange,
         argnums=argnums,
         has_aux=has_aux,
         weighted=weighted,
@@ -122,22 +156,10 @@ def value_and_grad(
         mesh=mesh,
     )
 
-
-def grad(loss_fn: Callable[..., Any], axis_name: AxisName, exchange: AnyExchange, **options: Any) -> Callable[..., Any]:
-    """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
-
-    Args:
-      loss_fn: as in `value_and_grad`.
-      axis_name: the axis over which the batch is split, or a tuple of axes, as in `value_and_grad`.
-      exchange: a codec, {axis name: codec}, a `Plan` or an exchange, as in `value_and_grad`.
-      **options: further arguments of `value_and_grad`.
-    """
-    both = value_and_grad(loss_fn, axis_name, exchange, **options)
-
     def gradients(*args: Any, **kwargs: Any) -> Any:
         found = both(*args, **kwargs)
         (value, grads), *state = found if both.stateful else (found,)
-        result = (grads, value[1]) if both.has_aux else grads
+        result = (grads, value[1]) if both.loss.has_aux else grads
         return (result, *state) if both.stateful else result
 
     return functools.update_wrapper(gradients, loss_fn)
@@ -169,25 +191,20 @@ class ValueAndGrad:
     """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
 
     Attributes:
-      loss_fn: the loss function, an argument of `value_and_grad` like the fields below.
+      loss: the loss function, with `has_aux`, `weighted` and `aux_specs`. The fields below are arguments of
+        `value_and_grad`, too.
       axis_name: the axis or axes of the ranks.
       exchange: the exchange of gradients.
       argnums: the numbers of the arguments that are differentiated.
-      has_aux: whether the loss function returns auxiliary outputs.
-      weighted: whether the loss function returns a weight.
-      aux_specs: the specs of the auxiliary outputs.
       batch_specs: the specs of the batch.
       param_specs: the specs of the parameters.
       mesh: the mesh, or None.
     """
 
-    loss_fn: Callable[..., Any]
+    loss: Loss
     axis_name: AxisName
     exchange: Exchange
     argnums: int | Sequence[int]
-    has_aux: bool
-    weighted: bool
-    aux_specs: Specs
     batch_specs: Specs
     param_specs: Specs
     mesh: Any
@@ -224,7 +241,7 @@ class ValueAndGrad:
         for i, new in changed.items():
             whole = list(args), kwargs
             assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
-        result = ((value, aux) if self.has_aux else value), grads
+        result = ((value, aux) if self.loss.has_aux else value), grads
         return (result, sent) if self.stateful else result
 
     def init(self, params: Params) -> ExchangeState:
@@ -246,7 +263,7 @@ class ValueAndGrad:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
         grads, _ = send(self.exchange, self._as_argument(grads), sent, At(net))
-        return (value, aux) if self.has_aux else value, grads
+        return (value, aux) if self.loss.has_aux else value, grads
 
     def _outside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
@@ -284,7 +301,7 @@ class ValueAndGrad:
             value, grads, extras, weights = self._differentiate(arguments, params, net)
             is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
             of_changes = {i: None if is_float(x) else "first" for i, x in extras[1].items()}
-            outputs.specs = self.aux_specs, of_changes
+            outputs.specs = self.loss.aux_specs, of_changes
             again = lambda arrays: self._call(split.arguments(params, arrays))[1]
             leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)))
             leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
@@ -324,10 +341,11 @@ class ValueAndGrad:
 
     def _check_inside(self) -> None:
         transport_over_axes(OP, self.axis_name)
-        for name in ("mesh", "batch_specs", "param_specs", "aux_specs"):
-            if getattr(self, name) is not None:
+        specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
+        for name, given in (specs | dict(mesh=self.mesh)).items():
+            if given is not None:
                 expected = "None inside of shard_map and pmap, where every rank has its part already"
-                raise wrong(OP, name, expected, repr(getattr(self, name)), "leave it out")
+                raise wrong(OP, name, expected, repr(given), "leave it out")
         if self.stateful:
             remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
             raise wrong(OP, "exchange", "a plan inside of shard_map and pmap", type(self.exchange).__name__, remedy)
@@ -343,7 +361,7 @@ class ValueAndGrad:
         names = net.names
         call, given = lambda params: self._call(arguments(params)), vary(params, names)
         with without_constraints(OP, "loss_fn", names):
-            if not self.weighted:
+            if not self.loss.weighted:
                 (value, extras), grads = jax.value_and_grad(call, has_aux=True)(given)
                 return plain_reduce(OP, value, net, mean=True), grads, extras, None
             (total, weight), back, extras = jax.vjp(call, given, has_aux=True)
@@ -360,28 +378,9 @@ class ValueAndGrad:
         Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
         """
         before = jax.tree_util.tree_flatten_with_path(given)
-        found, aux = self.loss_fn(*given[0], **given[1]), ()
-        is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
-        if self.has_aux:
-            if not is_pair(found):
-                expected, remedy = "a function that returns (loss, aux), with has_aux=True", "leave out has_aux"
-                raise wrong(OP, "loss_fn", expected, "one that returns no pair", remedy)
-            found, aux = found
-        if is_pair(found) != self.weighted:
-            expected = "a function that returns " + ("(sum, weight), with weighted=True" if self.weighted else "a loss")
-            got = f"one that returns {'a pair' if is_pair(found) else 'no pair'}"
-            remedy = "leave out weighted" if self.weighted else "pass weighted=True for (sum, weight)"
-            remedy += "" if self.weighted or self.has_aux else ", has_aux=True for (loss, aux)"
-            raise wrong(OP, "loss_fn", expected, got, remedy)
+        loss, weight, _, aux = self.loss.parts(self.loss.function(*given[0], **given[1]))
         names, extras = axis_names(self.axis_name), (aux, changes(OP, before, given))
-        if not self.weighted:
-            return own(OP, "loss_fn", names, found), extras
-        try:
-            wide = lambda x: jnp.asarray(x, jnp.result_type(float)).reshape(())
-            return vary(tuple(map(wide, found)), names), extras
-        except (TypeError, ValueError) as error:
-            expected = "a function that returns (sum, weight), two scalars, with weighted=True"
-            raise wrong(OP, "loss_fn", expected, found) from error
+        return own(OP, "loss_fn", names, loss) if weight is None else vary((loss, weight), names), extras
 
     def _places(self, count: int) -> tuple[int, ...]:
         """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
@@ -407,22 +406,16 @@ class ValueAndGrad:
         whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
         given = self.batch_specs
         if given is None or isinstance(given, P):
-            return [given if np.ndim(x) else None for x in jax.tree_util.tree_leaves((positional, keywords))] + whole
+            return [given] * len(jax.tree_util.tree_leaves((positional, keywords))) + whole
         given = [given] if isinstance(given, dict) else list(given)
         named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
         for name, value in keywords.items():
             if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
                 raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
         named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
-        is_spec = lambda x: isinstance(x, P)
-        try:
-            specs = jax.tree_util.tree_broadcast([given, named], arguments, is_leaf=is_spec)
-        except (TypeError, ValueError) as error:
-            expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
-            expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
-            raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
-        leaves = zip(jax.tree_util.tree_leaves(arguments), jax.tree_util.tree_leaves(specs, is_leaf=is_spec))
-        return [spec if np.ndim(x) else P() for x, spec in leaves] + whole
+        expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
+        expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
+        return broadcast(OP, "batch_specs", [given, named], arguments, expected=expected) + whole
 
 
 def _bound(names: tuple[Any, ...]) -> bool:

@@ -216,7 +216,7 @@ CALLS = {
         (lambda x, s: sync(s, residuals=[]), ValueError, "carry.residuals", "PyTreeDef"),
         (lambda x, s: sync(s, residuals={"w": x, "n": None}, plan=RING), ValueError, "plan", '"ring"'),
         (lambda x, s: sync(s, order=(0, 0)), ValueError, "order", "(0, 0)"),
-        (lambda x, s: sync(s, order=3), ValueError, "order", "(3,)"),
+        (lambda x, s: sync(s, order=3), ValueError, "order", "3"),
         (lambda x, s: sync(s, plan=planned(CODEC, strict=True)), TypeError, "plan ['n']", "one that can't"),
         (lambda x, s: cgx.sync_in_backward(s, "data", CODEC), NameError, "axis_name"),
     ],

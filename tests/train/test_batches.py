@@ -76,7 +76,7 @@ BAD_BATCHES = {
     "train.step": [
         (lambda: step_of()(BATCH), ValueError, "batch", TWO_SIZES, "Sharding(batch=...)"),
         (lambda: step_of(mesh=EXPLICIT)(put(dict.fromkeys(SPECS, P()))), ValueError, "batch", TWO_SIZES),
-        (lambda: step_of(mesh=EXPLICIT)(put({**SPECS, "y": P()})), ValueError, "batch", "leaves ['x']"),
+        (lambda: step_of(mesh=EXPLICIT)(put({**SPECS, "y": P()})), ValueError, "batch ['y']", "int32[16]", "shard"),
         (lambda: step_of()(TURNED), ValueError, "batch ['x']", "", "Sharding(batch=...)"),
         (lambda: step_of()(WITH_KEY), ValueError, "batch", "leaves ['cw'] of float32[16]", "jax.random.key"),
         (lambda: step_of()(FIFTEEN), ValueError, "batch ['x']", "float32[15, 8]"),
@@ -110,8 +110,8 @@ def test_a_model_axis_with_a_schedule_of_plans_or_micro_batches(kind, options):
 
 BAD_SPECS = {
     "make_train_step": [
-        ("data", TypeError, "sharding.batch", "'data'"),
-        (P("model"), ValueError, "sharding.batch", "'model'"),
+        ("data", TypeError, "sharding.batch ['cw']", "'data'"),
+        (P("model"), ValueError, "sharding.batch ['cw']", "'model'"),
         ({"x": P("data")}, ValueError, "sharding.batch", "{'x'"),
         (P(None, None, "data"), ValueError, "sharding.batch ['cw']"),
     ]

@@ -24,6 +24,8 @@ VALUE, TYPE = ValueError, TypeError
 @pytest.mark.parametrize(
     ("make", "argument", "error", "values"),
     [
+        (cgx.DGC, "schedule", VALUE, ["star"]),
+        (cgx.BSC, "own", VALUE, ["mine"]),
         (cgx.Feedback, "plan", TYPE, [4, {"data": 4}, {0: CODEC, 9: "raw"}]),
         (cgx.Feedback, "plan", VALUE, [{5: CODEC}, {0: CODEC, -1: CODEC}, {0: CODEC, "data": CODEC}]),
         (FEEDBACK, "keep", TYPE, [1]),
@@ -65,7 +67,6 @@ VALUE, TYPE = ValueError, TypeError
         (COMPRESS, "axis_name", TYPE, [("data", Axes(("data",))), mesh_of(2)]),
         (COMPRESS, "axis_name", VALUE, [None, jnp.zeros(2)]),
         (COMPRESS, "axis_size", VALUE, [0]),
-        (COMPRESS, "order", VALUE, [[1], [0, 2], 3]),
     ],
 )
 def test_bad_arguments(make, argument, error, values):
@@ -77,13 +78,13 @@ def test_bad_arguments(make, argument, error, values):
             make(**{name: value})
 
 
-def in_step(exchange, axes=("data",), sizes=(2,), update=lambda t, g: t.update(g, t.init(g))[0]):
+def in_step(exchange, axes=("data",), sizes=(2,), update=lambda t, g: t.update(g, t.init(g))[0], **options):
     """Traces a step of an exchange on a mesh."""
     types = (jax.sharding.AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(
         sizes, axes, axis_types=types, devices=jax.devices()[: sum(sizes)][: jnp.prod(jnp.array(sizes))]
     )
-    step = functools.partial(update, cgx.compress_gradients(axes, exchange))
+    step = functools.partial(update, cgx.compress_gradients(axes, exchange, **options))
     specs = jax.sharding.PartitionSpec()
     jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False), PARAMS)
 
@@ -139,8 +140,11 @@ def from_state(exchange=CODEC, params=PARAMS, ranks=RANKS, change=lambda state: 
 
 ERRORS = {
     "Feedback": [
-        (lambda: in_step(RING), VALUE, "plan", '"ring"', "keep=False"),
+        (lambda: in_step(cgx.Feedback(RING)), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(cgx.Feedback(RING, keep=False, telemetry=True)), VALUE, "plan", '"ring"', "keep=False"),
+    ],
+    "Plan": [
+        (lambda: in_step(RING), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step({0: cgx.Raw(), 5: RING}), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(CROSSED, ("cross", "inner"), (2, 2)), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(cgx.Plan({"node": CODEC})), VALUE, "plan", "{'node'"),
@@ -166,6 +170,9 @@ ERRORS = {
         ),
         (lambda: compress(CODEC).update(PARAMS, compress(CODEC).init(PARAMS)), NameError, "axis_name"),
         (lambda: compress(CODEC).init({"w": "big"}), TYPE, "params ['w']", "'big'"),
+        (lambda: in_step(CODEC, order=[1]), VALUE, "order", "[1]", "jaxcgx.backward_order"),
+        (lambda: in_step(CODEC, order=[0, 2]), VALUE, "order", "[0, 2]"),
+        (lambda: in_step(CODEC, order=3), VALUE, "order", "3"),
         (of_adam, TYPE, "state", "tuple"),
         (lambda: from_state(cgx.Plan(CODEC, min_size=100)), VALUE, ROWS_OF_B, "None"),
         (lambda: from_state(cgx.Raw()), VALUE, ROWS_OF_B, "None"),

@@ -20,9 +20,10 @@ from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
+from jaxcgx.train.division import choose
 from jaxcgx.train.feedback import TINY
 from jaxcgx.typing import PyTree
-from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide
+from jaxcgx.wan.diloco.fragments import Fragment, cut, finite, wide
 from jaxcgx.wan.diloco.outer import digest_of, outer_step
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, end, travel_with
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan.leaves import by_axis
-from jaxcgx.train.division import row, without_row, zeros
+from jaxcgx.train.division import choose, row, without_row, zeros
 from jaxcgx.train.exchange import AnyExchange, At
 from jaxcgx.train.rounds import Act
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree
-from jaxcgx.wan.diloco.fragments import Fragment, choose, cut, finite, wide, wide_zeros
+from jaxcgx.wan.diloco.fragments import Fragment, cut, finite, wide, wide_zeros
 from jaxcgx.wan.diloco.outer import OuterTelemetry, as_optimizer, as_outer_plan, digest_of, init_outer, outer_step
 
 

@@ -90,8 +90,3 @@ def wide_zeros(tree: PyTree) -> PyTree:
 def finite(tree: PyTree) -> jax.Array:
     """Returns whether all numbers of a tree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()
-
-
-def choose(condition: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
-    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
-    return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)
