@@ -248,19 +248,10 @@ class Feedback:
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
 
 
-@dataclasses.dataclass(frozen=True)
-class FeedbackOfPlan(Feedback):
-    """The exchange of a plan that the caller passed without a `Feedback`. Errors name the plan."""
-
-    @property
-    def op(self) -> str:
-        return "Plan"
-
-
 def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
     if isinstance(given, Codec | Plan | dict):
-        return FeedbackOfPlan(given)
+        return Feedback(given)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
         got, remedy = repr(given), ""

@@ -95,7 +95,7 @@ def _first(axis_name: AxisName, axis_size: int | None, exchange: Exchange, param
         except NameError:
             names, mesh = axis_names(axis_name), jax.sharding.get_abstract_mesh()
             found = math.prod(mesh.shape.get(name, 0) for name in names)
-            if found and axis_size in (None, found):
+            if found and axis_size in (None, found):  # no device ever holds the rows of all ranks
                 division = OverMesh(mesh, axis_name)
                 return jax.jit(lambda: division.init_exchange(exchange.init, shapes(params)))()
             if axis_size is None:

@@ -140,11 +140,8 @@ def from_state(exchange=CODEC, params=PARAMS, ranks=RANKS, change=lambda state: 
 
 ERRORS = {
     "Feedback": [
-        (lambda: in_step(cgx.Feedback(RING)), VALUE, "plan", '"ring"', "keep=False"),
-        (lambda: in_step(cgx.Feedback(RING, keep=False, telemetry=True)), VALUE, "plan", '"ring"', "keep=False"),
-    ],
-    "Plan": [
         (lambda: in_step(RING), VALUE, "plan", '"ring"', "keep=False"),
+        (lambda: in_step(cgx.Feedback(RING, keep=False, telemetry=True)), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step({0: cgx.Raw(), 5: RING}), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(CROSSED, ("cross", "inner"), (2, 2)), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(cgx.Plan({"node": CODEC})), VALUE, "plan", "{'node'"),

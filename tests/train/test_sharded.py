@@ -226,7 +226,7 @@ def test_a_tuple_of_axes():
     ):
         found = run(make(exchange, gather=gather, **options))[0].params
         assert_trees(lambda a, b, t=tolerance: np.testing.assert_allclose(a, b, atol=t), found, expected)
-    words = says("Plan", "plan", got="a codec", remedy="no residuals")
+    words = says("Feedback", "plan", got="a codec", remedy="no residuals")
     with raises(ValueError, words):  # a hierarchy has no feedback of slices
         run(make(by_axis, **options))
 
@@ -289,7 +289,7 @@ BAD_ARGUMENTS = {
         ((CODEC, dict(params=CUT)), ValueError, "sharding.params ['one']", "", "jaxcgx.shard_specs"),
         ((CODEC, dict(optimizer=CUT)), ValueError, "sharding.optimizer ['one']", "", "jaxcgx.shard_specs"),
     ],
-    "Plan": [
+    "Feedback": [
         ((cgx.PowerSGD(2), dict(params=SPECS)), ValueError, "plan ['down']", "PowerSGD(rank=2)", "jaxcgx.MaxMin(4)"),
         ((cgx.Plan(CODEC, leader=True), dict(params=SPECS)), ValueError, "plan", "leader=True", "slices"),
     ],
