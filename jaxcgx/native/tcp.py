@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
-from jaxcgx.native.layout import Layout
+from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.rng import kernel_key
 from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, places, refuse
 
@@ -65,16 +65,21 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
         numbers[device.id] = found[device.process_index]
         found[device.process_index] += 1
     connect(1 + max(numbers.values()), net.timeout, net.links)
-    along = [mesh.axis_names.index(name) for name in net.names]
-    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
     return dict(
         ranks=np.int64(net.size),
-        groups=np.moveaxis(places, along, range(-len(along), 0)).reshape(-1),
+        groups=_groups(mesh, net.names),
         processes=np.array([device.process_index for device in devices], np.int64),
         devices=np.array([numbers[device.id] for device in devices], np.int64),
         ordinals=np.array([device.id for device in devices], np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
     )
+
+
+def _groups(mesh: jax.sharding.Mesh, names: tuple[Any, ...]) -> np.ndarray:
+    """Returns the places in the mesh, group after group along these axes."""
+    along = [mesh.axis_names.index(name) for name in names]
+    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
+    return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1)
 
 
 def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
@@ -118,6 +123,29 @@ tcp_begin_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_begin")
 tcp_end_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_end")
 
 
+class Inside(Protocol):
+    """A stage inside the ranks of a sum: ranks that add their leaves first, in float32 and in rank order.
+
+    Each gets a share of the sums: equal parts of each flattened leaf, the last one padded with the leaf's last number.
+    Devices of one process do this in memory, with the same bits.
+    """
+
+    @property
+    def net(self) -> Any: ...
+    @property
+    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The types of the whole leaves."""
+        ...
+
+    def inwards(self, leaves: list[Any]) -> list[Any]:
+        """Returns this rank's share of the sum of each leaf, in float32."""
+        ...
+
+    def outwards(self, shares: list[Any]) -> list[Any]:
+        """Returns the whole leaves of which each rank has its share. Shares are rounded to the leaves' dtypes."""
+        ...
+
+
 # The operands and the results of both primitives, in the order in which the handlers have them.
 
 
@@ -137,7 +165,9 @@ class Started(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["ticket", "residuals"], meta_fields=["layout", "two_shot", "net"]
+    jax.tree_util.register_dataclass,
+    data_fields=["ticket", "residuals"],
+    meta_fields=["layout", "two_shot", "net", "inside"],
 )
 @dataclasses.dataclass(frozen=True)
 class Begun:
@@ -152,6 +182,7 @@ class Begun:
     layout: Layout
     two_shot: bool  # whether the sum goes along trees
     net: Any
+    inside: Inside | None  # the ranks that have added their leaves first; the results are then whole leaves
 
 
 class Ended(NamedTuple):
@@ -194,20 +225,26 @@ def begin(asked: Any, net: Any) -> Begun:
         divisor=float(asked.divisor),
     )
     flat = _compat.match_varying(vary(flat[0], net), *flat[1:])
-    found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net)
+    found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net, inside=asked.inside)
     started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
-    return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net)
+    return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net, inside=asked.inside)
 
 
 def end(begun: Begun, later: bool) -> Ended:
     """Ends a sum. Returns (sums, new residuals). With "one_shot", sums are float32, else they have the leaves' dtypes.
 
+    With a stage inside, the sums have the shapes and dtypes of the whole leaves.
+
     With `later`, the program may be later than the program that began the sum. Then no later exchange begins before
     this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
     """
     flat, tree = jax.tree_util.tree_flatten(begun)
-    found = tcp_end_p.bind(*_compat.match_varying(*flat), tree=tree, batch=(), later=later)
-    return jax.tree_util.tree_structure(Ended([0] * len(begun.layout.shapes), begun.residuals)).unflatten(found)
+    return _ended(begun).unflatten(tcp_end_p.bind(*_compat.match_varying(*flat), tree=tree, batch=(), later=later))
+
+
+def _ended(begun: Begun) -> Any:
+    """Returns the structure of the results of the second primitive."""
+    return jax.tree_util.tree_structure(Ended([0] * len(begun.layout.shapes), begun.residuals))
 
 
 def _in_place(at: Any, results: Started | Ended) -> dict[int, int]:
@@ -215,10 +252,50 @@ def _in_place(at: Any, results: Started | Ended) -> dict[int, int]:
     return dict(zip(at.residuals or (), places(jax.tree_util.tree_structure(results)).residuals or ()))
 
 
+def _in_memory(ctx: Any, inside: Inside | None) -> bool:
+    """Returns whether the ranks inside are devices of one process, everywhere in the mesh."""
+    mesh = _compat.mesh_of(ctx)
+    if inside is None or mesh is None:
+        return False
+    processes = np.array([device.process_index for device in mesh.devices.flat])[_groups(mesh, inside.net.names)]
+    processes = processes.reshape(-1, inside.net.size)
+    return bool((processes == processes[:, :1]).all())
+
+
+def _mapped(function: Any, batch: tuple[int, ...]) -> Any:
+    """Returns the function, mapped over the axes of the batch."""
+    return functools.reduce(lambda mapped, _: jax.vmap(mapped), batch, function)
+
+
+def _inside_attributes(inside: Inside | None) -> dict[str, Any]:
+    """Returns the attributes for the whole leaves of the devices that add them first; none: empty ones."""
+    leaves = [] if inside is None else inside.leaves
+    return dict(
+        whole_sizes=np.array([math.prod(x.shape) for x in leaves], np.int64),
+        whole_dtypes=np.array([DTYPES.index(x.dtype) for x in leaves], np.int64),
+    )
+
+
 # A sum is two calls, so that other operations or later programs run between them.
 def _lower_begin(
-    ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
+    ctx: Any,
+    *operands: Any,
+    tree: Any,
+    layout: Layout,
+    batch: tuple[int, ...],
+    how: How,
+    net: Any,
+    inside: Inside | None,
 ) -> Sequence[Any]:
+    if inside is not None and not _in_memory(ctx, inside):
+
+        def apart(*operands: Any) -> Any:
+            given = tree.unflatten(operands)
+            shares = _mapped(inside.inwards, batch)(given.leaves)
+            flat = jax.tree_util.tree_leaves(given._replace(leaves=shares))
+            return tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=batch, how=how, net=net, inside=None)
+
+        return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
     at = places(tree)
     messages = math.prod(batch)
     in_place = _in_place(at, Started(at.residuals, ticket=0))
@@ -227,6 +304,9 @@ def _lower_begin(
         *operands,
         **layout.attributes,
         **who_takes_part(ctx, net),
+        **_inside_attributes(inside),
+        inside=np.int64(1 if inside is None else inside.net.size),
+        inside_groups=_groups(_compat.mesh_of(ctx), () if inside is None else inside.net.names),
         batch=np.int64(messages),
         two_shot=how.two_shot,
         parents=np.array(how.parents, np.int64).reshape(-1),
@@ -235,13 +315,23 @@ def _lower_begin(
         sum_feedback=how.sum_feedback,
         overtakes=net.slice_elements is not None,
         divisor=np.float32(how.divisor),
-        digest=digest(layout, messages, how),
+        digest=digest(layout, messages, how, inside and [(x.shape, x.dtype) for x in inside.leaves]),
         bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`
     )
 
 
 def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], later: bool) -> Sequence[Any]:
     at = places(tree)
+    inside = at.inside
+    if inside is not None and not _in_memory(ctx, inside):
+
+        def apart(*operands: Any) -> Any:
+            begun = dataclasses.replace(tree.unflatten(operands), inside=None)
+            flat, shares = jax.tree_util.tree_flatten(begun)
+            ended = _ended(begun).unflatten(tcp_end_p.bind(*flat, tree=shares, batch=batch, later=later))
+            return jax.tree_util.tree_leaves(ended._replace(sums=_mapped(inside.outwards, batch)(ended.sums)))
+
+        return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
     target, in_place = "jaxcgx_tcp_allreduce_end", _in_place(at, Ended([0] * len(at.layout.shapes), at.residuals))
     if later:
         call = _compat.lower_ordered(target, at.net.order, operand_output_aliases=in_place)
@@ -255,6 +345,7 @@ def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], late
         two_shot=at.two_shot,
         feedback=at.residuals is not None,
         ordered=later,
+        **_inside_attributes(inside),
     )
 
 
@@ -274,7 +365,7 @@ def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> 
 
 
 def _abstract_begin(
-    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
+    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any, inside: Inside | None
 ) -> tuple[list[Any], frozenset[Any]]:
     ticket = jax.ShapeDtypeStruct((2,), jnp.uint32)
     return _result_avals(avals, batch, Started(_residuals(layout, tree.unflatten(avals)), ticket)), net.effects
@@ -284,7 +375,8 @@ def _abstract_end(*avals: Any, tree: Any, batch: tuple[int, ...], later: bool) -
     begun = tree.unflatten(avals)
     layout, net = begun.layout, begun.net
     dtypes = layout.dtypes if begun.two_shot else [jnp.float32] * len(layout.dtypes)
-    results = Ended(list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes)), _residuals(layout, begun))
+    sums = list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes) if begun.inside is None else begun.inside.leaves)
+    results = Ended(sums, _residuals(layout, begun))
     return _result_avals(avals, batch, results), net.effects if later else net.effects - {net.order}
 
 
