@@ -25,6 +25,7 @@ from jaxcgx.exchange import schedules, scopes
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry_over, fold_stage
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport, countable
+from jaxcgx.transports.xla import Axes
 
 Stages = tuple[Stage, ...]
 
@@ -70,7 +71,7 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Mes
         if inside is None:
             begun = schedules.begin(stages[0], _inwards(stages, carried, how), how)
         else:
-            begun = schedules.begin(stages[0], inside.shares(carried), how, inside, carried.leaves)
+            begun = schedules.begin(stages[0], inside.shares(carried), how, inside=inside, whole=carried.leaves)
         return BegunMessage(begun, message.residuals), carried
     begun = schedules.begin(stages[0], message, how)
     return BegunMessage(dataclasses.replace(begun, residuals=None), None), message.replace(residuals=begun.residuals)
@@ -150,7 +151,9 @@ class InnerStage:
     @staticmethod
     def of(stages: Stages, message: Message, how: Sum) -> "InnerStage | None":
         """Returns the inner stage, if a transport may compute it: a raw one that adds in rank order, over a mesh."""
-        if len(stages) != 2 or not stages[1].codec.raw or stages[1].schedule == "ring" or not stages[1].net.on_mesh:
+        inner = stages[-1]
+        exact = len(stages) == 2 and inner.codec.raw and inner.schedule != "ring"
+        if not (exact and isinstance(inner.net, Axes) and inner.net.on_mesh):
             return None
         leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in message.leaves)
         return InnerStage(stages, how, message.ids, leaves)

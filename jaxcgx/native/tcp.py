@@ -67,7 +67,7 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
     connect(1 + max(numbers.values()), net.timeout, net.links)
     return dict(
         ranks=np.int64(net.size),
-        groups=_groups(mesh, net.names),
+        groups=_groups(ctx, net.names),
         processes=np.array([device.process_index for device in devices], np.int64),
         devices=np.array([numbers[device.id] for device in devices], np.int64),
         ordinals=np.array([device.id for device in devices], np.int64),
@@ -75,8 +75,10 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
     )
 
 
-def _groups(mesh: jax.sharding.Mesh, names: tuple[Any, ...]) -> np.ndarray:
+def _groups(ctx: Any, names: tuple[Any, ...]) -> np.ndarray:
     """Returns the places in the mesh, group after group along these axes."""
+    mesh = _compat.mesh_of(ctx)
+    assert mesh is not None
     along = [mesh.axis_names.index(name) for name in names]
     places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
     return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1)
@@ -257,8 +259,8 @@ def _in_memory(ctx: Any, inside: Inside | None) -> bool:
     mesh = _compat.mesh_of(ctx)
     if inside is None or mesh is None:
         return False
-    processes = np.array([device.process_index for device in mesh.devices.flat])[_groups(mesh, inside.net.names)]
-    processes = processes.reshape(-1, inside.net.size)
+    processes = np.array([device.process_index for device in mesh.devices.flat])
+    processes = processes[_groups(ctx, inside.net.names)].reshape(-1, inside.net.size)
     return bool((processes == processes[:, :1]).all())
 
 
@@ -267,8 +269,8 @@ def _mapped(function: Any, batch: tuple[int, ...]) -> Any:
     return functools.reduce(lambda mapped, _: jax.vmap(mapped), batch, function)
 
 
-def _inside_attributes(inside: Inside | None) -> dict[str, Any]:
-    """Returns the attributes for the whole leaves of the devices that add them first; none: empty ones."""
+def _whole_leaves(inside: Inside | None) -> dict[str, Any]:
+    """Returns the attributes that describe the leaves that devices add first. Without such devices, they are empty."""
     leaves = [] if inside is None else inside.leaves
     return dict(
         whole_sizes=np.array([math.prod(x.shape) for x in leaves], np.int64),
@@ -304,9 +306,9 @@ def _lower_begin(
         *operands,
         **layout.attributes,
         **who_takes_part(ctx, net),
-        **_inside_attributes(inside),
+        **_whole_leaves(inside),
         inside=np.int64(1 if inside is None else inside.net.size),
-        inside_groups=_groups(_compat.mesh_of(ctx), () if inside is None else inside.net.names),
+        inside_groups=np.array([], np.int64) if inside is None else _groups(ctx, inside.net.names),
         batch=np.int64(messages),
         two_shot=how.two_shot,
         parents=np.array(how.parents, np.int64).reshape(-1),
@@ -337,6 +339,7 @@ def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], late
         call = _compat.lower_ordered(target, at.net.order, operand_output_aliases=in_place)
     else:
         call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
+        ctx.set_tokens_out(ctx.tokens_in)  # if there are any, the next exchange need not wait
     return call(
         ctx,
         *operands,
@@ -345,7 +348,7 @@ def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], late
         two_shot=at.two_shot,
         feedback=at.residuals is not None,
         ordered=later,
-        **_inside_attributes(inside),
+        **_whole_leaves(inside),
     )
 
 
@@ -377,7 +380,9 @@ def _abstract_end(*avals: Any, tree: Any, batch: tuple[int, ...], later: bool) -
     dtypes = layout.dtypes if begun.two_shot else [jnp.float32] * len(layout.dtypes)
     sums = list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes) if begun.inside is None else begun.inside.leaves)
     results = Ended(sums, _residuals(layout, begun))
-    return _result_avals(avals, batch, results), net.effects if later else net.effects - {net.order}
+    # Ranks inside that are in several processes may exchange in order. See `_lower_end`.
+    in_order = later or (begun.inside is not None and net.order in begun.inside.net.effects)
+    return _result_avals(avals, batch, results), net.effects if in_order else net.effects - {net.order}
 
 
 def _residuals(layout: Layout, given: Operands | Begun) -> list[Any] | None:
