@@ -179,7 +179,8 @@ class Attributes {
     const auto n = get<Sizes>(sizes), types = get<Sizes>(dtypes);
     std::vector<Leaf> found;
     for (size_t i = 0; i < n.size() && fault_.empty(); ++i) {
-      if (n.size() != types.size() || n[i] < 0 || n[i] > kMost || types[i] < 0 || types[i] > static_cast<int64_t>(DType::kF16))
+      if (n.size() != types.size() || n[i] < 0 || n[i] > kMost || types[i] < 0 ||
+          types[i] > static_cast<int64_t>(DType::kF16))
         fault_ = "attribute '" + sizes + "': bad leaves";
       else
         found.push_back({n[i], static_cast<DType>(types[i])});

@@ -61,7 +61,8 @@ ffi::Future failed(const ffi::Error& error) {
   } while (false)
 
 // Returns the checked group of an exchange, that of this device. The attributes are the same on all devices:
-//  - groups: [number of groups, ranks]: places in the mesh. `name`: another attribute than this, with groups of `ranks`.
+//  - groups: [number of groups, ranks]: places in the mesh. `name`: another attribute than this, with groups of
+//  `ranks`.
 //  - processes, devices, ordinals: for each place the process, the device's number in it, and XLA's ordinal for it.
 ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t ordinal, int64_t ranks,
                                     const std::string& name = "groups") {
@@ -149,7 +150,8 @@ ffi::Future exchange(int32_t device, ffi::AnyBuffer x, ffi::Token, ffi::Result<f
 // end:
 //  - Operands: the ticket, new residuals (with feedback), a token if `ordered`.
 //  - Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token if
-//    `ordered`. With whole_sizes, the sums are whole, too, and have the dtypes `whole_dtypes`. A ticket of zeros means that no sum has begun. Then the sums are zeros.
+//    `ordered`. With whole_sizes, the sums are whole, too, and have the dtypes `whole_dtypes`. A ticket of zeros means
+//    that no sum has begun. Then the sums are zeros.
 
 // Returns the fault of trees; empty if they are valid. The trees are given as parents: [trees, ranks], -1 for a root.
 std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
@@ -190,7 +192,7 @@ ffi::Error check_shares(const std::string& op, const Message& message, const std
 }
 
 ffi::Future begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 ffi::Dictionary dictionary) {
+                  ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce";
   Attributes attributes(op, dictionary);
   const auto ranks = attributes.get<int64_t>("ranks"), digest = attributes.get<int64_t>("digest");
@@ -207,9 +209,11 @@ ffi::Future begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs ar
   if (is_sparse(l.codec.kind)) return failed(invalid(op, "this codec's lists are exchanged, not summed"));
   if (ranks < 1 || ranks > tcp::kMostProcesses) return failed(invalid(op, std::to_string(ranks) + " ranks"));
   if (two_shot) {
-    if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty()) return failed(invalid(op, fault));
+    if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty())
+      return failed(invalid(op, fault));
   }
-  if (inside < 1 || (inside == 1) != whole.empty()) return failed(invalid(op, std::to_string(inside) + " devices inside"));
+  if (inside < 1 || (inside == 1) != whole.empty())
+    return failed(invalid(op, std::to_string(inside) + " devices inside"));
   if (inside > 1) CGX_FAIL_IF_ERROR(check_shares(op, *message, whole, inside));
   if (message->batch > kMostChunks) return failed(invalid(op, "batch out of range: " + std::to_string(message->batch)));
   if (own && (feedback || !two_shot)) return failed(invalid(op, "own is for two_shot without feedback"));

@@ -114,7 +114,8 @@ class Part {
       for (int64_t at = p.start, end = p.start + p.coded + p.raw; at < end; at += cpu::kTile) {
         alignas(64) float buffer[cpu::kTile];
         const int64_t n = std::min(cpu::kTile, end - at);
-        std::memcpy(static_cast<float*>(whole_[i]) + at, source(i, at, n, buffer), sizeof(float) * static_cast<size_t>(n));
+        std::memcpy(static_cast<float*>(whole_[i]) + at, source(i, at, n, buffer),
+                    sizeof(float) * static_cast<size_t>(n));
       }
     }
   }
@@ -327,7 +328,8 @@ class Running : public std::enable_shared_from_this<Running> {
 
  private:
   std::string name() const {
-    return std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " + std::to_string(all_ * parts_ * bytes_) + " bytes";
+    return std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " + std::to_string(all_ * parts_ * bytes_) +
+           " bytes";
   }
 
   // The next three functions are called in the thread that moves the bytes. So they are ordered.
@@ -412,7 +414,8 @@ class Running : public std::enable_shared_from_this<Running> {
   cpu::Source sums_of(int64_t piece) const {
     return [this, row = piece / pieces_](size_t leaf, int64_t at, int64_t n, float* buffer) -> const float* {
       const Leaf& whole = a_.whole[leaf];
-      const int64_t begin = place_ * a_.layout.leaves[leaf].size + at, own = std::clamp(whole.size - begin, int64_t{0}, n);
+      const int64_t begin = place_ * a_.layout.leaves[leaf].size + at,
+                    own = std::clamp(whole.size - begin, int64_t{0}, n);
       add_devices(row, leaf, begin, own, buffer);
       if (own < n) {
         float last;
@@ -568,7 +571,8 @@ class Running : public std::enable_shared_from_this<Running> {
 
   // Lets `write` write a chunk of this device's share to whole leaves. Its argument points to the share in each leaf.
   // Where a leaf is not float32, or shorter than the shares, the numbers are written elsewhere first.
-  void write_share(int64_t chunk, const std::vector<void*>& whole, const std::function<void(void* const*)>& write) const {
+  void write_share(int64_t chunk, const std::vector<void*>& whole,
+                   const std::function<void(void* const*)>& write) const {
     const Layout& l = a_.layout;
     const Piece* const begin = l.pieces.data() + l.first[static_cast<size_t>(chunk)];
     const Piece* const end = l.pieces.data() + l.first[static_cast<size_t>(chunk) + 1];
@@ -640,7 +644,8 @@ class Running : public std::enable_shared_from_this<Running> {
 
 std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first,
                                const cpu::Pool& pool) {
-  const auto running = std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank, Group{{0}, {0}, 0, {}});
+  const auto running =
+      std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank, Group{{0}, {0}, 0, {}});
   running->begin(std::move(group));
   running->encode(first, pool);
   running->encoded();
