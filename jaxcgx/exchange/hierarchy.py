@@ -141,7 +141,10 @@ def _inwards(stages: Stages, message: Message, how: Sum) -> Message:
 
 @dataclasses.dataclass(frozen=True)
 class InnerStage:
-    """The inner stage of a hierarchy of two, which sums exactly. See transports/base.py."""
+    """The inner stage of a hierarchy of two stages. It has Raw(), so a transport may sum in memory (native/tcp.py).
+
+    `leaves` are the types of the leaves with numbers `ids`.
+    """
 
     stages: Stages
     how: Sum

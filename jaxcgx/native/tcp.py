@@ -317,7 +317,7 @@ def _lower_begin(
         sum_feedback=how.sum_feedback,
         overtakes=net.slice_elements is not None,
         divisor=np.float32(how.divisor),
-        digest=digest(layout, messages, how, inside and [(x.shape, x.dtype) for x in inside.leaves]),
+        digest=digest(layout, messages, how),
         bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`
     )
 
