@@ -151,12 +151,17 @@ class Inside(Protocol):
 # The operands and the results of both primitives, in the order in which the handlers have them.
 
 
-class Operands(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["leaves", "residuals", "keys"], meta_fields=["inside"]
+)
+@dataclasses.dataclass(frozen=True)
+class Operands:
     """The operands of the first primitive."""
 
     leaves: list[Any]
     residuals: list[Any] | None
     keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums
+    inside: Inside | None  # ranks that add their leaves first
 
 
 class Started(NamedTuple):
@@ -184,7 +189,7 @@ class Begun:
     layout: Layout
     two_shot: bool  # whether the sum goes along trees
     net: Any
-    inside: Inside | None  # the ranks that have added their leaves first; the results are then whole leaves
+    inside: Inside | None  # as in `Operands`; the results are then whole leaves
 
 
 class Ended(NamedTuple):
@@ -216,7 +221,7 @@ def begin(asked: Any, net: Any) -> Begun:
         pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     keys = [asked.first_key, asked.sum_key, asked.hop_key][: 3 if parents else 1] if layout.codec.stochastic else []
-    operands = Operands(asked.leaves, asked.residuals, list(map(kernel_key, keys)))
+    operands = Operands(asked.leaves, asked.residuals, list(map(kernel_key, keys)), asked.inside)
     flat, tree = jax.tree_util.tree_flatten(operands)
     raw = bool(parents) and asked.own == "raw"
     how = How(
@@ -227,7 +232,7 @@ def begin(asked: Any, net: Any) -> Begun:
         divisor=float(asked.divisor),
     )
     flat = _compat.match_varying(vary(flat[0], net), *flat[1:])
-    found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net, inside=asked.inside)
+    found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net)
     started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
     return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net, inside=asked.inside)
 
@@ -280,25 +285,19 @@ def _whole_leaves(inside: Inside | None) -> dict[str, Any]:
 
 # A sum is two calls, so that other operations or later programs run between them.
 def _lower_begin(
-    ctx: Any,
-    *operands: Any,
-    tree: Any,
-    layout: Layout,
-    batch: tuple[int, ...],
-    how: How,
-    net: Any,
-    inside: Inside | None,
+    ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
+    at = places(tree)
+    inside = at.inside
     if inside is not None and not _in_memory(ctx, inside):
 
         def apart(*operands: Any) -> Any:
             given = tree.unflatten(operands)
             shares = _mapped(inside.inwards, batch)(given.leaves)
-            flat = jax.tree_util.tree_leaves(given._replace(leaves=shares))
-            return tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=batch, how=how, net=net, inside=None)
+            flat, of_shares = jax.tree_util.tree_flatten(dataclasses.replace(given, leaves=shares, inside=None))
+            return tcp_begin_p.bind(*flat, tree=of_shares, layout=layout, batch=batch, how=how, net=net)
 
         return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
-    at = places(tree)
     messages = math.prod(batch)
     in_place = _in_place(at, Started(at.residuals, ticket=0))
     return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=in_place)(
@@ -329,8 +328,8 @@ def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], late
 
         def apart(*operands: Any) -> Any:
             begun = dataclasses.replace(tree.unflatten(operands), inside=None)
-            flat, shares = jax.tree_util.tree_flatten(begun)
-            ended = _ended(begun).unflatten(tcp_end_p.bind(*flat, tree=shares, batch=batch, later=later))
+            flat, of_shares = jax.tree_util.tree_flatten(begun)
+            ended = _ended(begun).unflatten(tcp_end_p.bind(*flat, tree=of_shares, batch=batch, later=later))
             return jax.tree_util.tree_leaves(ended._replace(sums=_mapped(inside.outwards, batch)(ended.sums)))
 
         return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
@@ -368,7 +367,7 @@ def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> 
 
 
 def _abstract_begin(
-    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any, inside: Inside | None
+    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> tuple[list[Any], frozenset[Any]]:
     ticket = jax.ShapeDtypeStruct((2,), jnp.uint32)
     return _result_avals(avals, batch, Started(_residuals(layout, tree.unflatten(avals)), ticket)), net.effects

@@ -61,8 +61,7 @@ ffi::Future failed(const ffi::Error& error) {
   } while (false)
 
 // Returns the checked group of an exchange, that of this device. The attributes are the same on all devices:
-//  - groups: [number of groups, ranks]: places in the mesh. `name`: another attribute than this, with groups of
-//  `ranks`.
+//  - groups, or the attribute `name`: [number of groups, ranks]: places in the mesh.
 //  - processes, devices, ordinals: for each place the process, the device's number in it, and XLA's ordinal for it.
 ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t ordinal, int64_t ranks,
                                     const std::string& name = "groups") {
