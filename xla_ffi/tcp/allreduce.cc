@@ -332,7 +332,8 @@ class Running : public std::enable_shared_from_this<Running> {
            " bytes";
   }
 
-  // The next three functions are called in the thread that moves the bytes. So they are ordered.
+  // know and met are called in the thread that moves the bytes. So they are ordered: when a device has met the others,
+  // all of them know it.
 
   // Gets to know another device of this process. It must not end while its address arrives, nor give up its buffers
   // while this device reads them.
