@@ -25,6 +25,7 @@ from jaxcgx.exchange import schedules, scopes
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry_over, fold_stage
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport, countable
+from jaxcgx.transports.xla import Axes
 
 Stages = tuple[Stage, ...]
 
@@ -35,6 +36,9 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
     The result has the new residuals, and the momentum with 0 where the outermost exchange sent an element. `net` is the
     transport over the ranks of all stages.
     """
+    if can_begin(stages, how):
+        begun, carried = begin(stages, message, how)
+        return end(begun, stages, carried, later=False)
     carried = _carried(message)
     if how.leader:
         done = _by_leaders(net, stages, carried, how)
@@ -63,7 +67,12 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Mes
     """
     if stages[1:]:
         carried = _carried(message)
-        return BegunMessage(schedules.begin(stages[0], _inwards(stages, carried, how), how), message.residuals), carried
+        inside = InnerStage.of(stages, carried, how)
+        if inside is None:
+            begun = schedules.begin(stages[0], _inwards(stages, carried, how), how)
+        else:
+            begun = schedules.begin(stages[0], inside.shares(carried), how, inside=inside, whole=carried.leaves)
+        return BegunMessage(begun, message.residuals), carried
     begun = schedules.begin(stages[0], message, how)
     return BegunMessage(dataclasses.replace(begun, residuals=None), None), message.replace(residuals=begun.residuals)
 
@@ -75,7 +84,7 @@ def end(begun: BegunMessage, stages: Stages, message: Message, later: bool) -> M
     """
     outer, before = begun
     if stages[1:]:
-        done = _outwards(stages, message, Summed(*outer.net.end_sum(outer, later)))
+        done = _outwards(stages, message, Summed(*outer.net.end_sum(outer, later)), whole=outer.inside is not None)
         return _with_losses(done, message.residuals, before)
     sums, residuals = outer.net.end_sum(dataclasses.replace(outer, residuals=message.residuals), later)
     return message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(sums, message.leaves)], residuals=residuals)
@@ -130,21 +139,66 @@ def _inwards(stages: Stages, message: Message, how: Sum) -> Message:
     return _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
 
 
-def _outwards(stages: Stages, message: Message, summed: Summed) -> Message:
-    """Returns the whole sums of a message, of which `summed` has this rank's shard."""
+@dataclasses.dataclass(frozen=True)
+class InnerStage:
+    """The inner stage of a hierarchy of two stages. It has Raw(), so a transport may sum in memory (native/tcp.py).
+
+    `leaves` are the types of the leaves with numbers `ids`.
+    """
+
+    stages: Stages
+    how: Sum
+    ids: tuple[int, ...]
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @staticmethod
+    def of(stages: Stages, message: Message, how: Sum) -> "InnerStage | None":
+        """Returns the inner stage, if a transport may compute it: a raw one that adds in rank order, over a mesh."""
+        inner = stages[-1]
+        exact = len(stages) == 2 and inner.codec.raw and inner.schedule != "ring"
+        if not (exact and isinstance(inner.net, Axes) and inner.net.on_mesh):
+            return None
+        leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in message.leaves)
+        return InnerStage(stages, how, message.ids, leaves)
+
+    @property
+    def net(self) -> Any:
+        return self.stages[1].net
+
+    def shares(self, message: Message) -> Message:
+        """Returns the message of this rank's shares, with types in place of leaves."""
+        shares = [jax.ShapeDtypeStruct((-(-x.size // self.net.size),), jnp.float32) for x in self.leaves]
+        key = fold_stage(message.key, 0, self.stages[1:])
+        return _with_zero_residuals(message.replace(leaves=shares, key=key, residuals=None, momentum=None), message)
+
+    def inwards(self, leaves: list[Any]) -> list[Any]:
+        return _inwards(self.stages, Message(self.ids, leaves), self.how).leaves
+
+    def outwards(self, shares: list[Any]) -> list[Any]:
+        return _gather(self.stages, Message(self.ids, list(self.leaves)), shards=shares)
+
+
+def _outwards(stages: Stages, message: Message, summed: Summed, whole: bool = False) -> Message:
+    """Returns the whole sums of a message, of which `summed` has this rank's shard, or `whole` leaves."""
     inwards = [stage.net for stage in reversed(stages[1:])]
     sizes = [net.size for net in inwards]
-    shards = message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
-    for i, stage in list(enumerate(stages))[1:]:  # by now, ranks along the outer stages have the same numbers
-        shards = shards.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
-        shards = shards.replace(leaves=schedules.all_gather(stage, shards))
+    leaves = summed.leaves if whole else _gather(stages, message, shards=summed.leaves)
     residuals, momentum = summed.residuals, message.momentum
     if residuals is not None:
         place = [net.rank for net in inwards]
         residuals = _join([_place(x, place, sizes) for x in residuals], message.leaves)
     if momentum is not None:
         momentum = _join(_clear_shards(summed.sent, stages[1:], momentum=momentum, sizes=sizes), message.leaves)
-    return Message(message.ids, _join(shards.leaves, message.leaves), residuals=residuals, momentum=momentum)
+    return Message(message.ids, leaves, residuals=residuals, momentum=momentum)
+
+
+def _gather(stages: Stages, message: Message, shards: list[Any]) -> list[Any]:
+    """Returns the whole leaves, rounded to the dtypes of the message's leaves, of which each inner rank has a shard."""
+    mine = message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(shards, message.leaves)])
+    for i, stage in list(enumerate(stages))[1:]:  # by now, ranks along the outer stages have the same numbers
+        mine = mine.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
+        mine = mine.replace(leaves=schedules.all_gather(stage, mine))
+    return _join(mine.leaves, message.leaves)
 
 
 def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequence[int]) -> list[Any]:

@@ -13,7 +13,7 @@ A sparse codec may encode sums with another codec, which has room for every elem
 (`Codec.of_sum`). A rank's own part is then encoded, too, so the encoding of the sum loses nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,7 @@ from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import Own
+from jaxcgx.native.tcp import Inside
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import PiecewiseSum, Transport
 from jaxcgx.typing import Key
@@ -126,16 +127,19 @@ def is_piecewise(stage: Stage) -> bool:
     return bool(stage.net.begin_sum) and stage.schedule != "ring" and kernels
 
 
-def begin(stage: Stage, message: Message, how: Sum) -> Any:
+def begin(
+    stage: Stage, message: Message, how: Sum, inside: Inside | None = None, whole: Sequence[jax.Array] = ()
+) -> Any:
     """Begins a piecewise sum, which has the same bits as its schedule, and returns a pytree.
 
-    `end_sum` of the transport in it ends the sum, and makes its new residuals final.
+    `end_sum` of the transport in it ends the sum, and makes its new residuals final. With a stage `inside`, the leaves
+    of the message are only the types of this rank's shares of the leaves in `whole`.
     """
     stage = stage.compared(message, how)
     with _piecewise_scope(stage, message):
         asked = PiecewiseSum(
             layout=_layout(stage, message),
-            leaves=message.leaves,
+            leaves=message.leaves if inside is None else list(whole),
             residuals=message.residuals,
             first_key=first(message.key, stage.codec, stage.net),
             sum_key=fold(message.key, SUM),
@@ -143,6 +147,7 @@ def begin(stage: Stage, message: Message, how: Sum) -> Any:
             parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
             own=how.own,
             divisor=how.divisor,
+            inside=inside,
         )
         return stage.net.begin_sum(asked)
 

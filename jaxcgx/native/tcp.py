@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
-from jaxcgx.native.layout import Layout
+from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.rng import kernel_key
 from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, places, refuse
 
@@ -65,16 +65,23 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
         numbers[device.id] = found[device.process_index]
         found[device.process_index] += 1
     connect(1 + max(numbers.values()), net.timeout, net.links)
-    along = [mesh.axis_names.index(name) for name in net.names]
-    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
     return dict(
         ranks=np.int64(net.size),
-        groups=np.moveaxis(places, along, range(-len(along), 0)).reshape(-1),
+        groups=_groups(ctx, net.names),
         processes=np.array([device.process_index for device in devices], np.int64),
         devices=np.array([numbers[device.id] for device in devices], np.int64),
         ordinals=np.array([device.id for device in devices], np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
     )
+
+
+def _groups(ctx: Any, names: tuple[Any, ...]) -> np.ndarray:
+    """Returns the places in the mesh, group after group along these axes."""
+    mesh = _compat.mesh_of(ctx)
+    assert mesh is not None
+    along = [mesh.axis_names.index(name) for name in names]
+    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.devices.shape)
+    return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1)
 
 
 def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
@@ -118,15 +125,43 @@ tcp_begin_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_begin")
 tcp_end_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_end")
 
 
+class Inside(Protocol):
+    """A stage inside the ranks of a sum: ranks that add their leaves first, in float32 and in rank order.
+
+    Each gets a share of the sums: equal parts of each flattened leaf, the last one padded with the leaf's last number.
+    Devices of one process do this in memory, with the same bits.
+    """
+
+    @property
+    def net(self) -> Any: ...
+    @property
+    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The types of the whole leaves."""
+        ...
+
+    def inwards(self, leaves: list[Any]) -> list[Any]:
+        """Returns this rank's share of the sum of each leaf, in float32."""
+        ...
+
+    def outwards(self, shares: list[Any]) -> list[Any]:
+        """Returns the whole leaves of which each rank has its share. Shares are rounded to the leaves' dtypes."""
+        ...
+
+
 # The operands and the results of both primitives, in the order in which the handlers have them.
 
 
-class Operands(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["leaves", "residuals", "keys"], meta_fields=["inside"]
+)
+@dataclasses.dataclass(frozen=True)
+class Operands:
     """The operands of the first primitive."""
 
     leaves: list[Any]
     residuals: list[Any] | None
     keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums
+    inside: Inside | None  # ranks that add their leaves first
 
 
 class Started(NamedTuple):
@@ -137,7 +172,9 @@ class Started(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["ticket", "residuals"], meta_fields=["layout", "two_shot", "net"]
+    jax.tree_util.register_dataclass,
+    data_fields=["ticket", "residuals"],
+    meta_fields=["layout", "two_shot", "net", "inside"],
 )
 @dataclasses.dataclass(frozen=True)
 class Begun:
@@ -152,6 +189,7 @@ class Begun:
     layout: Layout
     two_shot: bool  # whether the sum goes along trees
     net: Any
+    inside: Inside | None  # as in `Operands`; the results are then whole leaves
 
 
 class Ended(NamedTuple):
@@ -183,7 +221,7 @@ def begin(asked: Any, net: Any) -> Begun:
         pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     keys = [asked.first_key, asked.sum_key, asked.hop_key][: 3 if parents else 1] if layout.codec.stochastic else []
-    operands = Operands(asked.leaves, asked.residuals, list(map(kernel_key, keys)))
+    operands = Operands(asked.leaves, asked.residuals, list(map(kernel_key, keys)), asked.inside)
     flat, tree = jax.tree_util.tree_flatten(operands)
     raw = bool(parents) and asked.own == "raw"
     how = How(
@@ -196,18 +234,24 @@ def begin(asked: Any, net: Any) -> Begun:
     flat = _compat.match_varying(vary(flat[0], net), *flat[1:])
     found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net)
     started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
-    return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net)
+    return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net, inside=asked.inside)
 
 
 def end(begun: Begun, later: bool) -> Ended:
     """Ends a sum. Returns (sums, new residuals). With "one_shot", sums are float32, else they have the leaves' dtypes.
 
+    With a stage inside, the sums have the shapes and dtypes of the whole leaves.
+
     With `later`, the program may be later than the program that began the sum. Then no later exchange begins before
     this sum has ended. Otherwise this process could wait for a rank that waits for the end of this sum.
     """
     flat, tree = jax.tree_util.tree_flatten(begun)
-    found = tcp_end_p.bind(*_compat.match_varying(*flat), tree=tree, batch=(), later=later)
-    return jax.tree_util.tree_structure(Ended([0] * len(begun.layout.shapes), begun.residuals)).unflatten(found)
+    return _ended(begun).unflatten(tcp_end_p.bind(*_compat.match_varying(*flat), tree=tree, batch=(), later=later))
+
+
+def _ended(begun: Begun) -> Any:
+    """Returns the structure of the results of the second primitive."""
+    return jax.tree_util.tree_structure(Ended([0] * len(begun.layout.shapes), begun.residuals))
 
 
 def _in_place(at: Any, results: Started | Ended) -> dict[int, int]:
@@ -215,11 +259,45 @@ def _in_place(at: Any, results: Started | Ended) -> dict[int, int]:
     return dict(zip(at.residuals or (), places(jax.tree_util.tree_structure(results)).residuals or ()))
 
 
+def _in_memory(ctx: Any, inside: Inside | None) -> bool:
+    """Returns whether the ranks inside are devices of one process, everywhere in the mesh."""
+    mesh = _compat.mesh_of(ctx)
+    if inside is None or mesh is None:
+        return False
+    processes = np.array([device.process_index for device in mesh.devices.flat])
+    processes = processes[_groups(ctx, inside.net.names)].reshape(-1, inside.net.size)
+    return bool((processes == processes[:, :1]).all())
+
+
+def _mapped(function: Any, batch: tuple[int, ...]) -> Any:
+    """Returns the function, mapped over the axes of the batch."""
+    return functools.reduce(lambda mapped, _: jax.vmap(mapped), batch, function)
+
+
+def _whole_leaves(inside: Inside | None) -> dict[str, Any]:
+    """Returns the attributes that describe the leaves that devices add first. Without such devices, they are empty."""
+    leaves = [] if inside is None else inside.leaves
+    return dict(
+        whole_sizes=np.array([math.prod(x.shape) for x in leaves], np.int64),
+        whole_dtypes=np.array([DTYPES.index(x.dtype) for x in leaves], np.int64),
+    )
+
+
 # A sum is two calls, so that other operations or later programs run between them.
 def _lower_begin(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
     at = places(tree)
+    inside = at.inside
+    if inside is not None and not _in_memory(ctx, inside):
+
+        def apart(*operands: Any) -> Any:
+            given = tree.unflatten(operands)
+            shares = _mapped(inside.inwards, batch)(given.leaves)
+            flat, of_shares = jax.tree_util.tree_flatten(dataclasses.replace(given, leaves=shares, inside=None))
+            return tcp_begin_p.bind(*flat, tree=of_shares, layout=layout, batch=batch, how=how, net=net)
+
+        return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
     messages = math.prod(batch)
     in_place = _in_place(at, Started(at.residuals, ticket=0))
     return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=in_place)(
@@ -227,6 +305,9 @@ def _lower_begin(
         *operands,
         **layout.attributes,
         **who_takes_part(ctx, net),
+        **_whole_leaves(inside),
+        inside=np.int64(1 if inside is None else inside.net.size),
+        inside_groups=np.array([], np.int64) if inside is None else _groups(ctx, inside.net.names),
         batch=np.int64(messages),
         two_shot=how.two_shot,
         parents=np.array(how.parents, np.int64).reshape(-1),
@@ -242,11 +323,22 @@ def _lower_begin(
 
 def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], later: bool) -> Sequence[Any]:
     at = places(tree)
+    inside = at.inside
+    if inside is not None and not _in_memory(ctx, inside):
+
+        def apart(*operands: Any) -> Any:
+            begun = dataclasses.replace(tree.unflatten(operands), inside=None)
+            flat, of_shares = jax.tree_util.tree_flatten(begun)
+            ended = _ended(begun).unflatten(tcp_end_p.bind(*flat, tree=of_shares, batch=batch, later=later))
+            return jax.tree_util.tree_leaves(ended._replace(sums=_mapped(inside.outwards, batch)(ended.sums)))
+
+        return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
     target, in_place = "jaxcgx_tcp_allreduce_end", _in_place(at, Ended([0] * len(at.layout.shapes), at.residuals))
     if later:
         call = _compat.lower_ordered(target, at.net.order, operand_output_aliases=in_place)
     else:
         call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
+        ctx.set_tokens_out(ctx.tokens_in)  # if there are any, the next exchange need not wait
     return call(
         ctx,
         *operands,
@@ -255,6 +347,7 @@ def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], late
         two_shot=at.two_shot,
         feedback=at.residuals is not None,
         ordered=later,
+        **_whole_leaves(inside),
     )
 
 
@@ -284,8 +377,11 @@ def _abstract_end(*avals: Any, tree: Any, batch: tuple[int, ...], later: bool) -
     begun = tree.unflatten(avals)
     layout, net = begun.layout, begun.net
     dtypes = layout.dtypes if begun.two_shot else [jnp.float32] * len(layout.dtypes)
-    results = Ended(list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes)), _residuals(layout, begun))
-    return _result_avals(avals, batch, results), net.effects if later else net.effects - {net.order}
+    sums = list(map(jax.ShapeDtypeStruct, layout.shapes, dtypes) if begun.inside is None else begun.inside.leaves)
+    results = Ended(sums, _residuals(layout, begun))
+    # Ranks inside that are in several processes may exchange in order. See `_lower_end`.
+    in_order = later or (begun.inside is not None and net.order in begun.inside.net.effects)
+    return _result_avals(avals, batch, results), net.effects if in_order else net.effects - {net.order}
 
 
 def _residuals(layout: Layout, given: Operands | Begun) -> list[Any] | None:

@@ -16,10 +16,14 @@ import jax.numpy as jnp
 
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.rules import add
+from jaxcgx.native.tcp import Inside
 
 
 class PiecewiseSum(NamedTuple):
-    """A sum that a transport computes itself, piece by piece, with the same bits as a schedule."""
+    """A sum that a transport computes itself, piece by piece, with the same bits as a schedule.
+
+    With a stage `inside`, `leaves` are whole, and the layout and the residuals are of this rank's share.
+    """
 
     layout: Layout  # with one chunk for each tree, or one chunk for one_shot; only passed on to `native`
     leaves: list[jax.Array]
@@ -30,6 +34,7 @@ class PiecewiseSum(NamedTuple):
     parents: tuple[tuple[int, ...], ...]  # for each tree, the parent of each rank; () for one_shot
     own: str
     divisor: float
+    inside: Inside | None = None  # ranks that add their leaves first
 
 
 class Transport:

@@ -62,6 +62,10 @@ LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # leav
 NOISY = cgx.MaxMin(3, 128, "correlated")
 HIERARCHY = {"node": cgx.MaxMin(4), "local": cgx.Cast("bfloat16")}
 RAW = {"node": cgx.Raw(), "local": cgx.Raw()}
+IN_MEMORY = {"node": cgx.MaxMin(4), "local": cgx.Raw()}  # the devices of a process add their leaves in memory
+NOISY_BETWEEN = {"node": NOISY, "local": cgx.Raw()}
+ACROSS = ("local", "node")  # the inner axis is between the processes, so they exchange their leaves
+OVER_ACROSS = {"local": NOISY, "node": cgx.Raw()}
 
 
 def key():
@@ -101,8 +105,9 @@ def in_a_scan(axes, x):
     )[0]
 
 
-def under_vmap(axes, x):
-    return jax.vmap(lambda x: cgx.compressed_psum(x, axes, cgx.Plan.every(NOISY, schedule="two_shot"), key=key()))(x)
+def under_vmap(codec):
+    plan = cgx.Plan.every(codec, schedule="two_shot")
+    return lambda axes, x: jax.vmap(lambda x: cgx.compressed_psum(x, axes, plan, key=key()))(x)
 
 
 def in_a_mapped_branch(axes, x):
@@ -172,6 +177,13 @@ CASES = {
     "rotated ring": (SHAPES, "data", reduction(cgx.MaxMin(4, 128, rotate=True), schedule="ring")),
     "rotated along trees": (SHAPES, "data", reduction(cgx.Eden(4, 128), keyed=True, schedule=UNEVEN, fed=True)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
+    "in memory": (LARGE, BOTH, reduction(IN_MEMORY, schedule="two_shot")),
+    "in memory, fed": (SHAPES, BOTH, reduction(IN_MEMORY, schedule="two_shot", fed=True)),
+    "in memory, one_shot": (LARGE, BOTH, reduction(NOISY_BETWEEN, keyed=True, schedule="one_shot", fed=True)),
+    "in memory, lossless": (LARGE, BOTH, reduction({"node": cgx.Lossless(), "local": cgx.Raw()}, schedule="two_shot")),
+    "in memory, vmap": (ROWS, BOTH, under_vmap(NOISY_BETWEEN)),
+    "across": (SHAPES, ACROSS, reduction(OVER_ACROSS, keyed=True, schedule="two_shot", fed=True)),
+    "across, vmap": (ROWS, ACROSS, under_vmap(OVER_ACROSS)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
     "sparse lists": (SHAPES, "data", reduction(cgx.TopK(0.02, cgx.MaxMin(4)), schedule="one_shot", fed=True)),
     "sparse owners": (
@@ -187,7 +199,7 @@ CASES = {
     "all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.MaxMin(4))),
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
     "scan": (ROWS, "data", in_a_scan),
-    "vmap": (ROWS, "data", under_vmap),
+    "vmap": (ROWS, "data", under_vmap(NOISY)),
     "branches of vmap": (ROWS, "data", in_a_mapped_branch),
     "denormals": (
         ROWS,
@@ -210,6 +222,7 @@ CROSSING = {
     "sparse": (LARGE, "data", cgx.TopK(0.01), True),
     "low rank": (SHAPES, "data", cgx.PowerSGD(2), False),
     "hierarchy": (SHAPES, BOTH, HIERARCHY, True),
+    "in memory": (LARGE, BOTH, cgx.Plan.every(IN_MEMORY, schedule="two_shot"), True),
 }
 
 
@@ -434,9 +447,9 @@ def digests(tree):
 def everything(tcp):
     """Returns {case: digests}, over Tcp or over the plain axes. All cases of a mesh are one program."""
     results = {}
-    for names in ("data",), BOTH:
-        mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
-        marked = axes if not tcp else TCP if len(names) == 1 else BETWEEN
+    for axes in "data", BOTH, ACROSS:
+        mesh = the_mesh("data") if axes == "data" else the_mesh(*BOTH)
+        marked = {"data": TCP, BOTH: BETWEEN, ACROSS: tuple(map(cgx.Tcp, ACROSS))}[axes] if tcp else axes
         cases = {name: case for name, case in CASES.items() if case[1] == axes}
         inputs = {
             name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())}

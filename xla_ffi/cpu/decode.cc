@@ -13,7 +13,7 @@ void decode(const Decode& a, const Pool& pool, int64_t only) {
   const DecodeFn decode_codes = k.decoder(l.codec);
   const bool rotated = is_rotated(l.codec);
   const Write write = write_of_leaves(l, a.batch);
-  for (size_t i = 0; i < l.leaves.size(); ++i)
+  for (size_t i = 0; i < l.leaves.size() && only < 0; ++i)
     ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
 
   const int64_t first = std::max<int64_t>(only, 0), chunks = only < 0 ? l.chunks() : 1;

@@ -4,7 +4,7 @@
 
 namespace jaxcgx::cpu {
 
-void encode(const Encode& a, const Pool& pool, int64_t only) {
+void encode(const Encode& a, const Pool& pool, int64_t only, const Source& source) {
   const Layout& l = a.layout;
   if (is_sparse(l.codec.kind)) return encode_topk(a, pool);
   const Kernels& k = kernels();
@@ -17,12 +17,17 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
   };
   const auto fetch = [&](const Span& s, int64_t at, int64_t n, float* buffer) -> const float* {
     const auto i = static_cast<size_t>(s.piece->leaf);
-    const DType dtype = l.leaves[i].dtype;
-    const void* leaf = at_element(a.leaves[i], dtype, place(s, at));
-    const float* x = static_cast<const float*>(leaf);
-    if (dtype != DType::kF32) {
-      k.load(dtype, leaf, n, buffer);
-      x = buffer;
+    const float* x = nullptr;
+    if (source) {
+      x = source(i, at, n, buffer);
+    } else {
+      const DType dtype = l.leaves[i].dtype;
+      const void* leaf = at_element(a.leaves[i], dtype, place(s, at));
+      x = static_cast<const float*>(leaf);
+      if (dtype != DType::kF32) {
+        k.load(dtype, leaf, n, buffer);
+        x = buffer;
+      }
     }
     if (!feedback) return x;
     k.add(x, a.residuals[i] + place(s, at), n, buffer);
@@ -38,9 +43,10 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < chunks; ++c) clear_gaps(l, first + c, a.payload + (row * chunks + c) * l.chunk_bytes);
   }
-  const bool lossless = is_lossless(l.codec.kind), as_is = !feedback && (is_raw(l.codec.kind) || lossless);
+  const bool lossless = is_lossless(l.codec.kind), whole = !feedback && !source;
+  const bool as_is = whole && (is_raw(l.codec.kind) || lossless);
   if (!as_is) Encoder(target, fetch, keep, feedback).run(spans, pool);
-  if (as_is || (l.codec.skip_incomplete && !feedback)) {
+  if (as_is || (l.codec.skip_incomplete && whole)) {
     // Elements that stay raw are copied bitwise, including NaNs.
     spans.each(pool, [&](const Span& s) {
       if (!s.raw && !lossless) return;

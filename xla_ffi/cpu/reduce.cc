@@ -42,7 +42,7 @@ class Reducer {
 
   void to_leaves(const Pool& pool) const {
     const Write write = write_of_leaves(l_, a_.batch);
-    for (size_t i = 0; i < l_.leaves.size(); ++i) {
+    for (size_t i = 0; i < l_.leaves.size() && l_.chunks() == 1; ++i) {  // for one of several chunks, the caller asks
       const int64_t size = l_.leaves[i].size;
       if (size > 0) ask_for_large_pages(a_.leaves[i], a_.batch * size * int64_t{sizeof(float)});
     }

@@ -67,10 +67,12 @@ class Buffers {
     return take(name, type, expected, out);
   }
 
-  // Takes a buffer for each leaf. The buffers have the dtype `dtype`, by default each leaf's.
+  // Takes a buffer for each leaf. The buffers have the dtype `dtype`, by default each leaf's. `others`: leaves in
+  // place of the message's.
   template <class T>
-  ffi::Error take_leaves(const std::string& name, std::optional<DType> dtype, std::vector<T*>* out) {
-    const std::vector<Leaf>& leaves = message_.layout->leaves;
+  ffi::Error take_leaves(const std::string& name, std::optional<DType> dtype, std::vector<T*>* out,
+                         const std::vector<Leaf>& others = {}) {
+    const std::vector<Leaf>& leaves = others.empty() ? message_.layout->leaves : others;
     out->resize(leaves.size());
     for (size_t i = 0; i < leaves.size(); ++i) {
       const ffi::DataType type = type_of(dtype.value_or(leaves[i].dtype));

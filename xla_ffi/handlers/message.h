@@ -174,6 +174,20 @@ class Attributes {
     return get<T>(all_, name);
   }
 
+  // Returns leaves that are given as their sizes and dtypes; none if one is invalid.
+  std::vector<Leaf> leaves(const std::string& sizes, const std::string& dtypes) {
+    const auto n = get<Sizes>(sizes), types = get<Sizes>(dtypes);
+    std::vector<Leaf> found;
+    for (size_t i = 0; i < n.size() && fault_.empty(); ++i) {
+      if (n.size() != types.size() || n[i] < 0 || n[i] > kMost || types[i] < 0 ||
+          types[i] > static_cast<int64_t>(DType::kF16))
+        fault_ = "attribute '" + sizes + "': bad leaves";
+      else
+        found.push_back({n[i], static_cast<DType>(types[i])});
+    }
+    return found;
+  }
+
   ffi::Error error() const { return fault_.empty() ? ffi::Error::Success() : invalid(op_, fault_); }
 
   // Returns the message. Call it after getting all other attributes, because it also reports their errors.

@@ -61,12 +61,13 @@ ffi::Future failed(const ffi::Error& error) {
   } while (false)
 
 // Returns the checked group of an exchange, that of this device. The attributes are the same on all devices:
-//  - groups: [number of groups, ranks]: places in the mesh.
+//  - groups, or the attribute `name`: [number of groups, ranks]: places in the mesh.
 //  - processes, devices, ordinals: for each place the process, the device's number in it, and XLA's ordinal for it.
-ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t ordinal) {
+ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t ordinal, int64_t ranks,
+                                    const std::string& name = "groups") {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
-  const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms");
-  const auto groups = attributes.get<Sizes>("groups"), processes = attributes.get<Sizes>("processes"),
+  const auto timeout_ms = attributes.get<int64_t>("timeout_ms");
+  const auto groups = attributes.get<Sizes>(name), processes = attributes.get<Sizes>("processes"),
              devices = attributes.get<Sizes>("devices"), ordinals = attributes.get<Sizes>("ordinals");
   if (ffi::Error error = attributes.error(); error.failure()) return ffi::Unexpected(std::move(error));
   const auto& net = tcp::the_net();
@@ -108,9 +109,9 @@ ffi::Future exchange(int32_t device, ffi::AnyBuffer x, ffi::Token, ffi::Result<f
   Attributes attributes(op, dictionary);
   const auto operation = attributes.get<int64_t>("operation"), digest = attributes.get<int64_t>("digest");
   const auto targets = attributes.get<Sizes>("targets");
-  const auto group = make_group(op, attributes, device);
+  const auto ranks = attributes.get<int64_t>("ranks");
+  const auto group = make_group(op, attributes, device, ranks);
   if (group.has_error()) return failed(group.error());
-  const int64_t ranks = group->size();
   CGX_FAIL_IF_ERROR(expect_operation(op, operation, tcp::kOperations));
   const auto kind = static_cast<tcp::Operation>(operation);
   const bool permutes = kind == tcp::Operation::kPermute;
@@ -142,10 +143,14 @@ ffi::Future exchange(int32_t device, ffi::AnyBuffer x, ffi::Token, ffi::Result<f
 //  - Results: new residuals (with feedback), a ticket (two words, the same for each message of the batch), a token. The
 //    tokens only order the exchanges of a program.
 //
+//    With `inside` > 1, that many devices of each process add their leaves first (tcp/allreduce.h): the leaves are then
+//    those of `whole_sizes` and `whole_dtypes`, and the residuals those of this device's share.
+//
 // end:
 //  - Operands: the ticket, new residuals (with feedback), a token if `ordered`.
 //  - Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token if
-//    `ordered`. A ticket of zeros means that no sum has begun. Then the sums are zeros.
+//    `ordered`. With whole_sizes, the sums are whole, too, and have the dtypes `whole_dtypes`. A ticket of zeros means
+//    that no sum has begun. Then the sums are zeros.
 
 // Returns the fault of trees; empty if they are valid. The trees are given as parents: [trees, ranks], -1 for a root.
 std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
@@ -175,8 +180,18 @@ ffi::Error expect_buffers(const std::string& op, size_t args, size_t expected_ar
   return expect_count(op, "results", rets, expected_rets);
 }
 
-ffi::Error begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 ffi::Dictionary dictionary) {
+// Checks that leaf i of a message is float32, and has 1 / `inside` of the elements of whole leaf i, rounded up.
+ffi::Error check_shares(const std::string& op, const Message& message, const std::vector<Leaf>& whole, int64_t inside) {
+  const std::vector<Leaf>& shares = message.layout->leaves;
+  const auto is_share = [&](const Leaf& all, const Leaf& share) {
+    return share.dtype == DType::kF32 && share.size == div_up(all.size, inside);
+  };
+  if (std::equal(whole.begin(), whole.end(), shares.begin(), shares.end(), is_share)) return ffi::Error::Success();
+  return invalid(op, "the leaves are no shares of the whole leaves");
+}
+
+ffi::Future begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce";
   Attributes attributes(op, dictionary);
   const auto ranks = attributes.get<int64_t>("ranks"), digest = attributes.get<int64_t>("digest");
@@ -185,18 +200,24 @@ ffi::Error begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs arg
              feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback"),
              overtakes = attributes.get<bool>("overtakes");
   const auto divisor = attributes.get<float>("divisor");
+  const auto inside = attributes.get<int64_t>("inside");
+  const std::vector<Leaf> whole = attributes.leaves("whole_sizes", "whole_dtypes");
   const auto message = attributes.message();
-  if (message.has_error()) return message.error();
+  if (message.has_error()) return failed(message.error());
   const Layout& l = *message->layout;
-  if (is_sparse(l.codec.kind)) return invalid(op, "this codec's lists are exchanged, not summed");
-  if (ranks < 1 || ranks > tcp::kMostProcesses) return invalid(op, std::to_string(ranks) + " ranks");
+  if (is_sparse(l.codec.kind)) return failed(invalid(op, "this codec's lists are exchanged, not summed"));
+  if (ranks < 1 || ranks > tcp::kMostProcesses) return failed(invalid(op, std::to_string(ranks) + " ranks"));
   if (two_shot) {
-    if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty()) return invalid(op, fault);
+    if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty())
+      return failed(invalid(op, fault));
   }
-  if (message->batch > kMostChunks) return invalid(op, "batch out of range: " + std::to_string(message->batch));
-  if (own && (feedback || !two_shot)) return invalid(op, "own is for two_shot without feedback");
-  if (sum_feedback && !(feedback && two_shot)) return invalid(op, "sum_feedback is for two_shot with feedback");
-  if (!(divisor >= kLeastDivisor)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
+  if (inside < 1 || (inside == 1) != whole.empty())
+    return failed(invalid(op, std::to_string(inside) + " devices inside"));
+  if (inside > 1) CGX_FAIL_IF_ERROR(check_shares(op, *message, whole, inside));
+  if (message->batch > kMostChunks) return failed(invalid(op, "batch out of range: " + std::to_string(message->batch)));
+  if (own && (feedback || !two_shot)) return failed(invalid(op, "own is for two_shot without feedback"));
+  if (sum_feedback && !(feedback && two_shot)) return failed(invalid(op, "sum_feedback is for two_shot with feedback"));
+  if (!(divisor >= kLeastDivisor)) return failed(invalid(op, "the divisor is not a positive number, 2^-126 or more"));
 
   tcp::Allreduce a{l, ranks, message->batch, two_shot};
   a.parents.assign(parents.begin(), parents.end());
@@ -207,51 +228,69 @@ ffi::Error begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs arg
   a.overtakes = overtakes;
   a.digest = digest;
   a.ids.assign(message->ids.begin(), message->ids.end());
+  a.whole = whole;
   tcp::Allreduce::Inputs first;
   const size_t leaves = l.leaves.size(), keys = l.codec.stochastic ? 1 + 2 * two_shot : 0, fed = feedback ? leaves : 0;
-  CGX_RETURN_IF_ERROR(expect_buffers(op, args.size(), leaves + fed + keys + 1, rets.size(), fed + 2));
+  CGX_FAIL_IF_ERROR(expect_buffers(op, args.size(), leaves + fed + keys + 1, rets.size(), fed + 2));
   Buffers operands(op, *message, args);
   Buffers results(op, *message, rets);
-  CGX_RETURN_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &first.leaves));
-  if (feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &first.residuals));
-  if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, kKeyWords, &first.first_key));
+  CGX_FAIL_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &first.leaves, whole));
+  if (feedback) CGX_FAIL_IF_ERROR(operands.take_leaves("residual", DType::kF32, &first.residuals));
+  if (keys > 0) CGX_FAIL_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, kKeyWords, &first.first_key));
   if (keys > 1) {
-    CGX_RETURN_IF_ERROR(operands.take_batch("key of the root's sum", ffi::DataType::U32, kKeyWords, &first.sum_key));
-    CGX_RETURN_IF_ERROR(operands.take_batch("key of the other sums", ffi::DataType::U32, kKeyWords, &first.hop_key));
+    CGX_FAIL_IF_ERROR(operands.take_batch("key of the root's sum", ffi::DataType::U32, kKeyWords, &first.sum_key));
+    CGX_FAIL_IF_ERROR(operands.take_batch("key of the other sums", ffi::DataType::U32, kKeyWords, &first.hop_key));
   }
-  if (feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.new_residuals));
+  if (feedback) CGX_FAIL_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.new_residuals));
   uint32_t* words = nullptr;
-  CGX_RETURN_IF_ERROR(results.take_batch("ticket", ffi::DataType::U32, 2, &words));
-  if (message->batch == 0) return ffi::Error::Success();
+  CGX_FAIL_IF_ERROR(results.take_batch("ticket", ffi::DataType::U32, 2, &words));
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  if (message->batch == 0) {
+    promise.SetAvailable();
+    return future;
+  }
 
-  const auto group = make_group(op, attributes, device);
-  if (group.has_error()) return group.error();
+  const auto group = make_group(op, attributes, device, ranks);
+  if (group.has_error()) return failed(group.error());
   if (tcp::begun() >= tcp::kMostBegun) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "jaxcgx_" + op + ": " + std::to_string(tcp::kMostBegun) +
-                          " sums have begun and have not been ended; end each ticket once");
+    return failed(ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                             "jaxcgx_" + op + ": " + std::to_string(tcp::kMostBegun) +
+                                 " sums have begun and have not been ended; end each ticket once"));
   }
   const int64_t bytes = a.workspace_bytes(group->rank);
   a.workspace = tcp::the_workspaces().take(bytes);
   if (a.workspace == nullptr) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes");
+    return failed(ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                             "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes"));
   }
-  const uint64_t ticket =
-      tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)), device);
+  std::shared_ptr<tcp::Running> running;
+  if (inside > 1) {
+    const auto devices = make_group(op, attributes, device, inside, "inside_groups");
+    if (devices.has_error()) return failed(devices.error());
+    const int64_t here = tcp::the_net()->process();
+    if (std::any_of(devices->processes.begin(), devices->processes.end(), [&](int64_t p) { return p != here; }))
+      return failed(invalid(op, "devices of several processes inside"));
+    running = tcp::begin_inside(tcp::the_net(), *group, *devices, std::move(a), std::move(first), completes(promise));
+  } else {
+    running = tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads));
+    promise.SetAvailable();
+  }
+  const uint64_t ticket = tcp::keep(std::move(running), device);
   for (int64_t i = 0; i < message->batch; ++i) {
     words[2 * i] = static_cast<uint32_t>(ticket);
     words[2 * i + 1] = static_cast<uint32_t>(ticket >> 32);
   }
-  return ffi::Error::Success();
+  return future;
 }
 
+// Sets the buffers of leaves to 0; none if there are no buffers.
 template <class T>
-void set_to_zero(const Message& message, const std::vector<T*>& leaves, size_t bytes_of_element = 0) {
-  for (size_t i = 0; i < leaves.size(); ++i) {
-    const Leaf& leaf = message.layout->leaves[i];
-    const size_t each = bytes_of_element > 0 ? bytes_of_element : static_cast<size_t>(size_of(leaf.dtype));
-    std::memset(leaves[i], 0, static_cast<size_t>(message.batch * leaf.size) * each);
+void set_to_zero(const std::vector<Leaf>& leaves, int64_t batch, const std::vector<T*>& buffers,
+                 size_t bytes_of_element = 0) {
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const size_t each = bytes_of_element > 0 ? bytes_of_element : static_cast<size_t>(size_of(leaves[i].dtype));
+    std::memset(buffers[i], 0, static_cast<size_t>(batch * leaves[i].size) * each);
   }
 }
 
@@ -260,17 +299,19 @@ ffi::Future end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   Attributes attributes(op, dictionary);
   const bool two_shot = attributes.get<bool>("two_shot"), feedback = attributes.get<bool>("feedback"),
              ordered = attributes.get<bool>("ordered");
+  const std::vector<Leaf> whole = attributes.leaves("whole_sizes", "whole_dtypes");
   const auto message = attributes.message();
   if (message.has_error()) return failed(message.error());
   Buffers operands(op, *message, args);
   Buffers results(op, *message, rets);
   const size_t leaves = message->layout->leaves.size(), fed = feedback ? leaves : 0;
+  if (!whole.empty() && whole.size() != leaves) return failed(invalid(op, "not a whole leaf for each leaf"));
   CGX_FAIL_IF_ERROR(expect_buffers(op, args.size(), 1 + fed + ordered, rets.size(), leaves + fed + ordered));
   const uint32_t* words = nullptr;
   CGX_FAIL_IF_ERROR(operands.take_batch("ticket", ffi::DataType::U32, 2, &words));
   tcp::Allreduce::Outputs first;
-  if (two_shot)
-    CGX_FAIL_IF_ERROR(results.take_leaves("result", std::nullopt, &first.results));
+  if (two_shot || !whole.empty())
+    CGX_FAIL_IF_ERROR(results.take_leaves("result", std::nullopt, &first.results, whole));
   else
     CGX_FAIL_IF_ERROR(results.take_leaves("sum", DType::kF32, &first.sums));
   if (feedback) CGX_FAIL_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.residuals));
@@ -278,8 +319,8 @@ ffi::Future end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   ffi::Future future(promise);
   const uint64_t ticket = message->batch == 0 ? 0 : words[0] | uint64_t{words[1]} << 32;
   if (ticket == 0) {
-    set_to_zero(*message, first.results);
-    set_to_zero(*message, first.sums, sizeof(float));
+    set_to_zero(whole.empty() ? message->layout->leaves : whole, message->batch, first.results);
+    set_to_zero(message->layout->leaves, message->batch, first.sums, sizeof(float));
     promise.SetAvailable();
     return future;
   }
@@ -292,7 +333,8 @@ ffi::Future end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   const auto same = [](const Leaf& a, const Leaf& b) { return a.size == b.size && a.dtype == b.dtype; };
   const std::vector<Leaf>&begun = a.layout.leaves, &ended = message->layout->leaves;
   if (message->batch != a.batch || two_shot != a.two_shot || feedback != a.feedback ||
-      !std::equal(begun.begin(), begun.end(), ended.begin(), ended.end(), same))
+      !std::equal(begun.begin(), begun.end(), ended.begin(), ended.end(), same) ||
+      !std::equal(a.whole.begin(), a.whole.end(), whole.begin(), whole.end(), same))
     return failed(invalid(op, "another message than the sum began with"));
   tcp::end(running, std::move(first), completes(promise));
   return future;

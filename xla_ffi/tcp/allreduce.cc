@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "codec/rng.h"
+#include "cpu/pages.h"
 #include "cpu/spans.h"
 #include "tcp/collectives.h"
 #include "tcp/slice.h"
@@ -17,7 +18,8 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr int64_t kKind = 16;  // the kind of one_shot, different from all in collectives.h; two_shot: kKind + 1
+// The kind of one_shot, different from all in collectives.h. two_shot: kKind + 1. A meeting of devices: kKind + 2.
+constexpr int64_t kKind = 16;
 static_assert(kKind >= kOperations, "");
 
 // Threads for kernels that run while bytes are on the wire. XLA's threads can't be used after a handler has returned.
@@ -35,25 +37,30 @@ const cpu::Pool& alone() {
 // Returns the buffers of message `row`, given the buffers of the first message. `dtype`: the dtype of all buffers, by
 // default each leaf's.
 template <class T>
-std::vector<T*> behind(const Layout& l, int64_t row, std::vector<T*> first, std::optional<DType> dtype = std::nullopt) {
+std::vector<T*> behind(const std::vector<Leaf>& leaves, int64_t row, std::vector<T*> first,
+                       std::optional<DType> dtype = std::nullopt) {
   using Void = std::conditional_t<std::is_const_v<T>, const void, void>;
   for (size_t i = 0; i < first.size(); ++i) {
-    const DType type = dtype.value_or(l.leaves[i].dtype);
-    first[i] = static_cast<T*>(cpu::at_element<Void>(first[i], type, row * l.leaves[i].size));
+    const DType type = dtype.value_or(leaves[i].dtype);
+    first[i] = static_cast<T*>(cpu::at_element<Void>(first[i], type, row * leaves[i].size));
   }
   return first;
 }
-Allreduce::Inputs behind(const Layout& l, int64_t row, const Allreduce::Inputs& first) {
-  return {behind(l, row, first.leaves),
-          behind(l, row, first.residuals, DType::kF32),
-          behind(l, row, first.new_residuals, DType::kF32),
+// Returns the leaves as a device has them.
+const std::vector<Leaf>& leaves_of(const Allreduce& a) { return a.whole.empty() ? a.layout.leaves : a.whole; }
+Allreduce::Inputs behind(const Allreduce& a, int64_t row, const Allreduce::Inputs& first) {
+  const std::vector<Leaf>& leaves = a.layout.leaves;
+  return {behind(leaves_of(a), row, first.leaves),
+          behind(leaves, row, first.residuals, DType::kF32),
+          behind(leaves, row, first.new_residuals, DType::kF32),
           first.first_key ? first.first_key + kKeyWords * row : nullptr,
           first.sum_key ? first.sum_key + kKeyWords * row : nullptr,
           first.hop_key ? first.hop_key + kKeyWords * row : nullptr};
 }
-Allreduce::Outputs behind(const Layout& l, int64_t row, const Allreduce::Outputs& first) {
-  return {behind(l, row, first.sums, DType::kF32), behind(l, row, first.results),
-          behind(l, row, first.residuals, DType::kF32)};
+Allreduce::Outputs behind(const Allreduce& a, int64_t row, const Allreduce::Outputs& first) {
+  const std::vector<Leaf>& leaves = a.layout.leaves;
+  return {behind(leaves, row, first.sums, DType::kF32), behind(leaves_of(a), row, first.results),
+          behind(leaves, row, first.residuals, DType::kF32)};
 }
 
 // A copy of the elements in some chunks of a message.
@@ -93,6 +100,23 @@ class Part {
       const int64_t at = p.start * size(p.leaf), bytes = (p.coded + p.raw) * size(p.leaf);
       std::memcpy(static_cast<char*>(whole_[i]) + at, reinterpret_cast<const char*>(leaves[i]) + at,
                   static_cast<size_t>(bytes));
+    }
+  }
+
+  // Copies the elements of a chunk from a source of float32 numbers.
+  void copy(int64_t chunk, const cpu::Source& source) const {
+    if (layout_ == nullptr) return;
+    const std::vector<int64_t>& first = layout_->first;
+    const cpu::IeeeMode mode;
+    for (int64_t k = first[static_cast<size_t>(chunk)]; k < first[static_cast<size_t>(chunk) + 1]; ++k) {
+      const Piece& p = layout_->pieces[static_cast<size_t>(k)];
+      const auto i = static_cast<size_t>(p.leaf);
+      for (int64_t at = p.start, end = p.start + p.coded + p.raw; at < end; at += cpu::kTile) {
+        alignas(64) float buffer[cpu::kTile];
+        const int64_t n = std::min(cpu::kTile, end - at);
+        std::memcpy(static_cast<float*>(whole_[i]) + at, source(i, at, n, buffer),
+                    sizeof(float) * static_cast<size_t>(n));
+      }
     }
   }
 
@@ -147,7 +171,8 @@ int64_t Allreduce::workspace_bytes(int64_t rank) const {
 // A sum that has begun. The pieces of all messages of the batch are numbered, message after message.
 class Running : public std::enable_shared_from_this<Running> {
  public:
-  Running(std::shared_ptr<Net> net, Allreduce a, int64_t rank)
+  // `inside`: the devices of this process that add their leaves first; else only this device.
+  Running(std::shared_ptr<Net> net, Allreduce a, int64_t rank, const Group& inside)
       : a_(std::move(a)),
         net_(std::move(net)),
         rank_(rank),
@@ -158,7 +183,12 @@ class Running : public std::enable_shared_from_this<Running> {
         bytes_(a_.layout.chunk_bytes),
         missing_(static_cast<size_t>(parts_ * all_)),
         kept_(static_cast<size_t>(a_.batch)),
-        completion_(3, [this](const Status& status) { done_(status); }) {
+        place_(inside.rank),
+        members_(static_cast<size_t>(inside.size())),
+        addresses_(members_.size()),
+        reading_(1, [this](const Status& status) { begun_(status); }),
+        share_(2, [this](const Status& status) { end_share(status); }),
+        completion_(1 + inside.size(), [this](const Status& status) { done_(status); }) {
     int64_t at = 0;
     for (int64_t part = 0; part < parts_; ++part) {
       summed_.push_back(a_.summed(part, rank_));
@@ -183,8 +213,7 @@ class Running : public std::enable_shared_from_this<Running> {
 
   void begin(Group group) {
     Exchange e{};
-    e.name =
-        std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " + std::to_string(all_ * parts_ * bytes_) + " bytes";
+    e.name = name();
     e.kind = kKind + a_.two_shot;
     e.digest = a_.digest;
     e.group = std::move(group);
@@ -208,13 +237,39 @@ class Running : public std::enable_shared_from_this<Running> {
     }
     const auto self = shared_from_this();
     e.received = [self, receives = e.receives](size_t i) { self->received(receives[i].slot); };
-    e.done = [self](const Status& status) { self->completion_.part(status); };
+    e.done = [self](const Status& status) { self->share_.part(status); };
     running_ = net_->begin(std::move(e));
   }
 
+  // Lets the devices of this process know where each has its leaves. Then each encodes its share and begins its
+  // exchange with the same devices of other processes.
+  void meet(Group group, Group inside, Allreduce::Inputs first, Done begun) {
+    first_ = std::move(first);
+    begun_ = std::move(begun);
+    Exchange e{};
+    e.name = name();
+    e.kind = kKind + 2;
+    e.digest = a_.digest;
+    e.sends = inside.size() - 1;
+    for (int64_t member = 0; member < inside.size(); ++member) {
+      if (member == place_) continue;
+      auto* const address = reinterpret_cast<uint8_t*>(&addresses_[static_cast<size_t>(member)]);
+      e.receives.push_back({member, 0, address, sizeof(Running*)});
+    }
+    e.group = std::move(inside);
+    const auto self = shared_from_this();
+    e.received = [self, receives = e.receives](size_t i) { self->know(receives[i].rank); };
+    e.done = [self, group = std::move(group)](const Status& status) { self->met(status, group); };
+    const auto receives = e.receives;
+    const auto meeting = net_->begin(std::move(e));
+    for (const auto& receive : receives)
+      net_->send(meeting, receive.rank, 0, reinterpret_cast<const uint8_t*>(&address_), sizeof(Running*));
+  }
+
+  // Encodes this device's messages, or its share of them.
   void encode(const Allreduce::Inputs& first, const cpu::Pool& pool) {
     for (int64_t piece = 0; piece < all_; ++piece) {
-      const auto m = behind(a_.layout, piece / pieces_, first);
+      const auto m = behind(a_, piece / pieces_, first);
       Kept& kept = kept_[static_cast<size_t>(piece / pieces_)];
       if (piece % pieces_ == 0) {
         if (m.sum_key != nullptr) std::copy_n(m.sum_key, kKeyWords, kept.sum_key);
@@ -236,32 +291,89 @@ class Running : public std::enable_shared_from_this<Running> {
           uint8_t* mine = row(part, piece, rank_);
           if (!a_.own) encode_chunk(m, part, piece, mine, pool);
           if (!a_.two_shot) send_to_all(slot(false, part, piece), mine, sent_bytes(part, piece));
-          kept.own[p].copy(chunk(part, piece), m.leaves);
+          if (a_.whole.empty())
+            kept.own[p].copy(chunk(part, piece), m.leaves);
+          else
+            kept.own[p].copy(chunk(part, piece), sums_of(piece));
           kept.residuals[p].copy(chunk(part, piece), m.new_residuals);
           if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // an empty piece is not sent
           one_less(part, piece);
         }
       }
     }
-    completion_.part();
   }
+
+  // Tells that encode() has been called.
+  void encoded() { share_.part(); }
 
   void end(const Allreduce::Outputs& first, Done done) {
     done_ = std::move(done);
-    for (int64_t row = 0; row < a_.batch; ++row) outputs_.push_back(behind(a_.layout, row, first));
+    for (int64_t row = 0; row < a_.batch; ++row) outputs_.push_back(behind(a_, row, first));
+    for (size_t i = 0; i < leaves_of(a_).size(); ++i) {
+      const Leaf& leaf = leaves_of(a_)[i];
+      void* const out = first.results.empty() ? first.sums[i] : first.results[i];
+      cpu::ask_for_large_pages(out, a_.batch * leaf.size * (first.results.empty() ? 4 : size_of(leaf.dtype)));
+    }
     std::vector<std::function<void()>> tasks;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       ended_ = true;
       tasks.swap(last_);
     }
-    for (auto& task : tasks) later(std::move(task));
+    for (auto& task : tasks) later(completion_, std::move(task));
     completion_.part();
   }
 
   const Allreduce& asked() const { return a_; }
 
  private:
+  std::string name() const {
+    return std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " + std::to_string(all_ * parts_ * bytes_) +
+           " bytes";
+  }
+
+  // know and met are called in the thread that moves the bytes. So they are ordered: when a device has met the others,
+  // all of them know it.
+
+  // Gets to know another device of this process. It must not end while its address arrives, nor give up its buffers
+  // while this device reads them.
+  void know(int64_t member) {
+    auto& other = members_[static_cast<size_t>(member)];
+    other = addresses_[static_cast<size_t>(member)]->shared_from_this();
+    other->members_[static_cast<size_t>(place_)] = shared_from_this();
+    other->reading_.add();
+  }
+
+  // All devices know each other, unless there is an error.
+  void met(const Status& status, const Group& group) {
+    if (status) {
+      share_.part(status);  // in place of the exchange
+      return stop_reading(status);
+    }
+    begin(group);
+    workers().run([self = shared_from_this()] {
+      self->encode(self->first_, alone());
+      self->stop_reading(std::nullopt);
+    });
+  }
+
+  // Tells that this device does not read the leaves of others any more: its share is encoded, or never will be.
+  void stop_reading(const Status& status) {
+    for (size_t i = 0; i < members_.size(); ++i) {
+      if (addresses_[i] != nullptr) members_[i]->reading_.part();
+    }
+    reading_.part(status);
+    share_.part(status);
+  }
+
+  // Tells all devices of this process that their parts of this share are written, or will not be.
+  void end_share(const Status& status) {
+    for (const auto& member : std::exchange(members_, {})) {
+      if (member != nullptr) member->completion_.part(status);
+    }
+    completion_.part(status);
+  }
+
   // chunk returns the layout's chunk of a piece of a part. sent_bytes returns the number of its bytes that are sent.
   int64_t chunk(int64_t part, int64_t piece) const { return part * pieces_ + piece % pieces_; }
   int64_t sent_bytes(int64_t part, int64_t piece) const {
@@ -296,7 +408,41 @@ class Running : public std::enable_shared_from_this<Running> {
     e.residuals = a_.feedback ? m.residuals.data() : nullptr;
     e.new_residuals = m.new_residuals.data();
     e.payload = to;
-    cpu::encode(e, pool, chunk(part, piece));
+    cpu::encode(e, pool, chunk(part, piece), a_.whole.empty() ? cpu::Source() : sums_of(piece));
+  }
+
+  // Returns the source of this device's share: the sums of the devices' numbers, which are added in float32.
+  cpu::Source sums_of(int64_t piece) const {
+    return [this, row = piece / pieces_](size_t leaf, int64_t at, int64_t n, float* buffer) -> const float* {
+      const Leaf& whole = a_.whole[leaf];
+      const int64_t begin = place_ * a_.layout.leaves[leaf].size + at,
+                    own = std::clamp(whole.size - begin, int64_t{0}, n);
+      add_devices(row, leaf, begin, own, buffer);
+      if (own < n) {
+        float last;
+        add_devices(row, leaf, whole.size - 1, 1, &last);
+        std::fill(buffer + own, buffer + n, last);
+      }
+      return buffer;
+    };
+  }
+  void add_devices(int64_t row, size_t leaf, int64_t begin, int64_t n, float* out) const {
+    const cpu::Kernels& k = cpu::kernels();
+    const Leaf& whole = a_.whole[leaf];
+    alignas(64) float other[cpu::kMostTogether];
+    const float* sum = nullptr;
+    for (size_t i = 0; i < members_.size(); ++i) {
+      const Running& device = static_cast<int64_t>(i) == place_ ? *this : *members_[i];
+      const void* const numbers = cpu::at_element(device.first_.leaves[leaf], whole.dtype, row * whole.size + begin);
+      const auto* x = static_cast<const float*>(numbers);
+      if (whole.dtype != DType::kF32) {
+        float* const loaded = i == 0 ? out : other;
+        k.load(whole.dtype, numbers, n, loaded);
+        x = loaded;
+      }
+      if (i > 0) k.add(sum, x, n, out);
+      sum = i > 0 ? out : x;
+    }
   }
 
   void send(int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes) {
@@ -315,34 +461,47 @@ class Running : public std::enable_shared_from_this<Running> {
     const int64_t piece = slot % all_, part = slot / all_ % parts_;
     if (slot < parts_ * all_) return one_less(part, piece);
     send_on(part, piece);
-    at_last([this, part, piece] { decode(part, piece); });
+    decode_at_last(part, piece);
   }
 
   // Counts a payload that is ready. After the last one, the piece is summed.
   void one_less(int64_t part, int64_t piece) {
     if (--missing_[index(part, piece)] > 0) return;
     if (a_.two_shot)
-      later([this, part, piece] { sum(part, piece); });
+      later(share_, [this, part, piece] { sum(part, piece); });
     else
-      at_last([this, piece] { sum_to_leaves(piece); });
+      each_device([&](Running& to) {
+        to.at_last([self = shared_from_this(), &to, piece] { self->sum_to_leaves(piece, to); });
+      });
   }
-
-  // Runs a task in workers(). The sum is not done before the task is.
-  void later(std::function<void()> task) {
-    completion_.add();
-    workers().run([self = shared_from_this(), task = std::move(task)] {
-      task();
-      self->completion_.part();
+  void decode_at_last(int64_t part, int64_t piece) {
+    each_device([&](Running& to) {
+      to.at_last([self = shared_from_this(), &to, part, piece] { self->decode(part, piece, to); });
     });
   }
 
-  // Runs a task that writes to the outputs. If end() has not been called, the task waits for it.
+  // Calls f(device) for all devices of this process that get this share.
+  template <class F>
+  void each_device(F f) {
+    for (size_t i = 0; i < members_.size(); ++i) f(static_cast<int64_t>(i) == place_ ? *this : *members_[i]);
+  }
+
+  // Runs a task in workers(). `of`, a completion of this sum, is not complete before the task is.
+  void later(Completion& of, std::function<void()> task) {
+    of.add();
+    workers().run([self = shared_from_this(), &of, task = std::move(task)] {
+      task();
+      of.part();
+    });
+  }
+
+  // Runs a task that writes to this device's outputs. If end() has not been called, the task waits for it.
   void at_last(std::function<void()> task) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!ended_) return last_.push_back(std::move(task));
     }
-    later(std::move(task));
+    later(completion_, std::move(task));
   }
 
   Reduce reduction(int64_t part, int64_t piece, const int32_t* where) {
@@ -359,8 +518,7 @@ class Running : public std::enable_shared_from_this<Running> {
     const int64_t parent = a_.parent(part, rank_);
     const int32_t where[2] = {static_cast<int32_t>(chunk(part, piece)), static_cast<int32_t>(row_of(part, rank_))};
     const Kept& kept = kept_[static_cast<size_t>(piece / pieces_)];
-    std::vector<float*> residuals;
-    for (void* r : kept.residuals[p].whole()) residuals.push_back(static_cast<float*>(r));
+    const std::vector<float*> residuals = floats(kept.residuals[p].whole());
     Reduce r = reduction(part, piece, where);
     r.divisor = parent < 0 ? a_.divisor : 1.0f;
     r.own = a_.own ? kept.own[p].whole().data() : nullptr;
@@ -372,25 +530,81 @@ class Running : public std::enable_shared_from_this<Running> {
       send_on(part, piece);
     else
       send(parent, slot(false, part, piece), r.payload, sent_bytes(part, piece));
-    at_last([this, part, piece, root = parent < 0] {
-      if (root) decode(part, piece);
-      if (a_.sum_feedback && --unsummed_ == 0) give_residuals();
+    if (parent < 0) decode_at_last(part, piece);
+    if (!a_.sum_feedback) return;
+    at_last([this] {
+      if (--unsummed_ == 0) give_residuals();
     });
   }
 
-  void sum_to_leaves(int64_t piece) {
+  void sum_to_leaves(int64_t piece, const Running& to) {
     const int32_t where[2] = {static_cast<int32_t>(piece % pieces_), static_cast<int32_t>(rank_)};
     Reduce r = reduction(0, piece, where);
     r.divisor = a_.divisor;
-    r.leaves = outputs_[static_cast<size_t>(piece / pieces_)].sums.data();
-    cpu::reduce(r, alone());
+    const Allreduce::Outputs& out = to.outputs_[static_cast<size_t>(piece / pieces_)];
+    if (a_.whole.empty()) {
+      r.leaves = out.sums.data();
+      return cpu::reduce(r, alone());
+    }
+    write_share(chunk(0, piece), out.results, [&](void* const* leaves) {
+      const std::vector<float*> sums = floats({leaves, leaves + a_.whole.size()});
+      r.leaves = sums.data();
+      cpu::reduce(r, alone());
+    });
   }
 
-  void decode(int64_t part, int64_t piece) {
+  void decode(int64_t part, int64_t piece, const Running& to) {
     Decode d{a_.layout, 1};
     d.payload = place(encoded_, part, piece);
-    d.leaves = outputs_[static_cast<size_t>(piece / pieces_)].results.data();
-    cpu::decode(d, alone(), chunk(part, piece));
+    const Allreduce::Outputs& out = to.outputs_[static_cast<size_t>(piece / pieces_)];
+    const auto write = [&](void* const* leaves) {
+      d.leaves = leaves;
+      cpu::decode(d, alone(), chunk(part, piece));
+    };
+    a_.whole.empty() ? write(out.results.data()) : write_share(chunk(part, piece), out.results, write);
+  }
+
+  static std::vector<float*> floats(const std::vector<void*>& pointers) {
+    std::vector<float*> found;
+    for (void* p : pointers) found.push_back(static_cast<float*>(p));
+    return found;
+  }
+
+  // Lets `write` write a chunk of this device's share to whole leaves. Its argument points to the share in each leaf.
+  // Where a leaf is not float32, or shorter than the shares, the numbers are written elsewhere first.
+  void write_share(int64_t chunk, const std::vector<void*>& whole,
+                   const std::function<void(void* const*)>& write) const {
+    const Layout& l = a_.layout;
+    const Piece* const begin = l.pieces.data() + l.first[static_cast<size_t>(chunk)];
+    const Piece* const end = l.pieces.data() + l.first[static_cast<size_t>(chunk) + 1];
+    const auto start = [&](const Piece& p) { return place_ * l.leaves[static_cast<size_t>(p.leaf)].size + p.start; };
+    const auto count = [&](const Piece& p) {
+      return std::clamp(a_.whole[static_cast<size_t>(p.leaf)].size - start(p), int64_t{0}, p.coded + p.raw);
+    };
+    const auto elsewhere = [&](const Piece& p) {
+      return a_.whole[static_cast<size_t>(p.leaf)].dtype != DType::kF32 || count(p) < p.coded + p.raw;
+    };
+    int64_t needed = 0;
+    for (const Piece* p = begin; p < end; ++p) needed += elsewhere(*p) ? p->coded + p->raw : 0;
+    thread_local std::vector<float> memory;
+    if (static_cast<int64_t>(memory.size()) < needed) memory.resize(static_cast<size_t>(needed));
+    std::vector<void*> leaves(l.leaves.size());
+    float* next = memory.data();
+    for (const Piece* p = begin; p < end; ++p) {
+      const auto i = static_cast<size_t>(p->leaf);
+      float* const numbers = elsewhere(*p) ? next : static_cast<float*>(whole[i]) + start(*p);
+      if (elsewhere(*p)) next += p->coded + p->raw;
+      leaves[i] = reinterpret_cast<void*>(reinterpret_cast<intptr_t>(numbers) - p->start * int64_t{sizeof(float)});
+    }
+    write(leaves.data());
+    const cpu::IeeeMode mode;
+    for (const Piece* p = begin; p < end; ++p) {
+      const auto i = static_cast<size_t>(p->leaf);
+      if (!elsewhere(*p)) continue;
+      const DType dtype = a_.whole[i].dtype;
+      cpu::kernels().store(dtype, static_cast<float*>(leaves[i]) + p->start, count(*p),
+                           cpu::at_element(whole[i], dtype, start(*p)));
+    }
   }
 
   // Copies the new residuals of the parts that this rank sums to the outputs.
@@ -417,15 +631,32 @@ class Running : public std::enable_shared_from_this<Running> {
   std::mutex mutex_;
   bool ended_ = false;                       // end() was called, so outputs_ is set
   std::vector<std::function<void()>> last_;  // tasks that wait for end()
-  Done done_;
-  Completion completion_;  // its parts: the exchange, encode, end, and each task of later()
+  // The devices of this process that add their leaves first, or this device alone.
+  const int64_t place_;                            // of this device among them
+  std::vector<std::shared_ptr<Running>> members_;  // by place, this one null; empty after end_share()
+  std::vector<Running*> addresses_;                // by place: what the others have sent; null before
+  Running* const address_ = this;
+  Allreduce::Inputs first_;
+  Done begun_, done_;
+  Completion reading_;     // its parts: this device and each other device that reads its leaves
+  Completion share_;       // its parts: the exchange, encode, and each sum
+  Completion completion_;  // its parts: end, each device's share, and each task of at_last()
 };
 
 std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first,
                                const cpu::Pool& pool) {
-  const auto running = std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank);
+  const auto running =
+      std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank, Group{{0}, {0}, 0, {}});
   running->begin(std::move(group));
   running->encode(first, pool);
+  running->encoded();
+  return running;
+}
+
+std::shared_ptr<Running> begin_inside(std::shared_ptr<Net> net, Group group, Group inside, Allreduce allreduce,
+                                      Allreduce::Inputs first, Done begun) {
+  const auto running = std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank, inside);
+  running->meet(std::move(group), std::move(inside), std::move(first), std::move(begun));
   return running;
 }
 

@@ -9,6 +9,11 @@
 // which decode it. The schedule "two_shot" has a tree for each rank, in which this rank is the parent of all other
 // ranks. An overlay may have any trees.
 //
+// Several devices of a process may first add their leaves to one another, in memory. Then the ranks above are the
+// processes: the leaves are cut into equal shares, one for each of these devices, and the layout is of a share. Each
+// device adds the devices' numbers of its share while it encodes them, sums its share with the same devices of other
+// processes, and writes its part of the result to the outputs of all devices.
+//
 // A sum takes two calls, begin and end. Between them the sum uses only memory that it owns. So the program may use its
 // buffers for other data, and if the program fails, no sum writes to memory that the program has freed.
 #pragma once
@@ -29,7 +34,7 @@ struct Allreduce {
   };
   struct Outputs {
     std::vector<float*> sums;       // one_shot only
-    std::vector<void*> results;     // two_shot only
+    std::vector<void*> results;     // two_shot, or several devices that add their leaves first
     std::vector<float*> residuals;  // with sum_feedback: from the first encoding; replaced in the parts this rank sums
   };
 
@@ -43,6 +48,10 @@ struct Allreduce {
   bool overtakes = false;  // Exchange::overtakes
   int64_t digest = 0;      // a hash of everything else that must be the same on all ranks
   std::vector<int64_t> ids = {};
+  // If several devices add their leaves first: the whole leaves, of which each device has its own. Leaf i of the layout
+  // is float32, and has 1 / devices of the elements of leaf i, rounded up. The last share is padded with the leaf's
+  // last number.
+  std::vector<Leaf> whole = {};
   std::vector<int64_t> parents = {};        // two_shot: [trees, ranks]; -1 for a root
   std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes() bytes
 
@@ -61,6 +70,11 @@ class Running;
 // each buffer, the other messages of the batch follow the first.
 std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first,
                                const cpu::Pool& pool);
+
+// Begins a sum among the devices of this process first. `inside`: these devices, in the order in which their leaves are
+// added. Returns at once. `begun` is called when nothing reads the buffers any more.
+std::shared_ptr<Running> begin_inside(std::shared_ptr<Net> net, Group group, Group inside, Allreduce allreduce,
+                                      Allreduce::Inputs first, Done begun);
 
 // Ends a sum: lets it write its outputs, then calls `done`. All buffers are in use until then.
 void end(const std::shared_ptr<Running>& running, Allreduce::Outputs first, Done done);
