@@ -101,6 +101,30 @@ void a_stream_is_in_order() {
   }
 }
 
+void host_functions_are_in_order() {
+  struct Step {
+    std::vector<int>* seen;
+    int number;
+  };
+  std::vector<int> seen, expected;
+  std::vector<Step> steps;
+  for (int i = 0; i < 200; ++i) {
+    steps.push_back({&seen, i});
+    expected.push_back(i);
+  }
+  const cudaStream_t stream = new_stream();
+  for (Step& step : steps) {
+    const cudaHostFn_t see = [](void* step) {
+      const auto& s = *static_cast<const Step*>(step);
+      s.seen->push_back(s.number);
+    };
+    ok(cudaLaunchHostFunc(stream, see, &step));
+  }
+  ok(cudaStreamSynchronize(stream));
+  CHECK(seen == expected, "");
+  ok(cudaStreamDestroy(stream));
+}
+
 // Kernels of several streams, launched by several threads, beside kernels of the null stream.
 void streams_run_beside_each_other() {
   std::vector<std::thread> threads;
@@ -232,7 +256,7 @@ void a_call_fails() {
   CHECK(std::string(cudaGetErrorString(cudaErrorNotReady)) == "device not ready", "");
 }
 
-// Whether the program ends by abort. It runs in the child of a fork, which has no other threads.
+// Returns whether `body` aborts the program. It runs in the child of a fork.
 bool aborts(void (*body)()) {
   const pid_t child = fork();
   if (child == 0) {
@@ -318,6 +342,7 @@ int main() {
   using namespace jaxcgx::test;
   misuse_ends_the_program();
   a_stream_is_in_order();
+  host_functions_are_in_order();
   streams_run_beside_each_other();
   an_event_orders_two_streams();
   events_carry_memory();

@@ -6,10 +6,11 @@
 // threads in its mask, a barrier for the whole block. If one of them never comes, the program ends with a message.
 // Sanitizers see every access.
 //
-// Streams (streams.h) run kernels in threads of their own. Everything about a running kernel belongs to its thread.
-//
 // Blocks run one after another. Those of a cooperative launch take turns: a block runs until all of its threads have
 // ended or wait for another block, at __nanosleep.
+//
+// Streams (streams.h) run kernels in threads of their own. What the emulator knows of a running kernel belongs to its
+// thread.
 #pragma once
 
 #include <ucontext.h>
@@ -35,9 +36,9 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-// Blocks that take turns share __shared__ memory, too: it keeps nothing while a block waits for another. Kernels of
-// several streams run at once if ThreadSanitizer should see their races, otherwise one after another, because
-// AddressSanitizer doesn't check the bounds of memory of one thread.
+// Blocks that take turns share __shared__ memory, too: it keeps nothing while a block waits for another. Under
+// ThreadSanitizer kernels of several streams run at once, so that it sees their races. Otherwise one kernel runs at a
+// time, because AddressSanitizer doesn't check the bounds of thread_local memory.
 #ifdef __SANITIZE_THREAD__
 #define __shared__ static thread_local
 #else

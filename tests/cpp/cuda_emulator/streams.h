@@ -2,8 +2,9 @@
 //
 // Each stream has a thread that does its work in order. It waits a random time before each piece of work, so that
 // streams overtake each other wherever CUDA lets them. A missing event or synchronization gives wrong bytes, or a race
-// that ThreadSanitizer sees, because the emulator orders little more than CUDA does: cudaStreamDestroy waits for the
-// stream's work. Work on the null stream runs at once, in the caller's thread.
+// that ThreadSanitizer sees, because the emulator orders hardly more than CUDA does: cudaStreamDestroy waits for the
+// stream's work, and each stream orders the threads that use it. Work on the null stream runs at once, in the caller's
+// thread.
 //
 // The program ends with a message if a host function calls CUDA, if a copy runs past an allocation or is not of the
 // kind that it says, and if it is between the device and memory of the host that is not from cudaHostAlloc. A GPU makes
@@ -63,7 +64,7 @@ struct Description {
   cudaError_t error;
   const char *name, *text;
 };
-inline const Description& description(cudaError_t error) {
+inline Description description(cudaError_t error) {
   static constexpr Description kAll[] = {
       {cudaSuccess, "cudaSuccess", "no error"},
       {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
@@ -76,7 +77,7 @@ inline const Description& description(cudaError_t error) {
   for (const Description& d : kAll) {
     if (d.error == error) return d;
   }
-  die("cudaGetErrorName", "an error that the emulator doesn't know");
+  return {error, "unrecognized error code", "unrecognized error code"};
 }
 
 // Returns the number of calls so far: of launches and of all functions here that return a cudaError_t.
@@ -276,7 +277,7 @@ inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function
 
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   CUDA_EMULATOR_CALL();
-  if (flags != cudaStreamNonBlocking) cuda_emulator::die(__func__, "other streams would wait for the null stream");
+  if (flags != cudaStreamNonBlocking) cuda_emulator::die(__func__, "the emulator has only cudaStreamNonBlocking");
   *stream = new CUstream_st;
   return cudaSuccess;
 }
