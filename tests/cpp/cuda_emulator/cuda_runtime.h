@@ -8,6 +8,9 @@
 //
 // Blocks run one after another. Those of a cooperative launch take turns: a block runs until all of its threads have
 // ended or wait for another block, at __nanosleep.
+//
+// Streams (streams.h) run kernels in threads of their own. What the emulator knows of a running kernel belongs to its
+// thread.
 #pragma once
 
 #include <ucontext.h>
@@ -19,8 +22,13 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "streams.h"
 
 #define __global__
 #define __device__
@@ -28,14 +36,18 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__ static  // blocks that take turns share it, too: it keeps nothing while a block waits for another
-
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
-using cudaStream_t = void*;
+// Blocks that take turns share __shared__ memory, too: it keeps nothing while a block waits for another. Under
+// ThreadSanitizer kernels of several streams run at once, so that it sees their races. Otherwise one kernel runs at a
+// time, because AddressSanitizer doesn't check the bounds of thread_local memory.
+#ifdef __SANITIZE_THREAD__
+#define __shared__ static thread_local
+#else
+#define __shared__ static
+#endif
 
 struct dim3 {
   unsigned x, y, z;
-  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeCooperative = 2,
@@ -74,7 +86,11 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
+inline thread_local dim3 gridDim, blockDim;
+
 namespace cuda_emulator {
+
+constexpr unsigned kProcessors = 3;  // a cooperative launch has at most so many blocks
 
 // The place where a stack continues, for __builtin_setjmp and __builtin_longjmp. swapcontext makes a system call each
 // time, and AddressSanitizer would clear the stack's shadow.
@@ -106,8 +122,8 @@ struct Block {
 };
 
 struct Emulator : Block {
-  dim3 grid, block;
   unsigned threads = 0;
+  Block resting[kProcessors];  // the blocks that take turns
   Place scheduler;
   Thread* current = nullptr;
   std::function<void()> kernel;
@@ -118,12 +134,15 @@ struct Emulator : Block {
     std::abort();
   }
   // The compiler must not see that a jump leaves the function. Otherwise it would drop the code to which
-  // __builtin_setjmp returns. AddressSanitizer knows only the stack of its thread.
-  [[gnu::noipa, gnu::no_sanitize_address]] static void jump(Place& to) { __builtin_longjmp(to, 1); }
-  [[gnu::noipa, gnu::no_sanitize_address]] void wait() {
+  // __builtin_setjmp returns. The sanitizers know only the stack of the operating system's thread. ThreadSanitizer
+  // counts calls and returns, so that it must see neither of a function that doesn't return.
+  [[gnu::noipa, gnu::no_sanitize_address, gnu::no_sanitize_thread]] static void jump(Place& to) {
+    __builtin_longjmp(to, 1);
+  }
+  [[gnu::noipa, gnu::no_sanitize_address, gnu::no_sanitize_thread]] void wait() {
     if (__builtin_setjmp(current->place) == 0) jump(scheduler);
   }
-  [[gnu::noipa, gnu::no_sanitize_address]] void go_on(Thread& t) {
+  [[gnu::noipa, gnu::no_sanitize_address, gnu::no_sanitize_thread]] void go_on(Thread& t) {
     if (__builtin_setjmp(scheduler) != 0) return;
     if (t.started) jump(t.place);
     t.started = true;
@@ -164,58 +183,55 @@ struct Emulator : Block {
   }
 };
 
-inline Emulator state;
-[[gnu::no_sanitize_address]] inline void Emulator::enter() {
+inline thread_local Emulator* state = nullptr;
+[[gnu::no_sanitize_address, gnu::no_sanitize_thread]] inline void Emulator::enter() {
   for (;;) {
-    state.kernel();
-    state.current->done = true;
-    state.wait();  // for another block
+    state->kernel();
+    state->current->done = true;
+    state->wait();  // for another block
   }
 }
 
-constexpr unsigned kProcessors = 3;  // a cooperative launch has at most so many blocks
-
-// Runs `thread` in every thread of a grid, and `begin` before each block begins or goes on.
-inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& begin,
-                          std::function<void()> thread) {
-  Emulator& e = state;
-  e.grid = config.gridDim, e.block = config.blockDim;
-  e.threads = e.block.x;
-  const bool cooperative = config.numAttrs > 0 && config.attrs[0].id == cudaLaunchAttributeCooperative;
-  if (e.threads == 0 || e.threads > 1024 || e.block.y != 1 || e.block.z != 1 || e.grid.x == 0 ||
-      e.grid.x > 0x7fffffff || e.grid.y == 0 || e.grid.y > 65535 || e.grid.z != 1 ||
-      (cooperative && e.grid.x * e.grid.y > kProcessors)) {
-    return cudaErrorInvalidConfiguration;
-  }
-  e.kernel = std::move(thread);
+// Runs a grid in this thread.
+inline void run_grid(dim3 grid, dim3 block, bool cooperative, const std::function<void()>& begin,
+                     const std::function<void()>& thread) {
+#ifndef __SANITIZE_THREAD__
+  static std::mutex one_kernel;
+  const std::lock_guard<std::mutex> lock(one_kernel);
+#endif
+  static thread_local Emulator emulator;
+  Emulator& e = emulator;
+  state = &e;
+  gridDim = grid, blockDim = block;
+  e.threads = block.x;
+  e.kernel = thread;
   if (!cooperative) {
-    for (unsigned y = 0; y < e.grid.y; ++y) {
-      for (unsigned x = 0; x < e.grid.x; ++x) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
         e.begin(dim3(x, y));
         begin();
         e.run();
         if (e.left > 0) e.fail("it waits for another block, but the launch is not cooperative");
       }
     }
-    return cudaSuccess;
+    return;
   }
-  static Block blocks[kProcessors];
   const auto turn = [&](unsigned i, auto f) {
-    std::swap(static_cast<Block&>(e), blocks[i]);
+    std::swap(static_cast<Block&>(e), e.resting[i]);
     f();
-    std::swap(static_cast<Block&>(e), blocks[i]);
+    std::swap(static_cast<Block&>(e), e.resting[i]);
   };
-  for (unsigned i = 0; i < e.grid.x; ++i) {
+  for (unsigned i = 0; i < grid.x; ++i) {
     turn(i, [&] {
       e.number = i;
       e.begin(dim3(i));
     });
   }
   // A block that waits gets 1000 turns: enough, unless it waits forever.
-  for (unsigned left = e.grid.x, turns = 0; left > 0; ++turns) {
+  for (unsigned left = grid.x, turns = 0; left > 0; ++turns) {
     if (turns == 1000) e.fail("a block waits forever for another");
     left = 0;
-    for (unsigned i = 0; i < e.grid.x; ++i) {
+    for (unsigned i = 0; i < grid.x; ++i) {
       turn(i, [&] {
         e.ready.insert(e.ready.end(), e.at_other_block.begin(), e.at_other_block.end());
         e.at_other_block.clear();
@@ -226,13 +242,27 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<
       });
     }
   }
+}
+
+// Lets the stream run `thread` in every thread of a grid, and `begin` before each block begins or goes on.
+inline cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> begin, std::function<void()> thread) {
+  if (const cudaError_t error = begin_call("cudaLaunchKernelEx")) return error;
+  const dim3 grid = config.gridDim, block = config.blockDim;
+  const bool cooperative = config.numAttrs > 0 && config.attrs[0].id == cudaLaunchAttributeCooperative;
+  if (block.x == 0 || block.x > 1024 || block.y != 1 || block.z != 1 || grid.x == 0 || grid.x > 0x7fffffff ||
+      grid.y == 0 || grid.y > 65535 || grid.z != 1 || (cooperative && grid.x * grid.y > kProcessors)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  submit(config.stream, [=, begin = std::move(begin), thread = std::move(thread)] {
+    run_grid(grid, block, cooperative, begin, thread);
+  });
   return cudaSuccess;
 }
 
 template <class T>
 T exchange(unsigned mask, T value, unsigned from) {
   static_assert(sizeof(T) <= 8, "");
-  Emulator& b = state;
+  Emulator& b = *state;
   Thread& t = *b.current;
   Warp& w = b.warps[t.index.x / 32];
   const unsigned lane = t.index.x % 32, turn = t.shuffles++ % 2;
@@ -258,13 +288,11 @@ T exchange(unsigned mask, T value, unsigned from) {
 
 }  // namespace cuda_emulator
 
-#define threadIdx (cuda_emulator::state.current->index)
-inline const dim3& blockIdx = cuda_emulator::state.index;
-inline const dim3& blockDim = cuda_emulator::state.block;
-inline const dim3& gridDim = cuda_emulator::state.grid;
+#define threadIdx (cuda_emulator::state->current->index)
+#define blockIdx (cuda_emulator::state->index)
 
 inline void __syncthreads() {
-  auto& b = cuda_emulator::state;
+  auto& b = *cuda_emulator::state;
   b.at_barrier.push_back(b.current);
   if (b.at_barrier.size() == b.threads) {
     b.ready.insert(b.ready.end(), b.at_barrier.begin(), b.at_barrier.end() - 1);
@@ -274,7 +302,7 @@ inline void __syncthreads() {
   }
 }
 inline void __nanosleep(unsigned) {
-  auto& b = cuda_emulator::state;
+  auto& b = *cuda_emulator::state;
   b.at_other_block.push_back(b.current);
   b.wait();
 }
@@ -293,13 +321,13 @@ T __shfl_up_sync(unsigned mask, T value, unsigned lanes) {
 }
 inline void __syncwarp() { cuda_emulator::exchange(0xffffffffu, 0u, threadIdx.x % 32); }
 inline unsigned __ballot_sync(unsigned mask, bool yes) {
-  const auto& t = *cuda_emulator::state.current;
+  const auto& t = *cuda_emulator::state->current;
   const unsigned turn = t.shuffles % 2;
   cuda_emulator::exchange(mask, static_cast<uint64_t>(yes), t.index.x % 32);
   unsigned ballot = 0;
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (mask >> lane & 1)
-      ballot |= static_cast<unsigned>(cuda_emulator::state.warps[t.index.x / 32].value[turn][lane]) << lane;
+      ballot |= static_cast<unsigned>(cuda_emulator::state->warps[t.index.x / 32].value[turn][lane]) << lane;
   }
   return ballot;
 }
@@ -307,7 +335,11 @@ inline unsigned __ballot_sync(unsigned mask, bool yes) {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  return cuda_emulator::launch(*config, [] {}, [&] { kernel(arguments...); });
+  return cuda_emulator::launch(
+      *config, [] {},
+      [kernel, copies = std::tuple<std::remove_const_t<Parameters>...>(std::forward<Arguments>(arguments)...)] {
+        std::apply(kernel, copies);
+      });
 }
 
 template <class... Parameters>
@@ -319,6 +351,7 @@ enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 // Weak, and not inline, so that they are also there for nvcc's object files (ptx/).
 extern "C" {
 [[gnu::weak]] cudaError_t cudaGetDevice(int* device) {
+  CUDA_EMULATOR_CALL();
   *device = 0;
   return cudaSuccess;
 }
@@ -328,13 +361,13 @@ extern "C" {
 }
 }
 
-// A kernel always ends before the next one begins, so it doesn't matter whether launches are early.
+// A kernel always ends before the stream's next one begins, so it doesn't matter whether launches are early.
 template <class T>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, T*) {
   return cudaSuccess;
 }
 
-// Threads switch only where they wait, so that every function here is atomic.
+// A kernel's threads switch only where they wait, so that every function here is atomic among them.
 inline unsigned atomicAdd(unsigned* p, unsigned x) { return std::exchange(*p, *p + x); }
 inline unsigned atomicOr(unsigned* p, unsigned x) { return std::exchange(*p, *p | x); }
 inline unsigned atomicMax(unsigned* p, unsigned x) { return std::exchange(*p, *p < x ? x : *p); }

@@ -70,13 +70,13 @@ struct Memory {
 };
 
 void run_thread(Kernel& k, Memory& memory, void** arguments) {
-  const auto& block = cuda_emulator::state;
+  const auto& block = *cuda_emulator::state;
   const uint32_t thread = block.current->index.x, index = block.number * block.threads + thread;
   uint64_t* const registers = memory.registers[index].data();
   registers[kThread] = thread;
-  registers[kThreads] = block.block.x;
+  registers[kThreads] = blockDim.x;
   registers[kBlockX] = block.index.x, registers[kBlockY] = block.index.y;
-  registers[kBlocksX] = block.grid.x, registers[kBlocksY] = block.grid.y;
+  registers[kBlocksX] = gridDim.x, registers[kBlocksY] = gridDim.y;
   registers[kLocal] = reinterpret_cast<uint64_t>(memory.local[index].data());
   for (uint32_t i = 0; i < k.parameters; ++i) registers[kFirstParameter + i] = reinterpret_cast<uint64_t>(arguments[i]);
   Thread t{&k, memory.shared.data(), {registers, k.constants.data()}, registers, k.code.data()};
