@@ -43,6 +43,7 @@ from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.advise import advise
 from jaxcgx.report.cluster import Cluster
 from jaxcgx.report.explain import explain
+from jaxcgx.report.watch import watch
 from jaxcgx.train.check_loss import check_loss
 from jaxcgx.train.feedback import Feedback
 from jaxcgx.train.gradient import backward_order
@@ -120,6 +121,7 @@ __all__ = [
     "sync_in_backward",
     "value_and_grad",
     "wan",
+    "watch",
 ]
 
 

@@ -6,7 +6,7 @@ It joins the other processes, makes a mesh of all four devices, and does its act
 
 - collectives: runs every collective, and prints the digests of the results on each of its devices.
 - batch: trains with a local batch, with one made of all processes' parts, and with sharded weights.
-- exchange: sums until a sum fails.
+- exchange, watch: sums until a sum fails, watch with cgx.watch.
 - die, stop, leave: sums, and then kills itself, stops, or no longer takes part but stays alive.
 """
 
@@ -140,6 +140,8 @@ def sum_until(mesh, action):
     if action in ("die", "stop"):
         number = signal.SIGKILL if action == "die" else signal.SIGSTOP
         threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    if action in ("watch", "leave"):
+        program = cgx.watch(program, 1.0, end=4.0)
     for i in range(10**9):
         if action == "leave" and i == 3:
             time.sleep(10**6)

@@ -123,3 +123,11 @@ def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_collective_timeout(
     with Ranks("exchange", "leave", flags="--xla_cpu_collective_timeout_seconds=4") as processes:
         assert processes.wait(0) != 0
         assert "Timed out waiting" in processes.text(0)
+
+
+def test_watch_names_the_process_that_stays_away():
+    with Ranks("watch", "leave") as processes:
+        assert processes.wait(0) == 1
+        text = processes.text(0)
+        expected = "watch: call 4 of run began . s ago and hasn't ended. Its first exchange waits for process 1 at"
+        assert re.search(expected + r" \S+ \(devices \d+, \d+\), which has made 3 calls", text)
