@@ -317,7 +317,8 @@ class Launches {
   }
 
   // From now on, all thread blocks of a launch run at the same time, so that they can wait for each other. They are at
-  // most as many as the GPU has room for, and share the tiles. The kernel begins when no other kernel takes this room.
+  // most as many as seven eighths of the GPU have room for, and share the tiles. The kernel begins when no other kernel
+  // takes this room. An eighth stays free for kernels that run for long, such as NCCL's.
   void make_resident() {
     resident_ = true;
     attribute_.id = cudaLaunchAttributeCooperative;
@@ -375,7 +376,7 @@ class Launches {
     if (error == cudaSuccess) {
       error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kernel_, static_cast<int>(config_.blockDim.x), 0);
     }
-    room_ = int64_t{processors} * of_one;
+    room_ = int64_t{processors - processors / 8} * of_one;
     if (error != cudaSuccess) status_ = {name_, error};
   }
 

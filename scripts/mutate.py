@@ -3,12 +3,15 @@
     python scripts/mutate.py --count 150 --seed 0 --minutes 150
 
 Mutants are drawn by the seed over all modules, each module as likely as it has places. A mutant is killed by the first
-test that fails. Tests that mirror the module come first, then those of its folder, then those of everything. Results
-are kept in benchmarks/results/mutants.json, so an interrupted run continues; a mutant runs again if its line changed.
+test that fails. The tests that enter its line come first, the quickest at the beginning (mutant/entered.py finds them,
+once), then those of its folder, then those of everything. Results are kept in benchmarks/results/mutants.json, so an
+interrupted run continues; a mutant runs again if its line changed.
 """
 
 import argparse
 import ast
+import functools
+import json
 import os
 import pathlib
 import random
@@ -19,8 +22,9 @@ import time
 from jaxcgx.report import results
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDER, RESULTS = ROOT / "build/mutants", ROOT / "benchmarks/results"
+FOLDER, RESULTS, ENTERED = ROOT / "build/mutants", ROOT / "benchmarks/results", ROOT / "build/entered"
 LIMIT = 900  # seconds of one run of pytest
+LONGEST = 300  # seconds of the tests that enter a line, all together
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
 LEAST, MOST_EQUIVALENT = 0.95, 5  # goals
 # Tests that enter most of the package, for a mutant that the tests of its folder don't kill.
@@ -90,14 +94,28 @@ def drawn(count, seed):
     return random.Random(seed).sample(every, count)
 
 
-def tests_of(path):
-    """Returns lists of tests, the most likely to kill a mutant of this file first."""
-    inside = path.relative_to(ROOT / "jaxcgx")
-    mirror = ROOT / "tests" / inside.parent / f"test_{inside.stem}.py"
-    folder = ROOT / "tests" / inside.parts[0]
-    found = [[mirror]] if mirror.exists() else []
-    found += [[folder]] if folder.is_dir() else []
-    return [[str(test.relative_to(ROOT)) for test in tests] for tests in found] + [list(EVERYTHING)]
+@functools.cache
+def entered():
+    """Returns what mutant/entered.py has written of each test, the quickest test first."""
+    rows = [json.loads(line) for file in ENTERED.glob("*.jsonl") for line in file.read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["seconds"])
+
+
+def entering(path, line):
+    """Returns the quickest tests that enter a line."""
+    file, seconds, found = str(path.relative_to(ROOT)), 0.0, []
+    for row in entered():
+        if int(row["lines"].get(file, "0"), 16) >> line & 1 and seconds + row["seconds"] <= LONGEST:
+            seconds += row["seconds"]
+            found.append(row["test"])
+    return found
+
+
+def tests_of(path, line):
+    """Returns lists of tests, the most likely to kill a mutant of this line first."""
+    folder = ROOT / "tests" / path.relative_to(ROOT / "jaxcgx").parts[0]
+    found = [entering(path, line), [str(folder.relative_to(ROOT))] if folder.is_dir() else [], list(EVERYTHING)]
+    return [tests for tests in found if tests]
 
 
 def run(tests, module, path):
@@ -129,7 +147,7 @@ def examined(path, place):
     mutant = FOLDER / path.name
     mutant.write_bytes(code[:start] + text.encode() + code[end:])
     begun = time.monotonic()
-    killer = next(filter(None, (run(tests, module, mutant) for tests in tests_of(path))), None)
+    killer = next(filter(None, (run(tests, module, mutant) for tests in tests_of(path, row["line"]))), None)
     reason = REASONS.get((row["file"], row["code"]))
     result = KILLED if killer else EQUIVALENT if reason else SURVIVED
     return row | dict(result=result, by=killer or reason, seconds=round(time.monotonic() - begun))

@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +189,9 @@ def initialize(monkeypatch):
 
 def test_failures(initialize, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", None)
-    names = walk("docs/failures", names_of())
+    step = jax.jit(lambda state: state + 1)
+    names = walk("docs/failures", names_of() | dict(train=types.SimpleNamespace(step=step)))
+    assert names["step"](1) == 2
     assert sys.excepthook is names["end"] and len(initialize) == 1
 
 

@@ -62,6 +62,9 @@ NB_MODULE(_native, m) {
         cuda["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cuda);
         cuda["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cuda);
         cuda["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cuda);
+        cuda["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cuda);
+        cuda["jaxcgx_tcp_allreduce_end"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_end_cuda);
+        cuda["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cuda);
         platforms["CUDA"] = cuda;
 #endif
         return platforms;
@@ -141,6 +144,8 @@ NB_MODULE(_native, m) {
       "one for heartbeats. A process that is silent for that many seconds has vanished. This one sends at most `pace` "
       "bytes a second; 0: no limit.",
       nb::arg("process"), nb::arg("connections"), nb::arg("devices"), nb::arg("silence"), nb::arg("pace"));
+  m.def("tcp_name_devices", jaxcgx::tcp::name_devices,
+        "Tells XLA's ordinals for the devices of this process, in the order of their numbers.", nb::arg("ordinals"));
   m.def("tcp_leave", jaxcgx::tcp::leave, "Ends this process's part in all exchanges over TCP.");
   m.def("tcp_interrupt", jaxcgx::tcp::interrupt, "The same, but only if exchanges are under way.");
   m.def(

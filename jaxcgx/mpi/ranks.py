@@ -72,7 +72,7 @@ def as_communicator(op: str, argument: str, comm: Any) -> Communicator:
 def hierarchy(comm: Communicator | None = None, inner: Communicator | None = None) -> Nodes:
     """Groups the ranks of `comm` by nodes, for networks that are slower between nodes than inside them.
 
-    Pass the result as the `comm` of the collectives.
+    Pass the result where a function takes a communicator.
 
     The environment variables CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE choose what moves the bytes
     inside nodes and between nodes. If the first isn't set, the processes of a node use shared memory if they can, and

@@ -74,6 +74,11 @@ def load() -> ModuleType | None:
 MODULE = load()
 
 
+def has_cuda() -> bool:
+    """Returns whether the native module has the CUDA half."""
+    return hasattr(MODULE, "workspace_bytes")
+
+
 def module() -> ModuleType:
     """Returns the native module. Raises RuntimeError if it is not loaded."""
     if MODULE is None:

@@ -291,7 +291,7 @@ def register(
         return partitioned(primitive, _lower_to_handler(target, attributes, workspace_bytes))
 
     cpu = to_kernel(lambda message, **work: 0)
-    if hasattr(registration.MODULE, "workspace_bytes"):
+    if registration.has_cuda():
         cuda = to_kernel(registration.MODULE.workspace_bytes)
     else:
         why = "the computation is placed on a GPU, and this build has no CUDA half"

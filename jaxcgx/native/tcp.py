@@ -21,6 +21,7 @@ import numpy as np
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import unexpected
+from jaxcgx.native import registration
 from jaxcgx.native.connections import connect
 from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.rng import kernel_key
@@ -52,8 +53,8 @@ def vary(x: Any, net: Any) -> jax.Array:
 def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
     """Returns the attributes that say which devices exchange. It is for lowering rules.
 
-    They are the same on all devices: groups of places in the mesh, and for each place the process, the device's number
-    in it, and XLA's ordinal for it.
+    They are the same on all devices: groups of places in the mesh, and for each place the process and the device's
+    number in it.
     If this process isn't connected yet, it is connected now. That may take as long as the transport's timeout.
     """
     mesh = _compat.mesh_of(ctx)
@@ -61,18 +62,25 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
         remedy = "pass jax.shard_map the mesh itself, or set it with jax.set_mesh"
         raise unexpected("Tcp", "to be told which devices the mesh has", "an abstract mesh", remedy)
     devices, found, numbers = list(mesh.devices.flat), collections.Counter[int](), dict[int, int]()
-    for device in jax.devices(devices[0].platform):
+    everywhere = jax.devices(devices[0].platform)
+    for device in everywhere:
         numbers[device.id] = found[device.process_index]
         found[device.process_index] += 1
     connect(1 + max(numbers.values()), net.timeout, net.links)
+    here = [device for device in everywhere if device.process_index == jax.process_index()]
+    registration.module().tcp_name_devices([_ordinal(device) for device in here])
     return dict(
         ranks=np.int64(net.size),
         groups=_groups(ctx, net.names),
         processes=np.array([device.process_index for device in devices], np.int64),
         devices=np.array([numbers[device.id] for device in devices], np.int64),
-        ordinals=np.array([device.id for device in devices], np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
     )
+
+
+def _ordinal(device: Any) -> int:
+    """Returns the number that XLA's handlers get for a device of this process."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _groups(ctx: Any, names: tuple[Any, ...]) -> np.ndarray:
@@ -95,16 +103,19 @@ def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: A
     )
 
 
-def lower_on_cpus(primitive: _compat.Primitive, rule: Any) -> None:
-    """Registers a lowering rule for CPUs, and an error for other platforms."""
-    where = "Tcp is for processes that compute on CPUs; the computation is placed on another platform"
+def lower(primitive: _compat.Primitive, rule: Any) -> None:
+    """Registers a lowering rule for CPUs and, if this build has a CUDA half, for GPUs. Other platforms are errors."""
+    where = "Tcp is for processes that compute on CPUs or NVIDIA's GPUs; the computation is placed on another platform"
     mlir.register_lowering(primitive, refuse(f"jaxcgx_tcp: {where}; give the axis's name alone"))
     mlir.register_lowering(primitive, rule, platform="cpu")
+    lacking = "the computation is placed on a GPU, and this build has no CUDA half"
+    cuda = rule if registration.has_cuda() else refuse(f"jaxcgx_tcp: {lacking}; {registration.CUDA_REMEDY}")
+    mlir.register_lowering(primitive, cuda, platform="cuda")
 
 
 tcp_exchange_p.def_effectful_abstract_eval(exchange_aval)
 batching.primitive_batchers[tcp_exchange_p] = functools.partial(batch_exchange, tcp_exchange_p)
-lower_on_cpus(tcp_exchange_p, _lower)
+lower(tcp_exchange_p, _lower)
 
 
 # Sums
@@ -260,9 +271,9 @@ def _in_place(at: Any, results: Started | Ended) -> dict[int, int]:
 
 
 def _in_memory(ctx: Any, inside: Inside | None) -> bool:
-    """Returns whether the ranks inside are devices of one process, everywhere in the mesh."""
+    """Returns whether the ranks inside are CPU devices of one process, everywhere in the mesh."""
     mesh = _compat.mesh_of(ctx)
-    if inside is None or mesh is None:
+    if inside is None or mesh is None or mesh.devices.flat[0].platform != "cpu":
         return False
     processes = np.array([device.process_index for device in mesh.devices.flat])
     processes = processes[_groups(ctx, inside.net.names)].reshape(-1, inside.net.size)
@@ -403,4 +414,4 @@ for _primitive, _abstract, _lowered in (
     _primitive.multiple_results = True
     _primitive.def_effectful_abstract_eval(_abstract)
     batching.primitive_batchers[_primitive] = functools.partial(batch_rule, _primitive)
-    lower_on_cpus(_primitive, _lowered)
+    lower(_primitive, _lowered)

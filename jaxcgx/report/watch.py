@@ -52,7 +52,7 @@ def watch(step: Callable[..., Any], seconds: float, *, end: float | None = None)
     return Watched(step, seconds, end)
 
 
-class Call:
+class WatchedCall:
     """A call of a watched function."""
 
     def __init__(self, number: int) -> None:
@@ -70,7 +70,7 @@ class Watched:
 
     def __init__(self, step: Callable[..., Any], seconds: float, end: float | None) -> None:
         self._step, self._seconds, self._end = step, seconds, end
-        self._calls: deque[Call] = deque()  # those that may not have ended
+        self._calls: deque[WatchedCall] = deque()  # those that may not have ended
         self._made = self._told = 0  # the number of calls so far, and of those that the other processes know of
         self._since: float = time.monotonic()  # when a call ended, or a warning was given
         self._key: str = f"jaxcgx/watch/{next(_numbers)}/"
@@ -78,7 +78,7 @@ class Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._made += 1
-        call = Call(self._made)
+        call = WatchedCall(self._made)
         self._calls.append(call)
         arrays: list[jax.Array] = []
         try:
@@ -112,7 +112,7 @@ class Watched:
             logging.shutdown()
             os._exit(ENDED)
 
-    def _why(self, call: Call, told: list[tuple[str, str]]) -> str:
+    def _why(self, call: WatchedCall, told: list[tuple[str, str]]) -> str:
         """Returns the text of a warning. `told` has (key, number of calls and host) of each process."""
         name = getattr(self._step, "__name__", "the function")
         text = f"watch: call {call.number} of {name} began {time.monotonic() - call.begun:.0f} s ago and hasn't ended"

@@ -40,8 +40,9 @@ class Tcp(Mark):
 
     Pass it instead of the axis's name in `axis_name`, alone or in a tuple of axes. Everywhere else, use the name.
 
-    It is for CPUs, after jax.distributed.initialize. A process may have several devices. The processes connect when the
-    first program with such an exchange is lowered.
+    It is for CPUs and NVIDIA's GPUs, after jax.distributed.initialize. On GPUs it has not run: it was tested under
+    emulation. A process may have several devices. The processes connect when the first program with such an exchange is
+    lowered.
 
     Args:
       name: the name of the axis.

@@ -98,4 +98,16 @@ inline std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chron
   return nets;
 }
 
+// The group of the first devices of processes.
+inline tcp::Group group(std::vector<int64_t> processes, int64_t rank, std::chrono::milliseconds timeout = 30s) {
+  std::vector<int64_t> devices(processes.size());
+  return {std::move(processes), std::move(devices), rank, timeout};
+}
+
+inline std::vector<int64_t> first(int64_t n) {
+  std::vector<int64_t> all(n);
+  for (int64_t i = 0; i < n; ++i) all[i] = i;
+  return all;
+}
+
 }  // namespace jaxcgx::test

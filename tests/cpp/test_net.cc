@@ -44,12 +44,6 @@ void together(int64_t processes, const std::function<void(Net&, int64_t)>& body,
   for (auto& thread : threads) thread.join();
 }
 
-// The group of the first devices of processes.
-tcp::Group group(std::vector<int64_t> processes, int64_t rank, std::chrono::milliseconds timeout = 30s) {
-  std::vector<int64_t> devices(processes.size());
-  return {std::move(processes), std::move(devices), rank, timeout};
-}
-
 // Sends from every rank to every other one, in slots that are sent in another order than they are received.
 struct AllToAll {
   Waiter waiter;
@@ -91,12 +85,6 @@ struct AllToAll {
     return "";
   }
 };
-
-std::vector<int64_t> first(int64_t n) {
-  std::vector<int64_t> all(n);
-  for (int64_t i = 0; i < n; ++i) all[i] = i;
-  return all;
-}
 
 void test_exchanges() {
   for (const int64_t processes : {1, 2, 3, 5}) {

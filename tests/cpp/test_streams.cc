@@ -248,7 +248,7 @@ void a_call_fails() {
   ok(cudaStreamSynchronize(stream));
   CHECK(memory[0] == 0, "a launch that failed ran");
   CHECK(cudaFreeHost(memory) == cudaErrorInvalidValue, "");
-  CHECK(cudaSetDevice(1) == cudaErrorInvalidDevice, "");
+  CHECK(cudaSetDevice(8) == cudaErrorInvalidDevice, "");
   ok(cudaFree(memory));
   ok(cudaStreamDestroy(stream));
   CHECK(cuda_emulator::calls() - before == 12, std::to_string(cuda_emulator::calls() - before));

@@ -174,16 +174,34 @@ print("rank", rank, "agrees")
 """
 
 
+ONE_GPU = dict(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+
+
+def test_two_processes_on_one_gpu_over_tcp():
+    """Sums and training steps over Tcp have the bytes of two processes on CPUs."""
+    if not importlib.util.find_spec("optax"):
+        pytest.skip("needs optax")
+    found = []
+    for env in dict(JAX_PLATFORMS="cpu"), ONE_GPU:
+        address = f"localhost:{free_port()}"
+        processes = [start(sys.executable, "-P", EVERYTHING.with_name("tcp.py"), r, address, **env) for r in range(2)]
+        outputs = finish(*processes) or ["it did not end"]
+        assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+        lines = [re.findall(r"^(\w+) ([0-9a-f]{16})$", output, re.MULTILINE) for output in outputs]
+        assert len(lines[0]) == 12 and lines[0] == lines[1], "\n".join(outputs)
+        found.append(lines[0])
+    assert found[0] == found[1]
+
+
 def two_nccl_ranks(program):
     """Runs a program as both ranks, which print that they agree."""
     address = f"localhost:{free_port()}"
-    # NCCL's multi-rank mode needs the kernels of both ranks on the GPU at once, so they have few blocks.
-    env = dict(
-        NCCL_MULTI_RANK_GPU_ENABLE="1",
-        NCCL_MAX_CTAS="4",
-        CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    # With another NCCL_HOSTID, a rank counts as another host, so two may share a GPU, and sockets move the bytes. The
+    # kernels of both must be on the GPU at once, so they have few blocks.
+    env = dict(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket", NCCL_MAX_CTAS="4", NCCL_DEBUG="VERSION")
+    outputs = finish(
+        *(start(sys.executable, "-P", program, r, address, NCCL_HOSTID=f"rank{r}", **ONE_GPU, **env) for r in range(2))
     )
-    outputs = finish(*(start(sys.executable, "-P", program, r, address, **env) for r in range(2)))
     if outputs is None:
         pytest.skip("two NCCL ranks on one GPU did not end in 150 s")
     if any(re.search("duplicate gpu|ncclInvalidUsage|invalid usage", o, re.IGNORECASE) for o in outputs):

@@ -173,7 +173,7 @@ def test_an_attribute_that_is_missing_or_of_another_type_is_refused(changes, nam
         call("encode", LEAVES, [(PAYLOAD, "uint8")], **changes)
 
 
-def test_more_messages_than_the_handlers_keep_layouts_of():
+def test_many_messages():
     leaves = [np.full(n, n, np.float32) for n in range(1, 81)]  # constants decode exactly
     trip = jax.jit(lambda leaves: [cgx.roundtrip(x, cgx.MaxMin(4, 64)) for x in leaves])
     for _ in range(2):

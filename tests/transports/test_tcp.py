@@ -17,7 +17,7 @@ from started import Processes, free_port
 
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
-from jaxcgx.native import connections
+from jaxcgx.native import connections, registration
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.tcp import transport_over_tcp
@@ -260,6 +260,19 @@ NO_POSITIVE_NUMBERS = [(ValueError, x) for x in (0, -1, float("inf"), float("nan
 def test_axes_that_it_can_not_serve(call, error, words):
     with names(error, f"compressed_psum {words}"):
         call()
+
+
+@pytest.mark.skipif(registration.has_cuda(), reason="this build has the CUDA half")
+@pytest.mark.parametrize(
+    ("platform", "words"),
+    [
+        ("cuda", "this build has no CUDA half; build it where there is"),
+        ("tpu", "on CPUs or NVIDIA's GPUs; .* give the"),
+    ],
+)
+def test_platforms_that_it_can_not_serve(platform, words):
+    with pytest.raises(NotImplementedError, match=words):
+        jax.jit(on_ranks(psum(cgx.Tcp("a")), TWO)).trace(X).lower(lowering_platforms=(platform,))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,19 @@
 // Handlers only launch kernels, so that XLA can capture them into CUDA graphs.
 #include "handlers/cuda.h"
 
-#include "cuda/cuda.h"
 #include "handlers/cuda_error.h"
 #include "handlers/operations.h"
 
 namespace jaxcgx {
 namespace {
+
+// Returns the GPU's name and architecture, such as "NVIDIA H200 (sm_90)".
+std::string this_gpu() {
+  int device = 0;
+  cudaDeviceProp gpu;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&gpu, device) != cudaSuccess) return "unknown";
+  return std::string(gpu.name) + " (sm_" + std::to_string(gpu.major) + std::to_string(gpu.minor) + ")";
+}
 
 struct Cuda {
   using Context = cudaStream_t;
@@ -30,37 +37,29 @@ struct Cuda {
   static ffi::Error clear(Context stream, const Clear& args) {
     return error_of("clear", cuda::run(cuda::clear, args, stream));
   }
-
-  static ffi::Error error_of(const std::string& op, cuda::Status status) {
-    switch (status.error) {
-      case cudaSuccess:
-        return ffi::Error::Success();
-      case cudaErrorNoKernelImageForDevice:
-      case cudaErrorInvalidDeviceFunction:
-        return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                          no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
-      case cudaErrorInsufficientDriver:
-      case cudaErrorUnsupportedPtxVersion: {
-        int driver = 0;  // stays 0 without a driver; the call works without a GPU, too
-        cudaDriverGetVersion(&driver);
-        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, old_driver_message(op, CUDART_VERSION, driver));
-      }
-      default:
-        return ffi::Error::Internal(
-            failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));
-    }
-  }
-
-  // Returns the GPU's name and architecture, such as "NVIDIA H200 (sm_90)".
-  static std::string this_gpu() {
-    int device = 0;
-    cudaDeviceProp gpu;
-    if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&gpu, device) != cudaSuccess) return "unknown";
-    return std::string(gpu.name) + " (sm_" + std::to_string(gpu.major) + std::to_string(gpu.minor) + ")";
-  }
 };
 
 }  // namespace
+
+ffi::Error error_of(const std::string& op, const cuda::Status& status) {
+  switch (status.error) {
+    case cudaSuccess:
+      return ffi::Error::Success();
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                        no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
+    case cudaErrorInsufficientDriver:
+    case cudaErrorUnsupportedPtxVersion: {
+      int driver = 0;  // stays 0 without a driver; the call works without a GPU, too
+      cudaDriverGetVersion(&driver);
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, old_driver_message(op, CUDART_VERSION, driver));
+    }
+    default:
+      return ffi::Error::Internal(
+          failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));
+  }
+}
 
 #define CGX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs()
 

@@ -1,13 +1,20 @@
 // The operations on platform CUDA.
 #pragma once
 
+#include "cuda/cuda.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxcgx {
+
+// Returns the error of a call of CUDA, if it failed.
+xla::ffi::Error error_of(const std::string& op, const cuda::Status& status);
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_encode_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_decode_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_reduce_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_clear_cuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cuda);
 
 }  // namespace jaxcgx

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -91,14 +91,14 @@ struct Description {
   int64_t chunks, batch;
 };
 
-// Returns the layout of a message with these attributes, which are checked. The latest layouts are kept, because a
+// Returns the layout of a message with these attributes, which are checked. Layouts are kept, because a
 // program calls its operations on the same messages again and again. FFI's instantiate state can't keep them: jaxlib
 // (0.10 and 0.12) refuses a handler with a state if it is registered before the backend exists.
 inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector<Leaf> leaves) {
   using Key = std::vector<int64_t>;
-  constexpr size_t kMostKept = 64;
+  constexpr size_t kMostKept = 4096;
   static std::mutex mutex;
-  static std::list<std::pair<Key, std::shared_ptr<const Layout>>> kept;  // the latest first
+  static std::map<Key, std::shared_ptr<const Layout>> kept;
 
   Key key{d.chunks, static_cast<int64_t>(d.shares.size()), static_cast<int64_t>(leaves.size())};
   key.reserve(64 + d.shares.size() + 2 * leaves.size());
@@ -115,16 +115,13 @@ inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector
   for (const Leaf& leaf : leaves) key.push_back(leaf.size), key.push_back(static_cast<int64_t>(leaf.dtype));
 
   const std::lock_guard<std::mutex> lock(mutex);
-  auto found = std::find_if(kept.begin(), kept.end(), [&](const auto& entry) { return entry.first == key; });
-  if (found == kept.end()) {
-    if (kept.size() == kMostKept) kept.pop_back();
+  if (kept.size() == kMostKept) kept.clear();  // no program has as many
+  auto& found = kept[std::move(key)];
+  if (found == nullptr) {
     std::vector<int64_t> shares(d.shares.begin(), d.shares.end());
-    kept.emplace_front(std::move(key),
-                       std::make_shared<const Layout>(d.codec, std::move(leaves), d.chunks, std::move(shares)));
-    found = kept.begin();
+    found = std::make_shared<const Layout>(d.codec, std::move(leaves), d.chunks, std::move(shares));
   }
-  kept.splice(kept.begin(), kept, found);
-  return found->second;
+  return found;
 }
 
 // Checks the attributes of a message and finds its layout.

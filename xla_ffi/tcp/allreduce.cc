@@ -63,12 +63,14 @@ Allreduce::Outputs behind(const Allreduce& a, int64_t row, const Allreduce::Outp
           behind(leaves, row, first.residuals, DType::kF32)};
 }
 
+// Returns the group of a device that adds its leaves to no others first.
+Group alone_inside() { return {{0}, {0}, 0, {}}; }
+
 // A copy of the elements in some chunks of a message.
 class Part {
  public:
   Part() = default;
-  // Allocates memory for `chunks` chunks from chunk `first` on. `dtype`: the dtype of all elements, by default each
-  // leaf's.
+  // The copy is of `chunks` chunks from chunk `first` on. `dtype`: the dtype of all elements, by default each leaf's.
   Part(const Layout& l, int64_t first, int64_t chunks, std::optional<DType> dtype = std::nullopt)
       : layout_(&l), dtype_(dtype), stretches_(l.leaves.size()) {
     for (int64_t k = l.first[static_cast<size_t>(first)]; k < l.first[static_cast<size_t>(first + chunks)]; ++k) {
@@ -77,13 +79,17 @@ class Part {
       if (s.bytes == 0) s.begin = p.start * size(p.leaf);
       s.bytes = (p.start + p.coded + p.raw) * size(p.leaf) - s.begin;
     }
-    int64_t bytes = 0;
-    for (Stretch& s : stretches_) s.at = bytes, bytes += whole_lines(s.bytes);
-    memory_.reset(new char[static_cast<size_t>(bytes)]);
+    for (Stretch& s : stretches_) s.at = bytes_, bytes_ += whole_lines(s.bytes);
+  }
+
+  // The memory that the copy needs.
+  int64_t bytes() const { return bytes_; }
+  void put(uint8_t* memory) {
+    memory_ = memory;
     // Kernels index whole leaves. So these pointers are to the first element of each leaf, which may be outside of the
     // memory.
     for (const Stretch& s : stretches_)
-      whole_.push_back(reinterpret_cast<void*>(reinterpret_cast<intptr_t>(memory_.get()) + s.at - s.begin));
+      whole_.push_back(reinterpret_cast<void*>(reinterpret_cast<intptr_t>(memory) + s.at - s.begin));
   }
 
   // Returns pointers to whole leaves, for kernels; empty without memory.
@@ -120,13 +126,16 @@ class Part {
     }
   }
 
-  // Copies all elements to whole leaves.
+  // Returns the copies of all elements between whole leaves and this memory.
   template <class T>
-  void copy_back(const std::vector<T*>& leaves) const {
+  std::vector<Device::Copy> copies(const std::vector<T*>& leaves) const {
+    std::vector<Device::Copy> found;
     for (size_t i = 0; i < stretches_.size(); ++i) {
       const Stretch& s = stretches_[i];
-      std::memcpy(reinterpret_cast<char*>(leaves[i]) + s.begin, memory_.get() + s.at, static_cast<size_t>(s.bytes));
+      char* const leaf = const_cast<char*>(reinterpret_cast<const char*>(leaves[i]));
+      if (s.bytes > 0) found.push_back({leaf + s.begin, memory_ + s.at, s.bytes});
     }
+    return found;
   }
 
  private:
@@ -141,14 +150,43 @@ class Part {
   const Layout* layout_ = nullptr;
   std::optional<DType> dtype_;
   std::vector<Stretch> stretches_;
-  std::unique_ptr<char[]> memory_;
+  int64_t bytes_ = 0;
+  uint8_t* memory_ = nullptr;
   std::vector<void*> whole_;
 };
 
 // Inputs of a message's sum that it needs after begin() has returned.
 struct Kept {
   std::vector<Part> own, residuals;  // by part of the message; empty where this rank sums nothing
-  uint32_t sum_key[kKeyWords] = {}, hop_key[kKeyWords] = {};
+  uint32_t *sum_key = nullptr, *hop_key = nullptr;
+
+  Kept() = default;
+  Kept(const Allreduce& a, int64_t rank) : own(static_cast<size_t>(a.parts())), residuals(own.size()) {
+    for (int64_t part = 0; part < a.parts(); ++part) {
+      if (a.summed(part, rank).empty()) continue;
+      const auto p = static_cast<size_t>(part);
+      if (a.own) own[p] = Part(a.layout, part * a.pieces(), a.pieces());
+      if (a.sum_feedback) residuals[p] = Part(a.layout, part * a.pieces(), a.pieces(), DType::kF32);
+    }
+  }
+
+  int64_t bytes() const {
+    int64_t all = 2 * kKeyBytes;
+    for (const auto* parts : {&own, &residuals}) {
+      for (const Part& part : *parts) all += part.bytes();
+    }
+    return all;
+  }
+  void put(uint8_t* memory) {
+    sum_key = reinterpret_cast<uint32_t*>(memory), hop_key = reinterpret_cast<uint32_t*>(memory + kKeyBytes);
+    memory += 2 * kKeyBytes;
+    for (auto* parts : {&own, &residuals}) {
+      for (Part& part : *parts) part.put(memory), memory += part.bytes();
+    }
+  }
+
+ private:
+  static constexpr int64_t kKeyBytes = whole_lines(kKeyWords * int64_t{sizeof(uint32_t)});
 };
 
 }  // namespace
@@ -165,7 +203,7 @@ std::vector<int64_t> Allreduce::summed(int64_t part, int64_t rank) const {
 int64_t Allreduce::workspace_bytes(int64_t rank) const {
   int64_t rows = two_shot ? 2 * parts() : 0;
   for (int64_t part = 0; part < parts(); ++part) rows += static_cast<int64_t>(summed(part, rank).size());
-  return rows * batch * pieces() * layout.chunk_bytes;
+  return whole_lines(rows * batch * pieces() * layout.chunk_bytes) + batch * Kept(*this, rank).bytes();
 }
 
 // A sum that has begun. The pieces of all messages of the batch are numbered, message after message.
@@ -182,7 +220,7 @@ class Running : public std::enable_shared_from_this<Running> {
         all_(a_.batch * pieces_),
         bytes_(a_.layout.chunk_bytes),
         missing_(static_cast<size_t>(parts_ * all_)),
-        kept_(static_cast<size_t>(a_.batch)),
+        kept_(static_cast<size_t>(a_.batch), Kept(a_, rank_)),
         place_(inside.rank),
         members_(static_cast<size_t>(inside.size())),
         addresses_(members_.size()),
@@ -200,14 +238,11 @@ class Running : public std::enable_shared_from_this<Running> {
     }
     outgoing_ = a_.workspace.get() + at;
     encoded_ = outgoing_ + parts_ * all_ * bytes_;
+    if (a_.two_shot) at += 2 * parts_ * all_ * bytes_;
+    uint8_t* memory = a_.workspace.get() + whole_lines(at);
     for (auto& kept : kept_) {
-      kept.own.resize(static_cast<size_t>(parts_)), kept.residuals.resize(static_cast<size_t>(parts_));
-      for (int64_t part = 0; part < parts_; ++part) {
-        const auto p = static_cast<size_t>(part);
-        if (summed_[p].empty()) continue;
-        if (a_.own) kept.own[p] = Part(a_.layout, part * pieces_, pieces_);
-        if (a_.sum_feedback) kept.residuals[p] = Part(a_.layout, part * pieces_, pieces_, DType::kF32);
-      }
+      kept.put(memory);
+      memory += kept.bytes();
     }
   }
 
@@ -275,32 +310,55 @@ class Running : public std::enable_shared_from_this<Running> {
         if (m.sum_key != nullptr) std::copy_n(m.sum_key, kKeyWords, kept.sum_key);
         if (m.hop_key != nullptr) std::copy_n(m.hop_key, kKeyWords, kept.hop_key);
       }
-      // The parts that other ranks sum come first. Each rank begins with a different part, so that the ranks do not all
-      // send to the same rank at once.
-      for (const bool sums : {false, true}) {
-        for (int64_t i = 1; i <= parts_; ++i) {
-          const int64_t part = (rank_ + i) % parts_;
-          const auto p = static_cast<size_t>(part);
-          if (summed_[p].empty() == sums) continue;
-          if (!sums) {
-            uint8_t* to = place(outgoing_, part, piece);
-            encode_chunk(m, part, piece, to, pool);
-            send(a_.parent(part, rank_), slot(false, part, piece), to, sent_bytes(part, piece));
-            continue;
-          }
-          uint8_t* mine = row(part, piece, rank_);
-          if (!a_.own) encode_chunk(m, part, piece, mine, pool);
-          if (!a_.two_shot) send_to_all(slot(false, part, piece), mine, sent_bytes(part, piece));
-          if (a_.whole.empty())
-            kept.own[p].copy(chunk(part, piece), m.leaves);
-          else
-            kept.own[p].copy(chunk(part, piece), sums_of(piece));
-          kept.residuals[p].copy(chunk(part, piece), m.new_residuals);
-          if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // an empty piece is not sent
-          one_less(part, piece);
-        }
-      }
+      in_order([&](int64_t part) {
+        const auto p = static_cast<size_t>(part);
+        const bool sums = !summed_[p].empty();
+        if (!sums || !a_.own)
+          encode_chunk(m, part, piece, sums ? row(part, piece, rank_) : place(outgoing_, part, piece), pool);
+        if (a_.whole.empty())
+          kept.own[p].copy(chunk(part, piece), m.leaves);
+        else
+          kept.own[p].copy(chunk(part, piece), sums_of(piece));
+        kept.residuals[p].copy(chunk(part, piece), m.new_residuals);
+        ready(part, piece);
+      });
     }
+  }
+
+  // Lets the device encode its messages.
+  void encode_there(const Allreduce::Inputs& first) {
+    std::vector<Device::Outgoing> outgoing;
+    for (int64_t piece = 0; piece < all_; ++piece) {
+      const int64_t message = piece / pieces_;
+      const auto m = behind(a_, message, first);
+      const Kept& kept = kept_[static_cast<size_t>(message)];
+      bool keyed = piece % pieces_ != 0;  // the keys are needed by all parts, which their first copy precedes
+      in_order([&](int64_t part) {
+        const auto p = static_cast<size_t>(part);
+        const bool sums = !summed_[p].empty();
+        std::vector<Device::Copy> copies;
+        if (sums && piece % pieces_ == 0) {
+          const auto add = [&](std::vector<Device::Copy> more) {
+            copies.insert(copies.end(), more.begin(), more.end());
+          };
+          if (a_.own) add(kept.own[p].copies(m.leaves));
+          if (a_.sum_feedback) add(kept.residuals[p].copies(m.new_residuals));
+          const bool first_part = !std::exchange(keyed, true);
+          for (const auto& [from, to] : {std::pair{m.sum_key, kept.sum_key}, {m.hop_key, kept.hop_key}}) {
+            if (from != nullptr && first_part)
+              add({{const_cast<uint32_t*>(from), reinterpret_cast<uint8_t*>(to), kKeyWords * int64_t{sizeof *from}}});
+          }
+        }
+        uint8_t* const to = !sums ? place(outgoing_, part, piece) : a_.own ? nullptr : row(part, piece, rank_);
+        share_.add();
+        outgoing.push_back({message, chunk(part, piece), to, sent_bytes(part, piece), std::move(copies),
+                            [self = shared_from_this(), part, piece] {
+                              self->ready(part, piece);
+                              self->share_.part();
+                            }});
+      });
+    }
+    a_.device->encode(a_, first, std::move(outgoing));
   }
 
   // Tells that encode() has been called.
@@ -324,7 +382,22 @@ class Running : public std::enable_shared_from_this<Running> {
     completion_.part();
   }
 
+  void end_there(Done done) {
+    done_ = std::move(done);
+    completion_.part();
+  }
+
   const Allreduce& asked() const { return a_; }
+
+  // Returns the copies of a message's residuals that the sum has replaced, to its outputs.
+  std::vector<Device::Copy> replaced(size_t message, const Allreduce::Outputs& outputs) const {
+    std::vector<Device::Copy> found;
+    for (const Part& part : kept_[message].residuals) {
+      const auto more = part.copies(outputs.residuals);
+      found.insert(found.end(), more.begin(), more.end());
+    }
+    return found;
+  }
 
  private:
   std::string name() const {
@@ -400,6 +473,29 @@ class Running : public std::enable_shared_from_this<Running> {
     return found;
   }
 
+  // Calls f for each part. The parts that other ranks sum come first. Each rank begins with a different part, so that
+  // the ranks do not all send to the same rank at once.
+  template <class F>
+  void in_order(F f) const {
+    for (const bool sums : {false, true}) {
+      for (int64_t i = 1; i <= parts_; ++i) {
+        const int64_t part = (rank_ + i) % parts_;
+        if (summed_[static_cast<size_t>(part)].empty() != sums) f(part);
+      }
+    }
+  }
+
+  // Tells that this rank's own payload of a piece is in the workspace, and what it keeps.
+  void ready(int64_t part, int64_t piece) {
+    if (summed_[static_cast<size_t>(part)].empty()) {
+      send(a_.parent(part, rank_), slot(false, part, piece), place(outgoing_, part, piece), sent_bytes(part, piece));
+      return;
+    }
+    if (!a_.two_shot) send_to_all(slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
+    if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // an empty piece is not sent
+    one_less(part, piece);
+  }
+
   void encode_chunk(const Allreduce::Inputs& m, int64_t part, int64_t piece, uint8_t* to, const cpu::Pool& pool) const {
     Encode e{a_.layout, 1};
     e.leaves = m.leaves.data();
@@ -469,12 +565,19 @@ class Running : public std::enable_shared_from_this<Running> {
     if (--missing_[index(part, piece)] > 0) return;
     if (a_.two_shot)
       later(share_, [this, part, piece] { sum(part, piece); });
+    else if (a_.device)
+      give(piece, chunk(part, piece), row(part, piece, summed_[0][0]), ranks_ * bytes_);
     else
       each_device([&](Running& to) {
         to.at_last([self = shared_from_this(), &to, piece] { self->sum_to_leaves(piece, to); });
       });
   }
+  // Gives payloads of a sum to the device.
+  void give(int64_t piece, int64_t chunk, const uint8_t* payload, int64_t bytes) {
+    later(share_, [=] { a_.device->take(a_, piece / pieces_, chunk, payload, bytes); });
+  }
   void decode_at_last(int64_t part, int64_t piece) {
+    if (a_.device) return give(piece, chunk(part, piece), place(encoded_, part, piece), bytes_);
     each_device([&](Running& to) {
       to.at_last([self = shared_from_this(), &to, part, piece] { self->decode(part, piece, to); });
     });
@@ -531,7 +634,7 @@ class Running : public std::enable_shared_from_this<Running> {
     else
       send(parent, slot(false, part, piece), r.payload, sent_bytes(part, piece));
     if (parent < 0) decode_at_last(part, piece);
-    if (!a_.sum_feedback) return;
+    if (!a_.sum_feedback || a_.device) return;
     at_last([this] {
       if (--unsummed_ == 0) give_residuals();
     });
@@ -610,7 +713,8 @@ class Running : public std::enable_shared_from_this<Running> {
   // Copies the new residuals of the parts that this rank sums to the outputs.
   void give_residuals() {
     for (size_t i = 0; i < kept_.size(); ++i) {
-      for (const Part& part : kept_[i].residuals) part.copy_back(outputs_[i].residuals);
+      for (const Device::Copy& copy : replaced(i, outputs_[i]))
+        std::memcpy(copy.there, copy.here, static_cast<size_t>(copy.bytes));
     }
   }
 
@@ -645,8 +749,7 @@ class Running : public std::enable_shared_from_this<Running> {
 
 std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first,
                                const cpu::Pool& pool) {
-  const auto running =
-      std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank, Group{{0}, {0}, 0, {}});
+  const auto running = std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank, alone_inside());
   running->begin(std::move(group));
   running->encode(first, pool);
   running->encoded();
@@ -665,5 +768,25 @@ void end(const std::shared_ptr<Running>& running, Allreduce::Outputs first, Done
 }
 
 const Allreduce& asked(const Running& running) { return running.asked(); }
+
+std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first) {
+  const auto running = std::make_shared<Running>(std::move(net), std::move(allreduce), group.rank, alone_inside());
+  running->begin(std::move(group));
+  running->encode_there(first);
+  running->encoded();
+  return running;
+}
+
+void end(const std::shared_ptr<Running>& running, Done done) { running->end_there(std::move(done)); }
+
+std::vector<Device::Copy> replaced(const Running& running, const Allreduce::Outputs& first) {
+  const Allreduce& a = running.asked();
+  std::vector<Device::Copy> found;
+  for (int64_t row = 0; row < a.batch && a.sum_feedback; ++row) {
+    const auto more = running.replaced(static_cast<size_t>(row), behind(a, row, first));
+    found.insert(found.end(), more.begin(), more.end());
+  }
+  return found;
+}
 
 }  // namespace jaxcgx::tcp

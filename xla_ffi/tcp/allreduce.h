@@ -24,6 +24,8 @@
 
 namespace jaxcgx::tcp {
 
+class Device;
+
 struct Allreduce {
   // The buffers of one message, one for each leaf.
   struct Inputs {
@@ -54,6 +56,7 @@ struct Allreduce {
   std::vector<Leaf> whole = {};
   std::vector<int64_t> parents = {};        // two_shot: [trees, ranks]; -1 for a root
   std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes() bytes
+  std::shared_ptr<Device> device = {};      // null: the leaves are in this process's memory
 
   int64_t parts() const { return two_shot ? static_cast<int64_t>(parents.size()) / ranks : 1; }
   int64_t pieces() const { return layout.chunks() / parts(); }  // of each part of a message
@@ -62,6 +65,33 @@ struct Allreduce {
   // nothing, there are none.
   std::vector<int64_t> summed(int64_t part, int64_t rank) const;
   int64_t workspace_bytes(int64_t rank) const;
+};
+
+// A device with memory of its own, such as a GPU, that has the leaves of a sum. It encodes messages and decodes their
+// sums. In between, payloads are sent and summed in this process's memory.
+class Device {
+ public:
+  // Bytes in the device's memory, and their copy in the workspace.
+  struct Copy {
+    void* there;
+    uint8_t* here;
+    int64_t bytes;
+  };
+  // What the sum needs of a chunk of a message.
+  struct Outgoing {
+    int64_t message, chunk;
+    uint8_t* payload;  // gets the chunk's payload; null if it isn't needed
+    int64_t bytes;     // of the payload; zeros follow them
+    std::vector<Copy> copies;
+    std::function<void()> ready;  // to be called when all is in the workspace; it doesn't wait
+  };
+  virtual ~Device() = default;
+
+  // Encodes messages, and brings what the sum needs to the workspace, in order.
+  virtual void encode(const Allreduce& sum, const Allreduce::Inputs& first, std::vector<Outgoing> outgoing) = 0;
+  // Takes the payload of a chunk of a message's sum from the workspace, with one_shot the payloads of all ranks. It is
+  // called in any thread, but not after the sum is done.
+  virtual void take(const Allreduce& sum, int64_t message, int64_t chunk, const uint8_t* payload, int64_t bytes) = 0;
 };
 
 class Running;
@@ -81,5 +111,13 @@ void end(const std::shared_ptr<Running>& running, Allreduce::Outputs first, Done
 
 // Returns the arguments with which a sum began.
 const Allreduce& asked(const Running& running);
+
+// Begins a sum of messages whose leaves a device has (Allreduce::device). Returns when the device knows what to do. If
+// the device fails, it doesn't call every Outgoing::ready, and the sum is never done.
+std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first);
+// Ends it: calls `done` when the device has taken all payloads.
+void end(const std::shared_ptr<Running>& running, Done done);
+// Then, with sum_feedback, returns the copies of the residuals that the sum has replaced: from `here` to `there`.
+std::vector<Device::Copy> replaced(const Running& running, const Allreduce::Outputs& first);
 
 }  // namespace jaxcgx::tcp

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <random>
@@ -58,6 +59,27 @@ std::optional<Failure> start(int64_t process, std::vector<Connection> connection
   the_net() = std::get<0>(made);
   pthread_atfork(nullptr, nullptr, [] { the_net()->forget(); });
   return std::nullopt;
+}
+
+namespace {
+
+std::mutex names_mutex;
+std::vector<int64_t>& names() {
+  static auto& all = *new std::vector<int64_t>;
+  return all;
+}
+
+}  // namespace
+
+void name_devices(std::vector<int64_t> ordinals) {
+  std::lock_guard<std::mutex> lock(names_mutex);
+  names() = std::move(ordinals);
+}
+
+int64_t number_of(int64_t ordinal) {
+  std::lock_guard<std::mutex> lock(names_mutex);
+  const auto found = std::find(names().begin(), names().end(), ordinal);
+  return found == names().end() ? -1 : found - names().begin();
 }
 
 void leave() {

@@ -28,6 +28,11 @@ std::shared_ptr<Running> take(uint64_t ticket, int32_t device);
 std::optional<Failure> start(int64_t process, std::vector<Connection> connections, int64_t devices,
                              std::chrono::milliseconds silence, double pace);
 
+// Names the devices of this process: XLA's ordinals for them, in the order of their numbers.
+void name_devices(std::vector<int64_t> ordinals);
+// Returns the number of a device; -1 if it has no name.
+int64_t number_of(int64_t ordinal);
+
 // Tells the other processes at once that this process has left. Call it before the process ends.
 void leave();
 

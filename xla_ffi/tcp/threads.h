@@ -30,10 +30,12 @@ class Threads {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       while (!tasks_.empty()) {
-        const auto task = std::move(tasks_.front());
-        tasks_.pop_front();
-        lock.unlock();
-        task();
+        {
+          const auto task = std::move(tasks_.front());  // destroyed without the lock, as it may own much
+          tasks_.pop_front();
+          lock.unlock();
+          task();
+        }
         lock.lock();
       }
       ++idle_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -18,12 +19,31 @@ constexpr int64_t kLine = 64;  // bytes of a cache line
 
 constexpr int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
+// Gets memory of a size, or nullptr, and gives it back. Without `give_back`, a pool keeps all of its memory.
+struct Memory {
+  std::function<uint8_t*(int64_t bytes)> get;
+  std::function<void(uint8_t*)> give_back;
+};
+
+inline Memory memory_on_the_heap() {
+  const auto get = [](int64_t bytes) {
+    auto* const fresh =
+        static_cast<uint8_t*>(std::aligned_alloc(kLine, static_cast<size_t>(std::max(whole_lines(bytes), kLine))));
+    if (fresh != nullptr) cpu::ask_for_large_pages(fresh, bytes);
+    return fresh;
+  };
+  return {get, [](uint8_t* p) { std::free(p); }};
+}
+
 // A pool of memory blocks. A block that is given back is kept for the next request of the same size, which saves page
 // faults. The kept bytes never exceed the peak of the bytes in use.
 class Workspaces : public std::enable_shared_from_this<Workspaces> {
  public:
+  explicit Workspaces(Memory memory = memory_on_the_heap()) : memory_(std::move(memory)) {}
   ~Workspaces() {
-    for (const auto& [bytes, p] : kept_) std::free(p);
+    for (const auto& [bytes, p] : kept_) {
+      if (memory_.give_back) memory_.give_back(p);
+    }
   }
 
   // Returns memory, or nullptr if none is left. It is given back when the last copy of the pointer is destroyed.
@@ -52,10 +72,7 @@ class Workspaces : public std::enable_shared_from_this<Workspaces> {
         return found;
       }
     }
-    const auto size = static_cast<size_t>(whole_lines(bytes));
-    auto* const fresh = static_cast<uint8_t*>(std::aligned_alloc(kLine, std::max<size_t>(size, kLine)));
-    if (fresh != nullptr) cpu::ask_for_large_pages(fresh, bytes);
-    return fresh;
+    return memory_.get(bytes);
   }
 
   void give_back(int64_t bytes, uint8_t* p) {
@@ -63,12 +80,13 @@ class Workspaces : public std::enable_shared_from_this<Workspaces> {
     in_use_ -= bytes;
     kept_.emplace_back(bytes, p);
     kept_bytes_ += bytes;
-    for (; kept_bytes_ > most_; kept_.pop_front()) {
+    for (; memory_.give_back && kept_bytes_ > most_; kept_.pop_front()) {
       kept_bytes_ -= kept_.front().first;
-      std::free(kept_.front().second);
+      memory_.give_back(kept_.front().second);
     }
   }
 
+  const Memory memory_;
   std::mutex mutex_;
   std::list<std::pair<int64_t, uint8_t*>> kept_;  // {bytes, memory}, the oldest first
   int64_t kept_bytes_ = 0, in_use_ = 0, most_ = 0;

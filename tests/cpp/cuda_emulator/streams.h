@@ -46,6 +46,17 @@ constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaEv
 constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
 using cudaStream_t = struct CUstream_st*;
 using cudaEvent_t = struct CUevent_st*;
+using cudaMemPool_t = struct CUmemPool_st*;
+enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold = 4 };
+enum cudaMemAllocationType { cudaMemAllocationTypePinned = 1 };
+enum cudaMemLocationType { cudaMemLocationTypeDevice = 1 };
+struct cudaMemPoolProps {
+  cudaMemAllocationType allocType;
+  struct {
+    cudaMemLocationType type;
+    int id;
+  } location;
+};
 using cudaHostFn_t = void (*)(void*);
 
 namespace cuda_emulator {
@@ -230,7 +241,7 @@ inline Record* record(cudaStream_t stream) {
 
 inline cudaError_t cudaSetDevice(int device) {
   CUDA_EMULATOR_CALL();
-  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+  return device >= 0 && device < 8 ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
 template <class T>
@@ -250,6 +261,27 @@ cudaError_t cudaHostAlloc(T** memory, size_t bytes, unsigned) {
 inline cudaError_t cudaFreeHost(void* memory) {
   CUDA_EMULATOR_CALL();
   return cuda_emulator::release(memory, false);
+}
+
+// Memory in the order of a stream.
+template <class T>
+cudaError_t cudaMallocFromPoolAsync(T** memory, size_t bytes, cudaMemPool_t, cudaStream_t) {
+  CUDA_EMULATOR_CALL();
+  return cuda_emulator::allocate(reinterpret_cast<void**>(memory), bytes, true);
+}
+inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
+  CUDA_EMULATOR_CALL();
+  cuda_emulator::submit(stream, [=] { cuda_emulator::release(memory, true); });
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) {
+  CUDA_EMULATOR_CALL();
+  *pool = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
+  CUDA_EMULATOR_CALL();
+  return cudaSuccess;
 }
 
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
@@ -292,6 +324,11 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  CUDA_EMULATOR_CALL();
+  return cuda_emulator::record(stream)->is_reached() ? cudaSuccess : cudaErrorNotReady;
+}
+
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   CUDA_EMULATOR_CALL();
   *event = new CUevent_st;
@@ -324,6 +361,7 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
   return cudaSuccess;
 }
 
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // A host function may call these, because they don't use the GPU.
 inline const char* cudaGetErrorName(cudaError_t error) { return cuda_emulator::description(error).name; }
 inline const char* cudaGetErrorString(cudaError_t error) { return cuda_emulator::description(error).text; }

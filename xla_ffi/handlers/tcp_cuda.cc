@@ -1,0 +1,122 @@
+// The exchanges over TCP of arrays in a GPU's memory. They are not for CUDA graphs: a handler reads its ticket, and
+// waits for other processes.
+#include <future>
+
+#include "handlers/cuda.h"
+#include "handlers/engine_error.h"
+#include "handlers/tcp_arguments.h"
+#include "tcp/gpu.h"
+#include "tcp/process.h"
+
+namespace jaxcgx {
+namespace {
+
+// Returns an error. The other processes learn that this one leaves, because they may wait for it.
+ffi::Error leaving(ffi::Error error) {
+  tcp::leave();
+  return error;
+}
+
+ffi::Error as_error(const std::string& op, const cuda::Status& status) {
+  const std::string failed = "jaxcgx_" + op + ": " + (status.call == nullptr ? "" : status.call);
+  if (status.error == cudaErrorMemoryAllocation) {
+    return ffi::Error(
+        ffi::ErrorCode::kResourceExhausted,
+        failed +
+            ": no memory; leave more of the GPU's to jaxcgx (XLA_PYTHON_CLIENT_MEM_FRACTION), and let the "
+            "host pin more (ulimit -l)");
+  }
+  if (status.error == cudaErrorNotSupported) {
+    return ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        failed + ": this GPU and its driver have no memory pools; update the driver, or give the axis's name alone");
+  }
+  return error_of(op, status);
+}
+ffi::Error as_error(const std::string& op, const tcp::Gpu::Trouble& trouble) {
+  if (trouble.status) return error_of("tcp", *trouble.status);
+  return trouble ? as_error(op, trouble.cuda) : ffi::Error::Success();
+}
+
+#define CGX_LEAVE_IF_FAILED(op, call, ...)                               \
+  if (const cudaError_t error = call(__VA_ARGS__); error != cudaSuccess) \
+  return leaving(as_error(op, cuda::Status{#call, error}))
+
+// The bytes go through pinned memory, and the stream waits for them.
+ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
+                    ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
+  const std::string op = "tcp_exchange";
+  auto asked = read_exchange(device, x, *y, dictionary);
+  if (asked.has_error()) return asked.error();
+  auto& memory = tcp::pinned_workspaces();
+  const auto in = memory.take(static_cast<int64_t>(x.size_bytes()));
+  const auto out = memory.take(static_cast<int64_t>(y->size_bytes()));
+  if (in == nullptr || out == nullptr)
+    return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
+  if (x.size_bytes() > 0)
+    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, in.get(), asked->collective.in, x.size_bytes(), cudaMemcpyDefault, stream);
+  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  std::promise<Status> done;
+  uint8_t* const to = asked->collective.out;
+  asked->collective.in = in.get(), asked->collective.out = out.get();
+  tcp::run(tcp::the_net(), asked->group, asked->collective, [&](const Status& status) { done.set_value(status); });
+  if (const Status status = done.get_future().get()) return error_of("tcp", *status);
+  if (y->size_bytes() > 0)
+    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, to, out.get(), y->size_bytes(), cudaMemcpyDefault, stream);
+  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  return ffi::Error::Success();
+}
+
+ffi::Error begin(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 ffi::Dictionary dictionary) {
+  const std::string op = "tcp_allreduce";
+  auto asked =
+      read_begin(device, args, rets, dictionary, tcp::pinned_workspaces(), "; let the host pin more (ulimit -l)");
+  if (asked.has_error()) return leaving(asked.error());
+  const int64_t batch = asked->sum.batch;
+  if (batch == 0) return ffi::Error::Success();
+  if (asked->inside) return invalid(op, "devices add their leaves in memory only on CPUs");
+  const auto gpu = std::make_shared<tcp::Gpu>(device, stream);
+  asked->sum.device = gpu;
+  auto [running, trouble] = tcp::Gpu::begin(tcp::the_net(), asked->group, std::move(asked->sum), asked->first);
+  if (trouble) return as_error(op, trouble);
+  const cuda::Status written = gpu->write(tcp::keep(std::move(running), device), batch, asked->words);
+  return written.call == nullptr ? ffi::Error::Success() : leaving(as_error(op, written));
+}
+
+ffi::Error end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+               ffi::Dictionary dictionary) {
+  const std::string op = "tcp_allreduce_end";
+  auto asked = read_end(args, rets, dictionary);
+  if (asked.has_error()) return asked.error();
+  uint64_t ticket = 0;
+  if (asked->message.batch > 0) {
+    const auto words = tcp::pinned_workspaces().take(sizeof ticket);
+    if (words == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
+    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, words.get(), asked->words, sizeof ticket, cudaMemcpyDefault, stream);
+    CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+    std::memcpy(&ticket, words.get(), sizeof ticket);
+  }
+  if (ticket == 0) {
+    cudaError_t error = cudaSuccess;
+    each_output(*asked, [&](void* out, int64_t bytes) {
+      if (error == cudaSuccess && bytes > 0) error = cudaMemsetAsync(out, 0, static_cast<size_t>(bytes), stream);
+    });
+    return error == cudaSuccess ? ffi::Error::Success() : as_error(op, cuda::Status{"cudaMemsetAsync", error});
+  }
+  auto running = sum_of(*asked, ticket, device);
+  if (running.has_error()) return running.error();
+  return as_error(op, tcp::Gpu::end(tcp::the_net(), *running, asked->first, stream));
+}
+
+}  // namespace
+
+#define CGX_ON_GPU ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::PlatformStream<cudaStream_t>>()
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxcgx_tcp_exchange_cuda, exchange,
+    CGX_ON_GPU.Arg<ffi::AnyBuffer>().Arg<ffi::Token>().Ret<ffi::AnyBuffer>().Ret<ffi::Token>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cuda, begin, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cuda, end, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
+
+}  // namespace jaxcgx
