@@ -148,7 +148,17 @@ struct Streams {
   }
 };
 
-std::vector<std::shared_ptr<tcp::Running>> never_ended;  // as if their tickets were kept
+// A sum that has begun. If it is never ended, it is kept, as its ticket would keep it.
+struct Begun {
+  std::shared_ptr<tcp::Running> running;
+  bool ended = false;
+  ~Begun() {
+    static std::mutex mutex;
+    static auto& kept = *new std::vector<std::shared_ptr<tcp::Running>>;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!ended) kept.push_back(running);
+  }
+};
 
 struct Options {
   bool apart = false;                                 // another stream ends the sum, as the program of a later step may
@@ -178,6 +188,7 @@ std::string on_gpu(const Asked& k, const std::shared_ptr<Net>& net, int64_t proc
        noise ? keys.as<const uint32_t>() : nullptr, noise && two_shot ? sum_keys.as<const uint32_t>() : nullptr,
        noise && two_shot ? hop_keys.as<const uint32_t>() : nullptr});
   if (trouble) return text_of(trouble);
+  Begun sum_begun{running};
   // The program uses its buffers for other data.
   for (const OnGpus* all : {&leaves, &old}) {
     for (const OnGpu& each : *all) {
@@ -188,7 +199,7 @@ std::string on_gpu(const Asked& k, const std::shared_ptr<Net>& net, int64_t proc
     if (!each->fill(0x11, stream)) return "cudaMemsetAsync";
   }
   if (options.apart && cudaStreamSynchronize(stream) != cudaSuccess) return "cudaStreamSynchronize";
-  if (!options.begun()) return never_ended.push_back(running), "not ended";
+  if (!options.begun()) return "not ended";
   tcp::Allreduce::Outputs outputs;
   if (two_shot)
     outputs.results = pointers<void>(out);
@@ -196,6 +207,7 @@ std::string on_gpu(const Asked& k, const std::shared_ptr<Net>& net, int64_t proc
     outputs.sums = pointers<float>(out);
   outputs.residuals = pointers<float>(residuals);
   const cudaStream_t last = options.apart ? later : stream;
+  sum_begun.ended = true;
   if (const auto failed = tcp::Gpu::end(net, running, outputs, last)) return text_of(failed);
   if (cudaStreamSynchronize(last) != cudaSuccess) return "cudaStreamSynchronize";
   for (size_t i = 0; i < out.size(); ++i) r.out[i] = out[i].copy();
