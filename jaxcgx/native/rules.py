@@ -237,6 +237,12 @@ def refuse(error: str) -> Rule:
     return rule
 
 
+def refuse_gpus(operation: str) -> Rule:
+    """Returns a lowering rule for GPUs, for a build without the CUDA half."""
+    why = "the computation is placed on a GPU, and this build has no CUDA half"
+    return refuse(f"jaxcgx_{operation}: {why}; {registration.CUDA_REMEDY}")
+
+
 # Registration
 
 
@@ -291,11 +297,7 @@ def register(
         return partitioned(primitive, _lower_to_handler(target, attributes, workspace_bytes))
 
     cpu = to_kernel(lambda message, **work: 0)
-    if registration.has_cuda():
-        cuda = to_kernel(registration.MODULE.workspace_bytes)
-    else:
-        why = "the computation is placed on a GPU, and this build has no CUDA half"
-        cuda = refuse(f"jaxcgx_{target}: {why}; {registration.CUDA_REMEDY}")
+    cuda = to_kernel(registration.MODULE.workspace_bytes) if registration.has_cuda() else refuse_gpus(target)
     for platform, kernel in ("cpu", cpu), ("cuda", cuda):
 
         def rule(ctx: Any, *operands: Any, layout: Layout, kernel: Rule = kernel, **params: object) -> Any:

@@ -25,7 +25,7 @@ from jaxcgx.native import registration
 from jaxcgx.native.connections import connect
 from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.rng import kernel_key
-from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, places, refuse
+from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, places, refuse, refuse_gpus
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
@@ -108,9 +108,7 @@ def lower(primitive: _compat.Primitive, rule: Any) -> None:
     where = "Tcp is for processes that compute on CPUs or NVIDIA's GPUs; the computation is placed on another platform"
     mlir.register_lowering(primitive, refuse(f"jaxcgx_tcp: {where}; give the axis's name alone"))
     mlir.register_lowering(primitive, rule, platform="cpu")
-    lacking = "the computation is placed on a GPU, and this build has no CUDA half"
-    cuda = rule if registration.has_cuda() else refuse(f"jaxcgx_tcp: {lacking}; {registration.CUDA_REMEDY}")
-    mlir.register_lowering(primitive, cuda, platform="cuda")
+    mlir.register_lowering(primitive, rule if registration.has_cuda() else refuse_gpus("tcp"), platform="cuda")
 
 
 tcp_exchange_p.def_effectful_abstract_eval(exchange_aval)

@@ -107,6 +107,11 @@ class Exchange(Protocol):
 AnyExchange: TypeAlias = Exchange | Codec | Plan | dict[Any, Any]
 
 
+def is_rounds(given: object) -> bool:
+    """Returns whether a value is Rounds (rounds.py), which move parameters instead of gradients."""
+    return callable(getattr(given, "act", None)) and not isinstance(given, type)
+
+
 def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
     """Begins and ends an exchange on a rank, and returns (mean, new state). `state.own` has a row."""
 

@@ -17,8 +17,7 @@ from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after, choose, zeros
-from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, routes_of, set_phases
-from jaxcgx.train.rounds import is_rounds
+from jaxcgx.train.exchange import At, Exchange, Number, check_hyperparameter, is_rounds, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree

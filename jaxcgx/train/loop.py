@@ -1,16 +1,16 @@
 """make_train_step: makes a data-parallel training step from a loss, an optimizer, a mesh and an exchange."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, OverMesh, check_mesh
-from jaxcgx.train.exchange import AnyExchange, Exchange
+from jaxcgx.train.exchange import AnyExchange, Exchange, is_rounds
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
 from jaxcgx.train.outputs import ModelState
-from jaxcgx.train.rounds import Rounds, is_rounds, train_rounds
+from jaxcgx.train.rounds import Rounds, train_rounds
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
@@ -92,7 +92,7 @@ def make_train_step(
     check_flag(OP, "donate", donate)
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
-    rounds = exchange if is_rounds(exchange) else None
+    rounds = cast(Rounds, exchange) if is_rounds(exchange) else None
     exchange = as_exchange(exchange if rounds is None else rounds.inside)
     division = _divide(mesh_or_comm, sharding, exchange)
     _check_overlap(overlap, mesh_or_comm, exchange, rounds)

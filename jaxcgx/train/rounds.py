@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +99,6 @@ class Rounds(Protocol):
     def measured(self, states: Sequence[ExchangeState]) -> PyTree:
         """Returns the telemetry of the last rounds, or None."""
         ...
-
-
-def is_rounds(given: Any) -> TypeGuard[Rounds]:
-    return callable(getattr(given, "act", None)) and not isinstance(given, type)
 
 
 class RoundsState(NamedTuple):

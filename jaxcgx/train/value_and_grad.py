@@ -119,7 +119,7 @@ def value_and_grad(
 def grad(
     loss_fn: Callable[..., Any],
     axis_name: AxisName,
-    exchange: Exchange | Codec | Plan | dict[Any, Any],
+    exchange: AnyExchange,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,

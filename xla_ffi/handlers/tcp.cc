@@ -81,7 +81,7 @@ ffi::Future begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs ar
     running = tcp::begin(net, asked->group, std::move(asked->sum), std::move(asked->first), pool_of(threads));
     promise.SetAvailable();
   }
-  write_ticket(tcp::keep(std::move(running), device), batch, asked->words);
+  tcp::write_ticket(tcp::keep(std::move(running), device), batch, asked->words);
   return future;
 }
 
@@ -90,7 +90,7 @@ ffi::Future end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets
   if (asked.has_error()) return failed(asked.error());
   ffi::Promise promise;
   ffi::Future future(promise);
-  const uint64_t ticket = asked->message.batch == 0 ? 0 : asked->words[0] | uint64_t{asked->words[1]} << 32;
+  const uint64_t ticket = asked->message.batch == 0 ? 0 : tcp::ticket_of(asked->words);
   if (ticket == 0) {
     each_output(*asked, [](void* out, int64_t bytes) { std::memset(out, 0, static_cast<size_t>(bytes)); });
     promise.SetAvailable();

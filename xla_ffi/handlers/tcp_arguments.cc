@@ -95,7 +95,7 @@ ffi::Error check_shares(const std::string& op, const Message& message, const std
 
 }  // namespace
 
-ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y,
+ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer y,
                                         ffi::Dictionary dictionary) {
   const std::string op = "tcp_exchange";
   Attributes attributes(op, dictionary);
@@ -117,14 +117,10 @@ ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, const ffi::AnyBuffer& x,
           invalid(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks"));
   }
 
-  auto* const out = static_cast<uint8_t*>(const_cast<ffi::AnyBuffer&>(y).untyped_data());
-  return TcpExchange{*group,
-                     {kind,
-                      *bytes,
-                      {targets.begin(), targets.end()},
-                      static_cast<const uint8_t*>(const_cast<ffi::AnyBuffer&>(x).untyped_data()),
-                      out,
-                      digest}};
+  auto* const out = static_cast<uint8_t*>(y.untyped_data());
+  return TcpExchange{
+      *group,
+      {kind, *bytes, {targets.begin(), targets.end()}, static_cast<const uint8_t*>(x.untyped_data()), out, digest}};
 }
 
 ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
@@ -212,13 +208,6 @@ ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args
                                     "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes" + remedy));
 }
 
-void write_ticket(uint64_t ticket, int64_t batch, uint32_t* words) {
-  for (int64_t i = 0; i < batch; ++i) {
-    words[2 * i] = static_cast<uint32_t>(ticket);
-    words[2 * i + 1] = static_cast<uint32_t>(ticket >> 32);
-  }
-}
-
 ffi::ErrorOr<TcpEnd> read_end(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                               ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce_end";
@@ -261,7 +250,7 @@ ffi::ErrorOr<std::shared_ptr<tcp::Running>> sum_of(const TcpEnd& end, uint64_t t
   };
   if (end.message.batch != a.batch || end.two_shot != a.two_shot || end.feedback != a.feedback ||
       !alike(a.layout.leaves, end.message.layout->leaves) || end.whole == a.whole.empty() ||
-      !alike(a.whole.empty() ? a.layout.leaves : a.whole, end.leaves))
+      !alike(a.leaves(), end.leaves))
     return ffi::Unexpected(invalid(op, "another message than the sum began with"));
   return running;
 }

@@ -18,8 +18,7 @@ struct TcpExchange {
   tcp::Group group;
   tcp::Collective collective;  // with the operand and the result as `in` and `out`
 };
-ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y,
-                                        ffi::Dictionary dictionary);
+ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Dictionary dictionary);
 
 // A sum of messages takes two calls, begin and end. Between them the program does other work, or returns: then a later
 // program ends the sum.
@@ -49,8 +48,6 @@ struct TcpBegin {
 // `memory`: for the workspace of the sum. Where it has none left, the error says `remedy`.
 ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                   ffi::Dictionary dictionary, tcp::Workspaces& memory, const std::string& remedy = "");
-// Writes the ticket of a sum for each message of the batch.
-void write_ticket(uint64_t ticket, int64_t batch, uint32_t* words);
 
 struct TcpEnd {
   Message message;

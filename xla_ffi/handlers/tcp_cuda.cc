@@ -91,11 +91,11 @@ ffi::Error end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi
   if (asked.has_error()) return asked.error();
   uint64_t ticket = 0;
   if (asked->message.batch > 0) {
-    const auto words = tcp::pinned_workspaces().take(sizeof ticket);
+    const auto words = tcp::pinned_workspaces().take(tcp::kTicketBytes);
     if (words == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
-    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, words.get(), asked->words, sizeof ticket, cudaMemcpyDefault, stream);
+    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, words.get(), asked->words, tcp::kTicketBytes, cudaMemcpyDefault, stream);
     CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
-    std::memcpy(&ticket, words.get(), sizeof ticket);
+    ticket = tcp::ticket_of(reinterpret_cast<const uint32_t*>(words.get()));
   }
   if (ticket == 0) {
     cudaError_t error = cudaSuccess;

@@ -46,11 +46,9 @@ std::vector<T*> behind(const std::vector<Leaf>& leaves, int64_t row, std::vector
   }
   return first;
 }
-// Returns the leaves as a device has them.
-const std::vector<Leaf>& leaves_of(const Allreduce& a) { return a.whole.empty() ? a.layout.leaves : a.whole; }
 Allreduce::Inputs behind(const Allreduce& a, int64_t row, const Allreduce::Inputs& first) {
   const std::vector<Leaf>& leaves = a.layout.leaves;
-  return {behind(leaves_of(a), row, first.leaves),
+  return {behind(a.leaves(), row, first.leaves),
           behind(leaves, row, first.residuals, DType::kF32),
           behind(leaves, row, first.new_residuals, DType::kF32),
           first.first_key ? first.first_key + kKeyWords * row : nullptr,
@@ -59,7 +57,7 @@ Allreduce::Inputs behind(const Allreduce& a, int64_t row, const Allreduce::Input
 }
 Allreduce::Outputs behind(const Allreduce& a, int64_t row, const Allreduce::Outputs& first) {
   const std::vector<Leaf>& leaves = a.layout.leaves;
-  return {behind(leaves, row, first.sums, DType::kF32), behind(leaves_of(a), row, first.results),
+  return {behind(leaves, row, first.sums, DType::kF32), behind(a.leaves(), row, first.results),
           behind(leaves, row, first.residuals, DType::kF32)};
 }
 
@@ -160,7 +158,6 @@ struct Kept {
   std::vector<Part> own, residuals;  // by part of the message; empty where this rank sums nothing
   uint32_t *sum_key = nullptr, *hop_key = nullptr;
 
-  Kept() = default;
   Kept(const Allreduce& a, int64_t rank) : own(static_cast<size_t>(a.parts())), residuals(own.size()) {
     for (int64_t part = 0; part < a.parts(); ++part) {
       if (a.summed(part, rank).empty()) continue;
@@ -204,6 +201,17 @@ int64_t Allreduce::workspace_bytes(int64_t rank) const {
   int64_t rows = two_shot ? 2 * parts() : 0;
   for (int64_t part = 0; part < parts(); ++part) rows += static_cast<int64_t>(summed(part, rank).size());
   return whole_lines(rows * batch * pieces() * layout.chunk_bytes) + batch * Kept(*this, rank).bytes();
+}
+
+Encode Allreduce::encoding(const Inputs& first, int64_t batch, uint8_t* payload) const {
+  Encode e{layout, batch};
+  e.leaves = first.leaves.data();
+  e.leaf_ids = ids.data();
+  e.keys = first.first_key;
+  e.residuals = feedback ? first.residuals.data() : nullptr;
+  e.new_residuals = first.new_residuals.data();
+  e.payload = payload;
+  return e;
 }
 
 // A sum that has begun. The pieces of all messages of the batch are numbered, message after message.
@@ -367,8 +375,8 @@ class Running : public std::enable_shared_from_this<Running> {
   void end(const Allreduce::Outputs& first, Done done) {
     done_ = std::move(done);
     for (int64_t row = 0; row < a_.batch; ++row) outputs_.push_back(behind(a_, row, first));
-    for (size_t i = 0; i < leaves_of(a_).size(); ++i) {
-      const Leaf& leaf = leaves_of(a_)[i];
+    for (size_t i = 0; i < a_.leaves().size(); ++i) {
+      const Leaf& leaf = a_.leaves()[i];
       void* const out = first.results.empty() ? first.sums[i] : first.results[i];
       cpu::ask_for_large_pages(out, a_.batch * leaf.size * (first.results.empty() ? 4 : size_of(leaf.dtype)));
     }
@@ -389,12 +397,15 @@ class Running : public std::enable_shared_from_this<Running> {
 
   const Allreduce& asked() const { return a_; }
 
-  // Returns the copies of a message's residuals that the sum has replaced, to its outputs.
-  std::vector<Device::Copy> replaced(size_t message, const Allreduce::Outputs& outputs) const {
+  // Returns the copies of the residuals that the sum has replaced, to its outputs.
+  std::vector<Device::Copy> replaced(const Allreduce::Outputs& first) const {
     std::vector<Device::Copy> found;
-    for (const Part& part : kept_[message].residuals) {
-      const auto more = part.copies(outputs.residuals);
-      found.insert(found.end(), more.begin(), more.end());
+    for (size_t message = 0; message < kept_.size(); ++message) {
+      const auto outputs = behind(a_, static_cast<int64_t>(message), first);
+      for (const Part& part : kept_[message].residuals) {
+        const auto more = part.copies(outputs.residuals);
+        found.insert(found.end(), more.begin(), more.end());
+      }
     }
     return found;
   }
@@ -497,14 +508,8 @@ class Running : public std::enable_shared_from_this<Running> {
   }
 
   void encode_chunk(const Allreduce::Inputs& m, int64_t part, int64_t piece, uint8_t* to, const cpu::Pool& pool) const {
-    Encode e{a_.layout, 1};
-    e.leaves = m.leaves.data();
-    e.leaf_ids = a_.ids.data();
-    e.keys = m.first_key;
-    e.residuals = a_.feedback ? m.residuals.data() : nullptr;
-    e.new_residuals = m.new_residuals.data();
-    e.payload = to;
-    cpu::encode(e, pool, chunk(part, piece), a_.whole.empty() ? cpu::Source() : sums_of(piece));
+    const cpu::Source source = a_.whole.empty() ? cpu::Source() : sums_of(piece);
+    cpu::encode(a_.encoding(m, 1, to), pool, chunk(part, piece), source);
   }
 
   // Returns the source of this device's share: the sums of the devices' numbers, which are added in float32.
@@ -712,10 +717,8 @@ class Running : public std::enable_shared_from_this<Running> {
 
   // Copies the new residuals of the parts that this rank sums to the outputs.
   void give_residuals() {
-    for (size_t i = 0; i < kept_.size(); ++i) {
-      for (const Device::Copy& copy : replaced(i, outputs_[i]))
-        std::memcpy(copy.there, copy.here, static_cast<size_t>(copy.bytes));
-    }
+    for (const Device::Copy& copy : replaced(outputs_[0]))
+      std::memcpy(copy.there, copy.here, static_cast<size_t>(copy.bytes));
   }
 
   const Allreduce a_;
@@ -780,13 +783,7 @@ std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce 
 void end(const std::shared_ptr<Running>& running, Done done) { running->end_there(std::move(done)); }
 
 std::vector<Device::Copy> replaced(const Running& running, const Allreduce::Outputs& first) {
-  const Allreduce& a = running.asked();
-  std::vector<Device::Copy> found;
-  for (int64_t row = 0; row < a.batch && a.sum_feedback; ++row) {
-    const auto more = running.replaced(static_cast<size_t>(row), behind(a, row, first));
-    found.insert(found.end(), more.begin(), more.end());
-  }
-  return found;
+  return running.replaced(first);
 }
 
 }  // namespace jaxcgx::tcp

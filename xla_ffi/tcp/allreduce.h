@@ -58,6 +58,10 @@ struct Allreduce {
   std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes() bytes
   std::shared_ptr<Device> device = {};      // null: the leaves are in this process's memory
 
+  // The leaves as a device has them.
+  const std::vector<Leaf>& leaves() const { return whole.empty() ? layout.leaves : whole; }
+  // How the first of `batch` messages, and those behind it, are encoded.
+  Encode encoding(const Inputs& first, int64_t batch, uint8_t* payload) const;
   int64_t parts() const { return two_shot ? static_cast<int64_t>(parents.size()) / ranks : 1; }
   int64_t pieces() const { return layout.chunks() / parts(); }  // of each part of a message
   int64_t parent(int64_t part, int64_t rank) const { return parents[static_cast<size_t>(part * ranks + rank)]; }

@@ -1,10 +1,10 @@
 #include "tcp/gpu.h"
 
 #include <algorithm>
-#include <cstring>
 #include <future>
 #include <map>
 
+#include "tcp/process.h"
 #include "tcp/threads.h"
 
 namespace jaxcgx::tcp {
@@ -80,15 +80,8 @@ bool Gpu::copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
 }
 
 void Gpu::encode(const Allreduce& sum, const Allreduce::Inputs& first, std::vector<Outgoing> outgoing) {
-  const Layout& l = sum.layout;
   if (!ok(streams_.status) || !allocate(sum, outgoing)) return;
-  Encode e{l, sum.batch};
-  e.leaves = first.leaves.data();
-  e.leaf_ids = sum.ids.data();
-  e.keys = first.first_key;
-  e.residuals = sum.feedback ? first.residuals.data() : nullptr;
-  e.new_residuals = first.new_residuals.data();
-  e.payload = block_;
+  Encode e = sum.encoding(first, sum.batch, block_);
   e.workspace = workspace_;
   if (!ok(cuda::encode(e, stream_))) return;
   uint8_t* kept = kept_;
@@ -140,10 +133,10 @@ std::pair<std::shared_ptr<Running>, Gpu::Trouble> Gpu::begin(std::shared_ptr<Net
 }
 
 cuda::Status Gpu::write(uint64_t ticket, int64_t batch, uint32_t* words) {
-  const int64_t bytes = batch * int64_t{sizeof ticket};
+  const int64_t bytes = batch * kTicketBytes;
   ticket_ = pinned_workspaces().take(bytes);
   if (ticket_ == nullptr) return {"cudaHostAlloc", cudaErrorMemoryAllocation};
-  for (int64_t i = 0; i < batch; ++i) std::memcpy(ticket_.get() + i * int64_t{sizeof ticket}, &ticket, sizeof ticket);
+  write_ticket(ticket, batch, reinterpret_cast<uint32_t*>(ticket_.get()));
   copy(words, ticket_.get(), bytes, stream_);
   return status();
 }

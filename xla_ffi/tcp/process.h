@@ -24,6 +24,16 @@ uint64_t keep(std::shared_ptr<Running> running, int32_t device);
 // Removes the sum of a device with this ticket and returns it; null if there is none.
 std::shared_ptr<Running> take(uint64_t ticket, int32_t device);
 
+// A ticket in the arrays of a program: two words, the same for each message of a batch.
+constexpr int64_t kTicketBytes = 8;
+inline void write_ticket(uint64_t ticket, int64_t batch, uint32_t* words) {
+  for (int64_t i = 0; i < batch; ++i) {
+    words[2 * i] = static_cast<uint32_t>(ticket);
+    words[2 * i + 1] = static_cast<uint32_t>(ticket >> 32);
+  }
+}
+inline uint64_t ticket_of(const uint32_t* words) { return words[0] | uint64_t{words[1]} << 32; }
+
 // Takes over the connections of this process. It can be called only once. See Net::make.
 std::optional<Failure> start(int64_t process, std::vector<Connection> connections, int64_t devices,
                              std::chrono::milliseconds silence, double pace);
