@@ -72,7 +72,7 @@ def _connect(devices: int, timeout: float, links: Links) -> None:
             now = time.monotonic()
             if now >= deadline:
                 late = ", ".join(map(str, meeting.missing))
-                raise MeetingError(f"process {late} has not come within {timeout:g} s")
+                raise MeetingError(f"process {late} has not come within {timeout:g} s{meeting.hint}")
             if unknown and now >= look:
                 found, look = dict(store.key_value_dir_get("jaxcgx/tcp/")), now + LOOK
                 for other in [other for other in unknown if f"jaxcgx/tcp/{other}" in found]:

@@ -104,6 +104,7 @@ class Meeting:
         self.channels: range = range(DATA + devices * links.connections)
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
         self.hosts: list[str] = [""] * processes
+        self.hint: str = ""  # why a process may be missing; anyone can call, so it is no reason to end
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor
         self._poll = select.poll()
         self._strangers: list[socket.socket] = []  # the oldest first
@@ -263,6 +264,7 @@ class Meeting:
         hello = yield HELLO.size
         magic, _, other, channel, *links = HELLO.unpack(hello)
         if magic != MAGIC:
+            self.hint = f"; one has called with {_versions(magic)}" if magic.startswith(b"jaxcgx") else self.hint
             raise _Refused
         proof = yield PROOF
         known = hmac.compare_digest(proof, self._proof(b"calls", hello, mine))
@@ -285,8 +287,7 @@ class Meeting:
         answer = yield HELLO.size
         magic, _, process, _, *links = HELLO.unpack(answer)
         if magic != MAGIC and magic.startswith(b"jaxcgx"):
-            theirs, ours = magic[6:].hex(), MAGIC[6:].hex()
-            raise MeetingError(f"{other} has version {theirs} of jaxcgx's protocol, this process has version {ours}")
+            raise MeetingError(f"{other} has {_versions(magic)}")
         if magic != MAGIC or process != other.process:
             raise MeetingError(f"{other} is not that process: another one, or another version of jaxcgx, listens there")
         sock.send(self._proof(b"calls", mine, answer))
@@ -376,6 +377,10 @@ class Meeting:
 
     def _again(self, other: Other, channel: int) -> None:
         self._calls.append((time.monotonic() + AGAIN, other, channel))
+
+
+def _versions(magic: bytes) -> str:
+    return f"version {magic[6:].hex()} of jaxcgx's protocol, this process has version {MAGIC[6:].hex()}"
 
 
 def _addresses(other: Other) -> list[Any]:

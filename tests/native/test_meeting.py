@@ -159,6 +159,15 @@ def test_another_version_listens(magic, words):
                 second.step(1)
 
 
+def test_another_version_calls():
+    with process(0) as first, stranger(first) as old:
+        old.sendall(HELLO.pack(b"jaxcgx\x20\x01", bytes(32), 1, 0, 1, 0))
+        go_on(first, until=lambda: first.hint)
+        ours = MAGIC[6:].hex()
+        assert first.hint == f"; one has called with version 2001 of jaxcgx's protocol, this process has version {ours}"
+        assert first.missing == [1]
+
+
 def test_nobody_listens():
     with process(1) as second, socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
