@@ -61,6 +61,8 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py))
 # Everything that tests need is installed, so a skip for want of it is a failure (tests/conftest.py).
 REQUIRED_TESTS := JAXCGX_REQUIRE_TESTS=1
+# Tests that take long and enter no line that others don't (scripts/choose.py).
+USUALLY_LEFT_OUT := @tests/full.txt
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := $(REQUIRED_TESTS) .venv/bin/python -m pytest -n 3 --dist worksteal
 # Bytes, a step of each style against NumPy or plain JAX, derivatives and vmap, layers, and two processes over Tcp.
@@ -75,7 +77,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 
 .PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
-	house-check matrix matrix-short mutate wheels clean interpreter \
+	house-check matrix matrix-short mutate wheels choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-lab bench-long-links bench-mpi \
@@ -128,6 +130,7 @@ test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, i
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
+test-full: USUALLY_LEFT_OUT :=
 test-full: begin cpptest pytest test-recipes test-demos test-chaos test-ray test-old mpi mpich cuda matrix house-check slowest ## run every test in its full form, also those that take long
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
@@ -165,8 +168,9 @@ build: $(INSTALLED) ## build and install into .venv
 
 pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
-	@$(PYTEST) --junitxml=$(TIMES)/python-1.xml $(USUAL)
-	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml $(ON_RANKS:%=--ignore %) $(USUAL:%=--ignore %)
+	@$(PYTEST) $(USUALLY_LEFT_OUT) --junitxml=$(TIMES)/python-1.xml $(USUAL)
+	@$(CHEAP_FLAGS) $(PYTEST) $(USUALLY_LEFT_OUT) --junitxml=$(TIMES)/python-2.xml \
+		$(ON_RANKS:%=--ignore %) $(USUAL:%=--ignore %)
 
 mpi: RANKS = 1 2 3 4
 mpi: ON_TWO = transforms pages
@@ -216,16 +220,19 @@ house: $(INSTALLED) ## count the code and what tracing a step costs; PROGRAMS=NA
 house-check: $(INSTALLED) ## compare these counts with their limits
 	@JAX_PLATFORMS=cpu .venv/bin/python scripts/house.py --check
 
-# MINUTES: no mutant begins later. An interrupted run continues.
-# Which lines of the package each test enters, for `mutate`; remove the folder to find it anew. It takes twice as long as
-# the tests.
+# Which lines of the package each test enters, for `mutate` and `choose`; remove the folder to find it anew. It takes
+# twice as long as the tests.
 build/entered: $(INSTALLED)
 	@.venv/bin/python $(PIP) coverage
 	@rm -rf $@.new && JAXCGX_ENTERED=$@.new PYTHONPATH=scripts/mutant $(CHEAP_FLAGS) $(PYTEST) -q -p entered \
 		$(ON_RANKS:%=--ignore %) && mv $@.new $@
 
+# MINUTES: no mutant begins later. An interrupted run continues.
 mutate: build/entered ## change 150 places of the package, one at a time, and look whether a test fails; MINUTES=150
 	@$(CHEAP_FLAGS) .venv/bin/python scripts/mutate.py --minutes $(or $(MINUTES),150)
+
+choose: build/entered ## write tests/full.txt, the long tests that only `make test-full` runs
+	@.venv/bin/python scripts/choose.py
 
 wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
 	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)

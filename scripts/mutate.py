@@ -3,13 +3,14 @@
     python scripts/mutate.py --count 150 --seed 0 --minutes 150
 
 Mutants are drawn by the seed over all modules, each module as likely as it has places. A mutant is killed by the first
-test that fails. The tests that enter its line come first, the quickest at the beginning (mutant/entered.py finds them,
-once), then those of its folder, then those of everything. Results are kept in benchmarks/results/mutants.json, so an
+test that fails. The tests that enter its line run, the quickest first (mutant/entered.py finds them, once); where none
+does, those of its folder, then those of everything. Results are kept in benchmarks/results/mutants.json, so an
 interrupted run continues; a mutant runs again if its line changed.
 """
 
 import argparse
 import ast
+import concurrent.futures
 import functools
 import json
 import os
@@ -17,12 +18,13 @@ import pathlib
 import random
 import subprocess
 import sys
+import tempfile
 import time
 
 from jaxcgx.report import results
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDER, RESULTS, ENTERED = ROOT / "build/mutants", ROOT / "benchmarks/results", ROOT / "build/entered"
+RESULTS, ENTERED = ROOT / "benchmarks/results", ROOT / "build/entered"
 LIMIT = 900  # seconds of one run of pytest
 LONGEST = 300  # seconds of the tests that enter a line, all together
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
@@ -96,26 +98,33 @@ def drawn(count, seed):
 
 @functools.cache
 def entered():
-    """Returns what mutant/entered.py has written of each test, the quickest test first."""
-    rows = [json.loads(line) for file in ENTERED.glob("*.jsonl") for line in file.read_text().splitlines()]
-    return sorted(rows, key=lambda row: row["seconds"])
+    """Returns {test: (seconds, {file: lines})} as mutant/entered.py has written them, the quickest test first."""
+    found: dict[str, tuple[float, dict[str, int]]] = {}
+    for file in ENTERED.glob("*.jsonl"):
+        for row in map(json.loads, file.read_text().splitlines()):  # of a test, or of a process that it started
+            seconds, lines = found.get(row["test"], (0.0, {}))
+            for name, bits in row["lines"].items():
+                lines[name] = lines.get(name, 0) | int(bits, 16)
+            found[row["test"]] = seconds + row["seconds"], lines
+    return dict(sorted(found.items(), key=lambda item: item[1][0]))
 
 
 def entering(path, line):
     """Returns the quickest tests that enter a line."""
-    file, seconds, found = str(path.relative_to(ROOT)), 0.0, []
-    for row in entered():
-        if int(row["lines"].get(file, "0"), 16) >> line & 1 and seconds + row["seconds"] <= LONGEST:
-            seconds += row["seconds"]
-            found.append(row["test"])
+    file, total, found = str(path.relative_to(ROOT)), 0.0, []
+    for test, (seconds, lines) in entered().items():
+        if lines.get(file, 0) >> line & 1 and total + seconds <= LONGEST:
+            total += seconds
+            found.append(test)
     return found
 
 
 def tests_of(path, line):
     """Returns lists of tests, the most likely to kill a mutant of this line first."""
-    folder = ROOT / "tests" / path.relative_to(ROOT / "jaxcgx").parts[0]
-    found = [entering(path, line), [str(folder.relative_to(ROOT))] if folder.is_dir() else [], list(EVERYTHING)]
-    return [tests for tests in found if tests]
+    if found := entering(path, line):
+        return [found]
+    folder = ROOT / "tests" / path.relative_to(ROOT / "jaxcgx").parts[0]  # the line is entered when it is imported
+    return [[str(folder.relative_to(ROOT))] if folder.is_dir() else [], list(EVERYTHING)]
 
 
 def run(tests, module, path):
@@ -143,11 +152,11 @@ def examined(path, place):
     """Returns the row of a mutant, after its tests."""
     row, (_, start, end, text), code = described(path, place), place, path.read_bytes()
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    mutant = FOLDER / path.name
-    mutant.write_bytes(code[:start] + text.encode() + code[end:])
     begun = time.monotonic()
-    killer = next(filter(None, (run(tests, module, mutant) for tests in tests_of(path, row["line"]))), None)
+    with tempfile.TemporaryDirectory() as folder:
+        mutant = pathlib.Path(folder, path.name)
+        mutant.write_bytes(code[:start] + text.encode() + code[end:])
+        killer = next(filter(None, (run(tests, module, mutant) for tests in tests_of(path, row["line"]))), None)
     reason = REASONS.get((row["file"], row["code"]))
     result = KILLED if killer else EQUIVALENT if reason else SURVIVED
     return row | dict(result=result, by=killer or reason, seconds=round(time.monotonic() - begun))
@@ -180,19 +189,23 @@ def main():
     file, begun = RESULTS / "mutants.json", time.monotonic()
     known = results.read(file)["rows"] if file.exists() else []
     data = results.origin("make mutate") | dict(seed=options.seed, count=options.count, rows=[])
-    alike = lambda row: {name: row[name] for name in ("file", "code", "before", "after")}
-    for number, (path, place) in enumerate(drawn(options.count, options.seed)):
-        row = described(path, place)
-        found = next((old | {"line": row["line"]} for old in known if alike(old) == alike(row)), None)
-        asked = number in options.only if options.only else found is None
-        if asked and time.monotonic() - begun < 60 * options.minutes:
-            found = examined(path, place)
+    alike = lambda row: tuple(row[name] for name in ("file", "code", "before", "after"))
+    mutants = drawn(options.count, options.seed)
+    new = [described(*mutant) for mutant in mutants]
+    rows = {alike(row): row for row in known}
+    asked = options.only or [i for i, row in enumerate(new) if alike(row) not in rows]
+
+    def examine(i):
+        if time.monotonic() - begun < 60 * options.minutes:
+            rows[alike(new[i])] = row = examined(*mutants[i])
             what = f"{row['file']}:{row['line']} {row['before']!r} -> {row['after']!r}"
-            print(f"{number}: {what}: {found['result']} {found['by'] or ''}", flush=True)
-        if found is not None:
-            data["rows"].append(found)
-            taken = [alike(each) for each in data["rows"]]
-            results.write(file, data | {"rows": data["rows"] + [old for old in known if alike(old) not in taken]})
+            print(f"{i}: {what}: {row['result']} {row['by'] or ''}", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(examine, asked):
+            results.write(file, data | dict(rows=list(rows.values())))
+    # A line that is still there may have moved.
+    data["rows"] = [rows[alike(row)] | dict(line=row["line"]) for row in new if alike(row) in rows]
     results.write(file, data)
     (RESULTS / "mutants.md").write_text("\n".join(table(data)) + "\n")
 

@@ -2,10 +2,12 @@
 
     JAXCGX_ENTERED=FOLDER python -m pytest -p entered tests
 
-Each worker has a file of its own in the folder: a JSON object per line. Lines that only processes of a test enter
-aren't seen, nor those of a function whose result another test has left in a cache.
+Each process has a file of its own in the folder: a JSON object per line, of a test, or of a process that a test started
+(sitecustomize.py). Not seen are lines of a function whose result another test has left in a cache, and those of a
+process that is killed.
 """
 
+import atexit
 import json
 import os
 import pathlib
@@ -32,9 +34,21 @@ def taken():
     }
 
 
+def write(test, seconds):
+    folder = pathlib.Path(os.environ["JAXCGX_ENTERED"])
+    folder.mkdir(parents=True, exist_ok=True)
+    row = dict(test=test, seconds=round(seconds, 2), lines=taken())
+    with (folder / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def follow(test):
+    """Writes at the end of this process which lines it has entered for the test that started it. Imports count."""
+    atexit.register(write, test, seconds=0)
+
+
 class Entered:
-    def __init__(self, file):
-        self.file = file
+    def __init__(self):
         taken()  # what imports have entered
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -43,17 +57,14 @@ class Entered:
         try:
             return (yield)
         finally:
-            row = dict(test=item.nodeid, seconds=round(time.monotonic() - begun, 2), lines=taken())
-            with self.file.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            write(item.nodeid, time.monotonic() - begun)
 
 
 def pytest_collection_finish(session):
     if session.config.option.numprocesses and not hasattr(session.config, "workerinput"):
         return  # the process that hands out tests runs none
-    folder = pathlib.Path(os.environ["JAXCGX_ENTERED"])
-    folder.mkdir(parents=True, exist_ok=True)
-    session.config.pluginmanager.register(Entered(folder / f"{os.getpid()}.jsonl"))
+    os.environ["JAXCGX_ENTERED"] = os.path.abspath(os.environ["JAXCGX_ENTERED"])  # for processes in other folders
+    session.config.pluginmanager.register(Entered())
 
 
 PACKAGE.start()

@@ -1,6 +1,6 @@
-"""Python runs this at its start, with this folder on PYTHONPATH. It replaces a module by the file JAXCGX_MUTANT names.
+"""Python runs this at its start, with this folder on PYTHONPATH, in the processes that tests start, too.
 
-It does so in the processes that tests start, too.
+It replaces a module by the file that JAXCGX_MUTANT names. With JAXCGX_ENTERED, entered.py follows the process.
 """
 
 import os
@@ -11,3 +11,8 @@ if given := os.environ.get("JAXCGX_MUTANT"):  # MODULE=PATH
     for finder in sys.meta_path:  # that of the editable install
         if module in getattr(finder, "known_source_files", ()):
             finder.known_source_files = {**finder.known_source_files, module: path}
+
+if "JAXCGX_ENTERED" in os.environ and (test := os.environ.get("PYTEST_CURRENT_TEST")):
+    import entered
+
+    entered.follow(test.rpartition(" ")[0])
