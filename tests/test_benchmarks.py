@@ -1,8 +1,10 @@
 """Tests parts of benchmarks, and that they set up devices only after they have imported one another."""
 
 import functools
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -104,3 +106,28 @@ def test_the_steps_to_a_loss_have_no_lag(scripts, count):
     target = float(losses[-2]) + 0.25
     assert steps_to(losses, target, every=10) == pytest.approx(10 * (count - 2.25), abs=0.1)
     assert steps_to(losses, losses[-2] - 0.01, every=10) is None
+
+
+def test_steps_of_two_processes_in_the_small_size(tmp_path):
+    """gpu_training.py on CPU devices, without virtual hosts."""
+    options = "--small --paced --models GPT --rates 1000 --repeats 1".split()
+    script = BENCHMARKS / "gpu_training.py"
+    run(sys.executable, script, *options, "--methods", "^4 bits, Tcp$", "--out", tmp_path)
+    rows = json.loads((tmp_path / "gpu-training.json").read_text())["rows"]
+    assert [(row["method"], row["mbit"]) for row in rows] == [("no exchange", 1000), ("4 bits, Tcp", 1000)]
+    assert all(row["ms"] > 0 for row in rows) and rows[1]["sent_bytes"] > 10_000 > rows[0]["sent_bytes"]
+    table = (tmp_path / "gpu-training.md").read_text()
+    assert re.search(r"^\| psum, float32 +\| +not run \|", table, re.MULTILINE) and "(--paced)" in table
+    assert (tmp_path / "gpu-training.png").exists()
+
+
+def test_what_a_step_on_gpus_hides(scripts):
+    from gpu_training import cells
+
+    ms = {"no exchange": 100, "psum, float32": 1100, "4 bits, Tcp": 300, "4 bits, Tcp, backward": 200}
+    rows = {name: dict(ms=value, sent_bytes=25_000_000) for name, value in ms.items()}
+    rows["4 bits"] = dict(why_not="the processes ended")
+    assert cells(rows, "4 bits, Tcp, backward", 1000)[1:] == ["25.000", "200.0", "200.0", "100.0", "0.50", "5.50", "-"]
+    assert cells(rows, "4 bits, Tcp", 1000)[4:6] == ["200.0", "-"]
+    assert cells(rows, "4 bits", 1000)[1] == "the processes ended"
+    assert cells(rows, "DGC, 1 %, Tcp", 1000)[1] == "not run"
