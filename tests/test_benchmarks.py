@@ -110,7 +110,7 @@ def test_the_steps_to_a_loss_have_no_lag(scripts, count):
 
 def test_steps_of_two_processes_in_the_small_size(tmp_path):
     """gpu_training.py on CPU devices, without virtual hosts."""
-    options = "--small --paced --models GPT --rates 1000 --repeats 1".split()
+    options = ["--small", "--paced", "--models", "GPT", "--rates", "1000", "--repeats", "1"]
     script = BENCHMARKS / "gpu_training.py"
     run(sys.executable, script, *options, "--methods", "^4 bits, Tcp$", "--out", tmp_path)
     rows = json.loads((tmp_path / "gpu-training.json").read_text())["rows"]
