@@ -77,6 +77,14 @@ class Model(NamedTuple):
     batch: int  # examples of a process and step
     rate: float  # learning rate
 
+    def module(self):
+        """Returns a module with float32 weights, all of whose layers compute in bfloat16."""
+        made = self.make(self, nnx.Rngs(0))
+        for _, layer in nnx.iter_modules(made):
+            if hasattr(layer, "dtype"):
+                layer.dtype = jnp.bfloat16
+        return made
+
 
 def gpt(layers, width):
     return functools.partial(Gpt, layers=layers, width=width, heads=width // 64, dropout=0.0)
@@ -119,7 +127,7 @@ class Run(training.Run):
     def _split(self):
         """Returns (names of the weights, their tree, the weights, a function from that tree to the module)."""
         setting = (MODELS | SMALL)[self.model]
-        graph, params, rest = nnx.split(setting.make(setting, nnx.Rngs(0)), nnx.Param, ...)
+        graph, params, rest = nnx.split(setting.module(), nnx.Param, ...)
         named, tree = jax.tree_util.tree_flatten_with_path(params)
         names, weights = zip(*((jax.tree_util.keystr(path), w) for path, w in named))
         return names, tree, weights, lambda params: nnx.merge(graph, params, rest)
@@ -134,7 +142,7 @@ class Run(training.Run):
 
         def loss(w, batch):
             inputs, targets = batch
-            params = jax.tree_util.tree_unflatten(tree, [w[name].astype(jnp.bfloat16) for name in names])
+            params = jax.tree_util.tree_unflatten(tree, [w[name] for name in names])
             logits = module(params)(inputs).astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 

@@ -121,6 +121,22 @@ def test_steps_of_two_processes_in_the_small_size(tmp_path):
     assert (tmp_path / "gpu-training.png").exists()
 
 
+@pytest.mark.parametrize("model, size", [("GPT-2 small", 124_439_808), ("ResNet-50", 25_557_032)])
+def test_models_on_gpus_have_their_size(scripts, model, size):
+    """And they compute in bfloat16."""
+    from flax import nnx
+    from gpu_training import MODELS
+
+    setting = MODELS[model]
+    made = nnx.eval_shape(setting.module)
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(made, nnx.Param))) == size
+    tokens = len(setting.shape) == 1
+    inputs = jax.ShapeDtypeStruct((2, *setting.shape), jnp.int32 if tokens else jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        logits = nnx.eval_shape(lambda module, x: module(x), made, inputs)
+    assert logits.dtype == jnp.bfloat16 and logits.shape[-1] == setting.classes
+
+
 def test_what_a_step_on_gpus_hides(scripts):
     from gpu_training import cells
 
