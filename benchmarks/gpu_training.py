@@ -314,8 +314,9 @@ def main():
     finally:  # a run that is cut off leaves what it has measured
         show(report, models, args)
         report.write(args.out, "gpu-training")
-        for png in list(figures.plots(report.data).values())[:1]:
-            (args.out / "gpu-training.png").write_bytes(png)
+        with contextlib.suppress(ImportError):  # matplotlib is optional
+            for png in list(figures.plots(report.data).values())[:1]:
+                (args.out / "gpu-training.png").write_bytes(png)
 
 
 if __name__ == "__main__":
