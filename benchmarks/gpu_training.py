@@ -130,7 +130,7 @@ class Run(training.Run):
         graph, params, rest = nnx.split(setting.module(), nnx.Param, ...)
         named, tree = jax.tree_util.tree_flatten_with_path(params)
         names, weights = zip(*((jax.tree_util.keystr(path), w) for path, w in named))
-        return names, tree, weights, lambda params: nnx.merge(graph, params, rest)
+        return names, tree, weights, lambda params: nnx.merge(graph, params, rest, copy=True)
 
     @property
     def weights(self):

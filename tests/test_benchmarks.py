@@ -137,6 +137,19 @@ def test_models_on_gpus_have_their_size(scripts, model, size):
     assert logits.dtype == jnp.bfloat16 and logits.shape[-1] == setting.classes
 
 
+def test_a_residual_network_on_gpus_has_gradients(scripts):
+    """The statistics of its norms change in the loss, and are not kept."""
+    from gpu_training import Data, Run
+
+    run = Run("ResNet-8", 0.1, None)
+    data = Data(run, 0)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        grads = jax.eval_shape(jax.jit(jax.grad(run.loss())), data.weights, data.batch(0))
+    assert {name: (g.shape, g.dtype) for name, g in grads.items()} == {
+        name: (w.shape, jnp.float32) for name, w in data.weights.items()
+    }
+
+
 def test_what_a_step_on_gpus_hides(scripts):
     from gpu_training import cells
 
