@@ -80,7 +80,8 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	house-check matrix matrix-short mutate wheels choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
-	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-lab bench-long-links bench-mpi \
+	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
+	bench-mpi \
 	bench-overlap bench-powersgd \
 	bench-prediction bench-priority bench-recipes bench-selection bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan bench-wan-few
@@ -275,6 +276,11 @@ bench-prediction: $(INSTALLED) ## compare the predicted times of exchanges with 
 
 bench-simulation: $(INSTALLED) ## draw where each technique is fastest, by the planner's model; writes docs/plots
 	@.venv/bin/python benchmarks/simulation.py
+
+# In the environment of scripts/gpu_check, as .venv has JAX for CPUs.
+bench-gpu-training: ## as root and with a GPU, training steps of two processes on it, over NCCL and over Tcp
+	@$(PYTHON) scripts/gpu_check build --out build/gpu/results
+	@build/gpu/env/bin/python benchmarks/gpu_training.py
 
 bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against the PyTorch of the Python TORCH
 	@.venv/bin/python benchmarks/powersgd.py $(if $(TORCH),--torch $(TORCH))

@@ -28,13 +28,13 @@ class Data:
         return [array[step % len(array)] for array in self._batches]
 
 
-def counted():
-    """Returns the bytes that the kernel has counted on this host's link, sent and received."""
-    counters = pathlib.Path("/sys/class/net/eth0/statistics")
+def counted(device):
+    """Returns the bytes that the kernel has counted on a network device, sent and received."""
+    counters = pathlib.Path(f"/sys/class/net/{device}/statistics")
     return np.array([int((counters / f"{direction}_bytes").read_text()) for direction in ("tx", "rx")])
 
 
-def serve(makers):
+def serve(makers, device="eth0"):
     """Executes the lines of the input, `["METHOD", steps]`, and prints the results.
 
     With 0 steps, the result is the loss.
@@ -42,6 +42,7 @@ def serve(makers):
     Args:
       makers: {kind: {method: a function without arguments that returns an object with `run(steps)` and `loss()`}}. The
         function is called when the method is first asked for.
+      device: the network device whose bytes are counted.
     """
     print("READY", json.dumps({kind: list(methods) for kind, methods in makers.items()}), flush=True)
     flat = {method: make for methods in makers.values() for method, make in methods.items()}
@@ -52,9 +53,9 @@ def serve(makers):
         if not steps:
             found = dict(loss=program.loss())
         else:
-            before, start = counted(), time.perf_counter()
+            before, start = counted(device), time.perf_counter()
             program.run(steps)
             ms = (time.perf_counter() - start) * 1e3 / steps
-            sent, received = (counted() - before) / steps
+            sent, received = (counted(device) - before) / steps
             found = dict(ms=ms, sent=sent, received=received)
         print("DONE", json.dumps(found), flush=True)

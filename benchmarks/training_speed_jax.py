@@ -32,9 +32,13 @@ class Run(NamedTuple):
     rate: float
     mesh: jax.sharding.Mesh
 
+    def loss(self):
+        """Returns the loss: a function of the weights and of a batch."""
+        return make_loss(self.model)
+
     def optimizer(self, momentum=True):
         """Returns the model's optimizer, without momentum for a method that has its own."""
-        if self.model == "transformer":
+        if not self.model.startswith("ResNet"):
             return optax.adam(self.rate) if momentum else optax.adam(self.rate, b1=0.0)
         return optax.sgd(self.rate, momentum=0.9 if momentum else None)
 
@@ -121,7 +125,7 @@ def by_hand(exchange):
             return jax.jit(lambda w: State(w, optimizer.init(w), jnp.zeros(shape)), out_shardings=place)(weights)
 
         def step(state, batch):
-            loss, grads = jax.value_and_grad(make_loss(run.model))(state.params, batch)
+            loss, grads = jax.value_and_grad(run.loss())(state.params, batch)
             means, lost = exchange(grads, state.lost[0])
             updates, opt_state = optimizer.update(means, state.opt_state, state.params)
             return State(optax.apply_updates(state.params, updates), opt_state, lost[None]), loss[None]
@@ -136,7 +140,7 @@ def by_hand(exchange):
 def ours(exchange, axis="data", momentum=True, **options):
     """Trains with make_train_step."""
     return lambda run: cgx.make_train_step(
-        make_loss(run.model), run.optimizer(momentum), run.mesh, exchange, sharding=cgx.Sharding(axis), **options
+        run.loss(), run.optimizer(momentum), run.mesh, exchange, sharding=cgx.Sharding(axis), **options
     )
 
 
@@ -179,7 +183,7 @@ class Program:
 
     def __init__(self, run, data, method):
         self.training = method(run)
-        self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
+        self._data, self._at, self._loss = data, 0, jax.jit(run.loss())
         self._sharding = NamedSharding(run.mesh, P("data"))
         self.state = self.training.init(data.weights)
 

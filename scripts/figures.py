@@ -17,7 +17,8 @@ import numpy as np
 import jaxcgx as cgx
 from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import costs
-from jaxcgx.transports.network import Network
+from jaxcgx.report import shapes
+from jaxcgx.transports.network import PAYLOAD, Network
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -192,8 +193,17 @@ def shares(gpu, part):
     return {row["name"]: row["share"] for row in result(f"gpu-nvidia-{gpu}/{part}")["rows"]}
 
 
+def gpt2():
+    """Returns the shapes of the gradients of GPT-2 small."""
+    return jax.tree.leaves(shapes.read("gpt2"))
+
+
 def gpu():
-    found = {"TopK 16M": shares("h200", "16m")["16 M: encode TopK 0.01 exact"]}
+    rows = {row["name"]: row["ms"] for row in result("gpu-nvidia-h100-80gb-hbm3/maxmin")["rows"]}
+    parameters = sum(leaf.size for leaf in gpt2())
+    kernels = rows["encode with feedback MaxMin 4"] + rows["decode MaxMin 4"]  # of 1 GiB
+    found = {"gpt2 compute": 6 * parameters * 8192 / 150e12 * 1e3, "gpt2 kernels": kernels * 4 * parameters / 2**30}
+    found |= {"TopK 16M": shares("h200", "16m")["16 M: encode TopK 0.01 exact"]}
     found["TopK"] = shares("h200", "others")["encode TopK 0.01 exact"]
     return found | {
         f"ByteGrad {do}": shares("h100-80gb-hbm3", "others")[f"{do} ByteGrad"] for do in ("encode", "decode")
@@ -308,6 +318,23 @@ def shares_of_gpus(cells, header):
     return [shares(gpu, "maxmin")[name.format(n)] for gpu in ("h100-80gb-hbm3", "h200") for n in (2, 4, 8)]
 
 
+ON_ETHERNET = {  # the codec and the schedule between two ranks
+    "float32": (cgx.Raw(), "two_shot"),
+    "bfloat16": (cgx.Cast(), "two_shot"),
+    "8 bits": (cgx.MaxMin(8), "two_shot"),
+    "4 bits": (cgx.MaxMin(4), "two_shot"),
+    "1 % of the elements": (cgx.TopK(0.01), "one_shot"),
+    "4 bits once in 20 steps": (cgx.MaxMin(4), "two_shot"),
+}
+
+
+def on_ethernet(cells, header):
+    name = cells[0].partition(",")[0]
+    codec, schedule = ON_ETHERNET[name]
+    sent = costs.sent(schedule, codec, gpt2(), 2) / (20 if "20 steps" in name else 1)
+    return [sent / 1e6, *(1e3 * sent / (PAYLOAD * rate) for rate in (1e9, 10e9, 25e9))]
+
+
 def techniques(cells, header):
     place, name = "2 centers of 2 ranks, 100 Mbit/s", re.sub(r'[`"]|, every 20 steps', "", cells[0])
     row = by("wan-few" if "HFA" in name or "DiLoCo" in name else "wan", "network", "technique")[place, name]
@@ -320,6 +347,7 @@ TABLES = {  # by page and the first cells of the header
     "diloco": {"form | fewer bytes in a step": few_exchanges, "method | 2 hosts": between_exchanges},
     "feedback": {"gradients": accuracies, "bucket": errors_with_feedback, "codec | bits per element": updates_of_adam},
     "gpu": {"operation": shares_of_gpus},
+    "gpu-ethernet": {"exchange": on_ethernet},
     "speed": {"gradients": demonstrated, "hosts": whole_trainings, "operation": shares_of_cpus},
     "wan": {"at 100 Mbit/s": techniques},
 }

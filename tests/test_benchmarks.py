@@ -1,8 +1,10 @@
 """Tests parts of benchmarks, and that they set up devices only after they have imported one another."""
 
 import functools
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -104,3 +106,57 @@ def test_the_steps_to_a_loss_have_no_lag(scripts, count):
     target = float(losses[-2]) + 0.25
     assert steps_to(losses, target, every=10) == pytest.approx(10 * (count - 2.25), abs=0.1)
     assert steps_to(losses, losses[-2] - 0.01, every=10) is None
+
+
+def test_steps_of_two_processes_in_the_small_size(tmp_path):
+    """gpu_training.py on CPU devices, without virtual hosts."""
+    options = ["--small", "--paced", "--models", "GPT", "--rates", "1000", "--repeats", "1"]
+    script = BENCHMARKS / "gpu_training.py"
+    run(sys.executable, script, *options, "--methods", "^4 bits, Tcp$", "--out", tmp_path)
+    rows = json.loads((tmp_path / "gpu-training.json").read_text())["rows"]
+    assert [(row["method"], row["mbit"]) for row in rows] == [("no exchange", 1000), ("4 bits, Tcp", 1000)]
+    assert all(row["ms"] > 0 for row in rows) and rows[1]["sent_bytes"] > 10_000 > rows[0]["sent_bytes"]
+    table = (tmp_path / "gpu-training.md").read_text()
+    assert re.search(r"^\| psum, float32 +\| +not run \|", table, re.MULTILINE) and "(--paced)" in table
+    assert (tmp_path / "gpu-training.png").exists()
+
+
+@pytest.mark.parametrize("model, size", [("GPT-2 small", 124_439_808), ("ResNet-50", 25_557_032)])
+def test_models_on_gpus_have_their_size(scripts, model, size):
+    """And they compute in bfloat16."""
+    from flax import nnx
+    from gpu_training import MODELS
+
+    setting = MODELS[model]
+    made = nnx.eval_shape(setting.module)
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(made, nnx.Param))) == size
+    tokens = len(setting.shape) == 1
+    inputs = jax.ShapeDtypeStruct((2, *setting.shape), jnp.int32 if tokens else jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        logits = nnx.eval_shape(lambda module, x: module(x), made, inputs)
+    assert logits.dtype == jnp.bfloat16 and logits.shape[-1] == setting.classes
+
+
+def test_a_residual_network_on_gpus_has_gradients(scripts):
+    """The statistics of its norms change in the loss, and are not kept."""
+    from gpu_training import Data, Run
+
+    run = Run("ResNet-8", 0.1, None)
+    data = Data(run, 0)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        grads = jax.eval_shape(jax.jit(jax.grad(run.loss())), data.weights, data.batch(0))
+    assert {name: (g.shape, g.dtype) for name, g in grads.items()} == {
+        name: (w.shape, jnp.float32) for name, w in data.weights.items()
+    }
+
+
+def test_what_a_step_on_gpus_hides(scripts):
+    from gpu_training import cells
+
+    ms = {"no exchange": 100, "psum, float32": 1100, "4 bits, Tcp": 300, "4 bits, Tcp, backward": 200}
+    rows = {name: dict(ms=value, sent_bytes=25_000_000) for name, value in ms.items()}
+    rows["4 bits"] = dict(why_not="the processes ended")
+    assert cells(rows, "4 bits, Tcp, backward", 1000)[1:] == ["25.000", "200.0", "200.0", "100.0", "0.50", "5.50", "-"]
+    assert cells(rows, "4 bits, Tcp", 1000)[4:6] == ["200.0", "-"]
+    assert cells(rows, "4 bits", 1000)[1] == "the processes ended"
+    assert cells(rows, "DGC, 1 %, Tcp", 1000)[1] == "not run"

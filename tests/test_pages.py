@@ -7,6 +7,7 @@ and so do those between the processes of mpirun (tests/mpi/test_pages.py).
 import inspect
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -89,6 +90,18 @@ def test_two_centers(tmp_path, technique):
             printed, _ = process.communicate()
             losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if ": loss " in line]
             assert process.returncode == 0 and len(losses) == 4 and losses[-1] < 0.5, printed
+
+
+def test_gpus_on_ethernet(tmp_path):
+    """The program of the page, in two processes on CPUs."""
+    (tmp_path / "train.py").write_text(pages.programs("docs/gpu-ethernet")[-1])
+    port, ways = free_port(), ["float32", "nccl", "tcp"]
+    with Processes(*([tmp_path / "train.py", f"127.0.0.1:{port}", rank, *ways] for rank in "01")) as ranks:
+        for process in ranks.running:
+            printed, _ = process.communicate()
+            lines = re.findall(r"^(\w+): [\d.]+ ms a step, loss ([\d.]+)$", printed, re.MULTILINE)
+            assert process.returncode == 0 and [way for way, _ in lines] == ways, printed
+            assert all(float(loss) < 0.6 for _, loss in lines), printed
 
 
 @pytest.mark.parametrize("page", [*BETWEEN_PROCESSES, "variables"])

@@ -52,6 +52,14 @@ def test_the_api_page_has_every_public_name():
     assert sorted(listed) == sorted(public), "docs/api.md has names that jaxcgx doesn't have, or has a name twice"
 
 
+def test_the_page_of_gpus_says_of_every_codec_where_it_ran():
+    table = (DOCS / "gpu.md").read_text().partition("\n| codec | ran on |")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    kinds = [getattr(jaxcgx, name) for name in jaxcgx.__all__]
+    codecs = {kind.__name__ for kind in kinds if isinstance(kind, type) and issubclass(kind, jaxcgx.Codec)}
+    assert sorted(named) == sorted(codecs - {"Codec", "Skip"})  # Skip sends nothing
+
+
 @pytest.fixture(params=["jaxcgx", "jaxcgx.wan", "jaxcgx.lab", "jaxcgx.mpi"])
 def module(request):
     if request.param == "jaxcgx.mpi":

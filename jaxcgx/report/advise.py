@@ -280,6 +280,11 @@ class Case:
         leaves = [leaf for each, group in self._messages(codec) for leaf in group if not each.raw]
         return costs.choose(self._load(codec, leaves, network.mover), network)
 
+    def inside(self, size: int) -> float:
+        """Returns the seconds in which a node's ranks add up `size` raw numbers, and gather the sums."""
+        others = (self.each - 1) / self.each * 4 * size
+        return 2 * self.inner.wire(others, self.each - 1)
+
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
         """Returns (its fraction of all gradients, its time) of each message, in the order in which they are sent."""
         sizes = [sum(leaf.size for leaf in leaves) for _, leaves in self._messages(codec)]
@@ -290,9 +295,8 @@ class Case:
                 time = Time(0, costs.plain_seconds(self.nodes, raw, network))
             else:
                 time = costs.seconds(schedule, self._load(each, leaves, network.mover), network)
-            if self.each > 1:  # the exchanges inside nodes
-                others = (self.each - 1) / self.each * 4 * size
-                time = time._replace(wire=time.wire + 2 * self.inner.wire(others, self.each - 1))
+            if self.each > 1:
+                time = time._replace(wire=time.wire + self.inside(size))
             found.append((size / max(sum(sizes), 1), time))
         return found
 
@@ -377,8 +381,12 @@ def _constants(cluster: Cluster, case: Case, assumed: bool) -> tuple[tuple[str, 
     network = cluster.between(cluster.movers[0])
     rate = f"{network.up * case.each / PAYLOAD / 1e6:,.0f} Mbit/s up, {PAYLOAD * 8} of it payload"
     latency = "given" if cluster.latency else "assumed, and the measured delay" if cluster.measured else "assumed"
+    size = sum(leaf.size for leaf in jax.tree.leaves(case.tree))
+    inner = f"{cluster.inner_link} for each rank, {case.inside(size) * 1e3:.3g} ms of raw numbers in a step"
+    inside = [("link inside a host", inner, "argument inner_link; PCIe is slower than NVLink")] * (case.each > 1)
     return (
         ("link", rate, "measured from this host" if cluster.measured else "given"),
+        *inside,
         ("latency of a step", f"{network.step * 1e6:.0f} us", latency),
         ("half-duplex of Gloo", "1.06 to 1.83 times", "measured between 2 and 4 hosts"),
         ("kernels", "encode with feedback, decode and sum of each codec", "measured on this machine"),

@@ -44,6 +44,7 @@ class Report:
     path: str  # the folder of the package
     native: dict[str, Any] | None  # the native module's build_info(); None: no native module of this version was found
     gpus: list[Gpu]  # the NVIDIA GPUs that JAX sees in this process
+    gpu_links: str  # what connects them, such as "NVLink" or "PCIe (NODE, PHB)"; "": one GPU, or nvidia-smi doesn't say
     hidden: bool  # whether this machine has NVIDIA GPUs of which JAX sees none
     without_kernels: str  # other devices, such as TPUs, where codecs run in plain jnp, with the same bytes
     mpi: str | None  # the versions of MPI and its packages, or "not installed"; None: it doesn't start or wasn't tried
@@ -51,7 +52,7 @@ class Report:
     pages: str  # a sentence about keep_pages on this machine
     reference: str | None  # the environment variable JAXCGX_REFERENCE
     problems: list[Problem]
-    warnings: list[str]  # functions of plain JAX to avoid in this version
+    warnings: list[str]  # functions of plain JAX to avoid in this version, and GPUs without NVLink
 
     def __str__(self) -> str:
         native = self.native or {}
@@ -70,6 +71,7 @@ class Report:
                 for g in self.gpus
             )
             or none,
+            "between GPUs": self.gpu_links,
             "without kernels": self.without_kernels and f"{self.without_kernels}: plain jnp, the same bytes",
             "MPI": self.mpi or "none",
             **{name: found or "none on the PATH or next to Python" for name, found in self.mpi_programs.items()},
@@ -87,6 +89,10 @@ class Report:
 _WRONG_SUMS = (
     "between CPU processes, lax.psum_scatter and the gradient of lax.all_gather are wrong in jax {jax} for large "
     "arrays (jax #40830); jaxcgx.compressed_psum_scatter and compressed_all_gather are right, with Raw() too"
+)
+_WITHOUT_NVLINK = (
+    "some GPUs of this machine have no NVLink between them: there an exchange inside the machine may be slow, too. "
+    "docs/when-not.md says what to do"
 )
 
 
@@ -130,6 +136,15 @@ def _gpus(architectures: Sequence[str]) -> list[Gpu]:
         known = bool(re.fullmatch(r"\d+\.\d", capability))
         found.append(Gpu(device.device_kind, capability, known and covers(architectures, capability)))
     return found
+
+
+def connections(topology: str) -> str:
+    """Returns what connects GPUs, from the text that `nvidia-smi topo -m` prints: a row and a column for each GPU."""
+    rows = [line.split() for line in topology.splitlines() if re.match(r"GPU\d+\s", line)]
+    found = {kind for row in rows for kind in row[1 : len(rows) + 1]} - {"X"}
+    others = sorted(kind for kind in found if not kind.startswith("NV"))
+    nvlink = ["NVLink"] if len(others) < len(found) else []
+    return " and ".join(nvlink + ([f"PCIe ({', '.join(others)})"] if others else []))
 
 
 # This program runs in a separate process, because an MPI that can't start may end its process.
@@ -181,6 +196,14 @@ def _mpi() -> tuple[str | None, list[Problem]]:
     return None, [Problem(f"jaxcgx.mpi: {done.stderr.strip().splitlines()[-1]}", _MPI_REMEDY)]
 
 
+def _topology() -> str:
+    """Returns what `nvidia-smi topo -m` prints, or "" if it fails."""
+    try:
+        return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def _program(name: str) -> str | None:
     """Returns the path of a program and the first line of its --version, or None if it isn't found.
 
@@ -217,6 +240,7 @@ def examine() -> Report:
             lacks = f"no code for its compute capability {gpu.capability}" if cuda else "no CUDA half"
             what = f"JAX computes on {gpu.name}, and this build has {lacks}"
             problems.append(Problem(what, registration.CUDA_REMEDY))
+    links = connections(_topology()) if len(gpus) > 1 else ""
     others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
     mpi, missing = _mpi() if native or registration.REFERENCE else (None, [])
     problems += missing
@@ -229,6 +253,7 @@ def examine() -> Report:
         path=str(pathlib.Path(__file__).parents[1]),
         native=native,
         gpus=gpus,
+        gpu_links=links,
         without_kernels="; ".join(sorted({d.device_kind for d in others})),
         hidden=not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*")),
         mpi=mpi,
@@ -238,5 +263,6 @@ def examine() -> Report:
         else "jaxcgx.keep_pages() does nothing: there is no glibc",
         reference=os.environ.get("JAXCGX_REFERENCE"),
         problems=problems,
-        warnings=[_WRONG_SUMS.format(**versions)] if _compat.GLOO_SCATTERS_WRONGLY else [],
+        warnings=[_WRONG_SUMS.format(**versions)] * _compat.GLOO_SCATTERS_WRONGLY
+        + [_WITHOUT_NVLINK] * ("PCIe" in links),
     )

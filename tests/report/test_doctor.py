@@ -116,6 +116,38 @@ def test_a_gpu_that_the_build_has_no_code_for(pretend, capsys, cuda, gpu, words)
     assert doctor.examine().problems == []
 
 
+NVLINK = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tNV18\tPXB\t0-63\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tSYS\t0-63\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tSYS\t64-127\t1\t\tN/A
+NIC0\tPXB\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+"""
+
+
+@pytest.mark.parametrize(
+    ("topology", "found"),
+    [
+        (NVLINK, "NVLink"),
+        (NVLINK.replace("NV18\tNV18", "NV18\tSYS", 1).replace("GPU2\tNV18", "GPU2\tSYS"), "NVLink and PCIe (SYS)"),
+        (NVLINK.replace("GPU1\tNV18", "GPU1\tPHB").replace("NV18", "NODE"), "PCIe (NODE, PHB)"),
+        ("GPU0\t X \t0-7\n", ""),
+        ("", ""),
+    ],
+)
+def test_what_connects_gpus(pretend, monkeypatch, topology, found):
+    pretend(CUDA, [H200, H200])
+    monkeypatch.setattr(doctor, "_topology", lambda: topology)
+    report = doctor.examine()
+    assert report.gpu_links == found and report.problems == []
+    assert any("no NVLink" in text for text in report.warnings) == ("PCIe" in found)
+    assert (f"between GPUs      {found}\n" in str(report)) == bool(found)
+
+
 def test_devices_without_kernels(pretend, monkeypatch):
     """These are TPUs and AMD's GPUs, which JAX also calls GPUs. They don't need the CUDA half."""
     amd = device("AMD Instinct MI300X", version="rocm 60300")
