@@ -1,8 +1,8 @@
 """choose.py: writes tests/full.txt, the tests that only `make test-full` runs (`make choose`).
 
 A test that takes long is one of them if the other tests enter each of its lines (mutant/entered.py finds which lines a
-test enters), and if no mutant is killed by it first (benchmarks/results/mutants.json). The file has options of pytest:
-`pytest @tests/full.txt` leaves the tests out.
+test enters), and if no mutant is killed by it first (benchmarks/results/mutants.json). A test that enters none always
+runs, because its lines weren't seen. The file has options of pytest: `pytest @tests/full.txt` leaves the tests out.
 """
 
 import collections
@@ -14,6 +14,15 @@ import mutate
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests/full.txt"
 LONG = 1.0  # seconds; quicker tests always run
+# Tests that are there for what they combine, or for pages that users copy, and not for lines.
+ALWAYS = (
+    "tests/exchange/test_noise.py",
+    "tests/test_fuzz.py",
+    "tests/test_house.py",
+    "tests/test_pages.py",
+    "tests/train/test_machine.py",
+    "tests/train/test_product.py",
+)
 
 
 def killers():
@@ -23,11 +32,12 @@ def killers():
 
 
 def always(entered, kept):
-    """Returns the tests that always run: `kept`, the quick ones, and long ones until every line is entered.
+    """Returns the tests that always run: `kept`, those above, and long ones until every line is entered.
 
     `entered` is {test: (seconds, {file: lines})}. The tests that enter most other lines a second are taken first.
     """
-    found = {test for test, (seconds, _) in entered.items() if seconds <= LONG or test in kept}
+    certain = lambda test, seconds, lines: seconds <= LONG or not lines or test in kept or test.startswith(ALWAYS)
+    found = {test for test, row in entered.items() if certain(test, *row)}
     seen = collections.Counter()
 
     def more(test):
