@@ -1,7 +1,8 @@
 """Checks of arguments. All errors have the same form.
 
 Every error names the function that the user called, the argument, the expected value and the given value. If a remedy
-is known, the error has it, too. A check returns the value in the form that the rest of the package uses.
+is known, the error has it, too. A check returns the value as it is, or a number of NumPy as one of Python. What makes
+something else of a value has a name that says what: `as_array`.
 """
 
 import inspect
@@ -89,7 +90,7 @@ def check_choice(function: str, argument: str, value: Any, choices: Collection[A
     return value
 
 
-def check_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
+def as_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(n) for n in value)
     except TypeError:
@@ -155,7 +156,7 @@ def check_field(instance: object, name: str, check: Callable[..., Any], *args: A
     object.__setattr__(instance, name, check(type(instance).__name__, name, getattr(instance, name), *args))
 
 
-def check_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
+def as_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
     """Returns the value as a JAX array."""
     try:
         return jnp.asarray(value)
@@ -163,9 +164,9 @@ def check_array(function: str, argument: str, value: Any, path: KeyPath = (), *,
         raise wrong(function, argument, "an array", repr(value), remedy, path=path, kind=TypeError) from None
 
 
-def check_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Array:
+def as_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Array:
     """Returns the leaf as an array. Its type must not be sharded: every device has the whole array."""
-    leaf = check_array(op, argument, leaf, path)
+    leaf = as_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
         got = f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}"
         remedy = (

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_shape
+from jaxcgx.checks import as_shape
 from jaxcgx.native import ops
-from jaxcgx.native.layout import Layout, check_dtype, layout_of
+from jaxcgx.native.layout import Layout, as_dtype, layout_of
 from jaxcgx.typing import DType, DTypeLike
 
 
@@ -177,7 +177,7 @@ class Codec:
     def wire_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Returns the bytes on the wire of an array of this shape and dtype."""
         name = f"{type(self).__name__}.wire_bytes"
-        return layout_of(self, check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)).chunk_bytes
+        return layout_of(self, as_shape(name, "shape", shape), as_dtype(name, "dtype", dtype)).chunk_bytes
 
     def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Returns `wire_bytes` of this shape and dtype without the zeros at the end, which Tcp does not send.

@@ -85,7 +85,7 @@ class Sampled:
 _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="exponential")}
 
 
-def check_select(function: str, argument: str, value: Any) -> str | Sampled:
+def as_select(function: str, argument: str, value: Any) -> str | Sampled:
     """Checks a selection, and returns "exact" or a `Sampled`. Selections other than "exact" have names, too."""
     if isinstance(value, Sampled):
         return value
@@ -137,7 +137,7 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         check_field(self, "ratio", _check_share, 0, 1)
         check_field(self, "values", check_values)
-        check_field(self, "select", check_select)
+        check_field(self, "select", as_select)
         check_field(self, "pull", check_pull)
         check_field(self, "lists", check_integer, 1, MOST)
 

@@ -72,7 +72,7 @@ def adapt(
         raise wrong(_OP, "statistics", "what jaxcgx.gradient_statistics returns", repr(statistics), kind=TypeError)
     check_choice(_OP, "method", method, _METHODS)
     check_choice(_OP, "budget", budget, bits.BUDGETS)
-    reference = _check_reference(plan, reference)
+    reference = _as_reference(plan, reference)
     ids = _adaptable(plan, statistics)
     chosen = _METHODS[method](statistics, ids, reference, budget, alpha)
     default, rules = plan.default, list[Rule]()
@@ -84,7 +84,7 @@ def adapt(
     return rules
 
 
-def _check_reference(plan: Assignment, reference: Codec | None) -> Codec:
+def _as_reference(plan: Assignment, reference: Codec | None) -> Codec:
     found = compressing(plan.default)
     if not found:
         raise unexpected(_OP, "a plan whose default codec compresses", spell(plan.default))

@@ -24,13 +24,13 @@ from jaxcgx.checks import (
 )
 from jaxcgx.codecs import ByteGrad, Cast, Codec, MaxMin, Raw, Sampled, TopK
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.codecs.topk import check_pull, check_select
+from jaxcgx.codecs.topk import as_select, check_pull
 from jaxcgx.plan import adapt, environment, file, forecast
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.assignment import Assignment, Rule
 from jaxcgx.plan.leaves import ByAxis, Codecs, as_codecs, by_axis, values
 from jaxcgx.plan.overlay import Overlay
-from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.transports.axes import as_axis_names
 from jaxcgx.transports.network import Network
 from jaxcgx.typing import AxisName, PyTree
 
@@ -146,7 +146,7 @@ class Plan(Assignment):
           axis_name: a name, or a tuple of names, outermost first. With a tuple, leaves are compressed only over the
             outermost axis.
         """
-        names = check_axis_names("Plan.bytegrad", axis_name, optional=True)
+        names = as_axis_names("Plan.bytegrad", axis_name, optional=True)
         return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
@@ -157,7 +157,7 @@ class Plan(Assignment):
           axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
             axis after another.
         """
-        names, half = check_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
+        names, half = as_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
         return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
 
     @classmethod
@@ -223,7 +223,7 @@ class Plan(Assignment):
           skip_1d: whether leaves of one dimension or none travel raw, as with CGX's hook for layers.
         """
         op = "Plan.from_env"
-        names, env = check_axis_names(op, axis_name, optional=True), environment.read(environ)
+        names, env = as_axis_names(op, axis_name, optional=True), environment.read(environ)
         if names[:2] == ("inner", "cross"):  # jaxcgx.mpi.hierarchy() has these two
             raise wrong(op, "axis_name", "the outermost axis first", names, 'write ("cross", "inner")')
         hierarchy = len(names) > 1
@@ -353,7 +353,7 @@ def sparsification(
     """
     remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
     check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
-    select, pull = check_select(function, "select", select), check_pull(function, "pull", pull)
+    select, pull = as_select(function, "select", select), check_pull(function, "pull", pull)
     # If every element is sent, momentum must not be masked. Raw() masks nothing.
     codec = Raw() if threshold == 1 else TopK(threshold, select=select, pull=pull)
     return _by_size(function, size_bound, axis_name, large=codec, tiny=tiny)
@@ -361,6 +361,6 @@ def sparsification(
 
 def _by_size(function: str, size_bound: int, axis_name: AxisName, *, large: Codec, tiny: Codec) -> dict[str, Any]:
     """Returns the fields of GeoMX's plans. Leaves with up to `size_bound` elements are `tiny`, over all axes."""
-    names = check_axis_names(function, axis_name, optional=True)
+    names = as_axis_names(function, axis_name, optional=True)
     rule = Rule(by_axis(names, tiny, tiny), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
     return dict(default=by_axis(names, large, Raw()), rules=[rule], min_size=0, skip_1d=False, prefer="bytes")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.transports.axes import as_axis_names
 from jaxcgx.typing import ArrayLike, AxisName, Batch, Params, PyTree, Specs
 
 OP = "make_train_step"
@@ -60,7 +60,7 @@ def axes_over(function: str, mesh: Any, axis: AxisName, argument: str) -> Names:
     if not isinstance(mesh, Mesh):
         expected = "a jax.sharding.Mesh or an MPI communicator"
         raise wrong(function, "mesh_or_comm", expected, repr(mesh), kind=TypeError)
-    names = check_axis_names(function, axis, argument)
+    names = as_axis_names(function, axis, argument)
     check_axes(function, argument, names, mesh)
     return names
 

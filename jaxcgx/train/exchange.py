@@ -37,6 +37,12 @@ class At:
     # For each leaf, the other axes of the mesh over which it is sharded, besides those that its type has; () without.
     shards: tuple[tuple[Any, ...], ...] = ()
 
+    @property
+    def centers(self) -> tuple[Any, int]:
+        """(Name, size) of the outermost axis of the ranks. Processes without a hierarchy have the name ""."""
+        name, outer = next(iter(self.net.parts.items()), ("", self.net))
+        return name, outer.size
+
     def of_shards(self, numbers: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the sums of each leaf's numbers over the leaf's shards. All have the same shape and dtype."""
         groups, sums = dict[tuple[Any, ...], list[int]](), list(numbers)
@@ -174,6 +180,13 @@ def keeps(own: PyTree) -> PyTree:
         return type(node)(**{name: of_field(name, getattr(node, name)) for name in names})
 
     return jax.tree_util.tree_map(of_node, own, is_leaf=says)
+
+
+def check_centers(op: str, name: Any, size: int) -> None:
+    """Checks that the outermost axis of the ranks has several places, because `op` needs several centers."""
+    if size == 1:
+        what = f"centers along {name!r}" if name else "processes"
+        raise wrong(op, "axis", f"several {what}", "one", f"leave {op} out, or make a mesh of several centers")
 
 
 def set_phases(exchange: Any, op: str) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -119,12 +119,8 @@ class Feedback:
         )
         if not self.keep and (self.beta is not None or self.reset_every is not None):
             raise wrong(self.op, "keep", "True with 'beta' or 'reset_every'", False)
-        low = next((codec for codec in self._codecs if codec.low_rank), None)
-        if low is not None and not self.keep:
-            warn(
-                f"{self.op}: argument 'keep': {spell(low)} may lose too much of gradients to train without feedback; "
-                "leave keep=False out"
-            )
+        if not self.keep:
+            warn_of_loss(self.op, self._codecs)
 
     @property
     def op(self) -> str:
@@ -245,6 +241,18 @@ class Feedback:
             both = zip(shapes, routes.each(carry.factors), routes.each(new.factors))
             factors = routes.tree.unflatten([q if s is None else q.at[: s[0]].set(x) for s, q, x in both])
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
+
+
+def warn_of_loss(op: str, codecs: Iterable[Codec], least: int = 0) -> None:
+    """Warns of a codec that may lose too much to train without feedback: of low rank, or with fewer bits than `least`.
+
+    Scales don't count as bits: they don't make codes finer.
+    """
+    bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
+    lossy = [codec for codec in codecs if codec.low_rank or (least and codec.makes_codes and bits(codec) < least)]
+    if lossy:
+        why = f"{spell(lossy[0])} may lose too much of gradients to train without feedback"
+        warn(f"{op}: argument 'keep': {why}; leave keep=False out, or take a codec of 4 bits")
 
 
 def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:

@@ -14,8 +14,8 @@ from jaxcgx.train.rounds import Rounds, train_rounds
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
-from jaxcgx.train.update import Update, import_optax
-from jaxcgx.transports.axes import is_communicator
+from jaxcgx.train.update import Update, check_optimizer, import_optax
+from jaxcgx.transports.axes import check_for_mesh, is_communicator
 from jaxcgx.typing import Specs
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def make_train_step(
     optax = import_optax(OP)
     loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_flag(OP, "donate", donate)
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
+    check_optimizer(OP, "optimizer", optimizer)
     rounds = cast(Rounds, exchange) if is_rounds(exchange) else None
     exchange = as_exchange(exchange if rounds is None else rounds.inside)
     division = _divide(mesh_or_comm, sharding, exchange)
@@ -139,9 +138,7 @@ def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange, rounds: 
         expected = f"None or 'backward' with {type(rounds).__name__}"
         remedy = "leave it out: what centers exchange travels while they go on training"
         raise wrong(OP, "overlap", expected, repr(overlap), remedy)
-    if is_communicator(mesh_or_comm):
-        remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
-        raise wrong(OP, "overlap", "None between the processes of mpirun", repr(overlap), remedy)
+    check_for_mesh(OP, "overlap", overlap, mesh_or_comm)
     if exchange.plan is None:
         expected = f"None with {type(exchange).__name__}, whose exchange has no messages"
         raise wrong(OP, "overlap", expected, repr(overlap), "leave it out")

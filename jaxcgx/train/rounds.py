@@ -23,7 +23,7 @@ from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, OverMesh, addable, after, row, with_row, without_row
-from jaxcgx.train.exchange import AnyExchange, At
+from jaxcgx.train.exchange import AnyExchange, At, check_centers
 from jaxcgx.train.outputs import Outputs, fold_keys
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
@@ -74,8 +74,8 @@ class Rounds(Protocol):
     @property
     def last(self) -> Sequence[Act]: ...
 
-    def check(self, mesh: Any, axis: AxisName) -> None:
-        """Checks a mesh and its axes."""
+    def warn(self, axis: AxisName) -> None:
+        """Warns if exchanges over these axes can't do what was asked for."""
         ...
 
     def settings(self, params: Params) -> dict[str, str]:
@@ -135,7 +135,7 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     division = training.division
     _check(rounds, training)
     assert isinstance(division, OverMesh)
-    rounds.check(division.mesh, axis)
+    rounds.warn(axis)
     axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
     inner: AxisName = () if rounds.alone else axes[1:] if len(axes) != 2 else axes[-1]
     net = lambda: Axes(()) if inner == () else transport_over_axes(OP, inner)
@@ -168,6 +168,7 @@ def _check(rounds: Rounds, training: Training) -> None:
         raise wrong(OP, "has_aux", f"False with {op}", True, "leave it out")
     if training.model_state.mode == "per_rank":
         raise wrong(OP, "model_state", f"'mean' with {op}", "'per_rank'", 'pass "mean": every center has its own')
+    check_centers(op, *next(iter(division.sizes.items())))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from jaxcgx.train.batch import OP, Names, axes_of, filled, flatten_specs, is_spe
 from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.train.update import part
-from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.transports.axes import as_axis_names
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 
@@ -45,7 +45,7 @@ def shard_specs(params: Params, mesh: Mesh, axis_name: AxisName = "data", *, min
       axis_name: an axis of the mesh, or a tuple of axes.
       min_size: the smallest number of elements of a leaf that is sharded.
     """
-    op, names = "shard_specs", check_axis_names("shard_specs", axis_name)
+    op, names = "shard_specs", as_axis_names("shard_specs", axis_name)
     if missing := [name for name in names if name not in mesh.shape]:
         raise wrong(op, "axis_name", f"axes of the mesh, {', '.join(map(repr, mesh.shape))}", repr(missing[0]))
     check_integer(op, "min_size", min_size, 0)

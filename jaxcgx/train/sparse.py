@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, check_positive, wrong
 from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
-from jaxcgx.codecs.topk import check_pull, check_select, check_values
+from jaxcgx.codecs.topk import as_select, check_pull, check_values
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs, by_axis
 from jaxcgx.plan.overlay import Overlay
@@ -160,7 +160,7 @@ class DGC(Sparse):
     def __post_init__(self) -> None:
         remedy = "Momentum(jaxcgx.Raw()) sends everything"
         check_field(self, "ratio", check_number, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
-        for name, check in dict(values=check_values, select=check_select, pull=check_pull).items():
+        for name, check in dict(values=check_values, select=as_select, pull=check_pull).items():
             check_field(self, name, check)
         check_field(self, "min_size", check_integer, 0)
         check_field(self, "skip_1d", check_flag)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jaxcgx import _programs
-from jaxcgx.checks import check_array, spell_array, wrong
+from jaxcgx.checks import as_array, spell_array, wrong
 from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.exchange.routes import Routes, Way
@@ -154,8 +154,7 @@ class Training:
         metrics = Metrics(loss, outputs.tree(aux), telemetry)
         state = state.replace(model_state=model_state, exchange=sent)
         if late:
-            grads, ticket = found
-            return state.replace(pending=Pending(grads, ticket, loss, rank.order or ())), metrics
+            return state.replace(pending=dataclasses.replace(found, loss=loss)), metrics
         return self.update(state, found, loss, skipped, key=noise), metrics
 
     def finish(self, state: TrainState) -> TrainState:
@@ -242,7 +241,7 @@ def check_train_state(state: Any) -> None:
 def as_arrays(argument: str, tree: PyTree) -> PyTree:
     """Returns a tree of parameters or of a model's state, an argument of `init`, as JAX arrays."""
     remedy = "leave it out; in Equinox, params, static = eqx.partition(model, eqx.is_inexact_array)"
-    check = functools.partial(check_array, "train.init", argument, remedy=remedy)
+    check = functools.partial(as_array, "train.init", argument, remedy=remedy)
     return jax.tree_util.tree_map_with_path(lambda path, x: check(x, path), tree)
 
 
@@ -259,13 +258,12 @@ def put(state: PyTree, sharding: Any) -> PyTree:
 Reduced = tuple[PyTree, ExchangeState]  # (means of the trained leaves, the state after the exchange)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rank:
     """The functions of one rank. They run on all ranks by `Division.over`.
 
     Attributes:
-      order: the numbers of the leaves in the order in which their gradients are ready. With an overlap, `step` learns
-        it while it is traced.
+      order: the numbers of the leaves in the order in which their gradients are ready, or in which they are needed.
       state_of: a function from gradients to the shapes of the exchange's state, which it must fit. None: it isn't
         checked.
     """
@@ -288,9 +286,9 @@ class Rank:
     ) -> tuple[Any, ...]:
         """Returns (means, state of the exchange, model state, loss, outputs).
 
-        With `Priority`, (rows of gradients or None, rows of a ticket or None) are in place of the means.
+        With `Priority`, a `Pending` without the loss is in place of the means.
         """
-        early, ticket = gradient.early, None
+        rank, early, ticket = self, gradient.early, None
         if early:
             ticket, sent = self._begin(None, sent, params, None)
             # XLA begins the exchange before it computes anything from the batch.
@@ -298,15 +296,15 @@ class Rank:
         find, args = gradient, (params, model_state, batch, keys)
         if self.overlap is not None:
             find = jax.jit(gradient)  # with jit, it is traced only once, for its order and for the step
-            self.order = self._ready(find, args)
+            rank = dataclasses.replace(self, order=self._ready(find, args))
         grads, loss, model_state, aux = find(*args)
         if isinstance(self.overlap, Priority):
-            found, sent = self._pend(grads, sent, params, loss)
+            found, sent = rank._pend(grads, sent, params, loss)
         elif early:
             ticket = jax.tree_util.tree_map(lambda x: after(grads, x), ticket)
             found, sent = self._end(ticket, grads, sent, params, loss=loss)
         else:
-            found, sent = self.reduce(grads, sent, params, loss)
+            found, sent = rank.reduce(grads, sent, params, loss)
         return found, sent, model_state, loss, aux
 
     def reduce(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
@@ -322,13 +320,14 @@ class Rank:
         grads = None if pending.grads is None else without_row(pending.grads)
         return self._end(pending.ticket, grads, sent, params, loss=pending.loss)
 
-    def _pend(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> tuple[Any, ExchangeState]:
+    def _pend(
+        self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array
+    ) -> tuple[Pending, ExchangeState]:
         """Begins an exchange that the next step ends, if it can go on in between."""
-        if not self.division.crosses or self.division.dims:
-            return (row(grads), None), sent
-        early = self.exchange.early
-        ticket, sent = self._begin(None if early else grads, sent, params, loss)
-        return (row(grads) if early else None, ticket), sent
+        early, ticket = self.exchange.early, None
+        if crosses := self.division.crosses and not self.division.dims:
+            ticket, sent = self._begin(None if early else grads, sent, params, loss)
+        return Pending(row(grads) if early or not crosses else None, ticket, None, self.order or ()), sent
 
     def _whole(self, grads: PyTree, params: Params) -> PyTree:
         """Returns gradients for all leaves, as plans expect. Nothing reads those that the plan skips."""

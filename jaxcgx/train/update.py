@@ -136,6 +136,13 @@ def warn_of_momentum(function: str, argument: str, opt_state: PyTree, exchange: 
         warn(str(wrong(function, argument, expected, "optax.trace", "write optax.sgd(rate)")))
 
 
+def check_optimizer(
+    function: str, argument: str, optimizer: Any, expected: str = "an optax.GradientTransformation"
+) -> None:
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise wrong(function, argument, expected, repr(optimizer), kind=TypeError)
+
+
 def import_optax(function: str) -> types.ModuleType:
     """Returns the module optax. If it isn't installed, the error names the public function `function`."""
     try:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx import _programs
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
@@ -24,7 +25,7 @@ from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree
 from jaxcgx.wan.diloco.fragments import Fragment, cut, finite, wide, wide_zeros
-from jaxcgx.wan.diloco.outer import OuterTelemetry, as_optimizer, as_outer_plan, digest_of, init_outer, outer_step
+from jaxcgx.wan.diloco.outer import OuterTelemetry, as_optimizer, as_outer_plan, init_outer, outer_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Diloco:
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
         self._check_rhythm()
-        object.__setattr__(self, "plan", as_outer_plan(op, self.plan, "keep", self.keep))
+        object.__setattr__(self, "plan", as_outer_plan(op, self.plan, self.keep))
 
     @property
     def op(self) -> str:
@@ -149,13 +150,12 @@ class Diloco:
         turns = [p or self.fragments for p in range(self.fragments)]
         return [Act(name, p, first=turn * self.period + delay, every=self.every) for p, turn in enumerate(turns)]
 
-    def check(self, mesh: Any, axis: AxisName) -> None:
-        """Checks that there are several centers. Warns if exchanges are to go on in later steps but can't."""
-        name = axis_names(axis)[0]
-        if mesh.shape[name] == 1:
-            remedy = f"leave {self.op} out, or make a mesh of several centers"
-            raise wrong(self.op, "axis", f"several centers along {name!r}", "one", remedy)
-        argument = next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None)
+    def warn(self, axis: AxisName) -> None:
+        """Warns if exchanges are to go on in later steps but can't."""
+        name, argument = (
+            axis_names(axis)[0],
+            next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None),
+        )
         whole = [codec for codec in self.plan.codecs if codec.sparse or codec.low_rank]
         if crosses(axis):
             why = f"a step waits for the whole exchange of {spell(whole[0])}; take another codec" if whole else ""
@@ -172,7 +172,7 @@ class Diloco:
         def moved(parts: list[PyTree]) -> list[PyTree]:
             return [self.optimizer.update(part, self.optimizer.init(part), part) for part in parts]
 
-        outer = f"an optimizer with the digest {digest_of(moved, parts)} for these parameters"
+        outer = f"an optimizer with the digest {_programs.digest_of(moved, parts)} for these parameters"
         return {name: str(getattr(self, name)) for name in names} | {"outer": outer}
 
     def init(self, params: Params, at: At) -> list[ExchangeState]:

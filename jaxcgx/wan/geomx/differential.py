@@ -22,9 +22,8 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs, by_axis
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, check_hyperparameter, routes_of, set_phases
+from jaxcgx.train.exchange import At, check_centers, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
 from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, line, put, take
 
@@ -69,14 +68,6 @@ class Portion(NamedTuple):
 
 
 Late = tuple[Ticket, Carry]  # an exchange of deferred blocks, which has begun
-
-
-def check_centers(op: str, net: Transport) -> None:
-    """Checks that the outermost axis of the ranks has several places, because `op` needs several centers."""
-    name, outer = next(iter(net.parts.items()), (net.names[0] if net.names else "", net))
-    if outer.size == 1:
-        what = f"centers along {name!r}" if name else "processes"
-        raise wrong(op, "axis", f"several {what}", "one", f"leave {op} out, or make a mesh of several centers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +169,7 @@ class Differential:
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Late | None, ExchangeState]:
         """Begins the exchange of the blocks that the last step deferred, if it needs no conditional."""
-        check_centers(OP, at.net)
+        check_centers(OP, *at.centers)
         if self.rest != "defer" or at.params is None or len(self.shares) > 1 or len(self.phases) > 1:
             return None, state
         return Transmission(self, state, at, at.params).begin_late(), state

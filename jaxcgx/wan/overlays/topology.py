@@ -169,7 +169,7 @@ class Topology:
         ranks = mesh.shape[axis.name]
         self.links: LinkRates = LinkRates(ranks, decay)
         if rates is not None:
-            self.links.rates = _check_rates(rates, ranks)
+            self.links.rates = _as_rates(rates, ranks)
             self.links.known[:] = True
         self._found: dict[bytes, Overlay] = {}  # the best overlay for the latest rates
         self.overlay = self._best()
@@ -314,7 +314,7 @@ def _check_mesh(mesh: Any, axis: Any) -> Mesh:
     return mesh
 
 
-def _check_rates(rates: ArrayLike, ranks: int) -> Rates:
+def _as_rates(rates: ArrayLike, ranks: int) -> Rates:
     given = np.array(rates, float)
     expected = f"a positive number of bytes a second from each of {ranks} ranks to each other one"
     if given.shape != (ranks, ranks):
