@@ -313,15 +313,15 @@ class Phase(NamedTuple):
     plan: Plan
 
 
-def as_phases(function: str, plan: Any) -> tuple[Phase, ...]:
+def as_phases(function: str, plan: Any, argument: str = "plan") -> tuple[Phase, ...]:
     """Returns the phases in order: one for a plan, or one for each entry of {first step: plan}."""
     plans = {0: plan}
     if isinstance(plan, dict) and any(map(is_integer, plan)):
         if 0 not in plan or not all(is_integer(step) and step >= 0 for step in plan):
             expected = "a schedule {first step: plan} that begins with step 0"
-            raise wrong(function, "plan", expected, f"steps {list(plan)}")
+            raise wrong(function, argument, expected, f"steps {list(plan)}")
         plans = plan
-    return tuple(Phase(start, as_plan(function, plans[start])) for start in sorted(plans))
+    return tuple(Phase(start, as_plan(function, plans[start], argument)) for start in sorted(plans))
 
 
 def as_plan(function: str, plan: Any, argument: str = "plan") -> Plan:

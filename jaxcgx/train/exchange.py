@@ -189,23 +189,23 @@ def check_centers(op: str, name: Any, size: int) -> None:
         raise wrong(op, "axis", f"several {what}", "one", f"leave {op} out, or make a mesh of several centers")
 
 
-def set_phases(exchange: Any, op: str) -> None:
+def set_phases(exchange: Any, op: str, argument: str = "plan") -> None:
     """Sets `phases` of an exchange, and `plan` as its protocol says, from the plan or schedule that it was given."""
-    phases = as_phases(op, exchange.plan)
+    phases = as_phases(op, exchange.plan, argument)
     object.__setattr__(exchange, "phases", phases)
     object.__setattr__(exchange, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
 
 
-def routes_of(op: str, phases: Sequence[Phase], tree: PyTree) -> list[Routes]:
+def routes_of(op: str, phases: Sequence[Phase], tree: PyTree, argument: str = "plan") -> list[Routes]:
     """Returns the routes of a tree for each phase. All phases must skip the same leaves.
 
     Otherwise the mean of a leaf would be zero in some steps, in which momentum and weight decay still change it.
     """
-    found = [Routes.of(op, phase.plan, tree) for phase in phases]
+    found = [Routes.of(op, phase.plan, tree, argument=argument) for phase in phases]
     for routes in zip(*(each.leaves for each in found)):
         if len({route.skipped for route in routes}) > 1:
             expected, remedy = "plans that skip a leaf in every step or in none", "make a new exchange"
-            raise wrong(op, "plan", expected, "a schedule that changes it", remedy, path=routes[0].path)
+            raise found[0].wrong(expected, "a schedule that changes it", remedy, routes[0].path)
     return found
 
 

@@ -106,11 +106,12 @@ class Feedback:
     telemetry: bool = False
     seed: int | jax.Array = 0
     phases: tuple[Phase, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    argument: ClassVar[str] = "plan"  # the argument that has the plan, in errors
     early: ClassVar[bool] = False
     scatters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        set_phases(self, self.op)
+        set_phases(self, self.op, self.argument)
         self._check_flags("keep", "skip_nonfinite", "telemetry")
         self._check_numbers(
             seed=(check_integer,),
@@ -141,7 +142,7 @@ class Feedback:
                 check_hyperparameter(self.op, name, getattr(self, name), *check)
 
     def init(self, params: Params) -> ExchangeState:
-        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params))))
+        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params, self.argument))))
         tree = jax.tree_util.tree_structure(params)
         encoded = [any(route.encoded for route in routes) for routes in by_leaf]
         residuals = [jnp.zeros(r.shape, jnp.float32) if has else None for (r, *_), has in zip(by_leaf, encoded)]
@@ -201,8 +202,9 @@ class Feedback:
         return self.phases[phase].plan
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
-        plan, carry = self._plan_over(phase, at.net), Carry(residuals)
-        travel = travel_with(carry, Routes.of(self.op, plan, grads), at.net, at.way, x=grads, argument="grads")
+        plan = self._plan_over(phase, at.net)
+        routes = Routes.of(self.op, plan, grads, argument=self.argument)
+        travel = travel_with(Carry(residuals), routes, at.net, at.way, x=grads, argument="grads")
         if self.keep and len(at.net.parts) > 1:
             self._warn_of_order(plan, at.net)
         return travel
@@ -214,10 +216,9 @@ class Feedback:
                 outermost, *inner = net.parts
                 lossy = next((name for name in inner if not codecs[name].raw), None)
                 if codecs[outermost].raw and lossy is not None:
-                    warn(
-                        f"{self.op}: argument 'plan': feedback covers only the outermost axis, {outermost!r}, not "
-                        f"{spell(codecs[lossy])} for {lossy!r}; the axes of the ranks are listed outermost first"
-                    )
+                    why = f"feedback covers only the outermost axis, {outermost!r}, not {spell(codecs[lossy])}"
+                    remedy = "the axes of the ranks are listed outermost first"
+                    warn(f"{self.op}: argument '{self.argument}': {why} for {lossy!r}; {remedy}")
 
     def _key(self, shared: Shared, travel: Travel) -> Key | None:
         return fold(shared.key, shared.count) if travel.routes.stochastic else None
@@ -255,16 +256,29 @@ def warn_of_loss(op: str, codecs: Iterable[Codec], least: int = 0) -> None:
         warn(f"{op}: argument 'keep': {why}; leave keep=False out, or take a codec of 4 bits")
 
 
-def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
+@dataclasses.dataclass(frozen=True)
+class FeedbackOfPlan(Feedback):
+    """The `Feedback` of a plan that was passed in its place. Errors name the function that got the plan."""
+
+    _: dataclasses.KW_ONLY
+    function: str
+    argument: str  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def op(self) -> str:
+        return self.function
+
+
+def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchange") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
     if isinstance(given, Codec | Plan | dict):
-        return Feedback(given)
+        return FeedbackOfPlan(given, function=op, argument=argument)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
         got, remedy = repr(given), ""
         if is_rounds(given):
             got, remedy = type(given).__name__, "pass it to make_train_step: it moves parameters, not gradients"
-        raise wrong(op, "exchange", expected, got, remedy, kind=TypeError)
+        raise wrong(op, argument, expected, got, remedy, kind=TypeError)
     return given
 
 

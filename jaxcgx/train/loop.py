@@ -92,7 +92,7 @@ def make_train_step(
     check_flag(OP, "donate", donate)
     check_optimizer(OP, "optimizer", optimizer)
     rounds = cast(Rounds, exchange) if is_rounds(exchange) else None
-    exchange = as_exchange(exchange if rounds is None else rounds.inside)
+    exchange = as_exchange(exchange) if rounds is None else as_exchange(rounds.inside, rounds.op, "inside")
     division = _divide(mesh_or_comm, sharding, exchange)
     _check_overlap(overlap, mesh_or_comm, exchange, rounds)
     training = Training(
