@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import as_shape
+from jaxcgx.codecs.attribute import DENSE, Kind, attribute
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout, as_dtype, layout_of
 from jaxcgx.typing import DType, DTypeLike
@@ -42,9 +43,7 @@ class Codec:
         then residuals stay bounded.
       most: the largest number of elements of a leaf in a chunk.
       state: the state that a sum can keep from call to call, by the names of compressed_psum's arguments.
-      native: the attribute that describes the codec to the kernels (attribute.py). None: jnp runs in place of kernels.
-        A subclass of a codec with kernels has None unless it sets `native` itself, because the kernels don't know the
-        changes of the subclass.
+      kind: the `Kind` that the kernels know the codec by (attribute.py). None: jnp runs in place of kernels.
     """
 
     bucket_size: int | None = None
@@ -62,12 +61,7 @@ class Codec:
     contracts: bool = True
     most: int = 2**40
     state: tuple[str, ...] = ("residuals",)
-    native: dict[str, np.generic] | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "native" not in cls.__dict__:
-            cls.native = None
+    kind: Kind | None = None
 
     # Methods that a codec may define
 
@@ -141,6 +135,19 @@ class Codec:
         return ops.roundtrip(self, x, key)
 
     # Properties and methods that follow from the traits
+
+    @property
+    def native(self) -> dict[str, np.generic] | None:
+        """The attribute that describes the codec to the kernels, or None without kernels.
+
+        A subclass of a codec with kernels has none unless it sets `kind` itself: they don't know its changes.
+        """
+        fields = self._kernel_fields() if "kind" in vars(type(self)) else None
+        return fields and attribute(fields | dict(kind=self.kind))
+
+    def _kernel_fields(self) -> dict[str, Any] | None:
+        """Returns fields of `native`, or None if the kernels can't do what these ask for."""
+        return {name: getattr(self, name) or 0 for name in DENSE if hasattr(self, name)}
 
     @property
     def makes_codes(self) -> bool:
