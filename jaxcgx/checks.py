@@ -100,11 +100,16 @@ def as_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
     return sizes
 
 
+def check_type(function: str, argument: str, value: Any, kind: Any, expected: str) -> Any:
+    """Checks that a value is an instance of `kind`, a class or a union of classes, which `expected` describes."""
+    if not isinstance(value, kind):
+        raise wrong(function, argument, expected, repr(value), kind=TypeError)
+    return value
+
+
 def check_flag(function: str, argument: str, value: object) -> bool:
     """Returns the value as a bool."""
-    if not isinstance(value, BOOL):
-        raise wrong(function, argument, "True or False", repr(value), kind=TypeError)
-    return bool(value)
+    return bool(check_type(function, argument, value, BOOL, "True or False"))
 
 
 def check_integer(function: str, argument: str, value: Any, low: int | None = None, high: int | None = None) -> int:

@@ -126,10 +126,6 @@ class Sum(NamedTuple):
     divisor: float = 1.0
     leader: bool = False
 
-    def with_codec(self, codec: Codec) -> "Sum":
-        """Returns the settings of a codec's sums. If sums have room for all elements, own parts are encoded, too."""
-        return self._replace(own="encoded") if codec.sums_grow else self
-
     def replaces_own(self, codec: Codec) -> bool:
         """Returns whether a rank's own part replaces its payload. With a raw codec, the payload equals the part."""
         return self.own == "raw" and not codec.raw

@@ -192,7 +192,7 @@ def _routes(
             raise wrong(op, argument, expected, got, path=path, kind=ValueError if refused else TypeError)
         factor = factor_shape(x, values(codec))
         routes.append(Route(path, x.shape, x.dtype, codec, why_raw=why, skipped=skipped, factor=factor))
-    return Routes(op, argument, plan, tree, tuple(routes))
+    return Routes(op, argument, plan, tree, leaves=tuple(routes))
 
 
 class Envelope(NamedTuple):

@@ -176,7 +176,9 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     if is_piecewise(stage):
         summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
     else:
-        stage, how = stage.compared(message, how), how.with_codec(stage.codec)
+        stage = stage.compared(message, how)
+        if stage.codec.sums_grow:  # a sum has room for all elements, so own parts are encoded, too
+            how = how._replace(own="encoded")
         if isinstance(stage.schedule, Overlay):
             summed = trees.allreduce(stage, stage.schedule, message, how)
         elif stage.schedule == "one_shot":

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_choice, check_number, unexpected, wrong
+from jaxcgx.checks import check_choice, check_number, check_type, unexpected, wrong
 from jaxcgx.codecs import Codec, MaxMin
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
@@ -68,8 +68,7 @@ def adapt(
     plan: Assignment, statistics: Any, method: str, budget: str, alpha: float, reference: Codec | None
 ) -> list[Rule]:
     """Returns the rules that `Plan.adapt` adds to a plan."""
-    if not isinstance(statistics, GradientStatistics):
-        raise wrong(_OP, "statistics", "what jaxcgx.gradient_statistics returns", repr(statistics), kind=TypeError)
+    check_type(_OP, "statistics", statistics, GradientStatistics, "what jaxcgx.gradient_statistics returns")
     check_choice(_OP, "method", method, _METHODS)
     check_choice(_OP, "budget", budget, bits.BUDGETS)
     reference = _as_reference(plan, reference)

@@ -19,6 +19,7 @@ from jaxcgx.checks import (
     check_integer,
     check_number,
     check_positive,
+    check_type,
     is_integer,
     wrong,
 )
@@ -104,9 +105,7 @@ class Plan(Assignment):
         check_field(self, "leader", check_flag)
         check_field(self, "strict", check_flag)
         check_field(self, "prefer", check_choice, ("time", "bytes"))
-        # not every caller is typed
-        if not isinstance(self.network, Network | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise wrong("Plan", "network", "a jaxcgx.Network", repr(self.network), kind=TypeError)
+        check_field(self, "network", check_type, Network | None, "a jaxcgx.Network")
 
     @property
     def message_bytes(self) -> float:
@@ -132,9 +131,7 @@ class Plan(Assignment):
         is the hook's. The default of CGX's variables (`from_env`) and of MaxMin is 512.
 
         Args:
-          bits: as in MaxMin.
-          bucket_size: as in MaxMin.
-          rounding: as in MaxMin.
+          bits, bucket_size, rounding: as in MaxMin.
         """
         return cls(MaxMin(bits, bucket_size, rounding))
 
@@ -191,8 +188,7 @@ class Plan(Assignment):
           size_bound: the most elements of leaves that travel raw.
           axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
             axis after another, and travel raw over all axes except the outermost.
-          pull: as in TopK.
-          select: as in TopK.
+          pull, select: as in TopK.
         """
         return cls(**sparsification("Plan.bsc", threshold, size_bound, axis_name=axis_name, pull=pull, select=select))
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_number, check_positive, wrong
+from jaxcgx.checks import check_number, check_positive, check_type, wrong
 from jaxcgx.codecs import Cast, Codec, Eden, Lossless, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
@@ -168,9 +168,7 @@ def advise(
     if overlap_mb is not None:
         check_positive(_OP, "overlap_mb", overlap_mb)
     check_number(_OP, "max_error", max_error, lambda x: x >= 0, "a number of at least 0")
-    # not every caller is typed
-    if not isinstance(cluster, Cluster):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(_OP, "cluster", "a jaxcgx.Cluster", repr(cluster), kind=TypeError)
+    check_type(_OP, "cluster", cluster, Cluster, "a jaxcgx.Cluster")
     if not isinstance(codecs, Sequence) or not codecs:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise wrong(_OP, "codecs", "a list of at least one codec", repr(codecs), kind=TypeError)
     for codec in codecs:

@@ -88,23 +88,13 @@ class Exchange(Protocol):
         ...
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
-        """Returns (a ticket for `end`, the state in between).
-
-        Args:
-          grads: the rank's gradients, or None with `early`.
-          state: the rank's state.
-          at: the place in a step.
-        """
+        """Returns (a ticket for `end`, the state in between). With `early`, `grads` is None."""
         ...
 
     def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        """Returns (the mean, the state after the step).
+        """Returns (the mean, the state after the step), from what `begin` returned, and the same `at`.
 
-        Args:
-          ticket: what `begin` returned.
-          state: the state that `begin` returned.
-          at: the place in a step, the same as in `begin`.
-          grads: this step's gradients with `early`, and else None.
+        `grads` are this step's gradients with `early`, and else None.
         """
         ...
 

@@ -106,13 +106,13 @@ class Feedback:
     telemetry: bool = False
     seed: int | jax.Array = 0
     phases: tuple[Phase, ...] = dataclasses.field(init=False, repr=False, compare=False)
-    argument: ClassVar[str] = "plan"  # the argument that has the plan, in errors
     early: ClassVar[bool] = False
     scatters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        set_phases(self, self.op, self.argument)
-        self._check_flags("keep", "skip_nonfinite", "telemetry")
+        set_phases(self, self.op, self._argument)
+        for name in ("keep", "skip_nonfinite", "telemetry"):
+            check_field(self, name, check_flag)
         self._check_numbers(
             seed=(check_integer,),
             beta=(check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
@@ -129,12 +129,13 @@ class Feedback:
         return type(self).__name__
 
     @property
+    def _argument(self) -> str:
+        """The argument that errors about the plan name."""
+        return "plan"
+
+    @property
     def _codecs(self) -> list[Codec]:
         return [codec for phase in self.phases for codec in phase.plan.codecs]
-
-    def _check_flags(self, *names: str) -> None:
-        for name in names:
-            check_field(self, name, check_flag)
 
     def _check_numbers(self, **checks: tuple[Any, ...]) -> None:
         for name, check in checks.items():
@@ -142,7 +143,7 @@ class Feedback:
                 check_hyperparameter(self.op, name, getattr(self, name), *check)
 
     def init(self, params: Params) -> ExchangeState:
-        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params, self.argument))))
+        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params, self._argument))))
         tree = jax.tree_util.tree_structure(params)
         encoded = [any(route.encoded for route in routes) for routes in by_leaf]
         residuals = [jnp.zeros(r.shape, jnp.float32) if has else None for (r, *_), has in zip(by_leaf, encoded)]
@@ -203,7 +204,7 @@ class Feedback:
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
         plan = self._plan_over(phase, at.net)
-        routes = Routes.of(self.op, plan, grads, argument=self.argument)
+        routes = Routes.of(self.op, plan, grads, argument=self._argument)
         travel = travel_with(Carry(residuals), routes, at.net, at.way, x=grads, argument="grads")
         if self.keep and len(at.net.parts) > 1:
             self._warn_of_order(plan, at.net)
@@ -218,7 +219,7 @@ class Feedback:
                 if codecs[outermost].raw and lossy is not None:
                     why = f"feedback covers only the outermost axis, {outermost!r}, not {spell(codecs[lossy])}"
                     remedy = "the axes of the ranks are listed outermost first"
-                    warn(f"{self.op}: argument '{self.argument}': {why} for {lossy!r}; {remedy}")
+                    warn(f"{self.op}: argument '{self._argument}': {why} for {lossy!r}; {remedy}")
 
     def _key(self, shared: Shared, travel: Travel) -> Key | None:
         return fold(shared.key, shared.count) if travel.routes.stochastic else None
@@ -262,11 +263,15 @@ class FeedbackOfPlan(Feedback):
 
     _: dataclasses.KW_ONLY
     function: str
-    argument: str  # pyright: ignore[reportIncompatibleVariableOverride]
+    argument: str
 
     @property
     def op(self) -> str:
         return self.function
+
+    @property
+    def _argument(self) -> str:
+        return self.argument
 
 
 def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchange") -> Exchange:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxcgx.checks import check_flag, check_integer, wrong
+from jaxcgx.checks import check_flag, check_integer, check_type, wrong
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, OverMesh, check_mesh
 from jaxcgx.train.exchange import AnyExchange, Exchange, is_rounds
@@ -111,8 +111,7 @@ def make_train_step(
 
 def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Division:
     """Returns the ranks of a mesh or of a communicator."""
-    if not isinstance(sharding, Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(OP, "sharding", "a jaxcgx.Sharding", repr(sharding), kind=TypeError)
+    check_type(OP, "sharding", sharding, Sharding, "a jaxcgx.Sharding")
     gather = gather_plan(sharding)
     if is_communicator(mesh_or_comm):
         from jaxcgx.train.processes import Processes  # this import starts MPI, which is optional

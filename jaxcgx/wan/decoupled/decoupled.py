@@ -18,6 +18,7 @@ from jaxcgx.checks import (
     check_number,
     check_positive,
     check_real,
+    check_type,
     spell_array,
     warn,
     wrong,
@@ -107,9 +108,7 @@ class Decoupled:
             raise wrong(OF, "average", "'mean', 'radial' or a function", repr(self.average))
         check_flag(OF, "keep", self.keep)
         check_integer(OF, "seed", self.seed)
-        # not every caller is typed
-        if not isinstance(self.secret, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise wrong(OF, "secret", "a string", repr(self.secret), kind=TypeError)
+        check_type(OF, "secret", self.secret, str, "a string")
         put("plan", as_outer_plan(OF, self.plan, self.keep))
 
     @property
@@ -424,9 +423,7 @@ class Member:
 
 def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
     """Returns a state that a user gave, with residuals if `fresh`, the state of a new training, has residuals."""
-    # not every caller is typed
-    if not isinstance(state, DecoupledState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(OP, "state", "a DecoupledState, which member.state was", type(state).__name__, kind=TypeError)
+    check_type(OP, "state", state, DecoupledState, "a DecoupledState, which member.state was")
     number, merged = (check_integer(OP, f"state.{name}", getattr(state, name), 0) for name in ("round", "merged"))
     residuals = state.residuals
     if fresh.residuals is None:

@@ -102,7 +102,11 @@ class Diloco:
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
-        self._check_rhythm()
+        self._check_fragments()
+        if self.overlap >= self.period:
+            expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
+            remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every (of HFA k1 * k2)"
+            raise wrong(op, "overlap", expected, self.overlap, remedy)
         object.__setattr__(self, "plan", as_outer_plan(op, self.plan, self.keep))
 
     @property
@@ -125,14 +129,10 @@ class Diloco:
         """Whether an exchange ends in a later step than it begins."""
         return self.eager or self.overlap > 0
 
-    def _check_rhythm(self) -> None:
+    def _check_fragments(self) -> None:
         if self.every % self.fragments:
             remedy = f"pass every={max(self.period, 1) * self.fragments}"
             raise wrong(self.op, "every", f"a multiple of fragments={self.fragments}", self.every, remedy)
-        if self.overlap >= self.period:
-            expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
-            remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every"
-            raise wrong(self.op, "overlap", expected, self.overlap, remedy)
 
     @property
     def turns(self) -> Sequence[Sequence[Act]]:

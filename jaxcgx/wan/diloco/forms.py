@@ -53,16 +53,12 @@ class HFA(Diloco):
     def alone(self) -> bool:
         return True
 
-    def _check_rhythm(self) -> None:
+    def _check_fragments(self) -> None:
         k2, fragments = self.k2, self.fragments
         if k2 % fragments:  # the ranks of a center would have different parameters at some exchanges
             expected = f"a divisor of k2={k2}, so that each exchange follows an average"
             remedy = f"pass fragments=1, or k2={-(-k2 // fragments) * fragments}"
             raise wrong(self.op, "fragments", expected, fragments, remedy)
-        if self.overlap >= self.period:
-            expected = f"less than k1 * k2 / fragments = {self.period} steps, as a fragment ends before the next begins"
-            remedy = "pass a smaller one, fewer fragments, or a larger k1 or k2"
-            raise wrong(self.op, "overlap", expected, self.overlap, remedy)
 
     @property
     def turns(self) -> Sequence[Sequence[Act]]:
