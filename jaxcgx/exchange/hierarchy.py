@@ -1,12 +1,8 @@
 """Sums over several transports, each with its own codec: few bytes over the slow network, more over the fast one.
 
-By shards: a reduce-scatter over the inner ranks gives each of them a shard, which it exchanges with its peers on the
-other nodes. An all-gather over the inner ranks follows. Every inner rank sends over the outer network, so all network
-cards are used.
-
-By leaders (CGX's intra-broadcast): a sum over the inner ranks is followed by an exchange among the leaders. The leader
-of a node is its inner rank 0. It passes the received bytes on to the other ranks of the node, so all ranks decode the
-same bytes.
+By shards: a reduce-scatter over the inner ranks, an exchange of each shard with the peers on other nodes, and an
+all-gather over the inner ranks. By leaders (CGX's intra-broadcast): a sum over the inner ranks, an exchange among the
+inner ranks 0 of all nodes, which then pass the received bytes on. docs/hierarchies.md compares them.
 
 Feedback covers the losses of the outermost exchange. Residuals are added before the innermost sum, so it doesn't matter
 which rank of a node holds one.

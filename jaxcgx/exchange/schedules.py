@@ -1,16 +1,12 @@
-"""Schedules: how the bytes of one message travel among the ranks of one transport (transports/base.py).
-
-The schedules of overlays are in trees.py.
+"""Schedules: how the bytes of one message travel among the ranks of one transport. Those of overlays are in trees.py.
 
 A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
 half, which only psum needs, every rank gets the encoded sums of all parts. The parts of psum are chunks: the message is
 cut between buckets into parts of similar bytes. Those of psum_scatter are slices along the caller's dimension.
 
-Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded".
-All ranks, including the owner, decode the same bytes of a sum, so replicas are identical bit for bit.
-
-A sparse codec may encode sums with another codec, which has room for every element that the ranks sent
-(`Codec.of_sum`). A rank's own part is then encoded, too, so the encoding of the sum loses nothing.
+Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded" or
+sums have another codec than leaves, with room for every element that the ranks sent (`Codec.of_sum`). All ranks,
+including the owner, decode the same bytes of a sum, so replicas are identical bit for bit.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,11 +2,8 @@
 
 An overlay is a set of rooted trees over all ranks. Each tree has a share of the message. This part goes up the tree,
 from child to parent: every rank adds its own part to the received parts, and encodes the sum again. The root's sum goes
-back down, as the same bytes for all ranks. A tree uses each of its links in both directions, whichever rank is its
-root.
-
-`two_shot` is an overlay with a star around each rank. MultiGPS, with fewer owners, has stars around some ranks. The
-trees of a ring are paths, each of which leaves out another link of the ring.
+back down, as the same bytes for all ranks. `two_shot` is an overlay with a star around each rank, MultiGPS has stars
+around some ranks. The trees of a ring are paths, each of which leaves out another link of the ring.
 """
 
 import dataclasses

@@ -88,11 +88,11 @@ class Exchange(Protocol):
         ...
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
-        """Returns (a ticket for `end`, the state in between). With `early`, `grads` is None."""
+        """Returns (a ticket for `end`, the state in between). `at` is the place in a step. `early`: `grads` is None."""
         ...
 
     def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        """Returns (the mean, the state after the step), from what `begin` returned, and the same `at`.
+        """Returns (the mean, the state after the step). `ticket`, `state` and `at` are those of `begin`.
 
         `grads` are this step's gradients with `early`, and else None.
         """
@@ -103,15 +103,18 @@ class Exchange(Protocol):
 AnyExchange: TypeAlias = Exchange | Codec | Plan | dict[Any, Any]
 
 
+Outcome: TypeAlias = tuple[Any, ExchangeState]  # (a ticket or the mean, the state)
+
+
 def is_rounds(given: object) -> bool:
     """Returns whether a value is Rounds (rounds.py), which move parameters instead of gradients."""
     return callable(getattr(given, "act", None)) and not isinstance(given, type)
 
 
-def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
+def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> Outcome:
     """Begins and ends an exchange on a rank, and returns (mean, new state). `state.own` has a row."""
 
-    def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
+    def both(own: PyTree, grads: PyTree) -> Outcome:
         given = ExchangeState(own, state.shared)
         ticket, given = exchange.begin(None if exchange.early else grads, given, at)
         return exchange.end(ticket, given, at, grads if exchange.early else None)

@@ -46,6 +46,10 @@ class Act(NamedTuple):
         return (steps >= self.first) & ((steps - self.first) % self.every == 0)
 
 
+# (the outer parameters, the center's own parameters, the state of the part) after an act
+Acted = tuple[Params, Params, ExchangeState | None]
+
+
 class Rounds(Protocol):
     """How centers that train on their own move common parameters: a frozen dataclass.
 
@@ -90,10 +94,8 @@ class Rounds(Protocol):
         """Returns the specs of a part's state: those of arrays with rows per center or per rank, or P()."""
         ...
 
-    def act(
-        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
-    ) -> tuple[Params, Params, ExchangeState | None]:
-        """Returns (the outer parameters, the center's own parameters, the state of the part) after an act."""
+    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted:
+        """Does an act."""
         ...
 
     def measured(self, states: Sequence[ExchangeState]) -> PyTree:

@@ -1,8 +1,7 @@
-"""A mesh over whose ranks parameters (ZeRO-3, FSDP) or only the optimizer's state (ZeRO-1) are sharded, or other axes.
+"""A mesh over which parameters (ZeRO-3, FSDP) or only the optimizer's state (ZeRO-1) are sharded, or other axes.
 
-In both cases, gradients go straight to the owners of the shards. Sharded parameters are gathered for the loss. If only
-the optimizer's state is sharded, parameters are whole on every rank, and their updates are gathered. Over the other
-axes of the mesh, each shard is exchanged on its own.
+Gradients go straight to the owners of the shards. Sharded parameters are gathered for the loss, or else the updates of
+whole ones. Over the other axes of the mesh, each shard is exchanged on its own.
 """
 
 import dataclasses

@@ -21,7 +21,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, addable, after, row, with_row, without_row
-from jaxcgx.train.exchange import At, Exchange, check_state, send
+from jaxcgx.train.exchange import At, Exchange, Outcome, check_state, send
 from jaxcgx.train.gradient import Gradient, Loss
 from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
@@ -255,9 +255,6 @@ def put(state: PyTree, sharding: Any) -> PyTree:
     return jax.tree_util.tree_map(wrap, jax.device_put(words, sharding), state)
 
 
-Reduced = tuple[PyTree, ExchangeState]  # (means of the trained leaves, the state after the exchange)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rank:
     """The functions of one rank. They run on all ranks by `Division.over`.
@@ -307,22 +304,20 @@ class Rank:
             found, sent = rank.reduce(grads, sent, params, loss)
         return found, sent, model_state, loss, aux
 
-    def reduce(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
-        """Returns (means, state) of an exchange that begins and ends here."""
+    def reduce(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
+        """Returns (means of the trained leaves, state) of an exchange that begins and ends here."""
         run = self.division.on_shards(self._send, sent)
         means, sent = run(self._whole(grads, params), sent, None if self.division.dims else params, loss)
         return part(means, self.skipped), sent
 
-    def receive(self, pending: Pending, sent: ExchangeState, params: Params) -> Reduced:
+    def receive(self, pending: Pending, sent: ExchangeState, params: Params) -> Outcome:
         """Returns (means, state) of the exchange of pending gradients."""
         if pending.ticket is None:
             return self.reduce(without_row(pending.grads), sent, params, pending.loss)
         grads = None if pending.grads is None else without_row(pending.grads)
         return self._end(pending.ticket, grads, sent, params, loss=pending.loss)
 
-    def _pend(
-        self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array
-    ) -> tuple[Pending, ExchangeState]:
+    def _pend(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
         """Begins an exchange that the next step ends, if it can go on in between."""
         early, ticket = self.exchange.early, None
         if crosses := self.division.crosses and not self.division.dims:
@@ -339,21 +334,19 @@ class Rank:
             way = way._replace(slice_elements=self.overlap.slice_elements, later=True)
         return At(self.division.net(), params, loss, way, shards=self.division.shard_axes)
 
-    def _begin(
-        self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None
-    ) -> tuple[PyTree, ExchangeState]:
+    def _begin(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None) -> Outcome:
         at, grads = self._at(params, loss), None if grads is None else row(self._whole(grads, params))
         begin = lambda own, grads: self.exchange.begin(grads, ExchangeState(own, sent.shared), at)
         ticket, new = jax.vmap(begin)(sent.own, grads)
         return ticket, ExchangeState(new.own, without_row(new.shared))
 
-    def _end(self, ticket: PyTree, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+    def _end(self, ticket: PyTree, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
         at, grads = self._at(params, loss), row(self._whole(grads, params)) if self.exchange.early else None
         end = lambda own, ticket, grads: self.exchange.end(ticket, ExchangeState(own, sent.shared), at, grads)
         means, new = jax.vmap(end)(sent.own, ticket, grads)
         return part(without_row(means), self.skipped), ExchangeState(new.own, without_row(new.shared))
 
-    def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+    def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
         """Returns (means, state) of an exchange of all leaves, or of this device's shards of them."""
         if self.state_of is not None:
             check_state("train.step", sent, self.state_of(grads), self.division.remedy)

@@ -13,7 +13,7 @@ from jaxcgx.exchange.resolve import transport_over, transport_over_axes
 from jaxcgx.exchange.routes import Way, as_order
 from jaxcgx.train.arguments import shapes
 from jaxcgx.train.division import OverMesh, with_row
-from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
+from jaxcgx.train.exchange import AnyExchange, At, Exchange, Outcome, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
@@ -74,7 +74,7 @@ def compress_gradients(
 
     def update(
         updates: PyTree, state: ExchangeState, params: Params = None, *, value: jax.Array | None = None, **_: Any
-    ) -> tuple[PyTree, ExchangeState]:
+    ) -> Outcome:
         net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _as_arrays("updates", updates)
         check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), remedy)

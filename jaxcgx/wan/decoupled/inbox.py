@@ -1,10 +1,10 @@
 """The agreement of decoupled centers on the contributions of a round.
 
-Each center sends its contribution to all other centers. The chair decides which contributions count. The chair is the
-center that has merged the most contributions; among equals, it is the center with the lowest place. All centers apply a
-decision to the same outer parameters. A center that can't apply it, because it misses a contribution or has different
-outer parameters, fetches the outer parameters from the chair. `Assembly` is the state and the decisions of one center.
-It does no network I/O. `Inbox` hands it the messages that threads receive, and steps look at it.
+Each center sends its contribution to all other centers. The chair decides which contributions count: the center that
+has merged the most contributions and, among equals, has the lowest place. All centers apply a decision to the same
+outer parameters. A center that can't, because it misses a contribution or has other outer parameters, fetches them from
+the chair. `Assembly` is the state and the decisions of one center, without network I/O. `Inbox` hands it the messages
+that threads receive, and steps look at it.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan.leaves import by_axis
 from jaxcgx.train.division import choose, row, without_row, zeros
 from jaxcgx.train.exchange import AnyExchange, At
-from jaxcgx.train.rounds import Act
+from jaxcgx.train.rounds import Act, Acted
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
@@ -182,9 +182,7 @@ class Diloco:
     def specs(self, center: P, rank: P) -> ExchangeState:
         return ExchangeState(OfCenter(center, center, rank), P())
 
-    def act(
-        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
-    ) -> tuple[Params, Params, ExchangeState | None]:
+    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted:
         assert state is not None  # only an act without a part has none
         turn, fragment = self._turn(outer, at), self._fragments(outer)[act.part]
         parts = fragment.take(outer), fragment.take(own)

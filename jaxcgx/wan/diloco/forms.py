@@ -9,7 +9,7 @@ import jax
 from jaxcgx.checks import check_integer, check_number, wrong
 from jaxcgx.codecs import MaxMin, Raw, TopK
 from jaxcgx.train.exchange import AnyExchange, At
-from jaxcgx.train.rounds import Act
+from jaxcgx.train.rounds import Act, Acted
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
 from jaxcgx.transports.xla import Axes
@@ -69,9 +69,7 @@ class HFA(Diloco):
         del found["every"]  # the user gave k1 and k2
         return {"k1": str(self.k1), "k2": str(self.k2)} | found
 
-    def act(
-        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
-    ) -> tuple[Params, Params, ExchangeState | None]:
+    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted:
         if act.part >= 0:
             return super().act(act, outer, own, state=state, at=at)
         inside = Axes(at.net.names[1:])  # the ranks of a center

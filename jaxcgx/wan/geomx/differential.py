@@ -22,7 +22,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs, by_axis
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, check_centers, check_hyperparameter, routes_of, set_phases
+from jaxcgx.train.exchange import At, Outcome, check_centers, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
 from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, line, put, take
@@ -174,9 +174,7 @@ class Differential:
             return None, state
         return Transmission(self, state, at, at.params).begin_late(), state
 
-    def end(
-        self, ticket: Late | None, state: ExchangeState, at: At, grads: PyTree = None
-    ) -> tuple[PyTree, ExchangeState]:
+    def end(self, ticket: Late | None, state: ExchangeState, at: At, grads: PyTree = None) -> Outcome:
         """Exchanges important blocks. An adaptive share needs the loss."""
         return Transmission(self, state, at, grads).run(ticket)
 
