@@ -174,9 +174,7 @@ def as_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Arra
     leaf = as_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
         got = f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}"
-        remedy = (
-            "to compress the local shards, wrap the call in a jax.shard_map over these axes, as docs/meshes.md shows"
-        )
+        remedy = "to compress the local shards, wrap the call in a jax.shard_map over these axes (docs/meshes.md)"
         raise wrong(op, argument, "an array that a device has whole", got, remedy, path=path)
     return leaf
 
@@ -200,9 +198,8 @@ def check_varying(
             expected = f"an array that varies over {', '.join(map(repr, names))}"
             got = f"one that is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)})"
             remedy = (
-                "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over "
-                "that axis. Take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
-                "jax.lax.pcast(params, axis_name, to='varying')"
+                "if it is a gradient, JAX has reduced it already, uncompressed: take jaxcgx.local_value_and_grad, or "
+                "differentiate with respect to jax.lax.pcast(params, axis_name, to='varying')"
             )
             raise wrong(function, argument, expected, got, remedy, path=path)
 

@@ -114,10 +114,7 @@ class PowerSGD(LowRank):
     # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error. An
     # iteration is one projection, which halves the time to compile.
     def orthonormal(self, p: jax.Array) -> jax.Array:
-        """Returns an orthonormal basis of the columns of `p`.
-
-        A column that is in the span of the columns before it becomes 0.
-        """
+        """Returns an orthonormal basis of the columns of `p`. A column in the span of those before it becomes 0."""
         p = _over(p, jnp.abs(p).max(-1, keepdims=True))
         p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

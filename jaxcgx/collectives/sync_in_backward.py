@@ -113,10 +113,7 @@ def _send_plain(travel: Travel, plain: Plain, message: Message) -> Message:
 
 
 def _in_backward(message: Message, travel: Travel, exchange: Callable[[Message], Message]) -> list[jax.Array]:
-    """Returns the leaves of a message. In the backward pass, `exchange` maps the message of cotangents to its sums.
-
-    The gradients of the message's residuals are the new residuals.
-    """
+    """Returns the leaves of a message. In the backward pass, `exchange` gives their gradients, and new residuals."""
     names, varying = travel.net.names, [_compat.varying_axes(x) for x in message.leaves]
     if message.residuals:  # of a leaf without feedback, they are zeros, which don't vary over the ranks yet
         ranks = _compat.tracked_axes(names)

@@ -72,10 +72,7 @@ def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> in
 
 
 def seconds(schedule: str, load: Load, network: Network) -> Time:
-    """Returns the time of a sum to all ranks.
-
-    The schedule is "one_shot", "two_shot" or "ring"; or "psum" for a low-rank codec, whose factors have `wire` bytes.
-    """
+    """Returns the time of a sum to all ranks by "one_shot", "two_shot" or "ring"; or by "psum" for factors."""
     ranks, raw, others = load.ranks, load.raw, load.ranks - 1
     if ranks == 1:
         return Time(0, 0)

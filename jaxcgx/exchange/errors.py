@@ -123,10 +123,7 @@ class Losses:
         return self.known[ranks, noise]
 
     def _encoded(self, x: Array, rank: int, offset: int) -> tuple[float, float, Array]:
-        """Returns (gain, power of x, noise) of an encoding by a rank.
-
-        For correlated rounding, the rank is given by its offset, its share of common random bits.
-        """
+        """Returns (gain, power of x, noise) of an encoding by a rank. If it is correlated, `offset` names the rank."""
         rows = jnp.asarray(x if self.codec.whole else x[None])
         key = jnp.asarray([0, 0, offset] if self.codec.correlated else [0, rank], jnp.uint32)
         y = np.asarray(_decoded(self.codec, rows, key), np.float64).reshape(x.shape)

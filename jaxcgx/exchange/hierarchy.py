@@ -74,10 +74,7 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Mes
 
 
 def end(begun: BegunMessage, stages: Stages, message: Message, later: bool) -> Message:
-    """Ends the exchange of a message. Returns the sums with the new residuals.
-
-    `message` has the residuals from `begin`. Its leaves are read for their shapes and dtypes only.
-    """
+    """Returns the sums and new residuals. `message` has the residuals from `begin`, and the types of the leaves."""
     outer, before = begun
     if stages[1:]:
         done = _outwards(stages, message, Summed(*outer.net.end_sum(outer, later)), whole=outer.inside is not None)
@@ -103,10 +100,7 @@ def _with_losses(done: Message, lost: list[Any] | None, before: list[Any] | None
 
 
 def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Array:
-    """Returns the uncompressed sum of an array over transports, outermost first, computed by shards.
-
-    `tracked`: whether JAX tracks over which axes values vary (check_vma).
-    """
+    """Returns the uncompressed sum over transports, outermost first. `tracked`: whether JAX tracks what varies."""
     outer, *inner = nets
     whole = countable(x)
     share = _cut(whole, [net.size for net in reversed(inner)], zeros=True)

@@ -202,10 +202,7 @@ def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | No
 
 
 def fold_stage(key: jax.Array | None, number: int, others: Sequence[Stage]) -> jax.Array | None:
-    """Returns the key of stage `number` of a hierarchy.
-
-    Ranks with different places along the stages `others` draw different noise.
-    """
+    """Returns the key of stage `number`. Ranks with different places along the stages `others` draw different noise."""
     rank = 0
     for stage in others if key is not None else ():
         rank = rank * stage.net.size + stage.net.rank

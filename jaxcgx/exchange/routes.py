@@ -107,10 +107,7 @@ class Routes:
     def of(
         op: str, plan: Plan, tree: PyTree, codecs: Sequence[Codecs] | None = None, argument: str = "plan"
     ) -> "Routes":
-        """Returns the routes that a plan gives the leaves of a tree of arrays or jax.ShapeDtypeStructs.
-
-        `codecs` are the codecs of the leaves. None: the plan's rules and guards choose them.
-        """
+        """Returns the routes of a tree of arrays or shapes. Without `codecs`, the plan chooses those of the leaves."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
         shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
         known = None
@@ -156,10 +153,7 @@ class Routes:
         )
 
     def over(self, net: Transport, way: Way = Way(), backward: "Routes | None" = None) -> "Travel":
-        """Returns how the leaves travel over the ranks of a transport.
-
-        `backward` are the routes of the transpose, which only slices have; None: the same.
-        """
+        """Returns how the leaves travel over a transport. `backward`: the routes of the transpose, if they differ."""
         mesh = jax.sharding.get_abstract_mesh()
         sizes = net.size, *(part.size for part in net.parts.values())
         manual = set(mesh.axis_names) == set(mesh.manual_axes)
@@ -311,10 +305,7 @@ def _asked(routes: Routes, net: Transport) -> list[str | Overlay]:
 
 
 def by_parts(routes: Routes, given: dict[PyTree, PyTree], net: Transport, what: str) -> list[PyTree]:
-    """Returns the values of a dict of a plan, which has a key for each part of a transport, outermost first.
-
-    `what` describes a value in errors.
-    """
+    """Returns the values of a plan's dict for each part of a transport, outermost first. `what` describes one."""
     parts = net.parts
     if not parts:
         remedy = f"write {what}" if net.names else "pass jaxcgx.mpi.hierarchy()"

@@ -206,10 +206,7 @@ def _row(arrays: list[Any], r: jax.Array | int) -> list[jax.Array]:
 
 
 def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Returns the divided sum over ranks of this rank's row of the leaves [ranks, ...], in float32.
-
-    With feedback and `own` "raw", a rank's own row is only rounded to its dtype.
-    """
+    """Returns the divided float32 sum over ranks of this rank's row of the leaves [ranks, ...]."""
     net, key = stage.compared(message, how.own).net, message.key
     if net.size == 1:
         return Summed([x[0].astype(jnp.float32) / how.divisor for x in message.leaves], message.residuals)

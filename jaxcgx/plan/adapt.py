@@ -160,9 +160,6 @@ def _finite(statistics: GradientStatistics, ids: Sequence[int], measured: jax.Ar
 
 
 def _log2(x: float) -> float:
-    """Returns log2(x), interpolated linearly between powers of two, and at least -150.
-
-    math.log2 may give different results on different machines. All ranks must get the same result.
-    """
+    """Returns log2(x), at least -150, linear between powers of two: the same on all machines, unlike math.log2."""
     fraction, exponent = math.frexp(max(x, 2.0**-150))
     return exponent + 2 * fraction - 2

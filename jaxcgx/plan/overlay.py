@@ -141,10 +141,7 @@ class Overlay:
 
     @classmethod
     def ring(cls, order: Sequence[int]) -> "Overlay":
-        """Returns the overlay in which each rank exchanges only with its neighbours in an order of all ranks.
-
-        The last rank and the first rank are neighbours, too.
-        """
+        """Returns the overlay in which ranks exchange with their neighbours in a closed `order` of all ranks."""
         if sorted(order) != list(range(len(order))) or not order:
             raise wrong("Overlay.ring", "order", "each rank once", order)
         n, links = len(order), list(zip(order, [*order[1:], order[0]]))

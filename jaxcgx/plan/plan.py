@@ -291,10 +291,7 @@ class Plan(Assignment):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Returns the plan in the TOML file `path`, which `save` or a person has written.
-
-        docs/plans.md shows the format.
-        """
+        """Returns the plan in the TOML file `path`, which `save` or a person has written (docs/plans.md)."""
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
@@ -343,10 +340,7 @@ def sparsification(
     select: str | Sampled,
     tiny: Codec = Raw(),
 ) -> dict[str, Any]:
-    """Returns the fields of the plan `Plan.bsc`, whose docstring explains the arguments.
-
-    Errors name the function `function`. `tiny` is the codec of leaves with up to `size_bound` elements, over all axes.
-    """
+    """Returns the fields of the plan `Plan.bsc`, but with the codec `tiny` for small leaves. Errors name `function`."""
     remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
     check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
     select, pull = as_select(function, "select", select), check_pull(function, "pull", pull)

@@ -238,10 +238,7 @@ class Case:
         return {}
 
     def _messages(self, codec: Codec) -> list[tuple[Codec, list[Route]]]:
-        """Returns (its codec, its leaves) of each message.
-
-        Messages of the last leaves come first, because the backward pass computes the gradients of these leaves first.
-        """
+        """Returns (codec, leaves) of each message, last leaves first, as the backward pass computes their gradients."""
         if codec not in self._known:
             leaves = Routes.of(_OP, Plan(codec), self.tree).leaves
             found = list[tuple[Codec, list[int]]]()
@@ -348,10 +345,7 @@ def _advice(
 
 
 def _break_even(case: Case, best: Choice, network: Network) -> float:
-    """Returns the link rate in bit/s at which a step takes the same time with the best codec and without compression.
-
-    Returns infinity if compression gains at every rate, and 0 if it gains at none.
-    """
+    """Returns the bit/s at which compression breaks even: infinity if it gains at every rate, 0 if it gains at none."""
 
     def gain(rate: float) -> float:
         scale = rate * PAYLOAD / case.each / min(network.up, network.down or network.up)

@@ -127,10 +127,7 @@ def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> Out
 
 
 def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
-    """Checks that a state fits the gradients and the exchange: its structure, shapes and dtypes.
-
-    `expected` has the shapes of such a state. `remedy` says what to do with one of another number of ranks.
-    """
+    """Checks that a state has the structure, shapes and dtypes of `expected`. `remedy`: for another number of ranks."""
     if not isinstance(state, ExchangeState):
         raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)
     other = "it was made with another plan or other options; go on with those, or take a new one from init"
@@ -203,10 +200,7 @@ def routes_of(op: str, phases: Sequence[Phase], tree: PyTree, argument: str = "p
 
 
 def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
-    """Checks a number. It may be a scalar array, as from optax.inject_hyperparams.
-
-    Under jit, the value of an array is unknown, so it isn't checked.
-    """
+    """Checks a number or, except under jit, a scalar array as from optax.inject_hyperparams."""
     if isinstance(value, jax.Array) and not value.ndim:
         if isinstance(value, Tracer):
             return

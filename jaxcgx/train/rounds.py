@@ -478,10 +478,7 @@ LONGEST = 64  # characters of a setting
 
 
 def check_same(function: str, settings: dict[str, str], mesh: Mesh) -> None:
-    """Checks that all processes of a mesh have the same settings, {argument of the function: its value as text}.
-
-    All of them call this at the same time.
-    """
+    """Checks that all processes of a mesh, which call it together, have the same settings, {argument: text}."""
     text = json.dumps({name: value[:LONGEST] for name, value in settings.items()}).encode()
     own = np.frombuffer(text.ljust(BYTES), np.uint8)[None]
     rows = NamedSharding(mesh, P(mesh.axis_names))

@@ -186,9 +186,7 @@ class ShardedMesh(OverMesh):
             check_optimizer_specs(sharding.optimizer, sharding.params, self.names)
         for path, spec in flatten_specs(self.state)[0] if self.explicit else ():
             if auto := self.auto(spec):
-                expected = (
-                    "a mesh whose axes are all Auto, or all Explicit, where parameters or state are sharded over it"
-                )
+                expected = "axes that are all Auto, or all Explicit, where parameters or state are sharded"
                 remedy = f"make it with axis_types=(jax.sharding.AxisType.Explicit,) * {len(self.mesh.shape)}"
                 got = f"one with {auto[0]!r} Auto and others Explicit"
                 raise wrong(OP, "mesh_or_comm", expected, got, remedy, path=path)

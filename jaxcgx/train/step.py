@@ -281,10 +281,7 @@ class Rank:
         batch: Batch,
         keys: tuple[Key | None, Key | None],
     ) -> tuple[Any, ...]:
-        """Returns (means, state of the exchange, model state, loss, outputs).
-
-        With `Priority`, a `Pending` without the loss is in place of the means.
-        """
+        """Returns (means or, with `Priority`, a `Pending` without loss; exchange; model state; loss; outputs)."""
         rank, early, ticket = self, gradient.early, None
         if early:
             ticket, sent = self._begin(None, sent, params, None)

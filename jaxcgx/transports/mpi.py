@@ -82,10 +82,7 @@ class Comm(Transport):
 
 @dataclasses.dataclass(frozen=True)
 class SharedMemory(Shm):
-    """The ranks of a communicator within a host. Shared memory moves the bytes.
-
-    Exchanges through shared memory and exchanges of MPI share one order.
-    """
+    """The ranks of a communicator within a host. Exchanges through shared memory and of MPI share one order."""
 
     handle: int
 

@@ -210,10 +210,7 @@ class Inbox:
             self.changed.wait_for(lambda: self._arrived or self.assembly.outcome(), seconds)
 
     def look(self, now: float) -> tuple[Frame | None, dict[int, Contribution], bool]:
-        """Returns (a state to adopt or None, the contributions of a round that has ended or {}, whether others wait).
-
-        If others wait for this center, it should send soon.
-        """
+        """Returns (a state to adopt or None, the contributions of a round that ended or {}, whether others wait)."""
         with self.changed:
             if self.assembly.must_fetch(now):
                 self._ask()

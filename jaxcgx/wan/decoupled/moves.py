@@ -240,10 +240,7 @@ def put_like(like: PyTree, tree: PyTree) -> PyTree:
 
 
 def on_auto_axes(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Returns (the arrays of a tree on meshes whose axes aren't Explicit, a function that puts such a tree back).
-
-    Programs then need no shardings in types.
-    """
+    """Returns (a tree on meshes without Explicit axes, whose types have no shardings; a function that puts it back)."""
 
     def on_auto(x: jax.Array) -> jax.Array:
         if not _explicit(at := x.sharding):

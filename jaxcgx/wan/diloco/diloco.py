@@ -152,10 +152,8 @@ class Diloco:
 
     def warn(self, axis: AxisName) -> None:
         """Warns if exchanges are to go on in later steps but can't."""
-        name, argument = (
-            axis_names(axis)[0],
-            next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None),
-        )
+        name = axis_names(axis)[0]
+        argument = next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None)
         whole = [codec for codec in self.plan.codecs if codec.sparse or codec.low_rank]
         if crosses(axis):
             why = f"a step waits for the whole exchange of {spell(whole[0])}; take another codec" if whole else ""
@@ -256,10 +254,7 @@ class Turn:
         return self.how.later and self.net.begin_sum is not None
 
     def init(self, params: Params, number: int) -> ExchangeState:
-        """Returns the state before the first round, for the fragment with this number of its parameters.
-
-        Fragments with different numbers draw different noise.
-        """
+        """Returns the state of a fragment before the first round. Those with different numbers draw different noise."""
         how = self.how
         moved = wide_zeros(params)
         carry = self._routes(moved).carry(residuals=how.keep)

@@ -326,10 +326,7 @@ class Transmission:
         return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
     def _now(self, share: float, order: Arrays, arrived: Portion) -> tuple[Portion, Arrays, Arrays]:
-        """Exchanges important blocks and whole leaves.
-
-        Returns (all blocks, the blocks that are deferred, the contributions after this step).
-        """
+        """Returns (all blocks, those deferred, the contributions) after an exchange of the important blocks."""
         heads = each(lambda b, o: o[: b.share(share)], self.cut, order)
         tails = each(lambda b, o: o[b.share(share) :], self.cut, order)
         sent = self._send(Portion(take(heads, self.gradients), take(heads, self.residuals)), NOW)
