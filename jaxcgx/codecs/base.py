@@ -97,7 +97,7 @@ class Codec:
         raise NotImplementedError(f"{type(self).__name__}.pack_chunk")
 
     def unpack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
-        """Returns the carrier's chunk c, from chunk c of a message. Any bytes must give defined values."""
+        """Returns the carrier's chunk c, from chunk c of this layout. Any bytes must give defined values."""
         raise NotImplementedError(f"{type(self).__name__}.unpack_chunk")
 
     def overflow_bytes(self, n: int, dtype: DType) -> int:
@@ -184,7 +184,10 @@ class Codec:
         return layout_of(self, as_shape(name, "shape", shape), as_dtype(name, "dtype", dtype)).chunk_bytes
 
     def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Returns `wire_bytes` without the zeros at the end, which Tcp does not send. Their number may be estimated."""
+        """Returns `wire_bytes` of this shape and dtype without the zeros at the end, which Tcp does not send.
+
+        If their number depends on the elements, it is estimated.
+        """
         return self.wire_bytes(shape, dtype)
 
 

@@ -121,11 +121,9 @@ def warn_of_momentum(function: str, argument: str, opt_state: PyTree, exchange: 
         warn(str(wrong(function, argument, expected, "optax.trace", "write optax.sgd(rate)")))
 
 
-def check_optimizer(
-    function: str, argument: str, optimizer: Any, expected: str = "an optax.GradientTransformation"
-) -> None:
+def check_optimizer(op: str, argument: str, optimizer: Any, expected: str = "an optax.GradientTransformation") -> None:
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        raise wrong(function, argument, expected, repr(optimizer), kind=TypeError)
+        raise wrong(op, argument, expected, repr(optimizer), kind=TypeError)
 
 
 def import_optax(function: str) -> types.ModuleType:
