@@ -21,6 +21,11 @@ from jaxcgx.typing import ArrayLike, KeyPath, PyTree
 
 BOOL = bool | np.bool_
 MOST_SHOWN = 600  # the most characters of a wrong value in an error
+REDUCED = (
+    "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over that axis: "
+    "take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
+    "jax.lax.pcast(params, axis_name, to='varying')"
+)
 MOST = 2**40  # the most elements of a bucket, a leaf or a message; a limit that none reaches
 
 
@@ -188,7 +193,12 @@ def check_real(function: str, argument: str, tree: PyTree) -> None:
 
 
 def check_varying(
-    function: str, names: Sequence[Any], paths: Sequence[Any], leaves: Sequence[Any], argument: str = "x"
+    function: str,
+    names: Sequence[Any],
+    paths: Sequence[Any],
+    leaves: Sequence[Any],
+    argument: str = "x",
+    remedy: str = REDUCED,
 ) -> None:
     """Checks that every leaf varies over the axes `names`, if JAX tracks this (shard_map's check_vma)."""
     tracked = _compat.tracked_axes(names)
@@ -197,10 +207,6 @@ def check_varying(
         if same:
             expected = f"an array that varies over {', '.join(map(repr, names))}"
             got = f"one that is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)})"
-            remedy = (
-                "if it is a gradient, JAX has reduced it already, uncompressed: take jaxcgx.local_value_and_grad, or "
-                "differentiate with respect to jax.lax.pcast(params, axis_name, to='varying')"
-            )
             raise wrong(function, argument, expected, got, remedy, path=path)
 
 

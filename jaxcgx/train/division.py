@@ -41,7 +41,7 @@ class Division:
     mesh: Any = None
     noisy: bool = False  # whether gathers of parameters or updates draw noise
     spread: bool = False  # whether devices divide the work of the optimizer
-    remedy: str = "a rank has the row of its own alone"
+    remedy: str = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 
     def __init__(self, net: Callable[[], Transport], batch_specs: Specs = None, axis: AxisName = ()) -> None:
         self.net: Callable[[], Transport] = net  # returns the transport over the ranks, inside a step that is traced

@@ -21,7 +21,6 @@ class Processes(Division):
             check_for_mesh(OP, f"sharding.{name}", given, comm)
         super().__init__(lambda: net_over(OP, "mesh_or_comm", self.comm), sharding.batch)
         self.comm: Any = comm if isinstance(comm, Net) else as_communicator(OP, "mesh_or_comm", comm)
-        self.remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 
     def first(self, tree: PyTree) -> PyTree:
         return mpi.broadcast(tree, comm=self.comm)

@@ -61,7 +61,7 @@ def compress_gradients(
         check_integer(OP, "axis_size", axis_size, 1)
     for name, given in dict(order=order, axis_size=axis_size).items():
         check_for_mesh(OP, name, given, axis_name)
-    remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
+    remedy = OverMesh.remedy
     if not over_mpi:
         remedy = (
             f"shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; under jax.pmap, "
