@@ -365,7 +365,7 @@ class CentersTraining:
         self.training.check_trained(params, part(params, skipped))
         plan = self.training.exchange.plan
         if self.center.names and isinstance(plan, Plan):
-            inside = Routes.of(op, plan, params).skipped
+            inside = Routes.of(op, plan, params, argument="inside").skipped
             for (path, one), two in zip(
                 jax.tree_util.tree_leaves_with_path(skipped), jax.tree_util.tree_leaves(inside)
             ):

@@ -202,7 +202,8 @@ class Training:
         if self.exchange.plan is None:  # it makes its own plan, which skips nothing
             return jax.tree_util.tree_map(lambda _: False, shards)
         plan = self.exchange.plan
-        return Routes.of(OP, plan if isinstance(plan, Plan) else next(iter(plan.values())), shards).skipped
+        plan = plan if isinstance(plan, Plan) else next(iter(plan.values()))
+        return Routes.of(OP, plan, shards, argument="exchange").skipped
 
     def _noise(self, state: TrainState) -> Key | None:
         """Returns the key of a step's gathers, or None."""
