@@ -1,10 +1,14 @@
 """Looks into traced programs, for what their shapes and types don't say. `explain` has looks of its own."""
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+
+from jaxcgx.typing import PyTree
 
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
 
@@ -86,3 +90,14 @@ def constraints(jaxpr: Any) -> list[Any]:
                 if hasattr(getattr(value, "jaxpr", value), "eqns"):
                     found += constraints(value)
     return found
+
+
+# Whether processes have the same outer optimizer. Functions can't be compared, and settings are closed over.
+
+
+def digest_of(function: Callable[..., Any], *args: PyTree) -> str:
+    """Returns a digest of what a function computes from such arguments, with its constants."""
+    program = jax.make_jaxpr(function)(*args)
+    text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
+    constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
+    return hashlib.sha256(text.encode() + constants).hexdigest()[:8]

@@ -1,7 +1,8 @@
 """Checks of arguments. All errors have the same form.
 
 Every error names the function that the user called, the argument, the expected value and the given value. If a remedy
-is known, the error has it, too. A check returns the value in the form that the rest of the package uses.
+is known, the error has it, too. A check returns the value as it is, or a number of NumPy as one of Python. What makes
+something else of a value has a name that says what: `as_array`.
 """
 
 import inspect
@@ -20,6 +21,11 @@ from jaxcgx.typing import ArrayLike, KeyPath, PyTree
 
 BOOL = bool | np.bool_
 MOST_SHOWN = 600  # the most characters of a wrong value in an error
+REDUCED = (
+    "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over that axis: "
+    "take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
+    "jax.lax.pcast(params, axis_name, to='varying')"
+)
 MOST = 2**40  # the most elements of a bucket, a leaf or a message; a limit that none reaches
 
 
@@ -89,7 +95,7 @@ def check_choice(function: str, argument: str, value: Any, choices: Collection[A
     return value
 
 
-def check_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
+def as_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(n) for n in value)
     except TypeError:
@@ -99,11 +105,16 @@ def check_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
     return sizes
 
 
+def check_type(function: str, argument: str, value: Any, kind: Any, expected: str) -> Any:
+    """Checks that a value is an instance of `kind`, a class or a union of classes, which `expected` describes."""
+    if not isinstance(value, kind):
+        raise wrong(function, argument, expected, repr(value), kind=TypeError)
+    return value
+
+
 def check_flag(function: str, argument: str, value: object) -> bool:
     """Returns the value as a bool."""
-    if not isinstance(value, BOOL):
-        raise wrong(function, argument, "True or False", repr(value), kind=TypeError)
-    return bool(value)
+    return bool(check_type(function, argument, value, BOOL, "True or False"))
 
 
 def check_integer(function: str, argument: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -155,7 +166,7 @@ def check_field(instance: object, name: str, check: Callable[..., Any], *args: A
     object.__setattr__(instance, name, check(type(instance).__name__, name, getattr(instance, name), *args))
 
 
-def check_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
+def as_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
     """Returns the value as a JAX array."""
     try:
         return jnp.asarray(value)
@@ -163,14 +174,12 @@ def check_array(function: str, argument: str, value: Any, path: KeyPath = (), *,
         raise wrong(function, argument, "an array", repr(value), remedy, path=path, kind=TypeError) from None
 
 
-def check_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Array:
+def as_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Array:
     """Returns the leaf as an array. Its type must not be sharded: every device has the whole array."""
-    leaf = check_array(op, argument, leaf, path)
+    leaf = as_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
         got = f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}"
-        remedy = (
-            "to compress the local shards, wrap the call in a jax.shard_map over these axes, as docs/meshes.md shows"
-        )
+        remedy = "to compress the local shards, wrap the call in a jax.shard_map over these axes (docs/meshes.md)"
         raise wrong(op, argument, "an array that a device has whole", got, remedy, path=path)
     return leaf
 
@@ -184,7 +193,12 @@ def check_real(function: str, argument: str, tree: PyTree) -> None:
 
 
 def check_varying(
-    function: str, names: Sequence[Any], paths: Sequence[Any], leaves: Sequence[Any], argument: str = "x"
+    function: str,
+    names: Sequence[Any],
+    paths: Sequence[Any],
+    leaves: Sequence[Any],
+    argument: str = "x",
+    remedy: str = REDUCED,
 ) -> None:
     """Checks that every leaf varies over the axes `names`, if JAX tracks this (shard_map's check_vma)."""
     tracked = _compat.tracked_axes(names)
@@ -193,11 +207,6 @@ def check_varying(
         if same:
             expected = f"an array that varies over {', '.join(map(repr, names))}"
             got = f"one that is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)})"
-            remedy = (
-                "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over "
-                "that axis. Take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
-                "jax.lax.pcast(params, axis_name, to='varying')"
-            )
             raise wrong(function, argument, expected, got, remedy, path=path)
 
 

@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 from checks import Wrong, call, choose
+from optimizers import Moved
 
 import jaxcgx as cgx
 from jaxcgx.codecs import Codec
@@ -12,7 +13,7 @@ from jaxcgx.codecs import Codec
 class Around(NamedTuple):
     """The properties of the training that an exchange depends on."""
 
-    moved: dict[str, Any]  # options, such as momentum, that the exchange gets in place of the optimizer
+    moved: Moved | None  # what the exchange applies in place of the optimizer
     steps_per_epoch: int
 
 
@@ -35,28 +36,51 @@ def has_momentum(kind: str) -> bool:
     return kind in ("bsc", "dgc", "mpq")
 
 
-def _plan(around: Around, *, codec: Any, feedback: bool, **guards: Any) -> Exchange:
-    return Exchange(cgx.Feedback(cgx.Plan(_codec(codec), **guards), keep=feedback))
+def _plan(
+    around: Around, *, codec: Any, keep: bool, min_size: int = 1024, skip_1d: bool = True, prefer: str = "time"
+) -> Exchange:
+    plan = cgx.Plan(_codec(codec), min_size=min_size, skip_1d=skip_1d, prefer=prefer)
+    return Exchange(cgx.Feedback(plan, keep=keep))
 
 
-def _dgc(around: Around, *, values: Any, ratio: float, momentum_masking: bool, **options: Any) -> Exchange:
+def _dgc(
+    around: Around, *, values: Any, ratio: float, masking: bool, warmup_epochs: int, warmup_coeff: Any = None
+) -> Exchange:
     if ratio == 1:
         raise Wrong("config.compression.ratio: expected a number below 1, got 1; --compression=none sends everything")
-    return _sparse(cgx.DGC, around, values=_codec(values), ratio=ratio, masking=momentum_masking, **options)
+    moved = around.moved or Moved()
+    dgc = functools.partial(
+        cgx.DGC, ratio, values=_codec(values), masking=masking, clip_global_norm=moved.clip_global_norm
+    )
+    return _with_warm_up(dgc, moved, _warm_up(around, warmup_epochs, warmup_coeff))
 
 
-def _diloco(around: Around, *, codec: Any, every: int, **options: Any) -> Exchange:
-    return Exchange(cgx.wan.Diloco(_codec(codec), every, **options), every=every)
+def _bsc(
+    kind: Any, around: Around, *, threshold: float, size_bound: int, warmup_epochs: int, warmup_coeff: Any = None
+) -> Exchange:
+    sparse = functools.partial(kind, threshold, size_bound)
+    return _with_warm_up(sparse, around.moved or Moved(), _warm_up(around, warmup_epochs, warmup_coeff))
 
 
-def _sparse(kind: Any, around: Around, *, warmup_epochs: int, warmup_coeff: Any = None, **options: Any) -> Exchange:
-    made = functools.partial(kind, **options, **around.moved)
-    if not warmup_epochs:
-        if warmup_coeff is not None:
-            raise Wrong("config.compression.warmup_coeff: nothing reads it, because warmup_epochs is 0")
-        return Exchange(made())
-    warm_up = cgx.WarmUp(warmup_epochs, around.steps_per_epoch, warmup_coeff)
-    return Exchange(made(warm_up=warm_up), warmup_epochs, made())
+def _diloco(around: Around, *, codec: Any, every: int, outer: str) -> Exchange:
+    return Exchange(cgx.wan.Diloco(_codec(codec), every, outer=outer), every=every)
+
+
+def _warm_up(around: Around, epochs: int, coeff: Any) -> cgx.WarmUp | None:
+    if not epochs and coeff is not None:
+        raise Wrong("config.compression.warmup_coeff: nothing reads it, because warmup_epochs is 0")
+    return cgx.WarmUp(epochs, around.steps_per_epoch, coeff) if epochs else None
+
+
+def _with_warm_up(kind: Any, moved: Moved, warm_up: cgx.WarmUp | None) -> Exchange:
+    made = functools.partial(
+        kind,
+        momentum=moved.momentum,
+        nesterov=moved.nesterov,
+        weight_decay=moved.weight_decay,
+        weight_decay_mask=moved.weight_decay_mask,
+    )
+    return Exchange(made(warm_up=warm_up), warm_up.epochs, made()) if warm_up else Exchange(made())
 
 
 def _codec(section: dict[str, Any]) -> Any:
@@ -66,9 +90,9 @@ def _codec(section: dict[str, Any]) -> Any:
 
 CODECS = {name: x for name, x in vars(cgx).items() if isinstance(x, type) and issubclass(x, Codec) and x is not Codec}
 KINDS = {
-    "bsc": functools.partial(_sparse, cgx.BSC),
+    "bsc": functools.partial(_bsc, cgx.BSC),
     "dgc": _dgc,
     "diloco": _diloco,
-    "mpq": functools.partial(_sparse, cgx.MPQ),
+    "mpq": functools.partial(_bsc, cgx.MPQ),
     "plan": _plan,
 }

@@ -14,10 +14,18 @@ class Applied(NamedTuple):
     clip: bool
 
 
-def make(schedule: Any, applied: Applied, *, name: str, clip: float, **section: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns (optimizer, options of the exchange) for a config's section `optimizer`.
+class Moved(NamedTuple):
+    """The fields of `jaxcgx.DGC` and other exchanges with momentum that they apply in place of the optimizer."""
 
-    The exchange of gradients gets the options that it applies in place of the optimizer, such as the momentum.
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float | None = None
+    weight_decay_mask: Any = None
+    clip_global_norm: float | None = None  # of DGC alone
+
+
+def make(schedule: Any, applied: Applied, *, name: str, clip: float, **section: Any) -> tuple[Any, Moved | None]:
+    """Returns (optimizer, what the exchange applies in its place) for a config's section `optimizer`.
 
     Args:
       schedule: the schedule of the learning rate.
@@ -30,7 +38,7 @@ def make(schedule: Any, applied: Applied, *, name: str, clip: float, **section: 
     function = choose(OPTIMIZERS, name, "config.optimizer.name")
     optimizer, moved = call(function, "config.optimizer", schedule, applied.momentum, **section)
     if clip and applied.clip:
-        moved["clip_global_norm"] = clip
+        moved = moved._replace(clip_global_norm=clip)
     elif clip:
         optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
     return optimizer, moved
@@ -38,8 +46,8 @@ def make(schedule: Any, applied: Applied, *, name: str, clip: float, **section: 
 
 def sgd(
     schedule: Any, moves: bool, *, momentum: float, nesterov: bool, weight_decay: float, decay_1d: bool
-) -> tuple[Any, dict[str, Any]]:
-    """Returns (SGD with momentum, options of the exchange). Weight decay is a part of the gradient.
+) -> tuple[Any, Moved | None]:
+    """Returns (SGD with momentum, what the exchange applies). Weight decay is a part of the gradient.
 
     decay_1d: whether biases and norms have weight decay, too.
     """
@@ -48,19 +56,19 @@ def sgd(
     mask = None if decay_1d else matrices
     if not moves:
         decay = optax.add_decayed_weights(weight_decay, mask)
-        return optax.chain(decay, optax.sgd(schedule, momentum, nesterov)), {}
-    moved = dict(momentum=momentum, nesterov=nesterov)
+        return optax.chain(decay, optax.sgd(schedule, momentum, nesterov)), None
+    moved = Moved(momentum, nesterov)
     if weight_decay:
-        moved |= dict(weight_decay=weight_decay, weight_decay_mask=mask)
+        moved = moved._replace(weight_decay=weight_decay, weight_decay_mask=mask)
     return optax.sgd(schedule), moved
 
 
-def adamw(schedule: Any, moves: bool, *, b1: float, b2: float, weight_decay: float) -> tuple[Any, dict[str, Any]]:
-    """Returns (Adam, options of the exchange). Only matrices decay. If the exchange has momentum, Adam has none."""
+def adamw(schedule: Any, moves: bool, *, b1: float, b2: float, weight_decay: float) -> tuple[Any, Moved | None]:
+    """Returns (Adam, what the exchange applies). Only matrices decay. If the exchange has momentum, Adam has none."""
     check_shares(b1=b1, b2=b2)
     check_least(0, weight_decay=weight_decay)
     optimizer = optax.adamw(schedule, 0.0 if moves else b1, b2, weight_decay=weight_decay, mask=matrices)
-    return optimizer, dict(momentum=b1) if moves else {}
+    return optimizer, Moved(momentum=b1) if moves else None
 
 
 def matrices(params: Any) -> Any:

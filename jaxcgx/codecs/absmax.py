@@ -4,10 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcgx.checks import MOST, check_field, check_flag, check_integer
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.codecs.rotation import check_block
 from jaxcgx.native import ieee
@@ -29,6 +28,8 @@ class AbsMax(GridCodec):
     bucket_size: int = 256
     rotate: bool = False
 
+    kind = Kind.ABSMAX
+
     def __post_init__(self) -> None:
         check_field(self, "bits", check_integer, 2, 8)
         check_field(self, "rotate", check_flag)
@@ -40,11 +41,6 @@ class AbsMax(GridCodec):
     def code_bits(self) -> int:
         """The same as `bits`."""
         return self.bits
-
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.ABSMAX, bits=self.bits, bucket_size=self.bucket_size, rotate=self.rotate)
 
     @property
     def top(self) -> int:

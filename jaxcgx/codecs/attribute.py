@@ -5,6 +5,8 @@ or types.
 """
 
 import enum
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +28,7 @@ class Kind(enum.IntEnum):
 
 
 # {name: type on the FFI boundary}. Flags and enumerations are int32 there.
-_DENSE: dict[str, type[np.generic]] = dict(
+DENSE: dict[str, type[np.generic]] = dict(
     kind=np.int32,
     bits=np.int32,
     bucket_size=np.int64,
@@ -44,13 +46,10 @@ _SPARSE: dict[str, type[np.generic]] = dict(
     lower=np.float64,
     refinements=np.int32,
 )
-FIELDS: dict[str, type[np.generic]] = _DENSE | _SPARSE | {f"values_{name}": dtype for name, dtype in _DENSE.items()}
+# Those of a sparse codec have the fields of the codec of its values, too.
+FIELDS: dict[str, type[np.generic]] = DENSE | _SPARSE | {f"values_{name}": dtype for name, dtype in DENSE.items()}
 
 
-def native_codec(kind: Kind, *, values: dict[str, np.generic] | None = None, **fields: float) -> dict[str, np.generic]:
-    """Returns the attribute of a codec of this kind. A field of FIELDS that is left out is 0.
-
-    For a sparse codec, `values` is the attribute of the codec of its values.
-    """
-    given = dict(fields, kind=kind) | {f"values_{name}": values[name] for name in _DENSE if values}
-    return {name: dtype(0) for name, dtype in FIELDS.items()} | {name: FIELDS[name](x) for name, x in given.items()}
+def attribute(fields: Mapping[str, Any]) -> dict[str, np.generic]:
+    """Returns the attribute with these fields. Others are 0."""
+    return {name: dtype(fields.get(name, 0)) for name, dtype in FIELDS.items()}

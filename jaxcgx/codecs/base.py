@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_shape
+from jaxcgx.checks import as_shape
+from jaxcgx.codecs.attribute import DENSE, Kind, attribute
 from jaxcgx.native import ops
-from jaxcgx.native.layout import Layout, check_dtype, layout_of
+from jaxcgx.native.layout import Layout, as_dtype, layout_of
 from jaxcgx.typing import DType, DTypeLike
 
 
@@ -42,9 +43,7 @@ class Codec:
         then residuals stay bounded.
       most: the largest number of elements of a leaf in a chunk.
       state: the state that a sum can keep from call to call, by the names of compressed_psum's arguments.
-      native: the attribute that describes the codec to the kernels (attribute.py). None: jnp runs in place of kernels.
-        A subclass of a codec with kernels has None unless it sets `native` itself, because the kernels don't know the
-        changes of the subclass.
+      kind: the `Kind` that the kernels know the codec by (attribute.py). None: jnp runs in place of kernels.
     """
 
     bucket_size: int | None = None
@@ -62,12 +61,7 @@ class Codec:
     contracts: bool = True
     most: int = 2**40
     state: tuple[str, ...] = ("residuals",)
-    native: dict[str, np.generic] | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "native" not in cls.__dict__:
-            cls.native = None
+    kind: Kind | None = None
 
     # Methods that a codec may define
 
@@ -103,10 +97,7 @@ class Codec:
         raise NotImplementedError(f"{type(self).__name__}.pack_chunk")
 
     def unpack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
-        """Returns the carrier's chunk c, from chunk c of a message with this layout.
-
-        Any bytes must give defined values.
-        """
+        """Returns the carrier's chunk c, from chunk c of this layout. Any bytes must give defined values."""
         raise NotImplementedError(f"{type(self).__name__}.unpack_chunk")
 
     def overflow_bytes(self, n: int, dtype: DType) -> int:
@@ -143,6 +134,19 @@ class Codec:
     # Properties and methods that follow from the traits
 
     @property
+    def native(self) -> dict[str, np.generic] | None:
+        """The attribute that describes the codec to the kernels, or None without kernels.
+
+        A subclass of a codec with kernels has none unless it sets `kind` itself: they don't know its changes.
+        """
+        fields = self._kernel_fields() if "kind" in vars(type(self)) else None
+        return fields and attribute(fields | dict(kind=self.kind))
+
+    def _kernel_fields(self) -> dict[str, Any] | None:
+        """Returns fields of `native`, or None if the kernels can't do what these ask for."""
+        return {name: getattr(self, name) or 0 for name in DENSE if hasattr(self, name)}
+
+    @property
     def makes_codes(self) -> bool:
         """Whether leaves travel as codes, neither raw nor as factors."""
         return not (self.raw or self.low_rank)
@@ -177,7 +181,7 @@ class Codec:
     def wire_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Returns the bytes on the wire of an array of this shape and dtype."""
         name = f"{type(self).__name__}.wire_bytes"
-        return layout_of(self, check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)).chunk_bytes
+        return layout_of(self, as_shape(name, "shape", shape), as_dtype(name, "dtype", dtype)).chunk_bytes
 
     def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Returns `wire_bytes` of this shape and dtype without the zeros at the end, which Tcp does not send.
@@ -229,10 +233,7 @@ class LowRank(Codec):
 
 
 def spell(value: Any) -> str:
-    """Returns a codec, or a value that contains codecs, as a user would write it.
-
-    The first field is always written, other fields only if they differ from their default.
-    """
+    """Returns a codec, or a value with codecs, as a user would write it: the first field, and others that were set."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {spell(v)}' for key, v in value.items())}}}"
     if not isinstance(value, Codec) and not dataclasses.is_dataclass(value):

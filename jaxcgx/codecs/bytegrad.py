@@ -4,10 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcgx.checks import check_field, check_flag
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
 from jaxcgx.native import ieee
 from jaxcgx.native.ieee import scale_of, scaled, unscaled
@@ -28,14 +27,10 @@ class ByteGrad(GridCodec):
     meta = 2
     whole = True
     code_bits = 8
+    kind = Kind.BYTEGRAD
 
     def __post_init__(self) -> None:
         check_field(self, "compatible", check_flag)
-
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.BYTEGRAD, compatible=self.compatible)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))

@@ -1,13 +1,13 @@
 """Cast: every element as bfloat16 or float16."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcgx.checks import check_choice, check_field
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.packing import from_bytes, to_bytes
@@ -27,6 +27,8 @@ class Cast(Codec):
     dtype: str = "bfloat16"
     rounding: str = "nearest"
 
+    kind = Kind.CAST
+
     def __post_init__(self) -> None:
         if self.dtype in (jnp.bfloat16, jnp.float16):
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
@@ -38,10 +40,8 @@ class Cast(Codec):
         """Whether `rounding` needs a key."""
         return self.rounding == "stochastic"
 
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.CAST, bits=DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
+    def _kernel_fields(self) -> dict[str, Any]:
+        return dict(bits=DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
 
     def code_bytes(self, n: int, dtype: DType) -> int:
         return 2 * n

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_array, check_hashable, wrong
+from jaxcgx.checks import as_array, check_hashable, wrong
 from jaxcgx.codecs.base import Codec, spell
-from jaxcgx.native.layout import check_dtype
+from jaxcgx.native.layout import as_dtype
 from jaxcgx.native.rng import key_words
 
 
@@ -29,7 +29,7 @@ def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
     return codec
 
 
-def check_key(
+def as_key(
     function: str, codec: Codec, key: Any, which: str = "another one every step", argument: str = "key"
 ) -> jax.Array | None:
     """Returns the two words of the key if the codec draws noise, else None. Errors say `which` key to pass."""
@@ -41,9 +41,9 @@ def check_key(
     return key_words(function, key)
 
 
-def check_leaf(function: str, x: Any) -> jax.Array:
+def as_leaf(function: str, x: Any) -> jax.Array:
     """Returns x as an array, after a check that codecs take its dtype."""
     if not hasattr(x, "dtype"):
-        x = check_array(function, "x", x)
-    check_dtype(function, "x", x.dtype)  # before JAX converts NumPy's float64 to float32
+        x = as_array(function, "x", x)
+    as_dtype(function, "x", x.dtype)  # before JAX converts NumPy's float64 to float32
     return jnp.asarray(x)

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_shape, spell_array, wrong
+from jaxcgx.checks import as_shape, spell_array, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.checks import check_codec, check_encodes, check_key, check_leaf
+from jaxcgx.codecs.checks import as_key, as_leaf, check_codec, check_encodes
 from jaxcgx.native import ops
-from jaxcgx.native.layout import check_dtype, layout_of
+from jaxcgx.native.layout import as_dtype, layout_of
 from jaxcgx.typing import ArrayLike, DTypeLike
 
 
@@ -25,8 +25,8 @@ def encode(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Arra
       key: a random key, for codecs that round stochastically.
     """
     check_encodes("encode", codec)
-    x = check_leaf("encode", x)
-    return ops.encode(layout_of(codec, x.shape, x.dtype), [x], check_key("encode", codec, key)).reshape(-1)
+    x = as_leaf("encode", x)
+    return ops.encode(layout_of(codec, x.shape, x.dtype), [x], as_key("encode", codec, key)).reshape(-1)
 
 
 def decode(payload: ArrayLike, codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
@@ -39,8 +39,8 @@ def decode(payload: ArrayLike, codec: Codec, shape: tuple[int, ...], dtype: DTyp
       dtype: the dtype of the array: float32, bfloat16 or float16.
     """
     check_encodes("decode", codec)
-    dtype = check_dtype("decode", "dtype", dtype)
-    shape = check_shape("decode", "shape", shape)
+    dtype = as_dtype("decode", "dtype", dtype)
+    shape = as_shape("decode", "shape", shape)
     layout = layout_of(codec, shape, dtype)
     if (getattr(payload, "dtype", None), getattr(payload, "shape", None)) != (jnp.uint8, (layout.chunk_bytes,)):
         expected = f"uint8[{layout.chunk_bytes}], which is what {codec} makes of {dtype}{list(shape)}"
@@ -60,8 +60,8 @@ def roundtrip(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.A
       key: a random key, for codecs that round stochastically.
     """
     check_codec("roundtrip", codec)
-    x = check_leaf("roundtrip", x)
-    return _roundtrip(codec, x, check_key("roundtrip", codec, key))
+    x = as_leaf("roundtrip", x)
+    return _roundtrip(codec, x, as_key("roundtrip", codec, key))
 
 
 # The derivative of quantization, a staircase, is zero almost everywhere, and tells an optimizer nothing. So that of

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_field, check_integer
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.rotation import check_block, padded, product, rotate, rotate_back, sum_in_order
 from jaxcgx.native import ieee
@@ -47,6 +47,7 @@ class Eden(Codec):
     block: int = 4096
 
     meta = 2
+    kind = Kind.EDEN
     rotate = True
     stochastic = True
 
@@ -59,10 +60,8 @@ class Eden(Codec):
         """The same as `block`."""
         return self.block
 
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.EDEN, bits=self.bits, bucket_size=self.block, stochastic=True)
+    def _kernel_fields(self) -> dict[str, Any]:
+        return dict(bits=self.bits, bucket_size=self.block, stochastic=True)
 
     @property
     def levels(self) -> np.ndarray[Any, Any]:

@@ -1,12 +1,12 @@
 """Float8: e4m3 or e5m2 with a scale per bucket."""
 
 import dataclasses
+from typing import Any
 
 import jax
-import numpy as np
 
 from jaxcgx.checks import MOST, check_choice, check_field, check_integer
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.native.ieee import E4M3, E5M2, Minifloat
 
@@ -26,15 +26,14 @@ class Float8(GridCodec):
     bucket_size: int = 128
 
     code_bits = 8
+    kind = Kind.FLOAT8
 
     def __post_init__(self) -> None:
         check_field(self, "format", check_choice, tuple(_FORMATS))
         check_field(self, "bucket_size", check_integer, 1, MOST)
 
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.FLOAT8, bits=self._elements.exponent, bucket_size=self.bucket_size)
+    def _kernel_fields(self) -> dict[str, Any]:
+        return dict(bits=self._elements.exponent, bucket_size=self.bucket_size)
 
     @property
     def _elements(self) -> Minifloat:

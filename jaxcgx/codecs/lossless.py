@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import Layout, align16
@@ -44,15 +43,12 @@ class Lossless(Codec):
     arrays whose exponents are not similar. `jaxcgx.Tcp` sends only its used bytes. Other transports send all bytes.
     """
 
+    kind = Kind.LOSSLESS
+
     @property
     def carrier(self) -> Codec:
         """`Raw()`, whose chunks it packs."""
         return Raw()
-
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.LOSSLESS)
 
     def code_bytes(self, n: int, dtype: DType) -> int:
         whole, rest = divmod(n, BLOCK)

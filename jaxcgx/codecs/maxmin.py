@@ -5,10 +5,9 @@ import statistics
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
 from jaxcgx.codecs.rotation import check_block
 from jaxcgx.native import ieee
@@ -37,6 +36,7 @@ class MaxMin(GridCodec):
     rotate: bool = False
 
     meta = 2
+    kind = Kind.MAXMIN
 
     def __post_init__(self) -> None:
         check_field(self, "bits", check_integer, 1, 8)
@@ -70,18 +70,6 @@ class MaxMin(GridCodec):
     def code_bits(self) -> int:
         """The same as `bits`."""
         return self.bits
-
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(
-            Kind.MAXMIN,
-            bits=self.bits,
-            bucket_size=self.bucket_size,
-            stochastic=self.stochastic,
-            skip_incomplete=self.skip_incomplete,
-            rotate=self.rotate,
-        )
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale, steps = scale_of(ieee.largest(lo, hi)), 2**self.bits - 1

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcgx.checks import check_choice, check_field
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
 from jaxcgx.native import ieee
 from jaxcgx.native.ieee import E2M1, E4M3, Minifloat
@@ -38,6 +38,8 @@ class Micro(GridCodec):
 
     format: str = "nvfp4"
 
+    kind = Kind.MICRO
+
     def __post_init__(self) -> None:
         check_field(self, "format", check_choice, tuple(_FORMATS))
 
@@ -60,10 +62,8 @@ class Micro(GridCodec):
         """1 with "nvfp4", and 0 otherwise."""
         return 1 if self.whole else 0
 
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.MICRO, bits=self._format.number, bucket_size=self.bucket_size or 0)
+    def _kernel_fields(self) -> dict[str, Any]:
+        return dict(bits=self._format.number, bucket_size=self.bucket_size or 0)
 
     def code_bytes(self, n: int, dtype: DType) -> int:
         return -(-n // BLOCK) * (BLOCK // 8 * self._format.bits + BLOCK // self._format.block)

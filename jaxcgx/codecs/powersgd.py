@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.checks import MOST, check_field, check_integer, check_shape
+from jaxcgx.checks import MOST, as_shape, check_field, check_integer
 from jaxcgx.codecs.base import LowRank
-from jaxcgx.native.layout import check_dtype
+from jaxcgx.native.layout import as_dtype
 from jaxcgx.typing import DType, DTypeLike
 
 _TINY = 2.0**-126  # the smallest normal number; smaller numbers count as 0, because XLA flushes them on CPUs anyway
@@ -68,7 +68,7 @@ class PowerSGD(LowRank):
 
     def wire_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         name = f"{type(self).__name__}.wire_bytes"
-        shape, dtype = check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)
+        shape, dtype = as_shape(name, "shape", shape), as_dtype(name, "dtype", dtype)
         if self.why_raw(shape, dtype):
             return math.prod(shape) * dtype.itemsize
         return 4 * self.rank * sum(self.matrix(shape))
@@ -114,10 +114,7 @@ class PowerSGD(LowRank):
     # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error. An
     # iteration is one projection, which halves the time to compile.
     def orthonormal(self, p: jax.Array) -> jax.Array:
-        """Returns an orthonormal basis of the columns of `p`.
-
-        A column that is in the span of the columns before it becomes 0.
-        """
+        """Returns an orthonormal basis of the columns of `p`. A column in the span of those before it becomes 0."""
         p = _over(p, jnp.abs(p).max(-1, keepdims=True))
         p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

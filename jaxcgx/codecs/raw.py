@@ -2,9 +2,7 @@
 
 import dataclasses
 
-import numpy as np
-
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.typing import DType, DTypeLike
 
@@ -14,11 +12,7 @@ class Raw(Codec):
     """No compression: every element is sent unchanged."""
 
     raw = True
-
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.RAW)
+    kind = Kind.RAW
 
     def code_bytes(self, n: int, dtype: DType) -> int:
         return n * dtype.itemsize

@@ -4,11 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcgx.checks import MOST, check_field, check_integer
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid, unit_of
 from jaxcgx.native import ieee
 from jaxcgx.native.ieee import scale_of, scaled
@@ -28,14 +27,10 @@ class Sign(GridCodec):
     bucket_size: int = 512
 
     code_bits = 1
+    kind = Kind.SIGN
 
     def __post_init__(self) -> None:
         check_field(self, "bucket_size", check_integer, 1, MOST)
-
-    @property
-    def native(self) -> dict[str, np.generic]:
-        """The attribute that describes the codec to the kernels."""
-        return native_codec(Kind.SIGN, bucket_size=self.bucket_size)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))

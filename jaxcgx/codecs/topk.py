@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcgx.checks import MOST, check_choice, check_field, check_integer, check_number, unexpected, wrong
-from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.attribute import DENSE, Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.codecs.raw import Raw
@@ -85,7 +84,7 @@ class Sampled:
 _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="exponential")}
 
 
-def check_select(function: str, argument: str, value: Any) -> str | Sampled:
+def as_select(function: str, argument: str, value: Any) -> str | Sampled:
     """Checks a selection, and returns "exact" or a `Sampled`. Selections other than "exact" have names, too."""
     if isinstance(value, Sampled):
         return value
@@ -132,12 +131,13 @@ class TopK(Codec):
 
     whole = True
     sparse = True
+    kind = Kind.TOPK
     most = 2**31 - 1  # an index has 32 bits
 
     def __post_init__(self) -> None:
         check_field(self, "ratio", _check_share, 0, 1)
         check_field(self, "values", check_values)
-        check_field(self, "select", check_select)
+        check_field(self, "select", as_select)
         check_field(self, "pull", check_pull)
         check_field(self, "lists", check_integer, 1, MOST)
 
@@ -156,24 +156,15 @@ class TopK(Codec):
         """Whether the error of `values` is smaller than its input."""
         return self.values.contracts
 
-    @property
-    def native(self) -> dict[str, np.generic] | None:
-        """The attribute that describes the codec to the kernels. None if they can't encode the values in a list."""
+    def _kernel_fields(self) -> dict[str, Any] | None:
         if self.values.native is None or self.values.rotate or self.values.carrier is not None:
             return None
-        knobs: dict[str, Any] = {}
+        fields: dict[str, Any] = dict(stochastic=self.stochastic, ratio=self.ratio, lists=self.lists)
         if isinstance(self.select, Sampled):
-            knobs = dataclasses.asdict(self.select)
-            knobs["select"] = 1 + _ESTIMATES.index(knobs.pop("estimate"))  # Select in xla_ffi/codec/base.h
-        return native_codec(
-            Kind.TOPK,
-            stochastic=self.stochastic,
-            values=self.values.native,
-            ratio=self.ratio,
-            lists=self.lists,
-            top=self.pull == "top",
-            **knobs,
-        )
+            fields |= dataclasses.asdict(self.select)
+            fields["select"] = 1 + _ESTIMATES.index(fields.pop("estimate"))  # Select in xla_ffi/codec/base.h
+        values = {f"values_{name}": self.values.native[name] for name in DENSE}
+        return fields | values | dict(top=self.pull == "top")
 
     def capacity(self, n: int) -> int:
         """Returns the largest number of elements that are sent of n elements."""

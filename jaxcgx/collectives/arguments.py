@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_integer, check_whole, spell_array, warn, wrong
+from jaxcgx.checks import as_whole, check_integer, spell_array, warn, wrong
 from jaxcgx.codecs.base import spell
-from jaxcgx.codecs.checks import check_encodes, check_key
+from jaxcgx.codecs.checks import as_key, check_encodes
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import travel_with
 from jaxcgx.exchange.resolve import transport_over
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         back = there if backward_plan is None else as_plan(op, backward_plan, "backward_plan")
         arrays = dict(x=x, key=key)
         net = transport_over(op, axis_name, arrays, dict(plan=there, backward_plan=backward_plan and back, **settings))
-        x = jax.tree_util.tree_map_with_path(lambda path, leaf: check_whole(op, "x", path, leaf), x)
+        x = jax.tree_util.tree_map_with_path(lambda path, leaf: as_whole(op, "x", path, leaf), x)
         routes, backward = Routes.of(op, there, x), Routes.of(op, back, x)
         return cls(x, net, routes, backward, shared_key(routes, backward, key, net))
 
@@ -109,7 +109,7 @@ def shared_key(routes: Routes, backward: Routes, key: Key | None, net: Transport
             warn(f"{op}: argument '{argument}' is not used: {codecs} draws no random numbers")
         return None
     which = "the same on every rank and another one every step"
-    words = check_key(op, drawing[0], key, which=which, argument=argument)
+    words = as_key(op, drawing[0], key, which=which, argument=argument)
     if axes := [name for name in net.names if name in _compat.varying_axes(words)]:
         got = f"one that varies over {', '.join(map(repr, axes))}"
         raise wrong(op, argument, "the same key on every rank", got, "every rank draws its own noise from the same key")

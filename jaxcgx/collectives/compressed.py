@@ -54,10 +54,7 @@ def compressed_pmean(
     The sum is divided in float32 before its last encoding.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
-      plan: a codec, {axis name: codec} or a `Plan`.
-      key: a random key, as in `compressed_psum`.
+      x, axis_name, plan, key: as in `compressed_psum`.
       carry: what earlier calls kept, as in `compressed_psum`. Summed over all ranks, ranks * mean + new residuals =
         x + residuals.
     """
@@ -114,8 +111,7 @@ def compressed_psum_scatter(
       carry: error feedback, as in `compressed_psum`: a `Carry` with residuals like `x`. The result is then a pair, the
         slices and the new carry. Summed over all ranks, slices + new residuals = x + residuals. The schedule must not
         be "ring", and there must be one codec over all axes together.
-      scatter_dimension: as in jax.lax; or a tree like `x` with a dimension for each leaf.
-      tiled: as in jax.lax.
+      scatter_dimension, tiled: as in jax.lax. The dimension may be a tree like `x` with one for each leaf.
       backward_plan: the plan of the transpose, a `compressed_all_gather`; by default `plan`.
     """
     op = "compressed_psum_scatter"
@@ -149,9 +145,7 @@ def compressed_all_gather(
       plan: as in `compressed_psum`. With a dict of codecs, ranks gather over the outermost axis first. There, each
         inner rank gathers a share.
       key: a random key for codecs that round stochastically.
-      axis: as in jax.lax; or a tree like `x` with an axis for each leaf.
-      tiled: as in jax.lax.
-      to: as in jax.lax, "varying" or "invarying".
+      axis, tiled, to: as in jax.lax. `axis` may be a tree like `x` with one for each leaf.
       backward_plan: the plan of the transpose, a `compressed_psum_scatter`; by default `plan`.
     """
     op = "compressed_all_gather"
@@ -180,12 +174,10 @@ def compressed_all_to_all(
     Args:
       x: a pytree of arrays.
       axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
-      split_axis: as in jax.lax.
-      concat_axis: as in jax.lax.
+      split_axis, concat_axis, tiled: as in jax.lax.
       plan: as in `compressed_psum`. With a dict of codecs, slices are exchanged over one axis after another, innermost
         first.
       key: a random key for codecs that round stochastically.
-      tiled: as in jax.lax.
       backward_plan: the plan of the transpose, the exchange back; by default `plan`.
     """
     op = "compressed_all_to_all"

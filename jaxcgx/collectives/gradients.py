@@ -57,10 +57,7 @@ def local_value_and_grad(
     Args:
       fun: the function to differentiate.
       axis_name: the axis, or a tuple of axes, over which gradients are not reduced.
-      argnums: as in jax.value_and_grad.
-      has_aux: as in jax.value_and_grad.
-      holomorphic: as in jax.value_and_grad.
-      allow_int: as in jax.value_and_grad.
+      argnums, has_aux, holomorphic, allow_int: as in jax.value_and_grad.
     """
     if not callable(fun):
         raise wrong("local_value_and_grad", "fun", "a function", repr(fun), kind=TypeError)

@@ -11,7 +11,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
 from jaxcgx.codecs import Codec, MaxMin, roundtrip
-from jaxcgx.codecs.checks import check_codec, check_key
+from jaxcgx.codecs.checks import as_key, check_codec
 from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.leaves import spell_path, why_unfit
@@ -42,11 +42,11 @@ def gradient_statistics(
     if not isinstance(codecs, tuple | list) or not codecs:
         raise wrong(op, "codecs", "a list of codecs", repr(codecs), kind=TypeError)
     for codec in codecs:
-        check_key(op, check_codec(op, codec, "codecs"), key)
+        as_key(op, check_codec(op, codec, "codecs"), key)
     net = None if axis_name is None else transport_over_axes(op, axis_name)
     if key is not None and net is not None:  # ranks draw independent noise
         key = jax.random.fold_in(key, net.rank)
-    paths, leaves = _check_leaves(op, grads)
+    paths, leaves = _measured(op, grads)
     if net is not None:
         check_varying(op, net.names, paths, leaves, argument="grads")
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
@@ -65,7 +65,7 @@ def gradient_statistics(
     )
 
 
-def _check_leaves(op: str, grads: PyTree) -> tuple[list[Any], list[jax.Array]]:
+def _measured(op: str, grads: PyTree) -> tuple[list[Any], list[jax.Array]]:
     """Returns (JAX paths, arrays) of the leaves that codecs can take. Their paths must differ."""
     found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]

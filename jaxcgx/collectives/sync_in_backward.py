@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx import _compat
-from jaxcgx.checks import wrong
+from jaxcgx.checks import check_varying, wrong
 from jaxcgx.collectives.arguments import Call
 from jaxcgx.collectives.gradients import vary
 from jaxcgx.exchange.message import Carry, Message, carry_over
@@ -21,6 +21,10 @@ from jaxcgx.plan.leaves import Codecs
 from jaxcgx.typing import AxisName, Key, PyTree
 
 OP = "sync_in_backward"
+OWN = (
+    "keep a row for each rank, and give shard_map a spec with the axis for them; for zeros that are made inside, "
+    "jax.lax.pcast(zeros, axis_name, to='varying')"
+)
 
 
 def sync_in_backward(
@@ -79,8 +83,10 @@ def sync_in_backward(
     travel = travel_with(
         given, call.routes, call.net, Way(order=as_order(OP, order, len(call.routes.leaves))), argument="params"
     )
-    _check_own_residuals(travel, given)
     leaves, residuals = call.routes.each(call.x), call.routes.each(given.residuals)
+    fed = [(route.path, r) for route, r in zip(call.routes.leaves, residuals) if r is not None]
+    paths, arrays = [path for path, _ in fed], [r for _, r in fed]
+    check_varying(OP, call.net.names, paths, arrays, argument="carry.residuals", remedy=OWN)
     found = dict(enumerate(leaves))
     for plain in travel.plain:
         for i, why in zip(plain.ids, plain.why):
@@ -113,10 +119,7 @@ def _send_plain(travel: Travel, plain: Plain, message: Message) -> Message:
 
 
 def _in_backward(message: Message, travel: Travel, exchange: Callable[[Message], Message]) -> list[jax.Array]:
-    """Returns the leaves of a message. In the backward pass, `exchange` maps the message of cotangents to its sums.
-
-    The gradients of the message's residuals are the new residuals.
-    """
+    """Returns the leaves of a message. In the backward pass, `exchange` gives their gradients, and new residuals."""
     names, varying = travel.net.names, [_compat.varying_axes(x) for x in message.leaves]
     if message.residuals:  # of a leaf without feedback, they are zeros, which don't vary over the ranks yet
         ranks = _compat.tracked_axes(names)
@@ -153,18 +156,3 @@ def _weighted(names: tuple[PyTree, ...], cts: list[jax.Array]) -> list[jax.Array
         raise wrong(OP, "params", expected, got)
     ranks = math.prod(map(lax.axis_size, outside))
     return [ct * ranks for ct in cts]
-
-
-def _check_own_residuals(travel: Travel, carry: Carry) -> None:
-    """Checks that residuals vary over the ranks and with their leaf, as the new residuals do."""
-    tracked, routes = _compat.tracked_axes(travel.net.names), travel.routes
-    for route, array in zip(routes.leaves, routes.each(carry.residuals)):
-        if array is None:
-            continue
-        if same := sorted(map(str, tracked - _compat.varying_axes(array))):
-            got = f"one that is the same on every rank of {', '.join(map(repr, same))}"
-            remedy = (
-                "keep a row for each rank, and give shard_map a spec with the axis for them; for zeros that are made "
-                "inside, jax.lax.pcast(zeros, axis_name, to='varying')"
-            )
-            raise wrong(OP, "carry.residuals", "this rank's own array", got, remedy, path=route.path)

@@ -1,24 +1,9 @@
 """Estimates of the time of an exchange, for `schedule="auto"` and the planner (report/advise.py).
 
-A plan with `prefer="bytes"` compares only bytes. It is for networks where bytes cost money, or take much more time than
-the latency.
-
-W ranks sum a message of `raw` bytes in float32 and `wire` compressed bytes.
-
-- two_shot has two exchanges. In each a rank sends W - 1 rows of wire / W bytes. Kernels encode the message, add up one
-  W-th of it from W ranks, encode that sum, and decode the whole.
-- one_shot has one exchange. A rank sends W - 1 rows of `wire` bytes. Kernels encode once and add up W messages. Two
-  ranks send the same number of bytes as with two_shot, in one exchange instead of two, with one rounding instead of
-  two. With more ranks it wins only while messages are so small that a row costs its latency, not its bytes.
-- ring sends the same number of bytes as two_shot, but in W - 1 steps that wait for one another, and rounds at every
-  step. It is for networks whose links form a ring. Because of its error, and because it allows no feedback, "auto"
-  never chooses it. Over Gloo, an all_to_all of more than two ranks uses only a part of a link, so a ring may be faster
-  (docs/planner.md).
-
-A sparse codec may need more bytes for sums (`back`) than for leaves, because sums must hold every element that was
-sent. Both schedules then send nearly the same bytes, and one_shot wins. With many ranks two_shot wins again: sums are
-then so dense that they need shorter indices, or none. The time to decode a sparse message depends on its bytes, not on
-its elements, most of which are 0.
+W ranks sum a message of `raw` bytes in float32 and `wire` compressed bytes. Sums of a sparse codec may need more bytes
+(`back`), because they hold every element that was sent. The time to decode a sparse message depends on its bytes, not
+on its elements, most of which are 0. "auto" never chooses a ring, because it rounds at every step and allows no
+feedback. A plan with `prefer="bytes"` compares only bytes.
 
 The constants come from a `Network` (transports/network.py): the network of the plan or, by default, 1 Gbit/s Ethernet
 between machines with a few cores. docs/planner.md has the formulas, and compares them with measurements.
@@ -87,10 +72,7 @@ def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> in
 
 
 def seconds(schedule: str, load: Load, network: Network) -> Time:
-    """Returns the time of a sum to all ranks.
-
-    The schedule is "one_shot", "two_shot" or "ring"; or "psum" for a low-rank codec, whose factors have `wire` bytes.
-    """
+    """Returns the time of a sum to all ranks by "one_shot", "two_shot" or "ring"; or by "psum" for factors."""
     ranks, raw, others = load.ranks, load.raw, load.ranks - 1
     if ranks == 1:
         return Time(0, 0)

@@ -1,17 +1,12 @@
 """The error of a compressed sum, for each schedule and any number of ranks.
 
-An encoding turns x into g x + noise. The gain g is 1 for codecs that round, and smaller for codecs that leave something
-out (TopK, Sign). The noise is orthogonal to x, and has the power w |x|^2. g and w are measured on a sample of the
-numbers: g = <y, x> / |x|^2 and w = |y - g x|^2 / |x|^2, where y is the decoded x. So this works for any codec. The
-second encoding of two_shot and each hop of a ring encode sums over ranks, with the noise of earlier encodings. Sums are
-distributed differently than the numbers of one rank, so their gain and noise are measured separately.
+An encoding turns x into g x + noise, which is orthogonal to x and has the power w |x|^2. Both are measured on a sample:
+g = <y, x> / |x|^2 and w = |y - g x|^2 / |x|^2, where y is the decoded x. So this works for any codec. Sums are
+distributed differently than the numbers of one rank, so their gain and noise are measured separately. The correlation
+of two ranks' noise is measured, too.
 
-Schedules add up noise. With stochastic rounding, the noise of ranks is independent. With nearest rounding, ranks that
-have nearly the same numbers make the same errors, which don't average out. With correlated rounding, errors cancel. So
-the correlation of two ranks' noise is measured, too. For correlated rounding, it is negative, and inversely
-proportional to the number of ranks that exchange.
-
-The result is the vNMSE: the expected |result - sum|^2 / |sum|^2, where `sum` is the exact sum.
+The result is the vNMSE: the expected |result - sum|^2 / |sum|^2, where `sum` is the exact sum. docs/error-bounds.md has
+the model, and compares it with measured sums.
 """
 
 import functools
@@ -128,10 +123,7 @@ class Losses:
         return self.known[ranks, noise]
 
     def _encoded(self, x: Array, rank: int, offset: int) -> tuple[float, float, Array]:
-        """Returns (gain, power of x, noise) of an encoding by a rank.
-
-        For correlated rounding, the rank is given by its offset, its share of common random bits.
-        """
+        """Returns (gain, power of x, noise) of an encoding by a rank. If it is correlated, `offset` names the rank."""
         rows = jnp.asarray(x if self.codec.whole else x[None])
         key = jnp.asarray([0, 0, offset] if self.codec.correlated else [0, rank], jnp.uint32)
         y = np.asarray(_decoded(self.codec, rows, key), np.float64).reshape(x.shape)

@@ -1,12 +1,8 @@
 """Sums over several transports, each with its own codec: few bytes over the slow network, more over the fast one.
 
-By shards: a reduce-scatter over the inner ranks gives each of them a shard, which it exchanges with its peers on the
-other nodes. An all-gather over the inner ranks follows. Every inner rank sends over the outer network, so all network
-cards are used.
-
-By leaders (CGX's intra-broadcast): a sum over the inner ranks is followed by an exchange among the leaders. The leader
-of a node is its inner rank 0. It passes the received bytes on to the other ranks of the node, so all ranks decode the
-same bytes.
+By shards: a reduce-scatter over the inner ranks, an exchange of each shard with the peers on other nodes, and an
+all-gather over the inner ranks. By leaders (CGX's intra-broadcast): a sum over the inner ranks, an exchange among the
+inner ranks 0 of all nodes, which then pass the received bytes on. docs/hierarchies.md compares them.
 
 Feedback covers the losses of the outermost exchange. Residuals are added before the innermost sum, so it doesn't matter
 which rank of a node holds one.
@@ -78,10 +74,7 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Mes
 
 
 def end(begun: BegunMessage, stages: Stages, message: Message, later: bool) -> Message:
-    """Ends the exchange of a message. Returns the sums with the new residuals.
-
-    `message` has the residuals from `begin`. Its leaves are read for their shapes and dtypes only.
-    """
+    """Returns the sums and new residuals. `message` has the residuals from `begin`, and the types of the leaves."""
     outer, before = begun
     if stages[1:]:
         done = _outwards(stages, message, Summed(*outer.net.end_sum(outer, later)), whole=outer.inside is not None)
@@ -107,10 +100,7 @@ def _with_losses(done: Message, lost: list[Any] | None, before: list[Any] | None
 
 
 def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Array:
-    """Returns the uncompressed sum of an array over transports, outermost first, computed by shards.
-
-    `tracked`: whether JAX tracks over which axes values vary (check_vma).
-    """
+    """Returns the uncompressed sum over transports, outermost first. `tracked`: whether JAX tracks what varies."""
     outer, *inner = nets
     whole = countable(x)
     share = _cut(whole, [net.size for net in reversed(inner)], zeros=True)

@@ -1,11 +1,8 @@
 """Low-rank sums (codecs/powersgd.py): ranks sum only factors, all P of a message at once, then all Q.
 
-Each rank multiplies its own numbers with the factors, and all ranks compute the same result from the two sums. All
-ranks share one basis. A rank's residual is its own numbers minus their projection on that basis. The residual and the
-projection are orthogonal, so residuals stay bounded. The sum of all ranks' residuals is the error of the sum.
-
-In the published algorithm, a residual is the rank's numbers minus the mean. Differences between ranks then accumulate
-in the residuals, and cancel only in the sum of the residuals.
+All ranks share one basis. A rank's residual is its own numbers minus their projection on that basis. Both are
+orthogonal, so residuals stay bounded. The sum of all ranks' residuals is the error of the sum. (In the published
+algorithm, a residual is the rank's numbers minus the mean, so differences between ranks accumulate in it.)
 
 In a hierarchy the inner ranks first sum whole leaves with their own codecs. Each inner rank then knows the whole loss
 of its node, and keeps an equal share of it as its residual.
@@ -16,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from jaxcgx import _compat
 from jaxcgx.codecs.base import LowRank
@@ -87,6 +85,5 @@ def _stacks(codec: LowRank, message: Message, terms: list[list[Any]]) -> list[_S
 
 def _psum(net: Transport, arrays: list[Any]) -> list[jax.Array]:
     """Returns the sums of the arrays over ranks, from one collective."""
-    flat = net.plain_psum(jnp.concatenate([x.reshape(-1) for x in _compat.match_varying(*arrays)]))
-    ends = [sum(x.size for x in arrays[: k + 1]) for k in range(len(arrays))]
-    return [flat[end - x.size : end].reshape(x.shape) for end, x in zip(ends, arrays)]
+    flat, unravel = ravel_pytree(_compat.match_varying(*arrays))
+    return unravel(net.plain_psum(flat))

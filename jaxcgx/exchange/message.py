@@ -126,10 +126,6 @@ class Sum(NamedTuple):
     divisor: float = 1.0
     leader: bool = False
 
-    def with_codec(self, codec: Codec) -> "Sum":
-        """Returns the settings of a codec's sums. If sums have room for all elements, own parts are encoded, too."""
-        return self._replace(own="encoded") if codec.sums_grow else self
-
     def replaces_own(self, codec: Codec) -> bool:
         """Returns whether a rank's own part replaces its payload. With a raw codec, the payload equals the part."""
         return self.own == "raw" and not codec.raw
@@ -206,10 +202,7 @@ def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | No
 
 
 def fold_stage(key: jax.Array | None, number: int, others: Sequence[Stage]) -> jax.Array | None:
-    """Returns the key of stage `number` of a hierarchy.
-
-    Ranks with different places along the stages `others` draw different noise.
-    """
+    """Returns the key of stage `number`. Ranks with different places along the stages `others` draw different noise."""
     rank = 0
     for stage in others if key is not None else ():
         rank = rank * stage.net.size + stage.net.rank

@@ -188,10 +188,7 @@ def _back(message: Message, cts: list[Any], batch: Batch) -> Message:
 
 
 def psum(message: Message, net: Transport, stages: tuple[Stage, ...], how: Sum) -> Message:
-    """Returns the sum of a message over all ranks, with its new state if it has state.
-
-    `net` is the transport over the ranks of all stages, which are ordered outermost first.
-    """
+    """Returns the sum of a message, and its new state, over `net`, the ranks of all stages (outermost first)."""
     tracked = bool(_compat.tracked_axes(net.names))  # whether JAX tracks over which axes values vary (check_vma)
     return bind(psum_p, message, net=net, stages=stages, how=how, tracked=tracked)
 

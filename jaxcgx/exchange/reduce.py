@@ -195,10 +195,9 @@ def _check_carry(carry: Carry, travel: Travel) -> None:
         )
     for codec in {each.stages[0].codec: None for each in travel.envelopes}:
         if not codec.contracts:
-            warn(
-                f"{routes.op}: argument 'plan': residuals of {spell(codec)} grow without bound, because its error is "
-                "larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign"
-            )
+            why = f"residuals of {spell(codec)} grow without bound, because its error is larger than its input"
+            remedy = "take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign"
+            warn(f"{routes.op}: argument '{routes.argument}': {why}; {remedy}")
 
 
 def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array) -> None:

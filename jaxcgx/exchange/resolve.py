@@ -12,7 +12,7 @@ from jax import lax
 from jaxcgx import _compat, _programs
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.scopes import MessageScope, scope
-from jaxcgx.transports.axes import Mark, Tcp, check_axis_names, is_communicator, marked
+from jaxcgx.transports.axes import Mark, Tcp, as_axis_names, is_communicator, marked
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.tcp import transport_over_tcp
 from jaxcgx.transports.xla import Axes
@@ -46,7 +46,7 @@ def transport_over(
 
 def transport_over_axes(op: str, axis_name: AxisName) -> Transport:
     """Returns the transport over the axes, all of which must be bound."""
-    names = check_axis_names(op, axis_name)
+    names = as_axis_names(op, axis_name)
     for name in names:
         try:
             lax.axis_size(name)

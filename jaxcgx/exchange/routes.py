@@ -95,25 +95,29 @@ class Way(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Routes:
-    """The routes of the leaves of a tree. `op` is the function that errors name."""
+    """The routes of the leaves of a tree. Errors name the function `op`, and its argument that has the plan."""
 
     op: str
+    argument: str
     plan: Plan
     tree: PyTree
     leaves: tuple[Route, ...]
 
     @staticmethod
-    def of(op: str, plan: Plan, tree: PyTree, codecs: Sequence[Codecs] | None = None) -> "Routes":
-        """Returns the routes that a plan gives the leaves of a tree of arrays or jax.ShapeDtypeStructs.
-
-        `codecs` are the codecs of the leaves. None: the plan's rules and guards choose them.
-        """
+    def of(
+        op: str, plan: Plan, tree: PyTree, codecs: Sequence[Codecs] | None = None, argument: str = "plan"
+    ) -> "Routes":
+        """Returns the routes of a tree of arrays or shapes. Without `codecs`, the plan chooses those of the leaves."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
         shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
         known = None
         if codecs is not None:
             known = tuple(ByAxis(codec) if isinstance(codec, dict) else codec for codec in codecs)
-        return _routes(op, plan, structure, shapes, codecs=known)
+        return _routes(op, argument, plan, structure, shapes=shapes, codecs=known)
+
+    def wrong(self, expected: str, got: object, remedy: str = "", path: PyTree = ()) -> Exception:
+        """Returns the error for a plan that doesn't fit."""
+        return wrong(self.op, self.argument, expected, got, remedy, path=path)
 
     @property
     def codecs(self) -> list[Codecs]:
@@ -149,10 +153,7 @@ class Routes:
         )
 
     def over(self, net: Transport, way: Way = Way(), backward: "Routes | None" = None) -> "Travel":
-        """Returns how the leaves travel over the ranks of a transport.
-
-        `backward` are the routes of the transpose, which only slices have; None: the same.
-        """
+        """Returns how the leaves travel over a transport. `backward`: the routes of the transpose, if they differ."""
         mesh = jax.sharding.get_abstract_mesh()
         sizes = net.size, *(part.size for part in net.parts.values())
         manual = set(mesh.axis_names) == set(mesh.manual_axes)
@@ -162,6 +163,7 @@ class Routes:
 @functools.lru_cache(maxsize=256)
 def _routes(
     op: str,
+    argument: str,
     plan: Plan,
     tree: PyTree,
     shapes: tuple[tuple[tuple[int, ...], DType], ...],
@@ -170,7 +172,7 @@ def _routes(
     leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten(leaves))[0]]
     if codecs is None:
-        assigned = plan.assign(op, "plan", paths=paths, leaves=leaves) if leaves else []
+        assigned = plan.assign(op, argument, paths=paths, leaves=leaves) if leaves else []
     else:
         assigned = [(Raw() if why_unfit(x) and not skips(codec) else codec, None) for x, codec in zip(leaves, codecs)]
     routes: list[Route] = []
@@ -181,10 +183,10 @@ def _routes(
         refused = not guarded and any(each.why_raw(x.shape, x.dtype) for each in values(codec))
         if plan.strict and why and (refused or x.dtype not in DTYPES):
             expected, got = "a leaf that can be compressed, as the plan is strict", f"one that can't, because {why}"
-            raise wrong(op, "plan", expected, got, path=path, kind=ValueError if refused else TypeError)
+            raise wrong(op, argument, expected, got, path=path, kind=ValueError if refused else TypeError)
         factor = factor_shape(x, values(codec))
         routes.append(Route(path, x.shape, x.dtype, codec, why_raw=why, skipped=skipped, factor=factor))
-    return Routes(op, plan, tree, tuple(routes))
+    return Routes(op, argument, plan, tree, leaves=tuple(routes))
 
 
 class Envelope(NamedTuple):
@@ -241,10 +243,10 @@ class Travel:
         if (compresses and outermost == "ring") or any(each.stages[0].schedule == "ring" for each in self.envelopes):
             expected, got = 'the schedule "two_shot" or "one_shot"', '"ring", which encodes sums of several ranks'
             remedy = 'write schedule="two_shot", or keep no residuals (keep=False)'
-            raise wrong(routes.op, "plan", f"{expected} where residuals are kept", got, remedy)
+            raise routes.wrong(f"{expected} where residuals are kept", got, remedy)
         if any(len(each.stages) > 1 and self.way.cuts(each.ids[0]) for each in self.envelopes):
             expected = "one codec over all axes together where residuals of slices are kept"
-            raise wrong(routes.op, "plan", expected, "a codec per axis", "write one codec, or keep no residuals")
+            raise routes.wrong(expected, "a codec per axis", "write one codec, or keep no residuals")
 
 
 @functools.lru_cache(maxsize=256)
@@ -253,7 +255,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
 
     `manual`: whether no axis of the mesh is left to XLA's partitioner, which may shard leaves over it.
     """
-    op, plan, size = routes.op, routes.plan, sizes[0]
+    plan, size = routes.plan, sizes[0]
     outermost = _asked(routes, net)[0]
     hops = outermost == "tree" or isinstance(outermost, Overlay)
     _check_way(routes, way, hops)
@@ -262,7 +264,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     groups, plain = dict[tuple[bool, tuple[Stage, ...]], list[int]](), list[Plain]()
     for i in way.order if way.order is not None and way.slice_elements is None else range(len(routes.leaves)):
         route, cuts = routes.leaves[i], way.cuts(i)
-        stages = _stages(op, route, backward.leaves[i], net)
+        stages = _stages(routes, route, backward.leaves[i], net)
         codecs = [codec for stage in stages for codec in (stage.codec, stage.backward)]
         # A leaf that a guard leaves raw may be compressed by the transpose.
         unfit = why_raw(route, codecs) or ("there is one rank" if size == 1 else None)
@@ -277,7 +279,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
             plain.append(Plain((i,), tuple(stage.net for stage in stages) if apart else (net,), (why or "",)))
     if plan.leader and not way.rows and groups and not any(isinstance(r.codec, dict) for r in routes.leaves):
         remedy = "name several axes, and give the plan a codec for each axis, {axis: codec}"
-        raise wrong(op, "plan", "leader=False without a hierarchy", "leader=True", remedy)
+        raise routes.wrong("leader=False without a hierarchy", "leader=True", remedy)
     envelopes, limit = list[Envelope](), plan.message_bytes
     if plan.fusion_mb is None:  # messages that overlap with computation are smaller
         limit = OVERLAPPING if way.order is not None else limit
@@ -299,54 +301,51 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
 def _asked(routes: Routes, net: Transport) -> list[str | Overlay]:
     """Returns the plan's schedules: one or, for a dict, one for each part of the transport, outermost first."""
     schedule = routes.plan.schedule
-    return by_parts(routes.op, schedule, net, what="a schedule") if isinstance(schedule, dict) else [schedule]
+    return by_parts(routes, schedule, net, what="a schedule") if isinstance(schedule, dict) else [schedule]
 
 
-def by_parts(op: str, given: dict[PyTree, PyTree], net: Transport, what: str) -> list[PyTree]:
-    """Returns the values of a dict of a plan, which has a key for each part of a transport, outermost first.
-
-    `what` describes a value in errors.
-    """
+def by_parts(routes: Routes, given: dict[PyTree, PyTree], net: Transport, what: str) -> list[PyTree]:
+    """Returns the values of a plan's dict for each part of a transport, outermost first. `what` describes one."""
     parts = net.parts
     if not parts:
         remedy = f"write {what}" if net.names else "pass jaxcgx.mpi.hierarchy()"
         ranks = f"all ranks of {net.names}" if net.names else "all ranks of a communicator"
-        raise wrong(op, "plan", f"{what} for {ranks}", given, remedy)
+        raise routes.wrong(f"{what} for {ranks}", given, remedy)
     missing, unknown = [n for n in parts if n not in given], [n for n in given if n not in parts]
     if missing or unknown:
         problems = [(missing, "missing"), (unknown, "not among them")]
         spelled = "; ".join(f"{', '.join(map(repr, names))} {problem}" for names, problem in problems if names)
         steps = any(isinstance(n, int) for n in unknown)
         remedy = "a schedule of plans, by steps, is for compress_gradients and make_train_step" if steps else ""
-        raise wrong(op, "plan", f"{what} for each axis of {tuple(parts)}", f"{given} ({spelled})", remedy)
+        raise routes.wrong(f"{what} for each axis of {tuple(parts)}", f"{given} ({spelled})", remedy)
     return [given[name] for name in parts]
 
 
-def _stages(op: str, there: Route, back: Route, net: Transport) -> tuple[Stage, ...]:
+def _stages(routes: Routes, there: Route, back: Route, net: Transport) -> tuple[Stage, ...]:
     """Returns the stages of a leaf, outermost first: one over all ranks together or, for a dict, one for each part.
 
     Stages of one rank are left out. If all stages have one rank, the outermost stage stays. Schedules are chosen later.
     """
-    each, others = _by_part(op, there, net), _by_part(op, back, net)
+    each, others = _by_part(routes, there, net), _by_part(routes, back, net)
     if len(each) != len(others):  # a raw exchange over all ranks together is replaced by raw ones over each part
         flat, parts = sorted((each, others), key=len)
         if not flat[0][1].raw:
             expected = "a codec for each axis where 'plan' has one for each, and one for all where it has one for all"
-            raise wrong(op, "backward_plan", expected, f"{len(others)} beside {len(each)}", path=there.path)
+            raise wrong(routes.op, "backward_plan", expected, f"{len(others)} beside {len(each)}", path=there.path)
         flat = [(part, flat[0][1]) for part, _ in parts]
         each, others = (flat, parts) if len(each) < len(others) else (parts, flat)
     stages = tuple(Stage(part, codec, "auto", other) for (part, codec), (_, other) in zip(each, others))
     for stage in stages[1:]:
         if stage.codec.low_rank:
             expected = f"{spell(stage.codec)} for the outermost axis alone or for all together"
-            raise wrong(op, "plan", expected, "it for an inner one", "over inner axes jaxcgx.Raw() sums exactly")
+            raise routes.wrong(expected, "it for an inner one", "over inner axes jaxcgx.Raw() sums exactly")
     return tuple(stage for stage in stages if stage.net.size > 1) or stages[:1]
 
 
-def _by_part(op: str, route: Route, net: Transport) -> list[tuple[Transport, Codec]]:
+def _by_part(routes: Routes, route: Route, net: Transport) -> list[tuple[Transport, Codec]]:
     if not isinstance(route.codec, dict):
         return [(net, route.codec)]
-    return list(zip(net.parts.values(), by_parts(op, route.codec, net, what="a codec")))
+    return list(zip(net.parts.values(), by_parts(routes, route.codec, net, what="a codec")))
 
 
 def _scheduled(
@@ -372,7 +371,7 @@ def _scheduled(
             named[0] = named[0]._replace(schedule="two_shot")  # a residual gets the rounding of the owner's sum
         chosen = costs.scheduled(tuple(named), leaves, routes.plan)
     for stage, before in zip(chosen, named):
-        _check_hops(routes.op, stage, before.schedule)
+        _check_hops(routes, stage, before.schedule)
     return chosen
 
 
@@ -389,22 +388,22 @@ def as_order(op: str, order: Sequence[int] | None, count: int) -> tuple[int, ...
 
 def _check_way(routes: Routes, way: Way, hops: bool) -> None:
     """Checks that the plan allows slices."""
-    op, plan = routes.op, routes.plan
+    plan = routes.plan
     if way.rows or set(way.dims) <= {None}:
         return
     sliced = "where a rank gets only its slice of a sum"
     if plan.leader:
-        raise wrong(op, "plan", f"leader=False {sliced}", "leader=True", "every rank exchanges its own slices")
+        raise routes.wrong(f"leader=False {sliced}", "leader=True", "every rank exchanges its own slices")
     if hops:
         expected = f'the schedule "auto", "two_shot", "one_shot" or "ring" {sliced}'
-        raise wrong(op, "plan", expected, plan.schedule, "every slice has one owner")
+        raise routes.wrong(expected, plan.schedule, "every slice has one owner")
     for i, route in enumerate(routes.leaves):
         if way.cuts(i) and any(codec.low_rank for codec in route.codecs):
             remedy = "take another codec, such as jaxcgx.MaxMin(4)"
-            raise wrong(op, "plan", f"codecs of slices {sliced}", spell(route.codecs[0]), remedy, path=route.path)
+            raise routes.wrong(f"codecs of slices {sliced}", spell(route.codecs[0]), remedy, route.path)
 
 
-def _check_hops(op: str, stage: Stage, asked: str | Overlay) -> None:
+def _check_hops(routes: Routes, stage: Stage, asked: str | Overlay) -> None:
     """Checks that an overlay has as many ranks as the stage, and that the codec works with an overlay or a ring.
 
     `asked` is the plan's schedule. A stage with a low-rank codec has the schedule "psum" instead.
@@ -412,15 +411,15 @@ def _check_hops(op: str, stage: Stage, asked: str | Overlay) -> None:
     schedule, ranks = stage.schedule, stage.net.size
     if isinstance(asked, Overlay) and stage.codec.low_rank:
         expected = f"a schedule's name with {spell(stage.codec)}, whose factors are summed by lax.psum"
-        raise wrong(op, "plan", expected, "an overlay", "take another codec, such as jaxcgx.MaxMin(4)")
+        raise routes.wrong(expected, "an overlay", "take another codec, such as jaxcgx.MaxMin(4)")
     if isinstance(schedule, Overlay) and schedule.ranks != ranks:
-        raise wrong(op, "plan", f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
+        raise routes.wrong(f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
     hops = schedule == "ring" or (isinstance(schedule, Overlay) and schedule.depth > 1)
     if hops and stage.codec.sums_grow:  # along hops, sums must take no more bytes than leaves
         expected = f'the schedule "two_shot" or "one_shot" with {spell(stage.codec)}, whose sums grow'
         got = '"ring"' if schedule == "ring" else "trees of several levels"
         remedy = 'take a codec with pull="top"; jaxcgx.wan.Topology(shape="owners") has one level'
-        raise wrong(op, "plan", expected, got, remedy)
+        raise routes.wrong(expected, got, remedy)
 
 
 def _share(routes: Routes, plain: list[Plain], way: Way) -> list[Plain]:

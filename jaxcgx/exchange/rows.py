@@ -17,10 +17,7 @@ from jaxcgx.typing import Key, PyTree
 
 
 def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying") -> PyTree:
-    """Returns every rank's leaves, joined along the dimensions of `travel.way`.
-
-    `to`: whether the type of the result says that it is the same on every rank ("invarying").
-    """
+    """Returns every rank's leaves, joined along the dimensions of `travel.way`. `to` is as in lax.all_gather."""
     dims, tiled = travel.way.dims, travel.way.tiled
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
@@ -42,10 +39,7 @@ def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying") -> P
 
 
 def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ...]) -> PyTree:
-    """Returns the leaves with slice r, along the dimension of `travel.way`, sent to rank r.
-
-    `concat` are the dimensions along which the received slices are joined.
-    """
+    """Returns the leaves with slice r, along the dimension of `travel.way`, sent to rank r, joined along `concat`."""
     size, tiled, split = travel.net.size, travel.way.tiled, travel.way.dims
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:

@@ -1,16 +1,12 @@
-"""Schedules: how the bytes of one message travel among the ranks of one transport (transports/base.py).
-
-The schedules of overlays are in trees.py.
+"""Schedules: how the bytes of one message travel among the ranks of one transport. Those of overlays are in trees.py.
 
 A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
 half, which only psum needs, every rank gets the encoded sums of all parts. The parts of psum are chunks: the message is
 cut between buckets into parts of similar bytes. Those of psum_scatter are slices along the caller's dimension.
 
-Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded".
-All ranks, including the owner, decode the same bytes of a sum, so replicas are identical bit for bit.
-
-A sparse codec may encode sums with another codec, which has room for every element that the ranks sent
-(`Codec.of_sum`). A rank's own part is then encoded, too, so the encoding of the sum loses nothing.
+Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded" or
+sums have another codec than leaves, with room for every element that the ranks sent (`Codec.of_sum`). All ranks,
+including the owner, decode the same bytes of a sum, so replicas are identical bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -176,7 +172,9 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     if is_piecewise(stage):
         summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
     else:
-        stage, how = stage.compared(message, how), how.with_codec(stage.codec)
+        stage = stage.compared(message, how)
+        if stage.codec.sums_grow:  # a sum has room for all elements, so own parts are encoded, too
+            how = how._replace(own="encoded")
         if isinstance(stage.schedule, Overlay):
             summed = trees.allreduce(stage, stage.schedule, message, how)
         elif stage.schedule == "one_shot":
@@ -208,10 +206,7 @@ def _row(arrays: list[Any], r: jax.Array | int) -> list[jax.Array]:
 
 
 def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Returns the divided sum over ranks of this rank's row of the leaves [ranks, ...], in float32.
-
-    With feedback and `own` "raw", a rank's own row is only rounded to its dtype.
-    """
+    """Returns the divided float32 sum over ranks of this rank's row of the leaves [ranks, ...]."""
     net, key = stage.compared(message, how.own).net, message.key
     if net.size == 1:
         return Summed([x[0].astype(jnp.float32) / how.divisor for x in message.leaves], message.residuals)

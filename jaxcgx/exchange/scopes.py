@@ -101,10 +101,7 @@ _meaning: dict[str, Meaning] = {}  # by tag
 
 
 def _plain(text: str) -> str:
-    """Returns a text with only letters, digits and underscores.
-
-    Other characters become underscores, because they may have a meaning in XLA, MLIR or a profiler.
-    """
+    """Returns a text with underscores in place of what may have a meaning in XLA, MLIR or a profiler."""
     return re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")[:32] or "x"
 
 

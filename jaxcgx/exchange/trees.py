@@ -20,10 +20,7 @@ Link = tuple[int, int, int]  # from, to, tree
 
 
 class Level:
-    """The links of one level of all trees, in rounds.
-
-    In a round, a rank sends to at most one other rank, and receives from at most one.
-    """
+    """The links of one level of all trees, in rounds. In a round, a rank sends and receives at most once."""
 
     def __init__(self, links: list[Link]) -> None:
         self.rounds: list[list[Link]] = []
@@ -79,10 +76,7 @@ class _Climb:
                 self._sum(t, depth, ranks=alike, rows=jnp.concatenate([came, self.rows[t][None]]), level=level)
 
     def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, level: Level) -> None:
-        """Sums tree t at ranks with the same number of children.
-
-        `rows` has the received row of each round, then this rank's own row.
-        """
+        """Sums tree t at ranks with as many children. `rows` has the row of each round, then this rank's own."""
         net, key, children = self.net, self.message.key, self.overlay.trees[t].children
         which = [[0] * (1 + len(children(ranks[0])))] * net.size  # which rows each rank adds, in rank order
         place = [0] * net.size  # the place of its own row among them

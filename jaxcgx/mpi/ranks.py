@@ -17,7 +17,7 @@ from jax.core import Tracer
 from mpi4py import MPI
 
 from jaxcgx import mpi
-from jaxcgx.checks import check_integer, check_whole, unexpected, wrong
+from jaxcgx.checks import as_whole, check_integer, unexpected, wrong
 from jaxcgx.mpi.agreement import Communicator, agree, check_ready, compare, describe, greet, meet
 from jaxcgx.mpi.leave import forget, watch
 from jaxcgx.plan import environment
@@ -91,7 +91,7 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
     if inner is not None:
         inner = as_communicator("hierarchy", "inner", inner)
     meet("hierarchy", ranks, ranks.Ibarrier())
-    env, variables = _check_variables(ranks)
+    env, variables = _environment(ranks)
     kinds = ("INNER", env.inner_communicator, "MPI or SHM"), ("CROSS", env.cross_communicator, "MPI")
     for level, kind, expected in kinds:
         if kind == "NCCL":
@@ -112,7 +112,7 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
     return made[key]
 
 
-def _check_variables(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
+def _environment(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
     """Returns CGX's variables, parsed and as text.
 
     Raises an error on every rank if the ranks' variables differ, or if a variable of any rank is invalid.
@@ -220,7 +220,7 @@ def broadcast(x: PyTree, root: int = 0, comm: Communicator | Net | None = None) 
         raise wrong(name, "root", f"a rank from 0 to {net.size - 1}", root)
 
     def one(path: PyTree, leaf: PyTree) -> jax.Array:
-        leaf = check_whole(name, "x", path, leaf)
+        leaf = as_whole(name, "x", path, leaf)
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return net.broadcast(leaf, root)
         data = net.broadcast(jax.random.key_data(leaf), root)

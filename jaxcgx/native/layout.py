@@ -24,7 +24,7 @@ def align16(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def check_dtype(function: str, argument: str, dtype: Any) -> DType:
+def as_dtype(function: str, argument: str, dtype: Any) -> DType:
     """Checks that the leaves of a message may have this dtype, and returns it."""
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype)

@@ -44,7 +44,7 @@ def _check_operand(function: str, argument: str, x: Any, shape: Sequence[int], d
     return x
 
 
-def _check_leaves(function: str, argument: str, arrays: Iterable[Any], layout: Layout) -> list[Any]:
+def _leaves(function: str, argument: str, arrays: Iterable[Any], layout: Layout) -> list[Any]:
     """Returns the arrays as a list, after a check: there must be one for each leaf of the layout, with its type.
 
     Residuals are float32.
@@ -62,7 +62,7 @@ def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
     return _check_operand(function, "payload", x=payload, shape=(layout.chunks, layout.chunk_bytes), dtype="uint8")
 
 
-def _check_words(function: str, codec: Any, key: Any) -> jax.Array | None:
+def _words(function: str, codec: Any, key: Any) -> jax.Array | None:
     """Returns the key for the kernels if the codec draws noise, else None."""
     if not codec.stochastic:
         return None
@@ -82,10 +82,10 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
 
     The key is uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
-    leaves = _check_leaves("encode", "leaves", leaves, layout)
+    leaves = _leaves("encode", "leaves", leaves, layout)
     if not leaves:  # the payload is empty, and no operand says which axes it varies over
         return jnp.zeros((layout.chunks, 0), jnp.uint8)
-    return _bind(encode_p, Encode(leaves, key=_check_words("encode", layout.codec, key)), layout=layout)[0]
+    return _bind(encode_p, Encode(leaves, key=_words("encode", layout.codec, key)), layout=layout)[0]
 
 
 def encode_fed(
@@ -96,11 +96,11 @@ def encode_fed(
     Residuals are float32 arrays of the leaves' shapes. A new residual is the loss of encoding. Where the loss is not
     finite (an overflow, a NaN), the residual stays unchanged. Donated residuals are updated in place.
     """
-    leaves = _check_leaves("encode_fed", "leaves", leaves, layout)
-    residuals = _check_leaves("encode_fed", "residuals", residuals, layout)
+    leaves = _leaves("encode_fed", "leaves", leaves, layout)
+    residuals = _leaves("encode_fed", "residuals", residuals, layout)
     if not leaves:
         return jnp.zeros((layout.chunks, 0), jnp.uint8), []
-    operands = Encode(leaves, residuals, _check_words("encode_fed", layout.codec, key))
+    operands = Encode(leaves, residuals, _words("encode_fed", layout.codec, key))
     payload, *residuals = _bind(encode_p, operands, layout=layout)
     return payload, residuals
 
@@ -180,7 +180,7 @@ def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divis
     """
     if layout.chunks != 1:
         raise wrong("reduce", "layout", "a layout of one chunk", f"one of {layout.chunks}", "reduce_encoded takes it")
-    operands, divisor = _check_sum("reduce", layout, payloads, divisor=divisor, own=own)
+    operands, divisor = _operands("reduce", layout, payloads, divisor=divisor, own=own)
     return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=False) if layout.shapes else []
 
 
@@ -199,8 +199,8 @@ def reduce_encoded(
     `Own.rank`. The leaves of `own` are whole, not only the chunk's part. The sum is divided before it is encoded. The
     key is uint32[2], if the codec of the sum is stochastic.
     """
-    operands, divisor = _check_sum("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
-    operands = operands._replace(key=_check_words("reduce_encoded", layout.of_sum(len(payloads)).codec, key))
+    operands, divisor = _operands("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
+    operands = operands._replace(key=_words("reduce_encoded", layout.of_sum(len(payloads)).codec, key))
     return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)[0] if layout.shapes else payloads[0]
 
 
@@ -219,16 +219,16 @@ def reduce_fed(
     to the sum, before it is divided. Only these elements change. They become the loss of encoding, sum - divisor *
     decoded. Where the loss is not finite, they stay unchanged. Donated residuals are updated in place.
     """
-    operands, divisor = _check_sum("reduce_fed", layout, payloads=payloads, divisor=divisor, chunk=chunk)
-    key = _check_words("reduce_fed", layout.of_sum(len(payloads)).codec, key)
-    operands = operands._replace(residuals=_check_leaves("reduce_fed", "residuals", residuals, layout), key=key)
+    operands, divisor = _operands("reduce_fed", layout, payloads=payloads, divisor=divisor, chunk=chunk)
+    key = _words("reduce_fed", layout.of_sum(len(payloads)).codec, key)
+    operands = operands._replace(residuals=_leaves("reduce_fed", "residuals", residuals, layout), key=key)
     if not layout.shapes:
         return payloads[0], []
     payload, *residuals = _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)
     return payload, residuals
 
 
-def _check_sum(
+def _operands(
     function: str, layout: Layout, payloads: Any, divisor: float, chunk: ArrayLike = 0, own: Own | None = None
 ) -> tuple[Reduce, float]:
     """Returns (operands of a sum, the divisor as a static parameter), after checks."""
@@ -238,7 +238,7 @@ def _check_sum(
         raise wrong(function, "divisor", "a positive number, 2^-126 or more", divisor)
     leaves, rank = (None, 0) if own is None else own
     if leaves is not None:
-        leaves = _check_leaves(function, "own", leaves, layout)
+        leaves = _leaves(function, "own", leaves, layout)
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
     return Reduce(payloads, where, leaves), float(divisor)
 
@@ -301,7 +301,7 @@ def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> li
     The payload is uint8[layout.chunks, layout.chunk_bytes]. Donated arrays are updated in place.
     """
     payload = _check_payload("clear", payload, layout)
-    arrays = _check_leaves("clear", "arrays", arrays, layout)
+    arrays = _leaves("clear", "arrays", arrays, layout)
     return _bind(clear_p, Clear(payload, arrays), layout=layout) if arrays else []
 
 
@@ -331,7 +331,7 @@ class Roundtrip(NamedTuple):
 
 def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
     """Returns decode(encode(x)), where x is a separate message. The caller defines the derivative."""
-    return _bind(roundtrip_p, Roundtrip(x, _check_words("roundtrip", codec, key)), codec=codec)[0]
+    return _bind(roundtrip_p, Roundtrip(x, _words("roundtrip", codec, key)), codec=codec)[0]
 
 
 # The elements of x stay on their devices, so the result has the sharding of x's type (Explicit meshes).

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_choice, check_number, unexpected, wrong
+from jaxcgx.checks import check_choice, check_number, check_type, unexpected, wrong
 from jaxcgx.codecs import Codec, MaxMin
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
@@ -68,11 +68,10 @@ def adapt(
     plan: Assignment, statistics: Any, method: str, budget: str, alpha: float, reference: Codec | None
 ) -> list[Rule]:
     """Returns the rules that `Plan.adapt` adds to a plan."""
-    if not isinstance(statistics, GradientStatistics):
-        raise wrong(_OP, "statistics", "what jaxcgx.gradient_statistics returns", repr(statistics), kind=TypeError)
+    check_type(_OP, "statistics", statistics, GradientStatistics, "what jaxcgx.gradient_statistics returns")
     check_choice(_OP, "method", method, _METHODS)
     check_choice(_OP, "budget", budget, bits.BUDGETS)
-    reference = _check_reference(plan, reference)
+    reference = _as_reference(plan, reference)
     ids = _adaptable(plan, statistics)
     chosen = _METHODS[method](statistics, ids, reference, budget, alpha)
     default, rules = plan.default, list[Rule]()
@@ -84,7 +83,7 @@ def adapt(
     return rules
 
 
-def _check_reference(plan: Assignment, reference: Codec | None) -> Codec:
+def _as_reference(plan: Assignment, reference: Codec | None) -> Codec:
     found = compressing(plan.default)
     if not found:
         raise unexpected(_OP, "a plan whose default codec compresses", spell(plan.default))
@@ -161,9 +160,6 @@ def _finite(statistics: GradientStatistics, ids: Sequence[int], measured: jax.Ar
 
 
 def _log2(x: float) -> float:
-    """Returns log2(x), interpolated linearly between powers of two, and at least -150.
-
-    math.log2 may give different results on different machines. All ranks must get the same result.
-    """
+    """Returns log2(x), at least -150, linear between powers of two: the same on all machines, unlike math.log2."""
     fraction, exponent = math.frexp(max(x, 2.0**-150))
     return exponent + 2 * fraction - 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxcgx.checks import BOOL, check_field, check_flag, check_hashable, check_integer, unexpected, wrong
+from jaxcgx.checks import BOOL, check_field, check_flag, check_hashable, check_integer, check_type, unexpected, wrong
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.codecs.base import spell
 from jaxcgx.plan.leaves import Codecs, Shaped, as_codecs, compressing, skips, spell_path, values, why_unfit
@@ -108,8 +108,7 @@ class Assignment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "default", as_codecs("Plan", "default", self.default, skip=True))
-        if not isinstance(self.rules, tuple | list):
-            raise wrong("Plan", "rules", "a list", repr(self.rules), kind=TypeError)
+        check_type("Plan", "rules", self.rules, tuple | list, "a list")
         object.__setattr__(self, "rules", tuple(map(as_rule, self.rules)))
         check_field(self, "min_size", check_integer, 0)
         check_field(self, "skip_1d", check_flag)

@@ -128,10 +128,7 @@ def kmeans(points: Sequence[Point], clusters: int) -> list[int]:
 
 
 def _distance(point: Sequence[float], center: Sequence[float]) -> float:
-    """Returns the squared distance.
-
-    It uses products, not powers: IEEE 754 defines every bit of sums, products and roots, but not of powers.
-    """
+    """Returns the squared distance, by products: IEEE 754 defines every bit of products, but not of powers."""
     return math.fsum((a - b) * (a - b) for a, b in zip(point, center))
 
 

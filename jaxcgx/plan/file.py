@@ -66,10 +66,7 @@ def _text(text: str) -> str:
 
 
 def read(text: str, fields: Collection[str]) -> dict[str, Any]:
-    """Returns the fields of a plan as a dict, from its text.
-
-    A name that isn't among `fields` is an error. Errors about values begin with the key of the value.
-    """
+    """Returns a plan's `fields` from its text. Errors about values begin with the key of the value."""
     found = tomllib.loads(text)
     _check_keys("", found, fields)
     rules = found.get("rules", [])

@@ -97,7 +97,7 @@ def forecast(
     plan: Assignment, tree: PyTree, axis_size: int | dict[Any, int], *, limit: float, schedule: Any, leader: bool
 ) -> Forecast:
     """Returns the codec, the message and the bytes of every leaf of a tree."""
-    sizes = _check_sizes(axis_size)
+    sizes = _as_sizes(axis_size)
     axes = tuple(name for name in sizes if name is not None)
     if isinstance(schedule, dict):
         _check_axes(schedule, axes, axis_size)
@@ -145,7 +145,7 @@ def forecast(
     return Forecast(tuple(itertools.chain(*rows)), {axes: (sent[axes], raw[axes]) for axes in sent})
 
 
-def _check_sizes(axis_size: int | dict[Any, int]) -> dict[Any, int]:
+def _as_sizes(axis_size: int | dict[Any, int]) -> dict[Any, int]:
     """Returns {axis name: ranks}, or {None: ranks} if `axis_size` is a number."""
     sizes: dict[Any, Any] = dict(axis_size) if isinstance(axis_size, dict) else {None: axis_size}
     integers = all(map(is_integer, sizes.values()))

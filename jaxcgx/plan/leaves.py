@@ -46,10 +46,7 @@ def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | Non
 
 
 def messages(leaves: Sequence[Shaped], limit: float) -> list[list[int]]:
-    """Groups leaves into messages of at most `limit` bytes. A larger leaf travels alone.
-
-    Returns the messages as lists of the leaves' indices, in order.
-    """
+    """Returns the indices of the leaves of each message, of at most `limit` bytes. A larger leaf travels alone."""
     found: list[list[int]] = []
     room = -1.0
     for i, leaf in enumerate(leaves):

@@ -2,11 +2,8 @@
 
 An overlay is a set of rooted trees over all ranks. Each tree has a share of the message. This part goes up the tree,
 from child to parent: every rank adds its own part to the received parts, and encodes the sum again. The root's sum goes
-back down, as the same bytes for all ranks. A tree uses each of its links in both directions, whichever rank is its
-root.
-
-`two_shot` is an overlay with a star around each rank. MultiGPS, with fewer owners, has stars around some ranks. The
-trees of a ring are paths, each of which leaves out another link of the ring.
+back down, as the same bytes for all ranks. `two_shot` is an overlay with a star around each rank, MultiGPS has stars
+around some ranks. The trees of a ring are paths, each of which leaves out another link of the ring.
 """
 
 import dataclasses
@@ -144,10 +141,7 @@ class Overlay:
 
     @classmethod
     def ring(cls, order: Sequence[int]) -> "Overlay":
-        """Returns the overlay in which each rank exchanges only with its neighbours in an order of all ranks.
-
-        The last rank and the first rank are neighbours, too.
-        """
+        """Returns the overlay in which ranks exchange with their neighbours in a closed `order` of all ranks."""
         if sorted(order) != list(range(len(order))) or not order:
             raise wrong("Overlay.ring", "order", "each rank once", order)
         n, links = len(order), list(zip(order, [*order[1:], order[0]]))

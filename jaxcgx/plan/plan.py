@@ -19,18 +19,19 @@ from jaxcgx.checks import (
     check_integer,
     check_number,
     check_positive,
+    check_type,
     is_integer,
     wrong,
 )
 from jaxcgx.codecs import ByteGrad, Cast, Codec, MaxMin, Raw, Sampled, TopK
 from jaxcgx.codecs.checks import check_codec
-from jaxcgx.codecs.topk import check_pull, check_select
+from jaxcgx.codecs.topk import as_select, check_pull
 from jaxcgx.plan import adapt, environment, file, forecast
 from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.assignment import Assignment, Rule
 from jaxcgx.plan.leaves import ByAxis, Codecs, as_codecs, by_axis, values
 from jaxcgx.plan.overlay import Overlay
-from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.transports.axes import as_axis_names
 from jaxcgx.transports.network import Network
 from jaxcgx.typing import AxisName, PyTree
 
@@ -104,9 +105,7 @@ class Plan(Assignment):
         check_field(self, "leader", check_flag)
         check_field(self, "strict", check_flag)
         check_field(self, "prefer", check_choice, ("time", "bytes"))
-        # not every caller is typed
-        if not isinstance(self.network, Network | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise wrong("Plan", "network", "a jaxcgx.Network", repr(self.network), kind=TypeError)
+        check_field(self, "network", check_type, Network | None, "a jaxcgx.Network")
 
     @property
     def message_bytes(self) -> float:
@@ -132,9 +131,7 @@ class Plan(Assignment):
         is the hook's. The default of CGX's variables (`from_env`) and of MaxMin is 512.
 
         Args:
-          bits: as in MaxMin.
-          bucket_size: as in MaxMin.
-          rounding: as in MaxMin.
+          bits, bucket_size, rounding: as in MaxMin.
         """
         return cls(MaxMin(bits, bucket_size, rounding))
 
@@ -146,7 +143,7 @@ class Plan(Assignment):
           axis_name: a name, or a tuple of names, outermost first. With a tuple, leaves are compressed only over the
             outermost axis.
         """
-        names = check_axis_names("Plan.bytegrad", axis_name, optional=True)
+        names = as_axis_names("Plan.bytegrad", axis_name, optional=True)
         return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
@@ -157,7 +154,7 @@ class Plan(Assignment):
           axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
             axis after another.
         """
-        names, half = check_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
+        names, half = as_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
         return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
 
     @classmethod
@@ -191,8 +188,7 @@ class Plan(Assignment):
           size_bound: the most elements of leaves that travel raw.
           axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
             axis after another, and travel raw over all axes except the outermost.
-          pull: as in TopK.
-          select: as in TopK.
+          pull, select: as in TopK.
         """
         return cls(**sparsification("Plan.bsc", threshold, size_bound, axis_name=axis_name, pull=pull, select=select))
 
@@ -223,7 +219,7 @@ class Plan(Assignment):
           skip_1d: whether leaves of one dimension or none travel raw, as with CGX's hook for layers.
         """
         op = "Plan.from_env"
-        names, env = check_axis_names(op, axis_name, optional=True), environment.read(environ)
+        names, env = as_axis_names(op, axis_name, optional=True), environment.read(environ)
         if names[:2] == ("inner", "cross"):  # jaxcgx.mpi.hierarchy() has these two
             raise wrong(op, "axis_name", "the outermost axis first", names, 'write ("cross", "inner")')
         hierarchy = len(names) > 1
@@ -295,10 +291,7 @@ class Plan(Assignment):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Returns the plan in the TOML file `path`, which `save` or a person has written.
-
-        docs/plans.md shows the format.
-        """
+        """Returns the plan in the TOML file `path`, which `save` or a person has written (docs/plans.md)."""
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
@@ -313,15 +306,15 @@ class Phase(NamedTuple):
     plan: Plan
 
 
-def as_phases(function: str, plan: Any) -> tuple[Phase, ...]:
+def as_phases(function: str, plan: Any, argument: str = "plan") -> tuple[Phase, ...]:
     """Returns the phases in order: one for a plan, or one for each entry of {first step: plan}."""
     plans = {0: plan}
     if isinstance(plan, dict) and any(map(is_integer, plan)):
         if 0 not in plan or not all(is_integer(step) and step >= 0 for step in plan):
             expected = "a schedule {first step: plan} that begins with step 0"
-            raise wrong(function, "plan", expected, f"steps {list(plan)}")
+            raise wrong(function, argument, expected, f"steps {list(plan)}")
         plans = plan
-    return tuple(Phase(start, as_plan(function, plans[start])) for start in sorted(plans))
+    return tuple(Phase(start, as_plan(function, plans[start], argument)) for start in sorted(plans))
 
 
 def as_plan(function: str, plan: Any, argument: str = "plan") -> Plan:
@@ -347,13 +340,10 @@ def sparsification(
     select: str | Sampled,
     tiny: Codec = Raw(),
 ) -> dict[str, Any]:
-    """Returns the fields of the plan `Plan.bsc`, whose docstring explains the arguments.
-
-    Errors name the function `function`. `tiny` is the codec of leaves with up to `size_bound` elements, over all axes.
-    """
+    """Returns the fields of the plan `Plan.bsc`, but with the codec `tiny` for small leaves. Errors name `function`."""
     remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
     check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
-    select, pull = check_select(function, "select", select), check_pull(function, "pull", pull)
+    select, pull = as_select(function, "select", select), check_pull(function, "pull", pull)
     # If every element is sent, momentum must not be masked. Raw() masks nothing.
     codec = Raw() if threshold == 1 else TopK(threshold, select=select, pull=pull)
     return _by_size(function, size_bound, axis_name, large=codec, tiny=tiny)
@@ -361,6 +351,6 @@ def sparsification(
 
 def _by_size(function: str, size_bound: int, axis_name: AxisName, *, large: Codec, tiny: Codec) -> dict[str, Any]:
     """Returns the fields of GeoMX's plans. Leaves with up to `size_bound` elements are `tiny`, over all axes."""
-    names = check_axis_names(function, axis_name, optional=True)
+    names = as_axis_names(function, axis_name, optional=True)
     rule = Rule(by_axis(names, tiny, tiny), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
     return dict(default=by_axis(names, large, Raw()), rules=[rule], min_size=0, skip_1d=False, prefer="bytes")

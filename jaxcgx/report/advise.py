@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_number, check_positive, wrong
+from jaxcgx.checks import check_number, check_positive, check_type, wrong
 from jaxcgx.codecs import Cast, Codec, Eden, Lossless, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
@@ -168,9 +168,7 @@ def advise(
     if overlap_mb is not None:
         check_positive(_OP, "overlap_mb", overlap_mb)
     check_number(_OP, "max_error", max_error, lambda x: x >= 0, "a number of at least 0")
-    # not every caller is typed
-    if not isinstance(cluster, Cluster):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(_OP, "cluster", "a jaxcgx.Cluster", repr(cluster), kind=TypeError)
+    check_type(_OP, "cluster", cluster, Cluster, "a jaxcgx.Cluster")
     if not isinstance(codecs, Sequence) or not codecs:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise wrong(_OP, "codecs", "a list of at least one codec", repr(codecs), kind=TypeError)
     for codec in codecs:
@@ -240,10 +238,7 @@ class Case:
         return {}
 
     def _messages(self, codec: Codec) -> list[tuple[Codec, list[Route]]]:
-        """Returns (its codec, its leaves) of each message.
-
-        Messages of the last leaves come first, because the backward pass computes the gradients of these leaves first.
-        """
+        """Returns (codec, leaves) of each message, last leaves first, as the backward pass computes their gradients."""
         if codec not in self._known:
             leaves = Routes.of(_OP, Plan(codec), self.tree).leaves
             found = list[tuple[Codec, list[int]]]()
@@ -354,10 +349,7 @@ def _advice(
 
 
 def _break_even(case: Case, best: Choice, network: Network) -> float:
-    """Returns the link rate in bit/s at which a step takes the same time with the best codec and without compression.
-
-    Returns infinity if compression gains at every rate, and 0 if it gains at none.
-    """
+    """Returns the bit/s at which compression breaks even: infinity if it gains at every rate, 0 if it gains at none."""
 
     def gain(rate: float) -> float:
         scale = rate * PAYLOAD / case.each / min(network.up, network.down or network.up)

@@ -48,9 +48,7 @@ class Cluster:
             check_field(self, "over", check_choice, WAYS)
         object.__setattr__(self, "measured", slowest() if self.link is None else None)
         if self.link is None and (self.up is not None or self.measured is None):
-            expected = (
-                "the rate down beside up" if self.up is not None else 'a rate such as "10gbit", or a measured link'
-            )
+            expected = 'a rate as "10gbit", or a measured link' if self.up is None else "the rate down beside up"
             remedy = "to measure it, run `python -m jaxcgx link` on another host, and `python -m jaxcgx link HOST` here"
             raise wrong("Cluster", "link", expected, None, remedy)
         for name in ("link", "inner_link", "up"):
@@ -76,10 +74,7 @@ class Cluster:
         return ["gloo", "tcp"] if jax.default_backend() == "cpu" else ["duplex"]
 
     def between(self, mover: str) -> Network:
-        """Returns the network of a rank and its peers on other hosts, as the transport `mover` uses it.
-
-        The ranks of a host share its link.
-        """
+        """Returns the network of a rank and its peers on other hosts, by `mover`. Ranks of a host share its link."""
         latency = self._seconds()
         if self.measured is None:
             down = self._payload("link")

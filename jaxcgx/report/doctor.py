@@ -205,10 +205,7 @@ def _topology() -> str:
 
 
 def _program(name: str) -> str | None:
-    """Returns the path of a program and the first line of its --version, or None if it isn't found.
-
-    It may be on the PATH, or next to Python, as the programs of an environment that isn't activated.
-    """
+    """Returns the path and the version of a program on the PATH or next to Python, or None if it isn't found."""
     if not (path := shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))):
         return None
     try:

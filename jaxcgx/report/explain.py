@@ -208,10 +208,7 @@ def _stage(given: Any, name: str, kind: type[Any]) -> Any:
 
 
 def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.LeafScope]) -> None:
-    """Collects the meshes of a jaxpr and of its inner jaxprs, and the leaves that are not compressed.
-
-    XLA's text lacks some of these leaves, because XLA joins their collectives.
-    """
+    """Collects the meshes of a jaxpr, and the leaves that aren't compressed, some of which XLA's text lacks."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
         sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name

@@ -68,10 +68,7 @@ def spell(name: str, data: Data) -> str:
 
 
 def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
-    """Returns a plot as PNG, with a line for each value of the key `by` and each of the keys `y`.
-
-    If the values on x are words, the plot has bars.
-    """
+    """Returns a plot as PNG: a line, or bars over words, for each value of the key `by` and each of the keys `y`."""
     from matplotlib.figure import Figure  # imported here because matplotlib is optional
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

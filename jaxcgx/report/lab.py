@@ -41,10 +41,7 @@ def run(links: Sequence[Link], changes: Sequence[Change], words: Sequence[str]) 
 
 
 def describe(links: Sequence[Link], changes: Sequence[tuple[float, Change]], history: History) -> Data:
-    """Returns the kernel's counts as results, with tables and a chart.
-
-    `links` are those at the beginning, and `changes` are (seconds, change) of each change of links.
-    """
+    """Returns the counts of these `links`, with `changes` (seconds, change), as results with tables and a chart."""
     times = [seconds for seconds, _ in history]
     rows: list[Data] = []
     samples: list[Data] = []

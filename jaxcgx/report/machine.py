@@ -121,10 +121,7 @@ def _measure(codec: Codec) -> Kernels:
 
 
 def _time(step: Callable[..., tuple[Any, Any]], carry: tuple[Any, Any]) -> tuple[float, float]:
-    """Returns the seconds of a step, and their spread.
-
-    The step runs in a compiled loop, so that all iterations write to the same pages.
-    """
+    """Returns (seconds, spread) of a step in a compiled loop, whose iterations all write to the same pages."""
 
     def body(_: Any, carry: Any) -> Any:
         return lax.optimization_barrier(step(*lax.optimization_barrier(carry)))

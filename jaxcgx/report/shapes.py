@@ -73,7 +73,7 @@ def read(words: str) -> Shapes:
         expected = f"one of {', '.join(MODELS)}, a number such as 25M, or a file .npz, .json or .toml"
         raise wrong("plan", "model", expected, repr(words))
     read_text = json.loads if path.suffix == ".json" else tomllib.loads
-    return _float32(_check_file(words, read_text(path.read_text(encoding="utf-8"))))
+    return _float32(_as_shapes(words, read_text(path.read_text(encoding="utf-8"))))
 
 
 def _float32(shapes: dict[str, tuple[int, ...]]) -> Shapes:
@@ -88,7 +88,7 @@ def _matrices(parameters: int) -> dict[str, tuple[int, ...]]:
     return found | ({"rest": (1, rest)} if rest else {})
 
 
-def _check_file(path: str, found: Any) -> dict[str, tuple[int, ...]]:
+def _as_shapes(path: str, found: Any) -> dict[str, tuple[int, ...]]:
     """Returns {name: shape} from a file such as {"block/0/kernel": [768, 3072]}."""
     if not isinstance(found, dict) or not found:
         raise unexpected(path, 'shapes by name, as in {"block/0/kernel": [768, 3072]}', repr(found))

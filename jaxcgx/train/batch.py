@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from jaxcgx.checks import spell_array, wrong
-from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.checks import check_type, spell_array, wrong
+from jaxcgx.transports.axes import as_axis_names
 from jaxcgx.typing import ArrayLike, AxisName, Batch, Params, PyTree, Specs
 
 OP = "make_train_step"
@@ -57,10 +57,8 @@ def check_axes(function: str, argument: str, names: Names, mesh: Any) -> None:
 
 def axes_over(function: str, mesh: Any, axis: AxisName, argument: str) -> Names:
     """Returns the names of the axes of the ranks, after a check of `mesh_or_comm`, which is no communicator."""
-    if not isinstance(mesh, Mesh):
-        expected = "a jax.sharding.Mesh or an MPI communicator"
-        raise wrong(function, "mesh_or_comm", expected, repr(mesh), kind=TypeError)
-    names = check_axis_names(function, axis, argument)
+    check_type(function, "mesh_or_comm", mesh, Mesh, "a jax.sharding.Mesh or an MPI communicator")
+    names = as_axis_names(function, axis, argument)
     check_axes(function, argument, names, mesh)
     return names
 

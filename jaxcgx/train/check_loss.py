@@ -245,10 +245,7 @@ def _scale(whole: Results, parts: Results) -> np.ndarray[Any, Any]:
 
 
 def _limit(params: Params, wholes: list[Results]) -> float:
-    """Returns the relative difference that counts as rounding, from what the order of the examples changes.
-
-    A loss that has no more digits than bfloat16 has been rounded to it.
-    """
+    """Returns the relative difference that counts as rounding, from what the order of the examples changes."""
     losses = np.array([each.loss for each in wholes], np.float32)
     dtypes = [jnp.result_type(x) for x in jax.tree_util.tree_leaves(params)]
     dtypes += [jnp.dtype(jnp.bfloat16)] * bool((losses == losses.astype(jnp.bfloat16)).all())

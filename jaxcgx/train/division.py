@@ -41,7 +41,7 @@ class Division:
     mesh: Any = None
     noisy: bool = False  # whether gathers of parameters or updates draw noise
     spread: bool = False  # whether devices divide the work of the optimizer
-    remedy: str = "a rank has the row of its own alone"
+    remedy: str = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 
     def __init__(self, net: Callable[[], Transport], batch_specs: Specs = None, axis: AxisName = ()) -> None:
         self.net: Callable[[], Transport] = net  # returns the transport over the ranks, inside a step that is traced
@@ -61,10 +61,7 @@ class Division:
         """Refuses batches that jit would misread."""
 
     def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
-        """Returns (the batch, placed as the ranks need it; its specs; whether these are a guess).
-
-        `parts` is the number of micro-batches.
-        """
+        """Returns (the batch, placed for ranks and `parts` micro-batches; its specs; whether these are a guess)."""
         # The batch belongs to this rank alone, and only micro-batches split it. Without them, leaves may have different
         # lengths: leaves as long as the first one are taken for examples.
         leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
@@ -176,10 +173,7 @@ def addable(x: jax.Array) -> bool:
 
 
 def wide(dtype: DType) -> DType:
-    """Returns the dtype in which numbers of a dtype are added up.
-
-    It is float32 for integers and for smaller floating-point numbers, else the same dtype.
-    """
+    """Returns the dtype in which numbers of a dtype are added: the same, or float32 for integers and short floats."""
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
@@ -208,9 +202,7 @@ class OverMesh(Division):
         self.others: set[Any] = {name for name in mesh.shape if name not in self.names}  # XLA's partitioner has them
         self.explicit: bool = AxisType.Explicit in mesh.axis_types
         self.spread: bool = self.explicit
-        self.remedy: str = (
-            f"shard the state over {axis!r}; a state of another number of ranks is for jaxcgx.reshard_state"
-        )
+        self.remedy: str = f"shard it over {axis!r}; one of another number of ranks is for jaxcgx.reshard_state"
 
     def numbers(self) -> jax.Array:
         return jnp.arange(self.size)
@@ -317,8 +309,5 @@ def check_mesh(mesh: Any, sharding: Sharding) -> None:
         expected = f"names of axes on a mesh with another axis, {other[0]!r}"
         raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {plain!r}")
     if other and sharding.params is None:
-        expected = (
-            "a tree of PartitionSpecs like the parameters for a mesh with other axes than "
-            f"{sharding.axis!r}, which says how they are sharded over them"
-        )
+        expected = f"PartitionSpecs of the parameters over the axes of the mesh that aren't {sharding.axis!r}"
         raise wrong(OP, "sharding.params", expected, None)

@@ -37,6 +37,12 @@ class At:
     # For each leaf, the other axes of the mesh over which it is sharded, besides those that its type has; () without.
     shards: tuple[tuple[Any, ...], ...] = ()
 
+    @property
+    def centers(self) -> tuple[Any, int]:
+        """(Name, size) of the outermost axis of the ranks. Processes without a hierarchy have the name ""."""
+        name, outer = next(iter(self.net.parts.items()), ("", self.net))
+        return name, outer.size
+
     def of_shards(self, numbers: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the sums of each leaf's numbers over the leaf's shards. All have the same shape and dtype."""
         groups, sums = dict[tuple[Any, ...], list[int]](), list(numbers)
@@ -82,23 +88,13 @@ class Exchange(Protocol):
         ...
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
-        """Returns (a ticket for `end`, the state in between).
-
-        Args:
-          grads: the rank's gradients, or None with `early`.
-          state: the rank's state.
-          at: the place in a step.
-        """
+        """Returns (a ticket for `end`, the state in between). `at` is the place in a step. `early`: `grads` is None."""
         ...
 
     def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        """Returns (the mean, the state after the step).
+        """Returns (the mean, the state after the step). `ticket`, `state` and `at` are those of `begin`.
 
-        Args:
-          ticket: what `begin` returned.
-          state: the state that `begin` returned.
-          at: the place in a step, the same as in `begin`.
-          grads: this step's gradients with `early`, and else None.
+        `grads` are this step's gradients with `early`, and else None.
         """
         ...
 
@@ -107,15 +103,18 @@ class Exchange(Protocol):
 AnyExchange: TypeAlias = Exchange | Codec | Plan | dict[Any, Any]
 
 
+Outcome: TypeAlias = tuple[Any, ExchangeState]  # (a ticket or the mean, the state)
+
+
 def is_rounds(given: object) -> bool:
     """Returns whether a value is Rounds (rounds.py), which move parameters instead of gradients."""
     return callable(getattr(given, "act", None)) and not isinstance(given, type)
 
 
-def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
+def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> Outcome:
     """Begins and ends an exchange on a rank, and returns (mean, new state). `state.own` has a row."""
 
-    def both(own: PyTree, grads: PyTree) -> tuple[PyTree, ExchangeState]:
+    def both(own: PyTree, grads: PyTree) -> Outcome:
         given = ExchangeState(own, state.shared)
         ticket, given = exchange.begin(None if exchange.early else grads, given, at)
         return exchange.end(ticket, given, at, grads if exchange.early else None)
@@ -128,10 +127,7 @@ def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> tup
 
 
 def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:
-    """Checks that a state fits the gradients and the exchange: its structure, shapes and dtypes.
-
-    `expected` has the shapes of such a state. `remedy` says what to do with one of another number of ranks.
-    """
+    """Checks that a state has the structure, shapes and dtypes of `expected`. `remedy`: for another number of ranks."""
     if not isinstance(state, ExchangeState):
         raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)
     other = "it was made with another plan or other options; go on with those, or take a new one from init"
@@ -176,31 +172,35 @@ def keeps(own: PyTree) -> PyTree:
     return jax.tree_util.tree_map(of_node, own, is_leaf=says)
 
 
-def set_phases(exchange: Any, op: str) -> None:
+def check_centers(op: str, name: Any, size: int) -> None:
+    """Checks that the outermost axis of the ranks has several places, because `op` needs several centers."""
+    if size == 1:
+        what = f"centers along {name!r}" if name else "processes"
+        raise wrong(op, "axis", f"several {what}", "one", f"leave {op} out, or make a mesh of several centers")
+
+
+def set_phases(exchange: Any, op: str, argument: str = "plan") -> None:
     """Sets `phases` of an exchange, and `plan` as its protocol says, from the plan or schedule that it was given."""
-    phases = as_phases(op, exchange.plan)
+    phases = as_phases(op, exchange.plan, argument)
     object.__setattr__(exchange, "phases", phases)
     object.__setattr__(exchange, "plan", phases[0].plan if len(phases) == 1 else dict(phases))
 
 
-def routes_of(op: str, phases: Sequence[Phase], tree: PyTree) -> list[Routes]:
+def routes_of(op: str, phases: Sequence[Phase], tree: PyTree, argument: str = "plan") -> list[Routes]:
     """Returns the routes of a tree for each phase. All phases must skip the same leaves.
 
     Otherwise the mean of a leaf would be zero in some steps, in which momentum and weight decay still change it.
     """
-    found = [Routes.of(op, phase.plan, tree) for phase in phases]
+    found = [Routes.of(op, phase.plan, tree, argument=argument) for phase in phases]
     for routes in zip(*(each.leaves for each in found)):
         if len({route.skipped for route in routes}) > 1:
             expected, remedy = "plans that skip a leaf in every step or in none", "make a new exchange"
-            raise wrong(op, "plan", expected, "a schedule that changes it", remedy, path=routes[0].path)
+            raise found[0].wrong(expected, "a schedule that changes it", remedy, routes[0].path)
     return found
 
 
 def check_hyperparameter(op: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
-    """Checks a number. It may be a scalar array, as from optax.inject_hyperparams.
-
-    Under jit, the value of an array is unknown, so it isn't checked.
-    """
+    """Checks a number or, except under jit, a scalar array as from optax.inject_hyperparams."""
     if isinstance(value, jax.Array) and not value.ndim:
         if isinstance(value, Tracer):
             return

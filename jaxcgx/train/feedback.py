@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -110,8 +110,9 @@ class Feedback:
     scatters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        set_phases(self, self.op)
-        self._check_flags("keep", "skip_nonfinite", "telemetry")
+        set_phases(self, self.op, self._argument)
+        for name in ("keep", "skip_nonfinite", "telemetry"):
+            check_field(self, name, check_flag)
         self._check_numbers(
             seed=(check_integer,),
             beta=(check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
@@ -119,12 +120,8 @@ class Feedback:
         )
         if not self.keep and (self.beta is not None or self.reset_every is not None):
             raise wrong(self.op, "keep", "True with 'beta' or 'reset_every'", False)
-        low = next((codec for codec in self._codecs if codec.low_rank), None)
-        if low is not None and not self.keep:
-            warn(
-                f"{self.op}: argument 'keep': {spell(low)} may lose too much of gradients to train without feedback; "
-                "leave keep=False out"
-            )
+        if not self.keep:
+            warn_of_loss(self.op, self._codecs)
 
     @property
     def op(self) -> str:
@@ -132,12 +129,13 @@ class Feedback:
         return type(self).__name__
 
     @property
+    def _argument(self) -> str:
+        """The argument that errors about the plan name."""
+        return "plan"
+
+    @property
     def _codecs(self) -> list[Codec]:
         return [codec for phase in self.phases for codec in phase.plan.codecs]
-
-    def _check_flags(self, *names: str) -> None:
-        for name in names:
-            check_field(self, name, check_flag)
 
     def _check_numbers(self, **checks: tuple[Any, ...]) -> None:
         for name, check in checks.items():
@@ -145,7 +143,7 @@ class Feedback:
                 check_hyperparameter(self.op, name, getattr(self, name), *check)
 
     def init(self, params: Params) -> ExchangeState:
-        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params))))
+        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params, self._argument))))
         tree = jax.tree_util.tree_structure(params)
         encoded = [any(route.encoded for route in routes) for routes in by_leaf]
         residuals = [jnp.zeros(r.shape, jnp.float32) if has else None for (r, *_), has in zip(by_leaf, encoded)]
@@ -205,8 +203,9 @@ class Feedback:
         return self.phases[phase].plan
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
-        plan, carry = self._plan_over(phase, at.net), Carry(residuals)
-        travel = travel_with(carry, Routes.of(self.op, plan, grads), at.net, at.way, x=grads, argument="grads")
+        plan = self._plan_over(phase, at.net)
+        routes = Routes.of(self.op, plan, grads, argument=self._argument)
+        travel = travel_with(Carry(residuals), routes, at.net, at.way, x=grads, argument="grads")
         if self.keep and len(at.net.parts) > 1:
             self._warn_of_order(plan, at.net)
         return travel
@@ -218,10 +217,9 @@ class Feedback:
                 outermost, *inner = net.parts
                 lossy = next((name for name in inner if not codecs[name].raw), None)
                 if codecs[outermost].raw and lossy is not None:
-                    warn(
-                        f"{self.op}: argument 'plan': feedback covers only the outermost axis, {outermost!r}, not "
-                        f"{spell(codecs[lossy])} for {lossy!r}; the axes of the ranks are listed outermost first"
-                    )
+                    why = f"feedback covers only the outermost axis, {outermost!r}, not {spell(codecs[lossy])}"
+                    remedy = "the axes of the ranks are listed outermost first"
+                    warn(f"{self.op}: argument '{self._argument}': {why} for {lossy!r}; {remedy}")
 
     def _key(self, shared: Shared, travel: Travel) -> Key | None:
         return fold(shared.key, shared.count) if travel.routes.stochastic else None
@@ -247,16 +245,45 @@ class Feedback:
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
 
 
-def as_exchange(given: Any, op: str = "make_train_step") -> Exchange:
+def warn_of_loss(op: str, codecs: Iterable[Codec], least: int = 0) -> None:
+    """Warns of a codec that may lose too much to train without feedback: of low rank, or with fewer bits than `least`.
+
+    Scales don't count as bits: they don't make codes finer.
+    """
+    bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
+    lossy = [codec for codec in codecs if codec.low_rank or (least and codec.makes_codes and bits(codec) < least)]
+    if lossy:
+        why = f"{spell(lossy[0])} may lose too much of gradients to train without feedback"
+        warn(f"{op}: argument 'keep': {why}; leave keep=False out, or take a codec of 4 bits")
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedbackOfPlan(Feedback):
+    """The `Feedback` of a plan that was passed in its place. Errors name the function that got the plan."""
+
+    _: dataclasses.KW_ONLY
+    function: str
+    argument: str
+
+    @property
+    def op(self) -> str:
+        return self.function
+
+    @property
+    def _argument(self) -> str:
+        return self.argument
+
+
+def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchange") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
     if isinstance(given, Codec | Plan | dict):
-        return Feedback(given)
+        return FeedbackOfPlan(given, function=op, argument=argument)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
         got, remedy = repr(given), ""
         if is_rounds(given):
             got, remedy = type(given).__name__, "pass it to make_train_step: it moves parameters, not gradients"
-        raise wrong(op, "exchange", expected, got, remedy, kind=TypeError)
+        raise wrong(op, argument, expected, got, remedy, kind=TypeError)
     return given
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxcgx.checks import check_flag, check_integer, wrong
+from jaxcgx.checks import check_flag, check_integer, check_type, wrong
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, OverMesh, check_mesh
 from jaxcgx.train.exchange import AnyExchange, Exchange, is_rounds
@@ -14,8 +14,8 @@ from jaxcgx.train.rounds import Rounds, train_rounds
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
-from jaxcgx.train.update import Update, import_optax
-from jaxcgx.transports.axes import is_communicator
+from jaxcgx.train.update import Update, check_optimizer, import_optax
+from jaxcgx.transports.axes import check_for_mesh, is_communicator
 from jaxcgx.typing import Specs
 
 if TYPE_CHECKING:
@@ -90,10 +90,9 @@ def make_train_step(
     optax = import_optax(OP)
     loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_flag(OP, "donate", donate)
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise wrong(OP, "optimizer", "an optax.GradientTransformation", repr(optimizer), kind=TypeError)
+    check_optimizer(OP, "optimizer", optimizer)
     rounds = cast(Rounds, exchange) if is_rounds(exchange) else None
-    exchange = as_exchange(exchange if rounds is None else rounds.inside)
+    exchange = as_exchange(exchange) if rounds is None else as_exchange(rounds.inside, rounds.op, "inside")
     division = _divide(mesh_or_comm, sharding, exchange)
     _check_overlap(overlap, mesh_or_comm, exchange, rounds)
     training = Training(
@@ -112,8 +111,7 @@ def make_train_step(
 
 def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Division:
     """Returns the ranks of a mesh or of a communicator."""
-    if not isinstance(sharding, Sharding):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(OP, "sharding", "a jaxcgx.Sharding", repr(sharding), kind=TypeError)
+    check_type(OP, "sharding", sharding, Sharding, "a jaxcgx.Sharding")
     gather = gather_plan(sharding)
     if is_communicator(mesh_or_comm):
         from jaxcgx.train.processes import Processes  # this import starts MPI, which is optional
@@ -139,9 +137,7 @@ def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange, rounds: 
         expected = f"None or 'backward' with {type(rounds).__name__}"
         remedy = "leave it out: what centers exchange travels while they go on training"
         raise wrong(OP, "overlap", expected, repr(overlap), remedy)
-    if is_communicator(mesh_or_comm):
-        remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
-        raise wrong(OP, "overlap", "None between the processes of mpirun", repr(overlap), remedy)
+    check_for_mesh(OP, "overlap", overlap, mesh_or_comm)
     if exchange.plan is None:
         expected = f"None with {type(exchange).__name__}, whose exchange has no messages"
         raise wrong(OP, "overlap", expected, repr(overlap), "leave it out")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import check_array, check_choice, spell_array, wrong
+from jaxcgx.checks import as_array, check_choice, spell_array, wrong
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.train.batch import OP, broadcast, dimension
 from jaxcgx.train.division import addable, first_of, row, wide, without_row
@@ -233,7 +233,7 @@ def as_model_state(old: PyTree, new: PyTree) -> tuple[PyTree, list[bool]]:
     renewed: list[jax.Array] = []
     for (path, was), (_, now) in zip(before, after):
         if now is not was:
-            now = check_array(OP, "loss_fn", now, path)
+            now = as_array(OP, "loss_fn", now, path)
             if (was.shape, was.dtype) != (now.shape, now.dtype):
                 expected = f"a new model state like that it gets, {spell_array(was)}"
                 raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)

@@ -3,12 +3,12 @@
 from typing import Any
 
 from jaxcgx import mpi
-from jaxcgx.checks import wrong
 from jaxcgx.mpi.agreement import check_ready
 from jaxcgx.mpi.ranks import as_communicator, over
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division
 from jaxcgx.train.state import Sharding
+from jaxcgx.transports.axes import check_for_mesh
 from jaxcgx.transports.mpi import Net
 from jaxcgx.typing import PyTree
 
@@ -18,12 +18,9 @@ class Processes(Division):
 
     def __init__(self, comm: Any, sharding: Sharding) -> None:
         for name, given in dict(params=sharding.params, optimizer=sharding.optimizer).items():
-            if given is not None:
-                expected = "None between the processes of mpirun, which have a device each"
-                raise wrong(OP, f"sharding.{name}", expected, repr(given), "leave it out, or pass a mesh")
+            check_for_mesh(OP, f"sharding.{name}", given, comm)
         super().__init__(lambda: net_over(OP, "mesh_or_comm", self.comm), sharding.batch)
         self.comm: Any = comm if isinstance(comm, Net) else as_communicator(OP, "mesh_or_comm", comm)
-        self.remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
 
     def first(self, tree: PyTree) -> PyTree:
         return mpi.broadcast(tree, comm=self.comm)

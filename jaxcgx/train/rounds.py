@@ -23,7 +23,7 @@ from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, OverMesh, addable, after, row, with_row, without_row
-from jaxcgx.train.exchange import AnyExchange, At
+from jaxcgx.train.exchange import AnyExchange, At, check_centers
 from jaxcgx.train.outputs import Outputs, fold_keys
 from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
@@ -44,6 +44,10 @@ class Act(NamedTuple):
     def due(self, steps: Any) -> Any:
         """Returns whether it is done after this number of steps, a number or an array."""
         return (steps >= self.first) & ((steps - self.first) % self.every == 0)
+
+
+# (the outer parameters, the center's own parameters, the state of the part) after an act
+Acted = tuple[Params, Params, ExchangeState | None]
 
 
 class Rounds(Protocol):
@@ -74,8 +78,8 @@ class Rounds(Protocol):
     @property
     def last(self) -> Sequence[Act]: ...
 
-    def check(self, mesh: Any, axis: AxisName) -> None:
-        """Checks a mesh and its axes."""
+    def warn(self, axis: AxisName) -> None:
+        """Warns if exchanges over these axes can't do what was asked for."""
         ...
 
     def settings(self, params: Params) -> dict[str, str]:
@@ -90,10 +94,8 @@ class Rounds(Protocol):
         """Returns the specs of a part's state: those of arrays with rows per center or per rank, or P()."""
         ...
 
-    def act(
-        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
-    ) -> tuple[Params, Params, ExchangeState | None]:
-        """Returns (the outer parameters, the center's own parameters, the state of the part) after an act."""
+    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted:
+        """Does an act."""
         ...
 
     def measured(self, states: Sequence[ExchangeState]) -> PyTree:
@@ -135,7 +137,7 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     division = training.division
     _check(rounds, training)
     assert isinstance(division, OverMesh)
-    rounds.check(division.mesh, axis)
+    rounds.warn(axis)
     axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
     inner: AxisName = () if rounds.alone else axes[1:] if len(axes) != 2 else axes[-1]
     net = lambda: Axes(()) if inner == () else transport_over_axes(OP, inner)
@@ -168,6 +170,7 @@ def _check(rounds: Rounds, training: Training) -> None:
         raise wrong(OP, "has_aux", f"False with {op}", True, "leave it out")
     if training.model_state.mode == "per_rank":
         raise wrong(OP, "model_state", f"'mean' with {op}", "'per_rank'", 'pass "mean": every center has its own')
+    check_centers(op, *next(iter(division.sizes.items())))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -362,7 +365,7 @@ class CentersTraining:
         self.training.check_trained(params, part(params, skipped))
         plan = self.training.exchange.plan
         if self.center.names and isinstance(plan, Plan):
-            inside = Routes.of(op, plan, params).skipped
+            inside = Routes.of(op, plan, params, argument="inside").skipped
             for (path, one), two in zip(
                 jax.tree_util.tree_leaves_with_path(skipped), jax.tree_util.tree_leaves(inside)
             ):
@@ -475,10 +478,7 @@ LONGEST = 64  # characters of a setting
 
 
 def check_same(function: str, settings: dict[str, str], mesh: Mesh) -> None:
-    """Checks that all processes of a mesh have the same settings, {argument of the function: its value as text}.
-
-    All of them call this at the same time.
-    """
+    """Checks that all processes of a mesh, which call it together, have the same settings, {argument: text}."""
     text = json.dumps({name: value[:LONGEST] for name, value in settings.items()}).encode()
     own = np.frombuffer(text.ljust(BYTES), np.uint8)[None]
     rows = NamedSharding(mesh, P(mesh.axis_names))

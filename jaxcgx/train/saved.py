@@ -18,7 +18,7 @@ from jaxcgx.train.exchange import keeps
 from jaxcgx.train.outputs import fold_keys
 from jaxcgx.train.state import ExchangeState, Pending, PerRank
 from jaxcgx.train.update import check_nesting, warn_of_momentum
-from jaxcgx.transports.axes import check_axis_names, is_communicator
+from jaxcgx.transports.axes import as_axis_names, is_communicator
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, PyTree, Specs
 
@@ -123,7 +123,7 @@ def state_specs(opt_state: PyTree, axis_name: AxisName) -> Specs:
         raise wrong("state_specs", "axis_name", expected, f"a communicator, {axis_name!r}", remedy, kind=TypeError)
     check_nesting("state_specs", opt_state)
     warn_of_momentum("state_specs", "opt_state", opt_state)
-    rows = P(check_axis_names("state_specs", axis_name))
+    rows = P(as_axis_names("state_specs", axis_name))
     return jax.tree_util.tree_map(lambda keep: rows if keep else P(), rows_keep(opt_state))
 
 

@@ -1,8 +1,7 @@
-"""A mesh over whose ranks parameters (ZeRO-3, FSDP) or only the optimizer's state (ZeRO-1) are sharded, or other axes.
+"""A mesh over which parameters (ZeRO-3, FSDP) or only the optimizer's state (ZeRO-1) are sharded, or other axes.
 
-In both cases, gradients go straight to the owners of the shards. Sharded parameters are gathered for the loss. If only
-the optimizer's state is sharded, parameters are whole on every rank, and their updates are gathered. Over the other
-axes of the mesh, each shard is exchanged on its own.
+Gradients go straight to the owners of the shards. Sharded parameters are gathered for the loss, or else the updates of
+whole ones. Over the other axes of the mesh, each shard is exchanged on its own.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from jaxcgx.train.batch import OP, Names, axes_of, filled, flatten_specs, is_spe
 from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.train.update import part
-from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.transports.axes import as_axis_names
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 
@@ -45,7 +44,7 @@ def shard_specs(params: Params, mesh: Mesh, axis_name: AxisName = "data", *, min
       axis_name: an axis of the mesh, or a tuple of axes.
       min_size: the smallest number of elements of a leaf that is sharded.
     """
-    op, names = "shard_specs", check_axis_names("shard_specs", axis_name)
+    op, names = "shard_specs", as_axis_names("shard_specs", axis_name)
     if missing := [name for name in names if name not in mesh.shape]:
         raise wrong(op, "axis_name", f"axes of the mesh, {', '.join(map(repr, mesh.shape))}", repr(missing[0]))
     check_integer(op, "min_size", min_size, 0)
@@ -187,9 +186,7 @@ class ShardedMesh(OverMesh):
             check_optimizer_specs(sharding.optimizer, sharding.params, self.names)
         for path, spec in flatten_specs(self.state)[0] if self.explicit else ():
             if auto := self.auto(spec):
-                expected = (
-                    "a mesh whose axes are all Auto, or all Explicit, where parameters or state are sharded over it"
-                )
+                expected = "axes that are all Auto, or all Explicit, where parameters or state are sharded"
                 remedy = f"make it with axis_types=(jax.sharding.AxisType.Explicit,) * {len(self.mesh.shape)}"
                 got = f"one with {auto[0]!r} Auto and others Explicit"
                 raise wrong(OP, "mesh_or_comm", expected, got, remedy, path=path)

@@ -3,17 +3,17 @@
 import abc
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_field, check_flag, check_integer, check_number, check_positive, wrong
+from jaxcgx.checks import check_field, check_integer, check_number, check_positive, check_type, wrong
 from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
-from jaxcgx.codecs.topk import check_pull, check_select, check_values
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import Codecs, by_axis
+from jaxcgx.plan.leaves import by_axis
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.plan.plan import sparsification
 from jaxcgx.train.exchange import At, Number
@@ -72,6 +72,7 @@ class Sparse(Momentum, abc.ABC):
     Over several axes, the plan compresses over the outermost axis alone.
 
     Args:
+      warm_up: a `WarmUp` of the share of elements that is sent, or None.
       schedule, own, leader, strict, fusion_mb, prefer, network: as in `Plan`.
     """
 
@@ -89,9 +90,15 @@ class Sparse(Momentum, abc.ABC):
     network: Network | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.warm_up, WarmUp | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise wrong(self.op, "warm_up", "a jaxcgx.WarmUp", repr(self.warm_up), kind=TypeError)
-        object.__setattr__(self, "plan", {start: self._plan_of(share, ()) for start, share in self._shares.items()})
+        check_field(self, "warm_up", check_type, WarmUp | None, "a jaxcgx.WarmUp")
+        try:
+            self._plan_of(self._share, ())  # checks the share before the warm-up computes with it
+            plans = {start: self._plan_of(share, ()) for start, share in self._shares.items()}
+        except (TypeError, ValueError) as error:
+            raise type(error)(re.sub("^(Plan|TopK): ", f"{self.op}: ", str(error))) from None
+        if min(self._shares.values()) == 1:  # no codec is sparse, so masking would be an error
+            object.__setattr__(self, "masking", False)
+        object.__setattr__(self, "plan", plans)
         super().__post_init__()
 
     @property
@@ -103,13 +110,10 @@ class Sparse(Momentum, abc.ABC):
     def _shares(self) -> dict[int, float]:
         return {0: self._share} if self.warm_up is None else self.warm_up.shares(self._share)
 
-    def _make_plan(self, default: Codecs, **fields: Any) -> Plan:
-        """Returns a plan with these fields, and with those that say how messages travel. Errors name this class."""
-        fields |= {name: value for name in TRAVEL if (value := getattr(self, name)) is not None}
-        try:
-            return Plan(default, **fields)
-        except (TypeError, ValueError) as error:
-            raise type(error)(str(error).replace("Plan: ", f"{self.op}: ", 1)) from None
+    @property
+    def _how(self) -> dict[str, Any]:
+        """The fields of a plan that say how messages travel."""
+        return {name: value for name in TRAVEL if (value := getattr(self, name)) is not None}
 
     @abc.abstractmethod
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
@@ -130,8 +134,6 @@ class DGC(Sparse):
 
     Args:
       ratio: the fraction of a leaf's elements that is sent.
-      momentum: the factor of momentum, as in `Momentum`.
-      masking: whether momentum becomes 0 where an element was sent.
       warm_up: a `WarmUp` of the fraction, or None.
       values: the codec of the elements that are sent, as in `TopK`.
       select: how the largest elements are found, as in `TopK`.
@@ -160,10 +162,6 @@ class DGC(Sparse):
     def __post_init__(self) -> None:
         remedy = "Momentum(jaxcgx.Raw()) sends everything"
         check_field(self, "ratio", check_number, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
-        for name, check in dict(values=check_values, select=check_select, pull=check_pull).items():
-            check_field(self, name, check)
-        check_field(self, "min_size", check_integer, 0)
-        check_field(self, "skip_1d", check_flag)
         super().__post_init__()
         self._check_numbers(**dict.fromkeys(("clip_value", "clip_norm", "clip_global_norm"), (check_positive,)))
 
@@ -173,7 +171,8 @@ class DGC(Sparse):
 
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
         codec = self.values if share == 1 else TopK(share, self.values, select=self.select, pull=self.pull)
-        return self._make_plan(by_axis(names, codec, Raw()), min_size=self.min_size, skip_1d=self.skip_1d)
+        fields = dict[str, Any](min_size=self.min_size, skip_1d=self.skip_1d)
+        return Plan(by_axis(names, codec, Raw()), **fields, **self._how)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
         return super().begin(self._clip(grads, at), state, at)
@@ -215,8 +214,6 @@ class BSC(Sparse):
     Args:
       threshold: the fraction of a leaf's elements that is sent, above 0.
       size_bound: leaves of up to `size_bound` elements travel raw.
-      momentum: the factor of momentum, as in `Momentum`.
-      masking: whether momentum becomes 0 where an element was sent.
       warm_up: a `WarmUp` of the fraction, or None.
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
@@ -231,13 +228,6 @@ class BSC(Sparse):
     select: str | Sampled = "sampled"
     _tiny: ClassVar[Codec] = Raw()  # of small leaves, over all axes
 
-    def __post_init__(self) -> None:
-        self._plan_of(self.threshold, ())  # checks the threshold before the warm-up uses it
-        # If every element is always sent, no codec is sparse, and masking would be an error.
-        if min(self._shares.values()) == 1:
-            object.__setattr__(self, "masking", False)
-        super().__post_init__()
-
     @property
     def _share(self) -> float:
         return self.threshold
@@ -246,7 +236,7 @@ class BSC(Sparse):
         fields = sparsification(
             self.op, share, self.size_bound, names or None, pull=self.pull, select=self.select, tiny=self._tiny
         )
-        return self._make_plan(**fields)
+        return Plan(**fields | self._how)
 
 
 @dataclasses.dataclass(frozen=True)

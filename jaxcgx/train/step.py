@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jaxcgx import _programs
-from jaxcgx.checks import check_array, spell_array, wrong
+from jaxcgx.checks import as_array, spell_array, wrong
 from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.exchange.routes import Routes, Way
@@ -21,7 +21,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, addable, after, row, with_row, without_row
-from jaxcgx.train.exchange import At, Exchange, check_state, send
+from jaxcgx.train.exchange import At, Exchange, Outcome, check_state, send
 from jaxcgx.train.gradient import Gradient, Loss
 from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
@@ -154,8 +154,7 @@ class Training:
         metrics = Metrics(loss, outputs.tree(aux), telemetry)
         state = state.replace(model_state=model_state, exchange=sent)
         if late:
-            grads, ticket = found
-            return state.replace(pending=Pending(grads, ticket, loss, rank.order or ())), metrics
+            return state.replace(pending=dataclasses.replace(found, loss=loss)), metrics
         return self.update(state, found, loss, skipped, key=noise), metrics
 
     def finish(self, state: TrainState) -> TrainState:
@@ -203,7 +202,8 @@ class Training:
         if self.exchange.plan is None:  # it makes its own plan, which skips nothing
             return jax.tree_util.tree_map(lambda _: False, shards)
         plan = self.exchange.plan
-        return Routes.of(OP, plan if isinstance(plan, Plan) else next(iter(plan.values())), shards).skipped
+        plan = plan if isinstance(plan, Plan) else next(iter(plan.values()))
+        return Routes.of(OP, plan, shards, argument="exchange").skipped
 
     def _noise(self, state: TrainState) -> Key | None:
         """Returns the key of a step's gathers, or None."""
@@ -242,7 +242,7 @@ def check_train_state(state: Any) -> None:
 def as_arrays(argument: str, tree: PyTree) -> PyTree:
     """Returns a tree of parameters or of a model's state, an argument of `init`, as JAX arrays."""
     remedy = "leave it out; in Equinox, params, static = eqx.partition(model, eqx.is_inexact_array)"
-    check = functools.partial(check_array, "train.init", argument, remedy=remedy)
+    check = functools.partial(as_array, "train.init", argument, remedy=remedy)
     return jax.tree_util.tree_map_with_path(lambda path, x: check(x, path), tree)
 
 
@@ -256,16 +256,12 @@ def put(state: PyTree, sharding: Any) -> PyTree:
     return jax.tree_util.tree_map(wrap, jax.device_put(words, sharding), state)
 
 
-Reduced = tuple[PyTree, ExchangeState]  # (means of the trained leaves, the state after the exchange)
-
-
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rank:
     """The functions of one rank. They run on all ranks by `Division.over`.
 
     Attributes:
-      order: the numbers of the leaves in the order in which their gradients are ready. With an overlap, `step` learns
-        it while it is traced.
+      order: the numbers of the leaves in the order in which their gradients are ready, or in which they are needed.
       state_of: a function from gradients to the shapes of the exchange's state, which it must fit. None: it isn't
         checked.
     """
@@ -286,11 +282,8 @@ class Rank:
         batch: Batch,
         keys: tuple[Key | None, Key | None],
     ) -> tuple[Any, ...]:
-        """Returns (means, state of the exchange, model state, loss, outputs).
-
-        With `Priority`, (rows of gradients or None, rows of a ticket or None) are in place of the means.
-        """
-        early, ticket = gradient.early, None
+        """Returns (means or, with `Priority`, a `Pending` without loss; exchange; model state; loss; outputs)."""
+        rank, early, ticket = self, gradient.early, None
         if early:
             ticket, sent = self._begin(None, sent, params, None)
             # XLA begins the exchange before it computes anything from the batch.
@@ -298,37 +291,36 @@ class Rank:
         find, args = gradient, (params, model_state, batch, keys)
         if self.overlap is not None:
             find = jax.jit(gradient)  # with jit, it is traced only once, for its order and for the step
-            self.order = self._ready(find, args)
+            rank = dataclasses.replace(self, order=self._ready(find, args))
         grads, loss, model_state, aux = find(*args)
         if isinstance(self.overlap, Priority):
-            found, sent = self._pend(grads, sent, params, loss)
+            found, sent = rank._pend(grads, sent, params, loss)
         elif early:
             ticket = jax.tree_util.tree_map(lambda x: after(grads, x), ticket)
             found, sent = self._end(ticket, grads, sent, params, loss=loss)
         else:
-            found, sent = self.reduce(grads, sent, params, loss)
+            found, sent = rank.reduce(grads, sent, params, loss)
         return found, sent, model_state, loss, aux
 
-    def reduce(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
-        """Returns (means, state) of an exchange that begins and ends here."""
+    def reduce(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
+        """Returns (means of the trained leaves, state) of an exchange that begins and ends here."""
         run = self.division.on_shards(self._send, sent)
         means, sent = run(self._whole(grads, params), sent, None if self.division.dims else params, loss)
         return part(means, self.skipped), sent
 
-    def receive(self, pending: Pending, sent: ExchangeState, params: Params) -> Reduced:
+    def receive(self, pending: Pending, sent: ExchangeState, params: Params) -> Outcome:
         """Returns (means, state) of the exchange of pending gradients."""
         if pending.ticket is None:
             return self.reduce(without_row(pending.grads), sent, params, pending.loss)
         grads = None if pending.grads is None else without_row(pending.grads)
         return self._end(pending.ticket, grads, sent, params, loss=pending.loss)
 
-    def _pend(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> tuple[Any, ExchangeState]:
+    def _pend(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
         """Begins an exchange that the next step ends, if it can go on in between."""
-        if not self.division.crosses or self.division.dims:
-            return (row(grads), None), sent
-        early = self.exchange.early
-        ticket, sent = self._begin(None if early else grads, sent, params, loss)
-        return (row(grads) if early else None, ticket), sent
+        early, ticket = self.exchange.early, None
+        if crosses := self.division.crosses and not self.division.dims:
+            ticket, sent = self._begin(None if early else grads, sent, params, loss)
+        return Pending(row(grads) if early or not crosses else None, ticket, None, self.order or ()), sent
 
     def _whole(self, grads: PyTree, params: Params) -> PyTree:
         """Returns gradients for all leaves, as plans expect. Nothing reads those that the plan skips."""
@@ -340,21 +332,19 @@ class Rank:
             way = way._replace(slice_elements=self.overlap.slice_elements, later=True)
         return At(self.division.net(), params, loss, way, shards=self.division.shard_axes)
 
-    def _begin(
-        self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None
-    ) -> tuple[PyTree, ExchangeState]:
+    def _begin(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None) -> Outcome:
         at, grads = self._at(params, loss), None if grads is None else row(self._whole(grads, params))
         begin = lambda own, grads: self.exchange.begin(grads, ExchangeState(own, sent.shared), at)
         ticket, new = jax.vmap(begin)(sent.own, grads)
         return ticket, ExchangeState(new.own, without_row(new.shared))
 
-    def _end(self, ticket: PyTree, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+    def _end(self, ticket: PyTree, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
         at, grads = self._at(params, loss), row(self._whole(grads, params)) if self.exchange.early else None
         end = lambda own, ticket, grads: self.exchange.end(ticket, ExchangeState(own, sent.shared), at, grads)
         means, new = jax.vmap(end)(sent.own, ticket, grads)
         return part(without_row(means), self.skipped), ExchangeState(new.own, without_row(new.shared))
 
-    def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Reduced:
+    def _send(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array) -> Outcome:
         """Returns (means, state) of an exchange of all leaves, or of this device's shards of them."""
         if self.state_of is not None:
             check_state("train.step", sent, self.state_of(grads), self.division.remedy)

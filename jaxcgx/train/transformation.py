@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_array, check_integer, wrong
+from jaxcgx.checks import as_array, check_integer, wrong
 from jaxcgx.exchange.resolve import transport_over, transport_over_axes
 from jaxcgx.exchange.routes import Way, as_order
 from jaxcgx.train.arguments import shapes
 from jaxcgx.train.division import OverMesh, with_row
-from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
+from jaxcgx.train.exchange import AnyExchange, At, Exchange, Outcome, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
-from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
+from jaxcgx.transports.axes import as_axis_names, axis_names, check_for_mesh, is_communicator
 from jaxcgx.typing import AxisName, Params, PyTree
 
 if TYPE_CHECKING:
@@ -56,14 +56,12 @@ def compress_gradients(
     optax, exchange = import_optax(OP), as_exchange(exchange, OP)
     over_mpi = is_communicator(axis_name)
     if not over_mpi:
-        check_axis_names(OP, axis_name)
+        as_axis_names(OP, axis_name)
     if axis_size is not None:
         check_integer(OP, "axis_size", axis_size, 1)
     for name, given in dict(order=order, axis_size=axis_size).items():
-        if over_mpi and given is not None:
-            remedy = "leave it out: exchanges over MPI wait for one another, and a process has a row"
-            raise wrong(OP, name, "None between the processes of mpirun", repr(given), remedy)
-    remedy = "a process has the row of its own rank alone: take it, or let jaxcgx.restore_state do so"
+        check_for_mesh(OP, name, given, axis_name)
+    remedy = OverMesh.remedy
     if not over_mpi:
         remedy = (
             f"shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; under jax.pmap, "
@@ -71,14 +69,14 @@ def compress_gradients(
         )
 
     def init(params: Params) -> ExchangeState:
-        params = _check_arrays("params", params)
+        params = _as_arrays("params", params)
         return _first(axis_name, axis_size, exchange, params)
 
     def update(
         updates: PyTree, state: ExchangeState, params: Params = None, *, value: jax.Array | None = None, **_: Any
-    ) -> tuple[PyTree, ExchangeState]:
+    ) -> Outcome:
         net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
-        grads = _check_arrays("updates", updates)
+        grads = _as_arrays("updates", updates)
         check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), remedy)
         way = Way(order=as_order(OP, order, len(jax.tree_util.tree_leaves(grads))))
         return send(exchange, grads, state, At(net, params, value, way))
@@ -111,9 +109,9 @@ def _first(axis_name: AxisName, axis_size: int | None, exchange: Exchange, param
     return ExchangeState(jax.tree_util.tree_map(of_ranks, state.own), state.shared)
 
 
-def _check_arrays(argument: str, tree: PyTree) -> PyTree:
+def _as_arrays(argument: str, tree: PyTree) -> PyTree:
     """Returns the tree, after a check that its leaves are arrays or jax.ShapeDtypeStructs. Numbers become arrays."""
     shaped = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if shaped(leaf) else check_array(OP, argument, leaf, path), tree
+        lambda path, leaf: leaf if shaped(leaf) else as_array(OP, argument, leaf, path), tree
     )

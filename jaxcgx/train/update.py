@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An optimizer, and the ranks that divide its work.
-
-    It runs outside of shard_map, so that norms and other numbers are those of whole arrays.
-    """
+    """An optimizer, and the ranks that divide its work. It runs outside of shard_map, on whole arrays."""
 
     optimizer: "optax.GradientTransformationExtraArgs"
     division: Division
@@ -57,10 +54,7 @@ class Update:
         return state.replace(params=params, opt_state=opt_state, lost=lost)
 
     def _run(self, means: PyTree, opt_state: PyTree, trained: Params, loss: jax.Array) -> tuple[PyTree, PyTree]:
-        """Returns the optimizer's update.
-
-        The optimizer gets the loss as `value`, unless it, or an optimizer inside of it, doesn't take this argument.
-        """
+        """Returns the optimizer's update. It gets the loss as `value`, unless it, or one inside, doesn't take it."""
         try:
             return self.optimizer.update(means, opt_state, trained, value=loss)
         except (TypeError, ValueError) as error:
@@ -75,10 +69,7 @@ class Update:
 
 
 def part(tree: PyTree, skipped: PyTree, *, frozen: bool = False) -> PyTree:
-    """Returns the tree with its trained leaves alone, or with its frozen leaves alone.
-
-    In place of the others it has optax.MaskedNode(), a node without leaves.
-    """
+    """Returns the tree with its trained or its frozen leaves alone, and optax.MaskedNode() in place of the others."""
     from optax import MaskedNode  # an optional dependency
 
     hole = MaskedNode()
@@ -103,10 +94,7 @@ def nodes(tree: PyTree, *kinds: type[Any]) -> list[Any]:
 
 
 def check_nesting(function: str, opt_state: PyTree) -> None:
-    """Refuses transformations whose state depends on one rank's gradients but has no axis of ranks.
-
-    Such transformations are wrappers around compress_gradients, or come before it in a chain.
-    """
+    """Refuses transformations around compress_gradients or before it whose state would need an axis of ranks."""
     optax = import_optax(function)
     for wrapper, name in (optax.MultiStepsState, "MultiSteps"), (optax.ApplyIfFiniteState, "apply_if_finite"):
         if any(nodes(node, ExchangeState) for node in nodes(opt_state, wrapper)):
@@ -126,14 +114,16 @@ def check_nesting(function: str, opt_state: PyTree) -> None:
 
 
 def warn_of_momentum(function: str, argument: str, opt_state: PyTree, exchange: ExchangeState | None = None) -> None:
-    """Warns about a state in which an optimizer has momentum, and so do the gradients that it gets.
-
-    Their exchange has the state `exchange`, or one inside of `opt_state`.
-    """
+    """Warns if an optimizer has momentum, and so do its gradients: in `exchange`, or in one inside `opt_state`."""
     moved = any(carry.momentum is not None for carry in nodes((opt_state, exchange), Carry))
     if moved and nodes(opt_state, import_optax(function).TraceState):
         expected = "none with momentum of its own, because gradients already have momentum (jaxcgx.Momentum, DGC, BSC)"
         warn(str(wrong(function, argument, expected, "optax.trace", "write optax.sgd(rate)")))
+
+
+def check_optimizer(op: str, argument: str, optimizer: Any, expected: str = "an optax.GradientTransformation") -> None:
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise wrong(op, argument, expected, repr(optimizer), kind=TypeError)
 
 
 def import_optax(function: str) -> types.ModuleType:

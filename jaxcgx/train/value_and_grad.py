@@ -32,7 +32,7 @@ from jaxcgx.train.gradient import Loss
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
-from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.transports.axes import as_axis_names, axis_names
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
@@ -97,7 +97,7 @@ def value_and_grad(
       mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
     """
     loss = Loss(OP, loss_fn, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
-    check_axis_names(OP, axis_name)
+    as_axis_names(OP, axis_name)
     if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
         remedy = (
             'for an nnx.DiffState, pass its position, and skip what is frozen: cgx.Plan(codec, rules=[("kernel", '

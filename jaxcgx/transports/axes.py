@@ -66,7 +66,7 @@ class Tcp(Mark):
         super().__post_init__()
         check_field(self, "timeout", check_number, lambda x: 0.001 <= x < 1e9, "a positive number of seconds")
         check_field(self, "connections", check_integer, 1, MOST_CONNECTIONS)
-        check_field(self, "pace", _check_pace)
+        check_field(self, "pace", _as_pace)
 
     @property
     def links(self) -> Links:
@@ -75,7 +75,7 @@ class Tcp(Mark):
         return Links(self.connections, self.pace)
 
 
-def _check_pace(function: str, argument: str, value: Any) -> float | None:
+def _as_pace(function: str, argument: str, value: Any) -> float | None:
     """Returns the checked pace in bytes per second, or None."""
     if isinstance(value, str):
         return parse_rate(f"{function}: argument '{argument}'", value) / 8
@@ -102,7 +102,7 @@ def crosses(axis_name: AxisName) -> bool:
     return any(mark.crosses for mark in marked(axis_name))
 
 
-def check_axis_names(
+def as_axis_names(
     function: str, axis_name: AxisName, argument: str = "axis_name", *, optional: bool = False
 ) -> tuple[Any, ...]:
     """Returns the checked names of an axis or a tuple of different axes. With `optional`, None is allowed."""
@@ -126,6 +126,13 @@ def check_axis_names(
     if not names or not different or any(isinstance(name, int | tuple | NoneType) for name in names):
         raise wrong(function, argument, expected, repr(axis_name))
     return names
+
+
+def check_for_mesh(function: str, argument: str, value: object, ranks: Any) -> None:
+    """Refuses an argument that is for the ranks of a mesh, if `ranks` are processes of MPI."""
+    if value is not None and is_communicator(ranks):
+        remedy = "leave it out: a process has one device and its own row, and exchanges over MPI wait for one another"
+        raise wrong(function, argument, "None between the processes of mpirun", repr(value), remedy)
 
 
 def is_communicator(given: Any) -> bool:

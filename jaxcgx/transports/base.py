@@ -81,10 +81,7 @@ class Transport:
         return self
 
     def end_sum(self, begun: Any, later: bool = False) -> tuple[list[Any], list[Any] | None]:
-        """Ends a sum. Returns (sums, new residuals or None).
-
-        `later` says whether the program may be later than the program that began the sum.
-        """
+        """Returns (sums, new residuals or None). `later`: the program may be later than the one that began the sum."""
         raise NotImplementedError(f"{type(self).__name__}.end_sum")
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:

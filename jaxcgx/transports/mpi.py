@@ -2,13 +2,11 @@
 
 mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on
 every rank. A primitive that contains such an operation declares the effect (`effects`), and a program with it runs on a
-single device.
+single device. Ranks and sizes are Python ints: every rank compiles its own program.
 
 mpi4jax's operations have no rules for vmap, and their derivatives differ from lax's. They take no floats shorter than
 32 bits and no integers shorter than 8 bits. So the operations that exchanges use are one primitive that is linear in
 one array, as in native/shm.py.
-
-Ranks and sizes are Python ints, not traced arrays: every rank compiles its own program.
 """
 
 import dataclasses
@@ -84,10 +82,7 @@ class Comm(Transport):
 
 @dataclasses.dataclass(frozen=True)
 class SharedMemory(Shm):
-    """The ranks of a communicator within a host. Shared memory moves the bytes.
-
-    Exchanges through shared memory and exchanges of MPI share one order.
-    """
+    """The ranks of a communicator within a host. Exchanges through shared memory and of MPI share one order."""
 
     handle: int
 

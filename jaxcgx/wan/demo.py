@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from jaxcgx.checks import check_field, check_integer, check_number, check_real, wrong
 from jaxcgx.codecs import Codec, Raw, TopK, decode, encode
@@ -150,9 +150,7 @@ def _sent(payload: jax.Array, codec: TopK, cut: CosineBlocks) -> jax.Array:
     return jax.vmap(lambda row: 1 - ops.clear(layout, row[None], [ones])[0])(payload)
 
 
-def _gathered(net: Transport, payloads: Sequence[jax.Array]) -> list[jax.Array]:
+def _gathered(net: Transport, payloads: list[jax.Array]) -> list[jax.Array]:
     """Gathers every rank's payloads in one exchange. Returns an array [ranks, *shape] for each payload."""
-    rows = net.all_gather(jnp.concatenate([payload.reshape(-1) for payload in payloads]))
-    ends = np.cumsum([payload.size for payload in payloads])[:-1]
-    parts = jnp.split(rows, ends, axis=1)
-    return [part.reshape(len(rows), *payload.shape) for part, payload in zip(parts, payloads)]
+    row, unravel = ravel_pytree(payloads)
+    return jax.vmap(unravel)(net.all_gather(row))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
 import jaxcgx as cgx
-from jaxcgx.exchange.routes import by_parts
+from jaxcgx.exchange.routes import Routes, by_parts
 from jaxcgx.transports.base import Transport
 
 
@@ -280,4 +280,4 @@ def test_numbers_of_python_and_numpy():
 def test_a_transport_without_levels(what):
     """Only errors about communicators name jaxcgx.mpi.hierarchy()."""
     with raises(ValueError, says("psum", "plan", remedy=f"write {what}")):
-        by_parts("psum", {"a": "ring"}, Levelless(), what=what)
+        by_parts(Routes.of("psum", cgx.Plan(cgx.Raw()), ()), {"a": "ring"}, Levelless(), what=what)

@@ -275,8 +275,8 @@ STEP, GRADIENTS = "make_train_step", "compress_gradients"
             ValueError,
             f"{GRADIENTS} axis_size {N} leave it out",
         ),
-        (lambda: run(make(LEVELS), MINE), ValueError, "Feedback plan {'cross' jaxcgx.mpi.hierarchy()"),
-        (lambda: run(make({"data": CODEC}, comm=nodes()), MINE), ValueError, "Feedback plan {'data'"),
+        (lambda: run(make(LEVELS), MINE), ValueError, f"{STEP} exchange {{'cross' jaxcgx.mpi.hierarchy()"),
+        (lambda: run(make({"data": CODEC}, comm=nodes()), MINE), ValueError, f"{STEP} exchange {{'data'"),
         (of_all_ranks, ValueError, f"{GRADIENTS} state leaf .own.residuals['w'] float32[2, 30, 40] row own rank"),
         (
             lambda: cgx.state_specs(cgx.compress_gradients(COMM, CODEC).init(PARAMS), COMM),

@@ -23,7 +23,7 @@ def test_a_worker_dies(tmp_path, signal, what):
     """One of 4 workers is killed or interrupted. 3 workers continue from the last checkpoint, and later 4 again."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     changes = {"compression": "cgx4", "model.hidden": (32,), "train.save_every": 25, "train.log_every": 25}
-    changes |= {"train.num_epochs": 15, "train.test_every": 100, "compression.feedback": True}
+    changes |= {"train.num_epochs": 15, "train.test_every": 100, "compression.keep": True}
     changes = [f"--config.{key}={value}" for key, value in changes.items()]
     config = f"--config={RECIPES}/configs/digits/mlp.py"
     line = [

@@ -254,10 +254,10 @@ def test_the_page_for_users_of_dgc(train):
     assert len(options) == 9
     section = lambda given: options[given].compression.to_dict()
     make = lambda given: importlib.import_module("exchanges").make(around, **section(given))
-    around = importlib.import_module("exchanges").Around({}, 10)
+    around = importlib.import_module("exchanges").Around(None, 10)
     warm = make("--compression=dgc --config.compression.warmup_coeff=1,1,1,1,1")
     assert warm.made.warm_up.coeff == (1,) * 5 and warm.settled.warm_up is None
-    bare = make("--compression=dgc --config.compression.momentum_masking=False")
+    bare = make("--compression=dgc --config.compression.masking=False")
     assert not bare.made.masking and not bare.settled.masking
     assert make("--compression=dgc --config.compression.ratio=0.01").made.ratio == 0.01
 

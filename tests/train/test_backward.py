@@ -89,7 +89,7 @@ def sums(program):
     for eqn in getattr(program, "jaxpr", program).eqns:
         if eqn.primitive.name == "jaxcgx_psum":
             found += re.findall(r"\['(\w)'\]", str(eqn.source_info.name_stack)) or re.findall(
-                r"Feedback\.(\w)\.", str(eqn.source_info.name_stack)
+                r"make_train_step\.(\w)\.", str(eqn.source_info.name_stack)
             )
         for value in eqn.params.values():
             found += sums(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else []

@@ -63,7 +63,8 @@ VALUE, TYPE = ValueError, TypeError
         (cgx.BSC, "size_bound", VALUE, [-1]),
         (cgx.BSC, "beta", VALUE, [2]),
         (cgx.MPQ, "threshold", VALUE, [0]),
-        (COMPRESS, "exchange", TYPE, [None, "MaxMin", cgx.DGC, optax.sgd(0.1)]),
+        (COMPRESS, "exchange", TYPE, [None, "MaxMin", cgx.DGC, optax.sgd(0.1), {"data": 4}, {0: CODEC, 9: "raw"}]),
+        (COMPRESS, "exchange", VALUE, [{5: CODEC}, {0: CODEC, -1: CODEC}]),
         (COMPRESS, "axis_name", TYPE, [("data", Axes(("data",))), mesh_of(2)]),
         (COMPRESS, "axis_name", VALUE, [None, jnp.zeros(2)]),
         (COMPRESS, "axis_size", VALUE, [0]),
@@ -107,6 +108,7 @@ def test_numbers_are_parameters_and_gradients_too():
 
 WIDE = {**PARAMS, "w": jnp.zeros((30, 41))}
 RULE = cgx.Plan(CODEC, [("w", {"node": CODEC, "data": CODEC})])
+KERNEL = cgx.Plan(CODEC, [("kernel", cgx.Raw())])
 SKIPS = {0: CODEC, 3: cgx.Plan(CODEC, [("b", cgx.Skip())], min_size=0)}
 DECAY = cgx.DGC(weight_decay=0.1, weight_decay_mask={"x": True})
 ADAM = optax.adam(1e-3).init(PARAMS)
@@ -140,15 +142,9 @@ def from_state(exchange=CODEC, params=PARAMS, ranks=RANKS, change=lambda state: 
 
 ERRORS = {
     "Feedback": [
-        (lambda: in_step(RING), VALUE, "plan", '"ring"', "keep=False"),
+        (lambda: in_step(cgx.Feedback(RING)), VALUE, "plan", '"ring"', "keep=False"),
         (lambda: in_step(cgx.Feedback(RING, keep=False, telemetry=True)), VALUE, "plan", '"ring"', "keep=False"),
-        (lambda: in_step({0: cgx.Raw(), 5: RING}), VALUE, "plan", '"ring"', "keep=False"),
-        (lambda: in_step(CROSSED, ("cross", "inner"), (2, 2)), VALUE, "plan", '"ring"', "keep=False"),
-        (lambda: in_step(cgx.Plan({"node": CODEC})), VALUE, "plan", "{'node'"),
-        (lambda: in_step(RULE), VALUE, "plan"),
-        (lambda: in_step(cgx.Plan(CODEC, schedule={"node": "two_shot"})), VALUE, "plan"),
-        (lambda: compress(cgx.Plan(CODEC, [("kernel", cgx.Raw())])).init(PARAMS), VALUE, "plan", "none", "'kernel'"),
-        (lambda: compress(SKIPS).init(PARAMS), VALUE, "plan ['b']"),
+        (lambda: compress(cgx.Feedback(SKIPS)).init(PARAMS), VALUE, "plan ['b']"),
     ],
     "DGC": [
         (lambda: in_step(cgx.DGC(weight_decay=0.1)), VALUE, "params", "None", "update(gradients"),
@@ -158,6 +154,14 @@ ERRORS = {
         (lambda: jax.jit(lambda ratio: cgx.DGC(ratio).init(PARAMS))(0.1), TYPE, "ratio"),
     ],
     "compress_gradients": [
+        (lambda: in_step(RING), VALUE, "exchange", '"ring"', "keep=False"),
+        (lambda: in_step({0: cgx.Raw(), 5: RING}), VALUE, "exchange", '"ring"', "keep=False"),
+        (lambda: in_step(CROSSED, ("cross", "inner"), (2, 2)), VALUE, "exchange", '"ring"', "keep=False"),
+        (lambda: in_step(cgx.Plan({"node": CODEC})), VALUE, "exchange", "{'node'"),
+        (lambda: in_step(RULE), VALUE, "exchange"),
+        (lambda: in_step(cgx.Plan(CODEC, schedule={"node": "two_shot"})), VALUE, "exchange"),
+        (lambda: compress(KERNEL).init(PARAMS), VALUE, "exchange", "none", "'kernel'"),
+        (lambda: compress(SKIPS).init(PARAMS), VALUE, "exchange ['b']"),
         (
             lambda: COMPRESS().init(PARAMS),
             VALUE,

@@ -226,7 +226,7 @@ def test_a_tuple_of_axes():
     ):
         found = run(make(exchange, gather=gather, **options))[0].params
         assert_trees(lambda a, b, t=tolerance: np.testing.assert_allclose(a, b, atol=t), found, expected)
-    words = says("Feedback", "plan", got="a codec", remedy="no residuals")
+    words = says("make_train_step", "exchange", got="a codec", remedy="no residuals")
     with raises(ValueError, words):  # a hierarchy has no feedback of slices
         run(make(by_axis, **options))
 
@@ -269,6 +269,7 @@ def test_what_a_step_sends():
 
 SPECS = {"up": P(None, "data"), "bias": P(), "down": P("data"), "one": P()}
 CUT = {**SPECS, "one": P("data")}
+LEADS = cgx.Plan(CODEC, leader=True)
 
 
 def gathered(plan):
@@ -283,16 +284,21 @@ BAD_ARGUMENTS = {
         ((CODEC, dict(params=SPECS, optimizer={"up": P()})), ValueError, "sharding.optimizer", "PyTreeDef"),
         ((cgx.DGC(), dict(params=SPECS)), ValueError, "exchange", "DGC", "whole"),
         ((cgx.Momentum(CODEC, 0.9), dict(params=SPECS)), ValueError, "exchange", "Momentum", "optimizer"),
+        (
+            (cgx.PowerSGD(2), dict(params=SPECS)),
+            ValueError,
+            "exchange ['down']",
+            "PowerSGD(rank=2)",
+            "jaxcgx.MaxMin(4)",
+        ),
+        ((LEADS, dict(params=SPECS)), ValueError, "exchange", "leader=True", "slices"),
         ((CODEC, gathered(cgx.TopK(0.1))), ValueError, "sharding.gather", "TopK(ratio=0.1)", "jaxcgx.MaxMin(8)"),
         ((CODEC, dict(gather=cgx.MaxMin(8))), ValueError, "sharding.gather", "none", "Sharding(params="),
         ((CODEC, gathered(cgx.Plan(CODEC, rules=[("kernel", CODEC)]))), ValueError, "sharding.gather", "none"),
         ((CODEC, dict(params=CUT)), ValueError, "sharding.params ['one']", "", "jaxcgx.shard_specs"),
         ((CODEC, dict(optimizer=CUT)), ValueError, "sharding.optimizer ['one']", "", "jaxcgx.shard_specs"),
     ],
-    "Feedback": [
-        ((cgx.PowerSGD(2), dict(params=SPECS)), ValueError, "plan ['down']", "PowerSGD(rank=2)", "jaxcgx.MaxMin(4)"),
-        ((cgx.Plan(CODEC, leader=True), dict(params=SPECS)), ValueError, "plan", "leader=True", "slices"),
-    ],
+    "Feedback": [((cgx.Feedback(LEADS), dict(params=SPECS)), ValueError, "plan", "leader=True", "slices")],
 }
 
 

@@ -412,7 +412,7 @@ def test_a_training_goes_on_from_its_state():
 
 
 @ALONE
-def test_residuals_of_a_saved_state_follow_feedback():
+def test_residuals_of_a_saved_state_follow_keep():
     """Without residuals in the state, they begin with zeros. Without feedback, those of the state are dropped."""
     given = alone(plan=cgx.MaxMin(4))
     params, member = given.join(PARAMS)
@@ -422,7 +422,7 @@ def test_residuals_of_a_saved_state_follow_feedback():
         _, other = given.join(params, state._replace(residuals=None))
     other.leave()
     assert_same_trees(other.state.residuals, zeros)
-    _, other = dataclasses.replace(given, feedback=False).join(params, state)
+    _, other = dataclasses.replace(given, keep=False).join(params, state)
     other.leave()
     assert other.state.residuals is None
 
@@ -594,8 +594,8 @@ def test_an_address_that_is_not_free(host):
 
 @pytest.mark.parametrize("bucket_size", [32, 64, 512])
 def test_few_bits_without_feedback(bucket_size):
-    with pytest.warns(UserWarning, match=r"'feedback'.*MaxMin\(bits=2.*leave feedback=False out"):
-        cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2, bucket_size), feedback=False)
+    with pytest.warns(UserWarning, match=r"'keep'.*MaxMin\(bits=2.*leave keep=False out"):
+        cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2, bucket_size), keep=False)
 
 
 @ALONE

@@ -12,12 +12,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxcgx.checks import (
-    check_array,
+    as_array,
     check_flag,
     check_integer,
     check_number,
     check_positive,
     check_real,
+    check_type,
     spell_array,
     warn,
     wrong,
@@ -70,7 +71,7 @@ class Decoupled:
       average: "mean", "radial", or a function (path, parameter) that returns "mean" or "radial". The radial average is
         the mean of the norms times the direction of the mean of the directions. With "radial", parameters with "embed"
         in their path still have the mean.
-      feedback: whether residuals, the compression errors of outer gradients, are kept and sent later.
+      keep: whether residuals, the compression errors of outer gradients, are kept and sent later.
       seed: the seed of the noise of codecs that round stochastically.
       secret: a secret that all centers share. A program without the secret is turned away. Nothing is encrypted.
     """
@@ -85,7 +86,7 @@ class Decoupled:
     overlap: int = 0
     weights: str | None = "tokens"
     average: str | Callable[[str, Any], str] = "mean"
-    feedback: bool = True
+    keep: bool = True
     seed: int = 0
     secret: str = ""
 
@@ -105,12 +106,10 @@ class Decoupled:
             raise wrong(OF, "weights", "'tokens', 'steps' or None", repr(self.weights))
         if self.average not in ("mean", "radial") and not callable(self.average):
             raise wrong(OF, "average", "'mean', 'radial' or a function", repr(self.average))
-        check_flag(OF, "feedback", self.feedback)
+        check_flag(OF, "keep", self.keep)
         check_integer(OF, "seed", self.seed)
-        # not every caller is typed
-        if not isinstance(self.secret, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise wrong(OF, "secret", "a string", repr(self.secret), kind=TypeError)
-        put("plan", as_outer_plan(OF, self.plan, "feedback", self.feedback))
+        check_type(OF, "secret", self.secret, str, "a string")
+        put("plan", as_outer_plan(OF, self.plan, self.keep))
 
     @property
     def hosts(self) -> list[tuple[str, int]]:
@@ -144,7 +143,7 @@ class Decoupled:
         Args:
           params: the parameters. Every process of this center has them whole.
           state: to go on with a saved training, its `member.state`. Its `member.params` are then the `params`. Without
-            residuals in it, these begin with zeros. With feedback=False, its residuals are dropped.
+            residuals in it, these begin with zeros. With keep=False, its residuals are dropped.
         """
         member = Member(self, params=params, state=state)
         return member.params, member
@@ -215,7 +214,7 @@ class Member:
     """
 
     def __init__(self, given: Decoupled, params: Params, state: DecoupledState | None) -> None:
-        params = jax.tree_util.tree_map_with_path(lambda path, x: check_array(OP, "params", x, path), params)
+        params = jax.tree_util.tree_map_with_path(lambda path, x: as_array(OP, "params", x, path), params)
         check_real(OP, "params", params)
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
             if not (x.is_fully_addressable or x.is_fully_replicated):
@@ -227,7 +226,7 @@ class Member:
         outer = self._moves.copy(params)
         trained = packing.trained.take(outer)
         optimizer = jax.jit(lambda tree: init_outer("Decoupled", given.outer, tree))(trained)
-        fresh = DecoupledState(0, 0, optimizer, jax.jit(wide_zeros)(trained) if given.feedback else None)
+        fresh = DecoupledState(0, 0, optimizer, jax.jit(wide_zeros)(trained) if given.keep else None)
         number, merged, optimizer, self._residuals = fresh if state is None else _checked(state, fresh)
         version = Version(int(number), int(merged), number_of(self._moves.checksums(trained, optimizer)))
         self._held = _Held(version, outer, optimizer, np.zeros((len(given.hosts), 2), np.uint64))
@@ -424,15 +423,13 @@ class Member:
 
 def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
     """Returns a state that a user gave, with residuals if `fresh`, the state of a new training, has residuals."""
-    # not every caller is typed
-    if not isinstance(state, DecoupledState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(OP, "state", "a DecoupledState, which member.state was", type(state).__name__, kind=TypeError)
+    check_type(OP, "state", state, DecoupledState, "a DecoupledState, which member.state was")
     number, merged = (check_integer(OP, f"state.{name}", getattr(state, name), 0) for name in ("round", "merged"))
     residuals = state.residuals
     if fresh.residuals is None:
         residuals = None
     elif residuals is None:
-        text = "it has no residuals, as it was saved with feedback=False; they start from zeros"
+        text = "it has no residuals, as it was saved with keep=False; they start from zeros"
         warn(f"{OP}: argument 'state': {text}")
         residuals = fresh.residuals
     remedy = "give Decoupled the same outer optimizer and plan, and join the parameters, as when the state was saved"

@@ -1,10 +1,10 @@
 """The agreement of decoupled centers on the contributions of a round.
 
-Each center sends its contribution to all other centers. The chair decides which contributions count. The chair is the
-center that has merged the most contributions; among equals, it is the center with the lowest place. All centers apply a
-decision to the same outer parameters. A center that can't apply it, because it misses a contribution or has different
-outer parameters, fetches the outer parameters from the chair. `Assembly` is the state and the decisions of one center.
-It does no network I/O. `Inbox` hands it the messages that threads receive, and steps look at it.
+Each center sends its contribution to all other centers. The chair decides which contributions count: the center that
+has merged the most contributions and, among equals, has the lowest place. All centers apply a decision to the same
+outer parameters. A center that can't, because it misses a contribution or has other outer parameters, fetches them from
+the chair. `Assembly` is the state and the decisions of one center, without network I/O. `Inbox` hands it the messages
+that threads receive, and steps look at it.
 """
 
 import dataclasses
@@ -210,10 +210,7 @@ class Inbox:
             self.changed.wait_for(lambda: self._arrived or self.assembly.outcome(), seconds)
 
     def look(self, now: float) -> tuple[Frame | None, dict[int, Contribution], bool]:
-        """Returns (a state to adopt or None, the contributions of a round that has ended or {}, whether others wait).
-
-        If others wait for this center, it should send soon.
-        """
+        """Returns (a state to adopt or None, the contributions of a round that ended or {}, whether others wait)."""
         with self.changed:
             if self.assembly.must_fetch(now):
                 self._ask()

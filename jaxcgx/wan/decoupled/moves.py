@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
+from jaxcgx import _programs
 from jaxcgx.checks import wrong
 from jaxcgx.codecs import Codec, Raw, decode, encode
 from jaxcgx.codecs.checks import check_encodes
@@ -24,7 +25,7 @@ from jaxcgx.train.division import choose
 from jaxcgx.train.feedback import TINY
 from jaxcgx.typing import PyTree
 from jaxcgx.wan.diloco.fragments import Fragment, cut, finite, wide
-from jaxcgx.wan.diloco.outer import digest_of, outer_step
+from jaxcgx.wan.diloco.outer import outer_step
 
 if TYPE_CHECKING:
     import optax
@@ -164,7 +165,7 @@ class Moves:
         """Returns a digest of the outer optimizer's update for such parameters and state."""
         shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, state))
         before = self.packing.trained.take(shapes[0])
-        return digest_of(self.optimizer.update, before, shapes[1], before)
+        return _programs.digest_of(self.optimizer.update, before, shapes[1], before)
 
     @_program
     def copy(self, tree: PyTree) -> PyTree:
@@ -239,10 +240,7 @@ def put_like(like: PyTree, tree: PyTree) -> PyTree:
 
 
 def on_auto_axes(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Returns (the arrays of a tree on meshes whose axes aren't Explicit, a function that puts such a tree back).
-
-    Programs then need no shardings in types.
-    """
+    """Returns (a tree on meshes without Explicit axes, whose types have no shardings; a function that puts it back)."""
 
     def on_auto(x: jax.Array) -> jax.Array:
         if not _explicit(at := x.sharding):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx import _programs
 from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
@@ -18,13 +19,13 @@ from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan.leaves import by_axis
 from jaxcgx.train.division import choose, row, without_row, zeros
 from jaxcgx.train.exchange import AnyExchange, At
-from jaxcgx.train.rounds import Act
+from jaxcgx.train.rounds import Act, Acted
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree
 from jaxcgx.wan.diloco.fragments import Fragment, cut, finite, wide, wide_zeros
-from jaxcgx.wan.diloco.outer import OuterTelemetry, as_optimizer, as_outer_plan, digest_of, init_outer, outer_step
+from jaxcgx.wan.diloco.outer import OuterTelemetry, as_optimizer, as_outer_plan, init_outer, outer_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +102,12 @@ class Diloco:
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
-        self._check_rhythm()
-        object.__setattr__(self, "plan", as_outer_plan(op, self.plan, "keep", self.keep))
+        self._check_fragments()
+        if self.overlap >= self.period:
+            expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
+            remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every (of HFA k1 * k2)"
+            raise wrong(op, "overlap", expected, self.overlap, remedy)
+        object.__setattr__(self, "plan", as_outer_plan(op, self.plan, self.keep))
 
     @property
     def op(self) -> str:
@@ -124,14 +129,10 @@ class Diloco:
         """Whether an exchange ends in a later step than it begins."""
         return self.eager or self.overlap > 0
 
-    def _check_rhythm(self) -> None:
+    def _check_fragments(self) -> None:
         if self.every % self.fragments:
             remedy = f"pass every={max(self.period, 1) * self.fragments}"
             raise wrong(self.op, "every", f"a multiple of fragments={self.fragments}", self.every, remedy)
-        if self.overlap >= self.period:
-            expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
-            remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every"
-            raise wrong(self.op, "overlap", expected, self.overlap, remedy)
 
     @property
     def turns(self) -> Sequence[Sequence[Act]]:
@@ -149,12 +150,9 @@ class Diloco:
         turns = [p or self.fragments for p in range(self.fragments)]
         return [Act(name, p, first=turn * self.period + delay, every=self.every) for p, turn in enumerate(turns)]
 
-    def check(self, mesh: Any, axis: AxisName) -> None:
-        """Checks that there are several centers. Warns if exchanges are to go on in later steps but can't."""
+    def warn(self, axis: AxisName) -> None:
+        """Warns if exchanges are to go on in later steps but can't."""
         name = axis_names(axis)[0]
-        if mesh.shape[name] == 1:
-            remedy = f"leave {self.op} out, or make a mesh of several centers"
-            raise wrong(self.op, "axis", f"several centers along {name!r}", "one", remedy)
         argument = next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None)
         whole = [codec for codec in self.plan.codecs if codec.sparse or codec.low_rank]
         if crosses(axis):
@@ -172,7 +170,7 @@ class Diloco:
         def moved(parts: list[PyTree]) -> list[PyTree]:
             return [self.optimizer.update(part, self.optimizer.init(part), part) for part in parts]
 
-        outer = f"an optimizer with the digest {digest_of(moved, parts)} for these parameters"
+        outer = f"an optimizer with the digest {_programs.digest_of(moved, parts)} for these parameters"
         return {name: str(getattr(self, name)) for name in names} | {"outer": outer}
 
     def init(self, params: Params, at: At) -> list[ExchangeState]:
@@ -182,9 +180,7 @@ class Diloco:
     def specs(self, center: P, rank: P) -> ExchangeState:
         return ExchangeState(OfCenter(center, center, rank), P())
 
-    def act(
-        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
-    ) -> tuple[Params, Params, ExchangeState | None]:
+    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted:
         assert state is not None  # only an act without a part has none
         turn, fragment = self._turn(outer, at), self._fragments(outer)[act.part]
         parts = fragment.take(outer), fragment.take(own)
@@ -258,10 +254,7 @@ class Turn:
         return self.how.later and self.net.begin_sum is not None
 
     def init(self, params: Params, number: int) -> ExchangeState:
-        """Returns the state before the first round, for the fragment with this number of its parameters.
-
-        Fragments with different numbers draw different noise.
-        """
+        """Returns the state of a fragment before the first round. Those with different numbers draw different noise."""
         how = self.how
         moved = wide_zeros(params)
         carry = self._routes(moved).carry(residuals=how.keep)

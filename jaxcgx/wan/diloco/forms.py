@@ -9,7 +9,7 @@ import jax
 from jaxcgx.checks import check_integer, check_number, wrong
 from jaxcgx.codecs import MaxMin, Raw, TopK
 from jaxcgx.train.exchange import AnyExchange, At
-from jaxcgx.train.rounds import Act
+from jaxcgx.train.rounds import Act, Acted
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
 from jaxcgx.transports.xla import Axes
@@ -53,16 +53,12 @@ class HFA(Diloco):
     def alone(self) -> bool:
         return True
 
-    def _check_rhythm(self) -> None:
+    def _check_fragments(self) -> None:
         k2, fragments = self.k2, self.fragments
         if k2 % fragments:  # the ranks of a center would have different parameters at some exchanges
             expected = f"a divisor of k2={k2}, so that each exchange follows an average"
             remedy = f"pass fragments=1, or k2={-(-k2 // fragments) * fragments}"
             raise wrong(self.op, "fragments", expected, fragments, remedy)
-        if self.overlap >= self.period:
-            expected = f"less than k1 * k2 / fragments = {self.period} steps, as a fragment ends before the next begins"
-            remedy = "pass a smaller one, fewer fragments, or a larger k1 or k2"
-            raise wrong(self.op, "overlap", expected, self.overlap, remedy)
 
     @property
     def turns(self) -> Sequence[Sequence[Act]]:
@@ -73,9 +69,7 @@ class HFA(Diloco):
         del found["every"]  # the user gave k1 and k2
         return {"k1": str(self.k1), "k2": str(self.k2)} | found
 
-    def act(
-        self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At
-    ) -> tuple[Params, Params, ExchangeState | None]:
+    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted:
         if act.part >= 0:
             return super().act(act, outer, own, state=state, at=at)
         inside = Axes(at.net.names[1:])  # the ranks of a center

@@ -1,22 +1,17 @@
 """The outer optimizer, which moves the outer parameters by the mean of the centers' outer gradients."""
 
-import hashlib
-import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxcgx.checks import check_number, warn, wrong
-from jaxcgx.codecs.base import spell
+from jaxcgx.checks import check_number, wrong
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_phases
-from jaxcgx.train.feedback import TINY
+from jaxcgx.train.feedback import TINY, warn_of_loss
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.transformation import UnknownRanksError
-from jaxcgx.train.update import import_optax
+from jaxcgx.train.update import check_optimizer, import_optax
 from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.diloco.fragments import wide
 
@@ -33,30 +28,17 @@ def as_optimizer(op: str, outer: "str | optax.GradientTransformation") -> "optax
         return optax.sgd(1.0)
     if outer == "nesterov":
         return optax.sgd(0.7, momentum=0.9, nesterov=True)
-    if isinstance(outer, str) or not (
-        callable(getattr(outer, "init", None)) and callable(getattr(outer, "update", None))
-    ):
-        expected = "'nesterov', 'sgd' or an optax.GradientTransformation"
-        raise wrong(op, "outer", expected, repr(outer), kind=TypeError)
-    return outer
+    check_optimizer(op, "outer", outer, "'nesterov', 'sgd' or an optax.GradientTransformation")
+    return outer  # pyright: ignore[reportReturnType]  (no str has these functions)
 
 
-def as_outer_plan(op: str, plan: Any, argument: str, feedback: bool) -> Plan:
-    """Returns the plan of outer gradients, which is one for the whole training.
-
-    Warns if a codec may lose too much to train without feedback. Scales don't count as bits: they don't make codes
-    finer. `argument` is the one that turns `feedback` off.
-    """
+def as_outer_plan(op: str, plan: Any, keep: bool) -> Plan:
+    """Returns the plan of outer gradients, which is one for the whole training. `keep`: with feedback."""
     phase, *others = as_phases(op, plan)
     if others:
         raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
-    bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
-    few = [codec for codec in phase.plan.codecs if codec.low_rank or (codec.makes_codes and bits(codec) < FEW_BITS)]
-    if few and not feedback:
-        warn(
-            f"{op}: argument '{argument}': {spell(few[0])} may lose too much of outer gradients to train without "
-            f"feedback; leave {argument}=False out, or take 4 bits"
-        )
+    if not keep:
+        warn_of_loss(op, phase.plan.codecs, FEW_BITS)
     return phase.plan
 
 
@@ -84,17 +66,6 @@ def outer_step(
     mean = jax.tree_util.tree_map(lambda d, x: d.astype(x.dtype), mean, params)
     step, state = outer.update(mean, state, params)
     return apply_updates(params, step), state, step
-
-
-def digest_of(function: Callable[..., Any], *args: PyTree) -> str:
-    """Returns a digest of what a function computes from such arguments, with its constants.
-
-    Processes compare it to check that they have the same outer optimizer.
-    """
-    program = jax.make_jaxpr(function)(*args)
-    text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
-    constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
-    return hashlib.sha256(text.encode() + constants).hexdigest()[:8]
 
 
 def matched_nesterov(rate: float = 1.0, momentum: float = 0.9, rho: float = 0.0) -> "optax.GradientTransformation":

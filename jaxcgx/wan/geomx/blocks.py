@@ -58,10 +58,7 @@ Cut = Sequence[Blocks | None]  # the blocks of each leaf; None for a leaf that i
 
 
 def cut(routes: Routes, block_bytes: int, share: float) -> Cut:
-    """Returns the blocks of `block_bytes` bytes of each leaf.
-
-    Leaves that are skipped, that no codec can take, or of which the share is all blocks, are sent whole.
-    """
+    """Returns the blocks of each leaf, or None for one that is sent whole: skipped, unfit, or with too few blocks."""
     found: list[Blocks | None] = []
     for route in routes.leaves:
         blocks = None if route.skipped or why_unfit(route) else Blocks(route.shape, block_bytes // route.dtype.itemsize)

@@ -22,9 +22,8 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs, by_axis
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after
-from jaxcgx.train.exchange import At, check_hyperparameter, routes_of, set_phases
+from jaxcgx.train.exchange import At, Outcome, check_centers, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
-from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
 from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, line, put, take
 
@@ -69,14 +68,6 @@ class Portion(NamedTuple):
 
 
 Late = tuple[Ticket, Carry]  # an exchange of deferred blocks, which has begun
-
-
-def check_centers(op: str, net: Transport) -> None:
-    """Checks that the outermost axis of the ranks has several places, because `op` needs several centers."""
-    name, outer = next(iter(net.parts.items()), (net.names[0] if net.names else "", net))
-    if outer.size == 1:
-        what = f"centers along {name!r}" if name else "processes"
-        raise wrong(op, "axis", f"several {what}", "one", f"leave {op} out, or make a mesh of several centers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +169,12 @@ class Differential:
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Late | None, ExchangeState]:
         """Begins the exchange of the blocks that the last step deferred, if it needs no conditional."""
-        check_centers(OP, at.net)
+        check_centers(OP, *at.centers)
         if self.rest != "defer" or at.params is None or len(self.shares) > 1 or len(self.phases) > 1:
             return None, state
         return Transmission(self, state, at, at.params).begin_late(), state
 
-    def end(
-        self, ticket: Late | None, state: ExchangeState, at: At, grads: PyTree = None
-    ) -> tuple[PyTree, ExchangeState]:
+    def end(self, ticket: Late | None, state: ExchangeState, at: At, grads: PyTree = None) -> Outcome:
         """Exchanges important blocks. An adaptive share needs the loss."""
         return Transmission(self, state, at, grads).run(ticket)
 
@@ -337,10 +326,7 @@ class Transmission:
         return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
     def _now(self, share: float, order: Arrays, arrived: Portion) -> tuple[Portion, Arrays, Arrays]:
-        """Exchanges important blocks and whole leaves.
-
-        Returns (all blocks, the blocks that are deferred, the contributions after this step).
-        """
+        """Returns (all blocks, those deferred, the contributions) after an exchange of the important blocks."""
         heads = each(lambda b, o: o[: b.share(share)], self.cut, order)
         tails = each(lambda b, o: o[b.share(share) :], self.cut, order)
         sent = self._send(Portion(take(heads, self.gradients), take(heads, self.residuals)), NOW)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxcgx.checks import unexpected, warn
 from jaxcgx.plan.environment import FLAG, Texts, parse
 from jaxcgx.train.exchange import Exchange
-from jaxcgx.train.feedback import as_exchange
+from jaxcgx.train.feedback import Feedback
 from jaxcgx.train.state import Priority
 from jaxcgx.wan.diloco.forms import HFA
 from jaxcgx.wan.geomx.differential import Differential
@@ -69,7 +69,7 @@ class GeoMX:
         """Returns the exchange, or the rounds, that the variables turn on, with this plan: for make_train_step."""
         if self.hfa is not None:
             return HFA(plan, self.hfa["k1"], self.hfa["k2"])
-        return as_exchange(plan) if self.differential is None else Differential(plan, **self.differential)
+        return Feedback(plan) if self.differential is None else Differential(plan, **self.differential)
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_field, check_integer, check_number, wrong
 from jaxcgx.plan import Plan
-from jaxcgx.train.exchange import At, Number, check_hyperparameter
+from jaxcgx.train.exchange import At, Number, check_centers, check_hyperparameter
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
-from jaxcgx.wan.geomx.differential import check_centers
 
 OP = "MixedSync"
 
@@ -91,7 +90,7 @@ class MixedSync:
         return ExchangeState(Held(zeros(), inner.own), Delayed(zeros(), jnp.zeros((), jnp.int32), inner.shared))
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
-        check_centers(OP, at.net)
+        check_centers(OP, *at.centers)
         due = None if self.exchange.early else state.own.grads[0]
         ticket, inner = self.exchange.begin(due, _inner(state), at)
         return ticket, _outer(state, inner)

@@ -112,10 +112,7 @@ def best_order(links: Rates) -> list[int]:
 
 
 def _circle(allowed: Rates) -> list[int] | None:
-    """Returns a circle through all ranks along allowed links, or None if there is none.
-
-    It is a dynamic program over sets of ranks: it extends paths that begin at rank 0.
-    """
+    """Returns a circle through all ranks along allowed links, or None, by a dynamic program over sets of ranks."""
     n = len(allowed)
     before: dict[tuple[int, int], int] = {(1, 0): -1}  # (set of ranks on a path, last rank): the rank before the last
     for ranks in range(1, 1 << n, 2):
@@ -136,10 +133,7 @@ def _circle(allowed: Rates) -> list[int] | None:
 
 
 def _by_swaps(links: Rates) -> list[int]:
-    """Returns a ring that no reversal of a section improves.
-
-    A ring is better if its slowest link is faster; if these are equal, its second slowest link decides, and so on.
-    """
+    """Returns a ring that no reversal of a section improves. Its slowest link counts first, then the next one."""
     order = list(range(len(links)))
 
     def slowest(order: Sequence[int]) -> list[float]:

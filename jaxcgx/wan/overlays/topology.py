@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import check_choice, check_integer, check_number, wrong
+from jaxcgx.checks import check_choice, check_integer, check_number, check_type, wrong
 from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.native import connections
 from jaxcgx.plan.overlay import Overlay, Tree
@@ -169,7 +169,7 @@ class Topology:
         ranks = mesh.shape[axis.name]
         self.links: LinkRates = LinkRates(ranks, decay)
         if rates is not None:
-            self.links.rates = _check_rates(rates, ranks)
+            self.links.rates = _as_rates(rates, ranks)
             self.links.known[:] = True
         self._found: dict[bytes, Overlay] = {}  # the best overlay for the latest rates
         self.overlay = self._best()
@@ -221,9 +221,6 @@ class Topology:
                 if trace is not None:
                     trace(*args, **kwargs)
 
-        def init(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            return made(self.overlay).init(*args, **kwargs)
-
         def step(*args: PyTree, **kwargs: PyTree) -> PyTree:
             nonlocal count
             if not count:
@@ -234,6 +231,7 @@ class Topology:
             count += 1
             return made(self.overlay).step(*args, **kwargs)
 
+        init = lambda *args, **kwargs: made(self.overlay).init(*args, **kwargs)
         return Steps(init, step, lambda *state: made(self.overlay).finish(*state))
 
     def __repr__(self) -> str:
@@ -299,8 +297,7 @@ class Topology:
 
 
 def _check_mesh(mesh: Any, axis: Any) -> Mesh:
-    if not isinstance(mesh, Mesh):
-        raise wrong("Topology", "mesh", "a jax.sharding.Mesh", repr(mesh), kind=TypeError)
+    check_type("Topology", "mesh", mesh, Mesh, "a jax.sharding.Mesh")
     if not isinstance(axis, Tcp):
         remedy = f"pass jaxcgx.Tcp({axis!r})"
         raise wrong("Topology", "axis", "a jaxcgx.Tcp, whose connections are measured", repr(axis), remedy)
@@ -314,7 +311,7 @@ def _check_mesh(mesh: Any, axis: Any) -> Mesh:
     return mesh
 
 
-def _check_rates(rates: ArrayLike, ranks: int) -> Rates:
+def _as_rates(rates: ArrayLike, ranks: int) -> Rates:
     given = np.array(rates, float)
     expected = f"a positive number of bytes a second from each of {ranks} ranks to each other one"
     if given.shape != (ranks, ranks):

@@ -4,4 +4,4 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(dict(kind="plan", codec=dict(name="ByteGrad"), feedback=False, min_size=0, skip_1d=False))
+    return ConfigDict(dict(kind="plan", codec=dict(name="ByteGrad"), keep=False, min_size=0, skip_1d=False))

@@ -5,5 +5,5 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     return ConfigDict(
-        dict(kind="plan", codec=dict(name="MaxMin", bits=4, bucket_size=1024, rounding="stochastic"), feedback=False)
+        dict(kind="plan", codec=dict(name="MaxMin", bits=4, bucket_size=1024, rounding="stochastic"), keep=False)
     )

@@ -10,7 +10,7 @@ def get_config() -> ConfigDict:
             ratio=0.001,
             warmup_epochs=5,
             warmup_coeff=None,  # the ratios of the warm-up, as `coeff` of jaxcgx.WarmUp
-            momentum_masking=True,
+            masking=True,
             values=dict(name="Raw"),
         )
     )

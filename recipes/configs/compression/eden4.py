@@ -4,4 +4,4 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(dict(kind="plan", codec=dict(name="Eden", bits=4), feedback=False))
+    return ConfigDict(dict(kind="plan", codec=dict(name="Eden", bits=4), keep=False))

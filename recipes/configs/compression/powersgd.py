@@ -4,4 +4,4 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(dict(kind="plan", codec=dict(name="PowerSGD", rank=4), feedback=True))
+    return ConfigDict(dict(kind="plan", codec=dict(name="PowerSGD", rank=4), keep=True))
