@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxcgx import _compat
+
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
 
 
@@ -51,7 +53,7 @@ def same_in_vmap(program: Any) -> bool:
 
     It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
     """
-    program = getattr(program, "jaxpr", program)  # newer versions of JAX have only one class of jaxprs
+    program = _compat.open_jaxpr(program)
     values = [value for eqn in program.eqns for value in jax.tree_util.tree_leaves(list(eqn.params.values()))]
     inner = [value for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
     changed = any(re.search("cond|while|callback|ffi_call", eqn.primitive.name) for eqn in program.eqns)
@@ -63,7 +65,7 @@ def same_in_vmap(program: Any) -> bool:
 
 def closed_over(jaxpr: Any, count: int) -> list[Any]:
     """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = _compat.open_jaxpr(jaxpr)
     found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
     for eqn in inner.eqns:
         for value in eqn.params.values():
@@ -72,13 +74,14 @@ def closed_over(jaxpr: Any, count: int) -> list[Any]:
     return found
 
 
-# Where a loss constrains how arrays are sharded. Over the axes of the ranks it must not.
+# Where a loss constrains how arrays are sharded. Over the ranks' axes, which shard_map has made manual, it must not.
+# Without check_vma, JAX refuses a NamedSharding only when it compiles, in the caller's jit. Nothing could explain that.
 
 
 def constraints(jaxpr: Any) -> list[Any]:
     """Returns the PartitionSpecs of all sharding constraints in a traced program."""
     found: list[Any] = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "sharding_constraint":
             found.append(getattr(eqn.params.get("sharding"), "spec", ()))
         for param in eqn.params.values():
@@ -86,3 +89,17 @@ def constraints(jaxpr: Any) -> list[Any]:
                 if hasattr(getattr(value, "jaxpr", value), "eqns"):
                     found += constraints(value)
     return found
+
+
+# Whether a program has been compiled before. A loss may close over other values at its next call. jit wouldn't see it.
+
+
+def key(lowered: Any, args: Sequence[Any], mesh: Any) -> Any:
+    """Returns a key that only programs of the same text for the same kinds of arguments share.
+
+    None: there is none, because the text doesn't name the Python functions that the program calls.
+    """
+    text = lowered.as_text()
+    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in args)
+    dtypes = tuple(getattr(x, "dtype", None) for x in args)  # in the text, a random key is an array of its words
+    return None if "callback" in text else (text, places, dtypes, mesh, jax.sharding.get_mesh())

@@ -1,7 +1,7 @@
 """Splits the arguments of a `value_and_grad` call: differentiated arguments, arrays for the ranks, and constants."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -86,22 +86,18 @@ class Split:
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
-    def check_closure(self, call: Callable[..., Any], params: PyTree, arrays: list[jax.Array]) -> None:
+    def check_closure(self, program: Any, params: PyTree, arrays: list[jax.Array]) -> None:
         """Refuses a loss that closes over an array with as many rows as the batch, if each rank has a single example.
 
         JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
         don't match, and JAX raises an error.
 
-        `call` is a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
+        `program` is a traced function of the parameters and the arrays.
         """
         ranks = self.ranks
         if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
             return
-        given = shapes(params), [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
-        traced = lambda params, arrays: call(self.arguments(params, arrays))[0]
-        axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average over them
-        program = jax.make_jaxpr(traced, axis_env=axes)(*given)
-        for x in _programs.closed_over(program, len(jax.tree_util.tree_leaves(given))):
+        for x in _programs.closed_over(program, len(jax.tree_util.tree_leaves((params, arrays)))):
             if np.shape(x)[:1] == (ranks.size,):
                 expected = "a function that takes the batch as arguments, of which a rank has a single example"
                 got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx import _compat
-from jaxcgx.checks import wrong
+from jaxcgx import _compat, _programs
+from jaxcgx.checks import check_choice, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import own, vary
@@ -25,10 +25,11 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
 from jaxcgx.train.batch import Ranks, broadcast
-from jaxcgx.train.division import OverMesh
+from jaxcgx.train.division import OverMesh, row, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
+from jaxcgx.train.mapped import OverMapped
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
@@ -39,6 +40,7 @@ from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 OP = "value_and_grad"
 MOST_COMPILED = 64  # the most programs of calls outside of jit that are kept
 _compiled: dict[Any, Any] = {}
+_CLOSED_OVER = "Closing over", "should match the aval mesh"  # in JAX's errors for closed-over arrays that are sharded
 
 
 def value_and_grad(
@@ -53,6 +55,7 @@ def value_and_grad(
     batch_specs: Specs = None,
     param_specs: Specs = None,
     mesh: Any = None,
+    ranks: str = "shard_map",
 ) -> "ValueAndGrad":
     """Makes a `jax.value_and_grad` for a batch that is sharded over an axis of a mesh, with compressed gradients.
 
@@ -95,9 +98,14 @@ def value_and_grad(
       param_specs: how the differentiated arguments are sharded over the other axes of the mesh, if their types don't
         say it: a tree of PartitionSpecs, or a prefix of a tree. Gradients are compressed shard by shard.
       mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
+      ranks: how the loss runs on the ranks. "shard_map": on each device, as a program of its own, which XLA's
+        partitioner doesn't change along the axis. "vmap": as one program in which the ranks are a mapped axis, which
+        the partitioner distributes. This works for losses that JAX refuses in shard_map, such as Diffrax's, and with
+        sharding constraints over the axis. For convolutions, the partitioner gathers activations.
     """
     loss = Loss(OP, loss_fn, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_axis_names(OP, axis_name)
+    check_choice(OP, "ranks", ranks, ("shard_map", "vmap"))
     if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
         remedy = (
             'for an nnx.DiffState, pass its position, and skip what is frozen: cgx.Plan(codec, rules=[("kernel", '
@@ -113,6 +121,7 @@ def value_and_grad(
         batch_specs=batch_specs,
         param_specs=param_specs,
         mesh=mesh,
+        ranks=ranks,
     )
 
 
@@ -128,6 +137,7 @@ def grad(
     batch_specs: Specs = None,
     param_specs: Specs = None,
     mesh: Any = None,
+    ranks: str = "shard_map",
 ) -> Callable[..., Any]:
     """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
@@ -142,6 +152,7 @@ def grad(
       batch_specs: how the arguments that are not differentiated are split.
       param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
       mesh: the mesh.
+      ranks: "shard_map" or "vmap".
     """
     both = value_and_grad(
         loss_fn,
@@ -154,6 +165,7 @@ def grad(
         batch_specs=batch_specs,
         param_specs=param_specs,
         mesh=mesh,
+        ranks=ranks,
     )
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
@@ -199,6 +211,7 @@ class ValueAndGrad:
       batch_specs: the specs of the batch.
       param_specs: the specs of the parameters.
       mesh: the mesh, or None.
+      ranks: how the loss runs on the ranks.
     """
 
     loss: Loss
@@ -208,6 +221,7 @@ class ValueAndGrad:
     batch_specs: Specs
     param_specs: Specs
     mesh: Any
+    ranks: str
 
     @property
     def stateful(self) -> bool:
@@ -286,15 +300,24 @@ class ValueAndGrad:
                     "each example must be an argument of the call, too, and not closed over."
                 )
             raise
-        check_constraints(OP, "loss_fn", ranks.names, traced.jaxpr)
-        split.check_closure(self._call, *given[:2])
         return _call_compiled(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
 
     def _run(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState) -> Any:
         """Runs the step on all ranks. Returns (value, (aux, changes of the arguments), gradients, new state)."""
+        find = functools.partial(self._find, division, split)
+        program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
+        if self.ranks == "shard_map":
+            check_constraints(OP, "loss_fn", division.names, program)
+        split.check_closure(program, params, arrays)
+        value, extras, rows = _evaluate(program, shapes, params, arrays)
+        return value, extras, *self._send(division, rows, sent, params=params, value=value)
+
+    def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
+        """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
+        division = OverMapped(division) if self.ranks == "vmap" else division
         outputs = Outputs(OP, None, division.rows)
 
-        def of_rank(params: list[Any], arrays: list[Any], sent: ExchangeState) -> tuple[Any, ...]:
+        def of_rank(params: list[Any], arrays: list[Any]) -> tuple[Any, ...]:
             net = division.net()
             arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(arrays, split.keys)]
             arguments = lambda params: split.arguments(params, arrays)
@@ -305,29 +328,36 @@ class ValueAndGrad:
             again = lambda arrays: self._call(split.arguments(params, arrays))[1]
             leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)))
             leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
-            aux = outputs.of_all(leaves, weights and weights[1], net)
-
-            def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
-                at = At(net, params, value, shards=division.shard_axes)
-                return send(self.exchange, grads, sent, at)
-
-            grads, params = self._as_argument(grads), self._as_argument(params)
-            mean, sent = division.on_shards(of_shards, sent)(grads, sent, params, value)
-            return value, aux, mean, sent
+            return value, outputs.of_all(leaves, weights and weights[1], net), row(grads)
 
         arrays = [split.ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
-        rows = ExchangeState(division.rows, P())
         step = division.over(
-            of_rank, in_specs=(P(), list(split.specs), rows), out_specs=(P(), outputs.out_specs, P(), rows)
+            of_rank, in_specs=(P(), list(split.specs)), out_specs=(P(), outputs.out_specs, division.rows)
         )
         try:
-            value, aux, grads, sent = step(params, arrays, sent)
-        except NotImplementedError as error:
-            if "Closing over" not in str(error):
+            value, aux, rows = step(params, arrays)
+        except (NotImplementedError, ValueError) as error:
+            if not any(words in str(error) for words in _CLOSED_OVER):
                 raise
             expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
             raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
-        return value, outputs.tree(aux), grads, sent
+        return value, outputs.tree(aux), rows
+
+    def _send(
+        self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array
+    ) -> tuple[PyTree, ExchangeState]:
+        """Exchanges the rows of gradients. Returns (gradients, new state)."""
+
+        def of_rank(rows: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
+            def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
+                at = At(division.net(), params, value, shards=division.shard_axes)
+                return send(self.exchange, grads, sent, at)
+
+            return division.on_shards(of_shards, sent)(without_row(rows), sent, params, value)
+
+        state = ExchangeState(division.rows, P())
+        step = division.over(of_rank, in_specs=(division.rows, state, P(), P()), out_specs=(P(), state))
+        return step(self._as_argument(rows), sent, self._as_argument(params), value)
 
     def _ranks(self, params: list[Any], others: PyTree = ()) -> tuple[Ranks, OverMesh]:
         """Returns the ranks, and their division of the parameters. `others` are the other arguments."""
@@ -342,9 +372,10 @@ class ValueAndGrad:
     def _check_inside(self) -> None:
         transport_over_axes(OP, self.axis_name)
         specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
-        for name, given in (specs | dict(mesh=self.mesh)).items():
+        mapped = None if self.ranks == "shard_map" else self.ranks
+        for name, given in (specs | dict(mesh=self.mesh, ranks=mapped)).items():
             if given is not None:
-                expected = "None inside of shard_map and pmap, where every rank has its part already"
+                expected = "none inside of shard_map and pmap, where every rank has its part already"
                 raise wrong(OP, name, expected, repr(given), "leave it out")
         if self.stateful:
             remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
@@ -426,6 +457,12 @@ def _bound(names: tuple[Any, ...]) -> bool:
     return False
 
 
+def _evaluate(program: Any, shapes: PyTree, *args: PyTree) -> PyTree:
+    """Returns what a traced program returns, in the structure of `shapes`."""
+    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree_util.tree_leaves(args))
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), found)
+
+
 def _call_compiled(traced: Any, *args: Any, mesh: Any) -> Any:
     """Runs a function that jax.jit has traced, and returns its result for these arguments.
 
@@ -434,15 +471,13 @@ def _call_compiled(traced: Any, *args: Any, mesh: Any) -> Any:
     program, so their values may change between calls.
     """
     consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)
-    evaluate = functools.partial(_compat.eval_jaxpr, getattr(traced.jaxpr, "jaxpr", traced.jaxpr))
-    lowered = jax.jit(evaluate).lower(consts, *flat)
-    text = lowered.as_text()
-    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in (*consts, *flat))
-    dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
-    key = text, places, dtypes, mesh, jax.sharding.get_mesh()
-    program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
+    lowered = jax.jit(functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))).lower(consts, *flat)
+    key = _programs.key(lowered, [*consts, *flat], mesh)
+    program = _compiled.get(key)
     if program is None:
-        program = _compiled[key] = lowered.compile()
+        program = lowered.compile()
+        if key is not None:
+            _compiled[key] = program
         if len(_compiled) > MOST_COMPILED:
             del _compiled[next(iter(_compiled))]
     with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program

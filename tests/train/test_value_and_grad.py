@@ -21,6 +21,7 @@ RANKS = 4
 CODEC = cgx.MaxMin(4, 64)
 PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
 X, MASK = normal((24, 30), 2), jnp.float32(jnp.arange(24) % 7 < jnp.arange(24) // 5)
+MAPPED = pytest.mark.parametrize("ranks", ["shard_map", "vmap"])
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
@@ -77,17 +78,19 @@ def called(how, mesh, f, params, *batch):
 
 
 @KINDS
+@MAPPED
 @pytest.mark.short
 @pytest.mark.parametrize("how", ["jit", "context", "arrays"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_like_jax_with_raw(kind, how, weighted):
+def test_like_jax_with_raw(kind, ranks, how, weighted):
     mesh = mesh_of(kind)
     fun, plain = (learned_fn, lambda *args: jnp.divide(*learned_fn(*args))) if weighted else (loss_fn, loss_fn)
-    found = called(how, mesh, cgx.value_and_grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK)
+    options = dict(weighted=weighted, ranks=ranks)
+    found = called(how, mesh, cgx.value_and_grad(fun, "data", cgx.Raw(), **options), PARAMS, X, MASK)
     expected = jax.value_and_grad(plain)(PARAMS, X, MASK)
     close(found, expected)
     if how == "jit":  # grad takes its mesh and shardings from the same place
-        close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK), expected[1])
+        close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), **options), PARAMS, X, MASK), expected[1])
 
 
 def own_fn(params, x, mask=None):
@@ -104,7 +107,8 @@ def every_way(place, params, *batch):
     fun = weighted_fn if weighted else loss_fn
     asked = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted)
     if place in ("Auto", "Explicit"):
-        return {"value_and_grad": asked(params, *batch)}
+        mapped = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted, ranks="vmap")
+        return {"value_and_grad": asked(params, *batch), "vmap": mapped(params, *batch)}
     mean = lambda grads: cgx.compressed_pmean(grads, "data", cgx.Raw())
     synchronised = lambda params, *batch: own_fn(cgx.sync_in_backward(params, "data", cgx.Raw()), *batch)
     found = {
@@ -137,7 +141,7 @@ def test_no_style_changes_a_number(place, weighted):
                 jax.device_put(PARAMS, NamedSharding(mesh, P())), *jax.device_put(batch, NamedSharding(mesh, P("data")))
             )
     expected = jax.grad(global_mean if weighted else loss_fn)(PARAMS, *batch)
-    assert len(found) == {"Auto": 1, "Explicit": 1, "check_vma": 4}.get(place, 5)
+    assert len(found) == {"Auto": 2, "Explicit": 2, "check_vma": 4}.get(place, 5)
     for grads in found.values():
         close(grads, expected)
 
@@ -176,10 +180,11 @@ LOSSES = [scanned, conditional, looped, with_inner_gradient, with_custom_vjp, ja
 
 
 @KINDS
-def test_losses_that_start_from_constants(kind):
+@MAPPED
+def test_losses_that_start_from_constants(kind, ranks):
     def everything(params, x):
-        found = [cgx.value_and_grad(f, "data", cgx.Raw())(params, x) for f in LOSSES]
-        vmapped = jax.vmap(cgx.value_and_grad(loss_fn, "data", cgx.Raw()), (0, None))
+        found = [cgx.value_and_grad(f, "data", cgx.Raw(), ranks=ranks)(params, x) for f in LOSSES]
+        vmapped = jax.vmap(cgx.value_and_grad(loss_fn, "data", cgx.Raw(), ranks=ranks), (0, None))
         return found, vmapped(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params), x)
 
     found, vmapped = called("jit", mesh_of(kind), everything, PARAMS, X)
@@ -188,9 +193,10 @@ def test_losses_that_start_from_constants(kind):
 
 
 @KINDS
-def test_losses_that_look_at_all_ranks(kind):
+@MAPPED
+def test_losses_that_look_at_all_ranks(kind, ranks):
     """Such losses have a mean over ranks, a sum, or a batch norm with statistics as auxiliary outputs."""
-    declared = dict(has_aux=True, aux_specs=(None, "first"))
+    declared = dict(has_aux=True, aux_specs=(None, "first"), ranks=ranks)
 
     def normalised(params, count, x, mean=lambda h: lax.pmean(h, "data")):
         h = x @ params["w"]
@@ -198,9 +204,10 @@ def test_losses_that_look_at_all_ranks(kind):
         return ((h - center) ** 2).mean() + jnp.sin(center).mean(), (center, count + 1)
 
     def both(params, x):
-        averaged = cgx.value_and_grad(lambda p, x: lax.pmean(loss_fn(p, x), "data"), "data", cgx.Raw())(params, x)
+        mean = lambda p, x: lax.pmean(loss_fn(p, x), "data")
+        averaged = cgx.value_and_grad(mean, "data", cgx.Raw(), ranks=ranks)(params, x)
         total = lambda p, x: (errors_of(p, x).sum(), 1 / lax.axis_size("data"))
-        summed = cgx.value_and_grad(total, "data", cgx.Raw(), weighted=True)(params, x)
+        summed = cgx.value_and_grad(total, "data", cgx.Raw(), weighted=True, ranks=ranks)(params, x)
         return (
             averaged,
             summed,
@@ -256,13 +263,15 @@ def test_a_loop_outside_of_jit():
     close(asked(), expected())
 
 
-def test_auxiliary_outputs_count_as_much_as_their_ranks():
+@MAPPED
+def test_auxiliary_outputs_count_as_much_as_their_ranks(ranks):
     def fun(params, x, mask):
         total, weight = weighted_fn(params, x, mask)
         return (total, weight), {"mse": total / weight, "each": errors_of(params, x).mean(-1)}
 
     mask = MASK.at[:6].set(0)  # one rank has no examples
-    f = cgx.value_and_grad(fun, "data", cgx.Raw(), weighted=True, has_aux=True, mesh=mesh_of(AxisType.Auto))
+    options = dict(weighted=True, has_aux=True, ranks=ranks)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), **options, mesh=mesh_of(AxisType.Auto))
     (value, aux), grads = f(PARAMS, X, mask)
     expected = jax.value_and_grad(global_mean)(PARAMS, X, mask)
     close((value, grads, aux["mse"], aux["each"]), (*expected, expected[0], errors_of(PARAMS, X).mean(-1)))
@@ -322,7 +331,8 @@ def test_an_exchange_with_momentum():
 
 
 @KINDS
-def test_aux_keys_keywords_and_what_is_no_array(kind):
+@MAPPED
+def test_aux_keys_keywords_and_what_is_no_array(kind, ranks):
     mesh, key = mesh_of(kind), jax.random.key(3)
 
     def fun(params, batch, key, *, scale, flag):
@@ -331,7 +341,7 @@ def test_aux_keys_keywords_and_what_is_no_array(kind):
         found = errors_of(params, batch["x"])
         return scale * found.mean(), {"mean": found.mean(), "each": found.mean(-1), "noise": noise}
 
-    f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True, ranks=ranks)
     with jax.set_mesh(mesh):
         (value, aux), grads = jax.jit(lambda p, b, k: f(p, b, k, scale=2.0, flag=True))(
             PARAMS, place(mesh, {"x": X}), key
@@ -349,18 +359,21 @@ def test_aux_keys_keywords_and_what_is_no_array(kind):
 
 
 @KINDS
+@MAPPED
 @pytest.mark.parametrize("argnums", [1, (2, 0)])
-def test_argnums(kind, argnums):
+def test_argnums(kind, ranks, argnums):
     def fun(w, x, b):
         return errors_of({"w": w, "b": b}, x).mean() if argnums != 1 else errors_of({"w": x, "b": b[0]}, w).mean()
 
     args = (PARAMS["w"], X, PARAMS["b"]) if argnums != 1 else (X, PARAMS["w"], PARAMS["b"][None])
     specs = P("data") if argnums != 1 else (P("data"), P())
-    f = cgx.value_and_grad(fun, "data", cgx.Raw(), argnums=argnums, mesh=mesh_of(kind), batch_specs=specs)
+    options = dict(argnums=argnums, batch_specs=specs, ranks=ranks)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), **options, mesh=mesh_of(kind))
     close(f(*args), jax.value_and_grad(fun, argnums)(*args))
 
 
-def test_leaves_without_gradients():
+@MAPPED
+def test_leaves_without_gradients(ranks):
     """An activation and a count have no gradient, but a Python number has one in JAX."""
     params = {**PARAMS, "f": jnp.tanh, "scale": 2.0, "steps": jnp.arange(3)}
 
@@ -368,7 +381,7 @@ def test_leaves_without_gradients():
         return (params["f"](x @ params["w"] + params["b"]) * params["scale"] * jnp.float32(params["steps"][2])).mean()
 
     floats = {k: params[k] for k in ("w", "b", "scale")}
-    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto))
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto), ranks=ranks)
     f = dataclasses.replace(f, exchange=cgx.Feedback(cgx.Raw()))
     (value, grads), _ = f(params, X, state=f.init(params))
     expected = jax.value_and_grad(lambda p: fun({**params, **p}, X))(floats)
@@ -376,7 +389,8 @@ def test_leaves_without_gradients():
     assert [k for k in params if grads[k] is None] == ["f", "steps"]
 
 
-def test_a_module_that_changes():
+@MAPPED
+def test_a_module_that_changes(ranks):
     """NNX: a module keeps what it assigns to itself, such as statistics and counts."""
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
 
@@ -402,7 +416,7 @@ def test_a_module_that_changes():
     with jax.numpy_dtype_promotion("standard"):
         expected = run(nnx.value_and_grad, None, X)
         with jax.set_mesh(mesh):
-            found = run(lambda f: cgx.value_and_grad(f, "data", cgx.Raw()), "data", place(mesh, X))
+            found = run(lambda f: cgx.value_and_grad(f, "data", cgx.Raw(), ranks=ranks), "data", place(mesh, X))
     in_numbers = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     close(*(jax.tree.map(in_numbers, tree) for tree in (found, expected)))
 
@@ -418,12 +432,13 @@ AUX = {
 
 
 @KINDS
+@MAPPED
 @pytest.mark.parametrize("said", AUX, ids=str)
-def test_auxiliary_outputs_are_declared(said, kind):
+def test_auxiliary_outputs_are_declared(said, ranks, kind):
     output, expected = AUX[said]
     loss = lambda params, x: (loss_fn(params, x), {"n": output(params, x), "loss": loss_fn(params, x)})
     specs = {"n": said, "loss": None}
-    f = cgx.value_and_grad(loss, "data", cgx.Raw(), has_aux=True, aux_specs=specs)
+    f = cgx.value_and_grad(loss, "data", cgx.Raw(), has_aux=True, aux_specs=specs, ranks=ranks)
     (value, aux), _ = called("context", mesh_of(kind), f, PARAMS, X)
     numbers = lambda x: jax.random.key_data(x) if said is None else x
     np.testing.assert_allclose(*map(numbers, (aux["n"], expected)), rtol=1e-5)
@@ -441,6 +456,25 @@ def test_the_loss_does_not_run_while_it_is_traced():
 
     jax.jit(cgx.value_and_grad(loss, "data", CODEC, has_aux=True, mesh=mesh_of(AxisType.Auto))).lower(PARAMS, X)
     assert not ran and len(traced) <= 2
+
+
+@MAPPED
+@pytest.mark.parametrize("how", ["eager", "jit"])
+def test_how_often_a_loss_is_traced(ranks, how):
+    """Once, also if each rank has a single example. Twice, if an output may have a row for each example."""
+    traced = []
+
+    def loss(params, x):
+        traced.append(1)
+        return loss_fn(params, x), errors_of(params, x)[:, 0]
+
+    alone, mesh = lambda params, x: loss(params, x)[0], mesh_of(AxisType.Auto)
+    for fun, has_aux, times in ((alone, False, 1), (loss, True, 2)):
+        f = cgx.value_and_grad(fun, "data", CODEC, has_aux=has_aux, mesh=mesh, ranks=ranks)
+        for x in (X, X[:RANKS]):
+            traced.clear()
+            (jax.jit(f) if how == "jit" else f)(PARAMS, x)
+            assert len(traced) == times
 
 
 def test_modules_that_a_pytree_does_not_have():
@@ -504,12 +538,13 @@ def test_a_change_that_would_be_lost_is_refused():
 
 
 @KINDS
-def test_skipped_leaves(kind):
+@MAPPED
+def test_skipped_leaves(kind, ranks):
     """Gradients are those of stop_gradient, and there are no residuals."""
     loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
     params, mesh = {"w": normal((30, 40), 1), "frozen": normal((30, 40), 2)}, mesh_of(kind)
     plan = cgx.Plan(cgx.MaxMin(8), [("^frozen$", cgx.Skip())])
-    f = cgx.value_and_grad(loss, "data", cgx.Feedback(plan), mesh=mesh)
+    f = cgx.value_and_grad(loss, "data", cgx.Feedback(plan), mesh=mesh, ranks=ranks)
     (value, grads), state = f(params, place(mesh, X), state=f.init(params))
     assert f.init(params).own.residuals["frozen"] is state.own.residuals["frozen"] is None
     assert state.own.residuals["w"].any()
@@ -522,7 +557,8 @@ def test_skipped_leaves(kind):
 
 @NESTED
 @KINDS
-def test_other_axes_stay_sharded(kind):
+@MAPPED
+def test_other_axes_stay_sharded(kind, ranks):
     """Shards over "model" are compressed on their devices."""
     mesh = mesh_of(kind, ("data", 2), ("model", 2))
     specs = {"w": P(None, "model"), "b": P("model")}
@@ -533,7 +569,7 @@ def test_other_axes_stay_sharded(kind):
         return (h**2).mean()
 
     given = specs if kind == AxisType.Auto else None
-    f = cgx.value_and_grad(fun, "data", cgx.Feedback(cgx.MaxMin(8, 20)), param_specs=given)
+    f = cgx.value_and_grad(fun, "data", cgx.Feedback(cgx.MaxMin(8, 20)), param_specs=given, ranks=ranks)
     with jax.set_mesh(mesh):
         state = f.init(params)
         step = jax.jit(lambda p, x, s: f(p, x, state=s))
@@ -552,12 +588,14 @@ def test_other_axes_stay_sharded(kind):
 
 @NESTED
 @KINDS
-def test_16_bits_beside_another_axis(kind):
+@MAPPED
+def test_16_bits_beside_another_axis(kind, ranks):
     """XLA on CPUs aborts when it compiles a sum of 16-bit numbers over ranks beside an axis of the partitioner."""
     mesh = mesh_of(kind, ("data", 2), ("model", 2))
     params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
     fun = lambda params, x: (loss_fn(params, x), x.max().astype(jnp.float16))
-    f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True, param_specs={"w": P(), "b": P()})
+    options = dict(has_aux=True, param_specs={"w": P(), "b": P()}, ranks=ranks)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), **options)
     with jax.set_mesh(mesh):
         (value, aux), _ = jax.jit(f)(place(mesh, params, P()), place(mesh, x))
     assert value.dtype == jnp.bfloat16 and aux.dtype == jnp.float16
@@ -610,9 +648,12 @@ def constrained(sharding):
     return jax.jit(lambda x: asked(loss, batch=(x,))).trace(X)
 
 
-def closing_over_shards():
+NAMED = NamedSharding(mesh_of(AxisType.Auto), P("data"))
+
+
+def closing_over_shards(**options):
     inner = lambda x: lambda p, y: ((x @ p["w"]) * y[:, :1]).mean()
-    outer = lambda x, y: cgx.value_and_grad(inner(x), "data", CODEC)(PARAMS, y)
+    outer = lambda x, y: cgx.value_and_grad(inner(x), "data", CODEC, **options)(PARAMS, y)
     jax.jit(outer).trace(*place(mesh_of(AxisType.Explicit), (X, X)))
 
 
@@ -644,9 +685,11 @@ BAD_CALLS = {
         (lambda: asked(has_aux=True), ValueError, "loss_fn", "", "has_aux"),
         (lambda: asked(lambda p, x: (pair(p, x), x), has_aux=True), TypeError, "loss_fn", "a tuple", "weighted=True"),
         (lambda: asked(matmul), ValueError, "loss_fn", "one"),
-        (lambda: constrained(P("data")), ValueError, "loss_fn", "one"),
-        (lambda: constrained(NamedSharding(mesh_of(AxisType.Auto), P("data"))), ValueError, "loss_fn", "one"),
+        (lambda: constrained(P("data")), ValueError, "loss_fn", "one", 'ranks="vmap"'),
+        (lambda: constrained(NAMED), ValueError, "loss_fn", "one", 'ranks="vmap"'),
         (closing_over_shards, ValueError, "loss_fn", "", "pass"),
+        (lambda: closing_over_shards(ranks="vmap"), ValueError, "loss_fn", "", "pass"),
+        (lambda: asked(ranks="pmap"), ValueError, "ranks", "'pmap'"),
         (lambda: asked(batch=(X, jnp.zeros(8))), ValueError, "batch_specs", "leaves [0][0]", "P()"),
         (lambda: asked(batch=(X[:22],)), ValueError, "batch_specs [0][0]", "float32[22, 30]"),
         (lambda: asked(batch=()), ValueError, "batch_specs", "none", "argument"),
@@ -673,6 +716,7 @@ INSIDE = {
     "value_and_grad": [
         (dict(loss_fn=averaged), ValueError, "loss_fn", "one", "pmean"),
         (dict(batch_specs=P("data")), ValueError, "batch_specs", "", "leave"),
+        (dict(ranks="vmap"), ValueError, "ranks", "'vmap'", "leave"),
         (dict(exchange=cgx.Feedback(CODEC)), ValueError, "exchange", "", "carry="),
         (dict(axis_name=("data", "model")), NameError, "axis_name", "", "jax.shard_map"),
     ]
@@ -716,10 +760,12 @@ def test_an_argument_that_is_no_example():
     close(f(PARAMS, x=X), jax.value_and_grad(loss_fn)(PARAMS, X))
 
 
-def test_one_example_of_a_rank_is_not_broadcast():
+@MAPPED
+def test_one_example_of_a_rank_is_not_broadcast(ranks):
     mesh, x, y = mesh_of(AxisType.Auto), X[:RANKS], normal((RANKS, 40), 5)
     fun = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
-    closing = lambda p, x, y: cgx.value_and_grad(lambda p, x: fun(p, x, y), "data", cgx.Raw(), mesh=mesh)(p, x)
+    options = dict(mesh=mesh, ranks=ranks)
+    closing = lambda p, x, y: cgx.value_and_grad(lambda p, x: fun(p, x, y), "data", cgx.Raw(), **options)(p, x)
     words = says("value_and_grad", "loss_fn", got="one that closes over float32[4, 40]")
     for call in (closing, jax.jit(closing)):
         with raises(ValueError, words):
@@ -741,11 +787,13 @@ def test_labels_that_every_rank_has_whole_are_no_part_of_a_split_batch():
     close(f(PARAMS, place(mesh, X), place(mesh, y)), jax.value_and_grad(fun)(PARAMS, X, y))
 
 
+@MAPPED
 @pytest.mark.parametrize("specs", [None, (P("data"), P())], ids=["guessed", "given"])
-def test_kinds_of_keys(specs):
+def test_kinds_of_keys(specs, ranks):
     """Each rank draws its own noise, with typed and with raw keys, one call after the other."""
     noise = lambda params, x, key: (jnp.sum(params * x), jax.random.normal(key, len(x)))
-    f = cgx.value_and_grad(noise, "data", cgx.Raw(), has_aux=True, mesh=mesh_of(AxisType.Auto), batch_specs=specs)
+    options = dict(has_aux=True, batch_specs=specs, ranks=ranks)
+    f = cgx.value_and_grad(noise, "data", cgx.Raw(), **options, mesh=mesh_of(AxisType.Auto))
     for key in jax.random.PRNGKey(3), jax.random.key(3), jax.random.PRNGKey(4):
         (_, drawn), _ = f(jnp.ones(30), X, key)
         for rank, part in enumerate(jnp.split(drawn, RANKS)):
@@ -762,9 +810,11 @@ def test_two_words_or_a_batch_of_two():
     close(f(PARAMS, X[:2], place(mesh, words)), expected)
 
 
-def test_axes_in_another_order():
+@MAPPED
+def test_axes_in_another_order(ranks):
     mesh = mesh_of(AxisType.Auto, ("a", 2), ("b", 2))
     x = place(mesh, X, P(("b", "a")))
     with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][0]", remedy="name the axes")):
         cgx.value_and_grad(loss_fn, ("a", "b"), cgx.Raw())(PARAMS, x)
-    close(cgx.value_and_grad(loss_fn, ("b", "a"), cgx.Raw())(PARAMS, x), jax.value_and_grad(loss_fn)(PARAMS, X))
+    f = cgx.value_and_grad(loss_fn, ("b", "a"), cgx.Raw(), ranks=ranks)
+    close(f(PARAMS, x), jax.value_and_grad(loss_fn)(PARAMS, X))
