@@ -27,6 +27,7 @@ class Split:
     is_array: tuple[bool, ...]  # for each leaf of the other arguments
     specs: tuple[P, ...]  # for each array: how it is split over the ranks
     keys: tuple[bool, ...]  # for each array: whether it is a single random key
+    raw_keys: bool  # whether a key is raw: two words
 
     @property
     def dims(self) -> list[int | None]:
@@ -73,6 +74,7 @@ class Split:
             is_array=tuple(is_array),
             specs=tuple(specs),
             keys=tuple(keys),
+            raw_keys=any(key and _is_raw_key(x) for (_, x), key in zip(arrays, keys)),
         )
 
     def arrays(self, others: PyTree) -> list[Any]:

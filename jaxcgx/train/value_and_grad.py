@@ -25,7 +25,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
 from jaxcgx.train.batch import Ranks, broadcast
-from jaxcgx.train.division import OverMesh, row, without_row
+from jaxcgx.train.division import OverMesh, addable, row, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
@@ -86,8 +86,10 @@ def value_and_grad(
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` with the examples along their first dimension are
         those of the whole batch. Other floating-point values are averaged over the ranks, weighted if weighted=True.
-        Random keys are the first rank's. `aux_specs` says what all other values are. The same holds for variables that
-        a module of Flax NNX changes in itself, but its integers and flags are those of the first rank.
+        Random keys are those of plain JAX, as if their rank weren't folded into the keys that the loss gets. Where it
+        gets raw keys, uint32[2], so are outputs of this type. `aux_specs` says what all other values are. The same
+        holds for variables that a module of Flax NNX changes in itself, but its integers and flags are those of the
+        first rank.
       weighted: whether `loss_fn` returns (sum, weight) instead of a loss. The value is then the sum of all sums divided
         by the sum of all weights, for example a mean over all tokens that are not masked.
       aux_specs: what becomes of `aux`, a tree like it or a prefix of it: "mean", "sum", "first" (the first rank's), or
@@ -315,18 +317,18 @@ class ValueAndGrad:
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
         """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
         division = OverMapped(division) if self.ranks == "vmap" else division
-        outputs = Outputs(OP, None, division.rows)
+        outputs = Outputs(OP, None, division.rows, raw_keys=split.raw_keys)
 
-        def of_rank(params: list[Any], arrays: list[Any]) -> tuple[Any, ...]:
+        def of_rank(params: list[Any], unfolded: list[Any]) -> tuple[Any, ...]:
             net = division.net()
-            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(arrays, split.keys)]
+            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(unfolded, split.keys)]
             arguments = lambda params: split.arguments(params, arrays)
             value, grads, extras, weights = self._differentiate(arguments, params, net)
-            is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            of_changes = {i: None if is_float(x) else "first" for i, x in extras[1].items()}
+            counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            of_changes = {i: "first" if counts(x) else None for i, x in extras[1].items()}
             outputs.specs = self.loss.aux_specs, of_changes
             again = lambda arrays: self._call(split.arguments(params, arrays))[1]
-            leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)))
+            leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)), unfolded)
             leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
             return value, outputs.of_all(leaves, weights and weights[1], net), row(grads)
 

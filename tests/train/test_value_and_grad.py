@@ -800,6 +800,47 @@ def test_kinds_of_keys(specs, ranks):
             np.testing.assert_array_equal(part, jax.random.normal(jax.random.fold_in(key, rank), len(X) // RANKS))
 
 
+@KINDS
+@MAPPED
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_loss_that_returns_the_next_key(kind, ranks, make):
+    """The key is that of plain JAX, though each rank draws noise of its own. XLA computes the rest of the loss once."""
+
+    def threaded(params, x, seeds):
+        key, noise = jax.random.split(seeds["dropout"])
+        drawn = jax.random.normal(noise, len(x))
+        center = lax.pmean(x.mean(), "data")
+        return (errors_of(params, x).mean(-1) + drawn * center).mean(), {"seeds": {"dropout": key}, "drawn": drawn}
+
+    seeds, mesh, floats = {"dropout": make(3)}, mesh_of(kind), []
+    for fun in (threaded, lambda *args: (threaded(*args)[0], None)):
+        f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True, ranks=ranks)
+        step = jax.jit(lambda params, x, f=f: f(params, x, seeds))
+        with jax.set_mesh(mesh):
+            found = cgx.explain(step, PARAMS, place(mesh, X), show=False).collectives
+        floats.append(sum(c.bytes for c in found if c.dtype == "float32"))
+    assert floats[0] == floats[1] > 0
+    f = cgx.value_and_grad(threaded, "data", cgx.Raw(), has_aux=True, ranks=ranks)
+    (_, aux), _ = called("jit", mesh, lambda params, x: f(params, x, seeds), PARAMS, X)
+    plain = jax.random.split(seeds["dropout"])[0]
+    words = lambda key: jax.random.key_data(key) if make is jax.random.key else key
+    assert_same_trees(words(aux["seeds"]["dropout"]), words(plain))
+    drawn = [jax.random.normal(jax.random.split(jax.random.fold_in(seeds["dropout"], i))[1], 6) for i in range(RANKS)]
+    np.testing.assert_array_equal(aux["drawn"], np.concatenate(drawn))
+
+
+def test_a_raw_key_that_is_no_argument():
+    """It may be two counts, so aux_specs says what it is."""
+    loss = lambda params, x: (loss_fn(params, x), {"key": jax.random.PRNGKey(3)})
+    options = dict(has_aux=True, mesh=mesh_of(AxisType.Auto))
+    with raises(
+        ValueError, says("value_and_grad", "loss_fn", at="leaf [0]['key']", got="uint32[2]", remedy='key "first"')
+    ):
+        cgx.value_and_grad(loss, "data", CODEC, **options)(PARAMS, X)
+    f = cgx.value_and_grad(loss, "data", CODEC, aux_specs={"key": "first"}, **options)
+    assert_same_trees(f(PARAMS, X)[0][1], {"key": jax.random.PRNGKey(3)})
+
+
 def test_two_words_or_a_batch_of_two():
     mesh, words = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jnp.uint32([1, 3])
     fun = lambda params, x, ids: (x @ params["w"] * params["b"][ids][:, None] + params["w"][ids][:, :1]).mean()
