@@ -1,6 +1,7 @@
 """Splits the arguments of a `value_and_grad` call: differentiated arguments, arrays for the ranks, and constants."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -215,6 +216,12 @@ def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
         lambda path, x: x if differentiated(path, x) == wanted else None, params
     )
     return take(True), take(False)
+
+
+def as_nnx(grads: PyTree) -> PyTree:
+    """Returns gradients as nnx.value_and_grad does: those of a module of Flax NNX as an nnx.State of its nnx.Params."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx.state(grads, nnx.Param) if nnx and isinstance(grads, nnx.Module) else grads
 
 
 def _is_raw_key(x: Any) -> bool:

@@ -23,8 +23,8 @@ from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, with
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
-from jaxcgx.train.batch import Ranks, broadcast
+from jaxcgx.train.arguments import Split, as_nnx, assign, changes, check_aliases, insert, part, shapes
+from jaxcgx.train.batch import Ranks, as_specs, broadcast
 from jaxcgx.train.division import OverMesh, addable, row, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
@@ -98,7 +98,8 @@ def value_and_grad(
         tuple with a tree of PartitionSpecs (or a prefix of a tree) for each of these positional arguments. A dict
         {name: specs} at the end of the tuple is for keyword arguments.
       param_specs: how the differentiated arguments are sharded over the other axes of the mesh, if their types don't
-        say it: a tree of PartitionSpecs, or a prefix of a tree. Gradients are compressed shard by shard.
+        say it: a tree of PartitionSpecs, NamedShardings or tuples of axes, or a prefix of a tree. For a module of Flax
+        NNX, it may be an nnx.State, as from nnx.get_partition_spec. Gradients are compressed shard by shard.
       mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
       ranks: how the loss runs on the ranks. "shard_map": on each device, as a program of its own, which XLA's
         partitioner doesn't change along the axis. "vmap": as one program in which the ranks are a mapped axis, which
@@ -120,8 +121,8 @@ def value_and_grad(
         axis_name=axis_name,
         exchange=Once(as_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
         argnums=argnums,
-        batch_specs=batch_specs,
-        param_specs=param_specs,
+        batch_specs=as_specs(batch_specs),
+        param_specs=as_specs(param_specs),
         mesh=mesh,
         ranks=ranks,
     )
@@ -257,7 +258,7 @@ class ValueAndGrad:
         for i, new in changed.items():
             whole = list(args), kwargs
             assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
-        result = ((value, aux) if self.loss.has_aux else value), grads
+        result = self._result(value, aux, grads)
         return (result, sent) if self.stateful else result
 
     def init(self, params: Params) -> ExchangeState:
@@ -279,7 +280,12 @@ class ValueAndGrad:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
         grads, _ = send(self.exchange, self._as_argument(grads), sent, At(net))
-        return (value, aux) if self.loss.has_aux else value, grads
+        return self._result(value, aux, grads)
+
+    def _result(self, value: jax.Array, aux: PyTree, grads: PyTree) -> tuple[Any, PyTree]:
+        """Returns what jax.value_and_grad returns; for a module of Flax NNX what nnx.value_and_grad returns."""
+        grads = self._as_argument(list(map(as_nnx, self._as_list(grads))))
+        return ((value, aux) if self.loss.has_aux else value), grads
 
     def _outside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
         """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
@@ -424,7 +430,9 @@ class ValueAndGrad:
 
     def _as_list(self, value: Any) -> Any:
         """Returns the caller's value for the differentiated arguments as a list, or None if it is None."""
-        return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
+        if value is None or isinstance(self.argnums, int):
+            return value if value is None else [value]
+        return [value] * len(self.argnums) if isinstance(value, P) else list(value)
 
     def _as_argument(self, values: Sequence[Any]) -> Any:
         """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""

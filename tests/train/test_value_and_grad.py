@@ -409,7 +409,6 @@ def test_a_module_that_changes(ranks):
         step = nnx.jit(lambda model, x: value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, x))
         for _ in range(2):
             loss, grads = step(model, x)
-        grads = grads if isinstance(grads, nnx.State) else nnx.state(grads, nnx.Param)
         return loss, grads, nnx.state(model)
 
     mesh = mesh_of(AxisType.Auto)
@@ -584,6 +583,59 @@ def test_other_axes_stay_sharded(kind, ranks):
     if kind == AxisType.Auto:  # on an Explicit mesh, JAX gathers all arguments and results of such a shard_map
         assert ("all-gather", "f32") not in sent(text)
     assert ("all-gather", "u8") in sent(text)
+
+
+@NESTED
+@MAPPED
+def test_specs_that_programs_have(ranks):
+    """Trees of NamedShardings, tuples of axes, one spec for several arguments, and what Flax NNX returns."""
+    mesh = mesh_of(AxisType.Auto, ("data", 2), ("model", 2))
+    specs = {"w": P(None, "model"), "b": P("model")}
+    params = jax.tree.map(lambda x, spec: place(mesh, x, spec), PARAMS, specs)
+    tuples = {name: tuple(spec) for name, spec in specs.items()}
+    for given in (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), tuples):
+        f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), param_specs=given, batch_specs=("data",), ranks=ranks)
+        _, grads = found = f(params, place(mesh, X))
+        close(found, jax.value_and_grad(loss_fn)(PARAMS, X))
+        assert grads["w"].sharding.shard_shape((30, 40)) == (30, 20)
+    of_two = lambda w, b, x: loss_fn({"w": w, "b": b}, x)
+    options = dict(argnums=(0, 1), ranks=ranks)
+    f = cgx.value_and_grad(of_two, "data", cgx.Raw(), param_specs=NamedSharding(mesh, P()), **options)
+    close(f(params["w"], params["b"], place(mesh, X))[1], jax.grad(of_two, (0, 1))(PARAMS["w"], PARAMS["b"], X))
+
+
+@NESTED
+@MAPPED
+@pytest.mark.parametrize("of", ["module", "state"])
+def test_specs_of_nnx(ranks, of):
+    """Gradients are what nnx.value_and_grad returns: an nnx.State of nnx.Params."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+    mesh = mesh_of(AxisType.Auto, ("data", 2), ("model", 2))
+    sharded = nnx.with_partitioning(nnx.initializers.normal(), (None, "model"))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(30, 40, rngs=nnx.Rngs(0), kernel_init=sharded)
+            self.mean = nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.mean.set_value(x.mean())
+            return jnp.tanh(self.inner(x)) ** 2
+
+    with jax.set_mesh(mesh):
+        model = Model()
+    expected = nnx.value_and_grad(lambda model, x: model(x).mean())(model, X)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    merged = lambda params, rest, x: nnx.merge(graph, params, nnx.clone(rest))(x).mean()
+    fun, args = ((lambda model, x: model(x).mean()), (model,)) if of == "module" else (merged, (params, rest))
+    for given in (nnx.get_partition_spec(params), nnx.get_named_sharding(params, mesh)):
+        specs = (*[P()] * (len(args) - 1), P("data"))
+        f = cgx.value_and_grad(fun, "data", cgx.Raw(), param_specs=given, batch_specs=specs, ranks=ranks)
+        with jax.set_mesh(mesh):
+            value, grads = f(*args, place(mesh, X))
+        assert type(grads) is nnx.State and jax.tree.structure(grads) == jax.tree.structure(expected[1])
+        close((value, grads), expected)
+        assert grads["inner"]["kernel"].get_value().sharding.shard_shape((30, 40)) == (30, 20)
 
 
 @NESTED
