@@ -23,6 +23,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering as prim_requ
 from jax._src.distributed import global_state as distributed  # its key-value store is not public
 from jax._src.effects import remat_allowed_effects as remat_allowed_effects  # not public
 from jax._src.interpreters import ad as private_ad  # has the transpose rule of shard_map in newer versions
+from jax._src.interpreters.batching import BatchTracer as BatchTracer  # not public
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # the contexts of the mesh in lowering rules
 from jax._src.xla_bridge import backends_are_initialized as backends_are_initialized  # not public
 from jax.core import ShapedArray

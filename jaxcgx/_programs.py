@@ -1,5 +1,6 @@
 """Looks into traced programs, for what their shapes and types don't say. `explain` has looks of its own."""
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxcgx import _compat
+from jaxcgx.typing import PyTree
 
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
 
@@ -91,15 +93,37 @@ def constraints(jaxpr: Any) -> list[Any]:
     return found
 
 
+def evaluate(program: Any, shapes: PyTree, *args: PyTree) -> PyTree:
+    """Returns what a traced program returns for these arguments, in the structure of `shapes`."""
+    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree_util.tree_leaves(args))
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), found)
+
+
 # Whether a program has been compiled before. A loss may close over other values at its next call. jit wouldn't see it.
 
+MOST_COMPILED = 64  # the most programs that are kept
+_compiled: dict[Any, Any] = {}
 
-def key(lowered: Any, args: Sequence[Any], mesh: Any) -> Any:
-    """Returns a key that only programs of the same text for the same kinds of arguments share.
 
-    None: there is none, because the text doesn't name the Python functions that the program calls.
+def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
+    """Runs a function that jax.jit has traced, and returns its result for these arguments.
+
+    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
+    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
+    program, so their values may change between calls.
     """
+    flat = [*traced.jaxpr.consts, *jax.tree_util.tree_leaves(args)]
+    count, evaluate = len(traced.jaxpr.consts), functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))
+    lowered = jax.jit(lambda *flat: evaluate(flat[:count], *flat[count:])).lower(*flat)
     text = lowered.as_text()
-    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in args)
-    dtypes = tuple(getattr(x, "dtype", None) for x in args)  # in the text, a random key is an array of its words
-    return None if "callback" in text else (text, places, dtypes, mesh, jax.sharding.get_mesh())
+    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in flat)
+    dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
+    key = text, places, dtypes, mesh, jax.sharding.get_mesh()
+    program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
+    if program is None:
+        program = _compiled[key] = lowered.compile()
+        if len(_compiled) > MOST_COMPILED:
+            del _compiled[next(iter(_compiled))]
+    with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
+        results = program(*flat)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)

@@ -191,6 +191,7 @@ class Ranks:
     op: str
     mesh: Any
     names: tuple[Any, ...]
+    suggestion: Specs = None  # what batch_specs may be for a call
 
     @classmethod
     def of(cls, op: str, mesh: Any, names: tuple[Any, ...], arrays: Sequence[Any]) -> "Ranks":
@@ -199,7 +200,7 @@ class Ranks:
         known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
         found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
         if found is None:
-            remedy = "pass mesh=, or call it under jax.set_mesh(mesh)"
+            remedy = "pass mesh=, or call it under jax.set_mesh(mesh), also in place of the old `with mesh:`"
             raise wrong(op, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
         if not isinstance(found, Mesh | AbstractMesh):
             raise wrong(op, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
@@ -281,8 +282,8 @@ class Ranks:
     def remedy(self) -> str:
         """The remedy of an error: how to tell how the arguments are split."""
         return (
-            f"pass batch_specs=(P({self.spelled()}), P()), a PartitionSpec for each argument that is not "
-            "differentiated and {name: P()} behind them for those by keyword; P() is for one that every rank has whole"
+            f"pass batch_specs={self.suggestion}, a PartitionSpec for each argument that is not differentiated, in "
+            "their order, and behind them a dict for those by keyword; P() is for one that every rank has whole"
         )
 
     def spelled(self) -> str:

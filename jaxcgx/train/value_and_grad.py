@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat, _programs
-from jaxcgx.checks import check_choice, wrong
+from jaxcgx.checks import check_choice, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import own, vary
@@ -23,8 +23,20 @@ from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, with
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.arguments import Split, as_nnx, assign, changes, check_aliases, insert, part, shapes
-from jaxcgx.train.batch import Ranks, as_specs, broadcast
+from jaxcgx.train.arguments import (
+    Others,
+    Split,
+    as_nnx,
+    assign,
+    changes,
+    check_aliases,
+    closing,
+    insert,
+    notes,
+    part,
+    shapes,
+)
+from jaxcgx.train.batch import Ranks, as_specs
 from jaxcgx.train.division import OverMesh, addable, row, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
@@ -38,8 +50,6 @@ from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
-MOST_COMPILED = 64  # the most programs of calls outside of jit that are kept
-_compiled: dict[Any, Any] = {}
 _CLOSED_OVER = "Closing over", "should match the aval mesh"  # in JAX's errors for closed-over arrays that are sharded
 
 
@@ -56,6 +66,7 @@ def value_and_grad(
     param_specs: Specs = None,
     mesh: Any = None,
     ranks: str = "shard_map",
+    closes_over: PyTree = (),
 ) -> "ValueAndGrad":
     """Makes a `jax.value_and_grad` for a batch that is sharded over an axis of a mesh, with compressed gradients.
 
@@ -105,8 +116,13 @@ def value_and_grad(
         partitioner doesn't change along the axis. "vmap": as one program in which the ranks are a mapped axis, which
         the partitioner distributes. This works for losses that JAX refuses in shard_map, such as Diffrax's, and with
         sharding constraints over the axis. For convolutions, the partitioner gathers activations.
+      closes_over: the arrays of the batch, or trees of them, that `loss_fn` closes over, as in closes_over=(x, y) for a
+        `loss_fn(params)` that is defined inside of a step. Each counts as one more positional argument: the loss gets a
+        rank's part in its place.
     """
-    loss = Loss(OP, loss_fn, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
+    closes_over = closes_over if type(closes_over) is tuple else (closes_over,)
+    function = closing(OP, loss_fn, closes_over) if closes_over and callable(loss_fn) else loss_fn
+    loss = Loss(OP, function, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_axis_names(OP, axis_name)
     check_choice(OP, "ranks", ranks, ("shard_map", "vmap"))
     if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
@@ -125,6 +141,7 @@ def value_and_grad(
         param_specs=as_specs(param_specs),
         mesh=mesh,
         ranks=ranks,
+        closes_over=closes_over,
     )
 
 
@@ -141,6 +158,7 @@ def grad(
     param_specs: Specs = None,
     mesh: Any = None,
     ranks: str = "shard_map",
+    closes_over: PyTree = (),
 ) -> Callable[..., Any]:
     """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
@@ -156,6 +174,7 @@ def grad(
       param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
       mesh: the mesh.
       ranks: "shard_map" or "vmap".
+      closes_over: what `loss_fn` closes over of the batch.
     """
     both = value_and_grad(
         loss_fn,
@@ -169,6 +188,7 @@ def grad(
         param_specs=param_specs,
         mesh=mesh,
         ranks=ranks,
+        closes_over=closes_over,
     )
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
@@ -215,6 +235,7 @@ class ValueAndGrad:
       param_specs: the specs of the parameters.
       mesh: the mesh, or None.
       ranks: how the loss runs on the ranks.
+      closes_over: the arguments that the caller's loss function closes over.
     """
 
     loss: Loss
@@ -225,6 +246,7 @@ class ValueAndGrad:
     param_specs: Specs
     mesh: Any
     ranks: str
+    closes_over: tuple[Any, ...]
 
     @property
     def stateful(self) -> bool:
@@ -236,30 +258,53 @@ class ValueAndGrad:
     ) -> Any:
         if inside := _bound(axis_names(self.axis_name)):
             self._check_inside()
-        if (state is not None) != self.stateful:
-            expected = "what init(params) or the call before returned" if self.stateful else "none with a plan alone"
-            remedy = "" if self.stateful else "pass jaxcgx.Feedback(plan) to keep the errors of compression"
-            raise wrong(OP, "state", expected, "none" if state is None else "some", remedy)
-        if self.stateful and codec_key is not None:
-            expected = f"None with {type(self.exchange).__name__}, which has a key of its own"
-            raise wrong(OP, "codec_key", expected, "one", "write seed= in the exchange")
-        places = self._places(len(args))
-        check_aliases(OP, (args, kwargs))
-        params, fixed = part([args[i] for i in places])
-        if not jax.tree_util.tree_leaves(params):
-            expected = "arguments that have arrays of floating point"
-            got = ", ".join(repr(type(args[i]).__name__) for i in places)
-            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
-        others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
-        sent = ExchangeState(None, codec_key) if state is None else state
-        if inside:
-            return self._inside(places, params, others, sent)
-        value, (aux, changed), grads, sent = self._outside(places, params, others, sent)
-        for i, new in changed.items():
-            whole = list(args), kwargs
-            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
-        result = self._result(value, aux, grads)
+        sent = self._given_state(state, codec_key)
+        value, aux, grads, sent = (self._inside if inside else self._outside)(args, kwargs, sent)
+        grads = self._as_argument(list(map(as_nnx, self._as_list(grads))))
+        result = ((value, aux) if self.loss.has_aux else value), grads
         return (result, sent) if self.stateful else result
+
+    def local(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        """Returns what a call returns, but with the gradients of each rank, of which nothing has been exchanged.
+
+        They have a row for each rank, [ranks, ...], sharded over the axis. Sums of them over micro-batches are for
+        `mean`. The value and the auxiliary outputs are those of all ranks.
+        """
+        if _bound(axis_names(self.axis_name)):
+            remedy = "take jaxcgx.local_value_and_grad and compressed_pmean"
+            raise wrong(OP, "local", "a call outside of shard_map and pmap", "one inside", remedy)
+        value, aux, rows, _ = self._outside(args, kwargs, None)
+        return ((value, aux) if self.loss.has_aux else value), rows
+
+    def mean(
+        self,
+        rows: PyTree,
+        params: Params,
+        *,
+        state: ExchangeState | None = None,
+        codec_key: Key | None = None,
+        value: jax.Array | None = None,
+    ) -> Any:
+        """Exchanges gradients of ranks. Returns their mean, or (mean, state) if a call takes a state.
+
+        Args:
+          rows: gradients with a row for each rank, as from `local`.
+          params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
+          state: as in a call.
+          codec_key: as in a call.
+          value: the mean loss. A schedule of plans waits for it.
+        """
+        sent, (given, _) = self._given_state(state, codec_key), part(self._as_list(params))
+        ranks, division = self._ranks(given)
+        self._check_state(division, given, sent)
+        expected = jax.tree_util.tree_map(lambda x: (ranks.size, *np.shape(x)), given)
+        if jax.tree_util.tree_map(np.shape, self._as_list(rows)) != expected:
+            got = jax.tree_util.tree_map(spell_array, rows)
+            raise wrong(OP, "rows", f"gradients with a row for each of {ranks.size} ranks, as from `local`", got)
+        run = lambda rows, sent, params, value: self._send(division, rows, sent, params=params, value=value)
+        grads, sent = self._jitted(run, self._as_list(rows), sent, given, value, mesh=ranks.mesh)
+        grads = self._as_argument(list(map(as_nnx, self._as_list(grads))))
+        return (grads, sent) if self.stateful else grads
 
     def init(self, params: Params) -> ExchangeState:
         """Returns the state of the exchange, whose arrays per rank have a row for each rank, sharded over the axis.
@@ -271,53 +316,57 @@ class ValueAndGrad:
         _, division = self._ranks(given)
         return jax.jit(lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(given))))()
 
-    def _inside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
-        """Returns the result of a call inside of shard_map, pmap or vmap."""
-        (positional, keywords, fixed), net = others, transport_over_axes(OP, self.axis_name)
+    def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
+        """Returns (value, aux, gradients, None) of a call inside of shard_map, pmap or vmap."""
+        places, params, (positional, keywords, fixed) = self._arguments(args, kwargs)
+        net = transport_over_axes(OP, self.axis_name)
         arguments = lambda params: (insert(positional, places, params, fixed), keywords)
         value, grads, (aux, changed), _ = self._differentiate(arguments, params, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
         grads, _ = send(self.exchange, self._as_argument(grads), sent, At(net))
-        return self._result(value, aux, grads)
+        return value, aux, grads, None
 
-    def _result(self, value: jax.Array, aux: PyTree, grads: PyTree) -> tuple[Any, PyTree]:
-        """Returns what jax.value_and_grad returns; for a module of Flax NNX what nnx.value_and_grad returns."""
-        grads = self._as_argument(list(map(as_nnx, self._as_list(grads))))
-        return ((value, aux) if self.loss.has_aux else value), grads
+    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState | None) -> tuple[Any, ...]:
+        """Splits the arguments over the ranks, and runs the step on all ranks.
 
-    def _outside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
-        """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
+        Returns (value, aux, gradients, new state). Without `sent`, nothing is exchanged: gradients have rows.
+        """
+        places, params, others = self._arguments(args, kwargs)
         ranks, division = self._ranks(params, others)
-        if self.stateful:
-            init = lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(params)))
-            remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
-            check_state(OP, sent, jax.eval_shape(init), remedy)
-        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others))
-        given = params, split.arrays(others), sent
-        # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
-        # because values that the loss closes over may have changed.
-        program = jax.jit(functools.partial(self._run, division, split))
-        try:
-            traced = program.trace(*given)
-        except TypeError as error:
-            if "shape" in str(error):  # a part's shape may not match an array that is closed over
-                error.add_note(
-                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
-                    "each example must be an argument of the call, too, and not closed over."
-                )
-            raise
-        return _call_compiled(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
+        if sent is not None:
+            self._check_state(division, params, sent)
+        with notes(OP, ranks, others):
+            split = Split.of(ranks, places, others=others, specs=self.batch_specs)
+            arrays = split.arrays(others)
+            step = functools.partial(self._run, division, split)
+            value, (aux, changed), grads, sent = self._jitted(step, params, arrays, sent, mesh=ranks.mesh)
+        for i, new in changed.items():
+            whole = [*args, *self.closes_over], kwargs
+            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
+        return value, aux, grads, sent
 
-    def _run(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState) -> Any:
-        """Runs the step on all ranks. Returns (value, (aux, changes of the arguments), gradients, new state)."""
+    def _jitted(self, function: Callable[..., Any], *args: PyTree, mesh: Any) -> Any:
+        """Runs a function in a jit of its own: without, shard_map would run operation by operation.
+
+        Every call makes a new jit, because values that the loss closes over may have changed.
+        """
+        program = jax.jit(function)
+        return _programs.call(program.trace(*args), *args, mesh=mesh) if _compat.is_eager() else program(*args)
+
+    def _run(
+        self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState | None
+    ) -> Any:
+        """Returns (value, (aux, changes of the arguments), gradients, new state), as `_outside`."""
         find = functools.partial(self._find, division, split)
         program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
         if self.ranks == "shard_map":
             check_constraints(OP, "loss_fn", division.names, program)
         split.check_closure(program, params, arrays)
-        value, extras, rows = _evaluate(program, shapes, params, arrays)
+        value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
+        if sent is None:
+            return value, extras, self._as_argument(rows), None
         return value, extras, *self._send(division, rows, sent, params=params, value=value)
 
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
@@ -352,7 +401,7 @@ class ValueAndGrad:
         return value, outputs.tree(aux), rows
 
     def _send(
-        self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array
+        self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array | None
     ) -> tuple[PyTree, ExchangeState]:
         """Exchanges the rows of gradients. Returns (gradients, new state)."""
 
@@ -377,11 +426,39 @@ class ValueAndGrad:
         sharding = Sharding(self.axis_name, params=self._as_argument(specs))
         return ranks, ShardedMesh(ranks.mesh, sharding, gather_plan(sharding))
 
+    def _given_state(self, state: ExchangeState | None, codec_key: Key | None) -> ExchangeState:
+        """Returns the state of the exchange, after a check that the caller passed what the exchange needs."""
+        if (state is not None) != self.stateful:
+            expected = "what init(params) or the call before returned" if self.stateful else "none with a plan alone"
+            remedy = "" if self.stateful else "pass jaxcgx.Feedback(plan) to keep the errors of compression"
+            raise wrong(OP, "state", expected, "none" if state is None else "some", remedy)
+        if self.stateful and codec_key is not None:
+            expected = f"None with {type(self.exchange).__name__}, which has a key of its own"
+            raise wrong(OP, "codec_key", expected, "one", "write seed= in the exchange")
+        return ExchangeState(None, codec_key) if state is None else state
+
+    def _check_state(self, division: OverMesh, params: list[Any], sent: ExchangeState) -> None:
+        if self.stateful:
+            init = lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(params)))
+            remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
+            check_state(OP, sent, jax.eval_shape(init), remedy)
+
+    def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], list[Any], Others]:
+        """Returns (the positions of the differentiated arguments, these arguments, the other arguments)."""
+        places, args = self._places(len(args)), [*args, *self.closes_over]
+        check_aliases(OP, (args, kwargs))
+        params, fixed = part([args[i] for i in places])
+        if not jax.tree_util.tree_leaves(params):
+            expected = "arguments that have arrays of floating point"
+            got = ", ".join(repr(type(args[i]).__name__) for i in places)
+            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
+        return places, params, ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
+
     def _check_inside(self) -> None:
         transport_over_axes(OP, self.axis_name)
         specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
         mapped = None if self.ranks == "shard_map" else self.ranks
-        for name, given in (specs | dict(mesh=self.mesh, ranks=mapped)).items():
+        for name, given in (specs | dict(mesh=self.mesh, ranks=mapped, closes_over=self.closes_over or None)).items():
             if given is not None:
                 expected = "none inside of shard_map and pmap, where every rank has its part already"
                 raise wrong(OP, name, expected, repr(given), "leave it out")
@@ -438,26 +515,6 @@ class ValueAndGrad:
         """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
-    def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
-        """Returns the caller's spec, or None, for each leaf of the other arguments.
-
-        Leaves of the differentiated arguments that have no gradient are whole on every rank.
-        """
-        positional, keywords, fixed = others
-        whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
-        given = self.batch_specs
-        if given is None or isinstance(given, P):
-            return [given] * len(jax.tree_util.tree_leaves((positional, keywords))) + whole
-        given = [given] if isinstance(given, dict) else list(given)
-        named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
-        for name, value in keywords.items():
-            if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
-                raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
-        named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
-        expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
-        expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
-        return broadcast(OP, "batch_specs", [given, named], arguments, expected=expected) + whole
-
 
 def _bound(names: tuple[Any, ...]) -> bool:
     """Returns whether the caller is inside of shard_map, pmap or vmap over one of the axes."""
@@ -465,31 +522,3 @@ def _bound(names: tuple[Any, ...]) -> bool:
         with contextlib.suppress(NameError):
             return bool(lax.axis_size(name))
     return False
-
-
-def _evaluate(program: Any, shapes: PyTree, *args: PyTree) -> PyTree:
-    """Returns what a traced program returns, in the structure of `shapes`."""
-    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree_util.tree_leaves(args))
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), found)
-
-
-def _call_compiled(traced: Any, *args: Any, mesh: Any) -> Any:
-    """Runs a function that jax.jit has traced, and returns its result for these arguments.
-
-    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
-    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
-    program, so their values may change between calls.
-    """
-    consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)
-    lowered = jax.jit(functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))).lower(consts, *flat)
-    key = _programs.key(lowered, [*consts, *flat], mesh)
-    program = _compiled.get(key)
-    if program is None:
-        program = lowered.compile()
-        if key is not None:
-            _compiled[key] = program
-        if len(_compiled) > MOST_COMPILED:
-            del _compiled[next(iter(_compiled))]
-    with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
-        results = program(consts, *flat)
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)

@@ -673,6 +673,105 @@ def test_explain_counts_what_is_saved():
     assert {leaf.path for leaf in found.raw} == {"['b']"}  # the path in the argument, which a plan's rules see
 
 
+@KINDS
+@MAPPED
+def test_micro_batches_share_an_exchange(kind, ranks):
+    """Gradients of ranks are added up in a scan. Their mean is exchanged once."""
+    mesh, codec = mesh_of(kind), cgx.MaxMin(8, 64)
+    f = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(codec), ranks=ranks)
+
+    def step(params, batches, state):
+        def add(total, x):
+            loss, rows = f.local(params, x)
+            return jax.tree.map(jnp.add, total, rows), loss
+
+        total, losses = lax.scan(add, jax.tree.map(jnp.zeros_like, f.local(params, batches[0])[1]), batches)
+        mean = jax.tree.map(lambda x: x / len(batches), total)
+        return losses.mean(), *f.mean(mean, params, state=state, value=losses.mean())
+
+    with jax.set_mesh(mesh):
+        batches = place(mesh, X.reshape(3, 8, 30), P(None, "data"))
+        state, params = f.init(PARAMS), place(mesh, PARAMS, P())
+        value, grads, state = jax.jit(step)(params, batches, state)
+        found = cgx.explain(jax.jit(step), params, batches, state, show=False).collectives
+    assert [(c.operation, c.times) for c in found if c.codec] == [("all-gather", 1)]
+    expected = jax.value_and_grad(loss_fn)(PARAMS, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    for name, g in expected[1].items():
+        np.testing.assert_allclose(grads[name], g, atol=0.02 * np.abs(g).max())
+    assert state.shared.count == 1 and np.any(state.own.residuals["w"])
+
+
+def test_a_mean_of_gradients_by_hand():
+    """Without jit, and with a plan alone. Rows must be those of all ranks."""
+    f = cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto))
+    value, rows = f.local(PARAMS, X)
+    assert_same_trees((value, f.mean(rows, PARAMS)), f(PARAMS, X))
+    with raises(ValueError, says("value_and_grad", "rows", got="{'b'")):
+        f.mean(PARAMS, PARAMS)
+    with raises(ValueError, says("value_and_grad", "state", got="some")):
+        f.mean(rows, PARAMS, state=first(FED))
+
+
+@KINDS
+@MAPPED
+def test_a_loss_that_closes_over_the_batch(kind, ranks):
+    """As a step of Flax defines it. Functions that the loss calls may close over the batch, too."""
+    fed = cgx.compress_gradients("data", FED)
+
+    def step(params, batch, scale, state):
+        x = batch["x"]
+
+        def errors(params):
+            return errors_of(params, x) * scale
+
+        def loss(params, power=2, *, shift=1.0):
+            return (errors(params) ** power * batch["y"][:, None]).mean() + shift
+
+        options = dict(ranks=ranks, closes_over=(batch, x))
+        plain = cgx.value_and_grad(loss, "data", cgx.Raw(), **options)(params)
+        return plain, cgx.value_and_grad(loss, "data", FED, **options)(params, state=state)
+
+    mesh, batch = mesh_of(kind), {"x": X, "y": jnp.arange(24.0)}
+    with jax.set_mesh(mesh):
+        state = fed.init(PARAMS)
+        found, (_, state) = jax.jit(step)(PARAMS, place(mesh, batch), 2.0, state)
+    loss = lambda params: ((errors_of(params, X) * 2) ** 2 * batch["y"][:, None]).mean() + 1
+    close(found, jax.value_and_grad(loss)(PARAMS))
+    assert np.any(state.own.residuals["w"])
+
+
+def test_what_a_loss_does_not_close_over():
+    loss = lambda params: loss_fn(params, X)
+    f = cgx.value_and_grad(loss, "data", CODEC, mesh=mesh_of(AxisType.Auto), closes_over=(X + 0,))
+    with raises(ValueError, says("value_and_grad", "closes_over", got="something", remedy="argument")):
+        f(PARAMS)
+
+
+def test_gradients_of_single_examples():
+    """Under vmap, an error's note says what to write."""
+    f = jax.vmap(cgx.grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto)), (None, 0))
+    with pytest.raises(ValueError, match="share evenly") as caught:
+        f(PARAMS, X)
+    assert re.search(r"jax.vmap\(jax.grad\(loss_fn\).*compressed_pmean", " ".join(caught.value.__notes__))
+
+
+def test_errors_suggest_specs_for_the_call():
+    """They number the arguments as the caller wrote them, and suggest what works."""
+
+    def fun(batch, scale, params, y, *, shift):
+        return (errors_of(params, batch["x"]).mean(-1) * scale[y] + shift[y]).mean()
+
+    args = {"x": X, "n": jnp.arange(3.0)}, jnp.ones(8), PARAMS, jnp.arange(24) % 8
+    specs, shift = ({"n": P(), "x": P("data")}, P(), P("data"), {"shift": P()}), jnp.ones(8)
+    options = dict(argnums=2, mesh=mesh_of(AxisType.Auto))
+    with pytest.raises(ValueError, match=re.escape(f"batch_specs={specs}")) as caught:
+        cgx.value_and_grad(fun, "data", cgx.Raw(), **options)(*args, shift=shift)
+    assert "leaf [0]['n']" in str(caught.value)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), **options, batch_specs=specs)
+    close(f(*args, shift=shift), jax.value_and_grad(fun, 2)(*args, shift=shift))
+
+
 def test_what_a_loss_closes_over_does_not_fit_to_its_part():
     """JAX's error says that shapes differ, and a note adds the reason."""
     closing = lambda p, x: ((errors_of(p, x) - X[:, :1]) ** 2).mean()
@@ -742,15 +841,15 @@ BAD_CALLS = {
         (closing_over_shards, ValueError, "loss_fn", "", "pass"),
         (lambda: closing_over_shards(ranks="vmap"), ValueError, "loss_fn", "", "pass"),
         (lambda: asked(ranks="pmap"), ValueError, "ranks", "'pmap'"),
-        (lambda: asked(batch=(X, jnp.zeros(8))), ValueError, "batch_specs", "leaves [0][0]", "P()"),
-        (lambda: asked(batch=(X[:22],)), ValueError, "batch_specs [0][0]", "float32[22, 30]"),
+        (lambda: asked(batch=(X, jnp.zeros(8))), ValueError, "batch_specs", "leaves [1]", "P()"),
+        (lambda: asked(batch=(X[:22],)), ValueError, "batch_specs [1]", "float32[22, 30]"),
         (lambda: asked(batch=()), ValueError, "batch_specs", "none", "argument"),
         (lambda: asked(params=SHARDED), ValueError, "params [0]", "one sharded", "docs/fsdp.md"),
         (lambda: asked(plan=FED), ValueError, "state", "none"),
         (of_eight, ValueError, "state .own.residuals['b']", "float32[8, 40]", "jaxcgx.restore_state"),
         (lambda: asked(given=dict(state=PARAMS)), ValueError, "state", "some", "jaxcgx.Feedback(plan)"),
-        (lambda: asked(batch_specs=P("model")), ValueError, "batch_specs [0][0]", "'model'"),
-        (lambda: asked(batch_specs=P(None, None, "data")), ValueError, "batch_specs [0][0]", "P"),
+        (lambda: asked(batch_specs=P("model")), ValueError, "batch_specs [1]", "'model'"),
+        (lambda: asked(batch_specs=P(None, None, "data")), ValueError, "batch_specs [1]", "P"),
         (lambda: asked(param_specs={"w": P()}), ValueError, "param_specs", "[{'w'"),
         (lambda: asked(param_specs=P("data")), ValueError, "param_specs [0]['b']", "'data'"),
     ],
@@ -822,7 +921,7 @@ def test_one_example_of_a_rank_is_not_broadcast(ranks):
     for call in (closing, jax.jit(closing)):
         with raises(ValueError, words):
             call(PARAMS, x, y)
-    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", remedy="shard")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="shard")):
         cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, x), place(mesh, y, P()))
     bank = lambda params, x, y: (x @ params["w"] @ y.T).mean()
     f = cgx.value_and_grad(bank, "data", cgx.Raw(), batch_specs=(P("data"), P()))
@@ -833,7 +932,7 @@ def test_labels_that_every_rank_has_whole_are_no_part_of_a_split_batch():
     """The labels would be indexed as those of other ranks' examples. JAX would clamp these indices."""
     mesh, y = mesh_of(AxisType.Auto), jnp.arange(len(X)) % 8
     fun = lambda params, x, y: jax.nn.log_softmax(x @ params["w"])[jnp.arange(len(y)), y].mean()
-    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", remedy="shard")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="shard")):
         cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, X), place(mesh, y, P()))
     f = cgx.value_and_grad(fun, "data", cgx.Raw())
     close(f(PARAMS, place(mesh, X), place(mesh, y)), jax.value_and_grad(fun)(PARAMS, X, y))
@@ -896,7 +995,7 @@ def test_a_raw_key_that_is_no_argument():
 def test_two_words_or_a_batch_of_two():
     mesh, words = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jnp.uint32([1, 3])
     fun = lambda params, x, ids: (x @ params["w"] * params["b"][ids][:, None] + params["w"][ids][:, :1]).mean()
-    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", remedy="jax.random.key P()")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="jax.random.key P()")):
         cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(PARAMS, X[:2], words)
     expected = jax.value_and_grad(fun)(PARAMS, X[:2], words)
     f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)
@@ -907,7 +1006,7 @@ def test_two_words_or_a_batch_of_two():
 def test_axes_in_another_order(ranks):
     mesh = mesh_of(AxisType.Auto, ("a", 2), ("b", 2))
     x = place(mesh, X, P(("b", "a")))
-    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][0]", remedy="name the axes")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [1]", remedy="name the axes")):
         cgx.value_and_grad(loss_fn, ("a", "b"), cgx.Raw())(PARAMS, x)
     f = cgx.value_and_grad(loss_fn, ("b", "a"), cgx.Raw(), ranks=ranks)
     close(f(PARAMS, x), jax.value_and_grad(loss_fn)(PARAMS, X))
