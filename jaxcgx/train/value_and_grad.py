@@ -16,37 +16,23 @@ from jaxcgx import _compat, _programs
 from jaxcgx.checks import check_choice, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
-from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
-from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
-from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, without_constraints
+from jaxcgx.exchange.reduce import reduce, travel_with
+from jaxcgx.exchange.resolve import check_constraints, transport_over_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.arguments import (
-    Others,
-    Split,
-    as_nnx,
-    assign,
-    changes,
-    check_aliases,
-    closing,
-    insert,
-    notes,
-    part,
-    shapes,
-)
+from jaxcgx.train.arguments import Others, Split, as_nnx, assign, check_aliases, closing, insert, notes, part, shapes
 from jaxcgx.train.batch import Ranks, as_specs
 from jaxcgx.train.division import OverMesh, addable, row, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
-from jaxcgx.train.gradient import Loss
+from jaxcgx.train.gradient import Loss, call, differentiate
 from jaxcgx.train.mapped import OverMapped
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import axis_names, check_axis_names
-from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
@@ -223,7 +209,9 @@ class Once:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValueAndGrad:
-    """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
+    """The result of `value_and_grad`: a function like the result of jax.value_and_grad.
+
+    `init` makes the state of an exchange. `local` and `mean` are the two halves of a call.
 
     Attributes:
       loss: the loss function, with `has_aux`, `weighted` and `aux_specs`. The fields below are arguments of
@@ -260,8 +248,7 @@ class ValueAndGrad:
             self._check_inside()
         sent = self._given_state(state, codec_key)
         value, aux, grads, sent = (self._inside if inside else self._outside)(args, kwargs, sent)
-        grads = self._as_argument(list(map(as_nnx, self._as_list(grads))))
-        result = ((value, aux) if self.loss.has_aux else value), grads
+        result = ((value, aux) if self.loss.has_aux else value), self._as_grads(grads)
         return (result, sent) if self.stateful else result
 
     def local(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -303,8 +290,7 @@ class ValueAndGrad:
             raise wrong(OP, "rows", f"gradients with a row for each of {ranks.size} ranks, as from `local`", got)
         run = lambda rows, sent, params, value: self._send(division, rows, sent, params=params, value=value)
         grads, sent = self._jitted(run, self._as_list(rows), sent, given, value, mesh=ranks.mesh)
-        grads = self._as_argument(list(map(as_nnx, self._as_list(grads))))
-        return (grads, sent) if self.stateful else grads
+        return (self._as_grads(grads), sent) if self.stateful else self._as_grads(grads)
 
     def init(self, params: Params) -> ExchangeState:
         """Returns the state of the exchange, whose arrays per rank have a row for each rank, sharded over the axis.
@@ -321,7 +307,7 @@ class ValueAndGrad:
         places, params, (positional, keywords, fixed) = self._arguments(args, kwargs)
         net = transport_over_axes(OP, self.axis_name)
         arguments = lambda params: (insert(positional, places, params, fixed), keywords)
-        value, grads, (aux, changed), _ = self._differentiate(arguments, params, net)
+        value, grads, (aux, changed), _ = differentiate(self.loss, arguments, params, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
@@ -378,11 +364,11 @@ class ValueAndGrad:
             net = division.net()
             arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(unfolded, split.keys)]
             arguments = lambda params: split.arguments(params, arrays)
-            value, grads, extras, weights = self._differentiate(arguments, params, net)
+            value, grads, extras, weights = differentiate(self.loss, arguments, params, net)
             counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
             of_changes = {i: "first" if counts(x) else None for i, x in extras[1].items()}
             outputs.specs = self.loss.aux_specs, of_changes
-            again = lambda arrays: self._call(split.arguments(params, arrays))[1]
+            again = lambda arrays: call(self.loss, split.arguments(params, arrays), net)[1]
             leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)), unfolded)
             leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
             return value, outputs.of_all(leaves, weights and weights[1], net), row(grads)
@@ -466,38 +452,6 @@ class ValueAndGrad:
             remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
             raise wrong(OP, "exchange", "a plan inside of shard_map and pmap", type(self.exchange).__name__, remedy)
 
-    def _differentiate(
-        self, arguments: Callable[[list[Any]], Any], params: list[Any], net: Transport
-    ) -> tuple[jax.Array, list[Any], tuple[PyTree, dict[int, Any]], tuple[jax.Array, jax.Array] | None]:
-        """Returns (the value of all ranks, the rank's gradients, what else the loss returns, the weights or None).
-
-        `arguments` makes the (arguments, keyword arguments) of the loss. What else it returns are (aux, the leaves of
-        its arguments that it has changed). The weights are the rank's and the mean of all.
-        """
-        names = net.names
-        call, given = lambda params: self._call(arguments(params)), vary(params, names)
-        with without_constraints(OP, "loss_fn", names):
-            if not self.loss.weighted:
-                (value, extras), grads = jax.value_and_grad(call, has_aux=True)(given)
-                return plain_reduce(OP, value, net, mean=True), grads, extras, None
-            (total, weight), back, extras = jax.vjp(call, given, has_aux=True)
-            # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its
-            # differential is the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
-            mean, mean_weight = plain_reduce(OP, (total, weight), net, mean=True)
-            value = mean / mean_weight
-            (grads,) = back(vary((1 / mean_weight, -value / mean_weight), names))
-        return value, grads, extras, (weight, mean_weight)
-
-    def _call(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
-        """Calls `loss_fn` with the `given` (arguments, keyword arguments).
-
-        Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
-        """
-        before = jax.tree_util.tree_flatten_with_path(given)
-        loss, weight, _, aux = self.loss.parts(self.loss.function(*given[0], **given[1]))
-        names, extras = axis_names(self.axis_name), (aux, changes(OP, before, given))
-        return own(OP, "loss_fn", names, loss) if weight is None else vary((loss, weight), names), extras
-
     def _places(self, count: int) -> tuple[int, ...]:
         """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
         asked = self._as_list(self.argnums)
@@ -510,6 +464,10 @@ class ValueAndGrad:
         if value is None or isinstance(self.argnums, int):
             return value if value is None else [value]
         return [value] * len(self.argnums) if isinstance(value, P) else list(value)
+
+    def _as_grads(self, grads: PyTree) -> PyTree:
+        """Returns gradients as jax.value_and_grad does, or for modules of Flax NNX as nnx.value_and_grad does."""
+        return self._as_argument(list(map(as_nnx, self._as_list(grads))))
 
     def _as_argument(self, values: Sequence[Any]) -> Any:
         """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
