@@ -93,12 +93,6 @@ def constraints(jaxpr: Any) -> list[Any]:
     return found
 
 
-def evaluate(program: Any, shapes: PyTree, *args: PyTree) -> PyTree:
-    """Returns what a traced program returns for these arguments, in the structure of `shapes`."""
-    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree_util.tree_leaves(args))
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), found)
-
-
 # Whether a program has been compiled before. A loss may close over other values at its next call. jit wouldn't see it.
 
 MOST_COMPILED = 64  # the most programs that are kept
@@ -113,8 +107,8 @@ def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
     program, so their values may change between calls.
     """
     flat = [*traced.jaxpr.consts, *jax.tree_util.tree_leaves(args)]
-    count, evaluate = len(traced.jaxpr.consts), functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))
-    lowered = jax.jit(lambda *flat: evaluate(flat[:count], *flat[count:])).lower(*flat)
+    count, run = len(traced.jaxpr.consts), functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))
+    lowered = jax.jit(lambda *flat: run(flat[:count], *flat[count:])).lower(*flat)
     text = lowered.as_text()
     places = tuple(x.sharding if getattr(x, "committed", False) else None for x in flat)
     dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
@@ -127,3 +121,12 @@ def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
     with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
         results = program(*flat)
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)
+
+
+# What a traced program returns: a loss is traced once, looked at, and then is a part of its caller's program.
+
+
+def evaluate(program: Any, shapes: PyTree, *args: PyTree) -> PyTree:
+    """Returns what a traced program returns for these arguments, in the structure of `shapes`."""
+    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree_util.tree_leaves(args))
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), found)
