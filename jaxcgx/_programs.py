@@ -1,5 +1,6 @@
 """Looks into traced programs, for what their shapes and types don't say. `explain` has looks of its own."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcgx import _compat
 from jaxcgx.typing import PyTree
 
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
@@ -55,7 +57,7 @@ def same_in_vmap(program: Any) -> bool:
 
     It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
     """
-    program = getattr(program, "jaxpr", program)  # newer versions of JAX have only one class of jaxprs
+    program = _compat.open_jaxpr(program)
     values = [value for eqn in program.eqns for value in jax.tree_util.tree_leaves(list(eqn.params.values()))]
     inner = [value for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
     changed = any(re.search("cond|while|callback|ffi_call", eqn.primitive.name) for eqn in program.eqns)
@@ -67,7 +69,7 @@ def same_in_vmap(program: Any) -> bool:
 
 def closed_over(jaxpr: Any, count: int) -> list[Any]:
     """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = _compat.open_jaxpr(jaxpr)
     found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
     for eqn in inner.eqns:
         for value in eqn.params.values():
@@ -76,13 +78,14 @@ def closed_over(jaxpr: Any, count: int) -> list[Any]:
     return found
 
 
-# Where a loss constrains how arrays are sharded. Over the axes of the ranks it must not.
+# Where a loss constrains how arrays are sharded. Over the ranks' axes, which shard_map has made manual, it must not.
+# Without check_vma, JAX refuses a NamedSharding only when it compiles, in the caller's jit. Nothing could explain that.
 
 
 def constraints(jaxpr: Any) -> list[Any]:
     """Returns the PartitionSpecs of all sharding constraints in a traced program."""
     found: list[Any] = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in _compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "sharding_constraint":
             found.append(getattr(eqn.params.get("sharding"), "spec", ()))
         for param in eqn.params.values():
@@ -101,3 +104,42 @@ def digest_of(function: Callable[..., Any], *args: PyTree) -> str:
     text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
     constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
     return hashlib.sha256(text.encode() + constants).hexdigest()[:8]
+
+
+# Whether a program has been compiled before. A loss may close over other values at its next call. jit wouldn't see it.
+
+MOST_COMPILED = 64  # the most programs that are kept
+_compiled: dict[Any, Any] = {}
+
+
+def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
+    """Runs a function that jax.jit has traced, and returns its result for these arguments.
+
+    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
+    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
+    program, so their values may change between calls.
+    """
+    flat = [*traced.jaxpr.consts, *jax.tree_util.tree_leaves(args)]
+    count, run = len(traced.jaxpr.consts), functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))
+    lowered = jax.jit(lambda *flat: run(flat[:count], *flat[count:])).lower(*flat)
+    text = lowered.as_text()
+    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in flat)
+    dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
+    key = text, places, dtypes, mesh, jax.sharding.get_mesh()
+    program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
+    if program is None:
+        program = _compiled[key] = lowered.compile()
+        if len(_compiled) > MOST_COMPILED:
+            del _compiled[next(iter(_compiled))]
+    with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
+        results = program(*flat)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)
+
+
+# What a traced program returns: a loss is traced once, looked at, and then is a part of its caller's program.
+
+
+def evaluate(program: Any, shapes: PyTree, *args: PyTree) -> PyTree:
+    """Returns what a traced program returns for these arguments, in the structure of `shapes`."""
+    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree_util.tree_leaves(args))
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), found)

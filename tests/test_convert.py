@@ -251,6 +251,26 @@ def test_feedback_with_a_gradient_outside():
     assert all(np.abs(r).max() > 1e-4 for r in jax.tree.leaves(found[1]))
 
 
+def test_accumulated_gradients():
+    """Four micro-batches are one step of the whole batch, with one exchange."""
+    section = re.search(r"^## Accumulated gradients\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
+    (source,) = re.findall(CODE, section, re.DOTALL | re.MULTILINE)
+    mesh, optimizer = mesh_of(RANKS), optax.sgd(0.1)
+    split = [jax.device_put(a.reshape(4, -1, a.shape[-1]), NamedSharding(mesh, P(None, "data"))) for a in (X, Y)]
+    names = dict(jax=jax, jnp=jnp, cgx=cgx, optax=optax, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn)
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+        exec(source, names)
+        args = PARAMS, names["compressed"].init(PARAMS), optimizer.init(PARAMS), *split
+        params, *_, loss = names["step"](*args)
+        found = cgx.explain(names["step"], *args, show=False).collectives
+    value, grads = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
+    np.testing.assert_allclose(loss, value, rtol=1e-5)
+    for name, g in grads.items():
+        np.testing.assert_allclose(params[name], PARAMS[name] - 0.1 * g, rtol=1e-4, atol=1e-5)
+    gradients = sum(g.nbytes for g in grads.values())
+    assert gradients <= sum(c.bytes * c.times for c in found) < 2 * gradients
+
+
 def test_compare_once():
     (source,) = re.findall(r"^## Compare once\n.*?^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     mesh = mesh_of(RANKS)

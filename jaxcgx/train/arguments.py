@@ -1,7 +1,11 @@
 """Splits the arguments of a `value_and_grad` call: differentiated arguments, arrays for the ranks, and constants."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import sys
+import types
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +14,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from jaxcgx import _programs
+from jaxcgx import _compat, _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import Ranks, Words, check_spans, dimension, examples, filled, split_batch
-from jaxcgx.typing import PyTree
+from jaxcgx.train.batch import Ranks, Words, broadcast, check_spans, dimension, examples, filled, is_spec, split_batch
+from jaxcgx.typing import PyTree, Specs
+
+# The other positional arguments, the keyword arguments, and what has no gradient in the differentiated arguments.
+Others = tuple[list[Any], dict[str, Any], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,7 @@ class Split:
     is_array: tuple[bool, ...]  # for each leaf of the other arguments
     specs: tuple[P, ...]  # for each array: how it is split over the ranks
     keys: tuple[bool, ...]  # for each array: whether it is a single random key
+    raw_keys: bool  # whether a key is raw: two words
 
     @property
     def dims(self) -> list[int | None]:
@@ -34,20 +42,19 @@ class Split:
         return list(map(dimension, self.specs))
 
     @classmethod
-    def of(cls, ranks: Ranks, places: tuple[int, ...], others: PyTree, given: list[Any]) -> "Split":
-        """Makes the split of a call.
-
-        `others` are the other positional arguments, the keyword arguments, and the leaves of the differentiated
-        arguments that have no gradient. `given` has for each leaf of `others` the caller's spec, or None.
-        """
+    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Others, specs: Specs) -> "Split":
+        """Makes the split of a call. `specs` are the caller's batch_specs."""
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
-        arrays = [leaf for leaf, array in zip(found, is_array) if array]
+        ranks = dataclasses.replace(ranks, suggestion=_suggestion(ranks, others))
+        given, spelled = _given_specs(ranks, specs, others), _spelled(places, others)
+        fixed = {spelled(path) for path, _ in found if path[0].idx == 2}
+        arrays = [(spelled(path), x) for (path, x), array in zip(found, is_array) if array]
         check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
         asked, known, keys = list[P | None](), [ranks.spec_of_batch(x) for _, x in arrays], list[bool]()
         for (path, x), spec, said in zip(arrays, (spec for spec, array in zip(given, is_array) if array), known):
-            # What has no gradient in a differentiated argument, others[2], may be any two words.
-            raw = _is_raw_key(x) and not any((said if spec is None else spec) or ()) and path[0].idx < 2
+            # What has no gradient in a differentiated argument may be any two words.
+            raw = _is_raw_key(x) and not any((said if spec is None else spec) or ()) and path not in fixed
             keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
             asked.append(P() if keys[-1] else spec)
         place = ranks.op, "batch_specs"
@@ -73,6 +80,7 @@ class Split:
             is_array=tuple(is_array),
             specs=tuple(specs),
             keys=tuple(keys),
+            raw_keys=any(key and _is_raw_key(x) for (_, x), key in zip(arrays, keys)),
         )
 
     def arrays(self, others: PyTree) -> list[Any]:
@@ -86,27 +94,135 @@ class Split:
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
-    def check_closure(self, call: Callable[..., Any], params: PyTree, arrays: list[jax.Array]) -> None:
+    def check_closure(self, program: Any, params: PyTree, arrays: list[jax.Array]) -> None:
         """Refuses a loss that closes over an array with as many rows as the batch, if each rank has a single example.
 
         JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
         don't match, and JAX raises an error.
 
-        `call` is a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
+        `program` is a traced function of the parameters and the arrays.
         """
         ranks = self.ranks
         if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
             return
-        given = shapes(params), [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
-        traced = lambda params, arrays: call(self.arguments(params, arrays))[0]
-        axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average over them
-        program = jax.make_jaxpr(traced, axis_env=axes)(*given)
-        for x in _programs.closed_over(program, len(jax.tree_util.tree_leaves(given))):
+        for x in _programs.closed_over(program, len(jax.tree_util.tree_leaves((params, arrays)))):
             if np.shape(x)[:1] == (ranks.size,):
                 expected = "a function that takes the batch as arguments, of which a rank has a single example"
                 got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
                 remedy = f"pass it to the call; if it is no batch, {ranks.remedy}"
                 raise wrong(ranks.op, "loss_fn", expected, got, remedy)
+
+
+def _spelled(places: Sequence[int], others: Others) -> Callable[[KeyPath[Any]], KeyPath[Any]]:
+    """Returns a function from the path of a leaf of the other arguments to its path in the caller's arguments."""
+    rest = [i for i in range(len(places) + len(others[0])) if i not in places]
+
+    def spelled(path: KeyPath[Any]) -> KeyPath[Any]:
+        if path[0].idx == 1:
+            return path[1:]
+        return jax.tree_util.SequenceKey((rest, None, places)[path[0].idx][path[1].idx]), *path[2:]
+
+    return spelled
+
+
+def _given_specs(ranks: Ranks, specs: Specs, others: Others) -> list[P | None]:
+    """Returns the spec of the caller's batch_specs, or None, for each leaf of the other arguments.
+
+    Leaves of the differentiated arguments that have no gradient are whole on every rank.
+    """
+    positional, keywords, fixed = others
+    whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
+    if specs is None or isinstance(specs, P):
+        return [specs] * len(jax.tree_util.tree_leaves((positional, keywords))) + whole
+    given = [specs] if isinstance(specs, dict) else list(specs)
+    named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
+    for name, value in keywords.items():
+        if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
+            raise wrong(ranks.op, "batch_specs", f"one for {name!r}, too", specs, ranks.remedy)
+    named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
+    expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
+    expected += " that are not differentiated"
+    expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
+    return broadcast(ranks.op, "batch_specs", [given, named], arguments, expected=expected) + whole
+
+
+def _suggestion(ranks: Ranks, others: Others) -> Specs:
+    """Returns batch_specs for these arguments: the examples are in arrays of the commonest length that ranks share."""
+    positional, keywords, _ = others
+    lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves((positional, keywords)) if np.ndim(x)]
+    count = max(lengths, key=lambda n: (n % ranks.size == 0, lengths.count(n), n), default=0)
+    rows = P(ranks.names[0] if len(ranks.names) == 1 else ranks.names)
+
+    def of_argument(argument: PyTree) -> Specs:
+        spec = lambda x: rows if np.ndim(x) and np.shape(x)[0] == count else P()
+        specs = jax.tree_util.tree_map(spec, argument)
+        each = set(jax.tree_util.tree_leaves(specs, is_leaf=is_spec)) or {P()}
+        return specs if len(each) > 1 else each.pop()
+
+    named = {name: of_argument(x) for name, x in keywords.items()}
+    return *map(of_argument, positional), *[named] * bool(named)
+
+
+def closing(op: str, function: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns a function of the arguments of `function`, and then of what it closes over instead of `given`."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        values = args[len(args) - len(given) :]
+        pairs = [*zip(given, values), *zip(*map(jax.tree_util.tree_leaves, (given, values)))]
+        found = set[int]()
+        closed = _closed(function, {id(old): new for old, new in pairs}, found)
+        for i, x in enumerate(given):
+            if id(x) not in found and not found.issuperset(map(id, jax.tree_util.tree_leaves(x))):
+                expected, got = "what loss_fn closes over, a Python function", f"something else at {i}"
+                raise wrong(op, "closes_over", expected, got, "make it an argument: def loss_fn(params, x, y)")
+        return closed(*args[: len(args) - len(given)], **kwargs)
+
+    return called
+
+
+def _closed(function: Any, values: dict[int, Any], found: set[int]) -> Any:
+    """Returns a function, and the functions that it closes over, with other values in place of those with these ids."""
+
+    def of_cell(cell: types.CellType) -> types.CellType:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it has no value yet
+            return cell
+        if id(held) in values:
+            found.add(id(held))
+            return types.CellType(values[id(held)])
+        inner = _closed(held, values, found) if isinstance(held, types.FunctionType) and held is not function else held
+        return cell if inner is held else types.CellType(inner)
+
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+    cells = tuple(map(of_cell, function.__closure__))
+    if all(new is old for new, old in zip(cells, function.__closure__)):  # == would compare what they hold
+        return function
+    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+@contextlib.contextmanager
+def notes(op: str, ranks: Ranks, others: Others) -> Generator[None]:
+    """Adds to errors what a loss gets, where its shapes may not match or the batch is mapped by jax.vmap."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if any(isinstance(x, _compat.BatchTracer) for x in jax.tree_util.tree_leaves(others)):
+            error.add_note(
+                f"{op}: under jax.vmap, the batch lacks the dimension that vmap maps. For the gradients of single "
+                "examples (DP-SGD), call jax.vmap(jax.grad(loss_fn), (None, 0)) inside jax.shard_map, where each rank "
+                f"has its examples, clip and average them, and call compressed_pmean(mean, {ranks.spelled()}, plan)."
+            )
+        elif isinstance(error, TypeError) and "shape" in str(error):  # of a part, and of an array that is closed over
+            error.add_note(
+                f"{op}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
+                "each example must be an argument of the call, too, and not closed over, or be in closes_over=(x, y)."
+            )
+        raise
 
 
 def shapes(tree: PyTree) -> PyTree:
@@ -217,6 +333,12 @@ def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
         lambda path, x: x if differentiated(path, x) == wanted else None, params
     )
     return take(True), take(False)
+
+
+def as_nnx(grads: PyTree) -> PyTree:
+    """Returns gradients as nnx.value_and_grad does: those of a module of Flax NNX as an nnx.State of its nnx.Params."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx.state(grads, nnx.Param) if nnx and isinstance(grads, nnx.Module) else grads
 
 
 def _is_raw_key(x: Any) -> bool:

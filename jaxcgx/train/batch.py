@@ -35,6 +35,14 @@ def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, Any]], PyTree]:
     return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
 
 
+def as_specs(given: PyTree) -> Specs:
+    """Returns a caller's tree of specs, with PartitionSpecs in place of NamedShardings and of tuples of axes."""
+    names = lambda x: x is None or isinstance(x, str) or (type(x) is tuple and all(isinstance(n, str) for n in x))
+    spells = lambda x: type(x) is tuple and all(map(names, x)) and any(x)
+    spec = lambda x: x.spec if isinstance(x, NamedSharding) else P(*x) if spells(x) else x
+    return jax.tree_util.tree_map(spec, given, is_leaf=lambda x: is_spec(x) or spells(x))
+
+
 def axes_of(part: Any) -> Names:
     """Returns the axes in `part`, the entry of a spec for one dimension."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
@@ -181,6 +189,7 @@ class Ranks:
     op: str
     mesh: Any
     names: tuple[Any, ...]
+    suggestion: Specs = None  # what batch_specs may be for a call
 
     @classmethod
     def of(cls, op: str, mesh: Any, names: tuple[Any, ...], arrays: Sequence[Any]) -> "Ranks":
@@ -189,7 +198,7 @@ class Ranks:
         known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
         found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
         if found is None:
-            remedy = "pass mesh=, or call it under jax.set_mesh(mesh)"
+            remedy = "pass mesh=, or call it under jax.set_mesh(mesh), also in place of the old `with mesh:`"
             raise wrong(op, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
         if not isinstance(found, Mesh | AbstractMesh):
             raise wrong(op, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
@@ -252,7 +261,8 @@ class Ranks:
         """Returns the caller's spec for every leaf of the parameters."""
         others = [name for name in self.mesh.shape if name not in self.names]
         expected = "a PartitionSpec, or a tree of them like the parameters"
-        specs = broadcast(self.op, "param_specs", param_specs, params, expected=expected)
+        given = list(map(_by_path, param_specs, params)) if isinstance(params, list) else param_specs
+        specs = broadcast(self.op, "param_specs", given, params, expected=expected)
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
         for (path, x), spec in zip(leaves, specs):
             check_spec(self.op, "param_specs", spec, x, path=path, among=others)
@@ -270,8 +280,8 @@ class Ranks:
     def remedy(self) -> str:
         """The remedy of an error: how to tell how the arguments are split."""
         return (
-            f"pass batch_specs=(P({self.spelled()}), P()), a PartitionSpec for each argument that is not "
-            "differentiated and {name: P()} behind them for those by keyword; P() is for one that every rank has whole"
+            f"pass batch_specs={self.suggestion}, a PartitionSpec for each argument that is not differentiated, in "
+            "their order, and behind them a dict for those by keyword; P() is for one that every rank has whole"
         )
 
     def spelled(self) -> str:
@@ -294,6 +304,16 @@ def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterab
                 f"P({names!r})), array)"
             )
             raise wrong(function, "batch", expected, got, remedy, path=path)
+
+
+def _by_path(specs: Specs, params: Params) -> Specs:
+    """Returns specs like the parameters. An nnx.State for a module has those of some paths; the others are whole."""
+    if not hasattr(type(specs), "flat_state") or hasattr(type(params), "flat_state"):
+        return specs
+    names = lambda path: tuple(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path)
+    known = {names(path): spec for path, spec in flatten_specs(specs)[0]}
+    found = jax.tree_util.tree_map_with_path(lambda path, _: known.pop(names(path), P()), params)
+    return specs if known else found
 
 
 def _sharding(x: ArrayLike) -> NamedSharding | None:

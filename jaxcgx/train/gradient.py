@@ -11,8 +11,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _programs
 from jaxcgx.checks import check_flag, spell_array, wrong
+from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.resolve import without_constraints
+from jaxcgx.train.arguments import changes
 from jaxcgx.train.batch import OP
 from jaxcgx.train.division import Division, after, wide
 from jaxcgx.train.outputs import ModelState, Outputs, added, as_model_state
@@ -134,6 +136,41 @@ def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
         expected = f"batches that every rank can split into {parts}"
         raise wrong(OP, "accumulate", expected, f"{spell_array(x)} on a rank")
     return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
+
+
+Arguments = tuple[list[Any], dict[str, Any]]  # those by position, and those by keyword
+
+
+def call(loss: Loss, given: Arguments, net: Transport) -> tuple[Any, tuple[Any, dict[int, Any]]]:
+    """Calls a loss function with arguments of any number.
+
+    Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
+    """
+    before = jax.tree_util.tree_flatten_with_path(given)
+    value, weight, _, aux = loss.parts(loss.function(*given[0], **given[1]))
+    extras = aux, changes(loss.op, before, given)
+    return own(loss.op, "loss_fn", net.names, value) if weight is None else vary((value, weight), net.names), extras
+
+
+def differentiate(
+    loss: Loss, arguments: Callable[[list[Any]], Arguments], params: list[Any], net: Transport
+) -> tuple[jax.Array, list[Any], tuple[PyTree, dict[int, Any]], tuple[jax.Array, jax.Array] | None]:
+    """Returns (the value of all ranks, the rank's gradients, what else the loss returns, the weights or None).
+
+    `arguments` makes the arguments of the loss from the parameters. The weights are the rank's and the mean of all.
+    """
+    of_params, given = lambda params: call(loss, arguments(params), net), vary(params, net.names)
+    with without_constraints(loss.op, "loss_fn", net.names):
+        if not loss.weighted:
+            (value, extras), grads = jax.value_and_grad(of_params, has_aux=True)(given)
+            return plain_reduce(loss.op, value, net, mean=True), grads, extras, None
+        (total, weight), back, extras = jax.vjp(of_params, given, has_aux=True)
+        # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its
+        # differential is the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
+        mean, mean_weight = plain_reduce(loss.op, (total, weight), net, mean=True)
+        value = mean / mean_weight
+        (grads,) = back(vary((1 / mean_weight, -value / mean_weight), net.names))
+    return value, grads, extras, (weight, mean_weight)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -29,16 +29,27 @@ class Outputs:
     rows: P  # the PartitionSpec of arrays with the examples of all ranks
     _: dataclasses.KW_ONLY
     guessed: bool = False  # whether it is only a guess which dimension of a batch has the examples
+    raw_keys: bool = False  # whether the loss gets raw random keys, so that uint32[2] is one
     # The structure of the outputs. None: the loss has none.
     structure: PyTree = dataclasses.field(default=None, init=False)
-    # For each output "mean", "sum", "first", or the dimension along which those of ranks and micro-batches are joined.
+    # For each output "mean", "sum", "first", "key", or the dimension along which those of ranks and micro-batches are
+    # joined.
     kinds: list[str | int] = dataclasses.field(default_factory=list, init=False)
 
-    def learn(self, aux: PyTree, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.Array]:
+    def learn(
+        self,
+        aux: PyTree,
+        again: Callable[[list[jax.Array]], PyTree],
+        batch: Batched,
+        unfolded: list[jax.Array] | None = None,
+    ) -> list[jax.Array]:
         """Returns the leaves of the outputs of a part of a batch.
 
         `again` returns the outputs for other leaves of a batch. It is traced only if the first dimension of an output
         is as long as there are examples, for twice as many. `batch` has the leaves of the part.
+
+        `unfolded` has the leaves with the keys that are the same on every rank. For outputs that are random keys,
+        `again` is traced for these: such outputs are those of plain JAX.
         """
         found, self.structure = jax.tree_util.tree_flatten_with_path(aux)
         examples = next((x.shape[d] for x, d in batch if d is not None), None)
@@ -51,8 +62,11 @@ class Outputs:
             for i, (doubt, x) in enumerate(zip(unsure, leaves))
         ]
         self.kinds = [
-            0 if rows else _kind(self.op, path, x, s) for (path, _), x, rows, s in zip(found, leaves, joined, said)
+            0 if rows else self._kind(path, x, s) for (path, _), x, rows, s in zip(found, leaves, joined, said)
         ]
+        if unfolded is not None and "key" in self.kinds:
+            keys = jax.tree_util.tree_leaves(again(unfolded))
+            leaves = [key if kind == "key" else x for x, key, kind in zip(leaves, keys, self.kinds)]
         return leaves
 
     def _said(self, aux: PyTree) -> list[str | P | None]:
@@ -71,6 +85,25 @@ class Outputs:
             expected, got = "a function of any number of examples, with has_aux", "one that fails for twice as many"
             remedy = "take sizes from the shapes of the batch, or say in aux_specs what its outputs are"
             raise wrong(self.op, "loss_fn", expected, got, remedy) from error
+
+    def _kind(self, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
+        """Returns the kind of an output that doesn't have the examples first, or of which the caller says `said`."""
+        if isinstance(said, P):
+            return "first" if (d := dimension(said)) is None else d
+        if said in WAYS:
+            return said
+        if said is not None:
+            raise wrong(self.op, "aux_specs", f"{', '.join(map(repr, WAYS))} or a PartitionSpec", repr(said), path=path)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return "mean"
+        words = spell_array(x) == "uint32[2]"
+        if not addable(x) or (words and self.raw_keys):
+            return "key"
+        expected = "auxiliary outputs that are floating point, or have the examples along their first dimension"
+        remedy = 'return a mean, as in (prediction == label).mean(), or say in aux_specs that it is "sum" or "first"'
+        if words:
+            remedy = 'if it is a random key, make it with jax.random.key, or say "first" in aux_specs'
+        raise wrong(self.op, "loss_fn", expected, spell_array(x), remedy, path=path)
 
     def weighted(self, leaves: list[jax.Array], weight: jax.Array) -> list[jax.Array]:
         """Returns the outputs of a part, those that are averaged times its weight."""
@@ -91,7 +124,7 @@ class Outputs:
         for x, kind in zip(leaves, self.kinds):
             if isinstance(kind, int):
                 found["joined"].append(jnp.moveaxis(x, kind, 0))
-            elif kind == "first":
+            elif kind in ("first", "key"):
                 found["shared"].append(first_of(x, net))
             elif kind == "sum":
                 found["shared"].append(net.plain_psum(x))
@@ -114,28 +147,11 @@ class Outputs:
         return self.structure.unflatten(each)
 
 
-def _kind(op: str, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
-    """Returns the kind of an output that doesn't have the examples along its first dimension, or of which `said` is."""
-    if isinstance(said, P):
-        return "first" if (d := dimension(said)) is None else d
-    if said in WAYS:
-        return said
-    if said is not None:
-        raise wrong(op, "aux_specs", f"{', '.join(map(repr, WAYS))} or a PartitionSpec", repr(said), path=path)
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return "mean"
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return "first"
-    expected = "auxiliary outputs that are floating point, or have the examples along their first dimension"
-    remedy = 'return a mean, as in (prediction == label).mean(), or say in aux_specs that it is "sum" or "first"'
-    raise wrong(op, "loss_fn", expected, spell_array(x), remedy, path=path)
-
-
 def _joined(x: jax.Array, kind: str | int, parts: int) -> jax.Array:
     if isinstance(kind, int):
         x = jnp.moveaxis(x, 0, kind)
         return x.reshape(*x.shape[:kind], -1, *x.shape[kind + 2 :])
-    if kind == "first":
+    if kind in ("first", "key"):
         return x[-1]
     total = added(x)
     return (total / parts if kind == "mean" else total).astype(x.dtype)

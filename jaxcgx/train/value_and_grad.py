@@ -12,33 +12,31 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx import _compat
-from jaxcgx.checks import wrong
+from jaxcgx import _compat, _programs
+from jaxcgx.checks import check_choice, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
-from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
-from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
-from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, without_constraints
+from jaxcgx.exchange.reduce import reduce, travel_with
+from jaxcgx.exchange.resolve import check_constraints, transport_over_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.arguments import Split, assign, changes, check_aliases, insert, part, shapes
-from jaxcgx.train.batch import Ranks, broadcast
-from jaxcgx.train.division import OverMesh
+from jaxcgx.train.arguments import Others, Split, as_nnx, assign, check_aliases, closing, insert, notes, part, shapes
+from jaxcgx.train.batch import Ranks, as_specs
+from jaxcgx.train.division import OverMesh, addable, row, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
-from jaxcgx.train.gradient import Loss
+from jaxcgx.train.gradient import Loss, call, differentiate
+from jaxcgx.train.mapped import OverMapped
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import as_axis_names, axis_names
-from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
-MOST_COMPILED = 64  # the most programs of calls outside of jit that are kept
-_compiled: dict[Any, Any] = {}
+_CLOSED_OVER = "Closing over", "should match the aval mesh"  # in JAX's errors for closed-over arrays that are sharded
 
 
 def value_and_grad(
@@ -53,6 +51,8 @@ def value_and_grad(
     batch_specs: Specs = None,
     param_specs: Specs = None,
     mesh: Any = None,
+    ranks: str = "shard_map",
+    closes_over: PyTree = (),
 ) -> "ValueAndGrad":
     """Makes a `jax.value_and_grad` for a batch that is sharded over an axis of a mesh, with compressed gradients.
 
@@ -83,8 +83,10 @@ def value_and_grad(
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` with the examples along their first dimension are
         those of the whole batch. Other floating-point values are averaged over the ranks, weighted if weighted=True.
-        Random keys are the first rank's. `aux_specs` says what all other values are. The same holds for variables that
-        a module of Flax NNX changes in itself, but its integers and flags are those of the first rank.
+        Random keys are those of plain JAX, as if their rank weren't folded into the keys that the loss gets. Where it
+        gets raw keys, uint32[2], so are outputs of this type. `aux_specs` says what all other values are. The same
+        holds for variables that a module of Flax NNX changes in itself, but its integers and flags are those of the
+        first rank.
       weighted: whether `loss_fn` returns (sum, weight) instead of a loss. The value is then the sum of all sums divided
         by the sum of all weights, for example a mean over all tokens that are not masked.
       aux_specs: what becomes of `aux`, a tree like it or a prefix of it: "mean", "sum", "first" (the first rank's), or
@@ -93,11 +95,22 @@ def value_and_grad(
         tuple with a tree of PartitionSpecs (or a prefix of a tree) for each of these positional arguments. A dict
         {name: specs} at the end of the tuple is for keyword arguments.
       param_specs: how the differentiated arguments are sharded over the other axes of the mesh, if their types don't
-        say it: a tree of PartitionSpecs, or a prefix of a tree. Gradients are compressed shard by shard.
+        say it: a tree of PartitionSpecs, NamedShardings or tuples of axes, or a prefix of a tree. For a module of Flax
+        NNX, it may be an nnx.State, as from nnx.get_partition_spec. Gradients are compressed shard by shard.
       mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
+      ranks: how the loss runs on the ranks. "shard_map": on each device, as a program of its own, which XLA's
+        partitioner doesn't change along the axis. "vmap": as one program in which the ranks are a mapped axis, which
+        the partitioner distributes. This works for losses that JAX refuses in shard_map, such as Diffrax's, and with
+        sharding constraints over the axis. For convolutions, the partitioner gathers activations.
+      closes_over: the arrays of the batch, or trees of them, that `loss_fn` closes over, as in closes_over=(x, y) for a
+        `loss_fn(params)` that is defined inside of a step. Each counts as one more positional argument: the loss gets a
+        rank's part in its place.
     """
-    loss = Loss(OP, loss_fn, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
+    closes_over = closes_over if type(closes_over) is tuple else (closes_over,)
+    function = closing(OP, loss_fn, closes_over) if closes_over and callable(loss_fn) else loss_fn
+    loss = Loss(OP, function, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     as_axis_names(OP, axis_name)
+    check_choice(OP, "ranks", ranks, ("shard_map", "vmap"))
     if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
         remedy = (
             'for an nnx.DiffState, pass its position, and skip what is frozen: cgx.Plan(codec, rules=[("kernel", '
@@ -110,9 +123,11 @@ def value_and_grad(
         axis_name=axis_name,
         exchange=Once(as_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
         argnums=argnums,
-        batch_specs=batch_specs,
-        param_specs=param_specs,
+        batch_specs=as_specs(batch_specs),
+        param_specs=as_specs(param_specs),
         mesh=mesh,
+        ranks=ranks,
+        closes_over=closes_over,
     )
 
 
@@ -128,6 +143,8 @@ def grad(
     batch_specs: Specs = None,
     param_specs: Specs = None,
     mesh: Any = None,
+    ranks: str = "shard_map",
+    closes_over: PyTree = (),
 ) -> Callable[..., Any]:
     """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
@@ -142,6 +159,8 @@ def grad(
       batch_specs: how the arguments that are not differentiated are split.
       param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
       mesh: the mesh.
+      ranks: "shard_map" or "vmap".
+      closes_over: what `loss_fn` closes over of the batch.
     """
     both = value_and_grad(
         loss_fn,
@@ -154,6 +173,8 @@ def grad(
         batch_specs=batch_specs,
         param_specs=param_specs,
         mesh=mesh,
+        ranks=ranks,
+        closes_over=closes_over,
     )
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +209,9 @@ class Once:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValueAndGrad:
-    """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`.
+    """The result of `value_and_grad`: a function like the result of jax.value_and_grad.
+
+    `init` makes the state of an exchange. `local` and `mean` are the two halves of a call.
 
     Attributes:
       loss: the loss function, with `has_aux`, `weighted` and `aux_specs`. The fields below are arguments of
@@ -199,6 +222,8 @@ class ValueAndGrad:
       batch_specs: the specs of the batch.
       param_specs: the specs of the parameters.
       mesh: the mesh, or None.
+      ranks: how the loss runs on the ranks.
+      closes_over: the arguments that the caller's loss function closes over.
     """
 
     loss: Loss
@@ -208,6 +233,8 @@ class ValueAndGrad:
     batch_specs: Specs
     param_specs: Specs
     mesh: Any
+    ranks: str
+    closes_over: tuple[Any, ...]
 
     @property
     def stateful(self) -> bool:
@@ -219,30 +246,51 @@ class ValueAndGrad:
     ) -> Any:
         if inside := _bound(axis_names(self.axis_name)):
             self._check_inside()
-        if (state is not None) != self.stateful:
-            expected = "what init(params) or the call before returned" if self.stateful else "none with a plan alone"
-            remedy = "" if self.stateful else "pass jaxcgx.Feedback(plan) to keep the errors of compression"
-            raise wrong(OP, "state", expected, "none" if state is None else "some", remedy)
-        if self.stateful and codec_key is not None:
-            expected = f"None with {type(self.exchange).__name__}, which has a key of its own"
-            raise wrong(OP, "codec_key", expected, "one", "write seed= in the exchange")
-        places = self._places(len(args))
-        check_aliases(OP, (args, kwargs))
-        params, fixed = part([args[i] for i in places])
-        if not jax.tree_util.tree_leaves(params):
-            expected = "arguments that have arrays of floating point"
-            got = ", ".join(repr(type(args[i]).__name__) for i in places)
-            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
-        others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
-        sent = ExchangeState(None, codec_key) if state is None else state
-        if inside:
-            return self._inside(places, params, others, sent)
-        value, (aux, changed), grads, sent = self._outside(places, params, others, sent)
-        for i, new in changed.items():
-            whole = list(args), kwargs
-            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
-        result = ((value, aux) if self.loss.has_aux else value), grads
+        sent = self._given_state(state, codec_key)
+        value, aux, grads, sent = (self._inside if inside else self._outside)(args, kwargs, sent)
+        result = ((value, aux) if self.loss.has_aux else value), self._as_grads(grads)
         return (result, sent) if self.stateful else result
+
+    def local(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        """Returns what a call returns, but with the gradients of each rank, of which nothing has been exchanged.
+
+        They have a row for each rank, [ranks, ...], sharded over the axis. Sums of them over micro-batches are for
+        `mean`. The value and the auxiliary outputs are those of all ranks.
+        """
+        if _bound(axis_names(self.axis_name)):
+            remedy = "take jaxcgx.local_value_and_grad and compressed_pmean"
+            raise wrong(OP, "local", "a call outside of shard_map and pmap", "one inside", remedy)
+        value, aux, rows, _ = self._outside(args, kwargs, None)
+        return ((value, aux) if self.loss.has_aux else value), rows
+
+    def mean(
+        self,
+        rows: PyTree,
+        params: Params,
+        *,
+        state: ExchangeState | None = None,
+        codec_key: Key | None = None,
+        value: jax.Array | None = None,
+    ) -> Any:
+        """Exchanges gradients of ranks. Returns their mean, or (mean, state) if a call takes a state.
+
+        Args:
+          rows: gradients with a row for each rank, as from `local`.
+          params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
+          state: as in a call.
+          codec_key: as in a call.
+          value: the mean loss. A schedule of plans waits for it.
+        """
+        sent, (given, _) = self._given_state(state, codec_key), part(self._as_list(params))
+        ranks, division = self._ranks(given)
+        self._check_state(division, given, sent)
+        expected = jax.tree_util.tree_map(lambda x: (ranks.size, *np.shape(x)), given)
+        if jax.tree_util.tree_map(np.shape, self._as_list(rows)) != expected:
+            got = jax.tree_util.tree_map(spell_array, rows)
+            raise wrong(OP, "rows", f"gradients with a row for each of {ranks.size} ranks, as from `local`", got)
+        run = lambda rows, sent, params, value: self._send(division, rows, sent, params=params, value=value)
+        grads, sent = self._jitted(run, self._as_list(rows), sent, given, value, mesh=ranks.mesh)
+        return (self._as_grads(grads), sent) if self.stateful else self._as_grads(grads)
 
     def init(self, params: Params) -> ExchangeState:
         """Returns the state of the exchange, whose arrays per rank have a row for each rank, sharded over the axis.
@@ -254,80 +302,105 @@ class ValueAndGrad:
         _, division = self._ranks(given)
         return jax.jit(lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(given))))()
 
-    def _inside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
-        """Returns the result of a call inside of shard_map, pmap or vmap."""
-        (positional, keywords, fixed), net = others, transport_over_axes(OP, self.axis_name)
+    def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
+        """Returns (value, aux, gradients, None) of a call inside of shard_map, pmap or vmap."""
+        places, params, (positional, keywords, fixed) = self._arguments(args, kwargs)
+        net = transport_over_axes(OP, self.axis_name)
         arguments = lambda params: (insert(positional, places, params, fixed), keywords)
-        value, grads, (aux, changed), _ = self._differentiate(arguments, params, net)
+        value, grads, (aux, changed), _ = differentiate(self.loss, arguments, params, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
         grads, _ = send(self.exchange, self._as_argument(grads), sent, At(net))
-        return (value, aux) if self.loss.has_aux else value, grads
+        return value, aux, grads, None
 
-    def _outside(self, places: tuple[int, ...], params: list[Any], others: PyTree, sent: ExchangeState) -> Any:
-        """Splits the arguments over the ranks, and runs the step on all ranks. Returns the results of `_run`."""
+    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState | None) -> tuple[Any, ...]:
+        """Splits the arguments over the ranks, and runs the step on all ranks.
+
+        Returns (value, aux, gradients, new state). Without `sent`, nothing is exchanged: gradients have rows.
+        """
+        places, params, others = self._arguments(args, kwargs)
         ranks, division = self._ranks(params, others)
-        if self.stateful:
-            init = lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(params)))
-            remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
-            check_state(OP, sent, jax.eval_shape(init), remedy)
-        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others))
-        given = params, split.arrays(others), sent
-        # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
-        # because values that the loss closes over may have changed.
-        program = jax.jit(functools.partial(self._run, division, split))
-        try:
-            traced = program.trace(*given)
-        except TypeError as error:
-            if "shape" in str(error):  # a part's shape may not match an array that is closed over
-                error.add_note(
-                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
-                    "each example must be an argument of the call, too, and not closed over."
-                )
-            raise
-        check_constraints(OP, "loss_fn", ranks.names, traced.jaxpr)
-        split.check_closure(self._call, *given[:2])
-        return _call_compiled(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
+        if sent is not None:
+            self._check_state(division, params, sent)
+        with notes(OP, ranks, others):
+            split = Split.of(ranks, places, others=others, specs=self.batch_specs)
+            arrays = split.arrays(others)
+            step = functools.partial(self._run, division, split)
+            value, (aux, changed), grads, sent = self._jitted(step, params, arrays, sent, mesh=ranks.mesh)
+        for i, new in changed.items():
+            whole = [*args, *self.closes_over], kwargs
+            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
+        return value, aux, grads, sent
 
-    def _run(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState) -> Any:
-        """Runs the step on all ranks. Returns (value, (aux, changes of the arguments), gradients, new state)."""
-        outputs = Outputs(OP, None, division.rows)
+    def _jitted(self, function: Callable[..., Any], *args: PyTree, mesh: Any) -> Any:
+        """Runs a function in a jit of its own: without, shard_map would run operation by operation.
 
-        def of_rank(params: list[Any], arrays: list[Any], sent: ExchangeState) -> tuple[Any, ...]:
+        Every call makes a new jit, because values that the loss closes over may have changed.
+        """
+        program = jax.jit(function)
+        return _programs.call(program.trace(*args), *args, mesh=mesh) if _compat.is_eager() else program(*args)
+
+    def _run(
+        self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState | None
+    ) -> Any:
+        """Returns (value, (aux, changes of the arguments), gradients, new state), as `_outside`."""
+        find = functools.partial(self._find, division, split)
+        program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
+        if self.ranks == "shard_map":
+            check_constraints(OP, "loss_fn", division.names, program)
+        split.check_closure(program, params, arrays)
+        value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
+        if sent is None:
+            return value, extras, self._as_argument(rows), None
+        return value, extras, *self._send(division, rows, sent, params=params, value=value)
+
+    def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
+        """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
+        division = OverMapped(division) if self.ranks == "vmap" else division
+        outputs = Outputs(OP, None, division.rows, raw_keys=split.raw_keys)
+
+        def of_rank(params: list[Any], unfolded: list[Any]) -> tuple[Any, ...]:
             net = division.net()
-            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(arrays, split.keys)]
+            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(unfolded, split.keys)]
             arguments = lambda params: split.arguments(params, arrays)
-            value, grads, extras, weights = self._differentiate(arguments, params, net)
-            is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            of_changes = {i: None if is_float(x) else "first" for i, x in extras[1].items()}
+            value, grads, extras, weights = differentiate(self.loss, arguments, params, net)
+            counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+            of_changes = {i: "first" if counts(x) else None for i, x in extras[1].items()}
             outputs.specs = self.loss.aux_specs, of_changes
-            again = lambda arrays: self._call(split.arguments(params, arrays))[1]
-            leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)))
+            again = lambda arrays: call(self.loss, split.arguments(params, arrays), net)[1]
+            leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)), unfolded)
             leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
-            aux = outputs.of_all(leaves, weights and weights[1], net)
-
-            def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
-                at = At(net, params, value, shards=division.shard_axes)
-                return send(self.exchange, grads, sent, at)
-
-            grads, params = self._as_argument(grads), self._as_argument(params)
-            mean, sent = division.on_shards(of_shards, sent)(grads, sent, params, value)
-            return value, aux, mean, sent
+            return value, outputs.of_all(leaves, weights and weights[1], net), row(grads)
 
         arrays = [split.ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
-        rows = ExchangeState(division.rows, P())
         step = division.over(
-            of_rank, in_specs=(P(), list(split.specs), rows), out_specs=(P(), outputs.out_specs, P(), rows)
+            of_rank, in_specs=(P(), list(split.specs)), out_specs=(P(), outputs.out_specs, division.rows)
         )
         try:
-            value, aux, grads, sent = step(params, arrays, sent)
-        except NotImplementedError as error:
-            if "Closing over" not in str(error):
+            value, aux, rows = step(params, arrays)
+        except (NotImplementedError, ValueError) as error:
+            if not any(words in str(error) for words in _CLOSED_OVER):
                 raise
             expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
             raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
-        return value, outputs.tree(aux), grads, sent
+        return value, outputs.tree(aux), rows
+
+    def _send(
+        self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array | None
+    ) -> tuple[PyTree, ExchangeState]:
+        """Exchanges the rows of gradients. Returns (gradients, new state)."""
+
+        def of_rank(rows: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
+            def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
+                at = At(division.net(), params, value, shards=division.shard_axes)
+                return send(self.exchange, grads, sent, at)
+
+            return division.on_shards(of_shards, sent)(without_row(rows), sent, params, value)
+
+        state = ExchangeState(division.rows, P())
+        step = division.over(of_rank, in_specs=(division.rows, state, P(), P()), out_specs=(P(), state))
+        return step(self._as_argument(rows), sent, self._as_argument(params), value)
 
     def _ranks(self, params: list[Any], others: PyTree = ()) -> tuple[Ranks, OverMesh]:
         """Returns the ranks, and their division of the parameters. `others` are the other arguments."""
@@ -339,48 +412,45 @@ class ValueAndGrad:
         sharding = Sharding(self.axis_name, params=self._as_argument(specs))
         return ranks, ShardedMesh(ranks.mesh, sharding, gather_plan(sharding))
 
+    def _given_state(self, state: ExchangeState | None, codec_key: Key | None) -> ExchangeState:
+        """Returns the state of the exchange, after a check that the caller passed what the exchange needs."""
+        if (state is not None) != self.stateful:
+            expected = "what init(params) or the call before returned" if self.stateful else "none with a plan alone"
+            remedy = "" if self.stateful else "pass jaxcgx.Feedback(plan) to keep the errors of compression"
+            raise wrong(OP, "state", expected, "none" if state is None else "some", remedy)
+        if self.stateful and codec_key is not None:
+            expected = f"None with {type(self.exchange).__name__}, which has a key of its own"
+            raise wrong(OP, "codec_key", expected, "one", "write seed= in the exchange")
+        return ExchangeState(None, codec_key) if state is None else state
+
+    def _check_state(self, division: OverMesh, params: list[Any], sent: ExchangeState) -> None:
+        if self.stateful:
+            init = lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(params)))
+            remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
+            check_state(OP, sent, jax.eval_shape(init), remedy)
+
+    def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], list[Any], Others]:
+        """Returns (the positions of the differentiated arguments, these arguments, the other arguments)."""
+        places, args = self._places(len(args)), [*args, *self.closes_over]
+        check_aliases(OP, (args, kwargs))
+        params, fixed = part([args[i] for i in places])
+        if not jax.tree_util.tree_leaves(params):
+            expected = "arguments that have arrays of floating point"
+            got = ", ".join(repr(type(args[i]).__name__) for i in places)
+            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
+        return places, params, ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
+
     def _check_inside(self) -> None:
         transport_over_axes(OP, self.axis_name)
         specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
-        for name, given in (specs | dict(mesh=self.mesh)).items():
+        mapped = None if self.ranks == "shard_map" else self.ranks
+        for name, given in (specs | dict(mesh=self.mesh, ranks=mapped, closes_over=self.closes_over or None)).items():
             if given is not None:
-                expected = "None inside of shard_map and pmap, where every rank has its part already"
+                expected = "none inside of shard_map and pmap, where every rank has its part already"
                 raise wrong(OP, name, expected, repr(given), "leave it out")
         if self.stateful:
             remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
             raise wrong(OP, "exchange", "a plan inside of shard_map and pmap", type(self.exchange).__name__, remedy)
-
-    def _differentiate(
-        self, arguments: Callable[[list[Any]], Any], params: list[Any], net: Transport
-    ) -> tuple[jax.Array, list[Any], tuple[PyTree, dict[int, Any]], tuple[jax.Array, jax.Array] | None]:
-        """Returns (the value of all ranks, the rank's gradients, what else the loss returns, the weights or None).
-
-        `arguments` makes the (arguments, keyword arguments) of the loss. What else it returns are (aux, the leaves of
-        its arguments that it has changed). The weights are the rank's and the mean of all.
-        """
-        names = net.names
-        call, given = lambda params: self._call(arguments(params)), vary(params, names)
-        with without_constraints(OP, "loss_fn", names):
-            if not self.loss.weighted:
-                (value, extras), grads = jax.value_and_grad(call, has_aux=True)(given)
-                return plain_reduce(OP, value, net, mean=True), grads, extras, None
-            (total, weight), back, extras = jax.vjp(call, given, has_aux=True)
-            # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its
-            # differential is the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
-            mean, mean_weight = plain_reduce(OP, (total, weight), net, mean=True)
-            value = mean / mean_weight
-            (grads,) = back(vary((1 / mean_weight, -value / mean_weight), names))
-        return value, grads, extras, (weight, mean_weight)
-
-    def _call(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
-        """Calls `loss_fn` with the `given` (arguments, keyword arguments).
-
-        Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
-        """
-        before = jax.tree_util.tree_flatten_with_path(given)
-        loss, weight, _, aux = self.loss.parts(self.loss.function(*given[0], **given[1]))
-        names, extras = axis_names(self.axis_name), (aux, changes(OP, before, given))
-        return own(OP, "loss_fn", names, loss) if weight is None else vary((loss, weight), names), extras
 
     def _places(self, count: int) -> tuple[int, ...]:
         """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
@@ -391,31 +461,17 @@ class ValueAndGrad:
 
     def _as_list(self, value: Any) -> Any:
         """Returns the caller's value for the differentiated arguments as a list, or None if it is None."""
-        return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
+        if value is None or isinstance(self.argnums, int):
+            return value if value is None else [value]
+        return [value] * len(self.argnums) if isinstance(value, P) else list(value)
+
+    def _as_grads(self, grads: PyTree) -> PyTree:
+        """Returns gradients as jax.value_and_grad does, or for modules of Flax NNX as nnx.value_and_grad does."""
+        return self._as_argument(list(map(as_nnx, self._as_list(grads))))
 
     def _as_argument(self, values: Sequence[Any]) -> Any:
         """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
         return values[0] if isinstance(self.argnums, int) else tuple(values)
-
-    def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
-        """Returns the caller's spec, or None, for each leaf of the other arguments.
-
-        Leaves of the differentiated arguments that have no gradient are whole on every rank.
-        """
-        positional, keywords, fixed = others
-        whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
-        given = self.batch_specs
-        if given is None or isinstance(given, P):
-            return [given] * len(jax.tree_util.tree_leaves((positional, keywords))) + whole
-        given = [given] if isinstance(given, dict) else list(given)
-        named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
-        for name, value in keywords.items():
-            if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
-                raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
-        named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
-        expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
-        expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
-        return broadcast(OP, "batch_specs", [given, named], arguments, expected=expected) + whole
 
 
 def _bound(names: tuple[Any, ...]) -> bool:
@@ -424,27 +480,3 @@ def _bound(names: tuple[Any, ...]) -> bool:
         with contextlib.suppress(NameError):
             return bool(lax.axis_size(name))
     return False
-
-
-def _call_compiled(traced: Any, *args: Any, mesh: Any) -> Any:
-    """Runs a function that jax.jit has traced, and returns its result for these arguments.
-
-    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
-    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
-    program, so their values may change between calls.
-    """
-    consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)
-    evaluate = functools.partial(_compat.eval_jaxpr, getattr(traced.jaxpr, "jaxpr", traced.jaxpr))
-    lowered = jax.jit(evaluate).lower(consts, *flat)
-    text = lowered.as_text()
-    places = tuple(x.sharding if getattr(x, "committed", False) else None for x in (*consts, *flat))
-    dtypes = tuple(getattr(x, "dtype", None) for x in flat)  # in the text, a random key is an array of its words
-    key = text, places, dtypes, mesh, jax.sharding.get_mesh()
-    program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
-    if program is None:
-        program = _compiled[key] = lowered.compile()
-        if len(_compiled) > MOST_COMPILED:
-            del _compiled[next(iter(_compiled))]
-    with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
-        results = program(consts, *flat)
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)

@@ -87,7 +87,7 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
             assert processes.wait(rank) == 0
             refused = re.findall("REFUSED (.*)", processes.text(rank))
             assert len(refused) == 3
-            assert refused.pop().startswith("value_and_grad: argument 'batch_specs', leaf [0][0]: expected")
+            assert refused.pop().startswith("value_and_grad: argument 'batch_specs', leaf [1]: expected")
             for text in refused:
                 named(text, "train.step batch leaf ['x'] float32[2, 3] jax.make_array_from_process_local_data")
             text = processes.text(rank)

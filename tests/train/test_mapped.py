@@ -1,0 +1,177 @@
+"""Tests value_and_grad(ranks="vmap"): the ranks are a mapped axis, which XLA's partitioner distributes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_trees, normal
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from training import NESTED
+
+import jaxcgx as cgx
+
+RANKS = 4
+PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
+X = normal((24, 30), 2)
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    axes = axes or {"data": RANKS}
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def loss_fn(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"]).mean()
+
+
+def products(params, x):
+    """A loss whose sums have one order only."""
+    return (x * params["w"][:, 0]).sum(-1)[0]
+
+
+def place(mesh, x, spec=P("data")):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def close(found, expected):
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+@KINDS
+def test_the_bits_of_shard_map(kind):
+    """Gradients, residuals and the state of an exchange."""
+    mesh, found = mesh_of(kind), []
+    for ranks in ("shard_map", "vmap"):
+        f = cgx.value_and_grad(products, "data", cgx.Feedback(cgx.MaxMin(2)), mesh=mesh, ranks=ranks)
+        state = f.init(PARAMS)
+        for x in (X, X[::-1]):
+            value, state = f(PARAMS, place(mesh, x), state=state)
+        found.append((value, state))
+    assert_same_trees(*found)
+    assert np.any(found[0][1].own.residuals["w"])
+
+
+CONSTRAINTS = {"spec": lambda mesh, spec: spec, "sharding": NamedSharding}
+
+
+def constrained(sharding, params, x):
+    h = lax.with_sharding_constraint(jnp.tanh(x @ params["w"] + params["b"]), sharding)
+    return lax.with_sharding_constraint((h**2).mean(), P())
+
+
+@pytest.mark.parametrize("how", CONSTRAINTS)
+@pytest.mark.parametrize("parts", [("data",), (("data",),), (None, None), ("data", P.UNCONSTRAINED)], ids=str)
+def test_sharding_constraints(how, parts):
+    """A constraint over the ranks' axis keeps a rank's part where it is: nothing is gathered."""
+    mesh = mesh_of()
+    fun = functools.partial(constrained, CONSTRAINTS[how](mesh, P(*parts)))
+    with jax.set_mesh(mesh):
+        x = place(mesh, X)
+        step = jax.jit(cgx.value_and_grad(fun, "data", cgx.Raw(), ranks="vmap"))
+        close(step(place(mesh, PARAMS, P()), x), jax.value_and_grad(fun)(PARAMS, x))
+        found = cgx.explain(step, place(mesh, PARAMS, P()), x, show=False)
+    assert {c.operation for c in found.collectives} == {"all-reduce"}
+
+
+@NESTED
+@pytest.mark.parametrize("axes", ["data", ("pod", "data")], ids=str)
+def test_constraints_over_several_axes(axes):
+    """The model's axis stays in the constraint, the ranks' axes don't."""
+    mesh = mesh_of(pod=2, data=2, model=2)
+    fun = functools.partial(constrained, NamedSharding(mesh, P(("pod", "data"), "model")))
+    f = cgx.value_and_grad(fun, axes, cgx.Raw(), ranks="vmap", param_specs={"w": P(None, "model"), "b": P("model")})
+    with jax.set_mesh(mesh):
+        params = {"w": place(mesh, PARAMS["w"], P(None, "model")), "b": place(mesh, PARAMS["b"], P("model"))}
+        _, grads = found = jax.jit(f)(params, place(mesh, X, P(axes)))
+    close(found, jax.value_and_grad(lambda p, x: (jnp.tanh(x @ p["w"] + p["b"]) ** 2).mean())(PARAMS, X))
+    assert grads["w"].sharding.shard_shape((30, 40)) == (30, 20)
+
+
+def eager(params, x):
+    """Libraries such as Diffrax compute constants while they trace. JAX can't do that in shard_map."""
+    with jax.ensure_compile_time_eval():
+        steps = jnp.where(jnp.arange(3) < 2, 1.0, 0.5)
+    return loss_fn(params, x) * steps.sum()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def solved(function, x, *consts):
+    return function(x, *consts)
+
+
+solved.defvjp(
+    lambda function, x, *consts: (function(x, *consts), (x, consts)),
+    lambda function, kept, ct: jax.vjp(function, kept[0], *kept[1])[1](ct),
+)
+
+
+def closure_converted(params, x):
+    function, consts = jax.closure_convert(lambda x: jnp.tanh(x @ params["w"] + params["b"]), x)
+    return solved(function, x, *consts).mean()
+
+
+def closing_rule(params, x):
+    """A derivative rule that closes over what is being traced."""
+    mean = x.mean()
+
+    @jax.custom_vjp
+    def scaled(h):
+        return h * mean
+
+    scaled.defvjp(lambda h: (h * mean, None), lambda _, ct: (ct * mean,))
+    return scaled(x @ params["w"] + params["b"]).mean()
+
+
+@KINDS
+@pytest.mark.parametrize("fun", [eager, closure_converted, closing_rule])
+def test_losses_that_close_over_traced_values(fun, kind):
+    mesh = mesh_of(kind)
+    total = lambda params, x: jnp.stack([fun(params, part) for part in x.reshape(RANKS, -1, 30)]).mean()
+    with jax.set_mesh(mesh):
+        found = jax.jit(cgx.value_and_grad(fun, "data", cgx.Raw(), ranks="vmap"))(PARAMS, place(mesh, X))
+    close(found, jax.value_and_grad(total)(PARAMS, X))
+
+
+def test_two_dimensions_of_a_batch():
+    mesh = mesh_of(a=2, b=2)
+    fun = lambda w, x, y: (x.sum() * w + y * w**2).mean()
+    f = cgx.value_and_grad(fun, ("a", "b"), cgx.Raw(), ranks="vmap", mesh=mesh, batch_specs=(P("b", "a"), P(None, "b")))
+    g = cgx.value_and_grad(fun, ("a", "b"), cgx.Raw(), mesh=mesh, batch_specs=(P("b", "a"), P(None, "b")))
+    close(f(2.0, X[:, :4], X[:3, :6]), g(2.0, X[:, :4], X[:3, :6]))
+
+
+def convolution(params, x):
+    return (lax.conv(x, params["w"], (1, 1), "SAME") ** 2).mean()
+
+
+def embedding(params, words):
+    return (params["w"][words] ** 2).mean()
+
+
+# For each loss whether the partitioner gathers: a convolution's activations, where the gradient of its kernel is
+# a convolution with a group for each rank.
+GATHERED = {
+    "dense": (loss_fn, PARAMS, X, False),
+    "embedding": (embedding, {"w": normal((50, 8), 1)}, jnp.arange(24) % 50, False),
+    "convolution": (convolution, {"w": normal((6, 4, 3, 3), 1)}, normal((8, 4, 5, 5), 2), True),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_the_partitioner_gathers(name):
+    fun, params, x, gathers = GATHERED[name]
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        params, x = place(mesh, params, P()), place(mesh, x)
+        for ranks in ("shard_map", "vmap"):
+            step = jax.jit(cgx.value_and_grad(fun, "data", cgx.Raw(), ranks=ranks))
+            found = cgx.explain(step, params, x, show=False).collectives
+            others = [c for c in found if c.operation != "all-reduce"]
+            assert bool(others) == (ranks == "vmap" and gathers), others
+            close(step(params, x), jax.value_and_grad(fun)(params, x))
