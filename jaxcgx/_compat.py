@@ -118,7 +118,7 @@ def _without_mapped_ranks(rule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rule)
     def batch(axis_data: Any, vals: Any, dims: Any, *, sharding: Any, **params: Any) -> Any:
         names = set(mapped_ranks.value).intersection(axis_data.spmd_name or ())
-        if names and dims != [None] and isinstance(sharding, jax.sharding.NamedSharding):
+        if names and dims[0] is not None and isinstance(sharding, jax.sharding.NamedSharding):
             others = lambda part: tuple(name for name in part if name not in names) or None
             parts = [(part,) if isinstance(part, str) else part for part in sharding.spec]
             spec = [others(part) if isinstance(part, tuple) else part for part in parts]
@@ -129,7 +129,8 @@ def _without_mapped_ranks(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _batchers = batching.fancy_primitive_batchers
-_batchers[pjit.sharding_constraint_p] = _without_mapped_ranks(_batchers[pjit.sharding_constraint_p])
+if pjit.sharding_constraint_p in _batchers:
+    _batchers[pjit.sharding_constraint_p] = _without_mapped_ranks(_batchers[pjit.sharding_constraint_p])
 
 
 def result_aval(

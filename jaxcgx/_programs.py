@@ -70,11 +70,12 @@ def same_in_vmap(program: Any) -> bool:
 def closed_over(jaxpr: Any, count: int) -> list[Any]:
     """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
     inner = _compat.open_jaxpr(jaxpr)
-    found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
+    found = [*getattr(jaxpr, "consts", ()), *(x.aval for x in inner.invars[: len(inner.invars) - count])]
     for eqn in inner.eqns:
-        for value in eqn.params.values():
-            if hasattr(value, "consts"):
-                found += closed_over(value, len(getattr(value, "jaxpr", value).invars))
+        found += [x.val for x in eqn.invars if np.ndim(getattr(x, "val", 0))]
+        for value in jax.tree_util.tree_leaves(list(eqn.params.values())):
+            if hasattr(_compat.open_jaxpr(value), "eqns"):
+                found += closed_over(value, len(_compat.open_jaxpr(value).invars))
     return found
 
 

@@ -99,8 +99,8 @@ def _constrained(function: str, argument: str, names: tuple[AxisName, ...], what
     axes = ", ".join(map(repr, names))
     expected = f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch"
     remedy = (
-        'take jaxcgx.value_and_grad(..., ranks="vmap"), in which it means the rank\'s own devices, or take it out; for '
-        "other axes of the mesh, pass a PartitionSpec without the mesh: "
+        'outside of shard_map and pmap, take jaxcgx.value_and_grad(..., ranks="vmap"), in which it means the devices '
+        "of the rank, or take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
         'jax.lax.with_sharding_constraint(x, P(None, "model"))'
     )
     return wrong(function, argument, expected, f"one: {what}", remedy)

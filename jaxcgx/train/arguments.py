@@ -34,7 +34,6 @@ class Split:
     is_array: tuple[bool, ...]  # for each leaf of the other arguments
     specs: tuple[P, ...]  # for each array: how it is split over the ranks
     keys: tuple[bool, ...]  # for each array: whether it is a single random key
-    raw_keys: bool  # whether a key is raw: two words
 
     @property
     def dims(self) -> list[int | None]:
@@ -51,13 +50,16 @@ class Split:
         fixed = {spelled(path) for path, _ in found if path[0].idx == 2}
         arrays = [(spelled(path), x) for (path, x), array in zip(found, is_array) if array]
         check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
+        place = ranks.op, "batch_specs"
+        if specs is None and any(isinstance(x, _compat.BatchTracer) and x.ndim for _, x in arrays):
+            got = "None for a batch without the dimension that jax.vmap maps, which may be that of the examples"
+            raise wrong(*place, "a PartitionSpec for each argument", got, ranks.remedy)
         asked, known, keys = list[P | None](), [ranks.spec_of_batch(x) for _, x in arrays], list[bool]()
         for (path, x), spec, said in zip(arrays, (spec for spec, array in zip(given, is_array) if array), known):
             # What has no gradient in a differentiated argument may be any two words.
             raw = _is_raw_key(x) and not any((said if spec is None else spec) or ()) and path not in fixed
             keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
             asked.append(P() if keys[-1] else spec)
-        place = ranks.op, "batch_specs"
         specs = split_batch(Words(place, place, ranks.remedy), arrays, asked, known, sizes=ranks.sizes)
         if ranks.size > 1 and not any(map(any, specs)):
             axes = ranks.spelled()
@@ -80,7 +82,6 @@ class Split:
             is_array=tuple(is_array),
             specs=tuple(specs),
             keys=tuple(keys),
-            raw_keys=any(key and _is_raw_key(x) for (_, x), key in zip(arrays, keys)),
         )
 
     def arrays(self, others: PyTree) -> list[Any]:
@@ -94,18 +95,24 @@ class Split:
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
-    def check_closure(self, program: Any, params: PyTree, arrays: list[jax.Array]) -> None:
-        """Refuses a loss that closes over an array with as many rows as the batch, if each rank has a single example.
+    def check_closure(self, program: Any, params: PyTree, arrays: list[jax.Array], given: PyTree) -> None:
+        """Refuses a loss that closes over the examples of all ranks.
 
-        JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
-        don't match, and JAX raises an error.
+        That are arrays of `given`, the caller's closes_over, and arrays with as many rows as the batch if each rank has
+        a single example. JAX would broadcast the single example against the rows of all ranks. If a rank has more
+        examples, the shapes don't match, and JAX raises an error.
 
         `program` is a traced function of the parameters and the arrays.
         """
-        ranks = self.ranks
+        ranks, found = self.ranks, _programs.closed_over(program, len(jax.tree_util.tree_leaves((params, arrays))))
+        for x in jax.tree_util.tree_leaves(given):  # NumPy's arrays are copied
+            if any(x is y or not (isinstance(x, jax.Array) or spell_array(x) != spell_array(y)) for y in found):
+                expected = "arrays that only variables of loss_fn, and of functions that it calls, hold"
+                remedy = "make them arguments: def loss_fn(params, x, y)"
+                raise wrong(ranks.op, "closes_over", expected, f"{spell_array(x)}, which something else holds", remedy)
         if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
             return
-        for x in _programs.closed_over(program, len(jax.tree_util.tree_leaves((params, arrays)))):
+        for x in found:
             if np.shape(x)[:1] == (ranks.size,):
                 expected = "a function that takes the batch as arguments, of which a rank has a single example"
                 got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
@@ -171,37 +178,43 @@ def closing(op: str, function: Callable[..., Any], given: tuple[Any, ...]) -> Ca
         values = args[len(args) - len(given) :]
         pairs = [*zip(given, values), *zip(*map(jax.tree_util.tree_leaves, (given, values)))]
         found = set[int]()
-        closed = _closed(function, {id(old): new for old, new in pairs}, found)
+        closed = _closed(function, {id(old): new for old, new in pairs}, found, {})
         for i, x in enumerate(given):
             if id(x) not in found and not found.issuperset(map(id, jax.tree_util.tree_leaves(x))):
-                expected, got = "what loss_fn closes over, a Python function", f"something else at {i}"
-                raise wrong(op, "closes_over", expected, got, "make it an argument: def loss_fn(params, x, y)")
+                expected, got = "variables that loss_fn closes over, a Python function", f"something else as item {i}"
+                remedy = "write closes_over=(batch,) for a tuple, or make it an argument: def loss_fn(params, x, y)"
+                raise wrong(op, "closes_over", expected, got, remedy)
         return closed(*args[: len(args) - len(given)], **kwargs)
 
     return called
 
 
-def _closed(function: Any, values: dict[int, Any], found: set[int]) -> Any:
-    """Returns a function, and the functions that it closes over, with other values in place of those with these ids."""
+def _closed(function: Any, values: dict[int, Any], found: set[int], known: dict[int, Any]) -> Any:
+    """Returns a function, and the functions that it closes over, with other values in place of those with these ids.
 
-    def of_cell(cell: types.CellType) -> types.CellType:
+    Adds the ids that it finds to `found`, and the functions by their ids to `known`: functions may call each other.
+    """
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+    if id(function) in known:
+        return known[id(function)]
+
+    def replaced(cell: types.CellType) -> bool:
         try:
             held = cell.cell_contents
         except ValueError:  # it has no value yet
-            return cell
-        if id(held) in values:
-            found.add(id(held))
-            return types.CellType(values[id(held)])
-        inner = _closed(held, values, found) if isinstance(held, types.FunctionType) and held is not function else held
-        return cell if inner is held else types.CellType(inner)
+            return False
+        return id(held) in values or (isinstance(held, types.FunctionType) and bool(held.__closure__))
 
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
-        return function
-    cells = tuple(map(of_cell, function.__closure__))
-    if all(new is old for new, old in zip(cells, function.__closure__)):  # == would compare what they hold
-        return function
+    cells = tuple(types.CellType() if replaced(cell) else cell for cell in function.__closure__)
     new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     new.__kwdefaults__ = function.__kwdefaults__
+    known[id(function)] = new
+    for cell, before in zip(cells, function.__closure__):
+        if cell is not before:
+            held = before.cell_contents
+            found.update({id(held)} & values.keys())
+            cell.cell_contents = values[id(held)] if id(held) in values else _closed(held, values, found, known)
     return new
 
 
@@ -217,7 +230,7 @@ def notes(op: str, ranks: Ranks, others: Others) -> Generator[None]:
                 "examples (DP-SGD), call jax.vmap(jax.grad(loss_fn), (None, 0)) inside jax.shard_map, where each rank "
                 f"has its examples, clip and average them, and call compressed_pmean(mean, {ranks.spelled()}, plan)."
             )
-        elif isinstance(error, TypeError) and "shape" in str(error):  # of a part, and of an array that is closed over
+        elif "shape" in str(error):  # of a part, and of an array that is closed over
             error.add_note(
                 f"{op}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
                 "each example must be an argument of the call, too, and not closed over, or be in closes_over=(x, y)."

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -36,11 +35,9 @@ def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, Any]], PyTree]:
 
 
 def as_specs(given: PyTree) -> Specs:
-    """Returns a caller's tree of specs, with PartitionSpecs in place of NamedShardings and of tuples of axes."""
-    names = lambda x: x is None or isinstance(x, str) or (type(x) is tuple and all(isinstance(n, str) for n in x))
-    spells = lambda x: type(x) is tuple and all(map(names, x)) and any(x)
-    spec = lambda x: x.spec if isinstance(x, NamedSharding) else P(*x) if spells(x) else x
-    return jax.tree_util.tree_map(spec, given, is_leaf=lambda x: is_spec(x) or spells(x))
+    """Returns a caller's tree of specs, with PartitionSpecs in place of NamedShardings."""
+    spec = lambda x: x.spec if isinstance(x, NamedSharding) else x
+    return jax.tree_util.tree_map(spec, given, is_leaf=is_spec)
 
 
 def axes_of(part: Any) -> Names:
@@ -262,15 +259,14 @@ class Ranks:
         others = [name for name in self.mesh.shape if name not in self.names]
         expected = "a PartitionSpec, or a tree of them like the parameters"
         given = list(map(_by_path, param_specs, params)) if isinstance(params, list) else param_specs
-        specs = broadcast(self.op, "param_specs", given, params, expected=expected)
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        try:  # a whole tree, in which a tuple may be the spec of a leaf
+            specs = [P(*x) if type(x) is tuple else x for x in map(as_specs, tree.flatten_up_to(given))]
+        except (TypeError, ValueError):
+            specs = broadcast(self.op, "param_specs", as_specs(given), params, expected=expected)
         for (path, x), spec in zip(leaves, specs):
             check_spec(self.op, "param_specs", spec, x, path=path, among=others)
         return tree.unflatten([self._over(spec, self.others) for spec in specs])
-
-    def local(self, x: ArrayLike, spec: P) -> jax.ShapeDtypeStruct:
-        """Returns the shape and dtype of a rank's part of an array."""
-        return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(np.shape(x)), jnp.result_type(x))
 
     def _over(self, spec: P, names: Collection[Any]) -> P:
         """Returns a spec with only the axes `names`."""

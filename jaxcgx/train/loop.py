@@ -80,8 +80,8 @@ def make_train_step(
         joined: `metrics.aux` has those of the whole batch. Other floating-point outputs are averaged. Random keys are
         those of the first rank's last micro-batch. `aux_specs` says what all other outputs are.
       aux_specs: what becomes of auxiliary outputs, a tree like them or a prefix of it: "mean", "sum", "first" (of the
-        first rank's last micro-batch), or a PartitionSpec with the axis of the ranks at the dimension of the examples.
-        None: as `has_aux` says.
+        first rank's last micro-batch), "key" (a raw random key, uint32[2]), or a PartitionSpec with the axis of the
+        ranks at the dimension of the examples. None: as `has_aux` says.
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is then the sum of all sums divided
         by the sum of all weights, over all ranks and micro-batches. An example is a mean over tokens that are not
         masked. The weight must not depend on the parameters.

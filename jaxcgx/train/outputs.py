@@ -17,7 +17,7 @@ from jaxcgx.transports.base import Transport
 from jaxcgx.typing import PyTree, Specs
 
 Batched = list[tuple[jax.Array, int | None]]  # leaves of a batch, each with the dimension of the examples
-WAYS = ("mean", "sum", "first")
+WAYS = ("mean", "sum", "first", "key")
 
 
 @dataclasses.dataclass
@@ -29,7 +29,6 @@ class Outputs:
     rows: P  # the PartitionSpec of arrays with the examples of all ranks
     _: dataclasses.KW_ONLY
     guessed: bool = False  # whether it is only a guess which dimension of a batch has the examples
-    raw_keys: bool = False  # whether the loss gets raw random keys, so that uint32[2] is one
     # The structure of the outputs. None: the loss has none.
     structure: PyTree = dataclasses.field(default=None, init=False)
     # For each output "mean", "sum", "first", "key", or the dimension along which those of ranks and micro-batches are
@@ -96,13 +95,12 @@ class Outputs:
             raise wrong(self.op, "aux_specs", f"{', '.join(map(repr, WAYS))} or a PartitionSpec", repr(said), path=path)
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return "mean"
-        words = spell_array(x) == "uint32[2]"
-        if not addable(x) or (words and self.raw_keys):
+        if not addable(x):
             return "key"
         expected = "auxiliary outputs that are floating point, or have the examples along their first dimension"
         remedy = 'return a mean, as in (prediction == label).mean(), or say in aux_specs that it is "sum" or "first"'
-        if words:
-            remedy = 'if it is a random key, make it with jax.random.key, or say "first" in aux_specs'
+        if spell_array(x) == "uint32[2]":
+            remedy = 'if it is a random key, say "key" in aux_specs, or make it with jax.random.key'
         raise wrong(self.op, "loss_fn", expected, spell_array(x), remedy, path=path)
 
     def weighted(self, leaves: list[jax.Array], weight: jax.Array) -> list[jax.Array]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat, _programs
@@ -83,20 +84,21 @@ def value_and_grad(
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` with the examples along their first dimension are
         those of the whole batch. Other floating-point values are averaged over the ranks, weighted if weighted=True.
-        Random keys are those of plain JAX, as if their rank weren't folded into the keys that the loss gets. Where it
-        gets raw keys, uint32[2], so are outputs of this type. `aux_specs` says what all other values are. The same
-        holds for variables that a module of Flax NNX changes in itself, but its integers and flags are those of the
-        first rank.
+        Typed random keys are those of plain JAX, as if their rank weren't folded into the keys that the loss gets.
+        `aux_specs` says what all other values are. The same holds for variables that a module of Flax NNX changes in
+        itself, but its integers and flags are those of the first rank.
       weighted: whether `loss_fn` returns (sum, weight) instead of a loss. The value is then the sum of all sums divided
         by the sum of all weights, for example a mean over all tokens that are not masked.
-      aux_specs: what becomes of `aux`, a tree like it or a prefix of it: "mean", "sum", "first" (the first rank's), or
-        a PartitionSpec with the axis at the dimension of the examples. None: as `has_aux` says.
+      aux_specs: what becomes of `aux`, a tree like it or a prefix of it: "mean", "sum", "first" (the first rank's),
+        "key" (a raw random key, uint32[2]: that of plain JAX), or a PartitionSpec with the axis at the dimension of the
+        examples. None: as `has_aux` says.
       batch_specs: how the arguments that are not differentiated are split over the axis. Either one PartitionSpec, or a
         tuple with a tree of PartitionSpecs (or a prefix of a tree) for each of these positional arguments. A dict
         {name: specs} at the end of the tuple is for keyword arguments.
       param_specs: how the differentiated arguments are sharded over the other axes of the mesh, if their types don't
-        say it: a tree of PartitionSpecs, NamedShardings or tuples of axes, or a prefix of a tree. For a module of Flax
-        NNX, it may be an nnx.State, as from nnx.get_partition_spec. Gradients are compressed shard by shard.
+        say it: a tree of PartitionSpecs, NamedShardings or tuples of axes, or a prefix of a tree (without tuples). For
+        a module of Flax NNX, it may be an nnx.State, as from nnx.get_partition_spec. Gradients are compressed shard by
+        shard.
       mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
       ranks: how the loss runs on the ranks. "shard_map": on each device, as a program of its own, which XLA's
         partitioner doesn't change along the axis. "vmap": as one program in which the ranks are a mapped axis, which
@@ -124,7 +126,7 @@ def value_and_grad(
         exchange=Once(as_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
         argnums=argnums,
         batch_specs=as_specs(batch_specs),
-        param_specs=as_specs(param_specs),
+        param_specs=param_specs,
         mesh=mesh,
         ranks=ranks,
         closes_over=closes_over,
@@ -147,6 +149,8 @@ def grad(
     closes_over: PyTree = (),
 ) -> Callable[..., Any]:
     """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
+
+    The result has the `init` of `value_and_grad`, too.
 
     Args:
       loss_fn: as in `value_and_grad`, like all arguments below.
@@ -183,7 +187,9 @@ def grad(
         result = (grads, value[1]) if both.loss.has_aux else grads
         return (result, *state) if both.stateful else result
 
-    return functools.update_wrapper(gradients, loss_fn)
+    functools.update_wrapper(gradients, loss_fn)
+    gradients.__dict__["init"] = both.init
+    return gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,12 +260,14 @@ class ValueAndGrad:
     def local(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         """Returns what a call returns, but with the gradients of each rank, of which nothing has been exchanged.
 
-        They have a row for each rank, [ranks, ...], sharded over the axis. Sums of them over micro-batches are for
-        `mean`. The value and the auxiliary outputs are those of all ranks.
+        They are a tree like the differentiated argument, with a row for each rank, [ranks, ...], sharded over the axis.
+        Sums of them over micro-batches are for `mean`. The value and the auxiliary outputs are those of all ranks.
         """
         if _bound(axis_names(self.axis_name)):
             remedy = "take jaxcgx.local_value_and_grad and compressed_pmean"
             raise wrong(OP, "local", "a call outside of shard_map and pmap", "one inside", remedy)
+        for name in {"state", "codec_key"} & kwargs.keys():
+            raise wrong(OP, name, "none in `local`, which exchanges nothing", "one", "pass it to `mean`")
         value, aux, rows, _ = self._outside(args, kwargs, None)
         return ((value, aux) if self.loss.has_aux else value), rows
 
@@ -284,12 +292,12 @@ class ValueAndGrad:
         sent, (given, _) = self._given_state(state, codec_key), part(self._as_list(params))
         ranks, division = self._ranks(given)
         self._check_state(division, given, sent)
-        expected = jax.tree_util.tree_map(lambda x: (ranks.size, *np.shape(x)), given)
-        if jax.tree_util.tree_map(np.shape, self._as_list(rows)) != expected:
+        (wanted, tree), (found, got_tree) = map(jax.tree_util.tree_flatten, (given, self._as_list(rows)))
+        if tree != got_tree or [(ranks.size, *np.shape(x)) for x in wanted] != list(map(np.shape, found)):
             got = jax.tree_util.tree_map(spell_array, rows)
             raise wrong(OP, "rows", f"gradients with a row for each of {ranks.size} ranks, as from `local`", got)
         run = lambda rows, sent, params, value: self._send(division, rows, sent, params=params, value=value)
-        grads, sent = self._jitted(run, self._as_list(rows), sent, given, value, mesh=ranks.mesh)
+        grads, sent = _jitted(run, self._as_list(rows), sent, given, value, mesh=ranks.mesh)
         return (self._as_grads(grads), sent) if self.stateful else self._as_grads(grads)
 
     def init(self, params: Params) -> ExchangeState:
@@ -327,19 +335,11 @@ class ValueAndGrad:
             split = Split.of(ranks, places, others=others, specs=self.batch_specs)
             arrays = split.arrays(others)
             step = functools.partial(self._run, division, split)
-            value, (aux, changed), grads, sent = self._jitted(step, params, arrays, sent, mesh=ranks.mesh)
+            value, (aux, changed), grads, sent = _jitted(step, params, arrays, sent, mesh=ranks.mesh)
         for i, new in changed.items():
             whole = [*args, *self.closes_over], kwargs
             assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
         return value, aux, grads, sent
-
-    def _jitted(self, function: Callable[..., Any], *args: PyTree, mesh: Any) -> Any:
-        """Runs a function in a jit of its own: without, shard_map would run operation by operation.
-
-        Every call makes a new jit, because values that the loss closes over may have changed.
-        """
-        program = jax.jit(function)
-        return _programs.call(program.trace(*args), *args, mesh=mesh) if _compat.is_eager() else program(*args)
 
     def _run(
         self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState | None
@@ -349,7 +349,7 @@ class ValueAndGrad:
         program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
         if self.ranks == "shard_map":
             check_constraints(OP, "loss_fn", division.names, program)
-        split.check_closure(program, params, arrays)
+        split.check_closure(program, params, arrays, self.closes_over)
         value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
         if sent is None:
             return value, extras, self._as_argument(rows), None
@@ -358,7 +358,7 @@ class ValueAndGrad:
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
         """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
         division = OverMapped(division) if self.ranks == "vmap" else division
-        outputs = Outputs(OP, None, division.rows, raw_keys=split.raw_keys)
+        outputs = Outputs(OP, None, division.rows)
 
         def of_rank(params: list[Any], unfolded: list[Any]) -> tuple[Any, ...]:
             net = division.net()
@@ -463,7 +463,7 @@ class ValueAndGrad:
         """Returns the caller's value for the differentiated arguments as a list, or None if it is None."""
         if value is None or isinstance(self.argnums, int):
             return value if value is None else [value]
-        return [value] * len(self.argnums) if isinstance(value, P) else list(value)
+        return [value] * len(self.argnums) if isinstance(value, P | NamedSharding) else list(value)
 
     def _as_grads(self, grads: PyTree) -> PyTree:
         """Returns gradients as jax.value_and_grad does, or for modules of Flax NNX as nnx.value_and_grad does."""
@@ -480,3 +480,12 @@ def _bound(names: tuple[Any, ...]) -> bool:
         with contextlib.suppress(NameError):
             return bool(lax.axis_size(name))
     return False
+
+
+def _jitted(function: Callable[..., Any], *args: PyTree, mesh: Any) -> Any:
+    """Runs a function in a jit of its own: without, shard_map would run operation by operation.
+
+    Every call makes a new jit, because values that the loss closes over may have changed.
+    """
+    program = jax.jit(function)
+    return _programs.call(program.trace(*args), *args, mesh=mesh) if _compat.is_eager() else program(*args)

@@ -593,8 +593,9 @@ def test_specs_that_programs_have(ranks):
     specs = {"w": P(None, "model"), "b": P("model")}
     params = jax.tree.map(lambda x, spec: place(mesh, x, spec), PARAMS, specs)
     tuples = {name: tuple(spec) for name, spec in specs.items()}
-    for given in (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), tuples):
-        f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), param_specs=given, batch_specs=("data",), ranks=ranks)
+    whole = {"w": (None, "model"), "b": ()}
+    for given in (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), tuples, whole):
+        f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), param_specs=given, ranks=ranks)
         _, grads = found = f(params, place(mesh, X))
         close(found, jax.value_and_grad(loss_fn)(PARAMS, X))
         assert grads["w"].sharding.shard_shape((30, 40)) == (30, 20)
@@ -711,6 +712,16 @@ def test_a_mean_of_gradients_by_hand():
         f.mean(PARAMS, PARAMS)
     with raises(ValueError, says("value_and_grad", "state", got="some")):
         f.mean(rows, PARAMS, state=first(FED))
+    with raises(ValueError, says("value_and_grad", "state", got="one", remedy="mean")):
+        f.local(PARAMS, X, state=first(FED))
+
+
+def test_a_mean_of_gradients_of_modules():
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+    model = nnx.Linear(30, 40, rngs=nnx.Rngs(0))
+    f = cgx.value_and_grad(lambda model, x: model(x).mean(), "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto))
+    _, rows = f.local(model, X)
+    assert_same_trees(f.mean(rows, model), f(model, X)[1])
 
 
 @KINDS
@@ -748,11 +759,36 @@ def test_what_a_loss_does_not_close_over():
         f(PARAMS)
 
 
+def test_a_loss_that_holds_the_batch_elsewhere_too():
+    """Uses that closes_over can't replace would see the examples of all ranks."""
+    mesh = mesh_of(AxisType.Auto)
+    for x in X, np.asarray(X):
+        ratio = jax.jit(lambda x=x: jnp.mean(x))
+        f = cgx.value_and_grad(lambda p: loss_fn(p, x) * ratio(), "data", CODEC, mesh=mesh, closes_over=(x,))
+        with raises(ValueError, says("value_and_grad", "closes_over", got="float32[24, 30]", remedy="arguments")):
+            f(PARAMS)
+
+
+def test_functions_that_call_each_other_close_over_the_batch():
+    x = X
+
+    def even(params, n):
+        return loss_fn(params, x) + (odd(params, n - 1) if n else 0)
+
+    def odd(params, n):
+        return 2 * loss_fn(params, x) + even(params, n - 1)
+
+    loss = lambda params: even(params, 4)
+    f = cgx.value_and_grad(loss, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto), closes_over=x)
+    with_x = lambda params, x: 7 * loss_fn(params, x)
+    close(f(PARAMS), jax.value_and_grad(with_x)(PARAMS, X))
+
+
 def test_gradients_of_single_examples():
-    """Under vmap, an error's note says what to write."""
+    """Under vmap, whose dimension may be that of the examples, an error's note says what to write."""
     f = jax.vmap(cgx.grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto)), (None, 0))
-    with pytest.raises(ValueError, match="share evenly") as caught:
-        f(PARAMS, X)
+    with raises(ValueError, says("value_and_grad", "batch_specs", got="None", remedy="batch_specs=")) as caught:
+        f(PARAMS, jnp.ones((24, 4)) @ jnp.ones((4, 32)))
     assert re.search(r"jax.vmap\(jax.grad\(loss_fn\).*compressed_pmean", " ".join(caught.value.__notes__))
 
 
@@ -964,14 +1000,15 @@ def test_a_loss_that_returns_the_next_key(kind, ranks, make):
         return (errors_of(params, x).mean(-1) + drawn * center).mean(), {"seeds": {"dropout": key}, "drawn": drawn}
 
     seeds, mesh, floats = {"dropout": make(3)}, mesh_of(kind), []
-    for fun in (threaded, lambda *args: (threaded(*args)[0], None)):
-        f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True, ranks=ranks)
+    said = None if make is jax.random.key else {"seeds": "key", "drawn": None}
+    for fun, specs in ((threaded, said), (lambda *args: (threaded(*args)[0], None), None)):
+        f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True, aux_specs=specs, ranks=ranks)
         step = jax.jit(lambda params, x, f=f: f(params, x, seeds))
         with jax.set_mesh(mesh):
             found = cgx.explain(step, PARAMS, place(mesh, X), show=False).collectives
         floats.append(sum(c.bytes for c in found if c.dtype == "float32"))
     assert floats[0] == floats[1] > 0
-    f = cgx.value_and_grad(threaded, "data", cgx.Raw(), has_aux=True, ranks=ranks)
+    f = cgx.value_and_grad(threaded, "data", cgx.Raw(), has_aux=True, aux_specs=said, ranks=ranks)
     (_, aux), _ = called("jit", mesh, lambda params, x: f(params, x, seeds), PARAMS, X)
     plain = jax.random.split(seeds["dropout"])[0]
     words = lambda key: jax.random.key_data(key) if make is jax.random.key else key
@@ -980,15 +1017,15 @@ def test_a_loss_that_returns_the_next_key(kind, ranks, make):
     np.testing.assert_array_equal(aux["drawn"], np.concatenate(drawn))
 
 
-def test_a_raw_key_that_is_no_argument():
+def test_a_raw_key_is_declared():
     """It may be two counts, so aux_specs says what it is."""
     loss = lambda params, x: (loss_fn(params, x), {"key": jax.random.PRNGKey(3)})
     options = dict(has_aux=True, mesh=mesh_of(AxisType.Auto))
     with raises(
-        ValueError, says("value_and_grad", "loss_fn", at="leaf [0]['key']", got="uint32[2]", remedy='key "first"')
+        ValueError, says("value_and_grad", "loss_fn", at="leaf [0]['key']", got="uint32[2]", remedy='"key" aux_specs')
     ):
         cgx.value_and_grad(loss, "data", CODEC, **options)(PARAMS, X)
-    f = cgx.value_and_grad(loss, "data", CODEC, aux_specs={"key": "first"}, **options)
+    f = cgx.value_and_grad(loss, "data", CODEC, aux_specs={"key": "key"}, **options)
     assert_same_trees(f(PARAMS, X)[0][1], {"key": jax.random.PRNGKey(3)})
 
 
