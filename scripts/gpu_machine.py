@@ -157,7 +157,9 @@ def several_processes():
     """Checks that processes may share the GPU, for the parts that start several processes."""
     mode = smi("compute_mode")
     wrong = "one process at a time (nvidia-smi -c DEFAULT)" if mode.startswith("Exclusive") else None
-    return Assumption("compute mode", mode, wrong, ("graphs", "memcheck", "racecheck", "synccheck", "nccl", "mpi"))
+    return Assumption(
+        "compute mode", mode, wrong, ("graphs", "memcheck", "racecheck", "synccheck", "nccl", "tcp", "mpi")
+    )
 
 
 def headers():

@@ -143,7 +143,11 @@ class Codec:
         return fields and attribute(fields | dict(kind=self.kind))
 
     def _kernel_fields(self) -> dict[str, Any] | None:
-        """Returns fields of `native`, or None if the kernels can't do what these ask for."""
+        """Returns fields of `native`, or None if the kernels can't do what these ask for.
+
+        It takes every attribute of the codec that has the name of a field (`DENSE`). A codec whose attribute of such a
+        name means something else overrides it.
+        """
         return {name: getattr(self, name) or 0 for name in DENSE if hasattr(self, name)}
 
     @property

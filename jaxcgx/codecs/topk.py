@@ -157,13 +157,14 @@ class TopK(Codec):
         return self.values.contracts
 
     def _kernel_fields(self) -> dict[str, Any] | None:
-        if self.values.native is None or self.values.rotate or self.values.carrier is not None:
+        native = self.values.native
+        if native is None or self.values.rotate or self.values.carrier is not None:
             return None
         fields: dict[str, Any] = dict(stochastic=self.stochastic, ratio=self.ratio, lists=self.lists)
         if isinstance(self.select, Sampled):
             fields |= dataclasses.asdict(self.select)
             fields["select"] = 1 + _ESTIMATES.index(fields.pop("estimate"))  # Select in xla_ffi/codec/base.h
-        values = {f"values_{name}": self.values.native[name] for name in DENSE}
+        values = {f"values_{name}": native[name] for name in DENSE}
         return fields | values | dict(top=self.pull == "top")
 
     def capacity(self, n: int) -> int:

@@ -105,6 +105,9 @@ class Feedback:
     skip_nonfinite: bool = False
     telemetry: bool = False
     seed: int | jax.Array = 0
+    # The function and the argument that errors name, if a plan was passed in place of this (`as_exchange`).
+    _op: str = dataclasses.field(default="", repr=False, compare=False)
+    _argument: str = dataclasses.field(default="plan", repr=False, compare=False)
     phases: tuple[Phase, ...] = dataclasses.field(init=False, repr=False, compare=False)
     early: ClassVar[bool] = False
     scatters: ClassVar[bool] = True
@@ -126,12 +129,7 @@ class Feedback:
     @property
     def op(self) -> str:
         """The name that errors have."""
-        return type(self).__name__
-
-    @property
-    def _argument(self) -> str:
-        """The argument that errors about the plan name."""
-        return "plan"
+        return self._op or type(self).__name__
 
     @property
     def _codecs(self) -> list[Codec]:
@@ -257,27 +255,10 @@ def warn_of_loss(op: str, codecs: Iterable[Codec], least: int = 0) -> None:
         warn(f"{op}: argument 'keep': {why}; leave keep=False out, or take a codec of 4 bits")
 
 
-@dataclasses.dataclass(frozen=True)
-class FeedbackOfPlan(Feedback):
-    """The `Feedback` of a plan that was passed in its place. Errors name the function that got the plan."""
-
-    _: dataclasses.KW_ONLY
-    function: str
-    argument: str
-
-    @property
-    def op(self) -> str:
-        return self.function
-
-    @property
-    def _argument(self) -> str:
-        return self.argument
-
-
 def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchange") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
     if isinstance(given, Codec | Plan | dict):
-        return FeedbackOfPlan(given, function=op, argument=argument)
+        return Feedback(given, _op=op, _argument=argument)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
         got, remedy = repr(given), ""

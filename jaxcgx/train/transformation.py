@@ -12,7 +12,7 @@ from jaxcgx.checks import as_array, check_integer, wrong
 from jaxcgx.exchange.resolve import transport_over, transport_over_axes
 from jaxcgx.exchange.routes import Way, as_order
 from jaxcgx.train.arguments import shapes
-from jaxcgx.train.division import OverMesh, with_row
+from jaxcgx.train.division import Division, OverMesh, with_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, Outcome, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
@@ -61,7 +61,7 @@ def compress_gradients(
         check_integer(OP, "axis_size", axis_size, 1)
     for name, given in dict(order=order, axis_size=axis_size).items():
         check_for_mesh(OP, name, given, axis_name)
-    remedy = OverMesh.remedy
+    remedy = Division.remedy
     if not over_mpi:
         remedy = (
             f"shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; under jax.pmap, "

@@ -1,6 +1,8 @@
 """Tests what exchanges with feedback send and keep."""
 
+import dataclasses
 import functools
+import pickle
 import re
 
 import jax
@@ -281,6 +283,19 @@ def test_bfloat16_gradients_have_float32_residuals():
     for mean, state in run(cgx.Momentum(CODEC, 0.5), 3, grads):
         assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((mean, state.own.momentum)))
         assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.own.residuals))
+
+
+@pytest.mark.parametrize("plan", [CODEC, {0: cgx.Raw(), 2: CODEC}], ids=["codec", "schedule"])
+def test_a_plan_is_a_feedback(plan):
+    """In place of an exchange, a plan means its Feedback. Only errors differ: they name the function that got it."""
+    exchange, given = cgx.Feedback(plan), cgx.wan.MixedSync(plan)
+    assert given.exchange == exchange
+    assert given == cgx.wan.MixedSync(exchange) and repr(given) == repr(cgx.wan.MixedSync(exchange))
+    copies = pickle.loads(pickle.dumps(given.exchange)), dataclasses.replace(given.exchange, seed=0)
+    for copy in copies:
+        assert copy == exchange and repr(copy) == repr(exchange)
+        with pytest.raises(ValueError, match="^MixedSync: argument 'beta': "):
+            dataclasses.replace(copy, beta=2.0)
 
 
 def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():

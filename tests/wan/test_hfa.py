@@ -104,7 +104,7 @@ BAD_INPUT = {
     "HFA": [
         (lambda: trainer(FOUR, k1=0), ValueError, "k1", "0"),
         (lambda: trainer(FOUR, k2=0), ValueError, "k2", "0"),
-        (lambda: trainer(FOUR, k1=2, k2=2, overlap=9), ValueError, "overlap", "9", "k1"),
+        (lambda: trainer(FOUR, k1=2, k2=2, overlap=9), ValueError, "overlap", "9", "k1 k2 fragments larger k1 k2"),
         (lambda: trainer(mesh_of(1, 2)), ValueError, "axis", "one", "HFA"),
         # A center's ranks would exchange parameters that they have not averaged.
         (lambda: trainer(FOUR, k1=2, k2=5, fragments=2), ValueError, "fragments", "2", "fragments=1 k2=6"),

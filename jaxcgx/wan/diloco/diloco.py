@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,7 @@ class Diloco:
     keep: bool = True
     seed: int = 0
     optimizer: Any = dataclasses.field(init=False, repr=False, compare=False)  # the outer one
+    _every: ClassVar[str] = "every"  # how errors spell it
 
     def __post_init__(self) -> None:
         op = self.op
@@ -104,8 +105,10 @@ class Diloco:
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
         self._check_fragments()
         if self.overlap >= self.period:
-            expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
-            remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every (of HFA k1 * k2)"
+            expected = (
+                f"less than {self._every} / fragments = {self.period} steps, as a fragment ends before the next begins"
+            )
+            remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger {self._every}"
             raise wrong(op, "overlap", expected, self.overlap, remedy)
         object.__setattr__(self, "plan", as_outer_plan(op, self.plan, self.keep))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -42,6 +42,7 @@ class HFA(Diloco):
     k2: int = 10
     inside: AnyExchange = dataclasses.field(default=Raw(), init=False, repr=False)
     outer: Any = dataclasses.field(default="sgd", init=False, repr=False)
+    _every: ClassVar[str] = "k1 * k2"
 
     def __post_init__(self) -> None:
         for name in ("k1", "k2", "fragments"):
