@@ -169,6 +169,8 @@ class Data:
 def run_rank(address, rank, ranks, model, small, pace):
     if small:
         jax.config.update("jax_num_cpu_devices", 1)
+        # JAX 0.10.2 ends with a segmentation fault when it writes these programs for CPUs to its cache.
+        jax.config.update("jax_enable_compilation_cache", False)
     else:
         # With another NCCL_HOSTID, a rank counts as another host, so two may share a GPU. The kernels of both must be
         # on the GPU at once, so they have few blocks.

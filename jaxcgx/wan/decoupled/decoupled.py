@@ -423,7 +423,8 @@ class Member:
 
 def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
     """Returns a state that a user gave, with residuals if `fresh`, the state of a new training, has residuals."""
-    check_type(OP, "state", state, DecoupledState, "a DecoupledState, which member.state was")
+    if not isinstance(state, DecoupledState):  # its text may be long
+        raise wrong(OP, "state", "a DecoupledState, which member.state was", type(state).__name__, kind=TypeError)
     number, merged = (check_integer(OP, f"state.{name}", getattr(state, name), 0) for name in ("round", "merged"))
     residuals = state.residuals
     if fresh.residuals is None:
