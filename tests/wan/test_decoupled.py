@@ -430,7 +430,7 @@ def test_residuals_of_a_saved_state_follow_keep():
 WIDE = PARAMS | {"b": jnp.zeros(5)}
 STATES = {
     "Decoupled.join": [
-        (lambda state: {}, TypeError, "state", "dict"),
+        (lambda state: {}, TypeError, "state", "{}"),
         (lambda state: state._replace(round=0.5), TypeError, "state.round", "0.5"),
         (lambda state: state._replace(optimizer=PARAMS), ValueError, "state.optimizer", "PyTreeDef", "outer"),
         (lambda state: state._replace(residuals=WIDE), ValueError, "state.residuals ['b']", "float32[5]"),

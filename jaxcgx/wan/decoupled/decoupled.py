@@ -423,8 +423,7 @@ class Member:
 
 def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
     """Returns a state that a user gave, with residuals if `fresh`, the state of a new training, has residuals."""
-    if not isinstance(state, DecoupledState):  # its text may be long
-        raise wrong(OP, "state", "a DecoupledState, which member.state was", type(state).__name__, kind=TypeError)
+    check_type(OP, "state", state, DecoupledState, "a DecoupledState, which member.state was")
     number, merged = (check_integer(OP, f"state.{name}", getattr(state, name), 0) for name in ("round", "merged"))
     residuals = state.residuals
     if fresh.residuals is None:
