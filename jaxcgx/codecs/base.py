@@ -43,7 +43,7 @@ class Codec:
         then residuals stay bounded.
       most: the largest number of elements of a leaf in a chunk.
       state: the state that a sum can keep from call to call, by the names of compressed_psum's arguments.
-      kind: the `Kind` that the kernels know the codec by (attribute.py). None: jnp runs in place of kernels.
+      kind: the `Kind` that the kernels know the codec by (attribute.py). Without it, jnp runs in place of kernels.
     """
 
     bucket_size: int | None = None
@@ -61,7 +61,7 @@ class Codec:
     contracts: bool = True
     most: int = 2**40
     state: tuple[str, ...] = ("residuals",)
-    kind: Kind | None = None
+    kind: Kind
 
     # Methods that a codec may define
 
