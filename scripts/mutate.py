@@ -135,6 +135,8 @@ def run(tests, module, path):
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
         return "a hang"
+    if "ERROR: not found" in done.stdout + done.stderr:
+        raise RuntimeError("mutate: tests have other names now; remove build/entered, so that they are found anew")
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return failed[0] if failed else None if done.returncode == 0 else "pytest"
 
