@@ -12,6 +12,13 @@ import numpy as np
 from jaxcgx import _compat
 from jaxcgx.typing import PyTree
 
+
+def _inner(eqn: Any) -> list[Any]:
+    """Returns the programs that an operation runs, such as the branches of a conditional."""
+    values = jax.tree_util.tree_leaves(list(eqn.params.values()))
+    return [value for value in values if hasattr(_compat.open_jaxpr(value), "eqns")]
+
+
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
 
 
@@ -58,10 +65,8 @@ def same_in_vmap(program: Any) -> bool:
     It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
     """
     program = _compat.open_jaxpr(program)
-    values = [value for eqn in program.eqns for value in jax.tree_util.tree_leaves(list(eqn.params.values()))]
-    inner = [value for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
     changed = any(re.search("cond|while|callback|ffi_call", eqn.primitive.name) for eqn in program.eqns)
-    return not (program.effects or changed) and all(map(same_in_vmap, inner))
+    return not (program.effects or changed) and all(same_in_vmap(each) for eqn in program.eqns for each in _inner(eqn))
 
 
 # Whether a loss closes over the examples of all ranks. Their gradient would be wrong without an error.
@@ -73,9 +78,8 @@ def closed_over(jaxpr: Any, count: int) -> list[Any]:
     found = [*getattr(jaxpr, "consts", ()), *(x.aval for x in inner.invars[: len(inner.invars) - count])]
     for eqn in inner.eqns:
         found += [x.val for x in eqn.invars if np.ndim(getattr(x, "val", 0))]
-        for value in jax.tree_util.tree_leaves(list(eqn.params.values())):
-            if hasattr(_compat.open_jaxpr(value), "eqns"):
-                found += closed_over(value, len(_compat.open_jaxpr(value).invars))
+        for each in _inner(eqn):
+            found += closed_over(each, len(_compat.open_jaxpr(each).invars))
     return found
 
 
@@ -89,10 +93,8 @@ def constraints(jaxpr: Any) -> list[Any]:
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "sharding_constraint":
             found.append(getattr(eqn.params.get("sharding"), "spec", ()))
-        for param in eqn.params.values():
-            for value in param if isinstance(param, tuple | list) else [param]:
-                if hasattr(getattr(value, "jaxpr", value), "eqns"):
-                    found += constraints(value)
+        for each in _inner(eqn):
+            found += constraints(each)
     return found
 
 

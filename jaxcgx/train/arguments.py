@@ -104,16 +104,20 @@ class Split:
 
         `program` is a traced function of the parameters and the arrays.
         """
-        ranks, found = self.ranks, _programs.closed_over(program, len(jax.tree_util.tree_leaves((params, arrays))))
-        for x in jax.tree_util.tree_leaves(given):  # NumPy's arrays are copied
-            if any(x is y or not (isinstance(x, jax.Array) or spell_array(x) != spell_array(y)) for y in found):
+        ranks, elsewhere = self.ranks, jax.tree_util.tree_leaves(given)
+        single = ranks.size > 1 and any(examples(x, spec) == ranks.size for x, spec in zip(arrays, self.specs))
+        if not (single or elsewhere):
+            return
+        found = _programs.closed_over(program, len(jax.tree_util.tree_leaves((params, arrays))))
+        # JAX copies NumPy's arrays, so of these only the type is known.
+        same = lambda x, y: x is y if isinstance(x, jax.Array) else spell_array(x) == spell_array(y)
+        for x in elsewhere:
+            if any(same(x, y) for y in found):
                 expected = "arrays that only variables of loss_fn, and of functions that it calls, hold"
                 remedy = "make them arguments: def loss_fn(params, x, y)"
                 raise wrong(ranks.op, "closes_over", expected, f"{spell_array(x)}, which something else holds", remedy)
-        if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
-            return
         for x in found:
-            if np.shape(x)[:1] == (ranks.size,):
+            if single and np.shape(x)[:1] == (ranks.size,):
                 expected = "a function that takes the batch as arguments, of which a rank has a single example"
                 got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
                 remedy = f"pass it to the call; if it is no batch, {ranks.remedy}"
