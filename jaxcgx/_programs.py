@@ -1,4 +1,4 @@
-"""Looks into traced programs, for what their shapes and types don't say. `explain` has looks of its own."""
+"""Looks into traced programs, for what their shapes and types don't say, and runs them. `explain` looks for itself."""
 
 import functools
 import hashlib
