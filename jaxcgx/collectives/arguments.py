@@ -1,5 +1,7 @@
 """Checks of the arguments that the collectives share, and what they make of them."""
 
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,13 +55,16 @@ class Call(NamedTuple):
         """Returns how the tree travels, after a check that it and the carry may travel so."""
         return travel_with(carry or Carry(), self.routes, self.net, way, x=self.x, backward=self.backward)
 
-    def check_rows(self) -> None:
-        """Checks that every codec makes bytes of rows, and that no leaf is skipped."""
+    def check_rows(self, by_axis: bool = True) -> None:
+        """Checks that every codec makes bytes of rows, that no leaf is skipped, and whether it has a codec by axis."""
         for routes, argument in (self.routes, "plan"), (self.backward, "backward_plan"):
             for route in routes.leaves:
                 if route.skipped:
                     expected, remedy = "a plan that skips no leaf", "Skip() is for sums and means; leave it out of x"
                     raise wrong(routes.op, argument, expected, "one with Skip() for it", remedy, path=route.path)
+                if isinstance(route.codec, dict) and not by_axis:
+                    expected = "one codec over all axes together"
+                    raise wrong(routes.op, argument, expected, spell(route.codec), path=route.path)
                 for codec in route.codecs:
                     check_encodes(routes.op, codec, argument)
 
@@ -114,6 +119,21 @@ def shared_key(routes: Routes, backward: Routes, key: Key | None, net: Transport
         got = f"one that varies over {', '.join(map(repr, axes))}"
         raise wrong(op, argument, "the same key on every rank", got, "every rank draws its own noise from the same key")
     return words
+
+
+def as_pairs(op: str, perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
+    """Returns the checked pairs (sender, receiver) of a permutation."""
+    expected = f"pairs (sender, receiver) of two of the {size} ranks, as in [(0, 1), (1, 0)]"
+    try:
+        pairs = tuple((operator.index(sender), operator.index(receiver)) for sender, receiver in perm)
+    except (TypeError, ValueError):
+        raise wrong(op, "perm", expected, repr(perm), kind=TypeError) from None
+    if not all(0 <= rank < size for pair in pairs for rank in pair):
+        raise wrong(op, "perm", expected, repr(perm))
+    for which, ranks in zip(("sender", "receiver"), zip(*pairs)):
+        if len(set(ranks)) < len(ranks):
+            raise wrong(op, "perm", f"no rank to be the {which} of two pairs", repr(perm))
+    return pairs
 
 
 def check_summable(op: str, x: PyTree) -> None:

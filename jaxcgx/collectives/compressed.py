@@ -1,10 +1,12 @@
 """The collectives of jax.lax, which here send a fraction of the bytes."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives.arguments import Call, check_summable
+from jaxcgx.collectives.arguments import Call, as_pairs, check_summable
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import reduce
@@ -187,3 +189,31 @@ def compressed_all_to_all(
     split, concat = call.per_leaf("split_axis", split_axis), call.per_leaf("concat_axis", concat_axis)
     call.check_divisible("split_axis", split, tiled)
     return rows.all_to_all(call.x, call.travel(Way(rows=True, dims=split, tiled=tiled)), call.key, concat)
+
+
+def compressed_ppermute(
+    x: PyTree,
+    axis_name: AxisName,
+    perm: Sequence[tuple[int, int]],
+    plan: Codecs | Plan,
+    *,
+    key: Key | None = None,
+    backward_plan: Codecs | Plan | None = None,
+) -> PyTree:
+    """Sends `x` from rank to rank, like `jax.lax.ppermute`: along a pipeline, or around a ring.
+
+    A rank to which no rank sends gets zeros. A rank that sends to itself gets what a receiver would get.
+
+    Args:
+      x: a pytree of arrays.
+      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+        The ranks of several axes are numbered in the order of the names.
+      perm: pairs (sender, receiver). No rank is the sender, or the receiver, of two pairs.
+      plan: as in `compressed_psum`, with one codec over all axes together.
+      key: a random key for codecs that round stochastically.
+      backward_plan: the plan of the transpose, which sends cotangents from receivers to senders; by default `plan`.
+    """
+    op = "compressed_ppermute"
+    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, perm=perm)
+    call.check_rows(by_axis=False)
+    return rows.permute(call.x, call.travel(Way(rows=True)), call.key, as_pairs(op, perm, call.net.size))

@@ -1,7 +1,7 @@
 """The exchanges as JAX primitives, and the rules that these share. One bind exchanges one message.
 
 `psum` sums to all ranks. `all_gather`, its transpose `psum_scatter`, and `all_to_all`, its own transpose, exchange
-rows: leaves are [ranks, ...], and row r is for rank r, or came from rank r.
+rows: leaves are [ranks, ...], and row r is for rank r, or came from rank r. `ppermute` sends leaves from rank to rank.
 
 A `Message` goes through bind as a pytree: its arrays are the operands, and its structure is the static parameter
 `tree`. The results are a message without a key. `net` is the transport.
@@ -28,7 +28,7 @@ from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange import hierarchy, low_rank, schedules
 from jaxcgx.exchange.message import SHARED, STATE, Message, Stage, Sum, back_key
 from jaxcgx.native.rules import define_impl, in_front, places
-from jaxcgx.transports.base import Transport, join_rows, split_rows
+from jaxcgx.transports.base import Pairs, Transport, join_rows, split_rows
 from jaxcgx.typing import PyTree
 
 Batch = tuple[tuple[int, Any], ...]
@@ -372,3 +372,27 @@ def _all_to_all_transpose(message: Message, cts: list[Any], *, net: Transport, s
 
 
 all_to_all_p: _compat.Primitive = define("jaxcgx_all_to_all", _all_to_all, _all_to_all_transpose, same=False)
+
+
+# ppermute
+
+
+def ppermute(message: Message, stage: Stage, pairs: Pairs) -> list[Any]:
+    """Returns the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends."""
+    return bind(ppermute_p, message, net=stage.net, stage=stage, pairs=pairs).leaves
+
+
+def _ppermute(message: Message, *, net: Transport, stage: Stage, pairs: Pairs) -> Message:
+    return Message(message.ids, schedules.ppermute(stage, message, pairs))
+
+
+# Cotangents go back from receivers to senders.
+def _ppermute_transpose(
+    message: Message, cts: list[Any], *, net: Transport, stage: Stage, pairs: Pairs, batch: Batch
+) -> list[Any]:
+    back = tuple((receiver, sender) for sender, receiver in pairs)
+    params = dict(net=net, stage=stage.transposed(), pairs=back, batch=batch)
+    return bind(ppermute_p, _back(message, cts, batch), **params).leaves
+
+
+ppermute_p: _compat.Primitive = define("jaxcgx_ppermute", _ppermute, _ppermute_transpose, same=False)

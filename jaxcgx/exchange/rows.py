@@ -1,4 +1,6 @@
-"""Gathers, all-to-alls and scatters of trees. Their messages carry rows: a row is for one rank, or came from one rank.
+"""Gathers, all-to-alls, scatters and permutations of trees.
+
+Messages carry rows: a row is for one rank, or came from one rank. A permutation has whole leaves in place of rows.
 
 Over several stages, the rows of a message are [ranks of the first stage, ranks of the second stage, ..., ...].
 """
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from jaxcgx.exchange import primitives
 from jaxcgx.exchange.message import Message, Stage, Sum, back_key, fold, fold_stage
 from jaxcgx.exchange.routes import Envelope, Travel
-from jaxcgx.transports.base import join_rows, split_rows
+from jaxcgx.transports.base import Pairs, join_rows, split_rows
 from jaxcgx.typing import Key, PyTree
 
 
@@ -53,6 +55,18 @@ def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ..
             parts = [jnp.moveaxis(x, 0, j) for x in primitives.all_to_all(part, stage)]
         whole = [x.reshape(size, *x.shape[len(stages) :]) for x in parts]
         return [join_rows(x, concat[i], tiled) for x, i in zip(whole, message.ids)]
+
+    return _exchange(x, travel, key, plain=plain, of_message=of_message)
+
+
+def permute(x: PyTree, travel: Travel, key: Key | None, pairs: Pairs) -> PyTree:
+    """Returns the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends."""
+
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
+        return travel.net.plain_ppermute(leaf, pairs)
+
+    def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
+        return primitives.ppermute(message, stages[0], pairs)
 
     return _exchange(x, travel, key, plain=plain, of_message=of_message)
 

@@ -27,7 +27,7 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import Own
 from jaxcgx.native.tcp import Inside
 from jaxcgx.plan.overlay import Overlay
-from jaxcgx.transports.base import PiecewiseSum, Transport
+from jaxcgx.transports.base import Pairs, PiecewiseSum, Transport
 from jaxcgx.typing import Key
 
 
@@ -242,6 +242,15 @@ def all_gather(stage: Stage, message: Message) -> list[Any]:
     with scope(ExchangeScope.of("one_shot", layout)):
         row = ops.encode(layout, message.leaves, first(message.key, stage.codec, net))[0]
         return _decode_rows(layout, net.all_gather(row))
+
+
+def ppermute(stage: Stage, message: Message, pairs: Pairs) -> list[Any]:
+    """Returns the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends."""
+    net, layout = stage.compared(message, ("ppermute", pairs)).net, message.layout(stage.codec)
+    with scope(ExchangeScope.of("one_shot", layout)):
+        row = ops.encode(layout, message.leaves, first(message.key, stage.codec, net))[0]
+        leaves = ops.decode(layout, net.permute(row, pairs)[None])
+        return [net.where_received(x, pairs) for x in leaves]
 
 
 def all_to_all(stage: Stage, message: Message) -> list[Any]:

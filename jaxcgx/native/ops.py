@@ -116,8 +116,8 @@ def _encode_abstract(operands: Encode, layout: Layout, batch: tuple[Any, ...]) -
 def _encode_jvp(primals: Any, tangents: Any, *, tree: Any, **params: object) -> Any:
     if any(type(t) is not ad.Zero for t in tree.unflatten(tangents).leaves):
         remedy = (
-            "write cgx.roundtrip where it is decoded at once, cgx.compressed_all_to_all or another collective where "
-            "it moves, and jax.lax.stop_gradient(x) where no gradient is wanted"
+            "write cgx.roundtrip where it is decoded at once, cgx.compressed_ppermute or another collective where it "
+            "moves, and jax.lax.stop_gradient(x) where no gradient is wanted"
         )
         expected = "an array that is not differentiated, because bytes have no derivative"
         raise wrong("encode", "x", expected, "one that is", remedy, kind=TypeError)

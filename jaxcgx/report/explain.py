@@ -21,7 +21,8 @@ from jaxcgx.text import Totals, table
 # The primitives that send: JAX's, and that of MPI.
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$|^jaxcgx_mpi$")
 
-_ROWS = ("compressed_psum_scatter", "compressed_all_gather", "compressed_all_to_all")  # all other functions sum
+# All other functions sum.
+_ROWS = ("compressed_psum_scatter", "compressed_all_gather", "compressed_all_to_all", "compressed_ppermute")
 # The argument that has the leaves, for functions that don't call it x. It is shown for a leaf that has no path.
 _PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 

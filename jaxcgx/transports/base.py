@@ -8,15 +8,18 @@ A new transport subclasses `Transport` and defines `names`, `effects`, `size`, `
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.rules import add
 from jaxcgx.native.tcp import Inside
+
+Pairs = Sequence[tuple[int, int]]  # (sender, receiver); a rank sends at most once, and receives at most once
 
 
 class PiecewiseSum(NamedTuple):
@@ -96,11 +99,8 @@ class Transport:
         """Returns the row of the previous rank. The first rank gets the row of the last rank."""
         raise NotImplementedError(f"{type(self).__name__}.shift")
 
-    def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """Returns the row of the rank that sends to this rank. A rank to which no rank sends gets any row.
-
-        `pairs` are (sender, receiver).
-        """
+    def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
+        """Returns the row of the rank that sends to this rank. A rank to which no rank sends gets any row."""
         source = [0] * self.size
         for sender, receiver in pairs:
             source[receiver] = sender
@@ -127,6 +127,17 @@ class Transport:
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
         return join_rows(self.all_to_all(split_rows(x, split_axis, size=self.size, tiled=tiled)), concat_axis, tiled)
+
+    def plain_ppermute(self, x: jax.Array, pairs: Pairs) -> jax.Array:
+        return self.where_received(self.permute(x, pairs), pairs)
+
+    def where_received(self, x: jax.Array, pairs: Pairs) -> jax.Array:
+        """Returns x, or zeros on a rank to which no rank sends."""
+        if len(pairs) == self.size:
+            return x
+        receives = np.zeros(self.size, bool)
+        receives[[receiver for _, receiver in pairs]] = True
+        return jnp.where(jnp.asarray(receives)[self.rank], x, jnp.zeros_like(x))
 
 
 class Leaders(Transport):

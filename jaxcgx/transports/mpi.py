@@ -24,7 +24,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.rules import batch_exchange, define_impl, exchange_aval
-from jaxcgx.transports.base import Leaders, Transport, countable
+from jaxcgx.transports.base import Leaders, Pairs, Transport, countable
 from jaxcgx.transports.shm import Shm
 
 # A release of mpi4jax warns about every JAX newer than itself. jaxcgx has its own bounds for JAX.
@@ -71,6 +71,9 @@ class Comm(Transport):
     def shift(self, row: jax.Array) -> jax.Array:
         _check_count(row.size)
         return mpi4jax.sendrecv(row, row, (self.rank - 1) % self.size, (self.rank + 1) % self.size, comm=self.comm)
+
+    def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
+        return _exchange("permute", row, self, pairs=tuple(pairs))
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
         """Returns the array of rank `root`."""
@@ -137,6 +140,9 @@ class Nodes(Transport):
     def shift(self, row: jax.Array) -> jax.Array:
         return self.everybody.shift(row)
 
+    def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
+        return self.everybody.permute(row, pairs)
+
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
         """Returns the array of rank `root`."""
         return self.everybody.broadcast(x, root)
@@ -186,8 +192,8 @@ class NodeLeaders(Leaders):
 exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_mpi")
 
 
-def _exchange(operation: str, x: jax.Array, net: Comm, root: int = 0) -> jax.Array:
-    return exchange_p.bind(x, operation=operation, net=net, root=root)
+def _exchange(operation: str, x: jax.Array, net: Comm, root: int = 0, pairs: Pairs = ()) -> jax.Array:
+    return exchange_p.bind(x, operation=operation, net=net, root=root, pairs=pairs)
 
 
 def _check_count(count: int) -> None:
@@ -201,7 +207,7 @@ def _is_short(dtype: Any, kind: Any, bits: int) -> bool:
     return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
 
 
-def _run(x: jax.Array, operation: str, net: Comm, root: int) -> jax.Array:
+def _run(x: jax.Array, operation: str, net: Comm, root: int, pairs: Pairs) -> jax.Array:
     dtype = x.dtype
     if operation == "psum":
         if net.size == 1:
@@ -213,24 +219,30 @@ def _run(x: jax.Array, operation: str, net: Comm, root: int) -> jax.Array:
     # The others only move elements.
     if _is_short(dtype, jnp.floating, 32):
         bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
-        return lax.bitcast_convert_type(_run(bits, operation, net, root), dtype)
+        return lax.bitcast_convert_type(_run(bits, operation, net, root, pairs), dtype)
     if _is_short(dtype, jnp.integer, 8):
-        return _run(x.astype(jnp.int8), operation, net, root).astype(dtype)
+        return _run(x.astype(jnp.int8), operation, net, root, pairs).astype(dtype)
     _check_count(x.size // net.size if operation == "all_to_all" else x.size)
     if operation == "all_to_all":
         return mpi4jax.alltoall(x, comm=net.comm)
     if operation == "all_gather":
         return mpi4jax.allgather(x, comm=net.comm)
+    if operation == "permute":
+        target = dict(pairs).get(net.rank, MPI.PROC_NULL)
+        source = {receiver: sender for sender, receiver in pairs}.get(net.rank, MPI.PROC_NULL)
+        return mpi4jax.sendrecv(x, x, source, target, comm=net.comm)
     return mpi4jax.bcast(x, root, comm=net.comm)
 
 
 # The cotangent of a row that went to one rank comes back the same way. If an array went to every rank, the cotangents
 # of all ranks are added. Every rank has its own cotangent of a sum, as in lax if it doesn't track which values vary.
-def _transpose(ct: jax.Array, x: Any, *, operation: str, net: Comm, root: int) -> list[jax.Array]:
+def _transpose(ct: jax.Array, x: Any, *, operation: str, net: Comm, root: int, pairs: Pairs) -> list[jax.Array]:
     if operation == "all_to_all":
         return [net.all_to_all(ct)]
     if operation == "all_gather":
         return [net.all_to_all(ct).sum(0)]
+    if operation == "permute":
+        return [net.plain_ppermute(ct, [(receiver, sender) for sender, receiver in pairs])]
     total = net.plain_psum(ct)
     return [total if operation == "psum" or net.rank == root else jnp.zeros_like(total)]
 

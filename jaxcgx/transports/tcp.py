@@ -17,7 +17,7 @@ from jaxcgx.checks import wrong
 from jaxcgx.native import tcp
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import Tcp
-from jaxcgx.transports.base import PiecewiseSum
+from jaxcgx.transports.base import Pairs, PiecewiseSum
 from jaxcgx.transports.xla import Axes, AxesLeaders, split
 
 ORDER: Any = _compat.OrderedOnEachDevice()
@@ -82,7 +82,7 @@ class TcpAxes(Axes):
     def all_gather(self, row: jax.Array) -> jax.Array:
         return tcp.exchange("all_gather", row, self)
 
-    def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
         target = dict(pairs)
         return tcp.exchange("permute", row, self, targets=tuple(target.get(rank, -1) for rank in range(self.size)))
 

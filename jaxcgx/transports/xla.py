@@ -62,12 +62,12 @@ class Axes(base.Transport):
             rows = lax.all_gather(rows, names)
         return rows.reshape(self.size, *row.shape)
 
-    def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    def permute(self, row: jax.Array, pairs: base.Pairs) -> jax.Array:
         # Under vmap(axis_name=...), JAX permutes only if every rank sends.
         if not self.at_once or not (self.on_mesh or len(pairs) == self.size):
             return super().permute(row, pairs)
         if len(self.names) == 1:
-            return lax.ppermute(row, self.names, pairs)
+            return lax.ppermute(row, self.names, list(pairs))
         # lax.ppermute numbers the ranks of several axes in the order of the mesh, whatever the order of the names. All
         # other collectives number them in the order of the names.
         order = jax.sharding.get_abstract_mesh().axis_names
@@ -103,6 +103,9 @@ class Axes(base.Transport):
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
         return lax.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
+
+    def plain_ppermute(self, x: jax.Array, pairs: base.Pairs) -> jax.Array:
+        return base.Transport.plain_ppermute(Axes(self.names), x, pairs)  # over Tcp, too, because it has derivatives
 
 
 def split(names: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -25,11 +25,13 @@ COLLECTIVES = {
     "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, COMM, CODEC, tiled=True),
     "all_gather": lambda x: cgx.compressed_all_gather(x, COMM, CODEC, axis=1),
     "all_to_all": lambda x: cgx.compressed_all_to_all(x, COMM, 0, 0, CODEC, tiled=True),
+    "ppermute": lambda x: cgx.compressed_ppermute(x, COMM, [(0, 1), (1, 0)], CODEC),
 }
 PLAIN = {
     "plain pmean": NET.plain_pmean,
     "plain psum_scatter": lambda x: NET.plain_psum_scatter(x, 0, True),
     "plain all_gather": lambda x: NET.plain_all_gather(x, 1, True, "varying"),
+    "plain ppermute": lambda x: NET.plain_ppermute(x, [(0, 1)]),
     "broadcast": lambda x: NET.broadcast(x, N - 1),
 }
 X = mine(normal((N, 2 * N, 70)))

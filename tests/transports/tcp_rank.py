@@ -68,6 +68,9 @@ ACROSS = ("local", "node")  # the inner axis is between the processes, so they e
 OVER_ACROSS = {"local": NOISY, "node": cgx.Raw()}
 
 
+PERM = [(0, 2), (2, 1), (3, 3)]
+
+
 def key():
     return jax.random.key(7)
 
@@ -125,6 +128,8 @@ def derivative(axes, x):
             cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8)),
             cgx.compressed_all_to_all(x["w"], axes, 0, 0, cgx.MaxMin(4)),
             cgx.compressed_all_gather(x["half"], axes, cgx.Raw()),
+            cgx.compressed_ppermute(x["w"], axes, PERM, cgx.MaxMin(4)),
+            cgx.compressed_ppermute(x["half"], axes, PERM, cgx.Raw()),
         )
         sums = (cgx.compressed_psum_scatter(x["w"], axes, codec) for codec in (cgx.MaxMin(8), cgx.Raw()))
         wide = lambda y: y.astype(jnp.float32)
@@ -198,6 +203,8 @@ CASES = {
     "psum_scatter": (ROWS, "data", lambda axes, x: cgx.compressed_psum_scatter(x, axes, cgx.MaxMin(4))),
     "all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.MaxMin(4))),
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
+    "ppermute": (SHAPES, "data", lambda axes, x: cgx.compressed_ppermute(x, axes, PERM, NOISY, key=key())),
+    "ppermute in both": (SHAPES, BOTH, lambda axes, x: cgx.compressed_ppermute(x, axes, PERM, cgx.MaxMin(4))),
     "scan": (ROWS, "data", in_a_scan),
     "vmap": (ROWS, "data", under_vmap(NOISY)),
     "branches of vmap": (ROWS, "data", in_a_mapped_branch),
