@@ -34,6 +34,13 @@ def test_fsdp():
     assert raw > 4 * compressed
 
 
+def test_pipeline():
+    pytest.importorskip("sklearn", reason="needs the extra `examples`")
+    lines = run(sys.executable, EXAMPLES / "pipeline.py", "3").stdout.splitlines()
+    raw, compressed = (int(re.search(r"sends ([\d,]+) bytes", line)[1].replace(",", "")) for line in lines)
+    assert raw > 3 * compressed and len((EXAMPLES / "pipeline.py").read_text().splitlines()) <= 80
+
+
 @pytest.mark.parametrize("name", ["nnx_train", "equinox_train", "trainstate_train", "pmap_train"])
 def test_one_line(name, monkeypatch, capsys):
     """Tests the examples of other libraries.
