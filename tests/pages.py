@@ -96,7 +96,7 @@ def run_in_process(page, port, rank):
     names = join(port, rank, (2, 1), ("dc", "local")) if page == "docs/wan" else join(port, rank, (2,))
     start = names["params"]
     for program in programs(page):
-        if page == "docs/collectives" and "grads" in program:
+        if page == "docs/collectives" and ("grads" in program or "activations" in program):
             for axis in ("data", "node"):
                 if f'"{axis}"' in program:
                     sizes = [1 + (name == axis) for name in ("data", "node", "local")]
@@ -129,7 +129,7 @@ def sum_over(mesh, program, names):
     grads = names["params"]
 
     def local(grads):
-        found = names | dict(grads=grads)
+        found = names | dict(grads=grads, activations=grads)
         exec(program, found)
         return {name: found[name] for name in ("sums", "means") if name in found}
 
