@@ -466,7 +466,7 @@ def test_a_busy_machine_measures_processor_time(monkeypatch):
     for others, speed in (0.0, 1.0), (0.5, 2.0):
         ticks = iter([(0.0, 0.0), (others, 1.0)])
         monkeypatch.setattr(machine, "_taken", lambda ticks=ticks: next(ticks))
-        found = machine._measure([(4, None)] * 4)
+        found = machine._measure([(4, list)] * 4)
         assert (found.busy, found.speeds) == (others, (speed,) * 4)
 
 
