@@ -75,7 +75,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/wan/test_diloco.py::test_streaming_to_the_bit \
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-old test-ray \
+.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
 	house-check matrix matrix-short mutate wheels choose clean interpreter \
 	gallery \
@@ -142,6 +142,9 @@ test-demos: $(INSTALLED) ## as root, the wide-area demonstrations between hosts
 
 test-chaos: $(INSTALLED) ## as root, training between hosts whose links are slow, lossy, cut or half open
 	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/heavy_chaos.py
+
+test-load: $(INSTALLED) ## on an idle machine, the planner's answers beside 0, 4 and 12 other programs
+	@$(PYTEST) -n 0 -s tests/heavy_load.py
 
 test-old: $(INSTALLED) ## ranks of an older commit exchange with today's; COMMIT=...: of another one
 	@$(MPI_ENV) .venv/bin/python scripts/old.py $(if $(COMMIT),--commit $(COMMIT))

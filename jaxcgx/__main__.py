@@ -2,10 +2,13 @@
 
 import argparse
 import dataclasses
+import functools
+import json
 import pathlib
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 
@@ -30,9 +33,13 @@ def tune(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Runs python -m jaxcgx plan."""
+    """Runs python -m jaxcgx plan. How the measurements of kernels get on is written to stderr."""
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    begun = time.strftime("%Y-%m-%d %H:%M")
+    say("plan: starting JAX")
+    from jaxcgx.codecs.base import spell
     from jaxcgx.native.layout import DTYPES
-    from jaxcgx.report import advise, shapes, tune
+    from jaxcgx.report import advise, machine, shapes, tune
     from jaxcgx.report.cluster import Cluster
 
     tree = shapes.read(options.model)
@@ -42,19 +49,26 @@ def plan(options: argparse.Namespace) -> None:
         steps = tune.read(options.gradients)
         gradients = [{name: x for name, x in step.items() if x.dtype in DTYPES} for step in steps]
     of_cluster = [field.name for field in dataclasses.fields(Cluster) if field.init]
+    cluster = Cluster(**{name: getattr(options, name) for name in of_cluster})
+    for i, codec in enumerate(codecs):
+        say(f"plan: the kernels of {spell(codec)} ({i + 1} of {len(codecs)})", end="")
+        speed = machine.kernels(codec, again=options.remeasure)
+        say(f", measured {speed.date}")
+        if options.remeasure and speed.date < begun:
+            say("plan: kept that, as other programs take the processors now")
     found = advise.advise(
         tree,
-        Cluster(**{name: getattr(options, name) for name in of_cluster}),
+        cluster,
         compute_ms=options.compute_ms,
         overlap_mb=options.overlap_mb,
         codecs=codecs,
         max_error=options.max_error,
         gradients=gradients,
     )
-    print(found)
+    print(json.dumps(found.as_json(), indent=1) if options.json else found.spell(every=options.all))
     if options.out and found.plan:
         found.plan.save(options.out)
-        print(f"\nsaved to {options.out}")
+        say(f"\nsaved to {options.out}")
 
 
 def link(options: argparse.Namespace) -> None:
@@ -166,6 +180,9 @@ def _add_options_of_plan(added: argparse.ArgumentParser) -> None:
     added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
     added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
     added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
+    added.add_argument("--all", action="store_true", help="show every way, not only the fastest five")
+    added.add_argument("--json", action="store_true", help="print JSON")
+    added.add_argument("--remeasure", action="store_true", help="measure the kernels again")
 
 
 def _add_options_of_lab(added: argparse.ArgumentParser) -> None:
@@ -219,6 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return options.run(options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         said = re.sub("^(tune|plan|advise|Cluster|link|lab): ", "", str(error))
+        bare = {"plan": "model", "tune": "gradients"}.get(options.command)  # typed without a name
+        typed = lambda name: f"argument '--{name.replace('_', '-')}'" if hasattr(options, name) and name != bare else ""
+        said = re.sub(r"^argument '(\w+)'", lambda found: typed(found[1]) or found[0], said)
         sys.exit(f"python -m jaxcgx {options.command}: {said}")
 
 

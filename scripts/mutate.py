@@ -3,9 +3,10 @@
     python scripts/mutate.py --count 150 --seed 0 --minutes 150
 
 Mutants are drawn by the seed over all modules, each module as likely as it has places. A mutant is killed by the first
-test that fails. The tests that enter its line run, the quickest first (mutant/entered.py finds them, once); where none
-does, those of its folder, then those of everything. Results are kept in benchmarks/results/mutants.json, so an
-interrupted run continues; a mutant runs again if its line changed.
+test that fails. The tests that enter its line run, the quickest first (mutant/entered.py finds them, once). A line that
+an import enters is tested by those that enter any function of its file. Where no test does, those of the folder run,
+then those of everything. Results are kept in benchmarks/results/mutants.json, so an interrupted run continues; a mutant
+runs again if its line changed.
 """
 
 import argparse
@@ -109,11 +110,22 @@ def entered():
     return dict(sorted(found.items(), key=lambda item: item[1][0]))
 
 
+def in_functions(path):
+    """Returns the lines of the bodies of a file's functions, as the bits of an integer. Imports enter the others."""
+    found = 0
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= (1 << node.end_lineno + 1) - (1 << node.body[0].lineno)
+    return found
+
+
 def entering(path, line):
-    """Returns the quickest tests that enter a line."""
+    """Returns the quickest tests that enter a line of a function, or any function of the file."""
     file, total, found = str(path.relative_to(ROOT)), 0.0, []
+    bodies = in_functions(path)
+    wanted = 1 << line if bodies >> line & 1 else bodies
     for test, (seconds, lines) in entered().items():
-        if lines.get(file, 0) >> line & 1 and total + seconds <= LONGEST:
+        if lines.get(file, 0) & wanted and total + seconds <= LONGEST:
             total += seconds
             found.append(test)
     return found
@@ -123,7 +135,7 @@ def tests_of(path, line):
     """Returns lists of tests, the most likely to kill a mutant of this line first."""
     if found := entering(path, line):
         return [found]
-    folder = ROOT / "tests" / path.relative_to(ROOT / "jaxcgx").parts[0]  # the line is entered when it is imported
+    folder = ROOT / "tests" / path.relative_to(ROOT / "jaxcgx").parts[0]
     return [[str(folder.relative_to(ROOT))] if folder.is_dir() else [], list(EVERYTHING)]
 
 

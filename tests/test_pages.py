@@ -271,7 +271,7 @@ def test_meshes():
 
 
 def test_planner(monkeypatch):
-    monkeypatch.setattr(machine, "kernels", lambda codec: machine.Kernels(20e9, 10e9, 10e9, 20e9))
+    monkeypatch.setattr(machine, "kernels", lambda codec, again=False: machine.Kernels(20e9, 10e9, 10e9, 20e9))
     names = walk("docs/planner", names_of())
     assert names["found"].rows and names["plan"].network.latency == 1e-3
 

@@ -5,8 +5,9 @@ exchange/costs.py predicts the times of exchanges, and exchange/errors.py the er
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from jaxcgx.transports.network import PAYLOAD, Network
 _FEW_BITS = Micro("nvfp4"), MaxMin(4), MaxMin(2), Eden(4), Eden(2), Sign()
 CODECS = (Cast("bfloat16"), MaxMin(8), *_FEW_BITS, TopK(0.01), PowerSGD(4), Lossless())
 SPREAD = 0.25  # 85 % of measured exchange times (benchmarks/results/prediction.json) are within this of predictions
+SHOWN = 5  # the rows beside lax.psum that are shown
 GAIN = 0.95  # compression pays if a step takes less than this fraction of its time without compression
 BACKWARD = 2 / 3  # the fraction of the computation; it has two matrix products for each one of the forward pass
 AXES = "node", "local"  # the axes of a plan for a hierarchy
@@ -52,6 +54,8 @@ class Choice:
       exposed: the seconds of the exchange that the step waits for.
       error: vNMSE of one exchange, without feedback.
       auto: whether schedule="auto" chooses this schedule.
+      off: by which fraction the time of the exchange may be off: `SPREAD`, and what two measurements of its kernels
+        differ by.
     """
 
     codec: Codec
@@ -63,6 +67,7 @@ class Choice:
     exposed: float
     error: float
     auto: bool
+    off: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +80,12 @@ class Advice:
       plan: its plan. None: don't compress.
       break_even: the link rate in bit/s below which the best codec shortens steps, or the fastest one if all candidates
         have too large an error; 0: never, infinite: always.
-      sure: whether the recommendation stays the same if exchange times are off by `jaxcgx.report.advise.SPREAD`. False
-        if all candidates have too large an error.
+      sure: whether the recommendation stays the same if exchange times are off by the `off` of their rows. False if all
+        candidates have too large an error.
       max_error: the largest error of a recommended plan.
       constants: the (name, value, source) of every number that the prediction assumes.
+      measured: when the kernels were measured, and within what two measurements agree.
+      notes: what is odd about the rows, as sentences.
     """
 
     rows: tuple[Choice, ...]
@@ -88,13 +95,24 @@ class Advice:
     sure: bool
     max_error: float
     constants: tuple[tuple[str, str, str], ...]
+    measured: str
+    notes: tuple[str, ...]
 
     def __repr__(self) -> str:
         return f"<Advice: {'no compression' if self.plan is None else spell(self.best.codec)}>"
 
     def __str__(self) -> str:
+        return self.spell()
+
+    def spell(self, every: bool = False) -> str:
+        """Returns the recommendation, the rows of the fastest exchanges or `every` row, and the constants.
+
+        Those with too large an error come last.
+        """
         head = "codec", "schedule", "over", "bytes", "exchange ms", "exposed ms", "step ms", "speed-up", "error", ""
-        raw = self.rows[0]
+        raw, *others = self.rows
+        rank = lambda row: (row is not self.best, row.error > self.max_error, row.step)
+        shown = others if every else sorted(others, key=rank)[:SHOWN]
         rows = [
             (
                 "none" if row is raw else spell(row.codec),
@@ -108,17 +126,30 @@ class Advice:
                 f"{row.error:.2g}",
                 "best" if row is self.best else "auto" if row.auto else "",
             )
-            for row in self.rows
+            for row in (raw, *shown)
         ]
-        return "\n\n".join([table(head, rows), self.verdict, table(("constant", "value", "source"), self.constants)])
+        parts = [self.verdict, *self.notes, table(head, rows), table(("constant", "value", "source"), self.constants)]
+        return "\n\n".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what JSON can hold of the result. Codecs are spelled; `break_even` is None if it is infinite."""
+        row = lambda each: dataclasses.asdict(each) | dict(codec=spell(each.codec))
+        names = "sure", "max_error", "measured", "notes", "constants"
+        return dict(
+            verdict=self.verdict,
+            best=None if self.plan is None else row(self.best),
+            break_even=None if math.isinf(self.break_even) else self.break_even,
+            **{name: getattr(self, name) for name in names},
+            rows=[row(each) for each in self.rows],
+        )
 
     @property
     def verdict(self) -> str:
         """The recommendation as a sentence."""
         raw = self.rows[0]
         best = next((row for row in self.rows[1:] if row is self.best), None)
-        sure = "sure" if self.sure else "not sure"
-        low, high = ((1 + sign * SPREAD) * self.best.exposed for sign in (-1, 1))
+        sure = f"{'sure' if self.sure else 'not sure'}; {self.measured}"
+        low, high = ((1 + sign * self.best.off) * self.best.exposed for sign in (-1, 1))
         step = self.best.step - self.best.exposed
         spell_ms = lambda seconds: f"{seconds * 1e3:.4g}" if seconds < 9.9995 else f"{seconds * 1e3:,.0f}"
         interval = f"a step of {spell_ms(step + low)} to {spell_ms(step + high)} ms"
@@ -184,19 +215,20 @@ def advise(
     )
     rows = [case.choice(Raw(), "psum", network=cluster.between(cluster.movers[0]), error=0.0)]
     networks: dict[Choice, Network] = {}
-    for codec in codecs:
+    speeds = {codec: machine.kernels(codec) for codec in codecs}
+    for codec, speed in speeds.items():
         losses = Losses(_sample(gradients, codec.low_rank), codec, cut=case.nodes)
-        speed = machine.kernels(codec)
         for mover in cluster.movers:
             links = dataclasses.replace(cluster.between(mover), decode=speed.decode, reduce=speed.reduce)
             for schedule in ("psum",) if codec.low_rank else costs.SCHEDULES:
                 encode = speed.encode if schedule == "ring" else speed.encode_fed  # a ring allows no feedback
                 network = dataclasses.replace(links, encode=encode)
                 error = losses.error(schedule, case.nodes, each=case.each)
-                rows.append(case.choice(codec, schedule, network=network, error=error))
+                rows.append(case.choice(codec, schedule, network=network, error=error, spread=speed.spread))
                 networks[rows[-1]] = network
     constants = _constants(cluster, case, assumed=gradients is None)
-    return _advice(case, rows, networks, max_error=max_error, constants=constants)
+    measured = _measured(speeds.values())
+    return _advice(case, rows, networks, max_error=max_error, constants=constants, measured=measured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,20 +249,23 @@ class Case:
                 expected = "an array or a jax.ShapeDtypeStruct"
                 raise wrong(_OP, "tree", expected, repr(leaf), path=path, kind=TypeError)
 
-    def choice(self, codec: Codec, schedule: str, network: Network, error: float) -> Choice:
-        """Returns the row for a codec and a schedule."""
+    def choice(self, codec: Codec, schedule: str, network: Network, error: float, spread: float = 0.0) -> Choice:
+        """Returns the row for a codec and a schedule. `spread` is that of its kernels' times."""
         found = self.times(codec, schedule, network=network)
         step = step_seconds(self.compute, found, overlap=self.overlap)
+        exchange = sum(time.total for _, time in found)
+        kernels = sum(time.kernels for _, time in found)
         return Choice(
             codec=codec,
             schedule=schedule,
             mover=network.mover or "",
             bytes=self.sent(codec, schedule, mover=network.mover),
-            exchange=sum(time.total for _, time in found),
+            exchange=exchange,
             step=step,
             exposed=step - self.compute,
             error=error,
             auto=codec.low_rank or self._auto(codec, network) == schedule,
+            off=SPREAD + (spread * kernels / exchange if exchange else 0.0),
         )
 
     @functools.cached_property
@@ -327,7 +362,7 @@ def _sample(gradients: Any, matrix: bool) -> Any:
 
 
 def _advice(
-    case: Case, rows: list[Choice], networks: dict[Choice, Network], max_error: float, constants: Any
+    case: Case, rows: list[Choice], networks: dict[Choice, Network], max_error: float, constants: Any, measured: str
 ) -> Advice:
     raw, candidates = rows[0], [row for row in rows[1:] if row.auto]
     able = [row for row in candidates if row.error <= max_error]
@@ -337,7 +372,7 @@ def _advice(
     even = _break_even(case, best, networks[best])
     pays = bool(able) and best.step < GAIN * raw.step
     sign = 1 if pays else -1  # the direction of prediction errors that could make the answer wrong
-    steps = [case.compute + (1 + d * sign * SPREAD) * row.exposed for d, row in ((1, best), (-1, raw))]
+    steps = [case.compute + (1 + d * sign * row.off) * row.exposed for d, row in ((1, best), (-1, raw))]
     sure = bool(able) and pays == (steps[0] < GAIN * steps[1])
     plan = None
     if pays:
@@ -345,7 +380,41 @@ def _advice(
         network = dataclasses.replace(networks[best], mover=None)  # None: the transport of the exchange
         plan = Plan(codec, fusion_mb=case.fusion_mb, network=network)
     best = best if pays else raw
-    return Advice(tuple(rows), best, plan, even, sure=sure, max_error=max_error, constants=constants)
+    return Advice(
+        rows=tuple(rows),
+        best=best,
+        plan=plan,
+        break_even=even,
+        sure=sure,
+        max_error=max_error,
+        constants=constants,
+        measured=measured,
+        notes=tuple(_odd(rows[1:])),
+    )
+
+
+def _measured(speeds: Iterable[machine.Kernels]) -> str:
+    """Says when kernels were measured, and how well."""
+    spread, busy = (max(values) for values in zip(*((each.spread, each.busy) for each in speeds)))
+    others = f" while other programs took {busy:.0%} of the processors" if busy >= machine.QUIET else ""
+    dates = sorted({each.date[:10] for each in speeds})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"kernels measured {when}{others}, twice within {spread:.0%}"
+
+
+def _odd(rows: Sequence[Choice]) -> Iterator[str]:
+    """Yields a sentence for each codec that takes longer than one of its kind that sends more bytes."""
+    kind = lambda row: (type(row.codec), row.mover, row.schedule)
+    pairs = [
+        (short.codec, long.codec)
+        for short, long in itertools.permutations(rows, 2)
+        if kind(short) == kind(long) and short.bytes < long.bytes and short.exchange > long.exchange
+    ]
+    for short, long in dict.fromkeys(pairs):
+        yield (
+            f"{spell(short)} is predicted to take longer than {spell(long)}, though it sends fewer bytes: its kernels "
+            "were measured to be slower. Measure them again on an idle machine: --remeasure."
+        )
 
 
 def _break_even(case: Case, best: Choice, network: Network) -> float:
