@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_field, check_integer, check_number, check_positive, check_type, wrong
+from jaxcgx.checks import check_integer, check_number, check_positive, check_type, set_field, wrong
 from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import by_axis
@@ -42,8 +42,8 @@ class WarmUp:
     coeff: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        check_field(self, "epochs", check_integer, 1)
-        check_field(self, "steps_per_epoch", check_integer, 1)
+        set_field(self, "epochs", check_integer, 1)
+        set_field(self, "steps_per_epoch", check_integer, 1)
         coeff = list(self.coeff) if isinstance(self.coeff, tuple | list) else self.coeff
         for each in coeff if isinstance(coeff, list) else [] if coeff is None else [coeff]:
             expected = "a number above 0 and up to 1, or a list of them"
@@ -90,7 +90,7 @@ class Sparse(Momentum, abc.ABC):
     network: Network | None = None
 
     def __post_init__(self) -> None:
-        check_field(self, "warm_up", check_type, WarmUp | None, "a jaxcgx.WarmUp")
+        set_field(self, "warm_up", check_type, WarmUp | None, "a jaxcgx.WarmUp")
         try:
             self._plan_of(self._share, ())  # checks the share before the warm-up computes with it
             plans = {start: self._plan_of(share, ()) for start, share in self._shares.items()}
@@ -161,7 +161,7 @@ class DGC(Sparse):
 
     def __post_init__(self) -> None:
         remedy = "Momentum(jaxcgx.Raw()) sends everything"
-        check_field(self, "ratio", check_number, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
+        set_field(self, "ratio", check_number, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
         super().__post_init__()
         self._check_numbers(**dict.fromkeys(("clip_value", "clip_norm", "clip_global_norm"), (check_positive,)))
 
