@@ -39,7 +39,21 @@ SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Assignment):
+class Sending:
+    """The part of a `Plan` that says how messages travel. Exchanges that make their plans have these fields, too."""
+
+    _: dataclasses.KW_ONLY
+    schedule: str | Overlay | dict[Any, Any] = "auto"
+    own: str = "raw"
+    leader: bool = False
+    strict: bool = False
+    fusion_mb: float | None = None
+    prefer: str = "time"
+    network: Network | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Sending, Assignment):
     """Gives each leaf of a pytree its codec.
 
     A plan is passed in place of a codec. Like a codec, it is static under jit. A collective raises an error if two
@@ -72,15 +86,6 @@ class Plan(Assignment):
       network: the speeds of links and kernels for the schedule "auto", a `Network`. None: a link of 1 Gbit/s. All ranks
         need the same plan. A plan that `jaxcgx.advise` returns has the speeds that `advise` was given and measured.
     """
-
-    _: dataclasses.KW_ONLY
-    schedule: str | Overlay | dict[Any, Any] = "auto"
-    own: str = "raw"
-    leader: bool = False
-    strict: bool = False
-    fusion_mb: float | None = None
-    prefer: str = "time"
-    network: Network | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -220,7 +220,7 @@ class OverMesh(Division):
         for (path, x), (_, spec) in zip(leaves, flatten_specs(self._specs_of_batch(batch))[0]):
             if np.ndim(x) and spec != self.rows:
                 expected = "arrays that are split along their first dimension, where no specs say otherwise"
-                raise wrong(*TRAIN.batch, expected, f"one sharded as {x.sharding.spec}", TRAIN.remedy, path=path)
+                raise wrong(*TRAIN.batch, expected, f"one sharded as {x.sharding.spec}", TRAIN.remedy(), path=path)
 
     def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
         batch = jax.tree_util.tree_map(jnp.asarray, batch)

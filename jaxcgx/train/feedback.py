@@ -228,7 +228,8 @@ class Feedback:
         """Begins and ends the sum with the plan of a phase. Returns (mean, new carry, telemetry)."""
         given, factors = carry.residuals, carry.factors
         if self.telemetry and not self.keep:  # it needs residuals, which collect the errors
-            given = zeros(Routes.of(self.op, self.phases[phase].plan, grads).carry().residuals)
+            routes = Routes.of(self.op, self.phases[phase].plan, grads, argument=self._argument)
+            given = zeros(routes.carry().residuals)
         travel = self._travel(phase, grads, given, at)
         routes = travel.routes
         shapes = [route.factor for route in routes.leaves]

@@ -14,16 +14,12 @@ from jaxcgx.checks import check_integer, check_number, check_positive, check_typ
 from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import by_axis
-from jaxcgx.plan.overlay import Overlay
-from jaxcgx.plan.plan import sparsification
+from jaxcgx.plan.plan import Sending, sparsification
 from jaxcgx.train.exchange import At, Number
 from jaxcgx.train.momentum import Momentum
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
-from jaxcgx.transports.network import Network
 from jaxcgx.typing import PyTree
-
-TRAVEL = ("schedule", "own", "leader", "strict", "fusion_mb", "prefer", "network")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +62,14 @@ class WarmUp:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Momentum, abc.ABC):
+class Sparse(Sending, Momentum, abc.ABC):
     """A `Momentum` that makes its plan of its fields, at once.
 
     Over several axes, the plan compresses over the outermost axis alone.
 
     Args:
       warm_up: a `WarmUp` of the share of elements that is sent, or None.
-      schedule, own, leader, strict, fusion_mb, prefer, network: as in `Plan`.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel.
     """
 
     plan: Any = dataclasses.field(init=False, repr=False, compare=False)
@@ -81,13 +77,6 @@ class Sparse(Momentum, abc.ABC):
     masking: bool = dataclasses.field(default=True, kw_only=True)
     _: dataclasses.KW_ONLY
     warm_up: WarmUp | None = None
-    schedule: str | Overlay | dict[Any, Any] = "auto"
-    own: str = "raw"
-    leader: bool = False
-    strict: bool = False
-    fusion_mb: float | None = None
-    prefer: str | None = None  # None: "time" or, for GeoMX's plans, "bytes"
-    network: Network | None = None
 
     def __post_init__(self) -> None:
         set_field(self, "warm_up", check_type, WarmUp | None, "a jaxcgx.WarmUp")
@@ -113,7 +102,7 @@ class Sparse(Momentum, abc.ABC):
     @property
     def _how(self) -> dict[str, Any]:
         """The fields of a plan that say how messages travel."""
-        return {name: value for name in TRAVEL if (value := getattr(self, name)) is not None}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Sending)}
 
     @abc.abstractmethod
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
@@ -218,6 +207,7 @@ class BSC(Sparse):
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
       select: how the largest elements are found, as in `TopK`.
+      prefer: as in `Plan`.
     The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel.
     """
 
@@ -226,6 +216,7 @@ class BSC(Sparse):
     _: dataclasses.KW_ONLY
     pull: str = "all"
     select: str | Sampled = "sampled"
+    prefer: str = "bytes"
     _tiny: ClassVar[Codec] = Raw()  # of small leaves, over all axes
 
     @property

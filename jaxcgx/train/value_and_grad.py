@@ -128,7 +128,7 @@ def value_and_grad(
         batch_specs=as_specs(batch_specs),
         param_specs=param_specs,
         mesh=mesh,
-        ranks=ranks,
+        mapped=ranks == "vmap",
         closes_over=closes_over,
     )
 
@@ -207,7 +207,7 @@ class Once:
         return grads, state
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        routes = Routes.of(OP, self.plan, ticket)
+        routes = Routes.of(OP, self.plan, ticket, argument="exchange")
         key = shared_key(routes, routes, state.shared, at.net, argument="codec_key")
         travel = travel_with(Carry(), routes, at.net, at.way, x=ticket, argument="params")
         return reduce(ticket, Carry(), travel, key)[0], state
@@ -228,7 +228,7 @@ class ValueAndGrad:
       batch_specs: the specs of the batch.
       param_specs: the specs of the parameters.
       mesh: the mesh, or None.
-      ranks: how the loss runs on the ranks.
+      mapped: whether the ranks are a mapped axis (ranks="vmap").
       closes_over: the arguments that the caller's loss function closes over.
     """
 
@@ -239,7 +239,7 @@ class ValueAndGrad:
     batch_specs: Specs
     param_specs: Specs
     mesh: Any
-    ranks: str
+    mapped: bool
     closes_over: tuple[Any, ...]
 
     @property
@@ -347,7 +347,7 @@ class ValueAndGrad:
         """Returns (value, (aux, changes of the arguments), gradients, new state), as `_outside`."""
         find = functools.partial(self._find, division, split)
         program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
-        if self.ranks == "shard_map":
+        if not self.mapped:
             check_constraints(OP, "loss_fn", division.names, program)
         split.check_closure(program, params, arrays, self.closes_over)
         value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
@@ -357,7 +357,7 @@ class ValueAndGrad:
 
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
         """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
-        division = OverMapped(division) if self.ranks == "vmap" else division
+        division = OverMapped(division) if self.mapped else division
         outputs = Outputs(OP, None, division.rows)
 
         def of_rank(params: list[Any], unfolded: list[Any]) -> tuple[Any, ...]:
@@ -443,8 +443,8 @@ class ValueAndGrad:
     def _check_inside(self) -> None:
         transport_over_axes(OP, self.axis_name)
         specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
-        mapped = None if self.ranks == "shard_map" else self.ranks
-        for name, given in (specs | dict(mesh=self.mesh, ranks=mapped, closes_over=self.closes_over or None)).items():
+        rest = dict(mesh=self.mesh, ranks="vmap" if self.mapped else None, closes_over=self.closes_over or None)
+        for name, given in (specs | rest).items():
             if given is not None:
                 expected = "none inside of shard_map and pmap, where every rank has its part already"
                 raise wrong(OP, name, expected, repr(given), "leave it out")

@@ -853,6 +853,8 @@ counted = lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()})
 BAD_CALLS = {
     "value_and_grad": [
         (lambda: asked(plan=4), TypeError, "exchange", "4"),
+        (lambda: asked(plan=UNUSED.plan), ValueError, "exchange", "none"),
+        (lambda: asked(plan={"other": CODEC}), ValueError, "exchange", "{'other'"),
         (lambda: asked(plan=cgx.wan.Diloco(CODEC, 4)), TypeError, "exchange", "Diloco", "make_train_step"),
         (
             lambda: jax.jit(cgx.value_and_grad(loss_fn, "data", CODEC))(PARAMS, X),
