@@ -250,10 +250,6 @@ def notes(op: str, ranks: Ranks, others: Others) -> Generator[None]:
         raise
 
 
-def shapes(tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
-
-
 def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:
     """Returns all positional arguments of a loss.
 

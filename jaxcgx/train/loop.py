@@ -74,11 +74,12 @@ def make_train_step(
         "mean": all ranks have the same state. Floating-point numbers that the loss renews are averaged over the ranks
         after each step, uncompressed. Other numbers, such as counters, are those of the first rank: let `jax.lax.psum`
         add up those that depend on the batch. Random keys (`jax.random.key`) are folded with the rank before `loss_fn`
-        gets them.
+        gets them, and the new ones are those of plain JAX.
         "per_rank": each rank keeps its own state. `TrainState.model_state` is a `PerRank`, with a row for each rank.
       has_aux: whether `loss_fn` returns auxiliary outputs. Arrays with the examples along their first dimension are
         joined: `metrics.aux` has those of the whole batch. Other floating-point outputs are averaged. Random keys are
-        those of the first rank's last micro-batch. `aux_specs` says what all other outputs are.
+        those of plain JAX, as if neither rank nor micro-batch were folded into the keys that the loss gets. `aux_specs`
+        says what all other outputs are.
       aux_specs: what becomes of auxiliary outputs, a tree like them or a prefix of it: "mean", "sum", "first" (of the
         first rank's last micro-batch), "key" (a raw random key, uint32[2]), or a PartitionSpec with the axis of the
         ranks at the dimension of the examples. None: as `has_aux` says.

@@ -17,23 +17,24 @@ from jaxcgx import _compat, _programs
 from jaxcgx.checks import check_choice, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
+from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
-from jaxcgx.exchange.reduce import reduce, travel_with
-from jaxcgx.exchange.resolve import check_constraints, transport_over_axes
+from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
+from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, without_constraints
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.arguments import Others, Split, as_nnx, assign, check_aliases, closing, insert, notes, part, shapes
+from jaxcgx.train.arguments import Others, Split, as_nnx, assign, changes, check_aliases, closing, insert, notes, part
 from jaxcgx.train.batch import Ranks, as_specs
-from jaxcgx.train.division import OverMesh, addable, row, without_row
+from jaxcgx.train.division import OverMapped, OverMesh, addable, row, shapes, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
-from jaxcgx.train.gradient import Loss, call, differentiate
-from jaxcgx.train.mapped import OverMapped
+from jaxcgx.train.gradient import Forward, Given, Loss, forward
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import as_axis_names, axis_names
+from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
@@ -313,9 +314,12 @@ class ValueAndGrad:
     def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
         """Returns (value, aux, gradients, None) of a call inside of shard_map, pmap or vmap."""
         places, params, (positional, keywords, fixed) = self._arguments(args, kwargs)
-        net = transport_over_axes(OP, self.axis_name)
-        arguments = lambda params: (insert(positional, places, params, fixed), keywords)
-        value, grads, (aux, changed), _ = differentiate(self.loss, arguments, params, net)
+        net, none = transport_over_axes(OP, self.axis_name), Given(None, None, None)
+        arguments = lambda params, _: (insert(positional, places, params, fixed), keywords)
+        objective = functools.partial(self._objective, arguments, net)
+        with without_constraints(OP, "loss_fn", net.names):
+            found = forward(objective, vary(params, net.names), none, none, None, dims=())
+        (aux, changed), (value, grads, _) = found.aux, _of_all(found, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
@@ -358,33 +362,47 @@ class ValueAndGrad:
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
         """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
         division = OverMapped(division) if self.mapped else division
-        outputs = Outputs(OP, None, division.rows)
+        outputs = Outputs(OP, self._specs_of, division.rows)
 
-        def of_rank(params: list[Any], unfolded: list[Any]) -> tuple[Any, ...]:
+        def of_rank(params: list[Any], plain: list[Any]) -> tuple[Any, ...]:
             net = division.net()
-            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(unfolded, split.keys)]
-            arguments = lambda params: split.arguments(params, arrays)
-            value, grads, extras, weights = differentiate(self.loss, arguments, params, net)
-            counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            of_changes = {i: "first" if counts(x) else None for i, x in extras[1].items()}
-            outputs.specs = self.loss.aux_specs, of_changes
-            again = lambda arrays: call(self.loss, split.arguments(params, arrays), net)[1]
-            leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)), unfolded)
-            leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
-            return value, outputs.of_all(leaves, weights and weights[1], net), row(grads)
+            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(plain, split.keys)]
+            objective = functools.partial(self._objective, split.arguments, net)
+            given, of_plain = (Given(None, each, None) for each in (arrays, plain))
+            found = forward(objective, params, given, of_plain, outputs, split.dims)
+            value, grads, weight = _of_all(found, net)
+            return value, outputs.of_all(found.aux, weight, net), row(grads)
 
         arrays = [split.ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
         step = division.over(
             of_rank, in_specs=(P(), list(split.specs)), out_specs=(P(), outputs.out_specs, division.rows)
         )
         try:
-            value, aux, rows = step(params, arrays)
+            with without_constraints(OP, "loss_fn", division.names):
+                value, aux, rows = step(params, arrays)
         except (NotImplementedError, ValueError) as error:
             if not any(words in str(error) for words in _CLOSED_OVER):
                 raise
             expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
             raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
         return value, outputs.tree(aux), rows
+
+    def _objective(self, arguments: Callable[..., Any], net: Transport, params: Params, given: Given) -> Any:
+        """The loss as `forward` takes it, with (aux, the leaves of its arguments that it has changed) as outputs."""
+        args, kwargs = arguments(params, given.batch)
+        before = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        value, weight, _, aux = self.loss.parts(self.loss.function(*args, **kwargs))
+        outputs = aux, changes(OP, before, (args, kwargs))
+        if weight is None:
+            return own(OP, "loss_fn", net.names, value), (None, None, outputs)
+        value, weight = vary((value, weight), net.names)
+        return value, (weight, None, outputs)
+
+    def _specs_of(self, outputs: tuple[PyTree, dict[int, Any]]) -> Specs:
+        """Returns what becomes of the outputs of `_objective`."""
+        _, changed = outputs
+        counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        return self.loss.aux_specs, {i: "first" if counts(x) else None for i, x in changed.items()}
 
     def _send(
         self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array | None
@@ -472,6 +490,19 @@ class ValueAndGrad:
     def _as_argument(self, values: Sequence[Any]) -> Any:
         """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
         return values[0] if isinstance(self.argnums, int) else tuple(values)
+
+
+def _of_all(found: Forward, net: Transport) -> tuple[jax.Array, list[Any], jax.Array | None]:
+    """Returns (the value of all ranks, the rank's gradients, the mean of all weights or None)."""
+    if found.weight is None:
+        (grads,) = found.back(vary((jnp.ones_like(found.loss), None), net.names))
+        return plain_reduce(OP, found.loss, net, mean=True), grads, None
+    # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its differential is
+    # the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
+    mean, weight = plain_reduce(OP, (found.loss, found.weight), net, mean=True)
+    value = mean / weight
+    (grads,) = found.back(vary((1 / weight, -value / weight), net.names))
+    return value, grads, weight
 
 
 def _bound(names: tuple[Any, ...]) -> bool:
