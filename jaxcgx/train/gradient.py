@@ -154,7 +154,7 @@ def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
 
 
 def forward(
-    loss: Objective, params: Params, given: Given, plain: Given, outputs: Outputs | None, dims: Sequence[int | None]
+    loss: Objective, params: Params, given: Given, plain: Given, *, outputs: Outputs | None, dims: Sequence[int | None]
 ) -> Forward:
     """Runs a loss that is to be differentiated on a part of a rank's batch, which is split along these dimensions.
 
@@ -172,7 +172,7 @@ def forward(
         again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
         aux = outputs.learn(aux, again, list(zip(leaves, dims)), plain=lambda: of_plain()[2])
         aux = aux if weight is None else outputs.weighted(aux, weight)
-    return Forward(value, weight, back, model_state, aux, of_plain)
+    return Forward(value, weight, back, model_state, aux=aux, plain=of_plain)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -203,9 +203,8 @@ class Gradient:
         of_rank = None if key is None else jax.random.fold_in(key, net.rank)
         given = Given(self.model_state.of_rank(model_state, net), batch, of_rank)
         with without_constraints(OP, "loss_fn", net.names):
-            found, renewed = self._find(
-                of_trained, trained, given, Given(self.model_state.keys(model_state), None, key)
-            )
+            plain = Given(self.model_state.keys(model_state), None, key)
+            found, renewed = self._find(of_trained, trained, given, plain)
         if self.early:
             found = found._replace(loss=after(found.grads, found.loss))
         grads, value, aux = self._of_all(found, net)
@@ -227,12 +226,12 @@ class Gradient:
         def of_part(given: Given, keys: PyTree) -> OfRank:
             nonlocal renewed
             unfolded = Given(filled(keys, given.model_state), given.batch, plain.key)
-            found = forward(loss, params, given, unfolded, outputs, self.dims)
+            found = forward(loss, params, given, unfolded, outputs=outputs, dims=self.dims)
             new, renewed = as_model_state(given.model_state, found.model_state)
             if jax.tree_util.tree_leaves(keys):
                 keys = self.model_state.keys(as_model_state(unfolded.model_state, found.plain()[1])[0])
             (grads,) = found.back(jax.tree_util.tree_map(jnp.ones_like, (found.loss, found.weight)))
-            return OfRank(grads, found.loss, found.weight, new, keys, aux=found.aux or [])
+            return OfRank(grads, found.loss, found.weight, new, keys=keys, aux=found.aux or [])
 
         if number == 1:
             return of_part(given, plain.model_state), renewed
@@ -252,7 +251,7 @@ class Gradient:
         grads = jax.tree_util.tree_map(lambda x, p: (x / number).astype(p.dtype), sums, params)
         value, weight = (None if x is None else added(x) / number for x in each)
         assert value is not None
-        return OfRank(grads, value, weight, state, keys, aux=outputs.joined(aux, number)), renewed
+        return OfRank(grads, value, weight, state, keys=keys, aux=outputs.joined(aux, number)), renewed
 
     def _of_all(self, found: OfRank, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
         """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).

@@ -318,7 +318,7 @@ class ValueAndGrad:
         arguments = lambda params, _: (insert(positional, places, params, fixed), keywords)
         objective = functools.partial(self._objective, arguments, net)
         with without_constraints(OP, "loss_fn", net.names):
-            found = forward(objective, vary(params, net.names), none, none, None, dims=())
+            found = forward(objective, vary(params, net.names), none, none, outputs=None, dims=())
         (aux, changed), (value, grads, _) = found.aux, _of_all(found, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
@@ -369,7 +369,7 @@ class ValueAndGrad:
             arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(plain, split.keys)]
             objective = functools.partial(self._objective, split.arguments, net)
             given, of_plain = (Given(None, each, None) for each in (arrays, plain))
-            found = forward(objective, params, given, of_plain, outputs, split.dims)
+            found = forward(objective, params, given, of_plain, outputs=outputs, dims=split.dims)
             value, grads, weight = _of_all(found, net)
             return value, outputs.of_all(found.aux, weight, net), row(grads)
 
