@@ -40,7 +40,11 @@ SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
 
 @dataclasses.dataclass(frozen=True)
 class Sending:
-    """The part of a `Plan` that says how messages travel. Exchanges that make their plans have these fields, too."""
+    """The part of a `Plan` that says how messages travel. Exchanges that make their plans have these fields, too.
+
+    Args:
+      schedule, own, leader, strict, fusion_mb, prefer, network: as in `Plan`.
+    """
 
     _: dataclasses.KW_ONLY
     schedule: str | Overlay | dict[Any, Any] = "auto"

@@ -207,7 +207,6 @@ class BSC(Sparse):
       pull: the elements of the sum that ranks get back. "all": every element that any rank sent. "top": only the
         largest elements of the sum; the rank that owns the sum keeps the other elements for the next step.
       select: how the largest elements are found, as in `TopK`.
-      prefer: as in `Plan`.
     The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel.
     """
 

@@ -154,18 +154,9 @@ def grad(
     The result has the `init` of `value_and_grad`, too.
 
     Args:
-      loss_fn: as in `value_and_grad`, like all arguments below.
-      axis_name: the axis over which the batch is split, or a tuple of axes.
-      exchange: a codec, {axis name: codec}, a `Plan` or an exchange.
-      argnums: the differentiated arguments.
+      loss_fn, axis_name, exchange, argnums, weighted, aux_specs, batch_specs, param_specs, mesh, ranks, closes_over: as
+        in `value_and_grad`.
       has_aux: whether `loss_fn` returns (loss, aux). The result is then (gradients, aux).
-      weighted: whether `loss_fn` returns (sum, weight).
-      aux_specs: what becomes of `aux`.
-      batch_specs: how the arguments that are not differentiated are split.
-      param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
-      mesh: the mesh.
-      ranks: "shard_map" or "vmap".
-      closes_over: what `loss_fn` closes over of the batch.
     """
     both = value_and_grad(
         loss_fn,
@@ -221,16 +212,9 @@ class ValueAndGrad:
     `init` makes the state of an exchange. `local` and `mean` are the two halves of a call.
 
     Attributes:
-      loss: the loss function, with `has_aux`, `weighted` and `aux_specs`. The fields below are arguments of
-        `value_and_grad`, too.
-      axis_name: the axis or axes of the ranks.
-      exchange: the exchange of gradients.
-      argnums: the numbers of the arguments that are differentiated.
-      batch_specs: the specs of the batch.
-      param_specs: the specs of the parameters.
-      mesh: the mesh, or None.
+      loss: the loss function, with `has_aux`, `weighted` and `aux_specs`.
       mapped: whether the ranks are a mapped axis (ranks="vmap").
-      closes_over: the arguments that the caller's loss function closes over.
+      axis_name, exchange, argnums, batch_specs, param_specs, mesh, closes_over: as in `value_and_grad`.
     """
 
     loss: Loss
