@@ -32,8 +32,9 @@ class Given(NamedTuple):
     key: Key | None
 
 
-# The loss function in the form that is differentiated. Returns (loss, (weight, model state, aux)).
-Objective = Callable[[Params, Given], tuple[jax.Array, tuple[Any, PyTree, PyTree]]]
+# The loss function in the form that is differentiated: a function (params, given) that returns ((loss, weight), (model
+# state, aux)).
+Objective = Callable[..., tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]]
 
 
 class OfRank(NamedTuple):
@@ -55,7 +56,7 @@ class Forward(NamedTuple):
     back: Callable[..., tuple[PyTree]]  # returns (gradients,) for the cotangents (that of the loss, of the weight)
     model_state: PyTree
     aux: Any  # the leaves of the auxiliary outputs, averaged ones times the weight; without `Outputs`, their tree
-    plain: Callable[[], tuple[Any, PyTree, PyTree]]  # returns (weight, model state, aux) for the keys of plain JAX
+    plain: Callable[[], tuple[PyTree, PyTree]]  # returns (model state, aux) for the keys of plain JAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Loss:
         if self.aux_specs is not None and not self.has_aux:
             raise wrong(self.op, "aux_specs", "None without has_aux", repr(self.aux_specs), "pass has_aux=True")
 
-    def __call__(self, params: Params, given: Given) -> tuple[jax.Array, tuple[Any, PyTree, PyTree]]:
-        """Returns (loss, (weight, model state, aux)), with None for those that the function doesn't return."""
+    def __call__(self, params: Params, given: Given) -> tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]:
+        """Returns ((loss, weight), (model state, aux)), with None for those that the function doesn't return."""
         loss, weight, model_state, aux = self.call(params, given)
-        return loss, (weight if weight is None else _constant(weight), model_state, aux)
+        return (loss, weight if weight is None else _constant(weight)), (model_state, aux)
 
     def call(self, params: Params, given: Given) -> tuple[jax.Array, jax.Array | None, PyTree, PyTree]:
         """Returns what the function returns: (loss, weight, model state, aux), with None for what it doesn't."""
@@ -160,17 +161,13 @@ def forward(
 
     In `plain`, random keys are as plain JAX has them: the rank isn't folded in. Outputs that are keys are those for it.
     """
-
-    def of_params(params: Params) -> tuple[Any, Any]:
-        value, (weight, *rest) = loss(params, given)
-        return (jnp.asarray(value), weight), rest
-
+    of_params = functools.partial(loss, given=given)
     (value, weight), back, (model_state, aux) = jax.vjp(of_params, params, has_aux=True)
     of_plain = functools.cache(lambda: loss(params, plain)[1])
     if outputs is not None and aux is not None:
         leaves, tree = jax.tree_util.tree_flatten(given.batch)
-        again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
-        aux = outputs.learn(aux, again, list(zip(leaves, dims)), plain=lambda: of_plain()[2])
+        again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][1]
+        aux = outputs.learn(aux, again, list(zip(leaves, dims)), plain=lambda: of_plain()[1])
         aux = aux if weight is None else outputs.weighted(aux, weight)
     return Forward(value, weight, back, model_state, aux=aux, plain=of_plain)
 
@@ -203,12 +200,12 @@ class Gradient:
         of_rank = None if key is None else jax.random.fold_in(key, net.rank)
         given = Given(self.model_state.of_rank(model_state, net), batch, of_rank)
         with without_constraints(OP, "loss_fn", net.names):
-            plain = Given(self.model_state.keys(model_state), None, key)
+            plain = Given(None if model_state is None else self.model_state.keys(model_state), None, key)
             found, renewed = self._find(of_trained, trained, given, plain)
         if self.early:
             found = found._replace(loss=after(found.grads, found.loss))
         grads, value, aux = self._of_all(found, net)
-        new = filled(found.keys, found.model_state)
+        new = None if model_state is None else filled(found.keys, found.model_state)
         model_state = self.model_state.of_all(model_state, new, renewed, net)
         # An exchange that waits for the loss waits for the other means, too.
         return grads, after((aux["shared"], model_state), value), model_state, aux
@@ -222,14 +219,16 @@ class Gradient:
         outputs, number = self.outputs, self.accumulate
         leaves, tree = jax.tree_util.tree_flatten(given.batch)
         renewed: list[bool] = []
+        has_keys = bool(jax.tree_util.tree_leaves(plain.model_state))
 
         def of_part(given: Given, keys: PyTree) -> OfRank:
             nonlocal renewed
-            unfolded = Given(filled(keys, given.model_state), given.batch, plain.key)
+            state = filled(keys, given.model_state) if has_keys else given.model_state
+            unfolded = Given(state, given.batch, plain.key)
             found = forward(loss, params, given, unfolded, outputs=outputs, dims=self.dims)
             new, renewed = as_model_state(given.model_state, found.model_state)
-            if jax.tree_util.tree_leaves(keys):
-                keys = self.model_state.keys(as_model_state(unfolded.model_state, found.plain()[1])[0])
+            if has_keys:
+                keys = self.model_state.keys(as_model_state(state, found.plain()[0])[0])
             (grads,) = found.back(jax.tree_util.tree_map(jnp.ones_like, (found.loss, found.weight)))
             return OfRank(grads, found.loss, found.weight, new, keys=keys, aux=found.aux or [])
 

@@ -378,9 +378,8 @@ class ValueAndGrad:
         value, weight, _, aux = self.loss.parts(self.loss.function(*args, **kwargs))
         outputs = aux, changes(OP, before, (args, kwargs))
         if weight is None:
-            return own(OP, "loss_fn", net.names, value), (None, None, outputs)
-        value, weight = vary((value, weight), net.names)
-        return value, (weight, None, outputs)
+            return (own(OP, "loss_fn", net.names, value), None), (None, outputs)
+        return vary((value, weight), net.names), (None, outputs)
 
     def _specs_of(self, outputs: tuple[PyTree, dict[int, Any]]) -> Specs:
         """Returns what becomes of the outputs of `_objective`."""
