@@ -19,19 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx import _programs
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import transport_over_axes
-from jaxcgx.train.batch import (
-    OP,
-    TRAIN,
-    Ranks,
-    axes_of,
-    axes_over,
-    check_spans,
-    flatten_specs,
-    is_spec,
-    shortest,
-    split_batch,
-)
-from jaxcgx.train.state import ExchangeState, Sharding
+from jaxcgx.train.batch import OP, TRAIN, Ranks, axes_of, check_spans, flatten_specs, is_spec, shortest, split_batch
+from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Batch, DType, Key, Params, PyTree, Specs
@@ -374,16 +363,3 @@ def like(params: Params, specs: Specs) -> Any:
     return lambda path, shape: next(
         (known[end] for end in ((path[i:], shape) for i in range(len(path) + 1)) if end in known), None
     )
-
-
-def check_mesh(mesh: Any, sharding: Sharding) -> None:
-    """Checks a mesh, and the axes and the specs of a batch over it."""
-    names = axes_over(OP, mesh, sharding.axis, "sharding.axis")
-    other = [name for name in mesh.shape if name not in names and mesh.shape[name] > 1]
-    if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes
-        plain = names[0] if len(names) == 1 else names
-        expected = f"names of axes on a mesh with another axis, {other[0]!r}"
-        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {plain!r}")
-    if other and sharding.params is None:
-        expected = f"PartitionSpecs of the parameters over the axes of the mesh that aren't {sharding.axis!r}"
-        raise wrong(OP, "sharding.params", expected, None)
