@@ -161,9 +161,15 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     raw: list[scopes.LeafScope] = []
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         _note_mesh(sharding, meshes)
-    if jaxpr is not None:
-        raw += _walk(jaxpr, meshes)
-    else:
+    # In a jaxpr are the leaves that aren't compressed, some of which XLA's text lacks.
+    for path in () if jaxpr is None else _programs.operations(jaxpr):
+        eqn, name = path[-1], "/".join(str(each.source_info.name_stack) for each in path)
+        sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name
+        if sends or eqn.params.get("name") in (scopes.SKIPPED, scopes.JOINED):
+            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            _note_mesh(value, meshes)
+    if jaxpr is None:
         meshes.update(dict.fromkeys(hlo.meshes(lowered_text)))
         named = scopes.read(lowered_text or text)
         raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
@@ -206,19 +212,6 @@ def _stage(given: Any, name: str, kind: type[Any]) -> Any:
     """Returns a stage of JAX, which may be inside a stage of eqx.filter_jit or nnx.jit; None for anything else."""
     found = given if isinstance(given, kind) else getattr(given, name, None)
     return found if isinstance(found, kind) else None
-
-
-def _walk(jaxpr: Any, meshes: dict[Pairs, None]) -> list[scopes.LeafScope]:
-    """Collects the meshes of a jaxpr. Returns the leaves that aren't compressed, some of which XLA's text lacks."""
-    raw: list[scopes.LeafScope] = []
-    for path in _programs.operations(jaxpr):
-        eqn, name = path[-1], "/".join(str(each.source_info.name_stack) for each in path)
-        sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name
-        if sends or eqn.params.get("name") in (scopes.SKIPPED, scopes.JOINED):
-            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
-        for value in jax.tree.leaves(list(eqn.params.values())):
-            _note_mesh(value, meshes)
-    return raw
 
 
 def _note_mesh(value: Any, meshes: dict[Pairs, None]) -> None:

@@ -346,7 +346,9 @@ class ValueAndGrad:
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
         """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
         division = OverMapped(division) if self.mapped else division
-        outputs = Outputs(OP, self._specs_of, division.rows)
+        counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        of_changes = lambda changed: {i: "first" if counts(x) else None for i, x in changed.items()}
+        outputs = Outputs(OP, lambda found: (self.loss.aux_specs, of_changes(found[1])), division.rows)
 
         def of_rank(params: list[Any], plain: list[Any]) -> tuple[Any, ...]:
             net = division.net()
@@ -380,12 +382,6 @@ class ValueAndGrad:
         if weight is None:
             return (own(OP, "loss_fn", net.names, value), None), (None, outputs)
         return vary((value, weight), net.names), (None, outputs)
-
-    def _specs_of(self, outputs: tuple[PyTree, dict[int, Any]]) -> Specs:
-        """Returns what becomes of the outputs of `_objective`."""
-        _, changed = outputs
-        counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        return self.loss.aux_specs, {i: "first" if counts(x) else None for i, x in changed.items()}
 
     def _send(
         self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array | None
