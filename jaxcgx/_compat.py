@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import effects, pjit, shard_map
+from jax._src import effects, shard_map
 
 # Tells jit and scan which axes must be bound.
 from jax._src.core import NamedAxisEffect as NamedAxisEffect
@@ -107,30 +107,6 @@ def _with_transposed_axes(rule: Callable[..., Any]) -> Callable[..., Any]:
 for _rules in (ad.primitive_transposes, getattr(private_ad, "fancy_transposes", {})):  # newer versions have the latter
     if shard_map.shard_map_p in _rules:
         _rules[shard_map.shard_map_p] = _with_transposed_axes(_rules[shard_map.shard_map_p])
-
-
-# vmap's rule refuses a sharding constraint over an axis that is also spmd_axis_name. Where ranks are a mapped axis, the
-# constraint says what spmd_axis_name says: this part is on the rank's devices. So the rule gets it without that axis.
-mapped_ranks: Any = jax.make_user_context(())  # the names of the axes of mapped ranks
-
-
-def _without_mapped_ranks(rule: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(rule)
-    def batch(axis_data: Any, vals: Any, dims: Any, *, sharding: Any, **params: Any) -> Any:
-        names = set(mapped_ranks.value).intersection(axis_data.spmd_name or ())
-        if names and dims[0] is not None and isinstance(sharding, jax.sharding.NamedSharding):
-            others = lambda part: tuple(name for name in part if name not in names) or None
-            parts = [(part,) if isinstance(part, str) else part for part in sharding.spec]
-            spec = [others(part) if isinstance(part, tuple) else part for part in parts]
-            sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
-        return rule(axis_data, vals, dims, sharding=sharding, **params)
-
-    return batch
-
-
-_batchers = batching.fancy_primitive_batchers
-if pjit.sharding_constraint_p in _batchers:
-    _batchers[pjit.sharding_constraint_p] = _without_mapped_ranks(_batchers[pjit.sharding_constraint_p])
 
 
 def result_aval(

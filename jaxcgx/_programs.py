@@ -1,13 +1,15 @@
-"""Looks into traced programs, for what their shapes and types don't say, and runs them. `explain` looks for itself."""
+"""Looks into traced programs, for what their shapes and types don't say, and runs them."""
 
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
 from jaxcgx.typing import PyTree
@@ -17,6 +19,14 @@ def _inner(eqn: Any) -> list[Any]:
     """Returns the programs that an operation runs, such as the branches of a conditional."""
     values = jax.tree_util.tree_leaves(list(eqn.params.values()))
     return [value for value in values if hasattr(_compat.open_jaxpr(value), "eqns")]
+
+
+def operations(program: Any, outer: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the operations of a traced program and of the programs inside it, each behind those that it is inside."""
+    for eqn in _compat.open_jaxpr(program).eqns:
+        yield *outer, eqn
+        for each in _inner(eqn):
+            yield from operations(each, (*outer, eqn))
 
 
 # The order in which gradients are ready. Hooks on parameters would only give the order of the tree.
@@ -38,8 +48,7 @@ def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
     end = lambda atom: known.get(atom, 0) if not hasattr(atom, "val") else 0  # a literal can't be a key
     for eqn in jaxpr.eqns:
         given = [end(atom) for atom in eqn.invars]
-        inner = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
-        inner = [value for value in inner if hasattr(value, "eqns")]
+        inner = [_compat.open_jaxpr(each) for each in _inner(eqn)]
         if len(inner) == 1 and len(inner[0].invars) == len(given) and not eqn.primitive.name.startswith(_LOOPS):
             found = _ends(inner[0], given)
         else:  # all results of a loop are ready at the same time
@@ -64,9 +73,9 @@ def same_in_vmap(program: Any) -> bool:
 
     It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
     """
-    program = _compat.open_jaxpr(program)
-    changed = any(re.search("cond|while|callback|ffi_call", eqn.primitive.name) for eqn in program.eqns)
-    return not (program.effects or changed) and all(same_in_vmap(each) for eqn in program.eqns for each in _inner(eqn))
+    changed = re.compile("cond|while|callback|ffi_call")
+    names = [eqn.primitive.name for *_, eqn in operations(program)]
+    return not _compat.open_jaxpr(program).effects and not any(map(changed.search, names))
 
 
 # Whether a loss closes over the examples of all ranks. Their gradient would be wrong without an error.
@@ -74,28 +83,42 @@ def same_in_vmap(program: Any) -> bool:
 
 def closed_over(jaxpr: Any, count: int) -> list[Any]:
     """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
-    inner = _compat.open_jaxpr(jaxpr)
-    found = [*getattr(jaxpr, "consts", ()), *(x.aval for x in inner.invars[: len(inner.invars) - count])]
-    for eqn in inner.eqns:
+    arguments = _compat.open_jaxpr(jaxpr).invars
+    found = [*getattr(jaxpr, "consts", ()), *(x.aval for x in arguments[: len(arguments) - count])]
+    for *_, eqn in operations(jaxpr):
         found += [x.val for x in eqn.invars if np.ndim(getattr(x, "val", 0))]
-        for each in _inner(eqn):
-            found += closed_over(each, len(_compat.open_jaxpr(each).invars))
+        found += [x for each in _inner(eqn) for x in getattr(each, "consts", ())]
     return found
 
 
 # Where a loss constrains how arrays are sharded. Over the ranks' axes, which shard_map has made manual, it must not.
 # Without check_vma, JAX refuses a NamedSharding only when it compiles, in the caller's jit. Nothing could explain that.
+# Where vmap has made the ranks, such a constraint means the devices of a rank, and JAX's vmap refuses it.
 
 
 def constraints(jaxpr: Any) -> list[Any]:
     """Returns the PartitionSpecs of all sharding constraints in a traced program."""
-    found: list[Any] = []
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            found.append(getattr(eqn.params.get("sharding"), "spec", ()))
-        for each in _inner(eqn):
-            found += constraints(each)
-    return found
+    constrain = [eqn for *_, eqn in operations(jaxpr) if eqn.primitive.name == "sharding_constraint"]
+    return [getattr(eqn.params.get("sharding"), "spec", ()) for eqn in constrain]
+
+
+def constrained_without(names: Collection[Any], program: Any) -> Any:
+    """Returns a traced program whose sharding constraints don't have the axes `names`."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, NamedSharding):
+            others = lambda part: tuple(name for name in part if name not in names) or None
+            parts = [(part,) if isinstance(part, str) else part for part in value.spec]
+            return NamedSharding(value.mesh, P(*(others(part) if isinstance(part, tuple) else part for part in parts)))
+        return constrained_without(names, value) if hasattr(_compat.open_jaxpr(value), "eqns") else value
+
+    def of_operation(eqn: Any) -> Any:
+        found = _inner(eqn) or eqn.primitive.name == "sharding_constraint"
+        return eqn.replace(params=jax.tree_util.tree_map(replaced, eqn.params)) if found else eqn
+
+    inner = _compat.open_jaxpr(program)
+    new = inner.replace(eqns=list(map(of_operation, inner.eqns)))
+    return new if inner is program else program.replace(jaxpr=new)
 
 
 # Whether processes have the same outer optimizer. Functions can't be compared, and settings are closed over.

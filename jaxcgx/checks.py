@@ -161,8 +161,8 @@ def check_hashable(function: str, argument: str, value: object, remedy: str) -> 
     return value
 
 
-def check_field(instance: object, name: str, check: Callable[..., Any], *args: Any) -> None:
-    """Checks a field of a frozen dataclass, and stores the value that the check returns."""
+def set_field(instance: object, name: str, check: Callable[..., Any], *args: Any) -> None:
+    """Sets a field of a frozen dataclass to what a check returns of it, such as a number of Python for one of NumPy."""
     object.__setattr__(instance, name, check(type(instance).__name__, name, getattr(instance, name), *args))
 
 

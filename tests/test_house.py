@@ -165,7 +165,7 @@ def outside_codecs():
 
 def test_code_asks_the_contract_what_a_codec_can_do():
     """An argument `codec` may also be a plan or a dict by axis."""
-    known = members("Codec", "LowRank", "Plan", "Assignment") | {"values"}
+    known = members("Codec", "LowRank", "Plan", "Assignment", "Sending") | {"values"}
     assert {"sparse", "of_sum", "sums_grow", "factor_shape", "network", "default"} <= known and "bits" not in known
     asked = [
         (module, node)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import MOST, check_field, check_flag, check_integer
+from jaxcgx.checks import MOST, check_flag, check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.codecs.rotation import check_block
@@ -31,11 +31,11 @@ class AbsMax(GridCodec):
     kind = Kind.ABSMAX
 
     def __post_init__(self) -> None:
-        check_field(self, "bits", check_integer, 2, 8)
-        check_field(self, "rotate", check_flag)
+        set_field(self, "bits", check_integer, 2, 8)
+        set_field(self, "rotate", check_flag)
         if self.rotate:
-            check_field(self, "bucket_size", check_block)
-        check_field(self, "bucket_size", check_integer, 1, MOST)
+            set_field(self, "bucket_size", check_block)
+        set_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
     def code_bits(self) -> int:

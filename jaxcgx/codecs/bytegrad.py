@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_field, check_flag
+from jaxcgx.checks import check_flag, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
 from jaxcgx.native import ieee
@@ -30,7 +30,7 @@ class ByteGrad(GridCodec):
     kind = Kind.BYTEGRAD
 
     def __post_init__(self) -> None:
-        check_field(self, "compatible", check_flag)
+        set_field(self, "compatible", check_flag)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))

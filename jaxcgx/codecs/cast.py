@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_choice, check_field
+from jaxcgx.checks import check_choice, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import DTYPES
@@ -32,8 +32,8 @@ class Cast(Codec):
     def __post_init__(self) -> None:
         if self.dtype in (jnp.bfloat16, jnp.float16):
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
-        check_field(self, "dtype", check_choice, ("bfloat16", "float16"))
-        check_field(self, "rounding", check_choice, ("nearest", "stochastic"))
+        set_field(self, "dtype", check_choice, ("bfloat16", "float16"))
+        set_field(self, "rounding", check_choice, ("nearest", "stochastic"))
 
     @property
     def stochastic(self) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_field, check_integer
+from jaxcgx.checks import check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.rotation import check_block, padded, product, rotate, rotate_back, sum_in_order
@@ -52,8 +52,8 @@ class Eden(Codec):
     stochastic = True
 
     def __post_init__(self) -> None:
-        check_field(self, "bits", check_integer, 1, 6)
-        check_field(self, "block", check_block)
+        set_field(self, "bits", check_integer, 1, 6)
+        set_field(self, "block", check_block)
 
     @property
     def bucket_size(self) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxcgx.checks import MOST, check_choice, check_field, check_integer
+from jaxcgx.checks import MOST, check_choice, check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.native.ieee import E4M3, E5M2, Minifloat
@@ -29,8 +29,8 @@ class Float8(GridCodec):
     kind = Kind.FLOAT8
 
     def __post_init__(self) -> None:
-        check_field(self, "format", check_choice, tuple(_FORMATS))
-        check_field(self, "bucket_size", check_integer, 1, MOST)
+        set_field(self, "format", check_choice, tuple(_FORMATS))
+        set_field(self, "bucket_size", check_integer, 1, MOST)
 
     def _kernel_fields(self) -> dict[str, Any]:
         return dict(bits=self._elements.exponent, bucket_size=self.bucket_size)

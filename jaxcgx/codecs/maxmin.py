@@ -6,7 +6,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer
+from jaxcgx.checks import MOST, check_choice, check_flag, check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
 from jaxcgx.codecs.rotation import check_block
@@ -39,13 +39,13 @@ class MaxMin(GridCodec):
     kind = Kind.MAXMIN
 
     def __post_init__(self) -> None:
-        check_field(self, "bits", check_integer, 1, 8)
-        check_field(self, "rotate", check_flag)
+        set_field(self, "bits", check_integer, 1, 8)
+        set_field(self, "rotate", check_flag)
         if self.rotate:
-            check_field(self, "bucket_size", check_block)
-        check_field(self, "bucket_size", check_integer, 1, MOST)
-        check_field(self, "rounding", check_choice, ("nearest", "stochastic", "correlated"))
-        check_field(self, "skip_incomplete", check_flag)
+            set_field(self, "bucket_size", check_block)
+        set_field(self, "bucket_size", check_integer, 1, MOST)
+        set_field(self, "rounding", check_choice, ("nearest", "stochastic", "correlated"))
+        set_field(self, "skip_incomplete", check_flag)
 
     @property
     def stochastic(self) -> bool:

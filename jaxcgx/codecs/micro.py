@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_choice, check_field
+from jaxcgx.checks import check_choice, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
 from jaxcgx.native import ieee
@@ -41,7 +41,7 @@ class Micro(GridCodec):
     kind = Kind.MICRO
 
     def __post_init__(self) -> None:
-        check_field(self, "format", check_choice, tuple(_FORMATS))
+        set_field(self, "format", check_choice, tuple(_FORMATS))
 
     @property
     def _format(self) -> _Format:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.checks import MOST, as_shape, check_field, check_integer
+from jaxcgx.checks import MOST, as_shape, check_integer, set_field
 from jaxcgx.codecs.base import LowRank
 from jaxcgx.native.layout import as_dtype
 from jaxcgx.typing import DType, DTypeLike
@@ -55,7 +55,7 @@ class PowerSGD(LowRank):
     rank: int = 4
 
     def __post_init__(self) -> None:
-        check_field(self, "rank", check_integer, 1, MOST)
+        set_field(self, "rank", check_integer, 1, MOST)
 
     def why_raw(self, shape: tuple[int, ...], dtype: DType) -> str | None:
         if len(shape) < 2:

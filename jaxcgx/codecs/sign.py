@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.checks import MOST, check_field, check_integer
+from jaxcgx.checks import MOST, check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid, unit_of
 from jaxcgx.native import ieee
@@ -30,7 +30,7 @@ class Sign(GridCodec):
     kind = Kind.SIGN
 
     def __post_init__(self) -> None:
-        check_field(self, "bucket_size", check_integer, 1, MOST)
+        set_field(self, "bucket_size", check_integer, 1, MOST)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))

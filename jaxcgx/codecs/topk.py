@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.checks import MOST, check_choice, check_field, check_integer, check_number, unexpected, wrong
+from jaxcgx.checks import MOST, check_choice, check_integer, check_number, set_field, unexpected, wrong
 from jaxcgx.codecs.attribute import DENSE, Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
@@ -53,10 +53,10 @@ class Sampled:
     refinements: int = 10
 
     def __post_init__(self) -> None:
-        check_field(self, "share", _check_share, 2.0**-15, 1)
-        check_field(self, "estimate", check_choice, _ESTIMATES)
-        check_field(self, "lower", _check_share, 2.0**-15, 1)
-        check_field(self, "refinements", check_integer, 0, 100)
+        set_field(self, "share", _check_share, 2.0**-15, 1)
+        set_field(self, "estimate", check_choice, _ESTIMATES)
+        set_field(self, "lower", _check_share, 2.0**-15, 1)
+        set_field(self, "refinements", check_integer, 0, 100)
 
     def threshold(self, magnitudes: jax.Array, k: int, random: jax.Array) -> jax.Array:
         """Returns the bits of the smallest magnitude that is selected, if k elements are wanted.
@@ -135,11 +135,11 @@ class TopK(Codec):
     most = 2**31 - 1  # an index has 32 bits
 
     def __post_init__(self) -> None:
-        check_field(self, "ratio", _check_share, 0, 1)
-        check_field(self, "values", check_values)
-        check_field(self, "select", as_select)
-        check_field(self, "pull", check_pull)
-        check_field(self, "lists", check_integer, 1, MOST)
+        set_field(self, "ratio", _check_share, 0, 1)
+        set_field(self, "values", check_values)
+        set_field(self, "select", as_select)
+        set_field(self, "pull", check_pull)
+        set_field(self, "lists", check_integer, 1, MOST)
 
     @property
     def stochastic(self) -> bool:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Generator, Sequence
 from typing import IO, Any
 
-from jaxcgx.checks import check_field, check_integer, check_number, check_positive, wrong
+from jaxcgx.checks import check_integer, check_number, check_positive, set_field, wrong
 from jaxcgx.text import parse_rate
 
 PREFIX = "jaxcgx-lab"
@@ -48,10 +48,10 @@ class Link:
 
     def __post_init__(self) -> None:
         for rate in "up", "down":
-            check_field(self, rate, check_positive)
+            set_field(self, rate, check_positive)
         for seconds in "delay", "jitter":
-            check_field(self, seconds, check_number, lambda x: x >= 0, "at least 0 seconds")
-        check_field(self, "loss", check_number, lambda x: 0 <= x <= 1, "a share from 0 to 1")
+            set_field(self, seconds, check_number, lambda x: x >= 0, "at least 0 seconds")
+        set_field(self, "loss", check_number, lambda x: 0 <= x <= 1, "a share from 0 to 1")
 
     @property
     def plain(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxcgx.checks import BOOL, check_field, check_flag, check_hashable, check_integer, check_type, unexpected, wrong
+from jaxcgx.checks import BOOL, check_flag, check_hashable, check_integer, check_type, set_field, unexpected, wrong
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.codecs.base import spell
 from jaxcgx.plan.leaves import Codecs, Shaped, as_codecs, compressing, skips, spell_path, values, why_unfit
@@ -51,11 +51,11 @@ class Rule:
         check_hashable("Rule", "where", self.where, "plans are static under jit")
         for field in ("min_size", "max_size", "ndim"):
             if getattr(self, field) is not None:
-                check_field(self, field, check_integer, 0)
+                set_field(self, field, check_integer, 0)
         if self.min_size is not None and self.max_size is not None and self.min_size > self.max_size:
             raise wrong("Rule", "max_size", f"at least min_size={self.min_size}", self.max_size)
-        check_field(self, "priority", check_integer)
-        check_field(self, "optional", check_flag)
+        set_field(self, "priority", check_integer)
+        set_field(self, "optional", check_flag)
 
     def __str__(self) -> str:
         return re.sub(" at 0x[0-9a-f]+", "", spell(self))  # without a predicate's address: it differs by process
@@ -110,8 +110,8 @@ class Assignment:
         object.__setattr__(self, "default", as_codecs("Plan", "default", self.default, skip=True))
         check_type("Plan", "rules", self.rules, tuple | list, "a list")
         object.__setattr__(self, "rules", tuple(map(as_rule, self.rules)))
-        check_field(self, "min_size", check_integer, 0)
-        check_field(self, "skip_1d", check_flag)
+        set_field(self, "min_size", check_integer, 0)
+        set_field(self, "skip_1d", check_flag)
 
     @property
     def codecs(self) -> list[Codec]:

@@ -14,13 +14,13 @@ from jax import lax
 from jaxcgx.checks import (
     MOST,
     check_choice,
-    check_field,
     check_flag,
     check_integer,
     check_number,
     check_positive,
     check_type,
     is_integer,
+    set_field,
     wrong,
 )
 from jaxcgx.codecs import ByteGrad, Cast, Codec, MaxMin, Raw, Sampled, TopK
@@ -39,7 +39,25 @@ SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Assignment):
+class Sending:
+    """The part of a `Plan` that says how messages travel. Exchanges that make their plans have these fields, too.
+
+    Args:
+      schedule, own, leader, strict, fusion_mb, prefer, network: as in `Plan`.
+    """
+
+    _: dataclasses.KW_ONLY
+    schedule: str | Overlay | dict[Any, Any] = "auto"
+    own: str = "raw"
+    leader: bool = False
+    strict: bool = False
+    fusion_mb: float | None = None
+    prefer: str = "time"
+    network: Network | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Sending, Assignment):
     """Gives each leaf of a pytree its codec.
 
     A plan is passed in place of a codec. Like a codec, it is static under jit. A collective raises an error if two
@@ -73,19 +91,10 @@ class Plan(Assignment):
         need the same plan. A plan that `jaxcgx.advise` returns has the speeds that `advise` was given and measured.
     """
 
-    _: dataclasses.KW_ONLY
-    schedule: str | Overlay | dict[Any, Any] = "auto"
-    own: str = "raw"
-    leader: bool = False
-    strict: bool = False
-    fusion_mb: float | None = None
-    prefer: str = "time"
-    network: Network | None = None
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fusion_mb is not None:
-            check_field(self, "fusion_mb", check_positive)
+            set_field(self, "fusion_mb", check_positive)
             plain = int if isinstance(self.fusion_mb, numbers.Integral) else float  # a file can't hold NumPy's numbers
             object.__setattr__(self, "fusion_mb", plain(self.fusion_mb))
         if isinstance(self.schedule, dict):
@@ -98,14 +107,14 @@ class Plan(Assignment):
                 raise wrong("Plan", "schedule", expected, self.schedule, remedy)
             if not isinstance(schedule, Overlay):
                 check_choice("Plan", "schedule", schedule, SCHEDULES)
-        check_field(self, "own", check_choice, ("raw", "encoded"))
+        set_field(self, "own", check_choice, ("raw", "encoded"))
         if self.own == "encoded" and "ring" in values(self.schedule):
             expected = '"raw" with the schedule "ring", which adds every rank\'s part as it is'
             raise wrong("Plan", "own", expected, '"encoded"', 'write own="raw"')
-        check_field(self, "leader", check_flag)
-        check_field(self, "strict", check_flag)
-        check_field(self, "prefer", check_choice, ("time", "bytes"))
-        check_field(self, "network", check_type, Network | None, "a jaxcgx.Network")
+        set_field(self, "leader", check_flag)
+        set_field(self, "strict", check_flag)
+        set_field(self, "prefer", check_choice, ("time", "bytes"))
+        set_field(self, "network", check_type, Network | None, "a jaxcgx.Network")
 
     @property
     def message_bytes(self) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from jaxcgx.checks import check_choice, check_field, check_integer, wrong
+from jaxcgx.checks import check_choice, check_integer, set_field, wrong
 from jaxcgx.report.link import Measured, slowest
 from jaxcgx.text import parse_rate, parse_time
 from jaxcgx.transports.network import PAYLOAD, WAYS, Network
@@ -39,13 +39,13 @@ class Cluster:
     measured: Measured | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        check_field(self, "world", check_integer, 2)
+        set_field(self, "world", check_integer, 2)
         if self.nodes is not None:
-            check_field(self, "nodes", check_integer, 1, self.world)
+            set_field(self, "nodes", check_integer, 1, self.world)
             if self.world % self.nodes or self.nodes == 1:
                 raise wrong("Cluster", "nodes", f"a divisor of world={self.world}, at least 2", self.nodes)
         if self.over is not None:
-            check_field(self, "over", check_choice, WAYS)
+            set_field(self, "over", check_choice, WAYS)
         object.__setattr__(self, "measured", slowest() if self.link is None else None)
         if self.link is None and (self.up is not None or self.measured is None):
             expected = 'a rate as "10gbit", or a measured link' if self.up is None else "the rate down beside up"

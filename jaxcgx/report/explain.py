@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcgx import _programs
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import scopes
@@ -161,9 +162,15 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     raw: list[scopes.LeafScope] = []
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         _note_mesh(sharding, meshes)
-    if jaxpr is not None:
-        _walk(jaxpr, "", meshes, raw=raw)
-    else:
+    # In a jaxpr are the leaves that aren't compressed, some of which XLA's text lacks.
+    for path in () if jaxpr is None else _programs.operations(jaxpr):
+        eqn, name = path[-1], "/".join(str(each.source_info.name_stack) for each in path)
+        sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name
+        if sends or eqn.params.get("name") in (scopes.SKIPPED, scopes.JOINED):
+            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            _note_mesh(value, meshes)
+    if jaxpr is None:
         meshes.update(dict.fromkeys(hlo.meshes(lowered_text)))
         named = scopes.read(lowered_text or text)
         raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
@@ -206,20 +213,6 @@ def _stage(given: Any, name: str, kind: type[Any]) -> Any:
     """Returns a stage of JAX, which may be inside a stage of eqx.filter_jit or nnx.jit; None for anything else."""
     found = given if isinstance(given, kind) else getattr(given, name, None)
     return found if isinstance(found, kind) else None
-
-
-def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.LeafScope]) -> None:
-    """Collects the meshes of a jaxpr, and the leaves that aren't compressed, some of which XLA's text lacks."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = f"{names}/{eqn.source_info.name_stack}"
-        sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name
-        if sends or eqn.params.get("name") in (scopes.SKIPPED, scopes.JOINED):
-            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
-        for param in eqn.params.values():
-            for value in param if isinstance(param, tuple | list) else [param]:
-                _note_mesh(value, meshes)
-                if hasattr(getattr(value, "jaxpr", value), "eqns"):
-                    _walk(value, name, meshes, raw=raw)
 
 
 def _note_mesh(value: Any, meshes: dict[Pairs, None]) -> None:

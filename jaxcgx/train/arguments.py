@@ -34,6 +34,7 @@ class Split:
     is_array: tuple[bool, ...]  # for each leaf of the other arguments
     specs: tuple[P, ...]  # for each array: how it is split over the ranks
     keys: tuple[bool, ...]  # for each array: whether it is a single random key
+    remedy: Callable[[], str]  # returns the remedy of errors: how to tell how the arguments are split
 
     @property
     def dims(self) -> list[int | None]:
@@ -45,35 +46,34 @@ class Split:
         """Makes the split of a call. `specs` are the caller's batch_specs."""
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
-        ranks = dataclasses.replace(ranks, suggestion=_suggestion(ranks, others))
-        given, spelled = _given_specs(ranks, specs, others), _spelled(places, others)
+        remedy, spelled = functools.partial(_remedy, ranks, others), _spelled(places, others)
+        given = _given_specs(ranks, specs, others, remedy)
         fixed = {spelled(path) for path, _ in found if path[0].idx == 2}
         arrays = [(spelled(path), x) for (path, x), array in zip(found, is_array) if array]
         check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
         place = ranks.op, "batch_specs"
         if specs is None and any(isinstance(x, _compat.BatchTracer) and x.ndim for _, x in arrays):
             got = "None for a batch without the dimension that jax.vmap maps, which may be that of the examples"
-            raise wrong(*place, "a PartitionSpec for each argument", got, ranks.remedy)
+            raise wrong(*place, "a PartitionSpec for each argument", got, remedy())
         asked, known, keys = list[P | None](), [ranks.spec_of_batch(x) for _, x in arrays], list[bool]()
         for (path, x), spec, said in zip(arrays, (spec for spec, array in zip(given, is_array) if array), known):
             # What has no gradient in a differentiated argument may be any two words.
             raw = _is_raw_key(x) and not any((said if spec is None else spec) or ()) and path not in fixed
             keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
             asked.append(P() if keys[-1] else spec)
-        specs = split_batch(Words(place, place, ranks.remedy), arrays, asked, known, sizes=ranks.sizes)
+        specs = split_batch(Words(place, place, remedy), arrays, asked, known, sizes=ranks.sizes)
         if ranks.size > 1 and not any(map(any, specs)):
             axes = ranks.spelled()
-            remedy = (
+            shard = (
                 "pass the batch as an argument, not by a closure, and shard it: "
                 f"jax.device_put(batch, NamedSharding(mesh, P({axes}))), or pass batch_specs"
             )
             expected = f"an argument that is split over {axes}"
-            raise wrong(*place, expected, "none: every rank would compute the same", remedy)
+            raise wrong(*place, expected, "none: every rank would compute the same", shard)
         if any(spec and x.shape[0] == 2 for (_, x), spec in zip(arrays, specs)):
             for path, x in (leaf for leaf, key in zip(arrays, keys) if key and _is_raw_key(leaf[1])):
                 expected, got = "a typed key, or batch_specs", f"{spell_array(x)}, a random key or a batch of 2"
-                remedy = f"make keys with jax.random.key, or {ranks.remedy}"
-                raise wrong(*place, expected, got, remedy, path=path)
+                raise wrong(*place, expected, got, f"make keys with jax.random.key, or {remedy()}", path=path)
         return cls(
             ranks=ranks,
             places=places,
@@ -82,6 +82,7 @@ class Split:
             is_array=tuple(is_array),
             specs=tuple(specs),
             keys=tuple(keys),
+            remedy=remedy,
         )
 
     def arrays(self, others: PyTree) -> list[Any]:
@@ -120,7 +121,7 @@ class Split:
             if single and np.shape(x)[:1] == (ranks.size,):
                 expected = "a function that takes the batch as arguments, of which a rank has a single example"
                 got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
-                remedy = f"pass it to the call; if it is no batch, {ranks.remedy}"
+                remedy = f"pass it to the call; if it is no batch, {self.remedy()}"
                 raise wrong(ranks.op, "loss_fn", expected, got, remedy)
 
 
@@ -136,7 +137,7 @@ def _spelled(places: Sequence[int], others: Others) -> Callable[[KeyPath[Any]], 
     return spelled
 
 
-def _given_specs(ranks: Ranks, specs: Specs, others: Others) -> list[P | None]:
+def _given_specs(ranks: Ranks, specs: Specs, others: Others, remedy: Callable[[], str]) -> list[P | None]:
     """Returns the spec of the caller's batch_specs, or None, for each leaf of the other arguments.
 
     Leaves of the differentiated arguments that have no gradient are whole on every rank.
@@ -149,7 +150,7 @@ def _given_specs(ranks: Ranks, specs: Specs, others: Others) -> list[P | None]:
     named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
     for name, value in keywords.items():
         if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
-            raise wrong(ranks.op, "batch_specs", f"one for {name!r}, too", specs, ranks.remedy)
+            raise wrong(ranks.op, "batch_specs", f"one for {name!r}, too", specs, remedy())
     named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
     expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
     expected += " that are not differentiated"
@@ -157,8 +158,11 @@ def _given_specs(ranks: Ranks, specs: Specs, others: Others) -> list[P | None]:
     return broadcast(ranks.op, "batch_specs", [given, named], arguments, expected=expected) + whole
 
 
-def _suggestion(ranks: Ranks, others: Others) -> Specs:
-    """Returns batch_specs for these arguments: the examples are in arrays of the commonest length that ranks share."""
+def _remedy(ranks: Ranks, others: Others) -> str:
+    """Returns the remedy of errors, with batch_specs that suit these arguments.
+
+    The examples are taken to be in arrays of the commonest length that ranks share.
+    """
     positional, keywords, _ = others
     lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves((positional, keywords)) if np.ndim(x)]
     count = max(lengths, key=lambda n: (n % ranks.size == 0, lengths.count(n), n), default=0)
@@ -171,7 +175,11 @@ def _suggestion(ranks: Ranks, others: Others) -> Specs:
         return specs if len(each) > 1 else each.pop()
 
     named = {name: of_argument(x) for name, x in keywords.items()}
-    return *map(of_argument, positional), *[named] * bool(named)
+    suggestion = *map(of_argument, positional), *[named] * bool(named)
+    return (
+        f"pass batch_specs={suggestion}, a PartitionSpec for each argument that is not differentiated, in their order, "
+        "and behind them a dict for those by keyword; P() is for one that every rank has whole"
+    )
 
 
 def closing(op: str, function: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any]:
@@ -240,10 +248,6 @@ def notes(op: str, ranks: Ranks, others: Others) -> Generator[None]:
                 "each example must be an argument of the call, too, and not closed over, or be in closes_over=(x, y)."
             )
         raise
-
-
-def shapes(tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
 
 
 def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,14 +98,14 @@ class Words(NamedTuple):
 
     batch: tuple[str, str]  # the function and its argument
     specs: tuple[str, str]  # those of the caller's specs
-    remedy: str  # how to say how arrays are split
+    remedy: Callable[[], str]  # returns how to say how arrays are split
 
     def of_leaves(self, batch: Batch, specs: Specs) -> list[P | None]:
         """Returns the caller's spec, or None, for each leaf of a batch."""
         return broadcast(*self.specs, specs, batch, expected="a PartitionSpec, or a tree of them like the batch")
 
 
-TRAIN = Words(("train.step", "batch"), (OP, "sharding.batch"), REMEDY)
+TRAIN = Words(("train.step", "batch"), (OP, "sharding.batch"), lambda: REMEDY)
 
 
 def split_batch(
@@ -141,7 +141,7 @@ def split_batch(
     for i, ((path, x), spec) in enumerate(zip(leaves, specs)):
         if said[i] is None and examples(x, spec) != count:
             is_key = any(spell_array(leaf) == "uint32[2]" for leaf in (leaves[first][1], x))
-            remedy = words.remedy + "; for a random key, jax.random.key, which is a scalar" * is_key
+            remedy = words.remedy() + "; for a random key, jax.random.key, which is a scalar" * is_key
             raise wrong(
                 *words.batch, "arrays with the same number of examples", _leaves(leaves[first], (path, x)), remedy
             )
@@ -150,14 +150,14 @@ def split_batch(
         if given[i] is None and said[i] == P() and np.shape(x)[:1] == (count,) and math.prod(sizes.values()) > 1:
             expected = "arrays that are split, where they look like the examples of all ranks"
             got = f"{spell_array(x)}, which is whole on every rank"
-            raise wrong(*words.batch, expected, got, f"shard it like the others, or {words.remedy}", path=path)
+            raise wrong(*words.batch, expected, got, f"shard it like the others, or {words.remedy()}", path=path)
         for length, part in zip(np.shape(x), spec if sizes else ()):
             axes = axes_of(part)
             if list(axes) != sorted(axes, key=names.index):
                 remedy = "name the axes of the ranks in the order of the specs"
                 raise wrong(*words.specs, f"axes in the order of {names}", spec, remedy, path=path)
             if length % (parts := math.prod(map(sizes.__getitem__, axes))):
-                remedy = f"{FILL}; for an array that is not split, {words.remedy}"
+                remedy = f"{FILL}; for an array that is not split, {words.remedy()}"
                 raise wrong(*words.batch, f"arrays that {parts} ranks share evenly", spell_array(x), remedy, path=path)
     return specs
 
@@ -186,7 +186,6 @@ class Ranks:
     op: str
     mesh: Any
     names: tuple[Any, ...]
-    suggestion: Specs = None  # what batch_specs may be for a call
 
     @classmethod
     def of(cls, op: str, mesh: Any, names: tuple[Any, ...], arrays: Sequence[Any]) -> "Ranks":
@@ -271,14 +270,6 @@ class Ranks:
     def _over(self, spec: P, names: Collection[Any]) -> P:
         """Returns a spec with only the axes `names`."""
         return shortest(P(*(tuple(name for name in axes_of(part) if name in names) or None for part in spec)))
-
-    @property
-    def remedy(self) -> str:
-        """The remedy of an error: how to tell how the arguments are split."""
-        return (
-            f"pass batch_specs={self.suggestion}, a PartitionSpec for each argument that is not differentiated, in "
-            "their order, and behind them a dict for those by keyword; P() is for one that every rank has whole"
-        )
 
     def spelled(self) -> str:
         return repr(self.names[0] if len(self.names) == 1 else self.names)

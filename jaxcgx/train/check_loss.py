@@ -26,7 +26,7 @@ ORDERED = 2.0**-5  # the relative difference from which on the order of the exam
 SHAPES = TypeError, ValueError, IndexError  # what a loss raises if the shapes of a part don't fit
 CLOSURE = "pass all arrays with a row for each example in the batch, not by a closure"
 WHOLE = "pass batch_specs, a tree like the batch, with P() for an array that is no array of examples"
-WORDS = Words((OP, "batch"), (OP, "batch_specs"), WHOLE)
+WORDS = Words((OP, "batch"), (OP, "batch_specs"), lambda: WHOLE)
 
 
 class Results(NamedTuple):

@@ -1,9 +1,10 @@
 """Division: which part of a batch and of the parameters is a rank's. For ranks with whole arrays.
 
-`Division` is for ranks on a device each, `OverMesh` for the devices along axes of a mesh. A mesh with sharded
-parameters or states (sharded.py) overrides what is different there.
+`Division` is for ranks on a device each, `OverMesh` for the devices along axes of a mesh, and `OverMapped` for the same
+by vmap. A mesh with sharded parameters or states (sharded.py) overrides what is different there.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx import _programs
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import transport_over_axes
-from jaxcgx.train.batch import OP, TRAIN, Ranks, axes_of, axes_over, check_spans, flatten_specs, shortest, split_batch
-from jaxcgx.train.state import ExchangeState, Sharding
+from jaxcgx.train.batch import OP, TRAIN, Ranks, axes_of, check_spans, flatten_specs, is_spec, shortest, split_batch
+from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Batch, DType, Key, Params, PyTree, Specs
@@ -149,6 +151,10 @@ def with_row(state: ExchangeState) -> ExchangeState:
     return ExchangeState(row(state.own), state.shared)
 
 
+def shapes(tree: PyTree) -> PyTree:
+    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
+
+
 def zeros(shapes: PyTree) -> PyTree:
     return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -220,7 +226,7 @@ class OverMesh(Division):
         for (path, x), (_, spec) in zip(leaves, flatten_specs(self._specs_of_batch(batch))[0]):
             if np.ndim(x) and spec != self.rows:
                 expected = "arrays that are split along their first dimension, where no specs say otherwise"
-                raise wrong(*TRAIN.batch, expected, f"one sharded as {x.sharding.spec}", TRAIN.remedy, path=path)
+                raise wrong(*TRAIN.batch, expected, f"one sharded as {x.sharding.spec}", TRAIN.remedy(), path=path)
 
     def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
@@ -291,6 +297,65 @@ class OverMesh(Division):
         return ExchangeState(self.rows, P())
 
 
+class OverMapped(OverMesh):
+    """The ranks of another division, but with `vmap` in place of `shard_map`.
+
+    JAX knows no manual axes in it. The partitioner leaves each rank's part of the arrays on the rank's devices.
+    """
+
+    def __init__(self, division: OverMesh) -> None:
+        super().__init__(division.mesh, division.names)
+
+    def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
+        def run(*args: PyTree) -> PyTree:
+            leaves, tree = jax.tree_util.tree_flatten(args)
+            specs = tree.flatten_up_to(jax.tree_util.tree_broadcast(in_specs, args, is_leaf=is_spec))
+            each: Function = functools.partial(self._of_rank, lambda *leaves: function(*tree.unflatten(leaves)))
+            out_axes = jax.tree_util.tree_map(lambda spec: 0 if any(spec) else None, out_specs, is_leaf=is_spec)
+            for name in reversed(self.names):
+                axes = [0 if any(name in axes_of(part) for part in spec) else None for spec in specs]
+                each = jax.vmap(each, axes, out_axes, axis_name=name, axis_size=self.sizes[name], spmd_axis_name=name)
+            found = each(*map(self._parts, leaves, specs))
+            join = lambda x: self._placed(x.reshape(-1, *x.shape[len(self.names) + 1 :]), P(self.names))
+            return jax.tree_util.tree_map(
+                lambda spec, part: jax.tree_util.tree_map(join, part) if any(spec) else part,
+                out_specs,
+                found,
+                is_leaf=is_spec,
+            )
+
+        if not self.explicit:
+            return run
+        return jax.sharding.auto_axes(run, out_sharding=self.shardings(out_specs))
+
+    def _of_rank(self, function: Function, *leaves: jax.Array) -> PyTree:
+        """Runs a function of one rank. In its sharding constraints, the ranks' axes mean the devices of the rank."""
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
+        return _programs.evaluate(_programs.constrained_without(self.names, program), shapes, leaves)
+
+    def _parts(self, x: jax.Array, spec: P) -> jax.Array:
+        """Returns an array with an axis for each axis of ranks that splits it, and then the dimensions of a part."""
+        if not any(spec):
+            return x
+        shape, lead = list[int](), list[tuple[Any, int]]()
+        for d, size in enumerate(x.shape):
+            for name in axes_of(spec[d]) if d < len(spec) else ():
+                lead.append((name, len(shape)))
+                shape.append(self.sizes[name])
+                size //= self.sizes[name]
+            shape.append(size)
+        lead.sort(key=lambda pair: self.names.index(pair[0]))
+        rest = [d for d in range(len(shape)) if d not in dict(lead).values()]
+        parts = x.reshape(shape).transpose(*(d for _, d in lead), *rest)
+        return self._placed(parts, P(*(name for name, _ in lead)))
+
+    def _placed(self, x: jax.Array, spec: P) -> jax.Array:
+        """Returns x, whose first dimensions are sharded over the ranks. The partitioner chooses the others."""
+        spec = P(*spec, *[P.UNCONSTRAINED] * (x.ndim - len(spec)))
+        mesh = jax.sharding.get_abstract_mesh() if self.explicit else self.mesh
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
 def like(params: Params, specs: Specs) -> Any:
     """Returns a function (path, shape) -> the spec of the parameter with this shape whose path is the path's end."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -298,16 +363,3 @@ def like(params: Params, specs: Specs) -> Any:
     return lambda path, shape: next(
         (known[end] for end in ((path[i:], shape) for i in range(len(path) + 1)) if end in known), None
     )
-
-
-def check_mesh(mesh: Any, sharding: Sharding) -> None:
-    """Checks a mesh, and the axes and the specs of a batch over it."""
-    names = axes_over(OP, mesh, sharding.axis, "sharding.axis")
-    other = [name for name in mesh.shape if name not in names and mesh.shape[name] > 1]
-    if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes
-        plain = names[0] if len(names) == 1 else names
-        expected = f"names of axes on a mesh with another axis, {other[0]!r}"
-        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {plain!r}")
-    if other and sharding.params is None:
-        expected = f"PartitionSpecs of the parameters over the axes of the mesh that aren't {sharding.axis!r}"
-        raise wrong(OP, "sharding.params", expected, None)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
+from jaxcgx.checks import check_flag, check_integer, check_number, set_field, warn, wrong
 from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
@@ -115,7 +115,7 @@ class Feedback:
     def __post_init__(self) -> None:
         set_phases(self, self.op, self._argument)
         for name in ("keep", "skip_nonfinite", "telemetry"):
-            check_field(self, name, check_flag)
+            set_field(self, name, check_flag)
         self._check_numbers(
             seed=(check_integer,),
             beta=(check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
@@ -228,7 +228,8 @@ class Feedback:
         """Begins and ends the sum with the plan of a phase. Returns (mean, new carry, telemetry)."""
         given, factors = carry.residuals, carry.factors
         if self.telemetry and not self.keep:  # it needs residuals, which collect the errors
-            given = zeros(Routes.of(self.op, self.phases[phase].plan, grads).carry().residuals)
+            routes = Routes.of(self.op, self.phases[phase].plan, grads, argument=self._argument)
+            given = zeros(routes.carry().residuals)
         travel = self._travel(phase, grads, given, at)
         routes = travel.routes
         shapes = [route.factor for route in routes.leaves]

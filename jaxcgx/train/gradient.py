@@ -1,6 +1,7 @@
 """The gradients of one rank's part of a batch: micro-batches, model state, random keys, weights."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _programs
 from jaxcgx.checks import check_flag, spell_array, wrong
-from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.resolve import without_constraints
-from jaxcgx.train.arguments import changes
-from jaxcgx.train.batch import OP
+from jaxcgx.train.batch import OP, filled
 from jaxcgx.train.division import Division, after, wide
 from jaxcgx.train.outputs import ModelState, Outputs, added, as_model_state
 from jaxcgx.train.update import join, part
@@ -33,6 +32,11 @@ class Given(NamedTuple):
     key: Key | None
 
 
+# The loss function in the form that is differentiated: a function (params, given) that returns ((loss, weight), (model
+# state, aux)).
+Objective = Callable[..., tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]]
+
+
 class OfRank(NamedTuple):
     """What a rank finds. With weights, loss and gradients are sums, and averaged outputs are times the weight."""
 
@@ -40,7 +44,19 @@ class OfRank(NamedTuple):
     loss: jax.Array
     weight: jax.Array | None
     model_state: PyTree
+    keys: PyTree  # the random keys of the model state as plain JAX has them, which are the same on all ranks
     aux: list[jax.Array]  # the leaves of the auxiliary outputs
+
+
+class Forward(NamedTuple):
+    """What a loss returns for a part of a batch, and the way back to its gradients."""
+
+    loss: jax.Array
+    weight: jax.Array | None
+    back: Callable[..., tuple[PyTree]]  # returns (gradients,) for the cotangents (that of the loss, of the weight)
+    model_state: PyTree
+    aux: Any  # the leaves of the auxiliary outputs, averaged ones times the weight; without `Outputs`, their tree
+    plain: Callable[[], tuple[PyTree, PyTree]]  # returns (model state, aux) for the keys of plain JAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +78,10 @@ class Loss:
         if self.aux_specs is not None and not self.has_aux:
             raise wrong(self.op, "aux_specs", "None without has_aux", repr(self.aux_specs), "pass has_aux=True")
 
-    def __call__(self, params: Params, given: Given) -> tuple[jax.Array, tuple[Any, PyTree, PyTree]]:
-        """Returns (loss, (weight, model state, aux)), with None for those that the function doesn't return."""
+    def __call__(self, params: Params, given: Given) -> tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]:
+        """Returns ((loss, weight), (model state, aux)), with None for those that the function doesn't return."""
         loss, weight, model_state, aux = self.call(params, given)
-        return loss, (weight if weight is None else _constant(weight), model_state, aux)
+        return (loss, weight if weight is None else _constant(weight)), (model_state, aux)
 
     def call(self, params: Params, given: Given) -> tuple[jax.Array, jax.Array | None, PyTree, PyTree]:
         """Returns what the function returns: (loss, weight, model state, aux), with None for what it doesn't."""
@@ -138,39 +154,22 @@ def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
 
 
-Arguments = tuple[list[Any], dict[str, Any]]  # those by position, and those by keyword
+def forward(
+    loss: Objective, params: Params, given: Given, plain: Given, *, outputs: Outputs | None, dims: Sequence[int | None]
+) -> Forward:
+    """Runs a loss that is to be differentiated on a part of a rank's batch, which is split along these dimensions.
 
-
-def call(loss: Loss, given: Arguments, net: Transport) -> tuple[Any, tuple[Any, dict[int, Any]]]:
-    """Calls a loss function with arguments of any number.
-
-    Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed)).
+    In `plain`, random keys are as plain JAX has them: the rank isn't folded in. Outputs that are keys are those for it.
     """
-    before = jax.tree_util.tree_flatten_with_path(given)
-    value, weight, _, aux = loss.parts(loss.function(*given[0], **given[1]))
-    extras = aux, changes(loss.op, before, given)
-    return own(loss.op, "loss_fn", net.names, value) if weight is None else vary((value, weight), net.names), extras
-
-
-def differentiate(
-    loss: Loss, arguments: Callable[[list[Any]], Arguments], params: list[Any], net: Transport
-) -> tuple[jax.Array, list[Any], tuple[PyTree, dict[int, Any]], tuple[jax.Array, jax.Array] | None]:
-    """Returns (the value of all ranks, the rank's gradients, what else the loss returns, the weights or None).
-
-    `arguments` makes the arguments of the loss from the parameters. The weights are the rank's and the mean of all.
-    """
-    of_params, given = lambda params: call(loss, arguments(params), net), vary(params, net.names)
-    with without_constraints(loss.op, "loss_fn", net.names):
-        if not loss.weighted:
-            (value, extras), grads = jax.value_and_grad(of_params, has_aux=True)(given)
-            return plain_reduce(loss.op, value, net, mean=True), grads, extras, None
-        (total, weight), back, extras = jax.vjp(of_params, given, has_aux=True)
-        # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its
-        # differential is the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
-        mean, mean_weight = plain_reduce(loss.op, (total, weight), net, mean=True)
-        value = mean / mean_weight
-        (grads,) = back(vary((1 / mean_weight, -value / mean_weight), net.names))
-    return value, grads, extras, (weight, mean_weight)
+    of_params = functools.partial(loss, given=given)
+    (value, weight), back, (model_state, aux) = jax.vjp(of_params, params, has_aux=True)
+    of_plain = functools.cache(lambda: loss(params, plain)[1])
+    if outputs is not None and aux is not None:
+        leaves, tree = jax.tree_util.tree_flatten(given.batch)
+        again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][1]
+        aux = outputs.learn(aux, again, list(zip(leaves, dims)), plain=lambda: of_plain()[1])
+        aux = aux if weight is None else outputs.weighted(aux, weight)
+    return Forward(value, weight, back, model_state, aux=aux, plain=of_plain)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -198,55 +197,60 @@ class Gradient:
         whole, loss = self.division.open(params, self.loss, noise)
         trained, frozen = part(whole, self.skipped), part(whole, self.skipped, frozen=True)
         of_trained = lambda trained, given: loss(join(trained, frozen), given)
-        key = None if key is None else jax.random.fold_in(key, net.rank)
-        given = Given(self.model_state.of_rank(model_state, net), batch, key)
+        of_rank = None if key is None else jax.random.fold_in(key, net.rank)
+        given = Given(self.model_state.of_rank(model_state, net), batch, of_rank)
         with without_constraints(OP, "loss_fn", net.names):
-            found, renewed = self._find(of_trained, trained, given)
+            plain = Given(None if model_state is None else self.model_state.keys(model_state), None, key)
+            found, renewed = self._find(of_trained, trained, given, plain)
         if self.early:
             found = found._replace(loss=after(found.grads, found.loss))
         grads, value, aux = self._of_all(found, net)
-        model_state = self.model_state.of_all(model_state, found.model_state, renewed, net)
+        new = None if model_state is None else filled(found.keys, found.model_state)
+        model_state = self.model_state.of_all(model_state, new, renewed, net)
         # An exchange that waits for the loss waits for the other means, too.
         return grads, after((aux["shared"], model_state), value), model_state, aux
 
-    def _find(self, loss: Callable[[Params, Given], Any], params: Params, given: Given) -> tuple[OfRank, list[bool]]:
+    def _find(self, loss: Objective, params: Params, given: Given, plain: Given) -> tuple[OfRank, list[bool]]:
         """Returns (the rank's results, averaged over micro-batches; for each leaf of the model state if it is renewed).
 
         Each micro-batch gets another key, and the model state that the one before returned. Gradients are added up in
-        at least float32.
+        at least float32. `plain` has the keys of plain JAX, in the model state with None in place of other leaves.
         """
-        differentiate, outputs, number = jax.value_and_grad(loss, has_aux=True), self.outputs, self.accumulate
+        outputs, number = self.outputs, self.accumulate
         leaves, tree = jax.tree_util.tree_flatten(given.batch)
         renewed: list[bool] = []
+        has_keys = bool(jax.tree_util.tree_leaves(plain.model_state))
 
-        def of_part(given: Given) -> OfRank:
+        def of_part(given: Given, keys: PyTree) -> OfRank:
             nonlocal renewed
-            (value, (weight, new, aux)), grads = differentiate(params, given)
-            new, renewed = as_model_state(given.model_state, new)
-            again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][2]
-            batch = list(zip(jax.tree_util.tree_leaves(given.batch), self.dims))
-            found = [] if aux is None else outputs.learn(aux, again, batch)
-            found = found if weight is None else outputs.weighted(found, weight)
-            return OfRank(grads, jnp.asarray(value), weight, model_state=new, aux=found)
+            state = filled(keys, given.model_state) if has_keys else given.model_state
+            unfolded = Given(state, given.batch, plain.key)
+            found = forward(loss, params, given, unfolded, outputs=outputs, dims=self.dims)
+            new, renewed = as_model_state(given.model_state, found.model_state)
+            if has_keys:
+                keys = self.model_state.keys(as_model_state(state, found.plain()[0])[0])
+            (grads,) = found.back(jax.tree_util.tree_map(jnp.ones_like, (found.loss, found.weight)))
+            return OfRank(grads, found.loss, found.weight, new, keys=keys, aux=found.aux or [])
 
         if number == 1:
-            return of_part(given), renewed
+            return of_part(given, plain.model_state), renewed
         split = [x if d is None else _split(x, d, number) for x, d in zip(leaves, self.dims)]
 
-        def add(total: tuple[PyTree, PyTree], i: jax.Array) -> tuple[tuple[PyTree, PyTree], tuple[Any, ...]]:
-            sums, state = total
+        def add(total: tuple[PyTree, ...], i: jax.Array) -> tuple[tuple[PyTree, ...], tuple[Any, ...]]:
+            sums, state, keys = total
             batch = tree.unflatten(x if d is None else x[i] for x, d in zip(split, self.dims))
             key = None if given.key is None else jax.random.fold_in(given.key, i)
-            found = of_part(Given(state, batch, key))
+            found = of_part(Given(state, batch, key), keys)
             sums = jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), sums, found.grads)
-            return (sums, found.model_state), (found.loss, found.weight, found.aux)
+            return (sums, found.model_state, found.keys), (found.loss, found.weight, found.aux)
 
         zeros = jax.tree_util.tree_map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
-        (sums, state), (*each, aux) = lax.scan(add, (zeros, given.model_state), jnp.arange(number))
+        first = zeros, given.model_state, plain.model_state
+        (sums, state, keys), (*each, aux) = lax.scan(add, first, jnp.arange(number))
         grads = jax.tree_util.tree_map(lambda x, p: (x / number).astype(p.dtype), sums, params)
         value, weight = (None if x is None else added(x) / number for x in each)
         assert value is not None
-        return OfRank(grads, value, weight, model_state=state, aux=outputs.joined(aux, number)), renewed
+        return OfRank(grads, value, weight, state, keys=keys, aux=outputs.joined(aux, number)), renewed
 
     def _of_all(self, found: OfRank, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
         """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxcgx.checks import check_flag, check_integer, check_type, wrong
-from jaxcgx.train.batch import OP
-from jaxcgx.train.division import Division, OverMesh, check_mesh
+from jaxcgx.train.batch import OP, axes_over
+from jaxcgx.train.division import Division, OverMesh
 from jaxcgx.train.exchange import AnyExchange, Exchange, is_rounds
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
@@ -15,7 +15,7 @@ from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import Priority, Sharding
 from jaxcgx.train.step import Training, TrainStep
 from jaxcgx.train.update import Update, check_optimizer, import_optax
-from jaxcgx.transports.axes import check_for_mesh, is_communicator
+from jaxcgx.transports.axes import check_for_mesh, crosses, is_communicator
 from jaxcgx.typing import Specs
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ def make_train_step(
         "mean": all ranks have the same state. Floating-point numbers that the loss renews are averaged over the ranks
         after each step, uncompressed. Other numbers, such as counters, are those of the first rank: let `jax.lax.psum`
         add up those that depend on the batch. Random keys (`jax.random.key`) are folded with the rank before `loss_fn`
-        gets them.
+        gets them, and the new ones are those of plain JAX.
         "per_rank": each rank keeps its own state. `TrainState.model_state` is a `PerRank`, with a row for each rank.
       has_aux: whether `loss_fn` returns auxiliary outputs. Arrays with the examples along their first dimension are
         joined: `metrics.aux` has those of the whole batch. Other floating-point outputs are averaged. Random keys are
-        those of the first rank's last micro-batch. `aux_specs` says what all other outputs are.
+        those of plain JAX, as if neither rank nor micro-batch were folded into the keys that the loss gets. `aux_specs`
+        says what all other outputs are.
       aux_specs: what becomes of auxiliary outputs, a tree like them or a prefix of it: "mean", "sum", "first" (of the
         first rank's last micro-batch), "key" (a raw random key, uint32[2]), or a PartitionSpec with the axis of the
         ranks at the dimension of the examples. None: as `has_aux` says.
@@ -117,7 +118,7 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
         from jaxcgx.train.processes import Processes  # this import starts MPI, which is optional
 
         return Processes(mesh_or_comm, sharding)
-    check_mesh(mesh_or_comm, sharding)
+    _check_mesh(mesh_or_comm, sharding)
     if sharding.params is sharding.optimizer is None:
         return OverMesh(mesh_or_comm, sharding.axis, sharding.batch)
     division = ShardedMesh(mesh_or_comm, sharding, gather, keep=getattr(exchange, "keep", True))
@@ -126,6 +127,19 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
         remedy = "pass one, such as jaxcgx.TopK(0.01), or leave parameters and optimizer state whole"
         raise wrong(OP, "exchange", expected, type(exchange).__name__, remedy)
     return division
+
+
+def _check_mesh(mesh: Any, sharding: Sharding) -> None:
+    """Checks a mesh, and the axes and the specs of a batch over it."""
+    names = axes_over(OP, mesh, sharding.axis, "sharding.axis")
+    other = [name for name in mesh.shape if name not in names and mesh.shape[name] > 1]
+    if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes
+        plain = names[0] if len(names) == 1 else names
+        expected = f"names of axes on a mesh with another axis, {other[0]!r}"
+        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {plain!r}")
+    if other and sharding.params is None:
+        expected = f"PartitionSpecs of the parameters over the axes of the mesh that aren't {sharding.axis!r}"
+        raise wrong(OP, "sharding.params", expected, None)
 
 
 def _check_overlap(overlap: Any, mesh_or_comm: Any, exchange: Exchange, rounds: Rounds | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_field, check_flag, check_number, wrong
+from jaxcgx.checks import check_flag, check_number, set_field, wrong
 from jaxcgx.exchange.message import Carry
 from jaxcgx.train.division import choose
 from jaxcgx.train.exchange import At, Number, routes_of
@@ -54,8 +54,8 @@ class Momentum(Feedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_field(self, "nesterov", check_flag)
-        check_field(self, "masking", check_flag)
+        set_field(self, "nesterov", check_flag)
+        set_field(self, "masking", check_flag)
         self._check_numbers(
             momentum=(check_number, lambda x: 0 <= x < 1, "a number from 0 to below 1"),
             weight_decay=(check_number, lambda x: x >= 0, "a number of at least 0"),

@@ -25,7 +25,9 @@ class Outputs:
     """The auxiliary outputs of a loss. It learns their structure and kinds while the loss is traced."""
 
     op: str  # the public function that errors name
-    specs: Specs  # the caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None
+    # The caller's aux_specs: a prefix of the tree of outputs, of `WAYS` and PartitionSpecs; or None. Or a function that
+    # returns these for the outputs.
+    specs: Specs | Callable[[PyTree], Specs]
     rows: P  # the PartitionSpec of arrays with the examples of all ranks
     _: dataclasses.KW_ONLY
     guessed: bool = False  # whether it is only a guess which dimension of a batch has the examples
@@ -36,19 +38,15 @@ class Outputs:
     kinds: list[str | int] = dataclasses.field(default_factory=list, init=False)
 
     def learn(
-        self,
-        aux: PyTree,
-        again: Callable[[list[jax.Array]], PyTree],
-        batch: Batched,
-        unfolded: list[jax.Array] | None = None,
+        self, aux: PyTree, again: Callable[[list[jax.Array]], PyTree], batch: Batched, plain: Callable[[], PyTree]
     ) -> list[jax.Array]:
         """Returns the leaves of the outputs of a part of a batch.
 
         `again` returns the outputs for other leaves of a batch. It is traced only if the first dimension of an output
         is as long as there are examples, for twice as many. `batch` has the leaves of the part.
 
-        `unfolded` has the leaves with the keys that are the same on every rank. For outputs that are random keys,
-        `again` is traced for these: such outputs are those of plain JAX.
+        `plain` returns the outputs as plain JAX has them, for keys in which no rank is folded. It is traced only for
+        outputs that are random keys.
         """
         found, self.structure = jax.tree_util.tree_flatten_with_path(aux)
         examples = next((x.shape[d] for x, d in batch if d is not None), None)
@@ -63,15 +61,16 @@ class Outputs:
         self.kinds = [
             0 if rows else self._kind(path, x, s) for (path, _), x, rows, s in zip(found, leaves, joined, said)
         ]
-        if unfolded is not None and "key" in self.kinds:
-            keys = jax.tree_util.tree_leaves(again(unfolded))
+        if "key" in self.kinds:
+            keys = jax.tree_util.tree_leaves(plain())
             leaves = [key if kind == "key" else x for x, key, kind in zip(leaves, keys, self.kinds)]
         return leaves
 
     def _said(self, aux: PyTree) -> list[str | P | None]:
         """Returns what the caller says of each output."""
         expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
-        return broadcast(self.op, "aux_specs", self.specs, aux, expected=expected)
+        specs = self.specs(aux) if callable(self.specs) else self.specs
+        return broadcast(self.op, "aux_specs", specs, aux, expected=expected)
 
     def _twice(self, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.ShapeDtypeStruct] | None:
         """Returns the shapes of the outputs for twice as many examples."""
@@ -210,11 +209,15 @@ class ModelState:
             return without_row(state.rows)
         return jax.tree_util.tree_map(lambda x: x if addable(x) else fold_keys(x, net.rank), state)
 
+    def keys(self, state: PyTree) -> PyTree:
+        """Returns the random keys that are the same on every rank, with None in place of other leaves, or of all."""
+        return None if self.mode == "per_rank" else jax.tree_util.tree_map(lambda x: None if addable(x) else x, state)
+
     def of_all(self, state: PyTree, new: PyTree, renewed: list[bool], net: Transport) -> PyTree:
         """Returns the state after a step.
 
-        Floats are averaged over the ranks. Integers, flags and keys are the first rank's. Leaves that the loss returned
-        unchanged are kept: the mean of equal numbers may be rounded.
+        Floats are averaged over the ranks. Integers and flags are the first rank's, and so are keys, which are the same
+        on all ranks. Leaves that the loss returned unchanged are kept: the mean of equal numbers may be rounded.
 
         `renewed` says for each leaf whether the loss function returned another array than it got.
         """

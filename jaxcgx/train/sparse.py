@@ -10,20 +10,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_field, check_integer, check_number, check_positive, check_type, wrong
+from jaxcgx.checks import check_integer, check_number, check_positive, check_type, set_field, wrong
 from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import by_axis
-from jaxcgx.plan.overlay import Overlay
-from jaxcgx.plan.plan import sparsification
+from jaxcgx.plan.plan import Sending, sparsification
 from jaxcgx.train.exchange import At, Number
 from jaxcgx.train.momentum import Momentum
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
-from jaxcgx.transports.network import Network
 from jaxcgx.typing import PyTree
-
-TRAVEL = ("schedule", "own", "leader", "strict", "fusion_mb", "prefer", "network")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +38,8 @@ class WarmUp:
     coeff: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        check_field(self, "epochs", check_integer, 1)
-        check_field(self, "steps_per_epoch", check_integer, 1)
+        set_field(self, "epochs", check_integer, 1)
+        set_field(self, "steps_per_epoch", check_integer, 1)
         coeff = list(self.coeff) if isinstance(self.coeff, tuple | list) else self.coeff
         for each in coeff if isinstance(coeff, list) else [] if coeff is None else [coeff]:
             expected = "a number above 0 and up to 1, or a list of them"
@@ -66,14 +62,14 @@ class WarmUp:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Momentum, abc.ABC):
+class Sparse(Sending, Momentum, abc.ABC):
     """A `Momentum` that makes its plan of its fields, at once.
 
     Over several axes, the plan compresses over the outermost axis alone.
 
     Args:
       warm_up: a `WarmUp` of the share of elements that is sent, or None.
-      schedule, own, leader, strict, fusion_mb, prefer, network: as in `Plan`.
+    The other arguments are those of `Momentum`, and those of a `Plan` that say how messages travel.
     """
 
     plan: Any = dataclasses.field(init=False, repr=False, compare=False)
@@ -81,16 +77,9 @@ class Sparse(Momentum, abc.ABC):
     masking: bool = dataclasses.field(default=True, kw_only=True)
     _: dataclasses.KW_ONLY
     warm_up: WarmUp | None = None
-    schedule: str | Overlay | dict[Any, Any] = "auto"
-    own: str = "raw"
-    leader: bool = False
-    strict: bool = False
-    fusion_mb: float | None = None
-    prefer: str | None = None  # None: "time" or, for GeoMX's plans, "bytes"
-    network: Network | None = None
 
     def __post_init__(self) -> None:
-        check_field(self, "warm_up", check_type, WarmUp | None, "a jaxcgx.WarmUp")
+        set_field(self, "warm_up", check_type, WarmUp | None, "a jaxcgx.WarmUp")
         try:
             self._plan_of(self._share, ())  # checks the share before the warm-up computes with it
             plans = {start: self._plan_of(share, ()) for start, share in self._shares.items()}
@@ -113,7 +102,7 @@ class Sparse(Momentum, abc.ABC):
     @property
     def _how(self) -> dict[str, Any]:
         """The fields of a plan that say how messages travel."""
-        return {name: value for name in TRAVEL if (value := getattr(self, name)) is not None}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Sending)}
 
     @abc.abstractmethod
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
@@ -161,7 +150,7 @@ class DGC(Sparse):
 
     def __post_init__(self) -> None:
         remedy = "Momentum(jaxcgx.Raw()) sends everything"
-        check_field(self, "ratio", check_number, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
+        set_field(self, "ratio", check_number, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
         super().__post_init__()
         self._check_numbers(**dict.fromkeys(("clip_value", "clip_norm", "clip_global_norm"), (check_positive,)))
 
@@ -226,6 +215,7 @@ class BSC(Sparse):
     _: dataclasses.KW_ONLY
     pull: str = "all"
     select: str | Sampled = "sampled"
+    prefer: str = "bytes"
     _tiny: ClassVar[Codec] = Raw()  # of small leaves, over all axes
 
     @property

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxcgx.checks import check_field, check_integer
+from jaxcgx.checks import check_integer, set_field
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.plan import Plan
 from jaxcgx.typing import AxisName, Params, PyTree, Specs
@@ -144,4 +144,4 @@ class Priority:
     slice_elements: int = 50_000
 
     def __post_init__(self) -> None:
-        check_field(self, "slice_elements", check_integer, 1)
+        set_field(self, "slice_elements", check_integer, 1)

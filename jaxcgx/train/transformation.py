@@ -11,8 +11,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import as_array, check_integer, wrong
 from jaxcgx.exchange.resolve import transport_over, transport_over_axes
 from jaxcgx.exchange.routes import Way, as_order
-from jaxcgx.train.arguments import shapes
-from jaxcgx.train.division import Division, OverMesh, with_row
+from jaxcgx.train.division import Division, OverMesh, shapes, with_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, Outcome, check_state, send
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState

@@ -17,23 +17,24 @@ from jaxcgx import _compat, _programs
 from jaxcgx.checks import check_choice, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
+from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
-from jaxcgx.exchange.reduce import reduce, travel_with
-from jaxcgx.exchange.resolve import check_constraints, transport_over_axes
+from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
+from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, without_constraints
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.arguments import Others, Split, as_nnx, assign, check_aliases, closing, insert, notes, part, shapes
+from jaxcgx.train.arguments import Others, Split, as_nnx, assign, changes, check_aliases, closing, insert, notes, part
 from jaxcgx.train.batch import Ranks, as_specs
-from jaxcgx.train.division import OverMesh, addable, row, without_row
+from jaxcgx.train.division import OverMapped, OverMesh, addable, row, shapes, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange
-from jaxcgx.train.gradient import Loss, call, differentiate
-from jaxcgx.train.mapped import OverMapped
+from jaxcgx.train.gradient import Forward, Given, Loss, forward
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.transports.axes import as_axis_names, axis_names
+from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
@@ -128,7 +129,7 @@ def value_and_grad(
         batch_specs=as_specs(batch_specs),
         param_specs=param_specs,
         mesh=mesh,
-        ranks=ranks,
+        mapped=ranks == "vmap",
         closes_over=closes_over,
     )
 
@@ -153,18 +154,9 @@ def grad(
     The result has the `init` of `value_and_grad`, too.
 
     Args:
-      loss_fn: as in `value_and_grad`, like all arguments below.
-      axis_name: the axis over which the batch is split, or a tuple of axes.
-      exchange: a codec, {axis name: codec}, a `Plan` or an exchange.
-      argnums: the differentiated arguments.
+      loss_fn, axis_name, exchange, argnums, weighted, aux_specs, batch_specs, param_specs, mesh, ranks, closes_over: as
+        in `value_and_grad`.
       has_aux: whether `loss_fn` returns (loss, aux). The result is then (gradients, aux).
-      weighted: whether `loss_fn` returns (sum, weight).
-      aux_specs: what becomes of `aux`.
-      batch_specs: how the arguments that are not differentiated are split.
-      param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
-      mesh: the mesh.
-      ranks: "shard_map" or "vmap".
-      closes_over: what `loss_fn` closes over of the batch.
     """
     both = value_and_grad(
         loss_fn,
@@ -207,7 +199,7 @@ class Once:
         return grads, state
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        routes = Routes.of(OP, self.plan, ticket)
+        routes = Routes.of(OP, self.plan, ticket, argument="exchange")
         key = shared_key(routes, routes, state.shared, at.net, argument="codec_key")
         travel = travel_with(Carry(), routes, at.net, at.way, x=ticket, argument="params")
         return reduce(ticket, Carry(), travel, key)[0], state
@@ -220,16 +212,9 @@ class ValueAndGrad:
     `init` makes the state of an exchange. `local` and `mean` are the two halves of a call.
 
     Attributes:
-      loss: the loss function, with `has_aux`, `weighted` and `aux_specs`. The fields below are arguments of
-        `value_and_grad`, too.
-      axis_name: the axis or axes of the ranks.
-      exchange: the exchange of gradients.
-      argnums: the numbers of the arguments that are differentiated.
-      batch_specs: the specs of the batch.
-      param_specs: the specs of the parameters.
-      mesh: the mesh, or None.
-      ranks: how the loss runs on the ranks.
-      closes_over: the arguments that the caller's loss function closes over.
+      loss: the loss function, with `has_aux`, `weighted` and `aux_specs`.
+      mapped: whether the ranks are a mapped axis (ranks="vmap").
+      axis_name, exchange, argnums, batch_specs, param_specs, mesh, closes_over: as in `value_and_grad`.
     """
 
     loss: Loss
@@ -239,7 +224,7 @@ class ValueAndGrad:
     batch_specs: Specs
     param_specs: Specs
     mesh: Any
-    ranks: str
+    mapped: bool
     closes_over: tuple[Any, ...]
 
     @property
@@ -313,9 +298,12 @@ class ValueAndGrad:
     def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
         """Returns (value, aux, gradients, None) of a call inside of shard_map, pmap or vmap."""
         places, params, (positional, keywords, fixed) = self._arguments(args, kwargs)
-        net = transport_over_axes(OP, self.axis_name)
-        arguments = lambda params: (insert(positional, places, params, fixed), keywords)
-        value, grads, (aux, changed), _ = differentiate(self.loss, arguments, params, net)
+        net, none = transport_over_axes(OP, self.axis_name), Given(None, None, None)
+        arguments = lambda params, _: (insert(positional, places, params, fixed), keywords)
+        objective = functools.partial(self._objective, arguments, net)
+        with without_constraints(OP, "loss_fn", net.names):
+            found = forward(objective, vary(params, net.names), none, none, outputs=None, dims=())
+        (aux, changed), (value, grads, _) = found.aux, _of_all(found, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
@@ -347,7 +335,7 @@ class ValueAndGrad:
         """Returns (value, (aux, changes of the arguments), gradients, new state), as `_outside`."""
         find = functools.partial(self._find, division, split)
         program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
-        if self.ranks == "shard_map":
+        if not self.mapped:
             check_constraints(OP, "loss_fn", division.names, program)
         split.check_closure(program, params, arrays, self.closes_over)
         value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
@@ -357,34 +345,43 @@ class ValueAndGrad:
 
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
         """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
-        division = OverMapped(division) if self.ranks == "vmap" else division
-        outputs = Outputs(OP, None, division.rows)
+        division = OverMapped(division) if self.mapped else division
+        counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        of_changes = lambda changed: {i: "first" if counts(x) else None for i, x in changed.items()}
+        outputs = Outputs(OP, lambda found: (self.loss.aux_specs, of_changes(found[1])), division.rows)
 
-        def of_rank(params: list[Any], unfolded: list[Any]) -> tuple[Any, ...]:
+        def of_rank(params: list[Any], plain: list[Any]) -> tuple[Any, ...]:
             net = division.net()
-            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(unfolded, split.keys)]
-            arguments = lambda params: split.arguments(params, arrays)
-            value, grads, extras, weights = differentiate(self.loss, arguments, params, net)
-            counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            of_changes = {i: "first" if counts(x) else None for i, x in extras[1].items()}
-            outputs.specs = self.loss.aux_specs, of_changes
-            again = lambda arrays: call(self.loss, split.arguments(params, arrays), net)[1]
-            leaves = outputs.learn(extras, again, list(zip(arrays, split.dims)), unfolded)
-            leaves = leaves if weights is None else outputs.weighted(leaves, weights[0])
-            return value, outputs.of_all(leaves, weights and weights[1], net), row(grads)
+            arrays = [jax.random.fold_in(x, net.rank) if key else x for x, key in zip(plain, split.keys)]
+            objective = functools.partial(self._objective, split.arguments, net)
+            given, of_plain = (Given(None, each, None) for each in (arrays, plain))
+            found = forward(objective, params, given, of_plain, outputs=outputs, dims=split.dims)
+            value, grads, weight = _of_all(found, net)
+            return value, outputs.of_all(found.aux, weight, net), row(grads)
 
         arrays = [split.ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
         step = division.over(
             of_rank, in_specs=(P(), list(split.specs)), out_specs=(P(), outputs.out_specs, division.rows)
         )
         try:
-            value, aux, rows = step(params, arrays)
+            with without_constraints(OP, "loss_fn", division.names):
+                value, aux, rows = step(params, arrays)
         except (NotImplementedError, ValueError) as error:
             if not any(words in str(error) for words in _CLOSED_OVER):
                 raise
             expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
             raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
         return value, outputs.tree(aux), rows
+
+    def _objective(self, arguments: Callable[..., Any], net: Transport, params: Params, given: Given) -> Any:
+        """The loss as `forward` takes it, with (aux, the leaves of its arguments that it has changed) as outputs."""
+        args, kwargs = arguments(params, given.batch)
+        before = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        value, weight, _, aux = self.loss.parts(self.loss.function(*args, **kwargs))
+        outputs = aux, changes(OP, before, (args, kwargs))
+        if weight is None:
+            return (own(OP, "loss_fn", net.names, value), None), (None, outputs)
+        return vary((value, weight), net.names), (None, outputs)
 
     def _send(
         self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array | None
@@ -443,8 +440,8 @@ class ValueAndGrad:
     def _check_inside(self) -> None:
         transport_over_axes(OP, self.axis_name)
         specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
-        mapped = None if self.ranks == "shard_map" else self.ranks
-        for name, given in (specs | dict(mesh=self.mesh, ranks=mapped, closes_over=self.closes_over or None)).items():
+        rest = dict(mesh=self.mesh, ranks="vmap" if self.mapped else None, closes_over=self.closes_over or None)
+        for name, given in (specs | rest).items():
             if given is not None:
                 expected = "none inside of shard_map and pmap, where every rank has its part already"
                 raise wrong(OP, name, expected, repr(given), "leave it out")
@@ -472,6 +469,19 @@ class ValueAndGrad:
     def _as_argument(self, values: Sequence[Any]) -> Any:
         """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
         return values[0] if isinstance(self.argnums, int) else tuple(values)
+
+
+def _of_all(found: Forward, net: Transport) -> tuple[jax.Array, list[Any], jax.Array | None]:
+    """Returns (the value of all ranks, the rank's gradients, the mean of all weights or None)."""
+    if found.weight is None:
+        (grads,) = found.back(vary((jnp.ones_like(found.loss), None), net.names))
+        return plain_reduce(OP, found.loss, net, mean=True), grads, None
+    # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its differential is
+    # the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
+    mean, weight = plain_reduce(OP, (found.loss, found.weight), net, mean=True)
+    value = mean / weight
+    (grads,) = found.back(vary((1 / weight, -value / weight), net.names))
+    return value, grads, weight
 
 
 def _bound(names: tuple[Any, ...]) -> bool:

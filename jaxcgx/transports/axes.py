@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxcgx.checks import check_field, check_integer, check_number, wrong
+from jaxcgx.checks import check_integer, check_number, set_field, wrong
 from jaxcgx.native.meeting import Links
 from jaxcgx.text import parse_rate
 from jaxcgx.transports.base import Transport
@@ -64,9 +64,9 @@ class Tcp(Mark):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_field(self, "timeout", check_number, lambda x: 0.001 <= x < 1e9, "a positive number of seconds")
-        check_field(self, "connections", check_integer, 1, MOST_CONNECTIONS)
-        check_field(self, "pace", _as_pace)
+        set_field(self, "timeout", check_number, lambda x: 0.001 <= x < 1e9, "a positive number of seconds")
+        set_field(self, "connections", check_integer, 1, MOST_CONNECTIONS)
+        set_field(self, "pace", _as_pace)
 
     @property
     def links(self) -> Links:

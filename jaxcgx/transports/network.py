@@ -7,7 +7,7 @@ acknowledgements take the rest.
 import dataclasses
 from typing import Any, NamedTuple
 
-from jaxcgx.checks import check_choice, check_field, check_number, check_positive
+from jaxcgx.checks import check_choice, check_number, check_positive, set_field
 
 PAYLOAD = 0.949 / 8  # bytes of payload for each bit of a link
 
@@ -89,15 +89,15 @@ class Network:
 
     def __post_init__(self) -> None:
         for name in ("up", "encode", "decode", "reduce"):
-            check_field(self, name, check_positive)
-        check_field(self, "burst", _check_from, 0)
-        check_field(self, "sharing", _check_from, 1)
+            set_field(self, name, check_positive)
+        set_field(self, "burst", _check_from, 0)
+        set_field(self, "sharing", _check_from, 1)
         if self.down is not None:
-            check_field(self, "down", check_positive)
+            set_field(self, "down", check_positive)
         if self.latency is not None:
-            check_field(self, "latency", _check_from, 0)
+            set_field(self, "latency", _check_from, 0)
         if self.mover is not None:
-            check_field(self, "mover", check_choice, WAYS)
+            set_field(self, "mover", check_choice, WAYS)
 
     @property
     def ways(self) -> Ways:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jaxcgx.checks import check_field, check_integer, check_number, check_real, wrong
+from jaxcgx.checks import check_integer, check_number, check_real, set_field, wrong
 from jaxcgx.codecs import Codec, Raw, TopK, decode, encode
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.exchange.message import Carry
@@ -95,9 +95,9 @@ class Demo:
     scatters: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_field(self, "decay", check_number, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-        check_field(self, "side", check_integer, 1)
-        check_field(self, "k", check_integer, 1)
+        set_field(self, "decay", check_number, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+        set_field(self, "side", check_integer, 1)
+        set_field(self, "k", check_integer, 1)
         check_codec(OP, self.values, "values")
         if self._codec(self.k).stochastic:
             expected, remedy = "a codec that rounds to nearest", 'leave out rounding="stochastic"'

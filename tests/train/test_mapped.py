@@ -65,18 +65,38 @@ def constrained(sharding, params, x):
     return lax.with_sharding_constraint((h**2).mean(), P())
 
 
-@pytest.mark.parametrize("how", CONSTRAINTS)
-@pytest.mark.parametrize("parts", [("data",), (("data",),), (None, None), ("data", P.UNCONSTRAINED)], ids=str)
-def test_sharding_constraints(how, parts):
-    """A constraint over the ranks' axis keeps a rank's part where it is: nothing is gathered."""
-    mesh = mesh_of()
-    fun = functools.partial(constrained, CONSTRAINTS[how](mesh, P(*parts)))
+def keeps_parts(mesh, fun):
+    """Checks that a loss has the gradients of plain JAX, and that nothing is gathered."""
     with jax.set_mesh(mesh):
         x = place(mesh, X)
         step = jax.jit(cgx.value_and_grad(fun, "data", cgx.Raw(), ranks="vmap"))
         close(step(place(mesh, PARAMS, P()), x), jax.value_and_grad(fun)(PARAMS, x))
         found = cgx.explain(step, place(mesh, PARAMS, P()), x, show=False)
     assert {c.operation for c in found.collectives} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("how", CONSTRAINTS)
+@pytest.mark.parametrize("parts", [("data",), (("data",),), (None, None), ("data", P.UNCONSTRAINED)], ids=str)
+def test_sharding_constraints(how, parts):
+    """A constraint over the ranks' axis keeps a rank's part where it is."""
+    mesh = mesh_of()
+    keeps_parts(mesh, functools.partial(constrained, CONSTRAINTS[how](mesh, P(*parts))))
+
+
+@pytest.mark.parametrize("how", CONSTRAINTS)
+@pytest.mark.parametrize("parts", [("data",), (None, "data"), (None, None)], ids=str)
+def test_sharding_constraints_of_a_weight(how, parts):
+    """A rank has whole weights, in branches and loops of the loss, too. So they stay on its devices."""
+    mesh = mesh_of()
+    constrain = lambda w: lax.with_sharding_constraint(w, CONSTRAINTS[how](mesh, P(*parts)))
+
+    def fun(params, x):
+        w = lax.cond(params["b"][0] < 1, constrain, lambda w: w, params["w"][:28])
+        body = lambda h, _: (jnp.tanh(h @ constrain(params["w"][2:, :28])), None)
+        h, _ = lax.scan(jax.checkpoint(body), x[:, :28], length=2)
+        return ((h @ constrain(w)) ** 2).mean()
+
+    keeps_parts(mesh, fun)
 
 
 @NESTED

@@ -66,6 +66,13 @@ def close(found, expected):
     assert_trees(check, *map(jax.tree.leaves, (found, expected)))
 
 
+def after_splits(key, times):
+    """Returns the key that plain JAX has after some splits."""
+    for _ in range(times):
+        key, _ = jax.random.split(key)
+    return key
+
+
 @pytest.mark.parametrize(("kind", "accumulate"), [(AxisType.Auto, 3), (AxisType.Explicit, 1)], ids=str)
 def test_mean(kind, accumulate):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
@@ -75,7 +82,9 @@ def test_mean(kind, accumulate):
         ranks = [{**state, "key": fold(state["key"], rank)} for rank in range(4)]
         w, after = by_hand(w, ranks, X, accumulate)
         mean = lambda *xs: sum(x.astype(jnp.float32) for x in xs).astype(xs[0].dtype) / 4
-        state = {**after[0], **{name: mean(*(each[name] for each in after)) for name in ("mean", "half")}}
+        means = {name: mean(*(each[name] for each in after)) for name in ("mean", "half")}
+        key = after_splits(state["key"], accumulate)
+        state = {**after[0], **means, "key": key}  # that of plain JAX
     close((found.params, found.model_state), (w, state))
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(found.model_state))
 
@@ -131,6 +140,22 @@ def test_what_does_not_change(accumulate):
     assert sum(c.raw_bytes for c in plain) < 100
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_returns_the_next_keys(accumulate):
+    """They are those of plain JAX, though each rank and each micro-batch draws noise of its own."""
+
+    def loss(w, state, x, key):
+        (key, noise), (state, other) = jax.random.split(key), jax.random.split(state)
+        drawn = jax.random.uniform(noise, len(x)) + jax.random.uniform(other, len(x))
+        return (x @ w).mean(), (state, {"key": key, "drawn": drawn})
+
+    train = make(loss, 2, has_aux=True, accumulate=accumulate)
+    state, metrics = train.step(train.init(W, jax.random.key(5)), X[:4], key=jax.random.key(3))
+    close(metrics.aux["key"], after_splits(jax.random.key(3), 1))
+    close(state.model_state, after_splits(jax.random.key(5), accumulate))
+    assert len(set(metrics.aux["drawn"].tolist())) == 4
+
+
 def test_random_keys_compile_one_program():
     def loss(w, key, x):
         traces.append(1)
@@ -138,7 +163,7 @@ def test_random_keys_compile_one_program():
 
     traces = []
     run(make(loss, 2), 4, W, model_state=jax.random.key(3))
-    assert len(traces) == 1
+    assert len(traces) == 2  # for the keys of ranks, and for the key of plain JAX, which is kept
 
 
 @NESTED

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _programs
-from jaxcgx.checks import check_field, check_flag, check_integer, check_number, warn, wrong
+from jaxcgx.checks import check_flag, check_integer, check_number, set_field, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.message import Carry, fold
@@ -97,7 +97,7 @@ class Diloco:
         check_number(op, "alpha", self.alpha, lambda x: 0 <= x < 1, "a number from 0 to below 1")
         check_number(op, "decay", self.decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
         for name in ("eager", "telemetry", "keep"):
-            check_field(self, name, check_flag)
+            set_field(self, name, check_flag)
         if self.decay != 1 and not self.keep:
             raise wrong(op, "decay", "1 without feedback", self.decay, "leave out keep=False, or pass decay=1.0")
         if self.eager and (self.overlap or self.alpha):

@@ -12,7 +12,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_choice, check_field, check_flag, check_integer, check_number, wrong
+from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, set_field, wrong
 from jaxcgx.codecs import Codec, MaxMin, Raw
 from jaxcgx.codecs.base import spell
 from jaxcgx.exchange.message import Carry, carry_over, fold
@@ -119,19 +119,19 @@ class Differential:
 
     def __post_init__(self) -> None:
         set_phases(self, OP)
-        check_field(self, "k", check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
-        check_field(self, "block_bytes", check_integer, 4)
+        set_field(self, "k", check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+        set_field(self, "block_bytes", check_integer, 4)
         if self.block_bytes % 4:
             remedy = f"write {self.block_bytes // 4 * 4 + 4}; GeoMX's is 4096"
             raise wrong(OP, "block_bytes", "a multiple of 4", self.block_bytes, remedy)
-        check_field(self, "alpha", check_number, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-        check_field(self, "rest", check_choice, ("defer", "quantize", "drop"))
+        set_field(self, "alpha", check_number, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        set_field(self, "rest", check_choice, ("defer", "quantize", "drop"))
         if self.adaptive is not None:
             remedy = "it is the smallest share, which k * loss / first loss doesn't go below"
             expected = f"None, or a number above 0 and below k, {self.k}"
-            check_field(self, "adaptive", check_number, lambda x: 0 < x < self.k, expected, remedy)
-        check_field(self, "ranked", check_flag)
-        check_field(self, "keep", check_flag)
+            set_field(self, "adaptive", check_number, lambda x: 0 < x < self.k, expected, remedy)
+        set_field(self, "ranked", check_flag)
+        set_field(self, "keep", check_flag)
         check_hyperparameter(OP, "seed", self.seed, check_integer)
         low = [codec for phase in self.phases for codec in phase.plan.codecs if codec.low_rank]
         if low:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_field, check_integer, check_number, wrong
+from jaxcgx.checks import check_integer, check_number, set_field, wrong
 from jaxcgx.plan import Plan
 from jaxcgx.train.exchange import At, Number, check_centers, check_hyperparameter
 from jaxcgx.train.feedback import as_exchange
@@ -76,7 +76,7 @@ class MixedSync:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exchange", as_exchange(self.exchange, OP))
-        check_field(self, "staleness", check_integer, 1)
+        set_field(self, "staleness", check_integer, 1)
         at_least = lambda x: x >= 0
         check_hyperparameter(OP, "compensation", self.compensation, check_number, at_least, "a number of at least 0")
 

@@ -1,0 +1,74 @@
+"""What tests of value_and_grad share: losses, batches and meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_trees, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+
+RANKS = 4
+CODEC = cgx.MaxMin(4, 64)
+PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
+X, MASK = normal((24, 30), 2), jnp.float32(jnp.arange(24) % 7 < jnp.arange(24) // 5)
+MAPPED = pytest.mark.parametrize("ranks", ["shard_map", "vmap"])
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+@functools.lru_cache
+def mesh_of(kind, *axes):
+    axes = axes or (("data", RANKS),)
+    names, sizes = zip(*axes)
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+
+
+def errors_of(params, x):
+    return (jnp.tanh(x @ params["w"] + params["b"]) - x.mean(-1, keepdims=True)) ** 2
+
+
+def loss_fn(params, x, mask=None):
+    return errors_of(params, x).mean()
+
+
+def weighted_fn(params, x, mask):
+    return (errors_of(params, x).mean(-1) * mask).sum(), mask.sum()
+
+
+def global_mean(params, x, mask):
+    total, weight = weighted_fn(params, x, mask)
+    return total / weight
+
+
+def place(mesh, tree, spec=P("data")):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def close(found, expected):
+    assert_trees(
+        functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6), *map(jax.tree.leaves, (found, expected))
+    )
+
+
+# Sources of the mesh and of the shardings.
+def called(how, mesh, f, params, *batch):
+    batch = place(mesh, batch)
+    if how == "jit":
+        with jax.set_mesh(mesh):
+            return jax.jit(f)(place(mesh, params, P()), *batch)
+    if how == "context":
+        with jax.set_mesh(mesh):
+            return f(params, *batch)
+    return f(params, *batch)
+
+
+def first(exchange, ranks=RANKS):
+    """Returns a first state."""
+    return cgx.value_and_grad(loss_fn, "data", exchange, mesh=mesh_of(AxisType.Auto, ("data", ranks))).init(PARAMS)
+
+
+FED, UNUSED = cgx.Feedback(CODEC), cgx.Feedback(cgx.Plan(CODEC, rules=[("none", CODEC)]))

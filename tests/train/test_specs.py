@@ -1,0 +1,208 @@
+"""Tests how value_and_grad splits its arguments: specs of batches and parameters, guesses, other axes of the mesh."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, says
+from gradients import KINDS, MAPPED, PARAMS, RANKS, X, close, errors_of, loss_fn, mesh_of, place
+from helpers import normal, sent
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from training import NESTED
+
+import jaxcgx as cgx
+
+
+@NESTED
+@KINDS
+@MAPPED
+def test_other_axes_stay_sharded(kind, ranks):
+    """Shards over "model" are compressed on their devices."""
+    mesh = mesh_of(kind, ("data", 2), ("model", 2))
+    specs = {"w": P(None, "model"), "b": P("model")}
+    params = jax.tree.map(lambda x, spec: place(mesh, x, spec), PARAMS, specs)
+
+    def fun(params, x):
+        h = x @ params["w"] + params["b"]
+        return (h**2).mean()
+
+    given = specs if kind == AxisType.Auto else None
+    f = cgx.value_and_grad(fun, "data", cgx.Feedback(cgx.MaxMin(8, 20)), param_specs=given, ranks=ranks)
+    with jax.set_mesh(mesh):
+        state = f.init(params)
+        step = jax.jit(lambda p, x, s: f(p, x, state=s))
+        (value, grads), state = step(params, place(mesh, X), state)
+        text = step.lower(params, place(mesh, X), state).compile().as_text()
+    expected = jax.value_and_grad(fun)(PARAMS, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    for k, g in expected[1].items():
+        np.testing.assert_allclose(grads[k], g, atol=0.02 * np.abs(g).max())
+    assert grads["w"].sharding.shard_shape((30, 40)) == (30, 20)
+    assert state.own.residuals["w"].sharding.shard_shape((2, 30, 40)) == (1, 30, 20)
+    if kind == AxisType.Auto:  # on an Explicit mesh, JAX gathers all arguments and results of such a shard_map
+        assert ("all-gather", "f32") not in sent(text)
+    assert ("all-gather", "u8") in sent(text)
+
+
+@NESTED
+@MAPPED
+def test_specs_that_programs_have(ranks):
+    """Trees of NamedShardings, tuples of axes, one spec for several arguments, and what Flax NNX returns."""
+    mesh = mesh_of(AxisType.Auto, ("data", 2), ("model", 2))
+    specs = {"w": P(None, "model"), "b": P("model")}
+    params = jax.tree.map(lambda x, spec: place(mesh, x, spec), PARAMS, specs)
+    tuples = {name: tuple(spec) for name, spec in specs.items()}
+    whole = {"w": (None, "model"), "b": ()}
+    for given in (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), tuples, whole):
+        f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), param_specs=given, ranks=ranks)
+        _, grads = found = f(params, place(mesh, X))
+        close(found, jax.value_and_grad(loss_fn)(PARAMS, X))
+        assert grads["w"].sharding.shard_shape((30, 40)) == (30, 20)
+    of_two = lambda w, b, x: loss_fn({"w": w, "b": b}, x)
+    options = dict(argnums=(0, 1), ranks=ranks)
+    f = cgx.value_and_grad(of_two, "data", cgx.Raw(), param_specs=NamedSharding(mesh, P()), **options)
+    close(f(params["w"], params["b"], place(mesh, X))[1], jax.grad(of_two, (0, 1))(PARAMS["w"], PARAMS["b"], X))
+
+
+@NESTED
+@MAPPED
+@pytest.mark.parametrize("of", ["module", "state"])
+def test_specs_of_nnx(ranks, of):
+    """Gradients are what nnx.value_and_grad returns: an nnx.State of nnx.Params."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+    mesh = mesh_of(AxisType.Auto, ("data", 2), ("model", 2))
+    sharded = nnx.with_partitioning(nnx.initializers.normal(), (None, "model"))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(30, 40, rngs=nnx.Rngs(0), kernel_init=sharded)
+            self.mean = nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.mean.set_value(x.mean())
+            return jnp.tanh(self.inner(x)) ** 2
+
+    with jax.set_mesh(mesh):
+        model = Model()
+    expected = nnx.value_and_grad(lambda model, x: model(x).mean())(model, X)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    merged = lambda params, rest, x: nnx.merge(graph, params, nnx.clone(rest))(x).mean()
+    fun, args = ((lambda model, x: model(x).mean()), (model,)) if of == "module" else (merged, (params, rest))
+    for given in (nnx.get_partition_spec(params), nnx.get_named_sharding(params, mesh)):
+        specs = (*[P()] * (len(args) - 1), P("data"))
+        f = cgx.value_and_grad(fun, "data", cgx.Raw(), param_specs=given, batch_specs=specs, ranks=ranks)
+        with jax.set_mesh(mesh):
+            value, grads = f(*args, place(mesh, X))
+        assert type(grads) is nnx.State and jax.tree.structure(grads) == jax.tree.structure(expected[1])
+        close((value, grads), expected)
+        assert grads["inner"]["kernel"].get_value().sharding.shard_shape((30, 40)) == (30, 20)
+
+
+@NESTED
+@KINDS
+@MAPPED
+def test_16_bits_beside_another_axis(kind, ranks):
+    """XLA on CPUs aborts when it compiles a sum of 16-bit numbers over ranks beside an axis of the partitioner."""
+    mesh = mesh_of(kind, ("data", 2), ("model", 2))
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
+    fun = lambda params, x: (loss_fn(params, x), x.max().astype(jnp.float16))
+    options = dict(has_aux=True, param_specs={"w": P(), "b": P()}, ranks=ranks)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), **options)
+    with jax.set_mesh(mesh):
+        (value, aux), _ = jax.jit(f)(place(mesh, params, P()), place(mesh, x))
+    assert value.dtype == jnp.bfloat16 and aux.dtype == jnp.float16
+    np.testing.assert_allclose(value, loss_fn(PARAMS, X), rtol=0.02)
+    np.testing.assert_allclose(aux, X.reshape(2, -1).max(1).mean(), rtol=0.01)
+
+
+def test_errors_suggest_specs_for_the_call():
+    """They number the arguments as the caller wrote them, and suggest what works."""
+
+    def fun(batch, scale, params, y, *, shift):
+        return (errors_of(params, batch["x"]).mean(-1) * scale[y] + shift[y]).mean()
+
+    args = {"x": X, "n": jnp.arange(3.0)}, jnp.ones(8), PARAMS, jnp.arange(24) % 8
+    specs, shift = ({"n": P(), "x": P("data")}, P(), P("data"), {"shift": P()}), jnp.ones(8)
+    options = dict(argnums=2, mesh=mesh_of(AxisType.Auto))
+    with pytest.raises(ValueError, match=re.escape(f"batch_specs={specs}")) as caught:
+        cgx.value_and_grad(fun, "data", cgx.Raw(), **options)(*args, shift=shift)
+    assert "leaf [0]['n']" in str(caught.value)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), **options, batch_specs=specs)
+    close(f(*args, shift=shift), jax.value_and_grad(fun, 2)(*args, shift=shift))
+
+
+def classes_fn(params, x, y, scale):
+    """A loss with an argument that is not an example."""
+    return (errors_of(params, x).mean(-1) * scale[y]).mean()
+
+
+def test_an_argument_that_is_no_example():
+    """It is passed next to a batch with a known sharding, and by keyword."""
+    mesh, y, scale = mesh_of(AxisType.Auto), jnp.arange(24) % 8, jnp.arange(1.0, 9.0)
+    words = says("value_and_grad", "batch_specs", got="leaves", remedy="P() keyword")
+    expected = jax.value_and_grad(classes_fn)(PARAMS, X, y, scale)
+    batch = place(mesh, (X, y))
+    with raises(ValueError, words):
+        cgx.value_and_grad(classes_fn, "data", cgx.Raw())(PARAMS, *batch, scale)
+    specs = P("data"), P("data")
+    with raises(ValueError, says("value_and_grad", "batch_specs", remedy="keyword")):
+        cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=specs)(PARAMS, *batch, scale=scale)
+    with raises(ValueError, says("value_and_grad", "batch_specs")):
+        f = cgx.value_and_grad(
+            classes_fn, "data", cgx.Raw(), batch_specs=(P("data"), {"y": P("data"), "scale": P(), "z": P()})
+        )
+        f(PARAMS, batch[0], y=batch[1], scale=scale)
+    f = cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=(*specs, {"scale": P()}), mesh=mesh)
+    close(jax.jit(f)(PARAMS, X, y, scale=scale), expected)
+    f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), batch_specs={"x": P("data")}, mesh=mesh)
+    close(f(PARAMS, x=X), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+@MAPPED
+def test_one_example_of_a_rank_is_not_broadcast(ranks):
+    mesh, x, y = mesh_of(AxisType.Auto), X[:RANKS], normal((RANKS, 40), 5)
+    fun = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
+    options = dict(mesh=mesh, ranks=ranks)
+    closing = lambda p, x, y: cgx.value_and_grad(lambda p, x: fun(p, x, y), "data", cgx.Raw(), **options)(p, x)
+    words = says("value_and_grad", "loss_fn", got="one that closes over float32[4, 40]")
+    for call in (closing, jax.jit(closing)):
+        with raises(ValueError, words):
+            call(PARAMS, x, y)
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="shard")):
+        cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, x), place(mesh, y, P()))
+    bank = lambda params, x, y: (x @ params["w"] @ y.T).mean()
+    f = cgx.value_and_grad(bank, "data", cgx.Raw(), batch_specs=(P("data"), P()))
+    close(f(PARAMS, place(mesh, x), place(mesh, y, P())), jax.value_and_grad(bank)(PARAMS, x, y))
+
+
+def test_labels_that_every_rank_has_whole_are_no_part_of_a_split_batch():
+    """The labels would be indexed as those of other ranks' examples. JAX would clamp these indices."""
+    mesh, y = mesh_of(AxisType.Auto), jnp.arange(len(X)) % 8
+    fun = lambda params, x, y: jax.nn.log_softmax(x @ params["w"])[jnp.arange(len(y)), y].mean()
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="shard")):
+        cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, X), place(mesh, y, P()))
+    f = cgx.value_and_grad(fun, "data", cgx.Raw())
+    close(f(PARAMS, place(mesh, X), place(mesh, y)), jax.value_and_grad(fun)(PARAMS, X, y))
+
+
+def test_two_words_or_a_batch_of_two():
+    mesh, words = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jnp.uint32([1, 3])
+    fun = lambda params, x, ids: (x @ params["w"] * params["b"][ids][:, None] + params["w"][ids][:, :1]).mean()
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="jax.random.key P()")):
+        cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(PARAMS, X[:2], words)
+    expected = jax.value_and_grad(fun)(PARAMS, X[:2], words)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)
+    close(f(PARAMS, X[:2], place(mesh, words)), expected)
+
+
+@MAPPED
+def test_axes_in_another_order(ranks):
+    mesh = mesh_of(AxisType.Auto, ("a", 2), ("b", 2))
+    x = place(mesh, X, P(("b", "a")))
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [1]", remedy="name the axes")):
+        cgx.value_and_grad(loss_fn, ("a", "b"), cgx.Raw())(PARAMS, x)
+    f = cgx.value_and_grad(loss_fn, ("b", "a"), cgx.Raw(), ranks=ranks)
+    close(f(PARAMS, x), jax.value_and_grad(loss_fn)(PARAMS, X))
