@@ -175,8 +175,9 @@ def reduce_scatter_is_wrong() -> bool:
 
 def storing_crashes() -> bool:
     """Returns whether JAX would store compiled programs, in a version that crashes when it stores one over Tcp."""
-    asked = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
-    return bool(asked) and jax.__version_info__[:2] == (0, 10)
+    config: Any = jax.config
+    stores = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir is not None
+    return stores and jax.__version_info__[:2] == (0, 10)
 
 
 def whole(x: jax.Array) -> jax.Array:
