@@ -63,6 +63,9 @@ def test_one_line(name, lines, monkeypatch, capsys):
     assert raw > 1.5 * sent  # "auto" chooses one_shot for such small messages
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
+)
 def test_maxtext_step(monkeypatch, capsys):
     """Between slices, only compressed gradients, the sum of losses and the weights travel."""
     pytest.importorskip("flax", reason="needs the extra `test`")

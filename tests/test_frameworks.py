@@ -240,6 +240,8 @@ def test_every_program_is_tested():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_before_and_after(name, monkeypatch):
+    if name == "MaxText" and jax.__version_info__ < (0, 10):
+        pytest.skip("jax 0.9 can't lower axis_index in a shard_map within a shard_map")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     before, after = PAIRS[name]
     assert len({line for line in after.splitlines() if line} - set(before.splitlines())) <= 3

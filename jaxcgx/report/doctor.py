@@ -229,7 +229,8 @@ def examine() -> Report:
         for requirement in importlib.metadata.requires("jaxcgx") or []
         if re.match(r"jax\b(?!\[)", requirement) and not _supported(versions["jax"], requirement)
     ]
-    devices, threads = jax.local_device_count("cpu"), int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1)
+    devices = sum(device.platform == "cpu" for device in jax.local_devices())
+    threads = int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1)
     native = None
     try:
         native = registration.find().build_info()
