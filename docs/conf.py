@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # The pages of docs/, in the order of the contents.
 PAGES = {
-    "Start": "first-step two-centers recipes convert training codecs plans explain mpi gallery",
+    "Start": "first-step two-centers recipes convert frameworks training codecs plans explain mpi gallery",
     "Guides": "feedback sparse hierarchies fsdp overlap checkpoints meshes wan diloco failures security "
     "gpu gpu-ethernet",
     "Coming from": "migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",

@@ -149,6 +149,13 @@ def reduce_scatter_is_wrong() -> bool:
     return GLOO_SCATTERS_WRONGLY and jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
+def storing_crashes() -> bool:
+    """Returns whether JAX would store CPU programs, in a version that crashes when it stores one over Tcp."""
+    config: Any = jax.config
+    stores = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir is not None
+    return stores and jax.__version_info__[:2] == (0, 10) and jax.default_backend() == "cpu"
+
+
 def whole(x: jax.Array) -> jax.Array:
     """Returns x, whole on every device as in `result_aval`. On an Explicit mesh, x may be sharded before."""
     sharding: Any = jax.typeof(x).sharding

@@ -1,5 +1,6 @@
 """Runs the examples for a short time."""
 
+import functools
 import itertools
 import pathlib
 import re
@@ -41,23 +42,57 @@ def test_pipeline():
     assert raw > 3 * compressed and len((EXAMPLES / "pipeline.py").read_text().splitlines()) <= 80
 
 
-@pytest.mark.parametrize("name", ["nnx_train", "equinox_train", "trainstate_train", "pmap_train"])
-def test_one_line(name, monkeypatch, capsys):
+def run_here(path, monkeypatch, capsys, *args):
+    """Runs 6 steps of an example in this process, with its devices. Returns the words that it prints."""
+    with jax.numpy_dtype_promotion("standard"):
+        load_script(path, monkeypatch).main(6, *args)
+    return capsys.readouterr().out.replace(",", "").split()
+
+
+ONE_LINE = {"nnx_train": 62, "equinox_train": 62, "trainstate_train": 62, "pmap_train": 62, "keras_train": 74}
+
+
+@pytest.mark.parametrize(("name", "lines"), ONE_LINE.items())
+def test_one_line(name, lines, monkeypatch, capsys):
     """Tests the examples of other libraries.
 
     They are short enough to copy, and run in this process with its devices.
     """
-    for library in ("sklearn", "flax", "equinox"):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    for library in ("sklearn", "flax", "equinox", "keras"):
         pytest.importorskip(library, reason="needs the extras `examples` and `test`")
     path = EXAMPLES / f"{name}.py"
-    assert len(path.read_text().splitlines()) <= 62
-    with jax.numpy_dtype_promotion("standard"):
-        load_script(path, monkeypatch).main(6)
-    words = capsys.readouterr().out.replace(",", "").split()
+    assert len(path.read_text().splitlines()) <= lines
+    words = run_here(path, monkeypatch, capsys)
     losses = [float(word) for before, word in itertools.pairwise(words) if before == "loss"]
     sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
     assert losses[-1] < losses[0]
     assert raw > 1.5 * sent  # "auto" chooses one_shot for such small messages
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
+)
+def test_maxtext_step(monkeypatch, capsys):
+    """Between slices, only compressed gradients, the sum of losses and the weights travel."""
+    pytest.importorskip("flax", reason="needs the extra `test`")
+    words = run_here(EXAMPLES / "maxtext_step.py", monkeypatch, capsys)
+    sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
+    assert raw > 3 * sent
+
+
+def test_lm_train(tmp_path, monkeypatch, capsys):
+    """A run that continues from its checkpoint ends as one that was not interrupted, and draws its losses."""
+    for library in ("sklearn", "flax", "orbax.checkpoint"):
+        pytest.importorskip(library, reason="needs the extras `examples` and `test`")
+    script, whole, parts = load_script(EXAMPLES / "lm_train.py", monkeypatch), tmp_path / "whole", tmp_path / "parts"
+    monkeypatch.setattr(script, "Transformer", functools.partial(script.Transformer, layers=1))
+    with jax.numpy_dtype_promotion("standard"):
+        for steps, folder in (4, whole), (2, parts), (4, parts):
+            script.main(steps, folder)
+    losses = re.findall(r"^(step 3: loss .*|continues at .*)$", capsys.readouterr().out, re.MULTILINE)
+    assert losses[1:] == ["continues at step 2", losses[0]]
+    assert (parts / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 WIDE_AREA = sorted(path.stem for path in (EXAMPLES / "wan").glob("*.py") if "TECHNIQUES" in path.read_text())

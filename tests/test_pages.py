@@ -1,7 +1,7 @@
 """The Python programs of README and docs run: page by page, in their order, each with what those before it left.
 
-Those of convert.md and of the pages for users of other systems have tests of their own (test_convert.py, test_from.py),
-and so do those between the processes of mpirun (tests/mpi/test_pages.py).
+Those of convert.md, frameworks.md and the pages for users of other systems have tests of their own (test_convert.py,
+test_frameworks.py, test_from.py), and so do those between the processes of mpirun (tests/mpi/test_pages.py).
 """
 
 import inspect
@@ -70,7 +70,11 @@ def test_every_page_with_programs_has_a_test():
     text = "".join((pages.ROOT / "tests" / name).read_text() for name in ("test_pages.py", "mpi/test_pages.py"))
     docs = [f"docs/{path.stem}" for path in (pages.ROOT / "docs").glob("*.md")]
     for page in ["README", "CONTRIBUTING", "benchmarks/README", *docs]:
-        if pages.programs(page) and page != "docs/convert" and not page.startswith("docs/from-"):
+        if (
+            pages.programs(page)
+            and page not in ("docs/convert", "docs/frameworks")
+            and not page.startswith("docs/from-")
+        ):
             assert f'"{page}"' in text, page
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from jaxcgx import _compat
-from jaxcgx.checks import unexpected
+from jaxcgx.checks import unexpected, warn
 from jaxcgx.native.meeting import PLAIN, SILENCE, Links, Meeting, MeetingError, Other
 from jaxcgx.native.registration import at_exit, module
 
@@ -38,6 +38,8 @@ def connect(devices: int, timeout: float, links: Links = PLAIN) -> None:
     if _compat.rendezvous()[0] is None:
         remedy = "call jax.distributed.initialize first"
         raise unexpected("Tcp", "processes that know each other", "one alone", remedy, kind=RuntimeError)
+    if _compat.storing_crashes():
+        warn("JAX 0.10 crashes when it stores a CPU program over Tcp: set JAX_ENABLE_COMPILATION_CACHE=false")
     with _ONE:
         if _why is None:
             _links = links

@@ -52,7 +52,7 @@ class Report:
     pages: str  # a sentence about keep_pages on this machine
     reference: str | None  # the environment variable JAXCGX_REFERENCE
     problems: list[Problem]
-    warnings: list[str]  # functions of plain JAX to avoid in this version, and GPUs without NVLink
+    warnings: list[str]  # functions of plain JAX to avoid in this version, GPUs without NVLink, and few threads
 
     def __str__(self) -> str:
         native = self.native or {}
@@ -93,6 +93,11 @@ _WRONG_SUMS = (
 _WITHOUT_NVLINK = (
     "some GPUs of this machine have no NVLink between them: there an exchange inside the machine may be slow, too. "
     "docs/when-not.md says what to do"
+)
+
+_FEW_THREADS = (
+    "XLA has about {threads} threads for {devices} CPU devices: it may end a program that doesn't wait for every step "
+    "(docs/failures.md). PJRT_NPROC={enough} in the environment gives it enough"
 )
 
 
@@ -224,6 +229,8 @@ def examine() -> Report:
         for requirement in importlib.metadata.requires("jaxcgx") or []
         if re.match(r"jax\b(?!\[)", requirement) and not _supported(versions["jax"], requirement)
     ]
+    devices = sum(device.platform == "cpu" for device in jax.local_devices())
+    threads = int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1)
     native = None
     try:
         native = registration.find().build_info()
@@ -261,5 +268,6 @@ def examine() -> Report:
         reference=os.environ.get("JAXCGX_REFERENCE"),
         problems=problems,
         warnings=[_WRONG_SUMS.format(**versions)] * _compat.GLOO_SCATTERS_WRONGLY
-        + [_WITHOUT_NVLINK] * ("PCIe" in links),
+        + [_WITHOUT_NVLINK] * ("PCIe" in links)
+        + [_FEW_THREADS.format(threads=threads, devices=devices, enough=2 * devices)] * (1 < devices > threads / 2),
     )

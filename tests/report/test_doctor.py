@@ -74,6 +74,13 @@ def test_what_of_plain_jax_to_avoid(pretend):
     assert any("lax.psum_scatter" in text for text in doctor.examine().warnings) == (jax.__version_info__ < (0, 12))
 
 
+@pytest.mark.parametrize("threads, few", [("8", True), ("15", True), ("16", False)])
+def test_few_threads_for_the_devices(pretend, monkeypatch, threads, few):
+    pretend()
+    monkeypatch.setenv("PJRT_NPROC", threads)
+    assert any("PJRT_NPROC=16" in text for text in doctor.examine().warnings) == few
+
+
 def test_without_a_gpu(pretend):
     pretend()
     report = doctor.examine()

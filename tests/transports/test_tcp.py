@@ -179,7 +179,8 @@ class Store:
 def meet(monkeypatch):
     """Lets this process be one of two that meet at a store."""
 
-    def of_two(rank, store, why=None):
+    def of_two(rank, store, why=None, storing_crashes=False):
+        monkeypatch.setattr(connections._compat, "storing_crashes", lambda: storing_crashes)
         monkeypatch.setattr(connections._compat, "rendezvous", lambda: (store, rank, 2, "127.0.0.1:1"))
         monkeypatch.setattr(connections, "_why", why)
 
@@ -305,6 +306,13 @@ def test_connections_stay_as_they_were_made(meet, monkeypatch):
     monkeypatch.setattr(connections, "_links", Links(1))
     with names(ValueError, "Tcp - connections=1, pace=None connections=4, pace=None give every Tcp"):
         connections.connect(1, 1, Links(4))
+
+
+def test_a_cache_of_programs_that_would_crash_jax(meet, monkeypatch):
+    meet(0, Store(), why="", storing_crashes=True)
+    monkeypatch.setattr(connections, "_links", Links())
+    with pytest.warns(UserWarning, match="JAX 0.10 crashes .* JAX_ENABLE_COMPILATION_CACHE=false"):
+        connections.connect(1, 1)
 
 
 def test_everything_else_knows_the_axis_by_its_name():
