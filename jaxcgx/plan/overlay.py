@@ -8,6 +8,7 @@ around some ranks. The trees of a ring are paths, each of which leaves out anoth
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -202,3 +203,8 @@ class Overlay:
 
     def __str__(self) -> str:
         return f"Overlay({len(self.trees)} trees over {self.ranks} ranks, depth {self.depth})"
+
+
+def is_of_outermost(schedule: Any, sizes: Sequence[int]) -> bool:
+    """Returns whether a schedule is an overlay of the first of several axes, which have these sizes, alone."""
+    return isinstance(schedule, Overlay) and len(sizes) > 1 and schedule.ranks == sizes[0] != math.prod(sizes)
