@@ -6,6 +6,7 @@ back down, as the same bytes for all ranks. `two_shot` is an overlay with a star
 around some ranks. The trees of a ring are paths, each of which leaves out another link of the ring.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -162,6 +163,18 @@ class Overlay:
                 parents[(root + i) % ranks] = (root + heap[i]) % ranks
             trees.append(Tree(tuple(parents)))
         return cls(tuple(trees))
+
+    def rooted(self, owners: int) -> "Overlay":
+        """Returns the overlay with the same links whose sums are owned by the first `owners` ranks: its trees' roots.
+
+        The loads of the links stay as they are, because a tree's share goes over each of its links, whatever its root.
+        """
+        shares = collections.Counter[tuple[int, ...]]()
+        for tree in self.trees:
+            found = [tree, *(Tree.of(tree.links, root=root) for root in range(owners))]
+            best = min((each for each in found if each.root < owners), key=lambda each: each.depth)
+            shares[best.parents] += tree.share
+        return Overlay(tuple(Tree(parents, share) for parents, share in shares.items()))
 
     @property
     def ranks(self) -> int:
