@@ -233,14 +233,9 @@ class Travel:
         return scopes.scope(scopes.LeafScope(op, self.net.names, path, str(route.dtype), bytes=size, reason=why))
 
     def check_feedback(self) -> None:
-        """Checks that schedules and codecs allow residuals: a rank must know the errors of its own encodings.
-
-        An axis of one rank is checked as well, because a program that runs on one node must also run on two.
-        """
+        """Checks that schedules and codecs allow residuals: a rank must know the errors of its own encodings."""
         routes = self.routes
-        compresses = any(route.encoded and not route.codecs[0].low_rank for route in routes.leaves)
-        outermost = _asked(routes, self.net)[0]
-        if (compresses and outermost == "ring") or any(each.stages[0].schedule == "ring" for each in self.envelopes):
+        if any(each.stages[0].schedule == "ring" for each in self.envelopes):
             expected, got = 'the schedule "two_shot" or "one_shot"', '"ring", which encodes sums of several ranks'
             remedy = 'write schedule="two_shot", or keep no residuals (keep=False)'
             raise routes.wrong(f"{expected} where residuals are kept", got, remedy)
