@@ -254,7 +254,9 @@ def test_the_command_of_dgc(train, tmp_path, monkeypatch):
     assert (job.settings.batch_size, job.stop) == (256, 500 * job.steps_per_epoch)
 
 
-@pytest.mark.parametrize("path", (CONFIGS.parent / "dgc/configs").glob("[!d]*/*.py"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS.parent / "dgc/configs").glob("[!d]*/*.py")), ids=lambda path: path.stem
+)
 def test_the_networks_of_dgc(path, train):
     found = train.config.parse(["--configs", str(path), "configs/dgc/wm5o.py", "configs/dgc/nm.py"]).config
     assert found.train.per_rank and found.schedule.name == "scaled"
@@ -293,23 +295,20 @@ def test_layers(train):
 
 
 def test_the_page_for_users_of_dgc(train):
-    """The options in its table are those of the recipes, and reach `jaxcgx.DGC`."""
+    """Its command and the options in its table are those of the recipes, and reach `jaxcgx.DGC`."""
     page = (CONFIGS.parents[1] / "docs/from-dgc.md").read_text()
-    options = {}
-    for given in re.findall(r"\| `(--(?:config|compression)[.=][^`]*)`", page):
-        words = given.split()
-        if "--config=" not in given:
-            words.insert(0, f"--config={CONFIGS}/cifar/resnet20.py")
-        options[given] = train.config.parse([word.replace("=recipes/configs", f"={CONFIGS}") for word in words]).config
-    assert len(options) == 9
-    section = lambda given: options[given].compression.to_dict()
-    make = lambda given: importlib.import_module("exchanges").make(around, **section(given))
-    around = importlib.import_module("exchanges").Around(None, 10)
-    warm = make("--compression=dgc --config.compression.warmup_coeff=1,1,1,1,1")
-    assert warm.made.warm_up.coeff == (1,) * 5 and warm.settled.warm_up is None
-    bare = make("--compression=dgc --config.compression.masking=False")
-    assert not bare.made.masking and not bare.settled.masking
-    assert make("--compression=dgc --config.compression.ratio=0.01").made.ratio == 0.01
+    (line,) = re.findall(r"python recipes/train.py (--devices 8 --configs .*?)\n```", page, re.DOTALL)
+    command = train.config.parse(line.replace("\\\n", " ").split())
+    assert (command.name, command.devices) == ("cifar-resnet20-wm5-fp16-int32.e500", 8)
+    options = re.findall(r"`(--configs\.[a-z_.]+ [^`]*)`", page)
+    given = [word for option in options for word in option.split()]
+    assert len(options) == 5
+    config = train.config.parse(["--configs", *DGC.split(), *given]).config
+    applied = importlib.import_module("optimizers").Moved(nesterov=config.optimizer.nesterov)
+    around = importlib.import_module("exchanges").Around(applied, 10)
+    made = importlib.import_module("exchanges").make(around, **config.compression.to_dict()).made
+    assert (made.ratio, made.select, made.clip_value, made.nesterov) == (0.01, "exact", 1.0, True)
+    assert not config.optimizer.decay_1d
 
 
 @pytest.mark.parametrize(
