@@ -103,6 +103,7 @@ def main() -> None:
         loss = optax.softmax_cross_entropy_with_integer_labels(model(batch[0]), batch[1]).mean()
         return loss, nnx.state(model, nnx.Not(nnx.Param))
 
+    predict = nnx.jit(lambda model, x: model(x).argmax(-1))
     schedule = optax.cosine_decay_schedule(args.lr, args.epochs * each)
     optimizer = optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(schedule, momentum=0.9))
     train = cgx.make_train_step(loss_fn, optimizer, ranks, cgx.from_env(), model_state="mean")
@@ -119,7 +120,7 @@ def main() -> None:
         inputs = np.array_split((images[mine] - MEAN) / DEVIATION, max(len(mine) // 500, 1))
         right = jnp.float32(
             sum(
-                (model(x).argmax(-1) == y).sum()
+                (predict(model, x) == y).sum()
                 for x, y in zip(inputs, np.array_split(labels[mine], len(inputs)), strict=True)
             )
         )

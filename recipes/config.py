@@ -189,7 +189,7 @@ def _changes(rest: list[str]) -> dict[str, str]:
             if not rest:
                 raise Wrong(f"{key}: expected a value")
             value = rest.pop(0)
-        word = key.partition(".")[2]
+        word = key.partition(".")[2].replace("train.compression.compress_ratio", "compression.ratio")  # DGC's name
         if word in found:
             raise Wrong(f"{key}: it is given twice")
         found[word] = value

@@ -176,7 +176,11 @@ def start(how: str, devices: int | None = None, nodes: int | None = None, locals
 
 def on_nodes(ranks: int, nodes: int | None, locals: int | None) -> tuple[int, int]:
     """Returns the number of nodes, and of ranks on each."""
-    found = ranks // max(locals, 1) if nodes is None else nodes, ranks // max(nodes, 1) if locals is None else locals
+    # one of the two may be left out
+    found = (
+        nodes if nodes is not None else ranks // max(locals or 1, 1),
+        locals if locals is not None else ranks // max(nodes or 1, 1),
+    )
     if min(found) < 1 or found[0] * found[1] != ranks:
         raise Wrong(
             f"--nodes, --locals: expected two numbers whose product is {ranks}, the number of ranks, got {found}"
