@@ -259,7 +259,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     groups, plain = dict[tuple[bool, tuple[Stage, ...]], list[int]](), list[Plain]()
     for i in way.order if way.order is not None and way.slice_elements is None else range(len(routes.leaves)):
         route, cuts = routes.leaves[i], way.cuts(i)
-        stages = _stages(routes, route, backward.leaves[i], net, way.rows)
+        stages = _stages(routes, route, backward.leaves[i], net, rows=way.rows)
         codecs = [codec for stage in stages for codec in (stage.codec, stage.backward)]
         # A leaf that a guard leaves raw may be compressed by the transpose.
         unfit = why_raw(route, codecs) or ("there is one rank" if size == 1 else None)

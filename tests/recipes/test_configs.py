@@ -300,9 +300,9 @@ def test_the_page_for_users_of_dgc(train):
     (line,) = re.findall(r"python recipes/train.py (--devices 8 --configs .*?)\n```", page, re.DOTALL)
     command = train.config.parse(line.replace("\\\n", " ").split())
     assert (command.name, command.devices) == ("cifar-resnet20-wm5-fp16-int32.e500", 8)
-    options = re.findall(r"`(--configs\.[a-z_.]+ [^`]*)`", page)
+    options = re.findall(r"`(--configs\.[a-z0-9_.]+ [^`]*)`", page)
     given = [word for option in options for word in option.split()]
-    assert len(options) == 4
+    assert len(options) == 5
     config = train.config.parse(["--configs", *DGC.split(), *given]).config
     applied = importlib.import_module("optimizers").Moved(nesterov=config.optimizer.nesterov)
     around = importlib.import_module("exchanges").Around(applied, 10)
