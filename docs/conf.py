@@ -17,7 +17,7 @@ PAGES = {
     "Start": "first-step two-centers recipes convert frameworks training codecs plans explain mpi gallery",
     "Guides": "feedback sparse hierarchies fsdp overlap checkpoints meshes wan diloco failures security "
     "gpu gpu-ethernet",
-    "Coming from": "migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
+    "Coming from": "features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
     "Does it pay?": "when-not planner simulation lab speed results ../benchmarks/README",
     "Inside": "api collectives error-bounds architecture wire-format references",
     "Extend": "extend-codec extend-transport ../CONTRIBUTING",

@@ -51,10 +51,9 @@ def main():
     cgx.keep_pages()
 
     ranks = cgx.mpi.hierarchy()  # reads CGX_INNER_COMMUNICATOR_TYPE, CGX_CROSS_COMMUNICATOR_TYPE
-    plan = cgx.Plan.from_env(("cross", "inner"))  # reads all other variables
     optimizer = optax.sgd(0.1, momentum=0.9)
-    # By default, CGX's variables mean a ring between nodes, which doesn't support error feedback.
-    train = cgx.make_train_step(loss_fn, optimizer, ranks, cgx.Feedback(plan, keep=False))
+    train = cgx.make_train_step(loss_fn, optimizer, ranks, cgx.from_env())  # reads all other variables
+    plan = cgx.Plan.from_env(("cross", "inner"))  # the plan of this exchange
 
     digits = load_digits()
     order = np.random.default_rng(SEED).permutation(len(digits.target))  # the same in every process

@@ -56,6 +56,7 @@ from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
 from jaxcgx.train.state import ExchangeState, Metrics, Priority, Sharding, TrainState
 from jaxcgx.train.transformation import compress_gradients
 from jaxcgx.train.value_and_grad import grad, value_and_grad
+from jaxcgx.train.variables import from_env
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.network import Network
 
@@ -108,6 +109,7 @@ __all__ = [
     "decode",
     "encode",
     "explain",
+    "from_env",
     "gather_state",
     "grad",
     "gradient_statistics",

@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 from checks import Wrong, call, choose
+from launch import cgx_variables
 from optimizers import Moved
 
 import jaxcgx as cgx
@@ -15,6 +16,7 @@ class Around(NamedTuple):
 
     moved: Moved | None  # what the exchange applies in place of the optimizer
     steps_per_epoch: int
+    axes: tuple[str, ...] = ()  # of the nodes and of the ranks of a node; (): all ranks are on one axis
 
 
 class Exchange(NamedTuple):
@@ -24,6 +26,7 @@ class Exchange(NamedTuple):
     warmup_epochs: int = 0
     settled: Any = None  # the same after the warm-up; None: there is no warm-up
     every: int = 1  # steps between two exchanges
+    said: str = ""  # a line for the log
 
 
 def make(around: Around, *, word: str, kind: str, **section: Any) -> Exchange:
@@ -39,18 +42,40 @@ def has_momentum(kind: str) -> bool:
 def _plan(
     around: Around, *, codec: Any, keep: bool, min_size: int = 1024, skip_1d: bool = True, prefer: str = "time"
 ) -> Exchange:
-    plan = cgx.Plan(_codec(codec), min_size=min_size, skip_1d=skip_1d, prefer=prefer)
+    found = _codec(codec)
+    if around.axes:  # raw inside of nodes
+        found = {axis: cgx.Raw() if i else found for i, axis in enumerate(around.axes)}
+    plan = cgx.Plan(found, min_size=min_size, skip_1d=skip_1d, prefer=prefer)
     return Exchange(cgx.Feedback(plan, keep=keep))
 
 
+def _cgx(around: Around) -> Exchange:
+    variables = ", ".join(f"{name}={value}" for name, value in sorted(cgx_variables().items()))
+    return Exchange(cgx.from_env(), said=f"CGX's variables: {variables or 'none, so nothing is compressed'}")
+
+
 def _dgc(
-    around: Around, *, values: Any, ratio: float, masking: bool, warmup_epochs: int, warmup_coeff: Any = None
+    around: Around,
+    *,
+    values: Any,
+    ratio: float,
+    masking: bool,
+    select: str,
+    clip_value: float | None,
+    warmup_epochs: int,
+    warmup_coeff: Any = None,
 ) -> Exchange:
     if ratio == 1:
         raise Wrong("config.compression.ratio: expected a number below 1, got 1; --compression=none sends everything")
     moved = around.moved or Moved()
     dgc = functools.partial(
-        cgx.DGC, ratio, values=_codec(values), masking=masking, clip_global_norm=moved.clip_global_norm
+        cgx.DGC,
+        ratio,
+        values=_codec(values),
+        masking=masking,
+        select=select,
+        clip_value=clip_value,
+        clip_global_norm=moved.clip_global_norm,
     )
     return _with_warm_up(dgc, moved, _warm_up(around, warmup_epochs, warmup_coeff))
 
@@ -91,6 +116,7 @@ def _codec(section: dict[str, Any]) -> Any:
 CODECS = {name: x for name, x in vars(cgx).items() if isinstance(x, type) and issubclass(x, Codec) and x is not Codec}
 KINDS = {
     "bsc": functools.partial(_bsc, cgx.BSC),
+    "cgx": _cgx,
     "dgc": _dgc,
     "diloco": _diloco,
     "mpq": functools.partial(_bsc, cgx.MPQ),

@@ -20,6 +20,7 @@ class Train:
     """The section `train` of a config. configs/__init__.py says what each key means."""
 
     batch_size: int
+    per_rank: bool
     num_epochs: float
     steps: int
     seed: int
@@ -84,19 +85,27 @@ def prepare(config: Any, world: World) -> Job:
     """Returns the job of a config for the ranks of `world`."""
     sections = {name: section.to_dict() for name, section in config.items()}
     settings = call(Train, "config.train", **sections["train"])
+    if settings.per_rank:
+        settings = dataclasses.replace(settings, batch_size=settings.batch_size * world.ranks, per_rank=False)
     dataset = call(data.load, "config.data", **sections["data"])
     model = call(models.make, "config.model", dataset, settings.seed, **sections["model"])
     each = len(dataset.train) // settings.batch_size
     if not each:
         raise Wrong(f"config.train.batch_size: expected at most {len(dataset.train)} examples of {dataset.name}")
-    schedule = call(optimizers.make_schedule, "config.schedule", each, settings.num_epochs, **sections["schedule"])
+    length = optimizers.Length(each, settings.num_epochs, world.ranks)
+    schedule = call(optimizers.make_schedule, "config.schedule", length, **sections["schedule"])
     kind = sections["compression"].get("kind", "")
     applies = optimizers.Applied(momentum=exchanges.has_momentum(kind), clip=kind == "dgc")
     optimizer, moved = call(optimizers.make, "config.optimizer", schedule, applies, **sections["optimizer"])
-    around = exchanges.Around(moved, each)
+    around = exchanges.Around(moved, each, world.axes)
     exchange = call(exchanges.make, "config.compression", around, **sections["compression"])
     make_step = functools.partial(
-        cgx.make_train_step, model.loss, optimizer, world.mesh or world.comm, model_state="mean"
+        cgx.make_train_step,
+        model.loss,
+        optimizer,
+        world.mesh or world.nodes or world.comm,
+        sharding=world.sharding,
+        model_state="mean",
     )
     share, examples = world.share(settings.batch_size), settings.batch_size // world.ranks * world.ranks
     stop = _last_step(settings, each, exchange.every)

@@ -27,6 +27,12 @@ class World(NamedTuple):
     here: int  # number of ranks of this process
     mesh: Mesh | None  # of all ranks; None over MPI
     comm: Any  # the MPI communicator; None without MPI
+    nodes: Any = None  # over MPI: a hierarchy of nodes, over which a step sums; None: `comm`
+    axes: tuple[str, ...] = ()  # of the nodes and of the ranks of a node; (): all ranks are on one axis
+
+    @property
+    def sharding(self) -> cgx.Sharding:
+        return cgx.Sharding(self.axes if self.axes and self.mesh is not None else "data")
 
     @property
     def speaks(self) -> bool:
@@ -47,7 +53,7 @@ class World(NamedTuple):
         """Returns this process's share of a batch as the argument that a step expects."""
         if self.mesh is None:
             return batch
-        sharding = NamedSharding(self.mesh, P("data"))
+        sharding = NamedSharding(self.mesh, P(self.sharding.axis))
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
     def total(self, sums: jax.Array) -> np.ndarray:
@@ -131,17 +137,19 @@ class Signals:
             signal.raise_signal(signal.SIGTERM)
 
 
-def start(how: str, devices: int | None = None) -> World:
+def start(how: str, devices: int | None = None, nodes: int | None = None, locals: int | None = None) -> World:
     """Returns the world that this process belongs to.
 
     Args:
+      nodes, locals: the number of nodes, and of ranks on each. None: as the other says. If both are None, ranks are on
+        nodes only if mpirun started them on several hosts with as many ranks each.
       how: "local", "mpi", "distributed", or "auto", which chooses by environment variables.
       devices: the number of virtual CPU devices of a local world, 4 by default. It is used if JAX finds no
         accelerator. Other worlds have as many ranks as processes or devices, and refuse it.
     """
     if how == "auto":
         distributed = "JAX_COORDINATOR_ADDRESS" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-        how = "mpi" if set(MPIRUN) & set(os.environ) else "distributed" if distributed else "local"
+        how = "mpi" if under_mpirun() else "distributed" if distributed else "local"
     if how != "local" and devices is not None:
         raise Wrong(f"--devices: expected --launch=local, got {how}, whose processes give the number of ranks")
     cgx.keep_pages()
@@ -151,7 +159,7 @@ def start(how: str, devices: int | None = None) -> World:
             from mpi4py import MPI
         except ImportError:
             raise Wrong('--launch: mpirun needs the extra `mpi`; pip install ".[mpi]"') from None
-        return over_mpi(MPI.COMM_WORLD)
+        return over_mpi(MPI.COMM_WORLD, nodes, locals)
     if how == "distributed":
         # With Slurm or mpirun, JAX finds these numbers itself.
         number = lambda name: int(os.environ[name]) if name in os.environ else None
@@ -159,22 +167,60 @@ def start(how: str, devices: int | None = None) -> World:
             jax.distributed.initialize(num_processes=number("JAX_NUM_PROCESSES"), process_id=number("JAX_PROCESS_ID"))
         except (RuntimeError, ValueError) as error:
             raise Wrong(f"--launch=distributed: {str(error).partition(chr(10))[0]}") from error
-        return over_devices(jax.devices())
+        return over_devices(jax.devices(), nodes, locals)
     if devices is not None and devices < 1:
         raise Wrong(f"--devices: expected a positive number, got {devices}")
     jax.config.update("jax_num_cpu_devices", devices or 4)
-    return over_devices(jax.devices())
+    return over_devices(jax.devices(), nodes, locals)
 
 
-def over_devices(devices: list[Any]) -> World:
+def on_nodes(ranks: int, nodes: int | None, locals: int | None) -> tuple[int, int]:
+    """Returns the number of nodes, and of ranks on each."""
+    # one of the two may be left out
+    found = (
+        nodes if nodes is not None else ranks // max(locals or 1, 1),
+        locals if locals is not None else ranks // max(nodes or 1, 1),
+    )
+    if min(found) < 1 or found[0] * found[1] != ranks:
+        raise Wrong(
+            f"--nodes, --locals: expected two numbers whose product is {ranks}, the number of ranks, got {found}"
+        )
+    return found
+
+
+def over_devices(devices: list[Any], nodes: int | None = None, locals: int | None = None) -> World:
     """Returns the world of these devices, which belong to one or several processes."""
     # The ranks of a process must be a range.
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     mine = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
-    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-    return World(len(devices), mine[0], len(mine), mesh, None)
+    if nodes is None and locals is None:
+        mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+        return World(len(devices), mine[0], len(mine), mesh, None)
+    axes, sizes = ("node", "local"), on_nodes(len(devices), nodes, locals)
+    mesh = Mesh(np.array(devices).reshape(sizes), axes, axis_types=(AxisType.Auto,) * 2)
+    return World(len(devices), mine[0], len(mine), mesh, None, axes=axes)
 
 
-def over_mpi(comm: Any) -> World:
+def over_mpi(comm: Any, nodes: int | None = None, locals: int | None = None) -> World:
     """Returns the world of an MPI communicator."""
-    return World(comm.size, comm.rank, 1, None, comm)
+    if nodes is None and locals is None:
+        from mpi4py import MPI
+
+        sizes = comm.allgather(comm.Split_type(MPI.COMM_TYPE_SHARED).size)  # of the nodes, for each rank
+        if len(set(sizes)) > 1 or (sizes[0] == comm.size and not cgx_variables()):
+            return World(comm.size, comm.rank, 1, None, comm)
+        made = cgx.mpi.hierarchy(comm)
+    else:
+        _, size = on_nodes(comm.size, nodes, locals)
+        made = cgx.mpi.hierarchy(comm, comm.Split(comm.rank // size, comm.rank))
+    return World(comm.size, comm.rank, 1, None, comm, made, ("cross", "inner") if made.cross.size > 1 else ())
+
+
+def under_mpirun() -> bool:
+    """Returns whether mpirun started this process."""
+    return bool(set(MPIRUN) & set(os.environ))
+
+
+def cgx_variables() -> dict[str, str]:
+    """Returns CGX's environment variables."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CGX_")}

@@ -76,25 +76,31 @@ def matrices(params: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
-def make_schedule(each: int, num_epochs: float, *, name: str, **section: Any) -> Any:
+class Length(NamedTuple):
+    """What schedules depend on."""
+
+    each: int  # steps in an epoch
+    num_epochs: float  # of the training
+    ranks: int
+
+
+def make_schedule(length: Length, *, name: str, **section: Any) -> Any:
     """Returns the schedule of a config's section `schedule`.
 
     Args:
-      each: the number of steps in an epoch.
-      num_epochs: the number of epochs of the training.
+      length: the length of the training.
       name: one of `SCHEDULES`.
       **section: the options of the schedule.
     """
-    return call(choose(SCHEDULES, name, "config.schedule.name"), "config.schedule", each, num_epochs, **section)
+    return call(choose(SCHEDULES, name, "config.schedule.name"), "config.schedule", length, **section)
 
 
-def steps(
-    each: int, num_epochs: float, *, rate: float, warmup_epochs: float, drops: tuple[float, ...], factor: float
-) -> Any:
+def steps(length: Length, *, rate: float, warmup_epochs: float, drops: tuple[float, ...], factor: float) -> Any:
     """Returns the schedule that multiplies `rate` by `factor` after each of `drops`, after a linear warm-up from 0.
 
     drops: fractions of the training.
     """
+    each, num_epochs, _ = length
     check_least(0, rate=rate, warmup_epochs=warmup_epochs, factor=factor)
     if len(set(drops)) < len(drops) or not all(0 < drop < 1 for drop in drops):
         raise ValueError(f"expected different numbers between 0 and 1 as drops, got {drops}")
@@ -103,12 +109,17 @@ def steps(
     return lambda step: lower(step) * jax.numpy.minimum(1.0, (step + 1) / max(warm, 1))
 
 
-def cosine(each: int, num_epochs: float, *, rate: float, warmup_epochs: float) -> Any:
-    """Returns the schedule of half a cosine from `rate` to 0, after a linear warm-up from 0."""
-    check_least(0, rate=rate, warmup_epochs=warmup_epochs)
-    warm, last = int(warmup_epochs * each), int(num_epochs * each)
-    return optax.warmup_cosine_decay_schedule(0.0 if warm else rate, rate, warm, max(last, warm + 1))
+def cosine(length: Length, *, rate: float, warmup_epochs: float, first: float = 0.0) -> Any:
+    """Returns the schedule of half a cosine from `rate` to 0, after a linear warm-up from the rate `first`."""
+    check_least(0, rate=rate, warmup_epochs=warmup_epochs, first=first)
+    warm, last = int(warmup_epochs * length.each), int(length.num_epochs * length.each)
+    return optax.warmup_cosine_decay_schedule(first if warm else rate, rate, warm, max(last, warm + 1))
+
+
+def scaled(length: Length, *, rate: float, warmup_epochs: float) -> Any:
+    """Returns the schedule of half a cosine from `rate` times the ranks to 0, after a linear warm-up from `rate`."""
+    return cosine(length, rate=rate * length.ranks, warmup_epochs=warmup_epochs, first=rate)
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
-SCHEDULES = {"cosine": cosine, "steps": steps}
+SCHEDULES = {"cosine": cosine, "scaled": scaled, "steps": steps}

@@ -36,7 +36,7 @@ from jaxcgx.train.state import PerRank, TrainState
 def main(arguments: list[str]) -> None:
     try:
         command = config.parse(arguments)
-        train(command, launch.start(command.launch, command.devices))
+        train(command, launch.start(command.launch, command.devices, command.nodes, command.locals))
     except Interrupted:  # the log says so
         sys.exit(1)
     except (Wrong, OSError) as error:
@@ -70,8 +70,21 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     check_same(content, world)
     step = call(job.make_step, "config.compression", job.exchange.made)
     with contextlib.closing(RunFolder(command.runs / command.name, command.config, content, world)) as run:
+        if command.evaluate:
+            return _evaluate(job, step, run, world)
         _steps(command.name, job, step, run, world)
         return _finish(command, job, run, world)
+
+
+def _evaluate(job: Job, step: Any, run: RunFolder, world: launch.World) -> dict[str, Any]:
+    """Tests the last checkpoint."""
+    checkpoints = Checkpoints(run.path / "checkpoints", world, run.say)
+    start, state = checkpoints.restore(step.init(job.model.params, job.model.state))
+    if not start:
+        raise Wrong(f"--evaluate: there is no checkpoint in {run.path / 'checkpoints'}; train first")
+    found = Tester(job, world)(state)
+    run.say(f"step {start}: test accuracy {found['test_accuracy']:.1%}, test loss {found['test_loss']:.4f}")
+    return found
 
 
 def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) -> None:
@@ -87,6 +100,8 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
         f"{name}: {dataset.name}, {parameters:,} parameters, {world.ranks} ranks, "
         + (f"goes on from step {start} of {stop}" if start else f"{stop} steps")
     )
+    if job.exchange.said:
+        run.say(job.exchange.said)
     test = Tester(job, world)
     batches = trained(dataset.train, settings.batch_size, job.share, seed=settings.seed, start=start, stop=stop)
     bar = tqdm(batches, initial=start, total=stop, unit="step", disable=None if world.speaks else True)

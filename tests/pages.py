@@ -106,15 +106,23 @@ def run_in_process(page, port, rank):
     jax.distributed.shutdown()
 
 
+OVERLAYS = {"ENABLE_INTER_TS": "1", "DMLC_NUM_GLOBAL_SERVER": "2"}
+VARIABLES = [  # of runs of docs/wan's program
+    {"DMLC_NUM_GLOBAL_SERVER": "2"},
+    OVERLAYS | {"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1", "ENABLE_P3": "1"},
+    OVERLAYS | {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K1": "1", "MXNET_KVSTORE_HFA_K2": "1"},
+]
+
+
 def run_with_variables(port, rank):
-    """Runs docs/wan's program with MultiGPS, and with TSEngine and P3, in two centers of two. The bias travels raw."""
+    """Runs docs/wan's program with GeoMX's variables, in two centers of two. The bias travels raw."""
     names = join(port, rank, (2, 2), ("dc", "local"))
     (program,) = (each for each in programs("docs/wan") if "from_env" in each)
     params = given()["params"] | dict(b=jnp.zeros(256))
     plain = params
     for _ in names["batches"]:  # every rank has these examples
         plain = jax.tree.map(lambda p, g: p - 0.05 * g, plain, jax.grad(biased_loss)(plain, given()["batch"]))
-    for variables in {"DMLC_NUM_GLOBAL_SERVER": "2"}, {"ENABLE_INTER_TS": "1", "ENABLE_P3": "1"}:
+    for variables in VARIABLES:
         os.environ |= variables
         exec(program, found := names | dict(params=jax.tree.map(jnp.copy, params), loss_fn=biased_loss))
         for name in variables:

@@ -22,8 +22,8 @@ from jaxcgx.exchange import costs, scopes
 from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
-from jaxcgx.plan.leaves import ByAxis, Codecs, factor_shape, skips, values, why_unfit
-from jaxcgx.plan.overlay import Overlay
+from jaxcgx.plan.leaves import ByAxis, Codecs, by_axis, factor_shape, skips, values, why_unfit
+from jaxcgx.plan.overlay import Overlay, is_of_outermost
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
 
@@ -233,14 +233,9 @@ class Travel:
         return scopes.scope(scopes.LeafScope(op, self.net.names, path, str(route.dtype), bytes=size, reason=why))
 
     def check_feedback(self) -> None:
-        """Checks that schedules and codecs allow residuals: a rank must know the errors of its own encodings.
-
-        An axis of one rank is checked as well, because a program that runs on one node must also run on two.
-        """
+        """Checks that schedules and codecs allow residuals: a rank must know the errors of its own encodings."""
         routes = self.routes
-        compresses = any(route.encoded and not route.codecs[0].low_rank for route in routes.leaves)
-        outermost = _asked(routes, self.net)[0]
-        if (compresses and outermost == "ring") or any(each.stages[0].schedule == "ring" for each in self.envelopes):
+        if any(each.stages[0].schedule == "ring" for each in self.envelopes):
             expected, got = 'the schedule "two_shot" or "one_shot"', '"ring", which encodes sums of several ranks'
             remedy = 'write schedule="two_shot", or keep no residuals (keep=False)'
             raise routes.wrong(f"{expected} where residuals are kept", got, remedy)
@@ -264,7 +259,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     groups, plain = dict[tuple[bool, tuple[Stage, ...]], list[int]](), list[Plain]()
     for i in way.order if way.order is not None and way.slice_elements is None else range(len(routes.leaves)):
         route, cuts = routes.leaves[i], way.cuts(i)
-        stages = _stages(routes, route, backward.leaves[i], net)
+        stages = _stages(routes, route, backward.leaves[i], net, rows=way.rows)
         codecs = [codec for stage in stages for codec in (stage.codec, stage.backward)]
         # A leaf that a guard leaves raw may be compressed by the transpose.
         unfit = why_raw(route, codecs) or ("there is one rank" if size == 1 else None)
@@ -321,12 +316,13 @@ def by_parts(routes: Routes, given: dict[PyTree, PyTree], net: Transport, what: 
     return [given[name] for name in parts]
 
 
-def _stages(routes: Routes, there: Route, back: Route, net: Transport) -> tuple[Stage, ...]:
+def _stages(routes: Routes, there: Route, back: Route, net: Transport, rows: bool) -> tuple[Stage, ...]:
     """Returns the stages of a leaf, outermost first: one over all ranks together or, for a dict, one for each part.
 
+    With an overlay of the outermost part, a single codec is for this part. Gathered `rows` don't travel along overlays.
     Stages of one rank are left out. If all stages have one rank, the outermost stage stays. Schedules are chosen later.
     """
-    each, others = _by_part(routes, there, net), _by_part(routes, back, net)
+    each, others = _by_part(routes, there, net, rows), _by_part(routes, back, net, rows)
     if len(each) != len(others):  # a raw exchange over all ranks together is replaced by raw ones over each part
         flat, parts = sorted((each, others), key=len)
         if not flat[0][1].raw:
@@ -342,10 +338,13 @@ def _stages(routes: Routes, there: Route, back: Route, net: Transport) -> tuple[
     return tuple(stage for stage in stages if stage.net.size > 1) or stages[:1]
 
 
-def _by_part(routes: Routes, route: Route, net: Transport) -> list[tuple[Transport, Codec]]:
-    if not isinstance(route.codec, dict):
-        return [(net, route.codec)]
-    return list(zip(net.parts.values(), by_parts(routes, route.codec, net, what="a codec")))
+def _by_part(routes: Routes, route: Route, net: Transport, rows: bool) -> list[tuple[Transport, Codec]]:
+    codec = route.codec
+    if not rows and is_of_outermost(_asked(routes, net)[0], [part.size for part in net.parts.values()]):
+        codec = codec if isinstance(codec, dict) else by_axis(tuple(net.parts), codec, Raw())
+    if not isinstance(codec, dict):
+        return [(net, codec)]
+    return list(zip(net.parts.values(), by_parts(routes, codec, net, what="a codec")))
 
 
 def _scheduled(
@@ -361,10 +360,8 @@ def _scheduled(
         named = [stage._replace(schedule="ring" if ring else "one_shot") for stage, ring in zip(stages, rings)]
         chosen = tuple(named)
     else:
-        # A leaf that a plan leaves raw also gets a stage for each axis if each axis has its own schedule, or if the
-        # overlay is of the outermost axis alone.
-        apart = bool(parts) or (isinstance(asked[0], Overlay) and asked[0].ranks != net.size)
-        if apart and len(stages) < len(net.parts) and stages[0].net is net and stages[0].codec.raw:
+        # A leaf that a plan leaves raw also gets a stage for each axis if each axis has its own schedule.
+        if parts and len(stages) < len(net.parts) and stages[0].net is net and stages[0].codec.raw:
             stages = tuple(stages[0]._replace(net=part) for part in net.parts.values())
         named = [s._replace(schedule=parts.get(s.net, "auto" if j else asked[0])) for j, s in enumerate(stages)]
         if way.fed and stages[0].codec.raw and named[0].schedule == "auto":

@@ -15,7 +15,8 @@ from jaxcgx.codecs import Codec, Raw
 from jaxcgx.codecs.base import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
-from jaxcgx.plan.leaves import Codecs, Shaped, messages, skips, spell_path, values, why_raw
+from jaxcgx.plan.leaves import ByAxis, Codecs, Shaped, by_axis, messages, skips, spell_path, values, why_raw
+from jaxcgx.plan.overlay import is_of_outermost
 from jaxcgx.text import Totals, ratio, spell_sizes, table
 from jaxcgx.typing import PyTree
 
@@ -117,6 +118,8 @@ def forecast(
     for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths=paths, leaves=leaves)):
         if isinstance(codec, dict):
             _check_axes(codec, axes, axis_size)
+        elif is_of_outermost(values(schedule)[0], list(sizes.values())) and not skips(codec):
+            codec = ByAxis(by_axis(axes, codec, Raw()))
         if skips(codec):
             rows[i] = [dataclasses.replace(unsent[i], codec=codec)]
         elif why := why or why_raw(leaves[i], values(codec)) or alone:

@@ -6,8 +6,10 @@ back down, as the same bytes for all ranks. `two_shot` is an overlay with a star
 around some ranks. The trees of a ring are paths, each of which leaves out another link of the ring.
 """
 
+import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -162,6 +164,18 @@ class Overlay:
             trees.append(Tree(tuple(parents)))
         return cls(tuple(trees))
 
+    def rooted(self, owners: int) -> "Overlay":
+        """Returns the overlay with the same links whose sums are owned by the first `owners` ranks: its trees' roots.
+
+        The loads of the links stay as they are, because a tree's share goes over each of its links, whatever its root.
+        """
+        shares = collections.Counter[tuple[int, ...]]()
+        for tree in self.trees:
+            found = [tree, *(Tree.of(tree.links, root=root) for root in range(owners))]
+            best = min((each for each in found if each.root < owners), key=lambda each: each.depth)
+            shares[best.parents] += tree.share
+        return Overlay(tuple(Tree(parents, share) for parents, share in shares.items()))
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""
@@ -202,3 +216,8 @@ class Overlay:
 
     def __str__(self) -> str:
         return f"Overlay({len(self.trees)} trees over {self.ranks} ranks, depth {self.depth})"
+
+
+def is_of_outermost(schedule: Any, sizes: Sequence[int]) -> bool:
+    """Returns whether a schedule is an overlay of the first of several axes, which have these sizes, alone."""
+    return isinstance(schedule, Overlay) and len(sizes) > 1 and schedule.ranks == sizes[0] != math.prod(sizes)

@@ -167,8 +167,12 @@ class Plan(Sending, Assignment):
         return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
 
     @classmethod
-    def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: AxisName = None) -> Self:
-        """Returns the plan of GeoMX's mixed-precision quantization, by default with a dense codec.
+    def mixed_precision(
+        cls, codec: Codec = TopK(0.01, select="sampled"), size_bound: int = 200_000, axis_name: AxisName = None
+    ) -> Self:
+        """Returns the plan of GeoMX's mixed-precision quantization: large leaves are sparse, in float32.
+
+        `jaxcgx.MPQ` is the exchange with this plan and GeoMX's momentum.
 
         Args:
           codec: the codec of large leaves.
@@ -214,7 +218,8 @@ class Plan(Sending, Assignment):
     ) -> Self:
         """Returns the plan that CGX's environment variables describe. docs/plans.md has a table of the variables.
 
-        In CGX, the arguments of CGXState take precedence over the variables. Here, the arguments of this function do.
+        In CGX, the arguments of CGXState take precedence over the variables, except for the smallest size, where the
+        larger one counts. Here, the arguments of this function do.
 
         Args:
           axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: nodes, and ranks within a
@@ -223,8 +228,8 @@ class Plan(Sending, Assignment):
           environ: the environment variables; None: those of this process.
           bits: the bits per element, 1 to 8; or 32: everything travels raw. None: from the variables.
           bucket_size: the elements of a bucket. None: from the variables.
-          min_size: leaves with fewer elements travel raw, as with CGX's `layer_min_size`. Leaves with up to 16 elements
-            always travel raw. None: from the variables.
+          min_size: leaves with fewer elements travel raw, as with CGX's `layer_min_size`; so do leaves that are too
+            small for the variables, and leaves with up to 16 elements.
           skip_1d: whether leaves of one dimension or none travel raw, as with CGX's hook for layers.
         """
         op = "Plan.from_env"
@@ -236,13 +241,13 @@ class Plan(Sending, Assignment):
         if bits not in (*range(1, 9), 32):
             raise wrong(op, "bits", "an integer from 1 to 8, or 32 for no compression", bits)
         size = env.bucket_size if bucket_size is None else check_integer(op, "bucket_size", bucket_size, 1, MOST)
-        least = env.minimal_size + 1 if min_size is None else check_integer(op, "min_size", min_size, 0)
+        least = 0 if min_size is None else check_integer(op, "min_size", min_size, 0)
         codec = MaxMin(bits, size, skip_incomplete=env.skip_incomplete) if bits < 32 else Raw()
         codec = Raw() if env.dummy else codec
         inner, cross = ("one_shot", "one_shot") if env.all_to_all else (env.inner_reduction, env.cross_reduction)
         return cls(
             by_axis(names, codec, codec if env.intra_compress else Raw()),
-            min_size=max(least, 17),  # CGX never compresses leaves of up to 16 elements
+            min_size=max(least, env.minimal_size + 1, 17),  # CGX never compresses leaves of up to 16 elements
             skip_1d=check_flag(op, "skip_1d", skip_1d),
             fusion_mb=env.fusion_mb,
             schedule=by_axis(names, cross if hierarchy else inner, inner),

@@ -58,8 +58,8 @@ def make_train_step(
       exchange: how gradients are exchanged. A codec, {axis: codec} or a Plan, or a schedule of these, {first step:
         plan}, keeps the errors of compression and sends them later: a `Feedback`. Others are `Momentum`, `DGC`, `BSC`,
         `MPQ`, `wan.Differential`, `wan.MixedSync` and `wan.Demo`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters
-        in place of gradients. Parameters that the plan skips (`Skip`) are frozen. They are not differentiated, the
-        optimizer doesn't see them, and they keep their bits.
+        in place of gradients. `wan.from_env` chooses among these. Parameters that the plan skips (`Skip`) are frozen.
+        They are not differentiated, the optimizer doesn't see them, and they keep their bits.
       sharding: how batches, parameters and the optimizer's state are divided over the mesh: a `Sharding`. Scalars of a
         batch, including single random keys, are the same on every rank and for every micro-batch.
       accumulate: the number of micro-batches into which a rank's part of the batch is split. Their gradients are
@@ -88,6 +88,12 @@ def make_train_step(
         masked. The weight must not depend on the parameters.
       donate: whether the state is updated in place. `step` and `finish` then invalidate the state that they got.
     """
+    if steps := getattr(exchange, "steps", None):  # a wan.from_env whose overlay depends on the mesh, or changes
+        options = dict[str, Any](sharding=sharding, accumulate=accumulate, overlap=overlap, model_state=model_state)
+        options |= dict(has_aux=has_aux, aux_specs=aux_specs, weighted=weighted, donate=donate)
+        return steps(
+            mesh_or_comm, sharding.axis, lambda each: make_train_step(loss_fn, optimizer, mesh_or_comm, each, **options)
+        )
     optax = import_optax(OP)
     loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_flag(OP, "donate", donate)

@@ -229,7 +229,8 @@ class Training:
         if nodes(state, ExchangeState):
             expected, got = "an optimizer without compression", "one that exchanges gradients itself"
             raise wrong(OP, "optimizer", expected, got, "pass the plain one, such as optax.adam(1e-3)")
-        warn_of_momentum(OP, "optimizer", state, self.state_of(self.division.shards(params)))
+        sent = self.state_of(self.division.shards(params))
+        warn_of_momentum(OP, "optimizer", state, sent, momentum=lambda: self.update.momentum(trained))
 
 
 def check_train_state(state: Any) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -52,6 +53,26 @@ class Update:
         moved = apply_updates(trained, updates)
         params = join(moved, part(state.params, skipped, frozen=True))
         return state.replace(params=params, opt_state=opt_state, lost=lost)
+
+    def momentum(self, trained: Params) -> str | None:
+        """Returns the name of a state of the optimizer that keeps a first moment, or None if it keeps none.
+
+        The state of optax.adam(rate, b1=0) looks as if it did. So a first moment of ones gets gradients of zeros, for
+        parameters of one element. Some optimizers begin with another step, so this is the second one.
+        """
+        fill = lambda value: jax.tree_util.tree_map(lambda x: jnp.full((1,) * x.ndim, value, x.dtype), trained)
+        ones = lambda node: node._replace(**jax.tree_util.tree_map(jnp.ones_like, _moments(node)))
+        has_moments: Callable[[Any], bool] = lambda node: bool(_moments(node))
+        try:
+            _, state = self._run(fill(1), self.optimizer.init(fill(1)), fill(1), jnp.float32(1))
+            state = jax.tree_util.tree_map(lambda x: ones(x) if _moments(x) else x, state, is_leaf=has_moments)
+            _, state = self._run(fill(0), state, fill(1), jnp.float32(1))
+        except Exception:  # it needs other shapes
+            return None
+        for node in filter(has_moments, jax.tree_util.tree_leaves(state, is_leaf=has_moments)):
+            if any(x.any() for x in jax.tree_util.tree_leaves(_moments(node))):
+                return type(node).__name__
+        return None
 
     def _run(self, means: PyTree, opt_state: PyTree, trained: Params, loss: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns the optimizer's update. It gets the loss as `value`, unless it, or one inside, doesn't take it."""
@@ -113,12 +134,33 @@ def check_nesting(function: str, opt_state: PyTree) -> None:
                 raise wrong(function, "opt_state", expected, got, remedy)
 
 
-def warn_of_momentum(function: str, argument: str, opt_state: PyTree, exchange: ExchangeState | None = None) -> None:
-    """Warns if an optimizer has momentum, and so do its gradients: in `exchange`, or in one inside `opt_state`."""
-    moved = any(carry.momentum is not None for carry in nodes((opt_state, exchange), Carry))
-    if moved and nodes(opt_state, import_optax(function).TraceState):
+# optax's names of first moments, and the states that have one of these names for something else
+MOMENTS = {"trace", "mu", "m", "m1", "ema", "exp_avg"}
+NO_MOMENTS = {"ScaleByRStdDevState", "ScaleBySM3State", "MechanicState"}
+
+
+def _moments(node: Any) -> dict[str, PyTree]:
+    """Returns the first moments of a state of optax, {field: tree}; none for anything else."""
+    fields = () if type(node).__name__ in NO_MOMENTS else getattr(node, "_fields", ())
+    return {field: getattr(node, field) for field in fields if field in MOMENTS}
+
+
+def warn_of_momentum(
+    function: str,
+    argument: str,
+    opt_state: PyTree,
+    exchange: ExchangeState | None = None,
+    momentum: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Warns if an optimizer has momentum, and so do its gradients: in `exchange`, or in one inside `opt_state`.
+
+    `momentum` is `Update.momentum`. Without it, only optax.trace is found.
+    """
+    if all(carry.momentum is None for carry in nodes((opt_state, exchange), Carry)):
+        return
+    if found := "optax.trace" if nodes(opt_state, import_optax(function).TraceState) else momentum():
         expected = "none with momentum of its own, because gradients already have momentum (jaxcgx.Momentum, DGC, BSC)"
-        warn(str(wrong(function, argument, expected, "optax.trace", "write optax.sgd(rate)")))
+        warn(str(wrong(function, argument, expected, found, "write optax.sgd(rate) or optax.adam(rate, b1=0)")))
 
 
 def check_optimizer(op: str, argument: str, optimizer: Any, expected: str = "an optax.GradientTransformation") -> None:

@@ -15,7 +15,8 @@ def get_config() -> ConfigDict:
             # drops: fractions of the training after which the learning rate is multiplied by factor.
             schedule=dict(name="steps", rate=0.1, warmup_epochs=0.0, drops=(), factor=0.1),
             train=dict(
-                batch_size=128,  # examples per step, of all ranks together
+                batch_size=128,  # examples per step, of all ranks together or, with per_rank, of each
+                per_rank=False,
                 num_epochs=1.0,
                 steps=0,  # stops after this many steps, with the same schedule; 0: after num_epochs
                 seed=0,

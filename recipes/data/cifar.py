@@ -13,7 +13,7 @@ from data.content import Content
 from data.images import Read, count, splits, synthetic
 from data.split import Split
 
-SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
+SOURCE = "https://www.cs.toronto.edu/~kriz"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,9 @@ class Cifar10:
         except (EOFError, KeyError, OSError, tarfile.TarError, zlib.error) as error:
             raise Wrong(f"config.data.folder: the files in {folder} can't be read: {error}") from None
         raise Wrong(
-            f"config.data.folder: there is no {archive}; get {self.archive} from {SOURCE}, name its folder, or the "
-            "folder that it contains, by --config.data.folder=..., or try --config.data=synthetic"
+            f"config.data.folder: there is no {archive}; get it: `curl -L --create-dirs -o {archive} "
+            f"{SOURCE}/{self.archive}`, name its folder, or the folder that it contains, by --config.data.folder=..., "
+            "or try --config.data=synthetic"
         )
 
     def _part(self, content: Content) -> tuple[Read, int]:

@@ -61,7 +61,7 @@ class FashionMnist:
         path = packed.with_suffix("") if packed.with_suffix("").is_file() else packed
         if not path.is_file():
             raise Wrong(
-                f"config.data.folder: there is no {path}; install Debian's package dataset-fashion-mnist, or name the "
+                f"config.data.folder: there is no {path}; `apt-get install dataset-fashion-mnist`, or name the "
                 "folder of the files by --config.data.folder=..., or try --config.data=synthetic"
             )
         try:

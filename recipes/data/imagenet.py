@@ -121,8 +121,10 @@ class ImageNet:
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the folders of the classes, sorted by name."""
     if not folder.is_dir():
+        get = f"import torchvision; torchvision.datasets.ImageNet({str(folder.parent)!r}, {folder.name!r})"
         raise Wrong(
-            f"config.data.folder: there is no folder {folder}; name that of train/CLASS/*.JPEG and val/CLASS/*.JPEG by "
+            f"config.data.folder: there is no folder {folder}; with image-net.org's archives in {folder.parent}, "
+            f'`python -c "{get}"` makes it; or name the folder of train/CLASS/*.JPEG and val/CLASS/*.JPEG by '
             "--config.data.folder=..., or try --config.data=synthetic"
         )
     return sorted(path for path in folder.iterdir() if path.is_dir())

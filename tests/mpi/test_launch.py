@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
     "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ, reason="starts mpirun itself"
 )
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "mpi_train.py"
+CIFAR, RECIPES = EXAMPLE.with_name("cifar_train.py"), EXAMPLE.parents[1] / "recipes"
 # Open MPI's wheel has its programs next to Python.
 PATH = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 LIMIT = 120  # seconds, after which a program counts as hung; it needs a tenth of it
@@ -52,11 +53,31 @@ def python(code, **more):
     )
 
 
-def mpirun(ranks, script, *arguments, run=("-m", "mpi4py"), **more):
+def mpirun(ranks, script, *arguments, run=("-m", "mpi4py"), limit=LIMIT, **more):
     """Runs a script under `mpirun -n ... python -m mpi4py`. The script is a path or code."""
     command = [shutil.which("mpirun", path=PATH), "-n", str(ranks), sys.executable, *run]
     command += [*(["-c", textwrap.dedent(script)] if isinstance(script, str) else [script]), *arguments]
-    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=limit)
+
+
+def test_cgx_own_example(tmp_path):
+    """ResNet-18 on random images."""
+    pytest.importorskip("flax", reason="needs the extra `test`")
+    words = "--width=2", "--steps=2", "--batch-size=8", f"--data={tmp_path}"
+    done = mpirun(2, CIFAR, *words, limit=5 * LIMIT, CGX_COMPRESSION_QUANTIZATION_BITS="4")
+    assert re.fullmatch(r"epoch 1: loss [\d.]+, test accuracy [\d.]+%\n", done.stdout), done.stdout + done.stderr
+
+
+def test_recipes_read_the_variables(tmp_path):
+    """With two nodes of one rank, the ranks exchange by CGX's defaults between nodes."""
+    pytest.importorskip("ml_collections", reason="needs the extra `recipes`")
+    words = f"--config={RECIPES}/configs/digits/mlp.py", "--config.train.steps=2", f"--runs={tmp_path}", "--nodes=2"
+    done = mpirun(2, RECIPES / "train.py", *words, limit=5 * LIMIT, CGX_COMPRESSION_QUANTIZATION_BITS="4")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        "digits-mlp-cgx: digits, 33,738 parameters, 2 ranks, 2 steps",
+        "CGX's variables: CGX_COMPRESSION_QUANTIZATION_BITS=4",
+    ], done.stdout + done.stderr
 
 
 START = """

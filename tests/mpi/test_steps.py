@@ -90,6 +90,19 @@ def test_as_on_a_mesh(case):
     assert got.exchange.own.residuals["w"].shape == (1, 30, 40)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_variables_alone(keep):
+    """They are as the plan of the variables, on one node and on several. Residuals need CGX's other reduction there."""
+    environ = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}
+    environ |= {"CGX_CROSS_REDUCTION_TYPE": "SRA", "CGX_INTRA_COMPRESS": "0"} if keep and GRID[0] > 1 else {}
+    plan = cgx.Plan.from_env(("cross", "inner"), environ)
+    for comm in nodes(), cgx.mpi.hierarchy(COMM, COMM):
+        expected, _ = run(make(cgx.Feedback(plan, keep=keep), comm=comm), MINE)
+        found, _ = run(make(cgx.from_env(environ, keep=keep), comm=comm), MINE)
+        assert_same_trees((found.params, found.opt_state), (expected.params, expected.opt_state))
+        assert same_everywhere(found.params)
+
+
 def test_as_by_hand():
     """Training starts from the first rank's parameters, whatever the other ranks pass."""
     optimizer = optax.chain(cgx.compress_gradients(COMM, CODEC), OPTIMIZER)

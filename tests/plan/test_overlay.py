@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, refused, rows, says
-from helpers import as_bits, normal, planned
+from helpers import as_bits, assert_trees, normal, planned
 from jax import lax
 from ranks import EXACT, assert_same_on_all_ranks, mesh, on_ranks, whole_numbers
 
@@ -217,3 +217,18 @@ def test_an_overlay_of_the_outer_axis_carries_what_a_plan_leaves_raw(schedule):
     found = on_ranks(lambda t: cgx.compressed_psum(t, ("a", "b"), planned(plan, schedule=schedule)), mesh(2, 2))(tree)
     for name, x in tree.items():
         np.testing.assert_array_equal(found[name], np.broadcast_to(np.asarray(x).sum((0, 1)), x.shape))
+
+
+def test_an_overlay_of_the_outer_axis_takes_any_plan():
+    """A single codec, of the plan or of a rule, is then that of the outer axis. Over the inner one, leaves stay raw."""
+    tree = {"b": normal((2, 2, 70))} | {name: normal((2, 2, 70, 13), i) for i, name in enumerate("uvw")}
+    found = []
+    for outer in (lambda codec: codec, lambda codec: {"a": codec, "b": cgx.Raw()}):
+        rules = [("v", outer(cgx.MaxMin(8)))]
+        plan = cgx.Plan(outer(cgx.MaxMin(4)), rules, schedule=OUTER, min_size=0)
+        run = lambda t, plan=plan: cgx.compressed_psum(t, ("a", "b"), plan)
+        shapes = {name: x[0, 0] for name, x in tree.items()}
+        found.append((on_ranks(run, mesh(2, 2))(tree), str(plan.explain(shapes, {"a": 2, "b": 2}))))
+    (one, said), (by_axis, expected) = found
+    assert_trees(np.testing.assert_array_equal, one, by_axis)
+    assert said == expected

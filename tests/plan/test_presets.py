@@ -18,6 +18,7 @@ TREE = {
     "weights": jnp.zeros((500, 400)),
 }
 FOUR, HALF, RAW = cgx.MaxMin(4), cgx.Cast("float16"), cgx.Raw()
+SPARSE = cgx.TopK(0.01, select="sampled")
 
 
 def codecs(plan):
@@ -38,18 +39,18 @@ def codecs(plan):
         (cgx.Plan.bytegrad(("node", "local")), [{"node": cgx.ByteGrad(), "local": RAW}] * 4),
         (cgx.Plan.fp16(), [HALF] * 4),
         (cgx.Plan.fp16(("dc", "local")), [{"dc": HALF, "local": HALF}] * 4),
-        (cgx.Plan.mixed_precision(), [HALF, FOUR, HALF, HALF]),
+        (cgx.Plan.mixed_precision(), [HALF, SPARSE, HALF, HALF]),
         (cgx.Plan.mixed_precision(cgx.Float8(), size_bound=199_999), [HALF, cgx.Float8(), HALF, cgx.Float8()]),
-        (cgx.Plan.mixed_precision(size_bound=0), [FOUR] * 4),
+        (cgx.Plan.mixed_precision(size_bound=0), [SPARSE] * 4),
         (
             cgx.Plan.mixed_precision(axis_name=("dc", "rack", "local")),
             [
                 {"dc": HALF, "rack": HALF, "local": HALF},
-                {"dc": FOUR, "rack": RAW, "local": RAW},
+                {"dc": SPARSE, "rack": RAW, "local": RAW},
                 *[{"dc": HALF, "rack": HALF, "local": HALF}] * 2,
             ],
         ),
-        (cgx.Plan.mixed_precision(cgx.TopK(0.01)), [HALF, cgx.TopK(0.01), HALF, HALF]),
+        (cgx.Plan.mixed_precision(FOUR), [HALF, FOUR, HALF, HALF]),
         (cgx.Plan.bsc(), [RAW, cgx.TopK(0.01, select="sampled"), RAW, RAW]),
         (
             cgx.Plan.bsc(0.1, 199_999, ("dc", "rack", "local"), "top", "exact"),
@@ -231,7 +232,10 @@ def test_variables_that_change_nothing():
 
 
 def test_arguments_come_before_variables():
-    """CGXState does the same. The ring, the leader and the fusion are still those of the variables."""
+    """CGXState does the same. Of the smallest sizes, the larger one counts, as in CGX.
+
+    The ring, the leader and the fusion are still those of the variables.
+    """
     given = env(COMPRESSION_BUCKET_SIZE="64", COMPRESSION_MINIMAL_SIZE="99", FUSION_BUFFER_SIZE_MB="8")
     found = cgx.Plan.from_env(TUPLE, given, bits=2, bucket_size=128, min_size=1024, skip_1d=True)
     codec = cgx.MaxMin(2, 128)
@@ -239,4 +243,5 @@ def test_arguments_come_before_variables():
         {"node": codec, "local": codec}, fusion_mb=8, schedule={"node": "ring", "local": "two_shot"}, leader=True
     )
     assert cgx.Plan.from_env(None, given, bits=32).default == RAW
-    assert cgx.Plan.from_env(None, given, min_size=0).min_size == 17
+    assert cgx.Plan.from_env(None, given, min_size=0).min_size == 100
+    assert cgx.Plan.from_env(None, env(), min_size=0).min_size == 17

@@ -46,10 +46,10 @@ def run(train, tmp_path, monkeypatch):
     write = lambda figure, path, **options: path.with_suffix(".txt").write_text(figure.get_suptitle())
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", write)
 
-    def of(name, changes, *, devices=2, small=SMALL, runs=tmp_path):
+    def of(name, changes, *, devices=2, small=SMALL, runs=tmp_path, more=(), world=None):
         changes = {"data": "synthetic"} | small | changes
         changes = [f"--config.{key}={value}" for key, value in changes.items()]
-        command = train.config.parse([f"--config={RECIPES}/configs/{name}.py", f"--runs={runs}", *changes])
-        return train.train(command, train.launch.over_devices(jax.devices()[:devices]))
+        command = train.config.parse([f"--config={RECIPES}/configs/{name}.py", f"--runs={runs}", *changes, *more])
+        return train.train(command, world or train.launch.over_devices(jax.devices()[:devices]))
 
     return of

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from helpers import FULL
 
+import jaxcgx as cgx
+
 CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
 # heavy_configs.py has the whole depth of these networks, and ImageNet's, which take half a minute each.
 TINY = {
@@ -83,7 +85,7 @@ def test_compressions(word, run, steps, tmp_path):
     # All is compiled before the first step. With DiLoCo, no step has exchanges in conditionals.
     own = ["jit(train)", "jit(act)"] if word == "diloco" else ["jit(step)"] * (1 + warms)
     assert steps == [*own, "sent"]
-    if word == "none":
+    if word in ("cgx", "none"):  # CGX's variables are unset
         assert results["bytes"] == results["raw_bytes"]
     else:
         assert results["bytes"] < 0.6 * results["raw_bytes"]
@@ -131,7 +133,7 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
         ({"data.name": "imagenet"}, r"config\.data: .*missing.* 'folder', 'size',? and 'threads'"),
         ({"model.name": "resnet"}, r"config\.model\.hidden: nothing reads it; config\.model has depth"),
         ({"optimizer.name": "adamw"}, r"config\.optimizer\.decay_1d: nothing reads it; .* has b1, b2, weight_decay"),
-        ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, steps, got 'step'"),
+        ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, scaled, steps, got 'step'"),
         ({"train.num_epochs": "1e400"}, r"config\.train: expected a positive num_epochs, got inf"),
         ({"train.seed": 2**32}, r"config\.train: expected a seed below 2\^32, got 4294967296"),
         ({"compression": "diloco"}, r"config\.train\.steps: expected at least 50, .*every 50 steps, got 20"),
@@ -229,6 +231,56 @@ def test_a_folder_that_is_not_the_repository(train, tmp_path, monkeypatch):
     assert train.config.parse([f"--config={given}"]).config.model.depth == 56
 
 
+DGC = "configs/cifar/resnet20.py configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"
+
+
+def test_the_command_of_dgc(train, tmp_path, monkeypatch):
+    """Its files are found from any folder. The rate is multiplied by the ranks, and so is the batch."""
+    monkeypatch.chdir(tmp_path)
+    line = f"--configs {DGC} --configs.train.num_epochs 500 --suffix .e500 --evaluate".split()
+    command = train.config.parse(line)
+    assert (command.name, command.evaluate) == ("cifar-resnet20-wm5-fp16-int32.e500", True)
+    command = train.config.parse([*line[:-1], "--config.data=synthetic", "--configs.compression.clip_value", "0.5"])
+    job = train.prepare(command.config, train.launch.over_devices(jax.devices()[:2]))
+    made, rates = job.exchange.made, [float(job.schedule(step)) for step in (0, 5 * job.steps_per_epoch, job.stop)]
+    assert made == cgx.DGC(
+        values=cgx.Cast("float16"),
+        select="sampled",
+        clip_value=0.5,
+        weight_decay=1e-4,
+        warm_up=cgx.WarmUp(5, job.steps_per_epoch),
+    )
+    np.testing.assert_allclose(rates, (0.1, 0.2, 0.0), atol=1e-6)
+    assert (job.settings.batch_size, job.stop) == (256, 500 * job.steps_per_epoch)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS.parent / "dgc/configs").glob("[!d]*/*.py")), ids=lambda path: path.stem
+)
+def test_the_networks_of_dgc(path, train):
+    found = train.config.parse(["--configs", str(path), "configs/dgc/wm5o.py", "configs/dgc/nm.py"]).config
+    assert found.train.per_rank and found.schedule.name == "scaled"
+    assert found.compression.warmup_coeff == (1.0,) * 5 and not found.compression.masking
+
+
+def test_evaluate(train, run, tmp_path, capsys):
+    with pytest.raises(train.Wrong, match="there is no checkpoint"):
+        run("digits/mlp", {}, more=["--evaluate"])
+    results = run("digits/mlp", {}, runs=tmp_path / "b")
+    assert run("digits/mlp", {}, runs=tmp_path / "b", more=["--evaluate"])["test_loss"] == results["test_loss"]
+
+
+def test_nodes(train, run):
+    """Between nodes, every word compresses. Inside of a node, gradients travel raw."""
+    world = train.launch.over_devices(jax.devices()[:4], locals=2)
+    assert dict(world.mesh.shape) == {"node": 2, "local": 2}
+    results = run("digits/mlp", {"compression": "bytegrad"}, world=world)
+    assert 0.5 * results["raw_bytes"] < results["bytes"] < 0.9 * results["raw_bytes"]
+    for sizes in (3, None), (2, 3), (0, None):
+        with pytest.raises(train.Wrong, match="--nodes, --locals: expected two numbers whose product is 4"):
+            train.launch.over_devices(jax.devices()[:4], *sizes)
+
+
 def test_layers(train):
     """The layers are a config, its compression, and changes on the command line."""
     command = train.config.parse(
@@ -243,23 +295,20 @@ def test_layers(train):
 
 
 def test_the_page_for_users_of_dgc(train):
-    """The options in its table are those of the recipes, and reach `jaxcgx.DGC`."""
+    """Its command and the options in its table are those of the recipes, and reach `jaxcgx.DGC`."""
     page = (CONFIGS.parents[1] / "docs/from-dgc.md").read_text()
-    options = {}
-    for given in re.findall(r"\| `(--(?:config|compression)[.=][^`]*)`", page):
-        words = given.split()
-        if "--config=" not in given:
-            words.insert(0, f"--config={CONFIGS}/cifar/resnet20.py")
-        options[given] = train.config.parse([word.replace("=recipes/configs", f"={CONFIGS}") for word in words]).config
-    assert len(options) == 9
-    section = lambda given: options[given].compression.to_dict()
-    make = lambda given: importlib.import_module("exchanges").make(around, **section(given))
-    around = importlib.import_module("exchanges").Around(None, 10)
-    warm = make("--compression=dgc --config.compression.warmup_coeff=1,1,1,1,1")
-    assert warm.made.warm_up.coeff == (1,) * 5 and warm.settled.warm_up is None
-    bare = make("--compression=dgc --config.compression.masking=False")
-    assert not bare.made.masking and not bare.settled.masking
-    assert make("--compression=dgc --config.compression.ratio=0.01").made.ratio == 0.01
+    (line,) = re.findall(r"python recipes/train.py (--devices 8 --configs .*?)\n```", page, re.DOTALL)
+    command = train.config.parse(line.replace("\\\n", " ").split())
+    assert (command.name, command.devices) == ("cifar-resnet20-wm5-fp16-int32.e500", 8)
+    options = re.findall(r"`(--configs\.[a-z0-9_.]+ [^`]*)`", page)
+    given = [word for option in options for word in option.split()]
+    assert len(options) == 5
+    config = train.config.parse(["--configs", *DGC.split(), *given]).config
+    applied = importlib.import_module("optimizers").Moved(nesterov=config.optimizer.nesterov)
+    around = importlib.import_module("exchanges").Around(applied, 10)
+    made = importlib.import_module("exchanges").make(around, **config.compression.to_dict()).made
+    assert (made.ratio, made.select, made.clip_value, made.nesterov) == (0.01, "exact", 1.0, True)
+    assert not config.optimizer.decay_1d
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Tests Momentum: momentum and weight decay of gradients, and their state."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,54 @@ def test_no_shape_or_dtype_is_promoted(exchange):
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         ((mean, _),) = run(exchange)
     assert jax.tree.map(jnp.shape, mean) == jax.tree.map(jnp.shape, PARAMS)
+
+
+FIRST_MOMENTS = {
+    "ScaleByAdamState": [
+        optax.adam(0.1),
+        optax.adamw(0.1),
+        optax.nadam(0.1),
+        optax.lamb(0.1),
+        optax.contrib.muon(0.1),  # biases get Adam
+        optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(0.1)),
+        optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+    ],
+    "ScaleByAmsgradState": [optax.amsgrad(0.1)],
+    "ScaleByBeliefState": [optax.adabelief(0.1)],
+    "ScaleByLionState": [optax.lion(0.1)],
+    "ScaleByNovogradState": [optax.novograd(0.1)],
+    "ScaleByAdanState": [optax.adan(0.1)],
+    "EmaState": [optax.chain(optax.ema(0.9), optax.sgd(0.1))],
+    "ScaleByAdemamixState": [optax.contrib.ademamix(0.1)],
+    "ProdigyState": [optax.contrib.prodigy(0.1)],
+}
+
+
+@pytest.mark.parametrize("state", FIRST_MOMENTS)
+@jax.numpy_dtype_promotion("standard")  # optax's need it
+def test_first_moments_are_momentum_too(state):
+    for optimizer, exchange in itertools.product(FIRST_MOMENTS[state], (cgx.DGC(0.1), cgx.BSC(0.1, 100), cgx.MPQ(0.1))):
+        with pytest.warns(UserWarning, match=f"make_train_step: argument 'optimizer'.* got {state}.*b1=0") as warned:
+            cgx.make_train_step(loss_fn, optimizer, mesh_of(2), exchange).init(PARAMS)
+        assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(0.1, b1=0),
+        optax.rmsprop(0.1, centered=True),
+        optax.adagrad(0.1),
+        optax.adafactor(0.1),
+        optax.sm3(0.1, momentum=0.0),
+        optax.adadelta(0.1),
+        optax.sgd(0.1),
+    ],
+)
+@jax.numpy_dtype_promotion("standard")
+def test_optimizers_without_momentum(optimizer):
+    """A warning would be an error."""
+    cgx.make_train_step(loss_fn, optimizer, mesh_of(2), cgx.DGC(0.1)).init(PARAMS)
 
 
 @pytest.mark.parametrize("function", ["make_train_step", "state_specs"])

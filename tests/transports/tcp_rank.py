@@ -412,9 +412,7 @@ IN_CENTERS = {
     "DGT, defer": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400)),
     "DGT, drop": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400, rest="drop")),
     "DGT, quantize": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400, rest="quantize")),
-    "adaptive DGT": dict(
-        exchange=Differential(CENTERS, **cgx.wan.from_env({"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1"}).differential)
-    ),
+    "adaptive DGT": dict(exchange=cgx.wan.from_env({"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1"}, CENTERS).exchange),
 }
 
 

@@ -211,6 +211,18 @@ def test_an_adaptive_share_of_all_blocks(rest, few):
     np.testing.assert_array_equal(*found)
 
 
+def test_an_adaptive_share_compiles_few_exchanges():
+    """Each size has one exchange of the important blocks, and one of the others. A fixed share has three in all."""
+    mesh = jax.make_mesh((2,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    found = []
+    for adaptive in (None, 0.2):
+        how = Differential(cgx.Plan(cgx.MaxMin(4)), block_bytes=256, adaptive=adaptive)
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=cgx.Sharding("dc"))
+        program = train.step.lower(train.init(params()), np.ones((8, 64), np.float32)).as_text()
+        found.append(program.count("@jaxcgx_encode("))
+    assert found[0] > 0 and found[1] <= found[0] / 3 * (2 * differential.LEVELS + 1)
+
+
 HOW = Differential(cgx.Raw(), block_bytes=256)
 
 

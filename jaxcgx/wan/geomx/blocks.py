@@ -77,12 +77,24 @@ def take(places: Arrays, values: Arrays) -> list[jax.Array | None]:
     return [x if where is None or x is None else at(where, x) for where, x in zip(places, values)]
 
 
-def put(cut: Cut, order: Arrays, first: Arrays, rest: Arrays) -> list[jax.Array | None]:
-    """Returns all blocks of each leaf at their places. `first` and `rest` have the blocks in the order `order`.
+def head(cut: Cut, share: float, values: Arrays) -> list[jax.Array | None]:
+    """Returns the first blocks of each leaf, its share. Whole leaves stay as they are."""
+    return [x if b is None or x is None else x[: b.share(share)] for b, x in zip(cut, values)]
 
-    It gathers with the inverse order, because XLA's CPU programs gather much faster than they scatter.
-    """
-    return take(each(jnp.argsort, order), line(cut, first, rest))
+
+def tail(cut: Cut, share: float, values: Arrays) -> list[jax.Array | None]:
+    """Returns the blocks of each leaf that `head` leaves out. Whole leaves stay as they are."""
+    return [x if b is None or x is None else x[b.share(share) :] for b, x in zip(cut, values)]
+
+
+def select(cut: Cut, counts: Sequence[Any], first: Arrays, rest: Arrays) -> list[jax.Array | None]:
+    """Returns the first blocks of `first`, as many as counts say, and the others of `rest`. Whole leaves: `first`."""
+
+    def of_leaf(b: Blocks, x: jax.Array, y: jax.Array, count: Any) -> jax.Array:
+        return jnp.where(jnp.arange(b.count)[:, None] < count, x, y)
+
+    four = zip(cut, first, rest, counts)
+    return [x if b is None or x is None or y is None else of_leaf(b, x, y, count) for b, x, y, count in four]
 
 
 def line(cut: Cut, first: Arrays, rest: Arrays) -> list[jax.Array | None]:

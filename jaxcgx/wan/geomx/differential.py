@@ -25,7 +25,7 @@ from jaxcgx.train.division import after
 from jaxcgx.train.exchange import At, Outcome, check_centers, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
-from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, line, put, take
+from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, head, line, select, tail, take
 
 T = TypeVar("T")
 OP = "Differential"
@@ -208,14 +208,21 @@ class Transmission:
         """Returns (the mean, the state after the step). `late` is the exchange that has begun, if one has."""
         how, shared, loss, tree = self.how, self.shared, self._loss(), self.tree.unflatten
         self.turn = self._after(loss)
-        arrived = self._arrived(late)
-        if len(how.shares) > 1 or len(self.routes) > 1:
+        arrived, conditional = self._arrived(late), len(how.shares) > 1 or len(self.routes) > 1
+        if conditional:
             self.turn = self._after(arrived.means)
         first_loss, level = self._level(loss)
         order = self._order()
-        now = functools.partial(self._now, order=order, arrived=arrived)
-        now, pending, contributions = self._with_share(level, now)
-        means, residuals = add(now.means, arrived.means), add(now.residuals, arrived.residuals)
+        ranked = Portion(take(order, self.gradients), take(order, self.residuals))
+        now = self._with_share(level, functools.partial(self._now, ranked))
+        # Contributions travel together with the blocks, unless these are sent in a conditional.
+        contributions = self._contributions(now.means if conditional else None)
+        # The late blocks arrive before these blocks, whose bytes are behind them on the same links. So they are decoded
+        # while these bytes travel.
+        rest, pending = self._rest(ranked, level, self._after((arrived.means, now.means, contributions)))
+        counts, inverse = self._counts(level), each(jnp.argsort, order)
+        both = (select(self.cut, counts, x, y) for x, y in zip(now, rest))
+        means, residuals = (add(take(inverse, x), late) for x, late in zip(both, arrived))
         whole = lambda values: tree([x if b is None or x is None else b.join(x) for b, x in zip(self.cut, values)])
         defers = how.rest == "defer"
         own = self.own._replace(residuals=whole(residuals), pending=tree(pending) if defers else None)
@@ -325,27 +332,30 @@ class Transmission:
         places = each(jnp.argsort, self.leaves_of(self.shared.order))
         return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
-    def _now(self, share: float, order: Arrays, arrived: Portion) -> tuple[Portion, Arrays, Arrays]:
-        """Returns (all blocks, those deferred, the contributions) after an exchange of the important blocks."""
-        heads = each(lambda b, o: o[: b.share(share)], self.cut, order)
-        tails = each(lambda b, o: o[b.share(share) :], self.cut, order)
-        sent = self._send(Portion(take(heads, self.gradients), take(heads, self.residuals)), NOW)
-        # A schedule of plans is a conditional. Otherwise, the contributions travel together with the blocks.
-        contributions = self._contributions(sent.means if len(self.routes) > 1 else None)
-        # The late blocks arrive before these blocks, whose bytes are behind them on the same links. So they are decoded
-        # while these bytes travel.
-        turn = self._after((arrived.means, sent.means, contributions))
-        cut_only = lambda values: each(lambda _, x: x, self.cut, values)
-        others = Portion(take(tails, cut_only(self.gradients)), take(tails, cut_only(self.residuals)))
-        rest, pending = self._rest(others, turn)
-        return Portion(*(put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending, contributions
+    def _now(self, ranked: Portion, share: float) -> Portion:
+        """Exchanges the important blocks of ranked blocks, and whole leaves. The places of other blocks have zeros."""
+        heads = (head(self.cut, share, x) for x in ranked)
+        return Portion(*(line(self.cut, x, [None] * len(self.cut)) for x in self._send(Portion(*heads), NOW)))
 
-    def _rest(self, given: Portion, turn: jax.Array) -> tuple[Portion, Arrays]:
+    def _counts(self, level: jax.Array | None) -> Sequence[Any]:
+        """Returns the number of important blocks of each leaf."""
+        shares = self.how.shares
+        if level is None:
+            return each(lambda b: b.share(shares[0]), self.cut)
+        return each(lambda b: jnp.asarray([b.share(k) for k in shares])[level], self.cut)
+
+    def _rest(self, ranked: Portion, level: jax.Array | None, turn: jax.Array) -> tuple[Portion, Arrays]:
         """Treats the other blocks as `rest` says. Returns (the result of their exchange, the blocks that are deferred).
 
-        given: the gradients and residuals of the other blocks.
+        ranked: the gradients and residuals of all blocks. The places of important ones in the result have no meaning.
         """
-        rest, first = self.how.rest, turn == 0
+        rest, first, shares = self.how.rest, turn == 0, self.how.shares
+        blocks = Portion(*(each(lambda _, x: x, self.cut, x) for x in ranked))  # without whole leaves
+        nothing = [None] * len(self.cut)
+
+        def send(codec: Codecs | None, share: float) -> Portion:
+            sent = self._send(Portion(*(tail(self.cut, share, x) for x in blocks)), REST, turn, codec)
+            return Portion(*(line(self.cut, nothing, x) for x in sent))
 
         def hold(x: jax.Array, r: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
             """Returns (the deferred blocks, their residuals)."""
@@ -356,18 +366,18 @@ class Transmission:
             (x,), (lost,) = carry_over([x], [r])
             return x, lost
 
-        def pend(b: Blocks, x: jax.Array) -> jax.Array:
-            missing = b.count - b.share(self.how.shares[0]) - len(x)
-            padded = jnp.pad(jnp.where(first, 0, x), ((0, missing), (0, 0)))
-            return _compat.vary(padded, _compat.varying_axes(x))  # padded empty arrays are the same on every rank
+        def pend(b: Blocks, x: jax.Array, count: Any) -> jax.Array:
+            size = b.count - b.share(shares[0])
+            padded = jnp.pad(jnp.where(first, 0, x), ((0, b.share(shares[-1]) - b.share(shares[0])), (0, 0)))
+            return lax.dynamic_slice_in_dim(padded, count, size)
 
-        held = each(hold, given.means, given.residuals)
-        blocks, lost = ([pair and pair[i] for pair in held] for i in (0, 1))
-        other = lambda: Portion(each(jnp.zeros_like, given.means), lost)
+        held, lost = ([pair and pair[i] for pair in each(hold, *blocks)] for i in (0, 1))
+        other = lambda: Portion(each(jnp.zeros_like, blocks.means), lost)
         if rest == "quantize":
-            other = lambda: self._send(given, REST, turn, self._outermost(SHORT))
-        sent = lax.cond(first, lambda: self._send(given, REST, turn), other)
-        return sent, [None if x is None or b is None else pend(b, x) for b, x in zip(self.cut, blocks)]
+            other = lambda: self._with_share(level, functools.partial(send, self._outermost(SHORT)))
+        # In the first step, the share is the largest one.
+        sent = lax.cond(first, lambda: send(None, shares[-1]), other)
+        return sent, each(lambda x, b, count: pend(b, x, count), held, self.cut, self._counts(level))
 
     def _outermost(self, codec: Codec) -> Codecs:
         """Returns the codec for the outermost axis of the ranks. Over the others, arrays travel raw."""

@@ -3,16 +3,26 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from jaxcgx.checks import unexpected, warn
+from jax.sharding import Mesh
+
+from jaxcgx.checks import check_type, is_integer, unexpected, warn
+from jaxcgx.codecs import Codec, Raw
+from jaxcgx.plan import Plan
 from jaxcgx.plan.environment import FLAG, Texts, parse
-from jaxcgx.train.exchange import Exchange
-from jaxcgx.train.feedback import Feedback
+from jaxcgx.plan.overlay import Overlay
+from jaxcgx.plan.plan import as_phases
+from jaxcgx.train.exchange import AnyExchange, Exchange
+from jaxcgx.train.feedback import as_exchange
+from jaxcgx.train.rounds import Rounds
 from jaxcgx.train.state import Priority
+from jaxcgx.transports.axes import axis_names
+from jaxcgx.typing import AxisName
 from jaxcgx.wan.diloco.forms import HFA
 from jaxcgx.wan.geomx.differential import Differential
+from jaxcgx.wan.overlays.topology import Topology
 
 OP = "wan.from_env"
 RESTS = {1: "drop", 2: "defer", 3: "quantize"}  # by the value of ENABLE_DGT
@@ -44,47 +54,95 @@ UNUSED = {
 }
 
 
+# Pairs of variables that don't combine, and why
+CLASHES = {
+    ("MXNET_KVSTORE_USE_HFA", "ENABLE_DGT"): "HFA exchanges parameters, and DGT gradients",
+    ("MXNET_KVSTORE_USE_HFA", "ENABLE_P3"): "HFA exchanges parameters, and P3 gradients",
+}
+
+
 @dataclasses.dataclass(frozen=True)
-class GeoMX:
-    """The settings in GeoMX's environment variables, as arguments of jaxcgx. docs/wan.md has a table of the variables.
+class Overlaid:
+    """An exchange, or rounds, whose messages travel along an overlay of the outermost axis of the mesh."""
+
+    exchange: Exchange | Rounds
+    owners: int | None  # the number of ranks that own sums, the first ones (MultiGPS); None: no limit
+    greed: float | None  # that of the `Topology` that chooses the overlay (TSEngine); None: owners in equal parts
+
+    def steps(self, mesh: Any, axis: AxisName, make: Callable[[Any], Any]) -> Any:
+        """Returns the functions of a training loop. `make` makes those with an exchange or rounds."""
+        ranks = check_type(OP, "mesh", mesh, Mesh, "a jax.sharding.Mesh").shape[axis_names(axis)[0]]
+        if self.owners is not None and self.owners > ranks:
+            expected = f"1 to {ranks}, the number of centers"
+            raise unexpected(f"{OP}: variable DMLC_NUM_GLOBAL_SERVER", expected, repr(str(self.owners)), REMEDY)
+        if self.greed is None:
+            return make(self._along(Overlay.owners(ranks, self.owners)))
+        outermost: Any = axis[0] if isinstance(axis, tuple) else axis
+        topology = Topology(mesh, outermost, greed=self.greed)
+        return topology.steps(lambda overlay: make(self._along(overlay.rooted(self.owners or ranks))))
+
+    def _along(self, overlay: Overlay) -> Any:
+        exchange: Any = self.exchange
+        if hasattr(exchange, "schedule"):  # it makes its plan itself
+            return dataclasses.replace(exchange, schedule=overlay)
+        plans = {start: dataclasses.replace(plan, schedule=overlay) for start, plan in as_phases(OP, exchange.plan)}
+        return dataclasses.replace(exchange, plan=plans if len(plans) > 1 else plans[0])
+
+
+class GeoMX(NamedTuple):
+    """The arguments of make_train_step that GeoMX's environment variables describe.
 
     Attributes:
-      differential: the fields of a `Differential` that the variables set; None without DGT.
-      hfa: the fields of an `HFA` that the variables set; None without HFA.
-      overlap: the `overlap` of make_train_step: a `Priority`; None without P3.
-      greed: {"dc": rate, "local": rate}, the `greed` of a `Topology`. It has only the axes that TSEngine routes.
-      owners: {"dc": n, "local": n}, the number of ranks of an axis that own sums (MultiGPS). Axes with GeoMX's default
-        of 1 are left out: they have no limit.
-      size_bound: the `size_bound` of `jaxcgx.BSC` and `jaxcgx.MPQ`.
+      exchange: the exchange or the rounds.
+      overlap: a `Priority`; None without P3.
     """
 
-    differential: dict[str, Any] | None
-    hfa: dict[str, int] | None
+    exchange: Any  # Exchange | Rounds | Overlaid
     overlap: Priority | None
-    greed: dict[str, float]
-    owners: dict[str, int]
-    size_bound: int
-
-    def exchange(self, plan: Any) -> Exchange | HFA:
-        """Returns the exchange, or the rounds, that the variables turn on, with this plan: for make_train_step."""
-        if self.hfa is not None:
-            return HFA(plan, self.hfa["k1"], self.hfa["k2"])
-        return Feedback(plan) if self.differential is None else Differential(plan, **self.differential)
 
 
-def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:
+def from_env(environ: Mapping[str, str] | None = None, exchange: AnyExchange = Raw()) -> GeoMX:
     """Reads GeoMX's environment variables.
 
-        geomx = cgx.wan.from_env()
-        train = cgx.make_train_step(loss_fn, optimizer, mesh, geomx.exchange(plan), overlap=geomx.overlap)
+        env = cgx.wan.from_env(exchange=cgx.MaxMin(4))
+        train = cgx.make_train_step(loss_fn, optimizer, mesh, env.exchange, overlap=env.overlap)
 
-    A value that GeoMX doesn't have is an error. So is a variable whose name is nearly that of one of GeoMX's variables.
-    A value of which nothing in jaxcgx makes use is a warning. All ranks must have the same variables.
+    A value that GeoMX doesn't have is an error. So is a variable whose name is nearly that of one of GeoMX's variables,
+    and two techniques that don't combine. A value of which nothing in jaxcgx makes use is a warning. All ranks must
+    have the same variables.
 
     Args:
       environ: the variables; None: those of this process.
+      exchange: how gradients are exchanged, for what GeoMX has no variables: a codec, {axis: codec} or a Plan, or an
+        exchange such as `jaxcgx.BSC`. With HFA, it is how parameters are exchanged.
     """
     environ = os.environ if environ is None else environ
+    said = _read(environ)
+    is_plan = isinstance(exchange, Codec | Plan | dict)
+    for name in ("MXNET_KVSTORE_USE_HFA", "ENABLE_DGT"):
+        if said[name] and not is_plan:
+            raise unexpected(f"{OP}: variable {name}", f"a plan with {name}", type(exchange).__name__, "unset one")
+    if "MXNET_KVSTORE_SIZE_LOWER_BOUND" in environ:
+        exchange = _bounded(exchange, said["MXNET_KVSTORE_SIZE_LOWER_BOUND"])
+    found: Any = exchange
+    if said["MXNET_KVSTORE_USE_HFA"]:
+        found = HFA(exchange, said["MXNET_KVSTORE_HFA_K1"], said["MXNET_KVSTORE_HFA_K2"])
+    elif said["ENABLE_DGT"]:
+        k = said["DMLC_K"]
+        # GeoMX has no variable for the smallest share. It uses 0.2 with its default k of 0.8.
+        adaptive = k / 4 if said["ADAPTIVE_K_FLAG"] else None
+        found = Differential(exchange, k, rest=RESTS[said["ENABLE_DGT"]], adaptive=adaptive)
+    else:
+        found = as_exchange(exchange, OP, "exchange")
+    owners = said["DMLC_NUM_GLOBAL_SERVER"] if said["DMLC_NUM_GLOBAL_SERVER"] > 1 else None
+    greed = said["MAX_GREED_RATE_TS"] if said["ENABLE_INTER_TS"] else None
+    if owners is not None or greed is not None:
+        found = Overlaid(found, owners, greed)
+    return GeoMX(found, Priority() if said["ENABLE_P3"] else None)
+
+
+def _read(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the checked values of all variables."""
     for name in environ:
         near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.9)
         if near and name not in VARIABLES:
@@ -96,17 +154,18 @@ def from_env(environ: Mapping[str, str] | None = None) -> GeoMX:
     for name, why in UNUSED.items():
         if said[name] != VARIABLES[name][0]:
             warn(f"{OP}: variable {name}: {environ[name]!r} has no effect on training: {why}")
-    k, dgt = said["DMLC_K"], said["ENABLE_DGT"]
-    # GeoMX has no variable for the smallest share. It uses 0.2 with its default k of 0.8.
-    adaptive = k / 4 if said["ADAPTIVE_K_FLAG"] else None
-    servers = {"dc": said["DMLC_NUM_GLOBAL_SERVER"], "local": said["DMLC_NUM_SERVER"]}
-    routed = {"dc": said["ENABLE_INTER_TS"], "local": said["ENABLE_INTRA_TS"]}
-    averages = {"k1": said["MXNET_KVSTORE_HFA_K1"], "k2": said["MXNET_KVSTORE_HFA_K2"]}
-    return GeoMX(
-        differential=dict(k=k, rest=RESTS[dgt], adaptive=adaptive) if dgt else None,
-        hfa=averages if said["MXNET_KVSTORE_USE_HFA"] else None,
-        overlap=Priority() if said["ENABLE_P3"] else None,
-        greed={axis: said["MAX_GREED_RATE_TS"] for axis, on in routed.items() if on},
-        owners={axis: number for axis, number in servers.items() if number > 1},
-        size_bound=said["MXNET_KVSTORE_SIZE_LOWER_BOUND"],
-    )
+    for (one, other), why in CLASHES.items():
+        if said[one] and said[other]:
+            raise unexpected(f"{OP}: variable {one}", f"{one} or {other}", f"both, but {why}", "unset one")
+    return said
+
+
+def _bounded(exchange: Any, bound: int) -> Any:
+    """Returns the exchange that compresses only leaves of more than `bound` elements."""
+    if hasattr(exchange, "size_bound"):
+        return dataclasses.replace(exchange, size_bound=bound)
+    if isinstance(exchange, Codec) or (isinstance(exchange, dict) and not any(map(is_integer, exchange))):
+        return Plan.every(exchange, min_size=bound + 1)
+    why = f"{type(exchange).__name__} says which leaves it compresses"
+    warn(f"{OP}: variable MXNET_KVSTORE_SIZE_LOWER_BOUND: {str(bound)!r} has no effect on training: {why}")
+    return exchange

@@ -11,6 +11,8 @@ def get_config() -> ConfigDict:
             warmup_epochs=5,
             warmup_coeff=None,  # the ratios of the warm-up, as `coeff` of jaxcgx.WarmUp
             masking=True,
+            select="sampled",  # how the largest elements are found, as in jaxcgx.DGC
+            clip_value=None,  # the largest magnitude of an element of a gradient
             values=dict(name="Raw"),
         )
     )

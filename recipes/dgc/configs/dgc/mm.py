@@ -1,0 +1,8 @@
+"""Momentum is masked, as by default."""
+
+import dgc
+from ml_collections import ConfigDict
+
+
+def update(config: ConfigDict) -> None:
+    dgc.compress(config, masking=True)
