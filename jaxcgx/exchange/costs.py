@@ -138,10 +138,10 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
     """
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
-    if codec.low_rank:
-        outer = outer._replace(schedule="psum")
-    elif outer.schedule == "tree":
+    if outer.schedule == "tree":
         outer = outer._replace(schedule=Overlay.tree(net.size))
+    elif codec.low_rank and (outer.schedule == "ring" or (net.begin_sum is None and isinstance(outer.schedule, str))):
+        outer = outer._replace(schedule="psum")
     elif outer.schedule == "auto":
         share = 1 if plan.leader else math.prod(stage.net.size for stage in inner)  # every inner rank takes a share
         if max(x.size for x in leaves) // share > codec.most:
@@ -151,7 +151,11 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
             known = dataclasses.replace(known, mover=known.mover or net.mover)
             parts = [jax.ShapeDtypeStruct((x.size // share,), x.dtype) for x in leaves]
             raw = sum(4 * x.size for x in leaves) // share
-            load = Load.of(codec, parts, raw, ranks=net.size, mover=known.mover)
+            if codec.low_rank:  # two sums of raw factors
+                half = wire(codec, leaves) / 2
+                load = Load(net.size, half, half)
+            else:
+                load = Load.of(codec, parts, raw, ranks=net.size, mover=known.mover)
             schedule = choose(load, known, prefer=plan.prefer)
         outer = outer._replace(schedule=schedule)
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
