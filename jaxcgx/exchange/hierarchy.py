@@ -85,10 +85,10 @@ def advance(
     """Begins the second round of an exchange. Arguments and results are as for `end` and `begin`."""
     outer = stages[0]
     if outer.codec.low_rank:
-        return low_rank.advance(outer, begun, message, _inner(stages), later), message
+        return low_rank.advance(outer, begun, message, inner=_inner(stages), later=later), message
     if stages[1:]:
-        return schedules.advance(outer, begun, _share(stages, message), how, later), message
-    begun = schedules.advance(outer, begun.replace(residuals=message.residuals), message, how, later)
+        return schedules.advance(outer, begun, _share(stages, message), how, later=later), message
+    begun = schedules.advance(outer, begun.replace(residuals=message.residuals), message, how, later=later)
     return begun.replace(residuals=None), message.replace(residuals=begun.residuals)
 
 
@@ -98,10 +98,10 @@ def end(begun: BegunMessage, stages: Stages, message: Message, how: Sum, later: 
     if outer.codec.low_rank:
         return low_rank.end(outer, begun, message, how, inner=_inner(stages), later=later)
     if stages[1:]:
-        summed = schedules.end(outer, begun, _share(stages, message), how, later)
+        summed = schedules.end(outer, begun, _share(stages, message), how, later=later)
         whole = isinstance(begun.outer, tcp.Begun) and begun.outer.inside is not None
         return _with_losses(_outwards(stages, message, summed, whole=whole), message.residuals, begun.before)
-    return _flat(message, schedules.end(outer, begun.replace(residuals=message.residuals), message, how, later))
+    return _flat(message, schedules.end(outer, begun.replace(residuals=message.residuals), message, how, later=later))
 
 
 def _flat(message: Message, summed: Summed) -> Message:

@@ -102,7 +102,7 @@ def _advance(ticket: Ticket, kept: _Kept, later: bool = False) -> None:
             envelope = travel.envelopes[m]
             with travel.scope(envelope.ids):
                 message = _message(envelope, _types(envelope, travel), ticket, kept)
-                ticket.begun[m], message = hierarchy.advance(begun, envelope.stages, message, travel.how, later)
+                ticket.begun[m], message = hierarchy.advance(begun, envelope.stages, message, travel.how, later=later)
             kept.update(envelope.ids, message)
 
 
@@ -116,7 +116,7 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
         envelope = travel.envelopes[m]
         with travel.scope(envelope.ids):
             message = _message(envelope, _types(envelope, travel), ticket, kept)
-            done = hierarchy.end(ticket.begun[m], envelope.stages, message, travel.how, travel.way.later)
+            done = hierarchy.end(ticket.begun[m], envelope.stages, message, travel.how, later=travel.way.later)
         done = primitives.shared(done, travel.net.names)
         found |= dict(zip(envelope.ids, done.leaves))
         kept.update(envelope.ids, done)

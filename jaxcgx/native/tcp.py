@@ -419,7 +419,7 @@ def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], late
 
         return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
     in_place = _in_place(at, Ended([0] * len(at.layout.shapes), at.residuals))
-    return _call_of_end(ctx, "jaxcgx_tcp_allreduce_end", at.net, later, in_place)(
+    return _call_of_end(ctx, "jaxcgx_tcp_allreduce_end", at.net, later, in_place=in_place)(
         ctx,
         *operands,
         **at.layout.attributes,

@@ -79,8 +79,7 @@ ffi::Future exchange_begin(int32_t device, ffi::AnyBuffer x, ffi::Token, ffi::Re
   return available();
 }
 
-ffi::Future exchange_end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                         ffi::Dictionary dictionary) {
+ffi::Future exchange_end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
   const auto asked = read_transfer_end(args, rets, dictionary);
   if (asked.has_error()) return failed(asked.error());
   const uint64_t ticket = tcp::ticket_of(asked->words);

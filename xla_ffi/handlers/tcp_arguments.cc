@@ -180,7 +180,7 @@ ffi::ErrorOr<TcpTransferEnd> read_transfer_end(const ffi::RemainingArgs& args, c
   CGX_UNEXPECTED_IF_ERROR(attributes.error());
   CGX_UNEXPECTED_IF_ERROR(expect_buffers(op, args.size(), 1 + ordered, rets.size(), 1 + ordered));
   const auto ticket = args.get<ffi::AnyBuffer>(0);
-  const auto y = rets.get<ffi::AnyBuffer>(0);
+  auto y = rets.get<ffi::AnyBuffer>(0);
   if (ticket.has_error()) return ffi::Unexpected(ticket.error());
   if (y.has_error()) return ffi::Unexpected(y.error());
   CGX_UNEXPECTED_IF_ERROR(check_ticket(op, *ticket));
@@ -194,8 +194,8 @@ ffi::ErrorOr<std::shared_ptr<tcp::Transfer>> transfer_of(const TcpTransferEnd& e
   const auto* transfer = std::get_if<std::shared_ptr<tcp::Transfer>>(&begun);
   if (transfer == nullptr || *transfer == nullptr) return ffi::Unexpected(invalid(op, no_ticket("exchange")));
   if ((*transfer)->bytes() != end.bytes)
-    return ffi::Unexpected(invalid(op, "a result of " + std::to_string(end.bytes) + " bytes does not belong to one of " +
-                                           std::to_string((*transfer)->bytes())));
+    return ffi::Unexpected(invalid(op, "a result of " + std::to_string(end.bytes) +
+                                           " bytes does not belong to one of " + std::to_string((*transfer)->bytes())));
   return *transfer;
 }
 

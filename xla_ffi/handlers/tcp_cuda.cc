@@ -87,8 +87,8 @@ ffi::Error exchange_begin(int32_t device, cudaStream_t stream, ffi::AnyBuffer x,
   const auto words = memory.take(tcp::kTicketBytes);
   if (words == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
   if (asked->bytes > 0)
-    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->transfer->in(), x.untyped_data(), x.size_bytes(),
-                        cudaMemcpyDefault, stream);
+    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->transfer->in(), x.untyped_data(), x.size_bytes(), cudaMemcpyDefault,
+                        stream);
   CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
   asked->transfer->begin(tcp::the_net(), asked->group);
   tcp::write_ticket(tcp::keep(asked->transfer, device), 1, reinterpret_cast<uint32_t*>(words.get()));
@@ -166,7 +166,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxcgx_tcp_exchange_begin_cuda, exchange_begin,
     CGX_ON_GPU.Arg<ffi::AnyBuffer>().Arg<ffi::Token>().Ret<ffi::AnyBuffer>().Ret<ffi::Token>().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cuda, exchange_end, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cuda, exchange_end,
+                              CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cuda, begin, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cuda, end, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 
