@@ -71,7 +71,7 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Mes
         begun = schedules.begin(outer, message, how)
         return begun.replace(residuals=None), message.replace(residuals=begun.residuals)
     carried = _carried(message)
-    inside = InnerStage.of(stages, carried, how)
+    inside = InnerStage.of(stages, carried, how) if schedules.is_piecewise(outer) else None
     if inside is None:
         begun = schedules.begin(outer, _inwards(stages, carried, how), how)
     else:
