@@ -179,7 +179,7 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Shaped], ranks:
         q = [low.factor_shape(x.shape) for x in leaves]
         p = [(rank, low.matrix(x.shape)[0]) for (rank, _), x in zip(q, leaves)]
         factors = [[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes] for shapes in (p, q)]
-        return sum(sent(schedule, Raw(), each, ranks, mover) for each in factors)
+        return sum(sent(schedule, Raw(), each, ranks=ranks, mover=mover) for each in factors)
     by_psum = lambda x: codec.low_rank or (codec.raw and not (own and x.dtype in DTYPES))
     bytes_of = lambda x: x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype)
     plain = round(2 * others / ranks * sum(map(bytes_of, filter(by_psum, leaves))))
