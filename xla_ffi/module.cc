@@ -54,6 +54,8 @@ NB_MODULE(_native, m) {
         cpu["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cpu);
         cpu["jaxcgx_tcp_allreduce_end"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_end_cpu);
         cpu["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cpu);
+        cpu["jaxcgx_tcp_exchange_begin"] = capsule(jaxcgx::jaxcgx_tcp_exchange_begin_cpu);
+        cpu["jaxcgx_tcp_exchange_end"] = capsule(jaxcgx::jaxcgx_tcp_exchange_end_cpu);
         nb::dict platforms;
         platforms["cpu"] = cpu;
 #ifdef JAXCGX_CUDA
@@ -65,6 +67,8 @@ NB_MODULE(_native, m) {
         cuda["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cuda);
         cuda["jaxcgx_tcp_allreduce_end"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_end_cuda);
         cuda["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cuda);
+        cuda["jaxcgx_tcp_exchange_begin"] = capsule(jaxcgx::jaxcgx_tcp_exchange_begin_cuda);
+        cuda["jaxcgx_tcp_exchange_end"] = capsule(jaxcgx::jaxcgx_tcp_exchange_end_cuda);
         platforms["CUDA"] = cuda;
 #endif
         return platforms;

@@ -12,11 +12,13 @@ between machines with a few cores. docs/planner.md has the formulas, and compare
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.base import Codec, LowRank
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.message import Stage
 from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.tcp import pieces_of
@@ -138,10 +140,10 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
     """
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
-    if codec.low_rank:
-        outer = outer._replace(schedule="psum")
-    elif outer.schedule == "tree":
+    if outer.schedule == "tree":
         outer = outer._replace(schedule=Overlay.tree(net.size))
+    elif codec.low_rank and (outer.schedule == "ring" or (net.begin_sum is None and isinstance(outer.schedule, str))):
+        outer = outer._replace(schedule="psum")
     elif outer.schedule == "auto":
         share = 1 if plan.leader else math.prod(stage.net.size for stage in inner)  # every inner rank takes a share
         if max(x.size for x in leaves) // share > codec.most:
@@ -151,7 +153,11 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
             known = dataclasses.replace(known, mover=known.mover or net.mover)
             parts = [jax.ShapeDtypeStruct((x.size // share,), x.dtype) for x in leaves]
             raw = sum(4 * x.size for x in leaves) // share
-            load = Load.of(codec, parts, raw, ranks=net.size, mover=known.mover)
+            if codec.low_rank:  # two sums of raw factors
+                half = wire(codec, leaves) / 2
+                load = Load(net.size, half, half)
+            else:
+                load = Load.of(codec, parts, raw, ranks=net.size, mover=known.mover)
             schedule = choose(load, known, prefer=plan.prefer)
         outer = outer._replace(schedule=schedule)
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
@@ -161,13 +167,19 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Shaped], ranks:
     """Returns the exact number of bytes that a rank sends to sum a message. If ranks differ, it is the largest.
 
     The schedule is "one_shot", "two_shot" or "ring"; over Tcp (`mover` "tcp") also "tree" or an `Overlay`; "psum" for
-    Raw(). For low-rank codecs, it doesn't matter, because lax.psum sums the factors. lax.psum also sums the leaves of
-    Raw(), except over Tcp with a schedule other than "ring", if codecs know their dtype.
+    Raw(). lax.psum sums factors of low-rank codecs and the leaves of Raw(), except over Tcp with a schedule other than
+    "ring", if codecs know their dtype, and along overlays.
     """
     others = ranks - 1
     if schedule == "tree":
         schedule = Overlay.tree(ranks)
     own = isinstance(schedule, Overlay) or (mover == "tcp" and schedule not in ("ring", "psum"))
+    if own and codec.low_rank:
+        low = cast(LowRank, codec)
+        q = [low.factor_shape(x.shape) for x in leaves]
+        p = [(rank, low.matrix(x.shape)[0]) for (rank, _), x in zip(q, leaves)]
+        factors = [[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes] for shapes in (p, q)]
+        return sum(sent(schedule, Raw(), each, ranks=ranks, mover=mover) for each in factors)
     by_psum = lambda x: codec.low_rank or (codec.raw and not (own and x.dtype in DTYPES))
     bytes_of = lambda x: x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype)
     plain = round(2 * others / ranks * sum(map(bytes_of, filter(by_psum, leaves))))

@@ -11,14 +11,15 @@ which rank of a node holds one.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.exchange import schedules, scopes
-from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry_over, fold_stage
+from jaxcgx.exchange import low_rank, schedules, scopes
+from jaxcgx.exchange.message import BegunMessage, Message, Sent, Stage, Sum, Summed, carry_over, fold_stage
+from jaxcgx.native import tcp
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.xla import Axes
@@ -29,12 +30,16 @@ Stages = tuple[Stage, ...]
 def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:
     """Returns the divided sum of the leaves over all stages, which are ordered outermost first.
 
-    The result has the new residuals, and the momentum with 0 where the outermost exchange sent an element. `net` is the
-    transport over the ranks of all stages.
+    The result has the new residuals and factors, and the momentum with 0 where the outermost exchange sent an element.
+    `net` is the transport over the ranks of all stages.
     """
-    if can_begin(stages, how):
-        begun, carried = begin(stages, message, how)
-        return end(begun, stages, carried, later=False)
+    if stages[0].codec.low_rank or can_begin(stages, how):
+        begun, message = begin(stages, message, how)
+        if begun.more:
+            begun, message = advance(begun, stages, message, how)
+        return end(begun, stages, message, how)
+    if not stages[1:]:
+        return _flat(message, schedules.allreduce(stages[0], message, how))
     carried = _carried(message)
     if how.leader:
         done = _by_leaders(net, stages, carried, how)
@@ -43,44 +48,72 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
     return _with_losses(done, carried.residuals, message.residuals)
 
 
-class BegunMessage(NamedTuple):
-    """A message on its way over its outermost stage."""
-
-    outer: Any  # the sum that the transport has begun
-    before: list[Any] | None  # in a hierarchy with feedback: the residuals before
-
-
 def can_begin(stages: Stages, how: Sum) -> bool:
-    """Returns whether a later program can end the exchange of a message. Otherwise the same program must."""
+    """Returns whether the exchange of a message goes on by itself, so that a later program may end it."""
+    outer = stages[0]
+    if outer.codec.low_rank:
+        return low_rank.can_begin(outer)
     alone = how.leader and bool(stages[1:])  # leaders exchange for their nodes
-    return not alone and not stages[0].codec.low_rank and schedules.is_piecewise(stages[0])
+    in_rounds = not (outer.codec.raw or isinstance(outer.schedule, Overlay))
+    return not alone and outer.net.begin_sum is not None and (in_rounds or schedules.is_piecewise(outer))
 
 
 def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Message]:
     """Exchanges a message over the inner stages, and begins its exchange over the outermost one.
 
-    It has the same bits as `allreduce`. Returns (what has begun, the message with the residuals for `end`).
+    It has the same bits as `allreduce`. Returns (what has begun, the message with the residuals for later).
     """
-    if stages[1:]:
-        carried = _carried(message)
-        inside = InnerStage.of(stages, carried, how)
-        if inside is None:
-            begun = schedules.begin(stages[0], _inwards(stages, carried, how), how)
-        else:
-            begun = schedules.begin(stages[0], inside.shares(carried), how, inside=inside, whole=carried.leaves)
-        return BegunMessage(begun, message.residuals), carried
-    begun = schedules.begin(stages[0], message, how)
-    return BegunMessage(dataclasses.replace(begun, residuals=None), None), message.replace(residuals=begun.residuals)
+    outer = stages[0]
+    if outer.codec.low_rank:
+        whole = message if _inner(stages) == 1 else _whole(stages, message, how)
+        return low_rank.begin(outer, whole), message
+    if not stages[1:]:
+        begun = schedules.begin(outer, message, how)
+        return begun.replace(residuals=None), message.replace(residuals=begun.residuals)
+    carried = _carried(message)
+    inside = InnerStage.of(stages, carried, how) if schedules.is_piecewise(outer) else None
+    if inside is None:
+        begun = schedules.begin(outer, _inwards(stages, carried, how), how)
+    else:
+        begun = schedules.begin(outer, _share(stages, carried), how, inside=inside, whole=carried.leaves)
+    return begun.replace(before=message.residuals), carried
 
 
-def end(begun: BegunMessage, stages: Stages, message: Message, later: bool) -> Message:
-    """Returns the sums and new residuals. `message` has the residuals from `begin`, and the types of the leaves."""
-    outer, before = begun
+def advance(
+    begun: BegunMessage, stages: Stages, message: Message, how: Sum, later: bool = False
+) -> tuple[BegunMessage, Message]:
+    """Begins the second round of an exchange. Arguments and results are as for `end` and `begin`."""
+    outer = stages[0]
+    if outer.codec.low_rank:
+        return low_rank.advance(outer, begun, message, inner=_inner(stages), later=later), message
     if stages[1:]:
-        done = _outwards(stages, message, Summed(*outer.net.end_sum(outer, later)), whole=outer.inside is not None)
-        return _with_losses(done, message.residuals, before)
-    sums, residuals = outer.net.end_sum(dataclasses.replace(outer, residuals=message.residuals), later)
-    return message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(sums, message.leaves)], residuals=residuals)
+        return schedules.advance(outer, begun, _share(stages, message), how, later=later), message
+    begun = schedules.advance(outer, begun.replace(residuals=message.residuals), message, how, later=later)
+    return begun.replace(residuals=None), message.replace(residuals=begun.residuals)
+
+
+def end(begun: BegunMessage, stages: Stages, message: Message, how: Sum, later: bool = False) -> Message:
+    """Returns the sums and new state. `message` has the state from before, and the types of the leaves."""
+    outer = stages[0]
+    if outer.codec.low_rank:
+        return low_rank.end(outer, begun, message, how, inner=_inner(stages), later=later)
+    if stages[1:]:
+        summed = schedules.end(outer, begun, _share(stages, message), how, later=later)
+        whole = isinstance(begun.outer, tcp.Begun) and begun.outer.inside is not None
+        return _with_losses(_outwards(stages, message, summed, whole=whole), message.residuals, begun.before)
+    return _flat(message, schedules.end(outer, begun.replace(residuals=message.residuals), message, how, later=later))
+
+
+def _flat(message: Message, summed: Summed) -> Message:
+    """Returns the sums and new state of a message without inner stages."""
+    momentum = None if message.momentum is None else summed.sent.clear(message.momentum)
+    leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
+    return Message(message.ids, leaves, residuals=summed.residuals, momentum=momentum)
+
+
+def _inner(stages: Stages) -> int:
+    """Returns the number of ranks of the inner stages."""
+    return math.prod(stage.net.size for stage in stages[1:])
 
 
 def _carried(message: Message) -> Message:
@@ -126,7 +159,7 @@ def _inwards(stages: Stages, message: Message, how: Sum) -> Message:
         shards = shards.replace(key=fold_stage(message.key, i, stages[:i] + stages[i + 1 :]))
         half = stage if stage.schedule == "ring" else stage._replace(schedule="one_shot")
         shards = shards.replace(leaves=schedules.reduce_scatter(half, shards, Sum(how.own)).leaves)
-    return _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
+    return _of_shares(stages, message, shards.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,17 +188,23 @@ class InnerStage:
     def net(self) -> Any:
         return self.stages[1].net
 
-    def shares(self, message: Message) -> Message:
-        """Returns the message of this rank's shares, with types in place of leaves."""
-        shares = [jax.ShapeDtypeStruct((-(-x.size // self.net.size),), jnp.float32) for x in self.leaves]
-        key = fold_stage(message.key, 0, self.stages[1:])
-        return _with_zero_residuals(message.replace(leaves=shares, key=key, residuals=None, momentum=None), message)
-
     def inwards(self, leaves: list[Any]) -> list[Any]:
         return _inwards(self.stages, Message(self.ids, leaves), self.how).leaves
 
     def outwards(self, shares: list[Any]) -> list[Any]:
         return _gather(self.stages, Message(self.ids, list(self.leaves)), shards=shares)
+
+
+def _share(stages: Stages, message: Message) -> Message:
+    """Returns the message of this rank's shares of the leaves, with types in place of leaves."""
+    shares = [jax.ShapeDtypeStruct((-(-x.size // _inner(stages)),), jnp.float32) for x in message.leaves]
+    return _of_shares(stages, message, shares)
+
+
+def _of_shares(stages: Stages, message: Message, shares: list[Any]) -> Message:
+    """Returns the message of this rank's shares over the outermost stage."""
+    key = fold_stage(message.key, 0, stages[1:])
+    return _with_zero_residuals(message.replace(leaves=shares, key=key, residuals=None, momentum=None), message)
 
 
 def _outwards(stages: Stages, message: Message, summed: Summed, whole: bool = False) -> Message:
@@ -227,7 +266,7 @@ def _place(share: jax.Array, place: Sequence[Any], sizes: Sequence[int]) -> jax.
 
 def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:
     leaders = net.leaders()
-    sums = sum_inside(stages, message.replace(leaves=[x.astype(jnp.float32) for x in message.leaves]), how.own)
+    sums = _sum_inside(stages, message.replace(leaves=[x.astype(jnp.float32) for x in message.leaves]), how.own)
     outer = Message(message.ids, sums, fold_stage(message.key, 0, ()))
     summed = _exchange(stages[0]._replace(net=leaders), _with_zero_residuals(outer, message), how)
     residuals, momentum = summed.residuals, message.momentum
@@ -242,7 +281,16 @@ def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> M
     return Message(message.ids, leaves, residuals=residuals, momentum=momentum)
 
 
-def sum_inside(stages: Stages, message: Message, own: str) -> list[Any]:
+def _whole(stages: Stages, message: Message, how: Sum) -> Message:
+    """Returns the message of the sums of whole float32 leaves and residuals over the inner stages."""
+    terms = [[x.astype(jnp.float32) for x in message.leaves]]
+    if message.residuals is not None:
+        terms.append(message.residuals)
+    whole = message.replace(leaves=[sum(each) for each in zip(*terms)])
+    return message.replace(leaves=_sum_inside(stages, whole, how.own), residuals=None)
+
+
+def _sum_inside(stages: Stages, message: Message, own: str) -> list[Any]:
     """Returns the sums of whole float32 leaves over all stages except the outermost. Every rank gets all of them."""
     message = message.replace(residuals=None, momentum=None, factors=None)
     key = message.key

@@ -8,7 +8,7 @@ In a hierarchy the inner ranks first sum whole leaves with their own codecs. Eac
 of its node, and keeps an equal share of it as its residual.
 """
 
-import math
+import dataclasses
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,10 +17,11 @@ from jax.flatten_util import ravel_pytree
 
 from jaxcgx import _compat
 from jaxcgx.codecs.base import LowRank
-from jaxcgx.exchange import hierarchy, scopes
-from jaxcgx.exchange.message import Message, Sum
-from jaxcgx.transports.base import Transport
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.exchange import schedules, scopes
+from jaxcgx.exchange.message import BegunMessage, Message, Stage, Sum
 
+PSUM = "psum"  # the schedule of factors that the transport's uncompressed collective sums
 _LARGE = 2**20  # leaves with more elements are not stacked with others
 
 
@@ -32,29 +33,37 @@ class _Stack(NamedTuple):
     q: jax.Array  # float32[leaves, rank, n], from the previous step
 
 
-def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
-    """Returns the divided sum of the leaves over all stages, outermost first, with the new residuals and factors."""
-    codec, net = cast(LowRank, stages[0].codec), stages[0].net
-    inner = math.prod(stage.net.size for stage in stages[1:])
-    terms = [[x.astype(jnp.float32) for x in message.leaves]]
-    if message.residuals is not None:
-        terms.append(message.residuals)
-    if inner > 1:
-        whole = message.replace(leaves=[sum(each) for each in zip(*terms)])
-        terms = [hierarchy.sum_inside(stages, whole, how.own)]
-    stacks = _stacks(codec, message, terms)
-    uncompressed = sum(x.size * x.dtype.itemsize for x in message.leaves)
-    saving = uncompressed / sum(codec.wire_bytes(x.shape, x.dtype) for x in message.leaves)
-    with scopes.scope(scopes.ExchangeScope("psum", codec, saving)):
-        starts = [codec.begin(stack.q) for stack in stacks]
-        products: list[Any] = [sum(codec.left(x, q) for x in stack.terms) for stack, q in zip(stacks, starts)]
-        bases = [codec.orthonormal(p) for p in _psum(net, products)]
-        mine: list[Any] = [sum(codec.right(basis, x) for x in stack.terms) for basis, stack in zip(bases, stacks)]
-        found = [q / how.divisor for q in _psum(net, mine)]
+def can_begin(stage: Stage) -> bool:
+    """Returns whether the sums of factors go on by themselves."""
+    return stage.schedule != PSUM and schedules.is_piecewise(_raw(stage))
+
+
+def begin(stage: Stage, message: Message) -> BegunMessage:
+    """Begins the sum of P. The leaves are those of this rank or, in a hierarchy, of its node: then with residuals."""
+    codec = cast(LowRank, stage.codec)
+    stacks = _stacks(stage, message, [message.leaves, message.residuals])
+    products: list[Any] = [sum(codec.left(x, codec.begin(stack.q)) for x in stack.terms) for stack in stacks]
+    return BegunMessage(_begin_sum(stage, message, products), more=True, leaves=message.leaves)
+
+
+def advance(stage: Stage, begun: BegunMessage, message: Message, inner: int, later: bool) -> BegunMessage:
+    """Ends the sum of P, and begins that of Q. `inner`: the number of inner ranks. `later`: as in `schedules.end`."""
+    codec = cast(LowRank, stage.codec)
+    stacks = _stacks(stage, message, _terms(begun, message, inner))
+    bases = [codec.orthonormal(p) for p in _end_sum(stage, begun.outer, later)]
+    mine: list[Any] = [sum(codec.right(basis, x) for x in stack.terms) for basis, stack in zip(bases, stacks)]
+    return begun.replace(outer=_begin_sum(stage, message, mine), more=False, factors=list(zip(bases, mine)))
+
+
+def end(stage: Stage, begun: BegunMessage, message: Message, how: Sum, *, inner: int, later: bool) -> Message:
+    """Returns the divided sums of the leaves, and the new residuals and factors."""
+    codec = cast(LowRank, stage.codec)
+    stacks = _stacks(stage, message, _terms(begun, message, inner))
     leaves: list[Any] = [None] * len(message.leaves)
     lost, factors = list(leaves), list(leaves)
-    for stack, basis, own_q, q in zip(stacks, bases, mine, found):
-        total, gone = codec.multiply(basis, q), (sum(stack.terms) - codec.multiply(basis, own_q)) / inner
+    for stack, (basis, mine), q in zip(stacks, begun.factors or (), _end_sum(stage, begun.outer, later)):
+        q = q / how.divisor
+        total, gone = codec.multiply(basis, q), (sum(stack.terms) - codec.multiply(basis, mine)) / inner
         q = jnp.where(jnp.isfinite(q).all((1, 2), keepdims=True), q, stack.q)
         for k, i in enumerate(stack.ids):
             x = message.leaves[i]
@@ -66,15 +75,20 @@ def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
     return Message(message.ids, leaves, residuals=residuals, factors=message.factors and factors)
 
 
-def _stacks(codec: LowRank, message: Message, terms: list[list[Any]]) -> list[_Stack]:
+def _terms(begun: BegunMessage, message: Message, inner: int) -> list[Any]:
+    """Returns the leaves that `begin` got, and their residuals if it got them, too."""
+    return [begun.leaves, message.residuals if inner == 1 else None]
+
+
+def _stacks(stage: Stage, message: Message, terms: list[list[Any] | None]) -> list[_Stack]:
     """Returns stacks of leaves with the same shape. Each large leaf has its own stack, because stacking copies."""
-    alike: dict[Any, list[int]] = {}
+    codec, alike = cast(LowRank, stage.codec), dict[Any, list[int]]()
     for i, x in enumerate(message.leaves):
         alike.setdefault((codec.matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
     stacks: list[_Stack] = []
     for (shape, _), ids in alike.items():
         # Terms are multiplied one by one and their products are added. The sum of the terms would be one more array.
-        stacked = [jnp.stack([term[i].reshape(shape) for i in ids]) for term in terms]
+        stacked = [jnp.stack([x[i].astype(jnp.float32).reshape(shape) for i in ids]) for x in terms if x is not None]
         if message.factors is None:
             q = jnp.zeros((len(ids), *codec.factor_shape(shape)), jnp.float32)
         else:
@@ -83,7 +97,27 @@ def _stacks(codec: LowRank, message: Message, terms: list[list[Any]]) -> list[_S
     return stacks
 
 
-def _psum(net: Transport, arrays: list[Any]) -> list[jax.Array]:
-    """Returns the sums of the arrays over ranks, from one collective."""
-    flat, unravel = ravel_pytree(_compat.match_varying(*arrays))
-    return unravel(net.plain_psum(flat))
+def _raw(stage: Stage) -> Stage:
+    """Returns the stage of the factors, which travel raw."""
+    return stage._replace(codec=Raw(), backward=Raw())
+
+
+def _begin_sum(stage: Stage, message: Message, arrays: list[Any]) -> Any:
+    """Begins the sum of factors over ranks, all in one exchange."""
+    raw, factors = _raw(stage), Message(tuple(range(len(arrays))), _compat.match_varying(*arrays))
+    uncompressed = sum(x.size * x.dtype.itemsize for x in message.leaves)
+    saving = uncompressed / sum(stage.codec.wire_bytes(x.shape, x.dtype) for x in message.leaves)
+    if can_begin(stage):
+        scope = schedules.scope_of(raw, factors)
+        scope = dataclasses.replace(scope, codec=stage.codec, saving=scope.saving * saving)
+        return schedules.begin(raw, factors, Sum(), named=scope).outer
+    with scopes.scope(scopes.ExchangeScope("psum", stage.codec, saving)):
+        if stage.schedule != PSUM:
+            return schedules.allreduce(raw, factors, Sum()).leaves
+        flat, unravel = ravel_pytree(factors.leaves)
+        return unravel(stage.net.plain_psum(flat))
+
+
+def _end_sum(stage: Stage, begun: Any, later: bool) -> list[jax.Array]:
+    """Returns the sums of factors."""
+    return stage.net.end_sum(begun, later)[0] if can_begin(stage) else begun

@@ -142,6 +142,37 @@ class Sent(NamedTuple):
         return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["outer", "residuals", "before", "payload", "leaves", "factors"],
+    meta_fields=["more"],
+)
+@dataclasses.dataclass(frozen=True)
+class BegunMessage:
+    """A message on its way over its outermost stage, in one round or two. None in place of what isn't needed.
+
+    Attributes:
+      outer: what the transport has begun: the exchange of this round.
+      more: whether a second round follows. It needs the results of this one.
+      residuals: of the first encoding. A message without inner stages has them itself.
+      before: in a hierarchy with feedback: the residuals before.
+      payload: what this rank has sent for the leaves, by a sparse codec.
+      leaves: the leaves that the second round needs.
+      factors: of low-rank codecs, in the second round: for each stack of leaves, the basis and this rank's Q.
+    """
+
+    outer: Any
+    more: bool = False
+    residuals: list[Any] | None = None
+    before: list[Any] | None = None
+    payload: jax.Array | None = None
+    leaves: list[Any] | None = None
+    factors: list[tuple[jax.Array, jax.Array]] | None = None
+
+    def replace(self, **changes: Any) -> "BegunMessage":
+        return dataclasses.replace(self, **changes)
+
+
 class Summed(NamedTuple):
     """A sum over one transport."""
 

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.exchange import hierarchy, low_rank, schedules
+from jaxcgx.exchange import hierarchy, schedules
 from jaxcgx.exchange.message import SHARED, STATE, Message, Stage, Sum, back_key
 from jaxcgx.native.rules import define_impl, in_front, places
 from jaxcgx.transports.base import Pairs, Transport, join_rows, split_rows
@@ -194,14 +194,7 @@ def psum(message: Message, net: Transport, stages: tuple[Stage, ...], how: Sum) 
 
 
 def _psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
-    outermost = stages[0]
-    if outermost.codec.low_rank:
-        return low_rank.allreduce(stages, message, how)
-    if len(stages) > 1:
-        return hierarchy.allreduce(net, stages, message=message, how=how)
-    summed = schedules.allreduce(outermost, message, how)
-    momentum = None if message.momentum is None else summed.sent.clear(message.momentum)
-    return Message(message.ids, summed.leaves, residuals=summed.residuals, momentum=momentum)
+    return hierarchy.allreduce(net, stages, message=message, how=how)
 
 
 # If JAX tracks over which axes values vary (check_vma), the cotangent of a sum is the same on every rank. The transpose
@@ -223,6 +216,13 @@ same_p: _compat.Primitive = _compat.Primitive("jaxcgx_same")
 def same(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
     """Returns x, marked as the same on every rank if JAX tracks that."""
     return same_p.bind(x, names=names) if _compat.tracked_axes(names) else x
+
+
+def shared(done: Message, names: tuple[Any, ...]) -> Message:
+    """Returns sums, and the state that is the same on every rank, marked as such."""
+    mark = lambda arrays: [same(x, names) for x in arrays]
+    kept = {kind: mark(arrays) for kind in SHARED if (arrays := getattr(done, kind)) is not None}
+    return done.replace(leaves=mark(done.leaves), **kept)
 
 
 define_impl(same_p)

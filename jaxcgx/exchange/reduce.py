@@ -14,7 +14,7 @@ from jaxcgx.checks import check_varying, spell_array, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import hierarchy, primitives, rows, scopes
-from jaxcgx.exchange.message import STATE, Carry, Message, carry_over
+from jaxcgx.exchange.message import STATE, BegunMessage, Carry, Message, carry_over
 from jaxcgx.exchange.routes import Envelope, Plain, Route, Routes, Travel, Way
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
@@ -27,7 +27,7 @@ from jaxcgx.typing import Key, PyTree
 class Ticket:
     """A sum that has begun. It must be ended once, in this program or, with `Way.later`, in a later one."""
 
-    begun: dict[int, hierarchy.BegunMessage]  # {number of the envelope: its message on its way}
+    begun: dict[int, BegunMessage]  # {number of the envelope: its message on its way}
     held: dict[int, jax.Array]  # {number of the leaf: leaf that `end` sends}
     key: Key | None  # the key of the noise
     travel: Travel
@@ -87,22 +87,38 @@ def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Tic
         leaves = [ticket.held.pop(i) for i in envelope.ids]
         with travel.scope(envelope.ids):
             message = primitives.match_varying(_message(envelope, leaves, ticket, kept), travel.net)
-            ticket.begun[m], message = hierarchy.begin(envelope.stages, message, travel.how)
+            begun, message = hierarchy.begin(envelope.stages, message, travel.how)
         kept.update(envelope.ids, message)
+        _advance(ticket, kept)  # while this message travels, the one before begins its second round
+        ticket.begun[m] = begun
     return ticket, kept.carry()
+
+
+def _advance(ticket: Ticket, kept: _Kept, later: bool = False) -> None:
+    """Begins the second rounds of all messages whose first has begun. `later`: as in `hierarchy.end`."""
+    travel = ticket.travel
+    for m, begun in ticket.begun.items():
+        if begun.more:
+            envelope = travel.envelopes[m]
+            with travel.scope(envelope.ids):
+                message = _message(envelope, _types(envelope, travel), ticket, kept)
+                ticket.begun[m], message = hierarchy.advance(begun, envelope.stages, message, travel.how, later=later)
+            kept.update(envelope.ids, message)
 
 
 def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
     """Ends the sum. Returns (sums, carry)."""
     travel = ticket.travel
     routes, found, kept = travel.routes, dict[int, jax.Array](), _Kept(carry, travel.routes)
+    ticket = dataclasses.replace(ticket, begun=dict(ticket.begun))
+    _advance(ticket, kept, travel.way.later)
     for m in reversed(ticket.begun):  # the last to begin has the first layers, which the next step needs first
         envelope = travel.envelopes[m]
-        shapes = [jax.ShapeDtypeStruct(routes.leaves[i].shape, routes.leaves[i].dtype) for i in envelope.ids]
         with travel.scope(envelope.ids):
-            message = _message(envelope, shapes, ticket, kept)
-            done = hierarchy.end(ticket.begun[m], envelope.stages, message, travel.way.later)
-        found |= {i: primitives.same(x, travel.net.names) for i, x in zip(envelope.ids, done.leaves)}
+            message = _message(envelope, _types(envelope, travel), ticket, kept)
+            done = hierarchy.end(ticket.begun[m], envelope.stages, message, travel.how, later=travel.way.later)
+        done = primitives.shared(done, travel.net.names)
+        found |= dict(zip(envelope.ids, done.leaves))
         kept.update(envelope.ids, done)
     for plain in travel.plain:
         found |= _plain(plain, ticket, kept)
@@ -225,6 +241,12 @@ def _message(envelope: Envelope, leaves: list[Any], ticket: Ticket, kept: _Kept)
     ids, key = envelope.ids, ticket.key if envelope.stochastic else None
     state = {kind: kept.of(kind, ids) for kind in kept.arrays if kind in envelope.stages[0].codec.state}
     return Message(_numbers(ids, ticket.travel), leaves, key).replace(**state)
+
+
+def _types(envelope: Envelope, travel: Travel) -> list[Any]:
+    """Returns the types of the leaves of a message."""
+    routes = [travel.routes.leaves[i] for i in envelope.ids]
+    return [jax.ShapeDtypeStruct(route.shape, route.dtype) for route in routes]
 
 
 def _numbers(ids: tuple[int, ...], travel: Travel) -> tuple[int, ...]:

@@ -367,8 +367,8 @@ def _scheduled(
         if way.fed and stages[0].codec.raw and named[0].schedule == "auto":
             named[0] = named[0]._replace(schedule="two_shot")  # a residual gets the rounding of the owner's sum
         chosen = costs.scheduled(tuple(named), leaves, routes.plan)
-    for stage, before in zip(chosen, named):
-        _check_hops(routes, stage, before.schedule)
+    for stage in chosen:
+        _check_hops(routes, stage)
     return chosen
 
 
@@ -400,15 +400,9 @@ def _check_way(routes: Routes, way: Way, hops: bool) -> None:
             raise routes.wrong(f"codecs of slices {sliced}", spell(route.codecs[0]), remedy, route.path)
 
 
-def _check_hops(routes: Routes, stage: Stage, asked: str | Overlay) -> None:
-    """Checks that an overlay has as many ranks as the stage, and that the codec works with an overlay or a ring.
-
-    `asked` is the plan's schedule. A stage with a low-rank codec has the schedule "psum" instead.
-    """
+def _check_hops(routes: Routes, stage: Stage) -> None:
+    """Checks that an overlay has as many ranks as the stage, and that the codec works with an overlay or a ring."""
     schedule, ranks = stage.schedule, stage.net.size
-    if isinstance(asked, Overlay) and stage.codec.low_rank:
-        expected = f"a schedule's name with {spell(stage.codec)}, whose factors are summed by lax.psum"
-        raise routes.wrong(expected, "an overlay", "take another codec, such as jaxcgx.MaxMin(4)")
     if isinstance(schedule, Overlay) and schedule.ranks != ranks:
         raise routes.wrong(f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
     hops = schedule == "ring" or (isinstance(schedule, Overlay) and schedule.depth > 1)

@@ -9,8 +9,8 @@ sums have another codec than leaves, with room for every element that the ranks 
 including the owner, decode the same bytes of a sum, so replicas are identical bit for bit.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange import trees
-from jaxcgx.exchange.message import HOP, SUM, Message, Sent, Stage, Sum, Summed, carry_over, first, fold
+from jaxcgx.exchange.message import HOP, SUM, BegunMessage, Message, Sent, Stage, Sum, Summed, carry_over, first, fold
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -29,32 +29,6 @@ from jaxcgx.native.tcp import Inside
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Pairs, PiecewiseSum, Transport
 from jaxcgx.typing import Key
-
-
-def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Sums in two halves: each owner sums its part, encodes the sum, and sends it to all ranks."""
-    net, lost, sent = stage.net, None, None
-    layout = message.layout(stage.codec, net.size)
-    back, of_sum = layout.of_sum(net.size), fold(message.key, SUM)
-    with scope(ExchangeScope.of(stage.schedule, layout)):
-        if stage.schedule == "ring":
-
-            def add(
-                payloads: jax.Array, part: jax.Array, place: int, key: Key | None, divisor: float = 1.0
-            ) -> jax.Array:
-                own = Own(message.leaves, place)
-                return ops.reduce_encoded(layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
-
-            total = lambda rows, part: add(rows, part, place=1, key=of_sum, divisor=how.divisor)
-            row = _ring(net, layout, message.key, add=add, total=total)
-        else:  # every part goes straight to its owner
-            payload, lost = message.encode(layout, first(message.key, stage.codec, net))
-            received = net.all_to_all(payload)
-            row, lost = message.add(layout, received, lost, how, chunk=net.rank, place=net.rank, key=of_sum)
-            if lost is not None:  # the elements of the encoded sum count as sent by this rank
-                sent = Sent(layout, payload if how.own == "encoded" else payload.at[net.rank].set(row))
-    with scope(ExchangeScope.of(stage.schedule, back)):
-        return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
 def _ring(
@@ -73,20 +47,6 @@ def _ring(
         row = add(jnp.stack([row, row]), part, 1, fold(key, HOP + hop, net.rank))
     row, part = net.shift(row), (part - 1) % net.size
     return total(jnp.stack([row, row]), part)
-
-
-def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Sums in one exchange: every rank gets all messages, and adds them up. It rounds once, but sends more bytes."""
-    net, codec, layout = stage.net, stage.codec, message.layout(stage.codec)
-    with scope(ExchangeScope.of("one_shot", layout, 2 / net.size)):
-        payload, lost = message.encode(layout, first(message.key, codec, net))
-        received = net.all_gather(payload[0])
-        if codec.trims_sums:
-            sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
-            sums = [x / how.divisor for x in sums]
-        else:
-            sums = ops.reduce(layout, received, divisor=how.divisor)
-        return Summed(sums, lost, Sent(layout, payload))
 
 
 def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
@@ -124,28 +84,107 @@ def is_piecewise(stage: Stage) -> bool:
 
 
 def begin(
-    stage: Stage, message: Message, how: Sum, inside: Inside | None = None, whole: Sequence[jax.Array] = ()
-) -> Any:
-    """Begins a piecewise sum, which has the same bits as its schedule, and returns a pytree.
+    stage: Stage,
+    message: Message,
+    how: Sum,
+    inside: Inside | None = None,
+    whole: Sequence[jax.Array] = (),
+    named: ExchangeScope | None = None,
+) -> BegunMessage:
+    """Begins a sum. If another round follows, `advance` begins it, and `end` ends the sum.
 
-    `end_sum` of the transport in it ends the sum, and makes its new residuals final. With a stage `inside`, the leaves
-    of the message are only the types of this rank's shares of the leaves in `whole`.
+    With a stage `inside`, the leaves of the message are only the types of this rank's shares of the leaves in `whole`.
+    The residuals of the result are those of the first encoding. `named`: the scope, if it isn't that of the stage.
     """
-    stage = stage.compared(message, how)
-    with _piecewise_scope(stage, message):
-        asked = PiecewiseSum(
-            layout=_layout(stage, message),
-            leaves=message.leaves if inside is None else list(whole),
-            residuals=message.residuals,
-            first_key=first(message.key, stage.codec, stage.net),
-            sum_key=fold(message.key, SUM),
-            hop_key=fold(message.key, HOP, stage.net.rank),
-            parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
-            own=how.own,
-            divisor=how.divisor,
-            inside=inside,
-        )
-        return stage.net.begin_sum(asked)
+    stage, how = stage.compared(message, how), _own_part(stage, how)
+    with scope(named or scope_of(stage, message)):
+        if is_piecewise(stage):  # with the bits of its schedule
+            asked = PiecewiseSum(
+                layout=_layout(stage, message),
+                leaves=message.leaves if inside is None else list(whole),
+                residuals=message.residuals,
+                first_key=first(message.key, stage.codec, stage.net),
+                sum_key=fold(message.key, SUM),
+                hop_key=fold(message.key, HOP, stage.net.rank),
+                parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
+                own=how.own,
+                divisor=how.divisor,
+                inside=inside,
+            )
+            outer = stage.net.begin_sum(asked)
+            return BegunMessage(dataclasses.replace(outer, residuals=None), residuals=outer.residuals)
+        return _begin_rounds(stage, message, how)
+
+
+def _begin_rounds(stage: Stage, message: Message, how: Sum) -> BegunMessage:
+    """Begins a sum in rounds, between which the codec encodes and decodes.
+
+    one_shot: every rank gets all messages, and adds them up. It rounds once, but sends more bytes. two_shot: each owner
+    gets its part of all messages. In the second round, it sends the encoded sum to all ranks. A ring does this after
+    its hops.
+    """
+    net, codec, layout = stage.net, stage.codec, _layout(stage, message)
+    if stage.schedule == "ring":
+        return BegunMessage(net.begin_exchange("all_gather", _sum_by_ring(stage, message, how)))
+    payload, lost = message.encode(layout, first(message.key, codec, net))
+    sent = payload if codec.sparse and lost is not None else None
+    if stage.schedule == "one_shot":
+        return BegunMessage(net.begin_exchange("all_gather", payload[0]), residuals=lost, payload=sent)
+    leaves = message.leaves if lost is None and how.replaces_own(codec) else None
+    outer = net.begin_exchange("all_to_all", payload)
+    return BegunMessage(outer, more=True, residuals=lost, payload=sent, leaves=leaves)
+
+
+def _sum_by_ring(stage: Stage, message: Message, how: Sum) -> jax.Array:
+    """Returns the encoded sum of this rank's part."""
+    layout = _layout(stage, message)
+
+    def add(payloads: jax.Array, part: jax.Array, place: int, key: Key | None, divisor: float = 1.0) -> jax.Array:
+        own = Own(message.leaves, place)
+        return ops.reduce_encoded(layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
+
+    total = lambda rows, part: add(rows, part, place=1, key=fold(message.key, SUM), divisor=how.divisor)
+    return _ring(stage.net, layout, message.key, add=add, total=total)
+
+
+def advance(stage: Stage, begun: BegunMessage, message: Message, how: Sum, later: bool = False) -> BegunMessage:
+    """Ends the first round of two, and begins the second. Arguments are as for `end`."""
+    stage, how = stage.compared(message, how), _own_part(stage, how)
+    net, layout = stage.net, _layout(stage, message)
+    received = net.end_exchange(begun.outer, (net.size, layout.chunk_bytes), later)
+    message, key = message.replace(leaves=begun.leaves), fold(message.key, SUM)
+    row, lost = message.add(layout, received, begun.residuals, how, chunk=net.rank, place=net.rank, key=key)
+    payload = begun.payload
+    if payload is not None and how.own != "encoded":  # the elements of the encoded sum count as sent by this rank
+        payload = payload.at[net.rank].set(row)
+    with scope(ExchangeScope.of(stage.schedule, layout.of_sum(net.size))):
+        outer = net.begin_exchange("all_gather", row)
+    return BegunMessage(outer, residuals=lost, before=begun.before, payload=payload)
+
+
+def end(stage: Stage, begun: BegunMessage, message: Message, how: Sum, later: bool = False) -> Summed:
+    """Ends a sum whose last round has begun. The leaves of the message are types.
+
+    `later`: the program may be later than the one that began the sum.
+    """
+    net, lost = stage.net, begun.residuals
+    if is_piecewise(stage):
+        return Summed(*net.end_sum(dataclasses.replace(begun.outer, residuals=lost), later))
+    layout = _layout(stage, message)
+    sent = None if begun.payload is None else Sent(layout, begun.payload)
+    if stage.schedule != "one_shot":
+        back = layout.of_sum(net.size)
+        return Summed(ops.decode(back, net.end_exchange(begun.outer, (net.size, back.chunk_bytes), later)), lost, sent)
+    received = net.end_exchange(begun.outer, (net.size, layout.chunk_bytes), later)
+    if not stage.codec.trims_sums:
+        return Summed(ops.reduce(layout, received, divisor=how.divisor), lost, sent)
+    sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
+    return Summed([x / how.divisor for x in sums], lost, sent)
+
+
+def _own_part(stage: Stage, how: Sum) -> Sum:
+    """Returns the settings of a sum. If its codec has room for all elements, a rank's own part is encoded, too."""
+    return how._replace(own="encoded") if stage.codec.sums_grow else how
 
 
 def _trees(stage: Stage) -> Overlay:
@@ -156,31 +195,29 @@ def _trees(stage: Stage) -> Overlay:
 def _layout(stage: Stage, message: Message) -> Layout:
     if isinstance(stage.schedule, Overlay):
         return message.layout(stage.codec, len(stage.schedule.trees), stage.schedule.shares)
-    return message.layout(stage.codec, stage.net.size if stage.schedule == "two_shot" else 1)
+    return message.layout(stage.codec, 1 if stage.schedule == "one_shot" else stage.net.size)
 
 
-def _piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[Any]:
+def scope_of(stage: Stage, message: Message) -> ExchangeScope:
+    """Returns the scope of a sum or, if it has two rounds, of its first round."""
     layout, ranks = _layout(stage, message), stage.net.size
-    part = 2 / ranks
-    if stage.schedule != "one_shot":  # for the rank that sends most
-        part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(*_trees(stage).sent(layout.ends, layout.ends), 1)
-    return scope(ExchangeScope.of(stage.schedule, layout, part, sent=sum(layout.ends)))
+    if stage.schedule == "one_shot":
+        return ExchangeScope.of(stage.schedule, layout, 2 / ranks, sent=sum(layout.ends))
+    if not is_piecewise(stage):
+        return ExchangeScope.of(stage.schedule, layout)
+    # for the rank that sends most
+    part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(*_trees(stage).sent(layout.ends, layout.ends), 1)
+    return ExchangeScope.of(stage.schedule, layout, part, sent=sum(layout.ends))
 
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """Returns the divided sum of the leaves over all ranks of a stage. Every rank gets it."""
-    if is_piecewise(stage):
-        summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
+    if isinstance(stage.schedule, Overlay) and not is_piecewise(stage):
+        summed = trees.allreduce(stage.compared(message, how), stage.schedule, message, _own_part(stage, how))
     else:
-        stage = stage.compared(message, how)
-        if stage.codec.sums_grow:  # a sum has room for all elements, so own parts are encoded, too
-            how = how._replace(own="encoded")
-        if isinstance(stage.schedule, Overlay):
-            summed = trees.allreduce(stage, stage.schedule, message, how)
-        elif stage.schedule == "one_shot":
-            summed = _one_shot(stage, message, how)
-        else:
-            return _two_halves(stage, message, how)
+        begun = begin(stage, message, how)
+        begun = advance(stage, begun, message, how) if begun.more else begun
+        summed = end(stage, begun, message, how)
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 

@@ -1,7 +1,8 @@
 """Exchanges and sums among processes over TCP, as JAX primitives.
 
 A sum is two primitives: one begins it, the other ends it. Pieces are encoded, added up and decoded while other pieces
-are on their way. Between the two primitives, a sum uses only its own memory, so a later program may end it.
+are on their way. Between the two primitives, a sum uses only its own memory, so a later program may end it. An exchange
+of bytes is one primitive or, in the same way, two.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitives have no
 derivatives, because each collective defines its own derivatives.
@@ -99,6 +100,7 @@ def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: A
         **who_takes_part(ctx, net),
         operation=np.int64(OPERATIONS.index(operation)),
         targets=np.array(targets, np.int64),
+        overtakes=False,
         digest=digest(targets, ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
     )
 
@@ -114,6 +116,80 @@ def lower(primitive: _compat.Primitive, rule: Any) -> None:
 tcp_exchange_p.def_effectful_abstract_eval(exchange_aval)
 batching.primitive_batchers[tcp_exchange_p] = functools.partial(batch_exchange, tcp_exchange_p)
 lower(tcp_exchange_p, _lower)
+
+
+# Exchanges in two primitives. A ticket is two words, zeros if nothing has begun.
+
+tcp_exchange_begin_p: Any = _compat.Primitive("jaxcgx_tcp_exchange_begin")
+tcp_exchange_end_p: Any = _compat.Primitive("jaxcgx_tcp_exchange_end")
+
+
+def begin_exchange(operation: str, x: jax.Array, net: Any) -> jax.Array:
+    """Begins the exchange "all_to_all" or "all_gather" of `exchange`, and returns its ticket."""
+    return tcp_exchange_begin_p.bind(vary(x, net), operation=operation, net=net)
+
+
+def end_exchange(ticket: jax.Array, shape: tuple[int, ...], net: Any, later: bool) -> jax.Array:
+    """Returns the result of an exchange: uint8 of this shape, [ranks, ...]. `later`: as in `end`."""
+    return tcp_exchange_end_p.bind(ticket, shape=shape, net=net, later=later)
+
+
+def _lower_exchange_begin(ctx: Any, x: Any, *, operation: str, net: Any) -> Sequence[Any]:
+    return _compat.lower_ordered("jaxcgx_tcp_exchange_begin", net.order)(
+        ctx,
+        x,
+        **who_takes_part(ctx, net),
+        operation=np.int64(OPERATIONS.index(operation)),
+        targets=np.array([], np.int64),
+        overtakes=net.slice_elements is not None,
+        digest=digest(ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
+    )
+
+
+def _lower_exchange_end(ctx: Any, ticket: Any, *, shape: tuple[int, ...], net: Any, later: bool) -> Sequence[Any]:
+    return _call_of_end(ctx, "jaxcgx_tcp_exchange_end", net, later)(ctx, ticket, ordered=later)
+
+
+def _call_of_end(ctx: Any, target: str, net: Any, later: bool, in_place: dict[int, int] | None = None) -> Any:
+    """Returns the lowering rule of the call that ends something. `in_place`: as jax.ffi's operand_output_aliases."""
+    if later:
+        return _compat.lower_ordered(target, net.order, operand_output_aliases=in_place)
+    ctx.set_tokens_out(ctx.tokens_in)  # if there are any, the next exchange need not wait
+    return jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
+
+
+def _abstract_exchange_begin(x: Any, *, operation: str, net: Any) -> tuple[Any, frozenset[Any]]:
+    return _compat.result_aval([x], (2,), jnp.dtype(jnp.uint32)), net.effects
+
+
+def _abstract_exchange_end(ticket: Any, *, shape: tuple[int, ...], net: Any, later: bool) -> tuple[Any, frozenset[Any]]:
+    effects = net.effects if later else net.effects - {net.order}
+    return _compat.result_aval([ticket], shape, jnp.dtype(jnp.uint8)), effects
+
+
+# A batch is one exchange of longer rows. Its ticket is repeated for each row.
+def _batch_exchange_begin(
+    operands: Sequence[Any], dims: Sequence[Any], *, operation: str, net: Any
+) -> tuple[jax.Array, int]:
+    (x,), (dim,) = operands, dims
+    ticket = begin_exchange(operation, jnp.moveaxis(x, dim, operation == "all_to_all"), net)
+    return jnp.broadcast_to(ticket, (x.shape[dim], *ticket.shape)), 0
+
+
+def _batch_exchange_end(
+    operands: Sequence[Any], dims: Sequence[Any], *, shape: tuple[int, ...], **params: Any
+) -> tuple[jax.Array, int]:
+    (tickets,), (dim,) = operands, dims
+    shape = (shape[0], tickets.shape[dim], *shape[1:])
+    return tcp_exchange_end_p.bind(jnp.moveaxis(tickets, dim, 0)[0], shape=shape, **params), 1
+
+
+tcp_exchange_begin_p.def_effectful_abstract_eval(_abstract_exchange_begin)
+tcp_exchange_end_p.def_effectful_abstract_eval(_abstract_exchange_end)
+batching.primitive_batchers[tcp_exchange_begin_p] = _batch_exchange_begin
+batching.primitive_batchers[tcp_exchange_end_p] = _batch_exchange_end
+lower(tcp_exchange_begin_p, _lower_exchange_begin)
+lower(tcp_exchange_end_p, _lower_exchange_end)
 
 
 # Sums
@@ -342,13 +418,8 @@ def _lower_end(ctx: Any, *operands: Any, tree: Any, batch: tuple[int, ...], late
             return jax.tree_util.tree_leaves(ended._replace(sums=_mapped(inside.outwards, batch)(ended.sums)))
 
         return mlir.lower_fun(apart, multiple_results=True)(ctx, *operands)
-    target, in_place = "jaxcgx_tcp_allreduce_end", _in_place(at, Ended([0] * len(at.layout.shapes), at.residuals))
-    if later:
-        call = _compat.lower_ordered(target, at.net.order, operand_output_aliases=in_place)
-    else:
-        call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
-        ctx.set_tokens_out(ctx.tokens_in)  # if there are any, the next exchange need not wait
-    return call(
+    in_place = _in_place(at, Ended([0] * len(at.layout.shapes), at.residuals))
+    return _call_of_end(ctx, "jaxcgx_tcp_allreduce_end", at.net, later, in_place=in_place)(
         ctx,
         *operands,
         **at.layout.attributes,

@@ -144,7 +144,7 @@ def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> Instruction
     if target[1] == "jaxcgx_tcp_allreduce":
         operation = "all-reduce" if "two_shot = true" in line else "all-gather"
         return Instruction(operation, (("u8", number("bytes")),), _tcp_groups(line, number("ranks")), "Tcp")
-    if target[1] == "jaxcgx_tcp_exchange":
+    if target[1] in ("jaxcgx_tcp_exchange", "jaxcgx_tcp_exchange_begin"):
         operation = _ALIKE[tcp.OPERATIONS[number("operation")]]
         return Instruction(operation, ((operand.dtype, operand.bytes),), _tcp_groups(line, number("ranks")), "Tcp")
     if target[1] == "jaxcgx_exchange":

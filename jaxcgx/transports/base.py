@@ -87,6 +87,14 @@ class Transport:
         """Returns (sums, new residuals or None). `later`: the program may be later than the one that began the sum."""
         raise NotImplementedError(f"{type(self).__name__}.end_sum")
 
+    def begin_exchange(self, operation: str, x: jax.Array) -> Any:
+        """Begins an "all_to_all" or "all_gather" of x. Only a transport with `begin_sum` doesn't wait for its end."""
+        return getattr(self, operation)(x)
+
+    def end_exchange(self, begun: Any, shape: tuple[int, ...], later: bool = False) -> jax.Array:
+        """Returns the result of `begin_exchange`, uint8 of this shape. `later`: as for `end_sum`."""
+        return begun
+
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         """Sends row r of [ranks, ...] to rank r. Row r of the result came from rank r."""
         raise NotImplementedError(f"{type(self).__name__}.all_to_all")

@@ -86,6 +86,12 @@ class TcpAxes(Axes):
         target = dict(pairs)
         return tcp.exchange("permute", row, self, targets=tuple(target.get(rank, -1) for rank in range(self.size)))
 
+    def begin_exchange(self, operation: str, x: jax.Array) -> jax.Array:
+        return tcp.begin_exchange(operation, x, self)
+
+    def end_exchange(self, begun: jax.Array, shape: tuple[int, ...], later: bool = False) -> jax.Array:
+        return tcp.end_exchange(begun, shape, self, later)
+
     def begin_sum(self, asked: PiecewiseSum) -> tcp.Begun:
         return tcp.begin(asked, self)
 

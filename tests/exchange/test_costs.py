@@ -83,6 +83,15 @@ def test_a_program_does_so(n, operations):
     assert sent(program) == {(operation, "u8") for operation in operations}
 
 
+def test_factors_over_tcp_are_sums_of_raw_leaves():
+    leaf, codec = jax.ShapeDtypeStruct((60, 40), "float32"), cgx.PowerSGD(2)
+    of = lambda schedule, mover=None: costs.sent(schedule, codec, [leaf], 4, mover)
+    factors = 4 * 2 * (60 + 40)
+    assert of("one_shot", "tcp") == 3 * factors
+    assert of("psum") == of("psum", "tcp") == of("ring", "tcp") == 2 * 3 / 4 * factors
+    assert factors < of("tree") == of("tree", "tcp")
+
+
 def test_a_hierarchy_counts_shares_and_a_leader_the_whole():
     codec = cgx.MaxMin(4)
     n = next(n for n in range(1000, 10**6, 1000) if choose(4, 4 * n, codec.wire_bytes((n,), "float32")) == "two_shot")

@@ -194,15 +194,21 @@ def test_text():
 
 @pytest.mark.parametrize(
     ("codec", "schedule", "expected"),
-    [
-        (EXACT, Overlay.tree(3), "an overlay of the 4 ranks"),
-        (cgx.TopK(0.1), UNEVEN, "sums grow"),
-        (cgx.PowerSGD(2), UNEVEN, "a schedule's name with PowerSGD(rank=2)"),
-    ],
+    [(EXACT, Overlay.tree(3), "an overlay of the 4 ranks"), (cgx.TopK(0.1), UNEVEN, "sums grow")],
 )
 def test_where_an_overlay_does_not_fit(codec, schedule, expected):
     with raises(ValueError, says("compressed_psum", "plan", expected=expected)):
         on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule=schedule)), mesh(4))(normal((4, 60, 40)))
+
+
+def test_factors_travel_along_an_overlay():
+    x = normal((4, 60, 40))
+    sums = [
+        on_ranks(lambda x, s=s: cgx.compressed_psum(x, "a", planned(cgx.PowerSGD(2), schedule=s)), mesh(4))(x)
+        for s in ("auto", UNEVEN, "tree")
+    ]
+    for found in sums[1:]:
+        np.testing.assert_allclose(found, sums[0], rtol=0, atol=1e-5 * np.abs(sums[0]).max())
 
 
 def test_an_overlay_of_an_inner_axis():

@@ -113,3 +113,34 @@ def test_the_order_of_messages():
         sent[overlap] = sums(train.step.trace(state, batch).jaxpr)
         assert len(traces) == 3
     assert list(sent.values()) == [["a", "b", "c"], ["a", "c", "b"], ["b", "c", "a"]]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "sums", "lists"),
+    [
+        (cgx.Plan(cgx.MaxMin(4), min_size=64), 2, 0),
+        (cgx.Plan(cgx.MaxMin(4), [("0", cgx.ByteGrad())], min_size=64), 3, 0),
+        (cgx.Plan(cgx.PowerSGD(1), min_size=64), 3, 0),
+        (cgx.DGC(ratio=0.1), 1, 1),
+    ],
+    ids=["MaxMin", "two codecs", "PowerSGD", "DGC"],
+)
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_the_messages_of_many_small_leaves(exchange, sums, lists, overlap):
+    """Over Tcp, a step of 300 leaves sends one message for each codec, two of PowerSGD, one raw one, and its loss."""
+    params = {f"{i % 10}{i:03}": np.ones((8, 8) if i % 3 == 0 else (8,), np.float32) for i in range(300)}
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w) if w.ndim == 2 else x + w
+        return jnp.mean(x)
+
+    sharding = cgx.Sharding(cgx.Tcp("a"))
+    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh(2), exchange, sharding=sharding, overlap=overlap)
+    state, batch = jax.eval_shape(train.init, params), jax.ShapeDtypeStruct((4, 8), np.float32)
+    program = str(train.step.trace(state, batch).jaxpr)
+    count = lambda name: len(re.findall(rf"\b{name}\[", program))
+    assert count("jaxcgx_tcp_begin") == count("jaxcgx_tcp_end") == sums
+    assert count("jaxcgx_tcp_exchange_begin") == count("jaxcgx_tcp_exchange_end") == lists
+    assert count("jaxcgx_psum") == 1  # the loss
+    assert not count("psum") and not count("psum_invariant")

@@ -1,6 +1,7 @@
 #include "handlers/tcp.h"
 
 #include <cstring>
+#include <functional>
 #include <limits>
 
 #include "cpu/pages.h"
@@ -29,17 +30,16 @@ void flush_denormals() {
 #endif
 }
 
-// Returns a function that completes a result. It does so in a thread without other work, because XLA continues the
-// program in that thread.
-tcp::Done completes(ffi::Promise promise) {
-  return [promise](const Status& status) {
+// Returns a function that completes a result, after `last`. It does so in a thread without other work, because XLA
+// continues the program in that thread.
+tcp::Done completes(ffi::Promise promise, std::function<void()> last = nullptr) {
+  return [promise, last = std::move(last)](const Status& status) {
     static auto& threads = *new tcp::Threads(std::numeric_limits<int64_t>::max());
-    threads.run([promise, status]() mutable {
+    threads.run([promise, status, last]() mutable {
       flush_denormals();
-      if (status)
-        promise.SetError(error_of("tcp", *status));
-      else
-        promise.SetAvailable();
+      if (status) return promise.SetError(error_of("tcp", *status));
+      if (last) last();
+      promise.SetAvailable();
     });
   };
 }
@@ -50,14 +50,50 @@ ffi::Future failed(const ffi::Error& error) {
   return ffi::Future(promise);
 }
 
+ffi::Future available() {
+  ffi::Promise promise;
+  promise.SetAvailable();
+  return ffi::Future(promise);
+}
+
 ffi::Future exchange(int32_t device, ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
                      ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
-  const auto asked = read_exchange(device, x, *y, dictionary);
+  auto asked = read_exchange(device, x, dictionary);
   if (asked.has_error()) return failed(asked.error());
+  if (ffi::Error error = check_result(*asked, x, *y); error.failure()) return failed(error);
+  asked->collective.out = static_cast<uint8_t*>(y->untyped_data());
   cpu::ask_for_large_pages(asked->collective.out, static_cast<int64_t>(y->size_bytes()));
   ffi::Promise promise;
   ffi::Future future(promise);
   tcp::run(tcp::the_net(), asked->group, asked->collective, completes(promise));
+  return future;
+}
+
+ffi::Future exchange_begin(int32_t device, ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> ticket,
+                           ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
+  const auto asked = read_transfer(device, x, *ticket, dictionary, tcp::the_workspaces());
+  if (asked.has_error()) return failed(asked.error());
+  std::memcpy(asked->transfer->in(), x.untyped_data(), static_cast<size_t>(asked->bytes));
+  asked->transfer->begin(tcp::the_net(), asked->group);
+  tcp::write_ticket(tcp::keep(asked->transfer, device), 1, asked->words);
+  return available();
+}
+
+ffi::Future exchange_end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
+  const auto asked = read_transfer_end(args, rets, dictionary);
+  if (asked.has_error()) return failed(asked.error());
+  const uint64_t ticket = tcp::ticket_of(asked->words);
+  if (ticket == 0) {
+    std::memset(asked->out, 0, static_cast<size_t>(asked->bytes));
+    return available();
+  }
+  const auto transfer = transfer_of(*asked, ticket, device);
+  if (transfer.has_error()) return failed(transfer.error());
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  (*transfer)->end(completes(promise, [transfer = *transfer, out = asked->out] {
+    std::memcpy(out, transfer->out(), static_cast<size_t>(transfer->bytes()));
+  }));
   return future;
 }
 
@@ -112,6 +148,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cpu, exchange,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Token>()
                                   .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_begin_cpu, exchange_begin,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Token>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Token>()
+                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cpu, exchange_end,
+                              ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxcgx_tcp_allreduce_cpu, begin,
     ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());

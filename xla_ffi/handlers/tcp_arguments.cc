@@ -83,6 +83,30 @@ ffi::Error expect_buffers(const std::string& op, size_t args, size_t expected_ar
   return expect_count(op, "results", rets, expected_rets);
 }
 
+ffi::Error check_ticket(const std::string& op, const ffi::AnyBuffer& ticket) {
+  if (ticket.element_type() == ffi::DataType::U32 && ticket.element_count() == 2) return ffi::Error::Success();
+  return invalid(op, "a ticket is two words");
+}
+
+std::string no_ticket(const std::string& what) {
+  return "no " + what + " of this device is under way with this ticket; end a ticket once, on the device that began " +
+         "the " + what;
+}
+
+// Returns memory for what begins now. `remedy`: for the error if there is none left.
+ffi::ErrorOr<std::shared_ptr<uint8_t>> memory_for(const std::string& op, int64_t bytes, tcp::Workspaces& memory,
+                                                  const std::string& remedy) {
+  const auto exhausted = [&](const std::string& what) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxcgx_" + op + ": " + what));
+  };
+  if (tcp::begun() >= tcp::kMostBegun)
+    return exhausted(std::to_string(tcp::kMostBegun) +
+                     " sums have begun and have not been ended; end each ticket once");
+  auto taken = memory.take(bytes);
+  if (taken == nullptr) return exhausted("no memory for " + std::to_string(bytes) + " bytes" + remedy);
+  return taken;
+}
+
 // Checks that leaf i of a message is float32, and has 1 / `inside` of the elements of whole leaf i, rounded up.
 ffi::Error check_shares(const std::string& op, const Message& message, const std::vector<Leaf>& whole, int64_t inside) {
   const std::vector<Leaf>& shares = message.layout->leaves;
@@ -95,20 +119,18 @@ ffi::Error check_shares(const std::string& op, const Message& message, const std
 
 }  // namespace
 
-ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer y,
-                                        ffi::Dictionary dictionary) {
+ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::Dictionary dictionary) {
   const std::string op = "tcp_exchange";
   Attributes attributes(op, dictionary);
   const auto operation = attributes.get<int64_t>("operation"), digest = attributes.get<int64_t>("digest");
   const auto targets = attributes.get<Sizes>("targets");
+  const bool overtakes = attributes.get<bool>("overtakes");
   const auto ranks = attributes.get<int64_t>("ranks");
   const auto group = make_group(op, attributes, device, ranks);
   if (group.has_error()) return ffi::Unexpected(group.error());
   CGX_UNEXPECTED_IF_ERROR(expect_operation(op, operation, tcp::kOperations));
   const auto kind = static_cast<tcp::Operation>(operation);
   const bool permutes = kind == tcp::Operation::kPermute;
-  const auto bytes = check_rows(op, x, y, kind == tcp::Operation::kAllToAll ? ranks : 1, permutes ? 1 : ranks);
-  if (bytes.has_error()) return ffi::Unexpected(bytes.error());
   if (static_cast<int64_t>(targets.size()) != (permutes ? ranks : 0))
     return ffi::Unexpected(invalid(op, "targets: not one for each rank"));
   for (const int64_t target : targets) {
@@ -117,10 +139,64 @@ ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::A
           invalid(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks"));
   }
 
-  auto* const out = static_cast<uint8_t*>(y.untyped_data());
-  return TcpExchange{
-      *group,
-      {kind, *bytes, {targets.begin(), targets.end()}, static_cast<const uint8_t*>(x.untyped_data()), out, digest}};
+  tcp::Collective c{kind, static_cast<int64_t>(x.size_bytes()), {targets.begin(), targets.end()}};
+  if (kind == tcp::Operation::kAllToAll) c.bytes /= ranks;
+  c.in = static_cast<const uint8_t*>(x.untyped_data());
+  c.digest = digest;
+  c.overtakes = overtakes;
+  return TcpExchange{*group, std::move(c)};
+}
+
+ffi::Error check_result(const TcpExchange& asked, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y) {
+  const int64_t ranks = asked.group.size();
+  const bool splits = asked.collective.operation == tcp::Operation::kAllToAll,
+             permutes = asked.collective.operation == tcp::Operation::kPermute;
+  const auto bytes = check_rows("tcp_exchange", x, y, splits ? ranks : 1, permutes ? 1 : ranks);
+  return bytes.has_error() ? bytes.error() : ffi::Error::Success();
+}
+
+ffi::ErrorOr<TcpTransfer> read_transfer(int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer ticket,
+                                        ffi::Dictionary dictionary, tcp::Workspaces& memory,
+                                        const std::string& remedy) {
+  const std::string op = "tcp_exchange_begin";
+  auto asked = read_exchange(device, x, dictionary);
+  if (asked.has_error()) return ffi::Unexpected(asked.error());
+  const int64_t ranks = asked->group.size(), bytes = static_cast<int64_t>(x.size_bytes());
+  if (asked->collective.in_bytes(ranks) != bytes)
+    return ffi::Unexpected(invalid(op, "an operand that has no row for each rank"));
+  CGX_UNEXPECTED_IF_ERROR(check_ticket(op, ticket));
+  const auto taken = memory_for(op, tcp::Transfer::memory_bytes(asked->collective, ranks), memory, remedy);
+  if (taken.has_error()) return ffi::Unexpected(taken.error());
+  auto transfer = std::make_shared<tcp::Transfer>(std::move(asked->collective), ranks, *taken);
+  return TcpTransfer{std::move(transfer), std::move(asked->group), bytes,
+                     static_cast<uint32_t*>(ticket.untyped_data())};
+}
+
+ffi::ErrorOr<TcpTransferEnd> read_transfer_end(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                               ffi::Dictionary dictionary) {
+  const std::string op = "tcp_exchange_end";
+  Attributes attributes(op, dictionary);
+  const bool ordered = attributes.get<bool>("ordered");
+  CGX_UNEXPECTED_IF_ERROR(attributes.error());
+  CGX_UNEXPECTED_IF_ERROR(expect_buffers(op, args.size(), 1 + ordered, rets.size(), 1 + ordered));
+  const auto ticket = args.get<ffi::AnyBuffer>(0);
+  auto y = rets.get<ffi::AnyBuffer>(0);
+  if (ticket.has_error()) return ffi::Unexpected(ticket.error());
+  if (y.has_error()) return ffi::Unexpected(y.error());
+  CGX_UNEXPECTED_IF_ERROR(check_ticket(op, *ticket));
+  return TcpTransferEnd{static_cast<const uint32_t*>(ticket->untyped_data()),
+                        static_cast<uint8_t*>((*y)->untyped_data()), static_cast<int64_t>((*y)->size_bytes())};
+}
+
+ffi::ErrorOr<std::shared_ptr<tcp::Transfer>> transfer_of(const TcpTransferEnd& end, uint64_t ticket, int32_t device) {
+  const std::string op = "tcp_exchange_end";
+  const auto begun = tcp::take(ticket, device);
+  const auto* transfer = std::get_if<std::shared_ptr<tcp::Transfer>>(&begun);
+  if (transfer == nullptr || *transfer == nullptr) return ffi::Unexpected(invalid(op, no_ticket("exchange")));
+  if ((*transfer)->bytes() != end.bytes)
+    return ffi::Unexpected(invalid(op, "a result of " + std::to_string(end.bytes) +
+                                           " bytes does not belong to one of " + std::to_string((*transfer)->bytes())));
+  return *transfer;
 }
 
 ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
@@ -196,16 +272,10 @@ ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args
       return ffi::Unexpected(invalid(op, "devices of several processes inside"));
     found.inside = *devices;
   }
-  if (tcp::begun() >= tcp::kMostBegun) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                                      "jaxcgx_" + op + ": " + std::to_string(tcp::kMostBegun) +
-                                          " sums have begun and have not been ended; end each ticket once"));
-  }
-  const int64_t bytes = found.sum.workspace_bytes(group->rank);
-  found.sum.workspace = memory.take(bytes);
-  if (found.sum.workspace != nullptr) return found;
-  return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                                    "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes" + remedy));
+  const auto taken = memory_for(op, found.sum.workspace_bytes(group->rank), memory, remedy);
+  if (taken.has_error()) return ffi::Unexpected(taken.error());
+  found.sum.workspace = *taken;
+  return found;
 }
 
 ffi::ErrorOr<TcpEnd> read_end(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
@@ -237,12 +307,10 @@ ffi::ErrorOr<TcpEnd> read_end(const ffi::RemainingArgs& args, const ffi::Remaini
 
 ffi::ErrorOr<std::shared_ptr<tcp::Running>> sum_of(const TcpEnd& end, uint64_t ticket, int32_t device) {
   const std::string op = "tcp_allreduce_end";
-  auto running = tcp::take(ticket, device);
-  if (running == nullptr) {
-    return ffi::Unexpected(invalid(op,
-                                   "no sum of this device is under way with this ticket; end a ticket once, on the "
-                                   "device that began the sum"));
-  }
+  const auto begun = tcp::take(ticket, device);
+  const auto* sum = std::get_if<std::shared_ptr<tcp::Running>>(&begun);
+  if (sum == nullptr || *sum == nullptr) return ffi::Unexpected(invalid(op, no_ticket("sum")));
+  const std::shared_ptr<tcp::Running> running = *sum;
   const tcp::Allreduce& a = tcp::asked(*running);
   const auto alike = [](const std::vector<Leaf>& some, const std::vector<Leaf>& others) {
     return std::equal(some.begin(), some.end(), others.begin(), others.end(),

@@ -16,9 +16,36 @@ namespace jaxcgx {
 // An exchange of raw bytes. The tokens only order the exchanges of a program.
 struct TcpExchange {
   tcp::Group group;
-  tcp::Collective collective;  // with the operand and the result as `in` and `out`
+  tcp::Collective collective;  // with the operand as `in`
 };
-ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Dictionary dictionary);
+ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::Dictionary dictionary);
+// Checks the result of an exchange of x.
+ffi::Error check_result(const TcpExchange& asked, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y);
+
+// Such an exchange in two calls, begin and end, as of a sum.
+//
+// begin: operands x, a token. Results: a ticket, a token.
+// end: operands: the ticket, a token if `ordered`. Results: y, a token if `ordered`. A ticket of zeros gives zeros.
+
+struct TcpTransfer {
+  std::shared_ptr<tcp::Transfer> transfer;
+  tcp::Group group;
+  int64_t bytes;    // of x
+  uint32_t* words;  // the ticket
+};
+ffi::ErrorOr<TcpTransfer> read_transfer(int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer ticket,
+                                        ffi::Dictionary dictionary, tcp::Workspaces& memory,
+                                        const std::string& remedy = "");
+
+struct TcpTransferEnd {
+  const uint32_t* words;
+  uint8_t* out;
+  int64_t bytes;
+};
+ffi::ErrorOr<TcpTransferEnd> read_transfer_end(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                               ffi::Dictionary dictionary);
+// Returns the transfer of a device with this ticket. It no longer has the ticket.
+ffi::ErrorOr<std::shared_ptr<tcp::Transfer>> transfer_of(const TcpTransferEnd& end, uint64_t ticket, int32_t device);
 
 // A sum of messages takes two calls, begin and end. Between them the program does other work, or returns: then a later
 // program ends the sum.

@@ -46,8 +46,9 @@ ffi::Error as_error(const std::string& op, const tcp::Gpu::Trouble& trouble) {
 ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
                     ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
   const std::string op = "tcp_exchange";
-  auto asked = read_exchange(device, x, *y, dictionary);
+  auto asked = read_exchange(device, x, dictionary);
   if (asked.has_error()) return asked.error();
+  CGX_RETURN_IF_ERROR(check_result(*asked, x, *y));
   auto& memory = tcp::pinned_workspaces();
   const auto in = memory.take(static_cast<int64_t>(x.size_bytes()));
   const auto out = memory.take(static_cast<int64_t>(y->size_bytes()));
@@ -57,12 +58,64 @@ ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::
     CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, in.get(), asked->collective.in, x.size_bytes(), cudaMemcpyDefault, stream);
   CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
   std::promise<Status> done;
-  uint8_t* const to = asked->collective.out;
+  auto* const to = static_cast<uint8_t*>(y->untyped_data());
   asked->collective.in = in.get(), asked->collective.out = out.get();
   tcp::run(tcp::the_net(), asked->group, asked->collective, [&](const Status& status) { done.set_value(status); });
   if (const Status status = done.get_future().get()) return error_of("tcp", *status);
   if (y->size_bytes() > 0)
     CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, to, out.get(), y->size_bytes(), cudaMemcpyDefault, stream);
+  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  return ffi::Error::Success();
+}
+
+// Reads a ticket from the GPU's memory.
+ffi::Error read_ticket(const std::string& op, const uint32_t* words, cudaStream_t stream, uint64_t* ticket) {
+  const auto here = tcp::pinned_workspaces().take(tcp::kTicketBytes);
+  if (here == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
+  CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, here.get(), words, tcp::kTicketBytes, cudaMemcpyDefault, stream);
+  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  *ticket = tcp::ticket_of(reinterpret_cast<const uint32_t*>(here.get()));
+  return ffi::Error::Success();
+}
+
+ffi::Error exchange_begin(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::Token,
+                          ffi::Result<ffi::AnyBuffer> ticket, ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
+  const std::string op = "tcp_exchange_begin";
+  auto& memory = tcp::pinned_workspaces();
+  const auto asked = read_transfer(device, x, *ticket, dictionary, memory, "; let the host pin more (ulimit -l)");
+  if (asked.has_error()) return leaving(asked.error());
+  const auto words = memory.take(tcp::kTicketBytes);
+  if (words == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
+  if (asked->bytes > 0)
+    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->transfer->in(), x.untyped_data(), x.size_bytes(), cudaMemcpyDefault,
+                        stream);
+  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  asked->transfer->begin(tcp::the_net(), asked->group);
+  tcp::write_ticket(tcp::keep(asked->transfer, device), 1, reinterpret_cast<uint32_t*>(words.get()));
+  CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->words, words.get(), tcp::kTicketBytes, cudaMemcpyDefault, stream);
+  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  return ffi::Error::Success();
+}
+
+ffi::Error exchange_end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Dictionary dictionary) {
+  const std::string op = "tcp_exchange_end";
+  const auto asked = read_transfer_end(args, rets, dictionary);
+  if (asked.has_error()) return asked.error();
+  const auto bytes = static_cast<size_t>(asked->bytes);
+  uint64_t ticket = 0;
+  CGX_RETURN_IF_ERROR(read_ticket(op, asked->words, stream, &ticket));
+  if (ticket == 0) {
+    const cudaError_t error = bytes > 0 ? cudaMemsetAsync(asked->out, 0, bytes, stream) : cudaSuccess;
+    return error == cudaSuccess ? ffi::Error::Success() : as_error(op, cuda::Status{"cudaMemsetAsync", error});
+  }
+  const auto transfer = transfer_of(*asked, ticket, device);
+  if (transfer.has_error()) return transfer.error();
+  std::promise<Status> done;
+  (*transfer)->end([&](const Status& status) { done.set_value(status); });
+  if (const Status status = done.get_future().get()) return error_of("tcp", *status);
+  if (bytes > 0)
+    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->out, (*transfer)->out(), bytes, cudaMemcpyDefault, stream);
   CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
   return ffi::Error::Success();
 }
@@ -90,13 +143,7 @@ ffi::Error end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi
   auto asked = read_end(args, rets, dictionary);
   if (asked.has_error()) return asked.error();
   uint64_t ticket = 0;
-  if (asked->message.batch > 0) {
-    const auto words = tcp::pinned_workspaces().take(tcp::kTicketBytes);
-    if (words == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
-    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, words.get(), asked->words, tcp::kTicketBytes, cudaMemcpyDefault, stream);
-    CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
-    ticket = tcp::ticket_of(reinterpret_cast<const uint32_t*>(words.get()));
-  }
+  if (asked->message.batch > 0) CGX_RETURN_IF_ERROR(read_ticket(op, asked->words, stream, &ticket));
   if (ticket == 0) {
     cudaError_t error = cudaSuccess;
     each_output(*asked, [&](void* out, int64_t bytes) {
@@ -116,6 +163,11 @@ ffi::Error end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxcgx_tcp_exchange_cuda, exchange,
     CGX_ON_GPU.Arg<ffi::AnyBuffer>().Arg<ffi::Token>().Ret<ffi::AnyBuffer>().Ret<ffi::Token>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxcgx_tcp_exchange_begin_cuda, exchange_begin,
+    CGX_ON_GPU.Arg<ffi::AnyBuffer>().Arg<ffi::Token>().Ret<ffi::AnyBuffer>().Ret<ffi::Token>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cuda, exchange_end,
+                              CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cuda, begin, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cuda, end, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 

@@ -22,6 +22,7 @@ void run(const std::shared_ptr<Net>& net, Group group, const Collective& c, Done
   e.name = kNames[static_cast<int64_t>(c.operation)] + (" of " + std::to_string(c.bytes)) + " bytes";
   e.kind = static_cast<int64_t>(c.operation);
   e.digest = c.digest;
+  e.overtakes = c.overtakes;
   e.trims = true;
   std::vector<int64_t> others;  // the next rank first, so that the ranks do not all send to the same rank at once
   for (int64_t i = 1; i < ranks; ++i) {

@@ -21,13 +21,13 @@ Workspaces& the_workspaces() {
 
 namespace {
 
-struct Begun {
+struct AllBegun {
   std::mutex mutex;
-  std::map<std::pair<uint64_t, int32_t>, std::shared_ptr<Running>> sums;  // by ticket and device
+  std::map<std::pair<uint64_t, int32_t>, Begun> all;  // by ticket and device
   uint64_t last = uint64_t{std::random_device()()} << 32;
 };
-Begun& the_begun() {
-  static auto& all = *new Begun;
+AllBegun& the_begun() {
+  static auto& all = *new AllBegun;
   return all;
 }
 
@@ -35,20 +35,20 @@ Begun& the_begun() {
 
 int64_t begun() {
   std::lock_guard<std::mutex> lock(the_begun().mutex);
-  return static_cast<int64_t>(the_begun().sums.size());
+  return static_cast<int64_t>(the_begun().all.size());
 }
 
-uint64_t keep(std::shared_ptr<Running> running, int32_t device) {
+uint64_t keep(Begun begun, int32_t device) {
   std::lock_guard<std::mutex> lock(the_begun().mutex);
   const uint64_t ticket = ++the_begun().last;
-  the_begun().sums.emplace(std::pair{ticket, device}, std::move(running));
+  the_begun().all.emplace(std::pair{ticket, device}, std::move(begun));
   return ticket;
 }
 
-std::shared_ptr<Running> take(uint64_t ticket, int32_t device) {
+Begun take(uint64_t ticket, int32_t device) {
   std::lock_guard<std::mutex> lock(the_begun().mutex);
-  const auto found = the_begun().sums.extract({ticket, device});
-  return found ? found.mapped() : nullptr;
+  const auto found = the_begun().all.extract({ticket, device});
+  return found ? found.mapped() : Begun();
 }
 
 std::optional<Failure> start(int64_t process, std::vector<Connection> connections, int64_t devices,

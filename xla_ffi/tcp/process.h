@@ -1,7 +1,10 @@
 // The connections of this process, which all of its exchanges share.
 #pragma once
 
+#include <variant>
+
 #include "tcp/allreduce.h"
+#include "tcp/collectives.h"
 #include "tcp/net.h"
 #include "tcp/workspaces.h"
 
@@ -14,15 +17,16 @@ std::shared_ptr<Net>& the_net();
 // Returns the memory for payloads. Never destroyed, either.
 Workspaces& the_workspaces();
 
-// The sums of this process that have begun and have not been ended. Each has a ticket. The program that began the sum,
-// or a later program, ends it with the ticket. A ticket is not 0, and is valid only in its process.
+// The sums and transfers of this process that have begun and have not been ended. Each has a ticket. The program that
+// began one, or a later program, ends it with the ticket. A ticket is not 0, and is valid only in its process.
+using Begun = std::variant<std::shared_ptr<Running>, std::shared_ptr<Transfer>>;
 constexpr int64_t kMostBegun = 10'000;
-// Returns the number of these sums.
+// Returns the number of these.
 int64_t begun();
-// Adds a sum of a device and returns its ticket.
-uint64_t keep(std::shared_ptr<Running> running, int32_t device);
-// Removes the sum of a device with this ticket and returns it; null if there is none.
-std::shared_ptr<Running> take(uint64_t ticket, int32_t device);
+// Adds one of a device and returns its ticket.
+uint64_t keep(Begun begun, int32_t device);
+// Removes the one of a device with this ticket and returns it. If there is none, the pointer is null.
+Begun take(uint64_t ticket, int32_t device);
 
 // A ticket in the arrays of a program: two words, the same for each message of a batch.
 constexpr int64_t kTicketBytes = 8;

@@ -157,9 +157,9 @@ class Diloco:
         """Warns if exchanges are to go on in later steps but can't."""
         name = axis_names(axis)[0]
         argument = next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None)
-        whole = [codec for codec in self.plan.codecs if codec.sparse or codec.low_rank]
+        low = [codec for codec in self.plan.codecs if codec.low_rank]
         if crosses(axis):
-            why = f"a step waits for the whole exchange of {spell(whole[0])}; take another codec" if whole else ""
+            why = f"the last step waits for the second sum of {spell(low[0])}; take another codec" if low else ""
         else:  # a single process only simulates centers
             why = f"over {name!r} the step in which an exchange begins waits for it; pass jaxcgx.Tcp({name!r})"
             why = why if jax.process_count() > 1 and jax.default_backend() == "cpu" else ""
