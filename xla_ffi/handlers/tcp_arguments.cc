@@ -139,12 +139,10 @@ ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::D
           invalid(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks"));
   }
 
-  tcp::Collective c{kind, static_cast<int64_t>(x.size_bytes()), {targets.begin(), targets.end()}};
-  if (kind == tcp::Operation::kAllToAll) c.bytes /= ranks;
-  c.in = static_cast<const uint8_t*>(x.untyped_data());
-  c.digest = digest;
-  c.overtakes = overtakes;
-  return TcpExchange{*group, std::move(c)};
+  const auto bytes = static_cast<int64_t>(x.size_bytes()) / (kind == tcp::Operation::kAllToAll ? ranks : 1);
+  const auto* in = static_cast<const uint8_t*>(x.untyped_data());
+  return TcpExchange{*group,
+                     tcp::Collective{kind, bytes, {targets.begin(), targets.end()}, in, nullptr, digest, overtakes}};
 }
 
 ffi::Error check_result(const TcpExchange& asked, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y) {
