@@ -172,7 +172,10 @@ METHODS = {
         "Eden(4), Tcp": ours(cgx.Eden(4), TCP),
         "ByteGrad, Tcp": ours(cgx.ByteGrad(), TCP),
         "DGC 1 %, Tcp": ours(cgx.DGC(0.01), TCP, momentum=False),
+        "DGC 1 %, backward": ours(cgx.DGC(0.01), TCP, momentum=False, overlap="backward"),
         "PowerSGD(4), Gloo": ours(cgx.PowerSGD(4)),
+        "PowerSGD(4), Tcp": ours(cgx.PowerSGD(4), TCP),
+        "PowerSGD(4), backward": ours(cgx.PowerSGD(4), TCP, overlap="backward"),
     },
     "DiLoCo": {"DiLoCo, 4 bits, H 20": diloco(20), "DiLoCo, 4 bits, H 20, streaming": diloco(**STREAMING)},
 }
