@@ -54,7 +54,7 @@ def can_begin(stages: Stages, how: Sum) -> bool:
     if outer.codec.low_rank:
         return low_rank.can_begin(outer)
     alone = how.leader and bool(stages[1:])  # leaders exchange for their nodes
-    in_rounds = not (outer.codec.raw or isinstance(outer.schedule, Overlay))
+    in_rounds = not outer.codec.raw and outer.schedule in ("one_shot", "two_shot")
     return not alone and outer.net.begin_sum is not None and (in_rounds or schedules.is_piecewise(outer))
 
 

@@ -89,7 +89,8 @@ def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Tic
             message = primitives.match_varying(_message(envelope, leaves, ticket, kept), travel.net)
             begun, message = hierarchy.begin(envelope.stages, message, travel.how)
         kept.update(envelope.ids, message)
-        _advance(ticket, kept)  # while this message travels, the one before begins its second round
+        if travel.way.order is not None:  # other messages are ready only later, so the one before goes on meanwhile
+            _advance(ticket, kept)
         ticket.begun[m] = begun
     return ticket, kept.carry()
 

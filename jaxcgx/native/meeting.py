@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 BEATS, DATA = range(2)  # channels, the connections between two processes: heartbeats, and the first channel for data
 HELLO = struct.Struct("=8s32sqqqd")  # magic, nonce, process, channel, links; both ends must have the same byte order
-MAGIC = b"jaxcgx\x26\x02"  # the version of the handshake and of the messages after it (xla_ffi/tcp)
+MAGIC = b"jaxcgx\x27\x02"  # the version of the handshake and of the messages after it (xla_ffi/tcp)
 PROOF = 32  # bytes of an HMAC-SHA256
 REFUSED = bytes(PROOF)
 STRANGERS = 64  # the most connections without a proof

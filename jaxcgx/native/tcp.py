@@ -181,6 +181,8 @@ def _batch_exchange_end(
 ) -> tuple[jax.Array, int]:
     (tickets,), (dim,) = operands, dims
     shape = (shape[0], tickets.shape[dim], *shape[1:])
+    if tickets.shape[dim] == 0:
+        return vary(jnp.zeros(shape, jnp.uint8), params["net"]), 1
     return tcp_exchange_end_p.bind(jnp.moveaxis(tickets, dim, 0)[0], shape=shape, **params), 1
 
 

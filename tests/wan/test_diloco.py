@@ -631,6 +631,9 @@ def test_an_overlap_that_can_not_cross_steps_is_a_warning(monkeypatch):
     tcp, low = cgx.Tcp("dc"), cgx.PowerSGD(2)
     make(tcp, overlap=1), make(tcp, plan=low), make(overlap=1, plan=low)  # no warnings
     make(tcp, overlap=1, plan=cgx.TopK(0.1))
+    along_trees = cgx.Plan(cgx.TopK(0.1, pull="top"), schedule="tree")
+    with pytest.warns(UserWarning, match=r"Diloco: argument 'overlap': .* whole exchange of TopK\(.* along trees"):
+        make(tcp, overlap=1, plan=along_trees)
     with pytest.warns(UserWarning, match=r"Diloco: argument 'overlap': .* second sum of PowerSGD\(rank=2\)"):
         make(tcp, overlap=1, plan=low)
     monkeypatch.setattr(jax, "process_count", lambda: 2)

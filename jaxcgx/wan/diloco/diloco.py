@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _programs
 from jaxcgx.checks import check_flag, check_integer, check_number, set_field, warn, wrong
-from jaxcgx.codecs.base import spell
+from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import Ticket, begin, end, travel_with
 from jaxcgx.exchange.routes import Routes, Way
-from jaxcgx.plan.leaves import by_axis
+from jaxcgx.plan.leaves import by_axis, values
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.train.division import choose, row, without_row, zeros
 from jaxcgx.train.exchange import AnyExchange, At
 from jaxcgx.train.rounds import Act, Acted
@@ -157,14 +158,23 @@ class Diloco:
         """Warns if exchanges are to go on in later steps but can't."""
         name = axis_names(axis)[0]
         argument = next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None)
-        low = [codec for codec in self.plan.codecs if codec.low_rank]
         if crosses(axis):
-            why = f"the last step waits for the second sum of {spell(low[0])}; take another codec" if low else ""
+            why = next(filter(None, map(self._waits, self.plan.codecs)), "")
         else:  # a single process only simulates centers
             why = f"over {name!r} the step in which an exchange begins waits for it; pass jaxcgx.Tcp({name!r})"
             why = why if jax.process_count() > 1 and jax.default_backend() == "cpu" else ""
         if argument and why:
             warn(f"{self.op}: argument '{argument}': {why}")
+
+    def _waits(self, codec: Codec) -> str:
+        """Says for what the last step of an exchange with this codec waits, or nothing."""
+        if codec.low_rank:
+            return f"the last step waits for the second sum of {spell(codec)}; take another codec"
+        hops = any(each == "tree" or isinstance(each, Overlay) for each in values(self.plan.schedule))
+        if codec.sparse and (hops or self.plan.leader):
+            how = "along trees" if hops else "by leaders"
+            return f'the last step waits for the whole exchange of {spell(codec)} {how}; write schedule="one_shot"'
+        return ""
 
     def settings(self, params: Params) -> dict[str, str]:
         names = "every", "fragments", "overlap", "alpha", "eager", "decay", "telemetry", "keep", "seed"
