@@ -5,7 +5,7 @@ first stage computes the next one. The script trains on scikit-learn's handwritt
 then with it, and prints the bytes that a device sends in a step.
 
     pip install ".[examples]"
-    python examples/pipeline.py [STEPS]
+    python examples/pipeline.py
 """
 
 import sys

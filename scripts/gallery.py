@@ -20,13 +20,15 @@ from jaxcgx.lab import why_not
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 HELPERS = {"common"}  # modules that examples import
+ON_RANKS = {"mpi_train": [], "cifar_train": ["--width=8", "--steps=20"]}  # examples for mpirun, and their options
 
 
 def command(path):
     """Returns (the command that starts an example, its environment variables)."""
     python = ["python", str(path.relative_to(ROOT))]
-    if path.stem == "mpi_train":
-        return ["mpirun", "-n", "2", "python", "-m", "mpi4py", *python[1:]], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}
+    if path.stem in ON_RANKS:
+        words = ["mpirun", "-n", "2", "python", "-m", "mpi4py", *python[1:], *ON_RANKS[path.stem]]
+        return words, {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}
     return python + ["--local"] * (between_hosts(path) and bool(why_not())), {}
 
 

@@ -22,7 +22,7 @@ PROGRAMS_OF_PAGES = [  # the gallery has the docstrings of examples; the others 
 
 # The programs of commands. A script with another one fails test_commands.py.
 PROGRAMS = (
-    r"make|pip|sudo|mpirun|mpiexec|srun|sbatch|kubectl|docker|tensorboard|kill|sysctl|tc|ip|ulimit|horovodrun"
+    r"make|pip|sudo|mpirun|mpiexec|srun|sbatch|kubectl|docker|tensorboard|curl|kill|sysctl|tc|ip|ulimit|horovodrun"
     r"|(?:\.venv/bin/)?python|scripts/\w+|\.ci/run"
 )
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{PROGRAMS})(?= |$).*")
@@ -52,7 +52,7 @@ NOT_RUN = {
     r"make cuda": COMPILER,
     r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example": CLUSTER,
     r"^docker ": ENGINE,
-    r"configs/cifar": DATA,
+    r"configs/cifar|^curl ": DATA,
     r"^tensorboard ": ENDLESS,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
     r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|gates|matrix|mpich|soak|test|wheels)|gallery\.py": LONG,

@@ -57,7 +57,7 @@ def test_what_it_names_exists(words, monkeypatch):
     elif program in ("sbatch", "kubectl"):
         assert all((ROOT / word).is_file() for word in rest if "/" in word)
     else:
-        assert program in ("tensorboard", "kill", "sysctl", "tc", "ip", "ulimit"), "add a check of this program"
+        assert program in ("tensorboard", "curl", "kill", "sysctl", "tc", "ip", "ulimit"), "add a check of this program"
 
 
 def check_make(words):

@@ -219,9 +219,9 @@ def _run(x: jax.Array, operation: str, net: Comm, root: int, pairs: Pairs) -> ja
     # The others only move elements.
     if _is_short(dtype, jnp.floating, 32):
         bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
-        return lax.bitcast_convert_type(_run(bits, operation, net, root, pairs), dtype)
+        return lax.bitcast_convert_type(_run(bits, operation, net, root=root, pairs=pairs), dtype)
     if _is_short(dtype, jnp.integer, 8):
-        return _run(x.astype(jnp.int8), operation, net, root, pairs).astype(dtype)
+        return _run(x.astype(jnp.int8), operation, net, root=root, pairs=pairs).astype(dtype)
     _check_count(x.size // net.size if operation == "all_to_all" else x.size)
     if operation == "all_to_all":
         return mpi4jax.alltoall(x, comm=net.comm)
