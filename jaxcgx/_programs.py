@@ -78,6 +78,31 @@ def same_in_vmap(program: Any) -> bool:
     return not _compat.open_jaxpr(program).effects and not any(map(changed.search, names))
 
 
+# Whether an optimizer has momentum: the state of optax.adam(rate, b1=0) looks as if it had.
+
+
+def depends(program: Any, arguments: Collection[int]) -> list[bool]:
+    """Returns for each result of a traced program whether it depends on any of these arguments.
+
+    A product with a literal 0 depends on nothing.
+    """
+    jaxpr = _compat.open_jaxpr(program)
+    moving = {x for i, x in enumerate(jaxpr.invars) if i in arguments}
+    moves = lambda atom: not hasattr(atom, "val") and atom in moving  # a literal can't be in a set
+    for eqn in jaxpr.eqns:
+        given = {i for i, atom in enumerate(eqn.invars) if moves(atom)}
+        if eqn.primitive.name == "mul" and any(np.ndim(x := getattr(a, "val", 1)) == 0 and x == 0 for a in eqn.invars):
+            continue
+        inner = _inner(eqn)
+        if len(inner) == 1 and len(_compat.open_jaxpr(inner[0]).invars) == len(eqn.invars):
+            found = depends(inner[0], given)[: len(eqn.outvars)] if not eqn.primitive.name.startswith(_LOOPS) else []
+        else:
+            found = []
+        found = found if len(found) == len(eqn.outvars) else [bool(given)] * len(eqn.outvars)
+        moving.update(x for x, each in zip(eqn.outvars, found) if each)
+    return list(map(moves, jaxpr.outvars))
+
+
 # Whether a loss closes over the examples of all ranks. Their gradient would be wrong without an error.
 
 
@@ -103,7 +128,12 @@ def constraints(jaxpr: Any) -> list[Any]:
 
 
 def constrained_without(names: Collection[Any], program: Any) -> Any:
-    """Returns a traced program whose sharding constraints don't have the axes `names`."""
+    """Returns a traced program whose sharding constraints don't have the axes `names`.
+
+    A program without constraints is returned itself, so that JAX finds it in its caches.
+    """
+    if not constraints(program):
+        return program
 
     def replaced(value: Any) -> Any:
         if isinstance(value, NamedSharding):

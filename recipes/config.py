@@ -91,7 +91,7 @@ def parse(arguments: list[str]) -> Command:
                 f"--compression={known.compression}: --config.compression={changes['compression']} is given, too"
             )
         changes["compression"] = known.compression
-    if "compression" not in changes and under_mpirun() and cgx_variables():
+    if "compression" not in changes and not known.configs and under_mpirun() and cgx_variables():
         changes["compression"] = "cgx"
     path, *more = [_find(name, known.configs) for name in known.configs or [known.config]]
     config: Any = make_config(str(path), changes, *more)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -132,13 +132,14 @@ class Advice:
         return "\n\n".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what JSON can hold of the result. Codecs are spelled; `break_even` is None if it is infinite."""
-        row = lambda each: dataclasses.asdict(each) | dict(codec=spell(each.codec))
+        """Returns what JSON can hold of the result. Codecs are spelled; a number that isn't finite is None."""
+        finite = lambda x: None if isinstance(x, float) and not math.isfinite(x) else x
+        row = lambda each: {k: finite(v) for k, v in vars(each).items()} | dict(codec=spell(each.codec))
         names = "sure", "max_error", "measured", "notes", "constants"
         return dict(
             verdict=self.verdict,
             best=None if self.plan is None else row(self.best),
-            break_even=None if math.isinf(self.break_even) else self.break_even,
+            break_even=finite(self.break_even),
             **{name: getattr(self, name) for name in names},
             rows=[row(each) for each in self.rows],
         )
@@ -403,12 +404,18 @@ def _measured(speeds: Iterable[machine.Kernels]) -> str:
 
 
 def _odd(rows: Sequence[Choice]) -> Iterator[str]:
-    """Yields a sentence for each codec that takes longer than one of its kind that sends more bytes."""
-    kind = lambda row: (type(row.codec), row.mover, row.schedule)
+    """Yields a sentence for each codec that takes longer than the same with more bits."""
+    bits = lambda row: getattr(row.codec, "bits", None)
+
+    def alike(a: Choice, b: Choice) -> bool:
+        if (type(a.codec), a.mover, a.schedule) != (type(b.codec), b.mover, b.schedule) or bits(a) is None:
+            return False
+        return dataclasses.replace(cast(Any, a.codec), bits=bits(b)) == b.codec
+
     pairs = [
         (short.codec, long.codec)
         for short, long in itertools.permutations(rows, 2)
-        if kind(short) == kind(long) and short.bytes < long.bytes and short.exchange > long.exchange
+        if alike(short, long) and short.bytes < long.bytes and short.exchange > long.exchange
     ]
     for short, long in dict.fromkeys(pairs):
         yield (

@@ -1,5 +1,6 @@
 """What an exchange is: init, begin, end. And what it may ask of the step in which it runs."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,14 @@ class At:
         each = [(~jnp.isfinite(x)).any().astype(jnp.int32) for x in jax.tree_util.tree_leaves(mean)]
         bad = sum(self.of_shards(each))
         return plain_reduce(op, bad, self.net, mean=False) if self.way.dims else bad
+
+
+class ForMesh(abc.ABC):
+    """What becomes an exchange or rounds only for a mesh. It makes the functions of a training loop by itself."""
+
+    @abc.abstractmethod
+    def steps(self, mesh: Any, axis: Any, make: Callable[[Any], Any]) -> Any:
+        """Returns the functions of a training loop. `make` makes those with an exchange or rounds."""
 
 
 class Exchange(Protocol):

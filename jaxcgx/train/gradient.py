@@ -220,6 +220,7 @@ class Gradient:
         leaves, tree = jax.tree_util.tree_flatten(given.batch)
         renewed: list[bool] = []
         has_keys = bool(jax.tree_util.tree_leaves(plain.model_state))
+        places = jax.tree_util.tree_leaves(plain.model_state, is_leaf=lambda x: x is None)
 
         def of_part(given: Given, keys: PyTree) -> OfRank:
             nonlocal renewed
@@ -227,7 +228,7 @@ class Gradient:
             unfolded = Given(state, given.batch, plain.key)
             found = forward(loss, params, given, unfolded, outputs=outputs, dims=self.dims)
             new, renewed = as_model_state(given.model_state, found.model_state)
-            if has_keys:
+            if has_keys and any(new for new, key in zip(renewed, places) if key is not None):
                 keys = self.model_state.keys(as_model_state(state, found.plain()[0])[0])
             (grads,) = found.back(jax.tree_util.tree_map(jnp.ones_like, (found.loss, found.weight)))
             return OfRank(grads, found.loss, found.weight, new, keys=keys, aux=found.aux or [])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jaxcgx.checks import check_flag, check_integer, check_type, wrong
 from jaxcgx.train.batch import OP, axes_over
 from jaxcgx.train.division import Division, OverMesh
-from jaxcgx.train.exchange import AnyExchange, Exchange, is_rounds
+from jaxcgx.train.exchange import AnyExchange, Exchange, ForMesh, is_rounds
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.gradient import Loss
 from jaxcgx.train.outputs import ModelState
@@ -88,12 +88,11 @@ def make_train_step(
         masked. The weight must not depend on the parameters.
       donate: whether the state is updated in place. `step` and `finish` then invalidate the state that they got.
     """
-    if steps := getattr(exchange, "steps", None):  # a wan.from_env whose overlay depends on the mesh, or changes
+    if isinstance(exchange, ForMesh):
         options = dict[str, Any](sharding=sharding, accumulate=accumulate, overlap=overlap, model_state=model_state)
         options |= dict(has_aux=has_aux, aux_specs=aux_specs, weighted=weighted, donate=donate)
-        return steps(
-            mesh_or_comm, sharding.axis, lambda each: make_train_step(loss_fn, optimizer, mesh_or_comm, each, **options)
-        )
+        make = lambda each: make_train_step(loss_fn, optimizer, mesh_or_comm, each, **options)
+        return exchange.steps(mesh_or_comm, sharding.axis, make)
     optax = import_optax(OP)
     loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     check_flag(OP, "donate", donate)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxcgx import _programs
 from jaxcgx.checks import warn, wrong
 from jaxcgx.exchange.message import Carry
 from jaxcgx.train.batch import OP
@@ -55,23 +56,19 @@ class Update:
         return state.replace(params=params, opt_state=opt_state, lost=lost)
 
     def momentum(self, trained: Params) -> str | None:
-        """Returns the name of a state of the optimizer that keeps a first moment, or None if it keeps none.
+        """Returns the name of a state of optax whose first moment follows from the one before, or None.
 
-        The state of optax.adam(rate, b1=0) looks as if it did. So a first moment of ones gets gradients of zeros, for
-        parameters of one element. Some optimizers begin with another step, so this is the second one.
+        The state of optax.adam(rate, b1=0) has a first moment, too, but it doesn't follow from the one before.
         """
-        fill = lambda value: jax.tree_util.tree_map(lambda x: jnp.full((1,) * x.ndim, value, x.dtype), trained)
-        ones = lambda node: node._replace(**jax.tree_util.tree_map(jnp.ones_like, _moments(node)))
-        has_moments: Callable[[Any], bool] = lambda node: bool(_moments(node))
-        try:
-            _, state = self._run(fill(1), self.optimizer.init(fill(1)), fill(1), jnp.float32(1))
-            state = jax.tree_util.tree_map(lambda x: ones(x) if _moments(x) else x, state, is_leaf=has_moments)
-            _, state = self._run(fill(0), state, fill(1), jnp.float32(1))
-        except Exception:  # it needs other shapes
-            return None
-        for node in filter(has_moments, jax.tree_util.tree_leaves(state, is_leaf=has_moments)):
-            if any(x.any() for x in jax.tree_util.tree_leaves(_moments(node))):
-                return type(node).__name__
+        state = jax.eval_shape(self.optimizer.init, trained)
+        program = jax.make_jaxpr(self._run)(trained, state, trained, jax.ShapeDtypeStruct((), jnp.float32))
+        places = itertools.count(len(jax.tree_util.tree_leaves(trained)))  # of the state, behind gradients and updates
+        place = jax.tree_util.tree_map(lambda _: next(places), state)
+        for node in jax.tree_util.tree_leaves(place, is_leaf=lambda node: bool(_moments(node))):
+            for moment in _moments(node).values():
+                first = next(iter(jax.tree_util.tree_leaves(moment)), None)
+                if first is not None and _programs.depends(program, {first})[first]:
+                    return type(node).__name__
         return None
 
     def _run(self, means: PyTree, opt_state: PyTree, trained: Params, loss: jax.Array) -> tuple[PyTree, PyTree]:

@@ -31,7 +31,15 @@ class FromEnv(Feedback):
         return Plan.from_env(tuple(net.parts) or None, self.variables, **self.options)
 
 
-def from_env(environ: Mapping[str, str] | None = None, *, keep: bool = False, **options: Any) -> Feedback:
+def from_env(
+    environ: Mapping[str, str] | None = None,
+    *,
+    keep: bool = False,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    min_size: int | None = None,
+    skip_1d: bool = False,
+) -> Feedback:
     """Returns the exchange that CGX's environment variables describe, for any ranks.
 
         train = cgx.make_train_step(loss_fn, optimizer, cgx.mpi.hierarchy(), cgx.from_env())
@@ -43,8 +51,9 @@ def from_env(environ: Mapping[str, str] | None = None, *, keep: bool = False, **
       environ: the environment variables; None: those of this process.
       keep: whether the errors of compression are kept and sent later, which CGX doesn't do. A ring, CGX's default
         between nodes, keeps none: set CGX_CROSS_REDUCTION_TYPE=SRA.
-      **options: bits, bucket_size, min_size and skip_1d, as in `Plan.from_env`.
+      bits, bucket_size, min_size, skip_1d: as in `Plan.from_env`.
     """
     given = os.environ if environ is None else environ
     variables = {name: value for name, value in given.items() if name.startswith("CGX_")}
+    options = dict(bits=bits, bucket_size=bucket_size, min_size=min_size, skip_1d=skip_1d)
     return FromEnv(variables=variables, options=options, keep=keep)

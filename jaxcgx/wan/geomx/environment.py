@@ -14,7 +14,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.environment import FLAG, Texts, parse
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.plan.plan import as_phases
-from jaxcgx.train.exchange import AnyExchange, Exchange
+from jaxcgx.train.exchange import AnyExchange, Exchange, ForMesh
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.rounds import Rounds
 from jaxcgx.train.state import Priority
@@ -62,7 +62,7 @@ CLASHES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlaid:
+class Overlaid(ForMesh):
     """An exchange, or rounds, whose messages travel along an overlay of the outermost axis of the mesh."""
 
     exchange: Exchange | Rounds
@@ -137,6 +137,7 @@ def from_env(environ: Mapping[str, str] | None = None, exchange: AnyExchange = R
     owners = said["DMLC_NUM_GLOBAL_SERVER"] if said["DMLC_NUM_GLOBAL_SERVER"] > 1 else None
     greed = said["MAX_GREED_RATE_TS"] if said["ENABLE_INTER_TS"] else None
     if owners is not None or greed is not None:
+        _check_overlaid(found)
         found = Overlaid(found, owners, greed)
     return GeoMX(found, Priority() if said["ENABLE_P3"] else None)
 
@@ -158,6 +159,21 @@ def _read(environ: Mapping[str, str]) -> dict[str, Any]:
         if said[one] and said[other]:
             raise unexpected(f"{OP}: variable {one}", f"{one} or {other}", f"both, but {why}", "unset one")
     return said
+
+
+def _check_overlaid(exchange: Any) -> None:
+    """Checks that an exchange takes a schedule: the overlay."""
+    taken = {field.name for field in dataclasses.fields(exchange) if field.init} & {"plan", "schedule"}
+    if not taken:
+        expected = (
+            "a codec, a plan or an exchange that takes one, where ENABLE_INTER_TS or MultiGPS chooses the overlay"
+        )
+        raise unexpected(f"{OP}: argument 'exchange'", expected, type(exchange).__name__, "unset the variables")
+    plans = [exchange] if "schedule" in taken else [plan for _, plan in as_phases(OP, exchange.plan)]
+    for plan in plans:
+        if plan.schedule != "auto":
+            expected = 'the schedule "auto", where ENABLE_INTER_TS or MultiGPS chooses the overlay'
+            raise unexpected(f"{OP}: argument 'exchange'", expected, repr(plan.schedule), "leave the schedule out")
 
 
 def _bounded(exchange: Any, bound: int) -> Any:
