@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return options.run(options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         said = re.sub("^(tune|plan|advise|Cluster|link|lab): ", "", str(error))
-        bare = {"plan": "model", "tune": "gradients"}.get(options.command)  # typed without a name
+        bare = {"plan": "model", "tune": "gradients", "link": "host"}.get(options.command)  # typed without a name
         typed = lambda name: f"argument '--{name.replace('_', '-')}'" if hasattr(options, name) and name != bare else ""
         said = re.sub(r"^argument '(\w+)'", lambda found: typed(found[1]) or found[0], said)
         sys.exit(f"python -m jaxcgx {options.command}: {said}")

@@ -39,7 +39,7 @@ def cifar(folder, kind):
 )
 def test_cifar(data, tmp_path, monkeypatch, name, archive, sha1, files, refuses):
     load = lambda folder=tmp_path: data.load(name=name, synthetic=False, folder=str(folder), augment=True)
-    refuses(rf"config\.data\.folder: there is no .*{archive}; get .* from http", load)
+    refuses(rf"config\.data\.folder: there is no .*{archive}; get it: `curl .*{archive} http", load)
     kind = getattr(data.cifar, name.capitalize())
     content = cifar(tmp_path, kind)
     refuses(rf"\.bin in .* is damaged: expected the SHA1 sum {sha1}", load)
@@ -88,7 +88,7 @@ def test_cifar(data, tmp_path, monkeypatch, name, archive, sha1, files, refuses)
 def test_imagenet(data, tmp_path, refuses):
     image = pytest.importorskip("PIL.Image", reason="needs the extra `recipes`")
     load = lambda: data.load(name="imagenet", synthetic=False, folder=str(tmp_path), size=8, threads=2)
-    refuses(r"config\.data\.folder: there is no folder .*train; name that of", load)
+    refuses(r"config\.data\.folder: there is no folder .*/train; with image-net\.org.*torchvision", load)
     for part in ("train", "val"):
         for name, color in (("cat", (255, 0, 0)), ("dog", (0, 0, 255))):
             (tmp_path / part / name).mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_imagenet(data, tmp_path, refuses):
 
 def test_fashion_mnist(data, tmp_path, monkeypatch, refuses):
     load = lambda: data.load(name="fashion_mnist", synthetic=False, folder=str(tmp_path), augment=False)
-    refuses(r"there is no .*train-images-idx3-ubyte\.gz; install Debian's package", load)
+    refuses(r"there is no .*train-images-idx3-ubyte\.gz; `apt-get install dataset-fashion-mnist`", load)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"half of a file")
     refuses(r"train-images-idx3-ubyte\.gz is damaged", load)
     files = data.fashion_mnist.FILES

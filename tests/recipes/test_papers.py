@@ -84,7 +84,8 @@ def test_rates(name, batch_size, epochs, rates, load):
     config, dataset = load(name)
     assert (config.train.batch_size, config.train.num_epochs) == (batch_size, epochs)
     each = len(dataset.train) // batch_size
-    schedule = importlib.import_module("optimizers").make_schedule(each, epochs, **config.schedule.to_dict())
+    optimizers = importlib.import_module("optimizers")
+    schedule = optimizers.make_schedule(optimizers.Length(each, epochs, 1), **config.schedule.to_dict())
     assert {epoch: float(schedule(int(epoch * each))) for epoch in rates} == pytest.approx(rates, rel=0.01, abs=1e-9)
 
 
