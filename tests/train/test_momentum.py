@@ -111,6 +111,17 @@ def test_first_moments_are_momentum_too(state):
         assert len(warned) == 1
 
 
+@jax.numpy_dtype_promotion("standard")
+def test_first_moments_are_found_without_running_the_optimizer():
+    """By the shapes of the parameters alone, also for those of some leaves."""
+    large = optax.masked(optax.adam(0.1), lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+    step = lambda optimizer: cgx.make_train_step(loss_fn, optimizer, mesh_of(2), cgx.DGC(0.1))
+    for optimizer in optax.adam(0.1), large:
+        with pytest.warns(UserWarning, match="got ScaleByAdamState"):
+            jax.eval_shape(step(optimizer).init, PARAMS)
+    jax.eval_shape(step(optax.chain(optax.add_decayed_weights(1e-4), optax.adam(0.1, b1=0))).init, PARAMS)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
