@@ -213,6 +213,7 @@ CASES = {
     "ppermute in both": (SHAPES, BOTH, lambda axes, x: cgx.compressed_ppermute(x, axes, PERM, cgx.MaxMin(4))),
     "scan": (ROWS, "data", in_a_scan),
     "vmap": (ROWS, "data", under_vmap(NOISY)),
+    "lists under vmap": (ROWS, "data", under_vmap(cgx.TopK(0.1, cgx.MaxMin(3, 128, "stochastic"), pull="top"))),
     "branches of vmap": (ROWS, "data", in_a_mapped_branch),
     "denormals": (
         ROWS,
