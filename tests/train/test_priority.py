@@ -66,7 +66,7 @@ CASES = {
     "PowerSGD": dict(exchange=cgx.Plan(cgx.PowerSGD(2), **SMALL)),
     "DGT": dict(exchange=cgx.wan.Differential(PLAN, k=0.5, block_bytes=64)),
     "MixedSync": dict(exchange=cgx.wan.MixedSync(PLAN)),
-    "momentum": dict(exchange=MOVED, optimizer=optax.adamw(0.01)),
+    "momentum": dict(exchange=MOVED, optimizer=optax.adamw(0.01, b1=0)),
     "coupled": dict(optimizer=optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))),
     "dgc": dict(exchange=cgx.DGC(0.1, fusion_mb=1e-4), optimizer=optax.sgd(0.1)),
     "schedule": dict(exchange={0: cgx.Raw(), 1: PLAN, 2: cgx.Plan(cgx.MaxMin(8, 16), **SMALL)}),
