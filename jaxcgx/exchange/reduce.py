@@ -112,7 +112,8 @@ def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
     travel = ticket.travel
     routes, found, kept = travel.routes, dict[int, jax.Array](), _Kept(carry, travel.routes)
     ticket = dataclasses.replace(ticket, begun=dict(ticket.begun))
-    _advance(ticket, kept, travel.way.later)
+    if ticket.begun:
+        _advance(ticket, kept, travel.way.later)
     for m in reversed(ticket.begun):  # the last to begin has the first layers, which the next step needs first
         envelope = travel.envelopes[m]
         with travel.scope(envelope.ids):

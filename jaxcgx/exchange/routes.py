@@ -23,7 +23,7 @@ from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
 from jaxcgx.plan.leaves import ByAxis, Codecs, by_axis, factor_shape, skips, values, why_unfit
-from jaxcgx.plan.overlay import Overlay, is_of_outermost
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
 
@@ -339,8 +339,8 @@ def _stages(routes: Routes, there: Route, back: Route, net: Transport, rows: boo
 
 
 def _by_part(routes: Routes, route: Route, net: Transport, rows: bool) -> list[tuple[Transport, Codec]]:
-    codec = route.codec
-    if not rows and is_of_outermost(_asked(routes, net)[0], [part.size for part in net.parts.values()]):
+    codec, schedule = route.codec, _asked(routes, net)[0]
+    if not rows and isinstance(schedule, Overlay) and schedule.is_of_outermost([x.size for x in net.parts.values()]):
         codec = codec if isinstance(codec, dict) else by_axis(tuple(net.parts), codec, Raw())
     if not isinstance(codec, dict):
         return [(net, codec)]

@@ -16,7 +16,7 @@ from jaxcgx.codecs.base import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
 from jaxcgx.plan.leaves import ByAxis, Codecs, Shaped, by_axis, messages, skips, spell_path, values, why_raw
-from jaxcgx.plan.overlay import is_of_outermost
+from jaxcgx.plan.overlay import Overlay
 from jaxcgx.text import Totals, ratio, spell_sizes, table
 from jaxcgx.typing import PyTree
 
@@ -115,10 +115,12 @@ def forecast(
 
     alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
     coded: dict[Codecs, list[int]] = {}
+    asked = values(schedule)[0]
+    along_outermost = isinstance(asked, Overlay) and asked.is_of_outermost(list(sizes.values()))
     for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths=paths, leaves=leaves)):
         if isinstance(codec, dict):
             _check_axes(codec, axes, axis_size)
-        elif is_of_outermost(values(schedule)[0], list(sizes.values())) and not skips(codec):
+        elif along_outermost and not skips(codec):
             codec = ByAxis(by_axis(axes, codec, Raw()))
         if skips(codec):
             rows[i] = [dataclasses.replace(unsent[i], codec=codec)]

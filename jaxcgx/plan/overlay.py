@@ -176,6 +176,10 @@ class Overlay:
             shares[best.parents] += tree.share
         return Overlay(tuple(Tree(parents, share) for parents, share in shares.items()))
 
+    def is_of_outermost(self, sizes: Sequence[int]) -> bool:
+        """Returns whether it is an overlay of the first of several axes, which have these sizes, alone."""
+        return len(sizes) > 1 and self.ranks == sizes[0] != math.prod(sizes)
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""
@@ -216,8 +220,3 @@ class Overlay:
 
     def __str__(self) -> str:
         return f"Overlay({len(self.trees)} trees over {self.ranks} ranks, depth {self.depth})"
-
-
-def is_of_outermost(schedule: Any, sizes: Sequence[int]) -> bool:
-    """Returns whether a schedule is an overlay of the first of several axes, which have these sizes, alone."""
-    return isinstance(schedule, Overlay) and len(sizes) > 1 and schedule.ranks == sizes[0] != math.prod(sizes)

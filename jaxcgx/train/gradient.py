@@ -220,7 +220,7 @@ class Gradient:
         leaves, tree = jax.tree_util.tree_flatten(given.batch)
         renewed: list[bool] = []
         has_keys = bool(jax.tree_util.tree_leaves(plain.model_state))
-        places = jax.tree_util.tree_leaves(plain.model_state, is_leaf=lambda x: x is None)
+        places = jax.tree_util.tree_leaves(plain.model_state, is_leaf=lambda x: x is None) if has_keys else []
 
         def of_part(given: Given, keys: PyTree) -> OfRank:
             nonlocal renewed
