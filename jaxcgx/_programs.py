@@ -21,6 +21,16 @@ def _inner(eqn: Any) -> list[Any]:
     return [value for value in values if hasattr(_compat.open_jaxpr(value), "eqns")]
 
 
+def _called(eqn: Any) -> Any:
+    """Returns the program that an operation runs once, with the arguments of the operation; None if it runs no such."""
+    inner = [_compat.open_jaxpr(each) for each in _inner(eqn)]
+    alone = len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) and not eqn.primitive.name.startswith(_LOOPS)
+    return inner[0] if alone else None
+
+
+_LOOPS = ("scan", "while")
+
+
 def operations(program: Any, outer: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yields the operations of a traced program and of the programs inside it, each behind those that it is inside."""
     for eqn in _compat.open_jaxpr(program).eqns:
@@ -48,16 +58,13 @@ def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
     end = lambda atom: known.get(atom, 0) if not hasattr(atom, "val") else 0  # a literal can't be a key
     for eqn in jaxpr.eqns:
         given = [end(atom) for atom in eqn.invars]
-        inner = [_compat.open_jaxpr(each) for each in _inner(eqn)]
-        if len(inner) == 1 and len(inner[0].invars) == len(given) and not eqn.primitive.name.startswith(_LOOPS):
-            found = _ends(inner[0], given)
+        if (called := _called(eqn)) is not None:
+            found = _ends(called, given)
         else:  # all results of a loop are ready at the same time
+            inner = [_compat.open_jaxpr(each) for each in _inner(eqn)]
             found = [max(given, default=0) + 1 + _length(inner)] * len(eqn.outvars)
         known.update(zip(eqn.outvars, found))
     return [end(atom) for atom in jaxpr.outvars]
-
-
-_LOOPS = ("scan", "while")
 
 
 def _length(programs: Sequence[Any]) -> int:
@@ -93,12 +100,8 @@ def depends(program: Any, arguments: Collection[int]) -> list[bool]:
         given = {i for i, atom in enumerate(eqn.invars) if moves(atom)}
         if eqn.primitive.name == "mul" and any(np.ndim(x := getattr(a, "val", 1)) == 0 and x == 0 for a in eqn.invars):
             continue
-        inner = _inner(eqn)
-        if len(inner) == 1 and len(_compat.open_jaxpr(inner[0]).invars) == len(eqn.invars):
-            found = depends(inner[0], given)[: len(eqn.outvars)] if not eqn.primitive.name.startswith(_LOOPS) else []
-        else:
-            found = []
-        found = found if len(found) == len(eqn.outvars) else [bool(given)] * len(eqn.outvars)
+        called = _called(eqn)
+        found = [bool(given)] * len(eqn.outvars) if called is None else depends(called, given)
         moving.update(x for x, each in zip(eqn.outvars, found) if each)
     return list(map(moves, jaxpr.outvars))
 
