@@ -23,11 +23,18 @@ import jaxcgx as cgx
 
 ROOT = pathlib.Path(__file__).parent.parent
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+CODE = r"^```python\n((?:(?!^```).)*)^```$"
 
 
 def programs(page):
     """The programs of a page, such as "docs/training", in their order."""
     return [textwrap.dedent(match[2]) for match in BLOCK.finditer((ROOT / f"{page}.md").read_text())]
+
+
+def pairs(text):
+    """Returns {title: (program before, program after)} of the sections of a page that begin with two programs."""
+    pair = rf"^## ([^\n]+)\n(?:(?!^## ).)*?{CODE}\n{CODE}"
+    return {name: (before, after) for name, before, after in re.findall(pair, text, re.DOTALL | re.MULTILINE)}
 
 
 def make_mesh(sizes=(4,), names=("data",)):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pages
 import pytest
 from helpers import assert_same_trees, normal
 from jax.sharding import AxisType, NamedSharding
@@ -18,9 +19,7 @@ from training import mesh_of
 import jaxcgx as cgx
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs/convert.md").read_text()
-CODE = r"^```python\n((?:(?!^```).)*)^```$"
-PAIR = rf"^## ([^\n]+)\n(?:(?!^## ).)*?{CODE}\n{CODE}"
-PAIRS = {name: (before, after) for name, before, after in re.findall(PAIR, PAGE, re.DOTALL | re.MULTILINE)}
+PAIRS = pages.pairs(PAGE)
 RANKS, STEPS = 4, 50
 X = normal((64, 8), 1)
 Y = jnp.sin(X[:, :3]) + normal((64, 3), 4, scale=0.5)
@@ -225,7 +224,11 @@ def test_evaluation_and_checkpoints(tmp_path):
 def test_feedback_with_a_gradient_outside():
     """Parameters and residuals are those of value_and_grad with a Feedback."""
     section = re.search(r"^## shard_map, gradient outside\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
-    source, optimizer, codec = re.findall(CODE, section, re.DOTALL | re.MULTILINE)[-1], optax.adam(3e-3), cgx.MaxMin(2)
+    source, optimizer, codec = (
+        re.findall(pages.CODE, section, re.DOTALL | re.MULTILINE)[-1],
+        optax.adam(3e-3),
+        cgx.MaxMin(2),
+    )
     mesh = mesh_of(RANKS)
     x, y = on(mesh)
     names = dict(jax=jax, cgx=cgx, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
@@ -254,7 +257,7 @@ def test_feedback_with_a_gradient_outside():
 def test_accumulated_gradients():
     """Four micro-batches are one step of the whole batch, with one exchange."""
     section = re.search(r"^## Accumulated gradients\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
-    (source,) = re.findall(CODE, section, re.DOTALL | re.MULTILINE)
+    (source,) = re.findall(pages.CODE, section, re.DOTALL | re.MULTILINE)
     mesh, optimizer = mesh_of(RANKS), optax.sgd(0.1)
     split = [jax.device_put(a.reshape(4, -1, a.shape[-1]), NamedSharding(mesh, P(None, "data"))) for a in (X, Y)]
     names = dict(jax=jax, jnp=jnp, cgx=cgx, optax=optax, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn)

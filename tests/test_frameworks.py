@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pages
 import pytest
 from helpers import normal
 from jax.sharding import NamedSharding
@@ -17,9 +18,7 @@ from training import mesh_of
 import jaxcgx as cgx
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs/frameworks.md").read_text()
-CODE = r"^```python\n((?:(?!^```).)*)^```$"
-PAIR = rf"^## ([^\n]+)\n(?:(?!^## ).)*?{CODE}\n{CODE}"
-PAIRS = {name: (before, after) for name, before, after in re.findall(PAIR, PAGE, re.DOTALL | re.MULTILINE)}
+PAIRS = pages.pairs(PAGE)
 RANKS, STEPS = 2, 3
 X = normal((16, 8), 1)
 Y = jnp.sin(X[:, :3])
