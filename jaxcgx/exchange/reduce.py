@@ -15,9 +15,10 @@ from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import hierarchy, primitives, rows, scopes
 from jaxcgx.exchange.message import STATE, BegunMessage, Carry, Message, carry_over
-from jaxcgx.exchange.routes import Envelope, Plain, Route, Routes, Travel, Way
+from jaxcgx.exchange.routes import Envelope, Plain, Routes, Travel, Way
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
+from jaxcgx.plan.leaves import Route
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, PyTree
 

@@ -7,7 +7,6 @@ object, which jit hashes by its identity.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -22,42 +21,13 @@ from jaxcgx.exchange import costs, scopes
 from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
-from jaxcgx.plan.leaves import ByAxis, Codecs, by_axis, factor_shape, skips, values, why_unfit
+from jaxcgx.plan.leaves import ByAxis, Codecs, Route, by_axis, skips, why_unfit
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
 
 OVERLAPPING = 4 * 2**20  # bytes of a message that is sent during the backward pass (benchmarks/notes/collectives.md)
 SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with other raw leaves
-
-
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """The route of a leaf."""
-
-    path: PyTree  # the JAX path of the leaf
-    shape: tuple[int, ...]
-    dtype: DType
-    codec: Codecs  # the codec over all axes together, or {axis: codec}. Raw() if the leaf is skipped
-    why_raw: str | None  # the reason why the leaf travels raw; None: it is compressed
-    skipped: bool  # whether the leaf is not sent at all
-    factor: tuple[int, ...] | None  # the shape of its low-rank factor, or None
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    @property
-    def codecs(self) -> list[Codec]:
-        return values(self.codec)
-
-    @property
-    def encoded(self) -> bool:
-        return self.why_raw is None and not self.skipped
 
 
 class Way(NamedTuple):
@@ -169,23 +139,21 @@ def _routes(
     shapes: tuple[tuple[tuple[int, ...], DType], ...],
     codecs: Sequence[Codecs] | None,
 ) -> Routes:
-    leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten(leaves))[0]]
+    leaves = tree.unflatten([jax.ShapeDtypeStruct(*each) for each in shapes])
     if codecs is None:
-        assigned = plan.assign(op, argument, paths=paths, leaves=leaves) if leaves else []
+        routes = plan.routes(op, argument, leaves) if shapes else []
     else:
-        assigned = [(Raw() if why_unfit(x) and not skips(codec) else codec, None) for x, codec in zip(leaves, codecs)]
-    routes: list[Route] = []
-    for path, x, (codec, guarded) in zip(paths, leaves, assigned):
-        skipped = skips(codec)
-        codec = Raw() if skipped else codec
-        why = None if skipped else guarded or why_raw(x, values(codec))
-        refused = not guarded and any(each.why_raw(x.shape, x.dtype) for each in values(codec))
-        if plan.strict and why and (refused or x.dtype not in DTYPES):
-            expected, got = "a leaf that can be compressed, as the plan is strict", f"one that can't, because {why}"
-            raise wrong(op, argument, expected, got, path=path, kind=ValueError if refused else TypeError)
-        factor = factor_shape(x, values(codec))
-        routes.append(Route(path, x.shape, x.dtype, codec, why_raw=why, skipped=skipped, factor=factor))
+        found = jax.tree_util.tree_flatten_with_path(leaves)[0]
+        fitting = [Raw() if why_unfit(x) and not skips(codec) else codec for (_, x), codec in zip(found, codecs)]
+        routes = [Route.of(path, x, codec) for (path, x), codec in zip(found, fitting)]
+    for route in routes if plan.strict else ():
+        refused = any(codec.why_raw(route.shape, route.dtype) for codec in route.codecs)
+        if route.why_raw and (refused or route.dtype not in DTYPES):
+            expected, got = (
+                "a leaf that can be compressed, as the plan is strict",
+                f"one that can't, because {route.why_raw}",
+            )
+            raise wrong(op, argument, expected, got, path=route.path, kind=ValueError if refused else TypeError)
     return Routes(op, argument, plan, tree, leaves=tuple(routes))
 
 

@@ -10,7 +10,8 @@ import jax
 from jaxcgx.checks import BOOL, check_flag, check_hashable, check_integer, check_type, set_field, unexpected, wrong
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.codecs.base import spell
-from jaxcgx.plan.leaves import Codecs, Shaped, as_codecs, compressing, skips, spell_path, values, why_unfit
+from jaxcgx.plan.leaves import Codecs, Route, Shaped, as_codecs, compressing, skips, spell_path, values, why_unfit
+from jaxcgx.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,18 +129,16 @@ class Assignment:
         """Whether any codec that a leaf may get draws noise. Exchanges then need a key."""
         return any(codec.stochastic for codec in self.codecs)
 
-    def assign(
-        self, op: str, argument: str, paths: Sequence[Any], leaves: Sequence[Shaped]
-    ) -> list[tuple[Codecs, str | None]]:
-        """Returns (codec, reason) for each of the `leaves` at `paths`. The codec may be a dict of codecs by axis.
+    def routes(self, op: str, argument: str, tree: PyTree) -> list[Route]:
+        """Returns the route of each leaf of a tree of arrays or shapes.
 
-        If no codec can take the leaf, or a guard keeps it raw, the codec is Raw(), and the reason is a text for people.
-        Otherwise the reason is None. Leaves with Skip() never have a reason. Errors name the function `op` and its
+        If no codec can take a leaf, or a guard keeps it raw, its codec is Raw(). Errors name the function `op` and its
         argument.
         """
-        names = [spell_path(path) for path in paths]
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        held = [[rule for rule in self.rules if rule.matches(op, *found)] for found in zip(names, shapes)]
+        found = jax.tree_util.tree_flatten_with_path(tree)[0]
+        names = [spell_path(path) for path, _ in found]
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found]
+        held = [[rule for rule in self.rules if rule.matches(op, *each)] for each in zip(names, shapes)]
         useful = {id(rule) for rules in held for rule in rules}  # by identity: equality would compare field by field
         for rule in self.rules:
             if rule.names and not rule.optional and id(rule) not in useful:
@@ -147,7 +146,8 @@ class Assignment:
                 got = f"none for {rule} among {', '.join(map(repr, names[:_SHOWN])) or 'no leaves'}{more}"
                 remedy = "correct the rule, take it out, or make it optional=True"
                 raise wrong(op, argument, "a leaf for every rule of the plan", got, remedy)
-        return [self._choose(op, argument, *found) for found in zip(names, shapes, held)]
+        chosen = [self._choose(op, argument, *each) for each in zip(names, shapes, held)]
+        return [Route.of(path, leaf, *each) for (path, leaf), each in zip(found, chosen)]
 
     def why_guarded(self, leaf: Shaped) -> str | None:
         """Returns the reason why a guard keeps a leaf raw, or None if no guard does."""
@@ -158,6 +158,7 @@ class Assignment:
         return None
 
     def _choose(self, op: str, argument: str, name: str, leaf: Shaped, rules: list[Rule]) -> tuple[Codecs, str | None]:
+        """Returns the codec of a leaf, and the reason if it is Raw() whatever the rules say."""
         rules = [rule for rule in rules if rule.priority == max(r.priority for r in rules)]
         given = [rule.codec for rule in rules] or [self.default]
         why = None if any(map(skips, given)) else why_unfit(leaf) or self.why_guarded(leaf)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import is_integer, unexpected, wrong
-from jaxcgx.codecs import Codec, Raw
+from jaxcgx.codecs import Codec, Raw, Skip
 from jaxcgx.codecs.base import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
-from jaxcgx.plan.leaves import ByAxis, Codecs, Shaped, by_axis, messages, skips, spell_path, values, why_raw
+from jaxcgx.plan.leaves import ByAxis, Codecs, Route, by_axis, messages, spell_path, values
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.text import Totals, ratio, spell_sizes, table
 from jaxcgx.typing import PyTree
@@ -107,27 +107,28 @@ def forecast(
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             place = f"{_OP}: argument 'tree', leaf {spell_path(path)!r}"
             raise unexpected(place, "an array or a jax.ShapeDtypeStruct", repr(leaf), kind=TypeError)
-    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+    routes = plan.routes(_OP, "tree", tree)
     nothing: dict[str, Any] = dict(codec=Raw(), message=None, raw_bytes=0, bytes=0, why=None)
-    unsent = [Row(spell_path(path), tuple(x.shape), dtype=str(x.dtype), axes=axes, **nothing) for path, x in found]
-    rows: list[list[Row]] = [[] for _ in found]
+    unsent = [Row(spell_path(r.path), r.shape, dtype=str(r.dtype), axes=axes, **nothing) for r in routes]
+    rows: list[list[Row]] = [[] for _ in routes]
     sent, raw = collections.Counter[Any](), collections.Counter[Any]()  # the bytes by axes
 
     alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
     coded: dict[Codecs, list[int]] = {}
     asked = values(schedule)[0]
     along_outermost = isinstance(asked, Overlay) and asked.is_of_outermost(list(sizes.values()))
-    for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths=paths, leaves=leaves)):
+    for i, route in enumerate(routes):
+        codec = route.codec
         if isinstance(codec, dict):
             _check_axes(codec, axes, axis_size)
-        elif along_outermost and not skips(codec):
+        elif along_outermost:
             codec = ByAxis(by_axis(axes, codec, Raw()))
-        if skips(codec):
-            rows[i] = [dataclasses.replace(unsent[i], codec=codec)]
-        elif why := why or why_raw(leaves[i], values(codec)) or alone:
+        if route.skipped:
+            rows[i] = [dataclasses.replace(unsent[i], codec=Skip())]
+        elif why := route.why_raw or alone:
             apart = isinstance(codec, dict) and all(each.raw for each in codec.values()) and alone is None
-            for over, n in _shares(sizes, leaves[i].size) if apart else [(axes, leaves[i].size)]:
-                size = n * leaves[i].dtype.itemsize
+            for over, n in _shares(sizes, route.size) if apart else [(axes, route.size)]:
+                size = n * route.dtype.itemsize
                 rows[i].append(dataclasses.replace(unsent[i], axes=over, raw_bytes=size, bytes=size, why=why))
                 sent[over] += size
                 raw[over] += size
@@ -136,13 +137,13 @@ def forecast(
     groups = [
         (codec, [ids[k] for k in message])
         for codec, ids in coded.items()
-        for message in messages([leaves[i] for i in ids], limit)
+        for message in messages([routes[i] for i in ids], limit)
     ]
     for number, (codec, ids) in enumerate(groups, 1):
-        for exchange in _exchanges(codec, sizes, leaves=[leaves[i] for i in ids], leader=leader):
+        for exchange in _exchanges(codec, sizes, leaves=[routes[i] for i in ids], leader=leader):
             over, own = exchange.axes, exchange.bytes
             for i, n, size in zip(ids, exchange.layout.sizes, own):
-                whole = exchange.times * n * leaves[i].dtype.itemsize
+                whole = exchange.times * n * routes[i].dtype.itemsize
                 fields = dict(axes=over, codec=exchange.layout.codec, message=number, raw_bytes=whole, bytes=size)
                 rows[i].append(dataclasses.replace(unsent[i], **fields))
                 raw[over] += whole
@@ -207,7 +208,7 @@ class _Exchange:
 # a message for each of its ranks, and a leaf shrinks to a share on its way to the outermost exchange. By leaders, every
 # exchange has whole leaves in float32, and the inner ranks get the bytes that their leader received. Factors are those
 # of whole leaves, too (exchange/low_rank.py).
-def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Shaped], leader: bool) -> Iterator[_Exchange]:
+def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Route], leader: bool) -> Iterator[_Exchange]:
     """Yields the exchanges of a message."""
     names = tuple(name for name in sizes if name is not None)
     if not isinstance(codec, dict):
@@ -221,7 +222,7 @@ def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Shaped], l
             continue
         dtypes = [jnp.float32 if whole or name != names[-1] else x.dtype for x in leaves]
         if whole:
-            shapes = [tuple(x.shape) for x in leaves]
+            shapes = [x.shape for x in leaves]
         else:
             together = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are still joined
             shapes = [(together * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]

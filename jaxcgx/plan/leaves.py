@@ -3,6 +3,8 @@
 A value by axis is one for all axes, or {axis name: value}, outermost first. Codecs and schedules have this form.
 """
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -10,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs.base import Codec, LowRank
+from jaxcgx.codecs import Codec, Raw
+from jaxcgx.codecs.base import LowRank
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.native.layout import DTYPES
-from jaxcgx.typing import PyTree
+from jaxcgx.typing import DType, PyTree
 
 # A leaf: a jax.Array (tracers count, too), np.ndarray or jax.ShapeDtypeStruct. JAX has no precise types for their
 # shapes and dtypes.
@@ -37,12 +40,6 @@ def why_raw(leaf: Shaped, codecs: Sequence[Codec]) -> str | None:
     if why := why_unfit(leaf) or ("its codec is Raw()" if all(codec.raw for codec in codecs) else None):
         return why
     return next((why for codec in codecs if (why := codec.why_raw(leaf.shape, jnp.dtype(leaf.dtype)))), None)
-
-
-def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | None:
-    """Returns the shape of a leaf's warm-start factor (PowerSGD), or None if the leaf has no factor."""
-    low_rank = next((codec for codec in codecs if isinstance(codec, LowRank)), None)
-    return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)
 
 
 def messages(leaves: Sequence[Shaped], limit: float) -> list[list[int]]:
@@ -113,3 +110,42 @@ def as_codecs(function: str, argument: str, given: Any, *, skip: bool = False) -
     if not given:
         raise wrong(function, argument, "a codec for each axis", "{}")
     return ByAxis((axis, check_codec(function, codec, argument)) for axis, codec in given.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """The route of a leaf."""
+
+    path: PyTree  # the JAX path of the leaf
+    shape: tuple[int, ...]
+    dtype: DType
+    codec: Codecs  # the codec over all axes together, or {axis: codec}. Raw() if the leaf is skipped
+    why_raw: str | None  # the reason why the leaf travels raw; None: it is compressed
+    skipped: bool  # whether the leaf is not sent at all
+    factor: tuple[int, ...] | None  # the shape of its low-rank factor (PowerSGD), or None
+
+    @classmethod
+    def of(cls, path: PyTree, leaf: Shaped, codec: Codecs, guarded: str | None = None) -> "Route":
+        """Returns the route of a leaf with this codec. `guarded`: the reason why the leaf stays raw whatever it is."""
+        skipped = skips(codec)
+        codec = Raw() if skipped else codec
+        why = None if skipped else guarded or why_raw(leaf, values(codec))
+        low_rank = None if why else next((each for each in values(codec) if isinstance(each, LowRank)), None)
+        factor = low_rank and low_rank.factor_shape(leaf.shape)
+        return cls(path, tuple(leaf.shape), leaf.dtype, codec, why_raw=why, skipped=skipped, factor=factor)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def codecs(self) -> list[Codec]:
+        return values(self.codec)
+
+    @property
+    def encoded(self) -> bool:
+        return self.why_raw is None and not self.skipped

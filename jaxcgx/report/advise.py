@@ -21,9 +21,9 @@ from jaxcgx.codecs.checks import check_codec
 from jaxcgx.exchange import costs
 from jaxcgx.exchange.costs import Load, Time
 from jaxcgx.exchange.errors import Losses, drawn
-from jaxcgx.exchange.routes import Route, Routes
+from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan, messages
-from jaxcgx.plan.leaves import Shaped
+from jaxcgx.plan.leaves import Route, Shaped
 from jaxcgx.report import machine
 from jaxcgx.report.cluster import Cluster
 from jaxcgx.text import spell_rate, spell_sizes, table

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from jaxcgx.checks import unexpected
-from jaxcgx.codecs import Codec, Raw
+from jaxcgx.codecs import Codec, Raw, Skip
 from jaxcgx.codecs.base import spell
 from jaxcgx.collectives.statistics import gradient_statistics
 from jaxcgx.native.layout import DTYPES
-from jaxcgx.plan import GradientStatistics, Plan, why_raw
+from jaxcgx.plan import GradientStatistics, Plan
 from jaxcgx.plan.leaves import compressing, skips, spell_path
 from jaxcgx.text import spell_sizes, table
 
@@ -100,13 +100,9 @@ def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatis
 
 def _assign(plan: Plan, step: Step) -> Assigned:
     """Returns the codec of each leaf under a plan. For codecs by axis, it is the codec that compresses."""
-    paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(step)[0])
-    codecs, reasons = zip(*plan.assign("tune", "gradients", paths=paths, leaves=leaves))
-    codecs = [codec if skips(codec) else next(iter(compressing(codec)), Raw()) for codec in codecs]
-    whys = [
-        why or (None if skips(codec) else why_raw(leaf, [codec])) for codec, why, leaf in zip(codecs, reasons, leaves)
-    ]
-    return list(zip(codecs, whys))
+    routes = plan.routes("tune", "gradients", step)
+    codecs = [Skip() if route.skipped else next(iter(compressing(route.codec)), Raw()) for route in routes]
+    return [(codec, route.why_raw) for codec, route in zip(codecs, routes)]
 
 
 def describe(steps: Sequence[Step], measured: GradientStatistics, plans: Mapping[str, Assigned]) -> str:

@@ -194,8 +194,7 @@ class ShardedMesh(OverMesh):
     def check(self, params: Params) -> None:
         self.params_cut.check("sharding.params", params, self.size)
         self.state_cut.check("sharding.optimizer", params, self.size)
-        found = jax.tree_util.tree_flatten_with_path(params)[0]
-        self.gather.assign(OP, "sharding.gather", paths=[path for path, _ in found], leaves=[x for _, x in found])
+        self.gather.routes(OP, "sharding.gather", params)
 
     def shards(self, params: Params) -> Params:
         shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)

@@ -22,8 +22,7 @@ SPARSE = cgx.TopK(0.01, select="sampled")
 
 
 def codecs(plan):
-    found = jax.tree_util.tree_flatten_with_path(TREE)[0]
-    return [codec for codec, _ in plan.assign("test", "x", [path for path, _ in found], [leaf for _, leaf in found])]
+    return [route.codec for route in plan.routes("test", "x", TREE)]
 
 
 @pytest.mark.parametrize(

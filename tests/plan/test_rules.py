@@ -25,11 +25,8 @@ TREE = {
 
 def assign(plan, tree=TREE):
     """Returns {path: (codec, reason to stay raw)}."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
-    return dict(
-        zip(names, plan.assign("test", "x", [path for path, _ in found], [leaf for _, leaf in found]), strict=True)
-    )
+    routes = plan.routes("test", "x", tree)
+    return {jax.tree_util.keystr(r.path, simple=True, separator="/"): (r.codec, r.why_raw) for r in routes}
 
 
 def codecs(plan, tree=TREE):
