@@ -342,7 +342,20 @@ def techniques(cells, header):
     return [100 * (row["less"] or 0), max(row["up_bytes"]) / 1e6, row["loss"], equal_time]
 
 
+def gains(cells, header):
+    hosts, (number, unit), method = cells[1][0], cells[1].split()[1:], cells[2].replace("`", "")
+    if cells[0] == "a sum of 64 MiB":
+        sums = by("collectives", "network", "what", "size_bytes")[f"1 Gbit/s, {hosts} hosts", "loop", 2**26]
+        return [cells[1], cells[2], sums["speedup"][{"MaxMin(4), Gloo": sums["auto"]}.get(method, "Tcp")], []]
+    place = f"transformer, {hosts} hosts", int(number) * {"Mbit/s": 1, "Gbit/s": 1000}[unit]
+    rows = by("training-speed", "network", "mbit", "method")
+    found = {name: row["seconds"] for (*at, name), row in rows.items() if tuple(at) == place and row["seconds"]}
+    torch = min(seconds for name, seconds in found.items() if name.startswith("PyTorch"))
+    return [cells[1], cells[2], found["psum, one array"] / found[method], torch / found[method]]
+
+
 TABLES = {  # by page and the first cells of the header
+    "README": {"what, between hosts": gains},
     "codecs": {"codec | bits per element": codecs},
     "diloco": {"form | fewer bytes in a step": few_exchanges, "method | 2 hosts": between_exchanges},
     "feedback": {"gradients": accuracies, "bucket": errors_with_feedback, "codec | bits per element": updates_of_adam},

@@ -40,8 +40,9 @@ def kept(script):
 
 def installations(page):
     """Returns the commands that make the Python environment of a page, in their order."""
-    scripts = [*commands.of_page(ROOT / "README.md")[:3]] * (page in commands.PAGES) + commands.of_page(page)
-    lines = [line for script in scripts for line in kept(script).splitlines() if line.startswith("pip ")]
+    lines = [
+        line for script in commands.installations(page) for line in kept(script).splitlines() if line.startswith("pip ")
+    ]
     return tuple(dict.fromkeys(lines))
 
 

@@ -179,15 +179,14 @@ def test_programs_import_only_what_is_installed(path):
     """By the commands of their page, or, for the pages of docs/, by that of README."""
     if path in commands.PAGES:
         text = "\n".join(pages.programs(str(path.relative_to(ROOT).with_suffix(""))))
-        installs = [*commands.of_page(ROOT / "README.md")[:3], *commands.of_page(path)]
     else:
-        text, installs = path.read_text(), commands.of_page(path)
+        text = path.read_text()
         text += path.with_name("common.py").read_text() if "from common" in text else ""
     found = set(re.findall(r"^ *from (\w+)", text, re.MULTILINE))
     for names in re.findall(r"^ *import (.+)", text, re.MULTILINE):
         found |= set(re.findall(r"(?:^|, )(\w+)", names))
-    own = {near.stem for near in path.parent.glob("*.py")}
-    assert found - own - set(sys.stdlib_module_names) <= {"jax", "jaxcgx", "numpy"} | installed(installs)
+    found -= {near.stem for near in path.parent.glob("*.py")} | set(sys.stdlib_module_names)
+    assert found <= {"jax", "jaxcgx", "numpy"} | installed(commands.installations(path))
 
 
 def installed(scripts):

@@ -116,15 +116,14 @@ def test_pages_of_several_processes(page):
 
 
 def test_readme():
-    jit, shard_map, chain, whole, _ = pages.programs("README")  # the last one is of mpirun
+    whole, jit, shard_map, _ = pages.programs("README")  # the last one is of mpirun
+    printed = subprocess.run([sys.executable, "-P", "-c", whole], check=True, capture_output=True, text=True).stdout
+    assert float(re.match(r"loss ([\d.]+)\n", printed)[1]) < 0.1 and "MaxMin(bits=4)" in printed
     names = names_of()
     with jax.set_mesh(names["mesh"]):
         exec(jit, names)
     compressed, grads = names["grads"], on_ranks(shard_map, names)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), compressed, grads)
-    exec(chain, names)
-    exec(whole, names)
-    assert names["metrics"].loss < names["loss"]
 
 
 def test_checkpoints(tmp_path):
