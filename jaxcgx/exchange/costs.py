@@ -47,6 +47,12 @@ class Load(NamedTuple):
         sent, back = (wire(each, leaves, mover) for each in (codec, codec.of_sum(ranks)))
         return cls(ranks, raw, sent, back, sparse=codec.sparse, whole=codec.whole)
 
+    @classmethod
+    def of_factors(cls, codec: Codec, leaves: Sequence[Shaped], ranks: int) -> "Load":
+        """Makes the load of each of the two sums of raw factors of leaves that a low-rank codec compresses."""
+        half = wire(codec, leaves) / 2
+        return cls(ranks, half, half)
+
     @property
     def both(self) -> float:
         """The compressed bytes of the message and of the sum."""
@@ -67,6 +73,13 @@ class Time(NamedTuple):
         return max(self.kernels, self.wire) + min(self.kernels, self.wire) / self.pieces
 
 
+def schedules(codec: Codec, mover: str | None) -> tuple[str, ...]:
+    """Returns the schedules of a codec. Factors of low rank are summed by "psum", except over Tcp."""
+    if codec.low_rank:
+        return ("two_shot", "one_shot") if mover == "tcp" else ("psum",)
+    return SCHEDULES
+
+
 def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> int:
     """Returns the compressed bytes of leaves. A leaf is any object with a shape and a dtype."""
     bytes_of = codec.likely_bytes if mover == "tcp" else codec.wire_bytes
@@ -74,14 +87,14 @@ def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> in
 
 
 def seconds(schedule: str, load: Load, network: Network) -> Time:
-    """Returns the time of a sum to all ranks by "one_shot", "two_shot" or "ring"; or by "psum" for factors."""
+    """Returns the time of a sum to all ranks by "one_shot", "two_shot" or "ring"; or by "psum" for raw numbers."""
     ranks, raw, others = load.ranks, load.raw, load.ranks - 1
     if ranks == 1:
         return Time(0, 0)
     ways, more = network.ways, ranks > 2
     encoded = raw / network.encode
     if schedule == "psum":
-        return Time(encoded * network.sharing, 2 * plain_seconds(ranks, load.wire / 2, network))
+        return Time(0, plain_seconds(ranks, load.wire, network))
     if schedule == "one_shot":
         kernels = encoded + (load.wire if load.sparse else raw) * ranks / network.reduce
         wire = network.wire(others * load.wire, 1 if ways.pieces else others, ways.gather[more])
@@ -104,6 +117,11 @@ def seconds(schedule: str, load: Load, network: Network) -> Time:
     if ways.pieces and schedule != "ring" and not load.sparse:
         pieces = 1 if load.whole else pieces_of(int(chunk))
     return Time(kernels * network.sharing, wire, pieces)
+
+
+def seconds_of_factors(schedule: str, load: Load, raw: float, network: Network) -> Time:
+    """Returns the time of a low-rank sum: of two sums of raw factors, and of products with `raw` bytes in float32."""
+    return Time(raw / network.encode * network.sharing, 2 * seconds(schedule, load._replace(raw=0), network).wire)
 
 
 def plain_seconds(ranks: int, size: float, network: Network) -> float:
@@ -153,9 +171,8 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
             known = dataclasses.replace(known, mover=known.mover or net.mover)
             parts = [jax.ShapeDtypeStruct((x.size // share,), x.dtype) for x in leaves]
             raw = sum(4 * x.size for x in leaves) // share
-            if codec.low_rank:  # two sums of raw factors
-                half = wire(codec, leaves) / 2
-                load = Load(net.size, half, half)
+            if codec.low_rank:
+                load = Load.of_factors(codec, leaves, net.size)
             else:
                 load = Load.of(codec, parts, raw, ranks=net.size, mover=known.mover)
             schedule = choose(load, known, prefer=plan.prefer)

@@ -221,7 +221,7 @@ def advise(
         losses = Losses(_sample(gradients, codec.low_rank), codec, cut=case.nodes)
         for mover in cluster.movers:
             links = dataclasses.replace(cluster.between(mover), decode=speed.decode, reduce=speed.reduce)
-            for schedule in ("psum",) if codec.low_rank else costs.SCHEDULES:
+            for schedule in costs.schedules(codec, mover):
                 encode = speed.encode if schedule == "ring" else speed.encode_fed  # a ring allows no feedback
                 network = dataclasses.replace(links, encode=encode)
                 error = losses.error(schedule, case.nodes, each=case.each)
@@ -265,7 +265,7 @@ class Case:
             step=step,
             exposed=step - self.compute,
             error=error,
-            auto=codec.low_rank or self._auto(codec, network) == schedule,
+            auto=self._auto(codec, network) == schedule,
             off=SPREAD + (spread * kernels / exchange if exchange else 0.0),
         )
 
@@ -304,10 +304,14 @@ class Case:
 
     def _load(self, codec: Codec, leaves: Sequence[Route], mover: str | None) -> Load:
         shares = self._shares(codec, leaves)
+        if codec.low_rank:
+            return Load.of_factors(codec, shares, self.nodes)
         return Load.of(codec, shares, raw=4 * sum(x.size for x in shares), ranks=self.nodes, mover=mover)
 
     def _auto(self, codec: Codec, network: Network) -> str:
         """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/costs.py)."""
+        if len(possible := costs.schedules(codec, network.mover)) == 1:
+            return possible[0]
         leaves = [leaf for each, group in self._messages(codec) for leaf in group if not each.raw]
         return costs.choose(self._load(codec, leaves, network.mover), network)
 
@@ -323,7 +327,11 @@ class Case:
         for size, (each, leaves) in zip(sizes, self._messages(codec)):
             if each.raw:
                 raw = sum(x.size * x.dtype.itemsize for x in self._shares(each, leaves))
-                time = Time(0, costs.plain_seconds(self.nodes, raw, network))
+                load = Load(self.nodes, 0, raw)
+                own = network.mover == "tcp" and not codec.raw and schedule != "ring"  # whether Tcp adds them up
+                time = costs.seconds(costs.choose(load, network) if own else "psum", load, network)
+            elif each.low_rank:
+                time = costs.seconds_of_factors(schedule, self._load(each, leaves, None), 4 * size, network)
             else:
                 time = costs.seconds(schedule, self._load(each, leaves, network.mover), network)
             if self.each > 1:

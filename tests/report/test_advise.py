@@ -20,6 +20,7 @@ import jaxcgx as cgx
 from jaxcgx import __main__
 from jaxcgx.exchange import costs
 from jaxcgx.report import advise, machine, shapes
+from jaxcgx.transports.network import PAYLOAD
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results"
 FOUR = cgx.MaxMin(4)
@@ -77,6 +78,16 @@ def test_bytes_are_those_of_programs(codec):
         run = on_ranks(lambda x, plan=plan, key=key: cgx.compressed_psum(x, "a", plan, key=key), mesh(4))
         assert abs(row.bytes - cgx.explain(run, x, show=False).bytes) <= 2, row  # two sums of factors are rounded
     assert abs(found.rows[0].bytes - plain_bytes()) <= 2
+
+
+@pytest.mark.parametrize("codec", [FOUR, cgx.PowerSGD(4)], ids=str)
+def test_tcp_sums_raw_numbers_and_factors_too(codec):
+    """So no message waits for the steps of Gloo's ring, and at a slow rate an exchange takes as long as its bytes."""
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in dict(w=(2048, 1024), b=(2**18,)).items()}
+    auto = lambda over, link: next(r for r in advice(tree, (codec,), over=over, link=link).rows[1:] if r.auto)
+    slow, fast, gloo = auto("tcp", "1mbit"), auto("tcp", "100gbit"), auto("gloo", "100gbit")
+    assert 1 <= slow.exchange / (slow.bytes / (1e6 * PAYLOAD)) < 1.001
+    assert gloo.exchange > 2 * fast.exchange
 
 
 def test_bytes_between_nodes():
