@@ -124,8 +124,7 @@ class GridCodec(Codec):
         """Returns (metadata, whether each bucket is finite, codes)."""
         lo, hi = (e[:, None] for e in ieee.extremes(x))
         bad = (ieee.magnitude_bits(x) >= 0x7F800000).any(-1, keepdims=True)
-        lo, hi = jnp.where(bad, -jnp.inf, lo), jnp.where(bad, jnp.inf, hi)
-        grid = self.grid(lo, hi, x)
+        grid = self.grid(lo, jnp.where(bad, jnp.inf, hi), x)
         codes = self.quantize(scaled(x, grid.scale), grid, noise)
         return jnp.concatenate([grid.unit, grid.base][: self.meta], -1), grid.finite, codes
 

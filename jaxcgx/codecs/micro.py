@@ -80,7 +80,7 @@ class Micro(GridCodec):
         codes = pack(of.elements.encode(y).reshape(count, -1, BLOCK), of.bits)
         scales = scales.astype(jnp.uint8).reshape(count, -1, BLOCK // of.block)
         coded = jnp.concatenate([codes, scales], -1).reshape(count, -1)
-        return meta, jnp.where(jnp.isfinite(meta).all(-1, keepdims=True), coded, 0)
+        return meta, jnp.where(jnp.isfinite(meta).all(1, keepdims=True), coded, 0)
 
     def _tensor_scaled(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns, for NVFP4, (scales of buckets, codes of the scales of blocks, elements divided by both scales)."""

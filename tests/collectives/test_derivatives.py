@@ -109,6 +109,13 @@ def test_two_axes(codec, check_vma):
         np.testing.assert_array_equal(got, lax_gradients["pmean {}"])
 
 
+def test_the_transpose_of_an_invarying_gather_rounds_nothing():
+    """Every rank has the whole cotangent, so it takes its part, and nothing is sent."""
+    gather = lambda codec: lambda x: weighted(cgx.compressed_all_gather(x, "a", codec, to="invarying"))
+    gradient = lambda codec: on_ranks(jax.grad(gather(codec)), mesh(4), True)(X)
+    np.testing.assert_array_equal(gradient(cgx.MaxMin(2)), gradient(EXACT))
+
+
 @CHECKS
 def test_some_leaves_of_a_message(check_vma):
     """Leaves that are not differentiated travel along as zeros.

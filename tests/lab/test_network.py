@@ -25,10 +25,19 @@ def test_without_tools(monkeypatch):
     assert why_not() == "ip, tc, unshare, setpriv not found: install iproute2 and util-linux"
 
 
+def test_without_namespaces(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
+    for code, why in (1, "no network namespaces here: denied"), (0, ""):
+        done = subprocess.CompletedProcess([], code, stderr="denied\n")
+        monkeypatch.setattr(network.subprocess, "run", lambda *_, done=done, **__: done)
+        assert why_not() == why
+
+
 def test_arguments():
     with names(ValueError, "Lab hosts 0"):
         Lab(0, "1gbit")
-    with names(ValueError, "Lab link 'fast'"):
+    with names(ValueError, "Lab link 110mbit 'fast'"):
         Lab(2, "fast")
     with names(ValueError, "Lab link 1"):
         Lab(3, [Link(10**9, 10**9)])

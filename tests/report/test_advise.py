@@ -118,6 +118,28 @@ def test_a_message_without_padding_has_wire_bytes():
         assert costs.sent("two_shot", codec, [x], 4) == costs.sent("ring", codec, [x], 4) == 2 * 3 * size // 4
 
 
+def test_sure_is_what_errors_of_both_steps_do_not_change():
+    options = dict(tree=shapes.read("2M"), codecs=[FOUR], compute_ms=10)
+    even = advice(**options).break_even
+    found = [advice(**options, link=f"{even * part / 1e6:.6f}mbit") for part in np.arange(0.1, 2, 0.1)]
+    for each in found:
+        raw, best = each.rows[0], next(row for row in each.rows[1:] if row.auto)
+        pays = best.step < advise.GAIN * raw.step
+        sign = 1 if pays else -1
+        slow, fast = 0.01 + (1 + sign * best.off) * best.exposed, 0.01 + (1 - sign * raw.off) * raw.exposed
+        assert each.sure == (pays == (slow < advise.GAIN * fast))
+    assert {each.sure for each in found} == {True, False}
+
+
+def test_errors_of_low_rank_are_those_of_the_largest_matrix():
+    tree = lambda rank: {
+        "w": np.outer(np.arange(64) + rank, np.arange(48)),
+        "b": np.random.default_rng(rank).normal(size=500),
+    }
+    row = advice(codecs=[cgx.PowerSGD(4)], gradients=[tree(0), tree(1)], max_error=1).rows[1]
+    assert row.error < 1e-6
+
+
 @pytest.mark.parametrize("overlap_mb", [None, 8])
 def test_break_even_is_where_times_cross(overlap_mb):
     tree = shapes.read("25M")

@@ -56,7 +56,7 @@ def test_without_a_rate_the_slowest_measured_link_counts(monkeypatch, tmp_path):
         (dict(link="fast"), "Cluster link 'fast'"),
         (dict(up="1"), "Cluster up '1'"),
         (dict(inner_link=None), "Cluster inner_link None"),
-        (dict(latency="5"), "Cluster latency '5'"),
+        (dict(latency="5"), "Cluster latency 40ms '5'"),
         (dict(over="ib"), "Cluster over 'ib'"),
     ],
 )

@@ -54,6 +54,12 @@ def what(explanation):
 FLAT, NODES = mesh(("data", 8)), mesh(("node", 2), ("local", 4))
 
 
+def test_axes_of_two_meshes_of_the_same_devices():
+    both = lambda x: (psum()(x), psum(axes="model", where=mesh(("model", 8)))(2 * x))
+    found = {(c.operation, c.axes) for c in quiet(both, np.zeros(3000, np.float32)).collectives}
+    assert {axes for _, axes in found} == {("data",), ("model",)} and len({name for name, _ in found}) * 2 == len(found)
+
+
 @pytest.mark.parametrize(("codec", "jnp"), [(Halves(), True), (CODEC, False)], ids=["jnp", "kernels"])
 def test_what_runs_without_kernels(codec, jnp):
     key = jax.random.key(0) if codec.stochastic else None

@@ -83,3 +83,10 @@ def test_pairs_to_probe():
         assert links.known.all()
     firsts = {tuple(sorted(links.pairs(random))) for _ in range(50)}
     assert len(firsts) == 3  # known links are chosen at random
+
+
+def test_a_pair_with_one_unknown_direction_is_probed_first():
+    links = LinkRates(4, 0.5)
+    measured(links, *[(i, j) for i in range(4) for j in range(4) if i != j and (i, j) not in ((1, 0), (3, 2))])
+    for seed in range(10):
+        assert sorted(links.pairs(np.random.default_rng(seed))) == [(0, 1), (2, 3)]

@@ -51,7 +51,7 @@ class Blocks:
         """Returns the mean magnitude of each block, float32[count]. The padding doesn't count."""
         sizes = np.full(self.count, self.size, np.float32)
         sizes[-1] -= self.count * self.size - self.elements
-        return jnp.abs(blocks.astype(jnp.float32)).sum(-1) / sizes
+        return jnp.abs(blocks.astype(jnp.float32)).sum(1) / sizes
 
 
 Cut = Sequence[Blocks | None]  # the blocks of each leaf; None for a leaf that is sent whole
