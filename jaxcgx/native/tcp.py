@@ -305,7 +305,7 @@ def begin(asked: Any, net: Any) -> Begun:
     elif net.slice_elements is None:
         pieces = pieces_of(layout.chunk_bytes, trees=layout.shares is not None)
     else:
-        pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
+        pieces = -(-sum(layout.sizes) // (layout.chunks * net.slice_elements))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     keys = [asked.first_key, asked.sum_key, asked.hop_key][: 3 if parents else 1] if layout.codec.stochastic else []
     operands = Operands(asked.leaves, asked.residuals, list(map(kernel_key, keys)), asked.inside)

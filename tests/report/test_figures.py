@@ -14,7 +14,8 @@ DATA = dict(
         for n in (3, 4, 5)
     ],
     parts=[dict(name="a <b>", ms=1.0, of=None), dict(name="c", ms=20_000.5, of=1)],
-    long=[dict(n=n) for n in range(1000)],
+    long=[dict(n=n) for n in range(figures.MOST + 1)],
+    short=[dict(n=1000 + n) for n in range(figures.MOST)],
     charts=[
         dict(table="rows", title="Sums", x="size_bytes", y=["ms psum", "ms ring"], panel="network", log=True),
         dict(table="parts", title="Parts", x="name", y=["ms"]),
@@ -57,7 +58,7 @@ def test_report(file, tmp_path, capsys):
     out = tmp_path / "out"
     assert __main__.main(["report", str(file), "--out", str(out)]) is None
     printed = capsys.readouterr().out
-    assert "Made by `make <it>` on" in printed and "6 [4.5, 7.5]" in printed and "1000 rows" in printed
+    assert "Made by `make <it>` on" in printed and "6 [4.5, 7.5]" in printed and "61 rows" in printed and "1,059" in printed
     assert {path.name for path in out.iterdir()} == {"report.html", "sums-1.png", "sums-2.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.glob("*.png"))
     # The page needs no other files.
@@ -65,8 +66,8 @@ def test_report(file, tmp_path, capsys):
     page.feed((out / "report.html").read_text())
     assert not page.open and len(page.sources) == 2
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
-    assert {"size (bytes)", "psum (ms)", "6 [4.5, 7.5]", "a <b>", "20,000"} <= set(page.cells)
-    assert "999" not in page.cells  # the plots replace a long table
+    assert {"size (bytes)", "psum (ms)", "6 [4.5, 7.5]", "a <b>", "20,000", "1,059"} <= set(page.cells)
+    assert "59" not in page.cells  # the plots replace a long table
 
 
 def test_without_matplotlib(file, tmp_path, monkeypatch):
