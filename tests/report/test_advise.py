@@ -7,6 +7,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,12 @@ def test_sure_is_what_errors_of_both_steps_do_not_change():
         slow, fast = 0.01 + (1 + sign * best.off) * best.exposed, 0.01 + (1 - sign * raw.off) * raw.exposed
         assert each.sure == (pays == (slow < advise.GAIN * fast))
     assert {each.sure for each in found} == {True, False}
+
+
+def test_leaves_of_a_message_share_its_latency():
+    leaves = lambda n: [jax.ShapeDtypeStruct((2**16 // n, 64), jnp.float32)] * n
+    one, four = ([row.exchange for row in advice(leaves(n)).rows] for n in (1, 4))
+    assert one == pytest.approx(four, rel=0.02) and len(one) > 1
 
 
 def test_errors_of_low_rank_are_those_of_the_largest_matrix():
@@ -404,6 +411,7 @@ def test_what_the_command_refuses(words, said):
     [
         (dict(gradients=[{"w": np.ones((4, 4))}]), "advise gradients"),
         (dict(tree={"w": 3.0}), "advise tree leaf ['w'] 3.0"),
+        (dict(tree={"w": types.SimpleNamespace(shape=(4,))}), "advise tree leaf ['w'] namespace"),
         (dict(compute_ms=-1), "advise compute_ms -1"),
         (dict(overlap_mb=0), "advise overlap_mb 0"),
         (dict(codecs=[4]), "advise codecs 4"),

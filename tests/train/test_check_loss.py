@@ -1,6 +1,7 @@
 """Tests that check_loss names the cause of a loss that ranks can't compute in parts, and accepts all others."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -91,12 +92,12 @@ class Convolution(nn.Module):
 
 OPTIONS = dict(has_aux=True)
 CASES = {  # (loss, options, words of the remedy)
-    "weighted mean": (masked, {}, "weighted=True"),
-    "weighted mean, with decay": (lambda p, b: masked(p, b) + 0.1 * (p["w"] ** 2).sum(), {}, "weighted=True"),
+    "weighted mean": (masked, {}, "weighted=True here"),
+    "weighted mean, with decay": (lambda p, b: masked(p, b) + 0.1 * (p["w"] ** 2).sum(), {}, "weighted=True here"),
     "no weight in a part": (
         masked,
         dict(batch=BATCH | {"mask": np.float32([0, 1, 0, 1, 1, 0, 1, 1])}),
-        "weighted=True",
+        "weighted=True here",
     ),
     "means as sums": (lambda p, b: (masked(p, b), b["mask"].sum()), dict(weighted=True), "losses.sum()"),
     "sum": (lambda p, b: losses(p, b).sum(), {}, "losses.mean()"),
@@ -171,6 +172,15 @@ def test_causes(case):
 def test_good_losses(case):
     loss, options = GOOD[case]
     check(loss, **options)
+
+
+def test_the_error_has_both_losses():
+    with pytest.raises(ValueError, match="for 4 parts together") as error:
+        check(lambda p, b: losses(p, b).sum())
+    whole, parts = map(
+        float, re.search(r"got ([\d.]+) for the whole batch, and ([\d.]+) for", str(error.value)).groups()
+    )
+    assert [whole, 4 * parts] == pytest.approx([float(losses(PARAMS, BATCH).sum())] * 2, rel=1e-5)
 
 
 def test_class_weights_are_named():
