@@ -20,7 +20,7 @@ _DRAWN = 128 * LANES  # the signs in one draw of all lanes
 def check_block(function: str, argument: str, value: int) -> int:
     """Checks the size of a rotated bucket, and returns it."""
     size = check_integer(function, argument, value)
-    if size & (size - 1) or not BLOCK <= size <= MOST:
+    if size.bit_count() != 1 or not BLOCK <= size <= MOST:
         raise wrong(function, argument, f"a power of two from {BLOCK} to {MOST}, because buckets are rotated", size)
     return size
 

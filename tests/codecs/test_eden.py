@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused, rows
-from helpers import RANDOM_KEY, assert_same_bytes, normal, planned, roundtrip, vnmse
+from helpers import RANDOM_KEY, assert_same_bytes, native_key, normal, planned, reference_decode, roundtrip, vnmse
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.exchange.errors import drawn
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
 
 
 @functools.cache
@@ -30,6 +32,15 @@ def test_the_error_is_that_of_normal_numbers(bits, most, distribution):
 def test_one_bit_reaches_its_limit():
     x = drawn("normal", 1, 2**21)[0]
     assert abs(vnmse(x, roundtrip(x, cgx.Eden(1))) / (math.pi / 2 - 1) - 1) < 0.01
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_the_kernel_has_the_levels_of_the_reference(bits):
+    x, codec = normal((8, 4096)), cgx.Eden(bits, 4096)
+    layout = Layout.of(codec, [x])
+    payload = ops.encode(layout, [x], native_key(codec))
+    for got, expected in zip(ops.decode(layout, payload), reference_decode(layout)(payload), strict=True):
+        assert_same_bytes(got, expected)
 
 
 def bias(codec, x, draws=256):
