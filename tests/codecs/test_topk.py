@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from errors import raises, refused, rows, says
 from helpers import KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, reference_decode
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from ranks import mesh
 
 import jaxcgx as cgx
 from jaxcgx.codecs.topk import Sampled
@@ -317,3 +320,11 @@ def test_what_is_refused(row):
 def test_native_says_what_the_codec_is(codec):
     assert codec.native["kind"] == 7 and codec.native["values_kind"] == codec.values.native["kind"]
     assert codec.native["stochastic"] == codec.stochastic and codec.native["ratio"] == codec.ratio
+
+
+def test_a_leaf_on_several_devices_is_not_cut():
+    """Its largest elements are those of the whole leaf, wherever they are."""
+    x = np.concatenate([normal(3000), 10 * normal(1000, 1)])
+    cut = jax.device_put(x, NamedSharding(mesh(4), P("a")))
+    roundtrip = jax.jit(lambda x: cgx.roundtrip(x, cgx.TopK(0.01)))
+    np.testing.assert_array_equal(roundtrip(cut), roundtrip(x))
