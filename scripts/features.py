@@ -22,22 +22,22 @@ takes long. A row without a test *needs several GPUs*, or is about something tha
 
 
 def rows():
-    """Returns {system: (its page, {chapter: [(what it says, where it is, test)]})}."""
-    data = tomllib.loads(DATA.read_text())
+    """Returns {system: {chapter: (the page that has more, [(what it says, where it is, test)])}}."""
     return {
-        system: (section["page"], {chapter: list(map(tuple, rows)) for chapter, rows in section["rows"].items()})
-        for system, section in data.items()
+        system: {chapter: (found["page"], list(map(tuple, found["rows"]))) for chapter, found in chapters.items()}
+        for system, chapters in tomllib.loads(DATA.read_text()).items()
     }
 
 
 def render():
     """Returns the page."""
     parts = [HEAD]
-    for system, (page, chapters) in rows().items():
-        parts.append(f"## {system}\n\n[More]({page}).\n")
-        for chapter, features in chapters.items():
+    for system, chapters in rows().items():
+        parts.append(f"## {system}\n")
+        for chapter, (page, features) in chapters.items():
             table = "\n".join(f"| {says} | {here} | {spell(test)} |" for says, here, test in features)
-            parts.append(f"### {chapter}\n\n| {system} | jaxcgx | test |\n|---|---|---|\n{table}\n")
+            head = f"| {system} | jaxcgx ([more]({page})) | test |\n|---|---|---|"
+            parts.append(f"### {chapter}\n\n{head}\n{table}\n")
     return "\n".join(parts)
 
 
