@@ -1,51 +1,86 @@
 """Writes docs/features.md from docs/features.toml.
 
-Run `.venv/bin/python scripts/features.py`. `make test` checks that nothing is out of date, and that each test exists.
+Run `.venv/bin/python scripts/features.py`. `make test` checks that nothing is out of date, and that tests and links
+exist.
 """
 
+import ast
 import pathlib
 import re
 import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA, PAGE = ROOT / "docs/features.toml", ROOT / "docs/features.md"
+GPUS, ABSENT = "GPUs", ""  # in place of a test
+NO_TEST = {GPUS: "needs several GPUs", ABSENT: "not here"}
 HEAD = """# Where each of their features is
 
-This page has a row for each feature that the documentation of CGX, of Bagua's ByteGrad, of Deep Gradient Compression
-and of GeoMX describes: where it is in jaxcgx, and the test that runs it. `make ...` is a suite that takes long. Rows
-without a test need several GPUs.
+This page has a row for each statement of the documentation of CGX, of Bagua's ByteGrad, of Deep Gradient Compression
+and of GeoMX, in its order: what it says, where that is in jaxcgx, and the tests that run it. `make ...` is a suite that
+takes long. A row without a test *needs several GPUs*, or is about something that is *not here*, and says why.
 """
 
 
 def rows():
-    """Returns {system: (its page, [(feature, where it is, test)])}."""
-    data = tomllib.loads(DATA.read_text())
-    return {system: (section["page"], [tuple(row) for row in section["rows"]]) for system, section in data.items()}
+    """Returns {system: {chapter: (the page that has more, [(what it says, where it is, test)])}}."""
+    return {
+        system: {chapter: (found["page"], list(map(tuple, found["rows"]))) for chapter, found in chapters.items()}
+        for system, chapters in tomllib.loads(DATA.read_text()).items()
+    }
 
 
 def render():
     """Returns the page."""
     parts = [HEAD]
-    for system, (page, features) in rows().items():
-        table = "\n".join(f"| {feature} | {here} | {spell(test)} |" for feature, here, test in features)
-        parts.append(f"## {system}\n\n[More]({page}).\n\n| {system} | jaxcgx | test |\n|---|---|---|\n{table}\n")
+    for system, chapters in rows().items():
+        parts.append(f"## {system}\n")
+        for chapter, (page, features) in chapters.items():
+            table = "\n".join(f"| {says} | {here} | {spell(test)} |" for says, here, test in features)
+            head = f"| {system} | jaxcgx ([more]({page})) | test |\n|---|---|---|"
+            parts.append(f"### {chapter}\n\n{head}\n{table}\n")
     return "\n".join(parts)
 
 
 def spell(test):
-    """Returns a test as a link to its file."""
-    if not test or test.startswith("make "):
-        return f"`{test}`" if test else "several GPUs"
+    """Returns tests as links to their files."""
+    return NO_TEST.get(test) or ", ".join(map(spell_one, test.split(", ")))
+
+
+def spell_one(test):
+    if test.startswith("make "):
+        return f"`{test}`"
     path, _, name = test.partition("::")
-    return f"[{name or pathlib.Path(path).stem}](../{path})"
+    return f"[{name}](../{path})"
 
 
 def missing(test):
-    """Returns whether the tests or the Makefile lack this test."""
+    """Returns whether the files that pytest collects, or the Makefile, lack this test."""
     if test.startswith("make "):
-        return not re.search(rf"^{test.removeprefix('make ')}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return not re.search(rf"^{test.removeprefix('make ')}:.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     path, _, name = test.partition("::")
-    return not (ROOT / path).is_file() or (bool(name) and f"def {name}(" not in (ROOT / path).read_text())
+    collected = re.fullmatch(r"tests/(.*/)?test_\w+\.py", path) and (ROOT / path).is_file()
+    return not collected or name not in functions((ROOT / path).read_text())
+
+
+def functions(source):
+    """Returns the names of the tests of a file."""
+    found = (node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    return {name for name in found if name.startswith("test_")}
+
+
+def broken(text):
+    """Returns the links of a row whose file, or whose heading, doesn't exist."""
+    return [link for link in re.findall(r"\]\(([^)]*)\)", text) if not leads(*link.partition("#")[::2])]
+
+
+def leads(name, heading):
+    path = PAGE.parent / name
+    return path.exists() and (not heading or heading in map(anchor, re.findall(r"^#+ (.*)", path.read_text(), re.M)))
+
+
+def anchor(heading):
+    """Returns the anchor that Sphinx and GitHub give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 if __name__ == "__main__":

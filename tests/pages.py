@@ -113,10 +113,12 @@ def run_in_process(page, port, rank):
     jax.distributed.shutdown()
 
 
-OVERLAYS = {"ENABLE_INTER_TS": "1", "DMLC_NUM_GLOBAL_SERVER": "2"}
-VARIABLES = [  # of runs of docs/wan's program
+TSENGINE = {"ENABLE_INTER_TS": "1", "ENABLE_INTRA_TS": "1", "MAX_GREED_RATE_TS": "0.9"}
+OVERLAYS = TSENGINE | {"DMLC_NUM_GLOBAL_SERVER": "2", "DMLC_NUM_SERVER": "2"}
+DGT = {"ENABLE_DGT": "2", "DMLC_UDP_CHANNEL_NUM": "3", "DMLC_K": "0.8", "ADAPTIVE_K_FLAG": "1"}
+VARIABLES = [  # of runs of docs/wan's program, with the values of GeoMX's documentation
     {"DMLC_NUM_GLOBAL_SERVER": "2"},
-    OVERLAYS | {"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1", "ENABLE_P3": "1"},
+    OVERLAYS | DGT | {"ENABLE_P3": "1"},
     OVERLAYS | {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K1": "1", "MXNET_KVSTORE_HFA_K2": "1"},
 ]
 

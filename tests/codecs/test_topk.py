@@ -268,6 +268,13 @@ def test_indices_come_back(n, k):
         np.testing.assert_array_equal(jax.jit(packing.from_list, static_argnums=(1, 2))(raw, n, k), given)
 
 
+def test_indices_that_float32_does_not_have():
+    """Above 2^24, it has only even ones."""
+    x = np.zeros(2**24 + 4, np.float32)
+    x[-3:] = 1, 2, 3
+    assert_same_bytes(cgx.roundtrip(x, TopK(3 / x.size)), x)
+
+
 def test_the_largest_piece_has_sizes():
     # tests/cpp/test_wire.cc has the same sizes.
     assert [packing.index_bytes(MOST, k) for k in (0, 2147484, 21474837, MOST)] == [0, 3208644, 22984790, 0]

@@ -191,6 +191,11 @@ def test_the_process_has_variables(monkeypatch):
     assert environment.read().bits == 7
 
 
+def test_a_message_has_up_to_64_mib_without_variables():
+    rows = cgx.Plan.from_env(environ=BITS).explain([jax.ShapeDtypeStruct((8, 2**20), jnp.float32)] * 3, 2).rows
+    assert [row.message for row in rows] == [1, 1, 2]
+
+
 def test_what_only_transports_need():
     assert (environment.read({}).inner_communicator, environment.read({}).cross_communicator) == (None, "MPI")
     found = environment.read({"CGX_INNER_COMMUNICATOR_TYPE": "MPI", "CGX_CROSS_COMMUNICATOR_TYPE": "NCCL"})

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -72,6 +73,23 @@ def test_mpirun_distributed_and_local(train, tmp_path):
     assert "3 ranks, goes on from step 40 of 60" in log
     found = list(losses(tmp_path).values())
     assert len(found) == 3 and found[-1] < found[0]
+
+
+def test_the_line_for_several_hosts(train, tmp_path):
+    """Every option of the page's line is one of this mpirun, with slots of this host and a smaller network."""
+    pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+    page = (RECIPES.parent / "docs/from-dgc.md").read_text()
+    (line,) = re.findall(r"^mpirun -np 32 .*?(?=\n```)", page, re.DOTALL | re.MULTILINE)
+    here = re.sub(r"-np 32 -H \S+", "-np 2 -H localhost:2", line.replace("\\\n", " "))
+    here = here.replace("imagenet/resnet50", "cifar/resnet20")
+    changes = "data=synthetic", "model.depth=8", "train.batch_size=2", "train.steps=2", "train.test_examples=2"
+    words = [*shlex.split(here), *(f"--config.{change}" for change in changes), f"--runs={tmp_path}"]
+    bin_first = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = dict(LD_LIBRARY_PATH="") | os.environ | root | {"PATH": bin_first}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end([subprocess.Popen(words, env=env, cwd=RECIPES.parent, **pipes)])
+    assert "2 ranks, 2 steps" in next(tmp_path.glob("cifar-resnet20-wm0/log.txt")).read_text()
 
 
 def test_the_loss_of_ranks_that_train_on_their_own(train, tmp_path):

@@ -302,12 +302,13 @@ def test_the_page_for_users_of_dgc(train):
     assert (command.name, command.devices) == ("cifar-resnet20-wm5-fp16-int32.e500", 8)
     options = re.findall(r"`(--configs\.[a-z0-9_.]+ [^`]*)`", page)
     given = [word for option in options for word in option.split()]
-    assert len(options) == 5
+    assert len(options) == 6
     config = train.config.parse(["--configs", *DGC.split(), *given]).config
     applied = importlib.import_module("optimizers").Moved(nesterov=config.optimizer.nesterov)
     around = importlib.import_module("exchanges").Around(applied, 10)
     made = importlib.import_module("exchanges").make(around, **config.compression.to_dict()).made
     assert (made.ratio, made.select, made.clip_value, made.nesterov) == (0.01, "exact", 1.0, True)
+    assert made.warm_up == cgx.WarmUp(5, 10, 0.25)
     assert not config.optimizer.decay_1d
 
 
