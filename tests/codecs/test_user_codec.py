@@ -47,21 +47,6 @@ def test_a_users_codec_in_messages(codec):
     assert again.shape == (layout.chunk_bytes,)
 
 
-def test_a_users_codec_in_shard_map():
-    codec = Halves()
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    layout = Layout(codec, ((30,),), (jnp.float32,))
-
-    def body(x):
-        payloads = lax.all_gather(ops.encode(layout, [x[0]], KEY)[0], "data")
-        return ops.reduce(layout, payloads)[0][None]
-
-    x = normal((4, 30))
-    total = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
-    expected = sum(ops.decode(layout, ops.encode(layout, [r], KEY))[0] for r in x)
-    np.testing.assert_allclose(total[0], expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.short
 @pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
 def test_a_users_codec_on_an_explicit_mesh(codec):

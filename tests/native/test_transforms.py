@@ -319,49 +319,6 @@ def test_invariant_inputs_stay_invariant():
     assert_same_bytes(jax.jit(f)(normal(60)), cgx.roundtrip(normal(60), codec))
 
 
-@pytest.mark.parametrize("check_vma", (True, False))
-@pytest.mark.parametrize("codec", **each_codec(SOME))
-def test_an_exchange_in_shard_map(codec, check_vma):
-    """all_gather of payloads and a reduce with the own part raw are the parts of a collective."""
-    x = normal((4, 60))
-    layout = Layout(codec, ((60,),), (jnp.float32,))
-
-    def body(x):
-        rank = lax.axis_index("data")
-        key = jax.random.key_data(jax.random.fold_in(jax.random.key(0), rank)) if codec.stochastic else None
-        payloads = lax.all_gather(ops.encode(layout, [x[0]], key)[0], "data")
-        return ops.reduce(layout, payloads, own=ops.Own([x[0]], rank), divisor=4)[0][None]
-
-    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
-    sent = [
-        x[i]
-        if codec.raw
-        else cgx.roundtrip(x[i], codec, jax.random.fold_in(jax.random.key(0), i) if codec.stochastic else None)
-        for i in range(4)
-    ]
-    for i, mean in enumerate(run(x)):
-        expected = sum(np.asarray(x[j] if j == i else sent[j], np.float64) for j in range(4)) / 4
-        np.testing.assert_allclose(mean, expected, rtol=2e-6, atol=2e-6)
-
-
-def test_grad_inside_shard_map():
-    codec = cgx.MaxMin(4, 64)
-
-    def body(w, x):
-        return jax.grad(lambda w: (cgx.roundtrip(w * x, codec)).sum())(w)
-
-    x = normal((4, 60))
-    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P()))
-    np.testing.assert_allclose(run(jnp.ones(60), x.reshape(240)), x.sum(0), rtol=1e-5, atol=1e-5)
-
-
-def test_pmap():
-    codec = cgx.MaxMin(8, 64)
-    x = normal((4, 60))
-    out = jax.pmap(lambda x: cgx.roundtrip(x, codec), devices=jax.devices()[:4])(x)
-    assert_same_bytes(np.asarray(out), np.asarray(jnp.stack([cgx.roundtrip(r, codec) for r in x])))
-
-
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_leaves_that_are_written_around_the_caches(dtype):
     """From 8 MiB on, leaves are written around the caches. The values are the same as in smaller parts."""
@@ -385,11 +342,3 @@ def test_empty_messages():
     assert ops.reduce_encoded(nothing, payload).shape == (0,)
     assert ops.reduce_fed(nothing, payload, [])[1] == []
     assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5
-
-
-def test_vmap_with_an_axis_name():
-    codec = cgx.MaxMin(8, 64)
-    x = normal((4, 60))
-    f = jax.vmap(lambda x: lax.psum(cgx.roundtrip(x, codec), "i"), axis_name="i")
-    expected = sum(np.asarray(cgx.roundtrip(r, codec)) for r in x)
-    np.testing.assert_allclose(f(x)[0], expected, rtol=1e-5, atol=1e-5)
