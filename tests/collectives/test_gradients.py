@@ -157,42 +157,10 @@ def test_one_function_for_gradients_from_inside_and_outside(wrap, order):
         assert_near_plain(found(PARAMS, X))
 
 
-def test_a_gradient_from_outside_has_the_bits_of_one_from_inside():
-    def inside(params, x):
-        return gradients(lambda p, x: loss(cgx.sync_in_backward(p, "data", CODEC), x), params, x)
-
-    def around(params, x):
-        return lax.pmean(loss(cgx.sync_in_backward(params, "data", CODEC), x), "data")
-
-    shard_mapped = jax.shard_map(around, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
-    found = jax.jit(lambda params, x: gradients(shard_mapped, params, x))(PARAMS, X)
-    for k, g in on_mesh(inside, True)(PARAMS, X).items():
-        assert_same_bytes(np.asarray(found[k]), np.asarray(g))
-
-
 def test_a_gradient_from_outside_without_types():
     shard_mapped = jax.shard_map(averaged, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
     outside = lambda: jax.eval_shape(functools.partial(gradients, shard_mapped), PARAMS, X)
     refused("sync_in_backward", outside, ValueError, "params", "a gradient from outside with check_vma=False")
-
-
-@CHECKS
-def test_a_masked_mean_as_the_docs_write_it(check_vma):
-    """Ranks have different numbers of tokens, so the mean of their means differs from the mean of all tokens."""
-    mask = jnp.float32(jnp.arange(X.shape[0]) % 7 < jnp.arange(X.shape[0]) // 5)
-
-    def of_all(w):
-        return (jnp.tanh(X @ w) * mask).sum() / mask.sum()
-
-    def of_a_rank(w, x, mask):
-        return (jnp.tanh(x @ w) * mask).sum() / lax.pmean(mask.sum(), "data")
-
-    def step(w, batch):
-        _, grads = cgx.local_value_and_grad(of_a_rank, "data")(w, *batch)
-        return cgx.compressed_pmean(grads, "data", cgx.Raw())
-
-    w = jnp.ones(30) / 30
-    np.testing.assert_allclose(on_mesh(step, check_vma)(w, (X, mask)), jax.grad(of_all)(w), rtol=1e-4, atol=1e-6)
 
 
 def test_identity_forward_and_layer_by_layer():

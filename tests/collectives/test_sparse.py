@@ -82,27 +82,6 @@ def test_all_that_is_sent_arrives(way):
             assert (np.where(kept, flat, np.inf).min(1) >= np.where(kept, 0, flat).max(1)).all()
 
 
-@pytest.mark.parametrize(
-    "codec", [cgx.TopK(0.1, cgx.MaxMin(4)), cgx.TopK(0.1, cgx.MaxMin(2, 64, "stochastic"), pull="top")], ids=str
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_what_values_lose_stays_too(way, codec):
-    """The errors of quantized values also stay in the residuals.
-
-    Values are fractions, so float32 rounding is an exception.
-    """
-    x, before = tree(4), tree(4, seed=1)
-    results, after = on_ranks(lambda x, e: psum(x, e, codec=codec, **WAYS[way]), mesh(4))(x, before)
-    for name in x:
-        given, sums, kept = (
-            np.asarray([x[name], before[name]], np.float64),
-            np.asarray(results[name][0]),
-            np.asarray(after[name], np.float64).sum(0),
-        )
-        np.testing.assert_allclose(sums + kept, given.sum((0, 1)), rtol=0, atol=16 * 2.0**-24 * np.abs(given).max() * 8)
-        assert (sums != 0).any() and (kept != 0)[sums != 0].any()  # some sent elements have errors, which were kept
-
-
 def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
     x = jax.tree.map(lambda y: y.astype(jnp.bfloat16), tree(4))
     zero = jax.tree.map(lambda y: jnp.zeros(y.shape, jnp.float32), x)
@@ -112,16 +91,6 @@ def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
             sums, have, kept = (np.asarray(y, np.float64) for y in (results[name][0], x[name], after[name]))
             missing = np.abs(have.sum(0) - kept.sum(0) - sums)
             assert (missing <= 2.0**-8 * np.abs(sums)).all() and missing.any() and kept.any()
-
-
-def test_a_mean_of_two_is_the_sum_halved():
-    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
-    mean = on_ranks(
-        lambda x, e: cgx.compressed_pmean(x, "a", planned(TOP, schedule="one_shot"), carry=cgx.Carry(residuals=e)),
-        mesh(2),
-    )(x, zero)
-    total = on_ranks(lambda x, e: psum(x, e, codec=TOP, schedule="one_shot"), mesh(2))(x, zero)
-    assert_trees(np.testing.assert_array_equal, mean, (jax.tree.map(lambda y: y / 2, total[0]), cgx.Carry(total[1])))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -200,11 +169,3 @@ def test_a_ring_sends_the_top_of_its_sums():
     assert_trees(lambda y, x: np.testing.assert_array_equal(y[0], np.asarray(x).sum(0)), ring, x)
     few = on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(TOP, schedule="ring")), mesh(4))(x)["flat"][0]
     assert 0 < (np.asarray(few) != 0).sum() <= 0.05 * 3001 + 4
-
-
-def test_nan_is_seen_and_kept_out_of_residuals():
-    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
-    x["flat"] = x["flat"].at[1, 5].set(jnp.nan)
-    for way in WAYS.values():
-        results, after = on_ranks(lambda x, e: psum(x, e, **way), mesh(2))(x, zero)
-        assert np.isnan(np.asarray(results["flat"])[:, 5]).all() and all(np.isfinite(y).all() for y in after.values())
