@@ -165,10 +165,7 @@ def test_warm_up():
 AXES = "dc", "local"
 HALVED = dict(momentum=0.5)
 SPARSIFIERS = {
-    "dgc": ("data", cgx.DGC(0.1, schedule="two_shot", **HALVED)),
     "dgc, float16": ("data", cgx.DGC(0.1, values=HALF, select="fitted", schedule="one_shot", **HALVED)),
-    "dgc, two axes": (AXES, cgx.DGC(0.1, select="exact", schedule="one_shot", **HALVED)),
-    "bsc": (AXES, cgx.BSC(0.1, 10, **HALVED)),
     "mpq, warm-up": (AXES, cgx.MPQ(0.1, 10, warm_up=cgx.WarmUp(1, 3, 0.5), **HALVED)),
     "bsc, top": (AXES, cgx.BSC(0.1, 10, pull="top", schedule="two_shot", **HALVED)),
 }

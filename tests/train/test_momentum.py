@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from errors import says
-from exchanging import GRADS, RANKS, compress, pmean, run
+from exchanging import GRADS, compress, pmean, run
 from helpers import assert_same_trees
 from training import CODEC, PARAMS, loss_fn, mesh_of, train
 
@@ -25,16 +25,6 @@ def test_momentum_is_corrected():
         assert_same_trees((mean, state.own.residuals, state.own.momentum), (expected, residuals, moved))
 
 
-def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
-    found = run(cgx.Momentum(cgx.Raw()), 5)
-    trace, mean = optax.trace(0.9), jax.tree.map(lambda g: g.mean(0), GRADS)
-    state = trace.init(mean)
-    for got, _ in found:
-        expected, state = trace.update(mean, state)
-        for name in got:
-            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nesterov):
     plan = cgx.Plan(cgx.MaxMin(8), min_size=10**6)
@@ -46,21 +36,6 @@ def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nester
     for name, p in params.items():
         np.testing.assert_allclose(p, expected[name], rtol=1e-5, atol=1e-6)
         assert state[0].own.momentum[name] is None and state[0].shared.trace[name].shape == p.shape
-
-
-def test_momentum_of_what_is_compressed_and_of_what_is_not():
-    """This is Nesterov's momentum. Except for the error of 8 bits, it is the momentum of the mean.
-
-    Weight decay is not compressed.
-    """
-    plan, options = cgx.Plan(cgx.MaxMin(8, 64), min_size=100), dict(nesterov=True, weight_decay=0.1)
-    make = lambda plan: optax.chain(compress(cgx.Momentum(plan, **options)), optax.sgd(0.1))
-    params, state, _ = train(make(plan), 20)
-    expected, _, _ = train(make(cgx.Raw()), 20)
-    for name, p in params.items():
-        np.testing.assert_allclose(p, expected[name], atol=2e-3)
-    assert (params["w"] != expected["w"]).any() and state[0].shared.trace["w"].any()
-    assert state[0].own.momentum["b"] is None and state[0].own.momentum["w"].shape == (RANKS, 30, 40)
 
 
 def test_momentum_has_the_dtype_of_its_parameters():

@@ -244,15 +244,6 @@ def test_one_compilation():
     assert len(traces) == train.step._cache_size() == 1 and len(calls) == 5 * 4 * 2
 
 
-def test_a_hierarchy():
-    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=TWO, devices=jax.devices()[:4])
-    plan, axes = {"node": cgx.MaxMin(8, 64), "local": cgx.Raw()}, ("node", "local")
-    state, metrics = run(cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan, sharding=cgx.Sharding(axes)), 20)
-    _, plain = run(make(cgx.Raw()), 20)
-    assert state.exchange.own.residuals["w"].sharding.spec == P(axes)
-    np.testing.assert_allclose(metrics[-1].loss, plain[-1].loss, rtol=1e-2)
-
-
 @NESTED
 def test_an_axis_for_the_partitioner():
     """Local shards are compressed. Nothing is gathered that is not gathered without compression."""
