@@ -94,21 +94,6 @@ def test_feedback_keeps_what_is_lost(codec):
     assert np.abs(new).max() > 0.1
 
 
-def test_noise_is_unbiased():
-    """The sums have several levels, each with its own noise."""
-    x, steps = normal((4, 300)), 300
-
-    def body(x):
-        draw = lambda key: cgx.compressed_psum(
-            x, "a", planned(cgx.MaxMin(2, 128, "stochastic"), schedule=UNEVEN), key=key
-        )
-        return lax.map(draw, jax.random.split(jax.random.key(1), steps))
-
-    draws = np.asarray(on_ranks(body, mesh(4))(x)[0], np.float64)
-    off = (draws.mean(0) - np.asarray(x, np.float64).sum(0)) / (draws.std(0) / steps**0.5 + 1e-6)
-    assert np.abs(off).max() < 5 and 0.8 < off.std() < 1.2
-
-
 def test_in_a_hierarchy_with_a_leader_and_under_vmap():
     x = whole_numbers((2, 2, 333))
     over, codecs = Overlay.owners(2, [1, 3]), {"a": EXACT, "b": cgx.Raw()}

@@ -82,20 +82,6 @@ def test_a_coefficient_of_zero_counts_if_it_is_sent(values):
     assert values == cgx.Raw() or np.any(state.own.momentum["w"])
 
 
-def test_training():
-    """It trains with a fraction of the bytes, and its state is like that of any other transformation."""
-    demo = cgx.wan.Demo(k=16, values=cgx.MaxMin(8))
-    train = cgx.make_train_step(loss_fn, optax.sign_sgd(0.01), mesh_of(4), demo, donate=False)
-    state = train.init(PARAMS)
-    first = loss_fn(PARAMS, X)
-    report = cgx.explain(train.step, state, X, show=False)
-    for _ in range(15):
-        state, metrics = train.step(state, X)
-    assert metrics.loss < 0.8 * first and report.bytes < 4 * 1240 / 4
-    assert state.exchange.own.momentum["w"].sharding.spec == P("data")
-    assert cgx.reshard_state(state, 2).exchange.own.momentum["w"].shape == (2, 30, 40)
-
-
 BAD_ARGUMENTS = {
     "Demo": [
         (lambda: cgx.wan.Demo(decay=1.5), ValueError, "decay", "1.5"),

@@ -1,7 +1,6 @@
 """Tests Diloco against NumPy, bit for bit, with every part of it, and what it must never do."""
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -294,16 +293,6 @@ def test_results_that_are_not_applied_yet_on_another_number_of_centers(given, tm
     assert_same_trees(run(make(4), further, restored)[1].params, run(make(2), further, saved)[1].params)
 
 
-def test_every_step_with_sgd_of_rate_1_is_averaging():
-    got, state = run(trainer(diloco("sgd", every=1)), 3)
-    expected = Transcription()
-    for params_now, _ in got:
-        expected.train()
-        expected.own = [{name: (expected.own[0][name] + expected.own[1][name]) / 2 for name in PARAMS} for _ in "01"]
-        assert_same_trees(params_now, jax.tree.map(np.float32, expected.own[0]))
-    assert_same_trees(state.params, jax.tree.map(lambda x: x[0], state.exchange.params.rows))
-
-
 @pytest.mark.parametrize("number", [1, 3, 7])
 def test_every_element_is_in_one_fragment(number):
     """This includes leaves that are larger than a fragment, tiny or empty."""
@@ -592,17 +581,6 @@ def test_forms():
         _, state = pier.optimizer.update(PARAMS, state)
         momenta.append(float(state.hyperparams["momentum"]))
     np.testing.assert_allclose(momenta, [0, 0.45, 0.9, 0.9, 0.9, 0.9, 0.9, 0.675, 0.45, 0.225, 0], atol=1e-6)
-
-
-def test_forms_with_other_options():
-    assert cgx.wan.SparseLoCo(cgx.TopK(0.5)).plan.default == cgx.TopK(0.5)
-    assert cgx.wan.MuLoCo(cgx.MaxMin(4), outer="sgd").plan.default == cgx.MaxMin(4)
-    longer = dataclasses.replace(cgx.wan.SparseLoCo(rate=0.5), every=60)
-    assert (longer.every, longer.rate, longer.decay) == (60, 0.5, 0.95)
-    assert longer == cgx.wan.SparseLoCo(every=60, rate=0.5) != cgx.wan.SparseLoCo(every=60)
-    for form in cgx.wan.SparseLoCo, cgx.wan.MuLoCo, cgx.wan.Pier:
-        with pytest.raises(TypeError, match=rf"{form.__name__}.* unexpected keyword argument 'fragmnets'"):
-            form(cgx.Raw(), 9, fragmnets=3)
 
 
 def test_matched_nesterov_moves_as_far_as_sgd():
