@@ -121,7 +121,6 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
         ({"train.steps.x": 1}, r"config\.train\.steps\.x: there is no such key; config\.train\.steps has no keys"),
         ({"train": 1}, r"config\.train: expected a key of this section, as --config\.train\.batch_size="),
         ({"train.steps": "many"}, r"config\.train\.steps: expected a value like 0, got 'many'"),
-        ({"train.log_every": 0}, r"config\.train: expected a positive log_every, got 0"),
         ({"train.batch_size": 1}, r"config\.train\.batch_size: expected at least one example for each of 2 ranks"),
         ({"train.batch_size": 5000}, r"config\.train\.batch_size: expected at most 1347 examples of synthetic digits"),
         ({"compression": "dgcc"}, r"config\.compression: there is no file .*dgcc\.py; its folder has bsc, .*none"),
@@ -130,7 +129,6 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
             {"data.name": "text", "data.synthetic": False},
             r"config\.data: .*missing.* 'files', 'context',? and 'tokens'",
         ),
-        ({"data.name": "imagenet"}, r"config\.data: .*missing.* 'folder', 'size',? and 'threads'"),
         ({"model.name": "resnet"}, r"config\.model\.hidden: nothing reads it; config\.model has depth"),
         ({"optimizer.name": "adamw"}, r"config\.optimizer\.decay_1d: nothing reads it; .* has b1, b2, weight_decay"),
         ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, scaled, steps, got 'step'"),
@@ -279,36 +277,6 @@ def test_nodes(train, run):
     for sizes in (3, None), (2, 3), (0, None):
         with pytest.raises(train.Wrong, match="--nodes, --locals: expected two numbers whose product is 4"):
             train.launch.over_devices(jax.devices()[:4], *sizes)
-
-
-def test_layers(train):
-    """The layers are a config, its compression, and changes on the command line."""
-    command = train.config.parse(
-        [f"--config={CONFIGS}/cifar/resnet20.py", "--config.compression=dgc-fp16", "--config.train.num_epochs", "500"]
-        + ["--config.schedule.drops=(0.25,)", "--config.data=cifar100", "--suffix=x"]
-    )
-    config = command.config
-    assert command.name == "cifar-resnet20-dgc-fp16-x"
-    assert (config.train.num_epochs, config.train.batch_size, config.schedule.drops) == (500, 128, (0.25,))
-    assert (config.data.name, config.data.synthetic, config.model.depth) == ("cifar100", False, 20)
-    assert (config.compression["values"].name, config.compression.warmup_epochs) == ("Cast", 5)
-
-
-def test_the_page_for_users_of_dgc(train):
-    """Its command and the options in its table are those of the recipes, and reach `jaxcgx.DGC`."""
-    page = (CONFIGS.parents[1] / "docs/from-dgc.md").read_text()
-    (line,) = re.findall(r"python recipes/train.py (--devices 8 --configs .*?)\n```", page, re.DOTALL)
-    command = train.config.parse(line.replace("\\\n", " ").split())
-    assert (command.name, command.devices) == ("cifar-resnet20-wm5-fp16-int32.e500", 8)
-    options = re.findall(r"`(--configs\.[a-z0-9_.]+ [^`]*)`", page)
-    given = [word for option in options for word in option.split()]
-    assert len(options) == 5
-    config = train.config.parse(["--configs", *DGC.split(), *given]).config
-    applied = importlib.import_module("optimizers").Moved(nesterov=config.optimizer.nesterov)
-    around = importlib.import_module("exchanges").Around(applied, 10)
-    made = importlib.import_module("exchanges").make(around, **config.compression.to_dict()).made
-    assert (made.ratio, made.select, made.clip_value, made.nesterov) == (0.01, "exact", 1.0, True)
-    assert not config.optimizer.decay_1d
 
 
 @pytest.mark.parametrize(
