@@ -120,10 +120,7 @@ def test_every_program_is_known(script):
 
 @pytest.mark.parametrize("page", commands.PAGES, ids=lambda page: page.name)
 def test_no_program_and_no_command_escapes(page):
-    """Every fence says what it has. Programs are in fences of Python, which tests run, and commands in those of shells.
-
-    A block without a language would be neither.
-    """
+    """Fences say what they have: Python, which tests run, a shell's commands, or neither."""
     text = page.read_text()
     for match in commands.FENCE.finditer(text):
         assert match[2] in LANGUAGES, match[0]

@@ -49,10 +49,7 @@ def test_unbiased(bits):
 
 
 def test_few_elements_that_have_most_of_the_norm_lose_more():
-    """Then the rotated numbers have only a few different values for every seed, and the error is a bias.
-
-    See docs/error-bounds.md.
-    """
+    """They rotate to a few values for every seed, and the error is a bias (docs/error-bounds.md)."""
     outlier = jnp.asarray(drawn("normal", 1, 4096)[0]).at[7].set(1000)
     two = jnp.zeros(4096).at[jnp.array([7, 100])].set(jnp.array([1, 0.04]))
     for x, most in ((outlier, 0.18), (two, 0.25)):

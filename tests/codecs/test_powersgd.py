@@ -52,11 +52,7 @@ def test_what_travels_raw(shape, dtype, words):
 
 
 def test_roundtrip():
-    """The roundtrip is exact for matrices of low rank and of any magnitude.
-
-    For other matrices one step doesn't find the best factors, but the error is smaller than the matrix. The derivative
-    is the identity. An overflow makes the whole leaf NaN.
-    """
+    """Exact for matrices of low rank; otherwise smaller than the matrix. An overflow makes the whole leaf NaN."""
     x = {
         "matrix": low_rank(40, 50, 2),
         "kernel": low_rank(45, 30, 1).reshape(3, 3, 5, 30),

@@ -20,10 +20,7 @@ def test_signs_times_the_mean_magnitude(size):
 
 
 def test_zeros_have_their_sign():
-    """Among other numbers, a zero becomes the mean magnitude with the sign of the zero.
-
-    In a bucket of zeros it becomes +0.
-    """
+    """Among other numbers, it is that of the mean magnitude. A bucket of zeros becomes +0."""
     np.testing.assert_array_equal(roundtrip([0.0, -0.0, 3.0, -3.0], cgx.Sign()), [1.5, -1.5, 1.5, -1.5])
     zeros = np.zeros(5, np.float32)
     assert_same_bytes(roundtrip(zeros, cgx.Sign()), zeros)

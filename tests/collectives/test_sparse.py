@@ -95,10 +95,7 @@ def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
-    """Ok-Topk's bound: a rank sends fewer than 6 k words for k elements of a leaf.
-
-    Here these are 2 k values and their indices.
-    """
+    """Ok-Topk's bound: fewer than 6 k words for k elements; here 2 k values and their indices."""
     n, k = 100_000, 1000
     x = jax.ShapeDtypeStruct((ranks, n), jnp.float32)
     program = on_ranks(
@@ -158,10 +155,7 @@ def test_of_ratio_0_nothing_is_sent():
 
 
 def test_a_ring_sends_the_top_of_its_sums():
-    """If all elements are sent, sums of whole numbers below 2^24 are exact.
-
-    The same holds for a ring of codecs that keep all elements.
-    """
+    """Sums of whole numbers below 2^24 are exact if all elements are sent."""
     x = tree(4)
     ring = on_ranks(
         lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(1.0, pull="top"), schedule="ring")), mesh(4)

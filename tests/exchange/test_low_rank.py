@@ -110,11 +110,7 @@ def test_the_published_algorithm():
 
 
 def test_numbers_of_any_size():
-    """Matrices of rank 2 and less arrive completely, also tiny and huge ones.
-
-    Numbers that are too small to be sent stay in the residuals. An overflow makes that leaf NaN on all ranks. Its
-    residuals and factor stay the same, and other leaves are unaffected.
-    """
+    """Rank 2 arrives whole. What is too small to be sent stays. An overflow spoils its own leaf alone."""
     low = np.asarray(normal((2, 30, 2))) @ np.asarray(normal((2, 2, 30), 1))
     low[1] = low[0] * np.float32(0.5)
     x = {
@@ -157,10 +153,7 @@ def test_numbers_of_any_size():
 
 
 def test_the_wire_is_two_sums_of_factors():
-    """There are two sums for all leaves of a message, and nothing as large as a leaf.
-
-    The plan says so before there is a program.
-    """
+    """For all leaves of a message, as the plan says. Nothing is as large as a leaf."""
     x = {
         "w": jnp.ones((40, 60)),
         "v": jnp.ones((40, 60), jnp.bfloat16),
@@ -232,10 +225,7 @@ def test_leaves_of_a_shape_are_one_product(monkeypatch):
 
 
 def test_beside_other_codecs():
-    """In a plan, every leaf gets the same result as alone.
-
-    Leaves without factors, or with one rank, return what was passed.
-    """
+    """Leaves get the results that they get alone. Without factors, or with one rank, they return what was passed."""
     plan = cgx.Plan(CODEC, [("v", cgx.MaxMin(4)), ("b", cgx.Raw())], min_size=0)
     x, before = tree(2), tree(2, seed=5)
     q = cgx.init_carry(plan, jax.tree.map(lambda leaf: leaf[0], x)).factors

@@ -164,10 +164,7 @@ def test_variables_of_one_rank(monkeypatch):
 
 @several
 def test_a_rank_that_can_share_no_memory(monkeypatch):
-    """If shared memory was requested, all ranks get an error. Otherwise MPI replaces it.
-
-    MPI also replaces it for computations on other devices.
-    """
+    """MPI replaces shared memory, also for other devices. If it was requested, all ranks get an error."""
     nodes = lambda: cgx.mpi.hierarchy(COMM.Dup())
     monkeypatch.delenv("CGX_INNER_COMMUNICATOR_TYPE", raising=False)
     assert isinstance(nodes().inner, Shm)

@@ -303,10 +303,7 @@ def test_the_program_of_the_docs():
 
 
 def test_a_mesh_of_the_processes_of_mpirun():
-    """There is another way to launch.
-
-    mpirun starts the processes, jax.distributed connects them, and XLA's collectives move the bytes.
-    """
+    """mpirun starts them, jax.distributed connects them, and XLA's collectives move the bytes."""
     program = pages.programs("docs/mpi")[-1].replace("in_specs=..., out_specs=...", 'in_specs=P("data"), out_specs=P()')
     before = """
         import jax, jaxcgx as cgx

@@ -86,10 +86,7 @@ def test_a_budget_of_bytes(alpha):
 
 
 def test_candidates_of_any_kind():
-    """Their errors are measured under jit, because they don't follow from the bits.
-
-    The choice is the best of all choices.
-    """
+    """Their errors don't follow from the bits, and are measured under jit. The choice is the best of all."""
     rng = np.random.default_rng(0)
     draws = dict(normal=rng.standard_normal, heavy=functools.partial(rng.standard_t, 2), even=rng.random)
     tree = {name: jnp.asarray(draw(size=(2, 64, 128)), jnp.float32) for name, draw in draws.items()}

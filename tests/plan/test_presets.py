@@ -204,10 +204,7 @@ def test_variables_that_change_nothing():
 
 
 def test_arguments_come_before_variables():
-    """CGXState does the same. Of the smallest sizes, the larger one counts, as in CGX.
-
-    The ring, the leader and the fusion are still those of the variables.
-    """
+    """As in CGXState. Of the smallest sizes, the larger one counts. The rest is that of the variables."""
     given = env(COMPRESSION_BUCKET_SIZE="64", COMPRESSION_MINIMAL_SIZE="99", FUSION_BUFFER_SIZE_MB="8")
     found = cgx.Plan.from_env(TUPLE, given, bits=2, bucket_size=128, min_size=1024, skip_1d=True)
     codec = cgx.MaxMin(2, 128)

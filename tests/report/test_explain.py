@@ -250,10 +250,7 @@ def test_groups_that_are_no_axis():
 
 
 def test_what_the_partitioner_inserts_is_not_ours():
-    """If a gradient is sharded over an axis outside of the call, it is first gathered in float32.
-
-    This is listed, so it is no silent fallback.
-    """
+    """A gradient that is sharded over another axis is gathered in float32 first, and this is listed."""
     both = mesh(("data", 2), ("model", 4))
     x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
     f = jax.shard_map(

@@ -173,10 +173,7 @@ SPARSIFIERS = {
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
 def test_conservation(name):
-    """At every step and over all ranks, sent + kept = given + kept before.
-
-    All bits agree, because sums of these numbers are exact.
-    """
+    """At every step and over all ranks, sent + kept = given + kept before, to the bit, as these sums are exact."""
     axes, exchange = SPARSIFIERS[name]
     transformation = cgx.compress_gradients(axes, exchange, axis_size=RANKS)
     shape = (2, 2) if axes == AXES else (RANKS,)
@@ -241,10 +238,7 @@ def test_a_warm_up_that_sends_everything_masks_nothing(kind):
 
 
 def test_a_mask_of_weight_decay():
-    """Leaves outside of the mask have the same bits as without weight decay, and others as with it.
-
-    This holds for leaves that travel raw and for others.
-    """
+    """Leaves have the bits of steps with weight decay, or of steps without it, raw or not."""
     grads, params = numbers(3, 4, RANKS), {"all": numbers(2)}
     chosen = {name: i % 2 == 0 for i, name in enumerate(params["all"])}
     masks = dict(function=lambda params: jax.tree.map(lambda _: True, params) | {"all": chosen})

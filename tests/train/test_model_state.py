@@ -184,10 +184,7 @@ def test_an_axis_for_the_partitioner():
 
 
 def test_flax_nnx():
-    """Batch norm with the statistics of all ranks trains as in a plain program.
-
-    Dropout draws differently on each rank.
-    """
+    """Batch norm has the statistics of all ranks, as in a plain program. Dropout differs by rank."""
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
 
     class Model(nnx.Module):

@@ -298,10 +298,7 @@ def test_all_shards_wait_for_a_nan():
 
 @NESTED
 def test_norms_are_those_of_all_shards():
-    """The norm is used where DGC clips.
-
-    The momentum of raw leaves and of weight decay is sharded like the parameters.
-    """
+    """Where DGC clips. The momentum of raw leaves and of weight decay is sharded like the parameters."""
     clip = dict(clip_norm=0.05, clip_global_norm=0.05)
     exchange = cgx.DGC(min_size=10**6, weight_decay=0.1, nesterov=True, **clip)
     make = lambda model: tensor_parallel(exchange, model, optax.sgd(0.5))

@@ -277,10 +277,7 @@ def test_layouts_do_not_change_bits(kind):
 
 
 def test_a_center_comes_late_dies_and_comes_back():
-    """The outer gradient of a center that was not waited for is not lost.
-
-    The other centers continue. A new center gets their parameters.
-    """
+    """Its outer gradient is not lost, the others go on, and a new center gets their parameters."""
     given = decoupled(3, quorum=1, grace=1.0, plan=cgx.MaxMin(4, 8), average="radial")
 
     def rounds(joined, *members):

@@ -139,10 +139,7 @@ FORMS = {
     [(form, local) for form in FORMS for local in (1, 2) if FULL or local == 1 + (form == "streaming")],
 )
 def test_traced_calls_are_the_same(form, local):
-    """A call from Python chooses programs by the number of steps. In a traced call, the step has conditionals.
-
-    Two runs take turns, so each call finds another state than the call before returned.
-    """
+    """Python chooses programs by the step; a traced call has conditionals. Two runs take turns, with two states."""
     train = trainer(diloco(NESTEROV, **FORMS[form], plan=cgx.Plan(cgx.MaxMin(2, 8), min_size=0)), mesh_of(local=local))
     first, second, kept = train.init(PARAMS), train.init(PARAMS), []
     for x in X[:9]:
@@ -200,10 +197,7 @@ def test_arrays_are_placed():
 
 
 def test_streaming_to_the_bit():
-    """Each of two fragments is exchanged in its own step, and mixed into a center's parameters a step later.
-
-    w is cut.
-    """
+    """Two fragments, each exchanged in its own step, and mixed in a step later. w is cut."""
     got, state = run(trainer(diloco(NESTEROV, every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True)), 9)
     expected, arriving, last, rho = Transcription(), {}, {}, {}
     for t, (params, _) in enumerate(got, 1):
@@ -231,10 +225,7 @@ def test_streaming_to_the_bit():
 
 
 def test_eager_updates_to_the_bit():
-    """A center continues with the common parameters of the last round and its own part of this round.
-
-    The outer optimizer is SGD.
-    """
+    """A center goes on from the parameters of the last round and its own part of this one. The outer step is SGD."""
     got, _ = run(trainer(diloco(optax.sgd(0.5), every=2, eager=True)), 7)
     expected, mean = Transcription(), None
     start = jax.tree.map(np.copy, expected.own)
@@ -388,10 +379,7 @@ def test_centers_of_several_ranks():
 
 
 def test_nothing_is_sent_between_exchanges():
-    """Every collective is inside a branch of a condition. Between centers the gradients are bytes.
-
-    The programs that a call from Python runs have no conditions: only those of the exchanges have collectives.
-    """
+    """Collectives are in branches, or in programs of their own. Between centers they carry bytes."""
     train = compressed(2, 1)
     program = train.step.lower(train.init(WIDE), DATA).compile().as_text()
     entry = program[program.index("\nENTRY") :]
@@ -401,10 +389,7 @@ def test_nothing_is_sent_between_exchanges():
 
 
 def test_another_number_of_centers(tmp_path):
-    """Outer parameters keep their bits and residuals their sum.
-
-    A center's parameters become the mean of all centers.
-    """
+    """Outer parameters keep their bits, residuals their sum. A center's parameters become the mean."""
     state, _ = trained()
     save(tmp_path / "two", state)
     train = compressed(4, 2)
@@ -475,10 +460,7 @@ def test_an_exchange_in_progress_has_not_begun_on_other_ranks():
 
 
 def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
-    """One center has a NaN.
-
-    Outer parameters, momentum and residuals stay, and all centers return to the outer parameters.
-    """
+    """One center has a NaN. All centers return to the outer parameters."""
     plan = cgx.MaxMin(2, 8)
     train = trainer(diloco(NESTEROV, every=2, plan=plan), donate=False)
     batch = lambda t: np.where((np.arange(8) < 4)[:, None], np.nan, X[t]) if t == 1 else X[t]
