@@ -197,18 +197,9 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     assert slow["test_small.py::test_slow[0]"]["outcome"] == "passed" and slow["test_small.py::test_slow[1]"] == {}
     assert not list(gpu_check.marked(f"GPU_CHECK={os.getpid()}."))  # all processes have ended
     report = (tmp_path / "out/gpu-nvidia-h200.md").read_text()
-    for words in (
-        "NVIDIA H200 (compute capability 9.0), python 3.12.3, commit abc1234.",
-        "| nvcc | 13.0 |  |",
-        "| good | passed | 1 |  |  |  |",
-        "| bad | failed |  | 2 | 1 |  |",
-        "| slow | unfinished | 1 |  |  | 1 |",
-        "it ran for 60 s |",
-        "| mpi | not run |  |  |  |  |  | abc1234 | mpirun: there is none on the PATH |",
-        "- FAILED: test_small.py::test_hangs: it did not end",
-        "- not run: test_small.py::test_skips: there is no mpirun",
-    ):
-        assert words in report, report
+    for name, row in {"good": "passed | 1 |", "bad": "failed |  | 2 | 1 |", "slow": "unfinished | 1 |"}.items():
+        assert f"| {name} | {row}" in report, report
+    assert "- FAILED: test_small.py::test_hangs: it did not end" in report
 
     # Parts that have ended stay. The others continue: the slow test would pass now.
     (tmp_path / "slow").unlink()

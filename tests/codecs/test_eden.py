@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import refused, rows
+from errors import table
 from helpers import RANDOM_KEY, assert_same_bytes, normal, roundtrip, vnmse
 
 import jaxcgx as cgx
@@ -97,8 +97,4 @@ ERRORS = {
     "Eden": [(lambda: cgx.Eden(7), ValueError, "bits", "7"), (lambda: cgx.Eden(4, 1000), ValueError, "block", "1000")],
     "encode": [(lambda: cgx.encode(normal(9), cgx.Eden(4)), ValueError, "key", "None")],
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
+test_errors = table(ERRORS)

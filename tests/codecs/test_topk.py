@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from helpers import KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, reference_decode
 
 import jaxcgx as cgx
@@ -306,11 +306,7 @@ WHAT_IS_REFUSED = {
     ],
     "encode": [(lambda: cgx.encode(jnp.ones(9), TopK(0.5, select="sampled")), ValueError, "key", "None")],
 }
-
-
-@pytest.mark.parametrize("row", rows(WHAT_IS_REFUSED))
-def test_what_is_refused(row):
-    refused(*row)
+test_what_is_refused = table(WHAT_IS_REFUSED)
 
 
 @pytest.mark.parametrize("codec", **each_codec([TopK(0.1), TopK(0.1, cgx.MaxMin(4, 33)), TopK(0.05, select="sampled")]))

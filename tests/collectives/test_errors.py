@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from helpers import normal, planned
 from jax.sharding import PartitionSpec as P
 from ranks import mesh
@@ -229,11 +229,7 @@ CALLS = {
     ],
     "check_replicas": [(lambda x, s: cgx.check_replicas(s, "data"), NameError, "axis_name")],
 }
-
-
-@pytest.mark.parametrize("row", rows(CALLS))
-def test_calls(row):
-    refused(*row, run=trace)
+test_calls = table(CALLS, trace)
 
 
 def test_outside_of_any_axis():

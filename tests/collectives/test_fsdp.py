@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import ranks
 from helpers import assert_trees, normal, sent
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from training import mesh_of
 
 import jaxcgx as cgx
 
 RANKS = 4
-MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+MESH = mesh_of(RANKS)
 W = {"a": normal((64, 48), 0), "b": normal((48, 32), 1)}
 X = normal((RANKS * 8, 64), 2)
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])

@@ -10,11 +10,12 @@ from errors import refused
 from helpers import FULL, assert_same_bytes, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from training import mesh_of
 
 import jaxcgx as cgx
 
 RANKS = 4
-MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:RANKS])
+MESH = mesh_of(RANKS)
 CODEC = cgx.MaxMin(4, 64)
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
 PARAMS = {

@@ -273,17 +273,6 @@ def test_without_factors_every_call_begins_alike():
     assert_same_bytes(factors["v"], others["v"])
 
 
-def test_types():
-    """The sum and the factors are the same on every rank and may be returned as such. Residuals differ and may not."""
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((60, 40), (60, 40), (2, 40))]
-    check = lambda out: jax.eval_shape(
-        jax.shard_map(reduce, mesh=mesh(2), in_specs=(P("a"), P("a"), P()), out_specs=out), *given
-    )
-    check((P(), P("a"), P()))
-    with pytest.raises(ValueError, match="out_specs"):
-        check((P(), P(), P()))
-
-
 def test_transforms():
     """Transforms are vmap over the ranks, a batch with one factor and with several, and derivatives."""
     x, q, weights = normal((2, 24, 40)), normal((2, 40), 1), jnp.outer(normal(24, 3), normal(40, 4))
@@ -388,8 +377,3 @@ def test_bad_input(row):
             W,
         ),
     )
-
-
-def test_init_carry_of_no_codec():
-    with raises(TypeError, says("init_carry", "plan", got="'PowerSGD'")):
-        cgx.init_carry("PowerSGD", W)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from helpers import as_bits, assert_trees, normal, planned
 from jax import lax
 from ranks import EXACT, assert_same_on_all_ranks, mesh, on_ranks, whole_numbers
@@ -166,11 +166,7 @@ WHAT_IS_NO_OVERLAY = {
         (lambda: Tree((0, 0)), ValueError, "parents", "(0, 0)"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(WHAT_IS_NO_OVERLAY))
-def test_what_is_no_overlay(row):
-    refused(*row)
+test_what_is_no_overlay = table(WHAT_IS_NO_OVERLAY)
 
 
 def test_text():

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from errors import refused, rows
+from errors import refused, table
 
 import jaxcgx as cgx
 from jaxcgx.plan import environment
@@ -96,11 +96,7 @@ BAD_ARGUMENTS = {
         (lambda: cgx.Plan.from_env(bucket_size=0, environ={}), ValueError, "bucket_size", "0"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_ARGUMENTS))
-def test_bad_arguments(row):
-    refused(*row)
+test_bad_arguments = table(BAD_ARGUMENTS)
 
 
 BITS, TUPLE = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}, ("node", "local")

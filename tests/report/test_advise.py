@@ -351,11 +351,8 @@ def test_what_two_measurements_differ_by_makes_the_answer_less_sure(monkeypatch)
     ("words", "said"),
     [
         ("9M --link fast --world 4", "plan --link 'fast'"),
-        ("9M --link 1gbit --world 1", "plan --world 1"),
-        ("9M --link 1gbit --world 4 --nodes 3", "plan --nodes 3"),
         ("9M --link 1gbit --world 4 --over ib", "plan --over 'ib'"),
         ("9M --link 1gbit --world 4 --codecs Zip(9)", "plan --codecs 'Zip(9)'"),
-        ("9M --link 1gbit --world 4 --codecs MaxMin(9)", "plan --codecs 'MaxMin(9)'"),
         ("vgg --link 1gbit --world 4", "plan model 'vgg'"),
         ("none.json --link 1gbit --world 4", "plan - none.json"),
     ],

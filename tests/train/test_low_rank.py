@@ -4,13 +4,12 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 from exchanging import compress, run
 from helpers import assert_trees, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import PARAMS, X, loss_fn, mesh_of
+from training import PARAMS, mesh_of
 
 import jaxcgx as cgx
 
@@ -74,15 +73,6 @@ def test_in_a_scan():
     state = jax.jit(jax.shard_map(steps, mesh=mesh_of(2), in_specs=(P("data"), specs), out_specs=specs))(GRADS, state)
     by_hand = run(cgx.PowerSGD(2), 3, GRADS)[-1][1]
     assert_trees(functools.partial(np.testing.assert_allclose, atol=1e-5), state, by_hand)
-
-
-def test_a_step_compiles_once():
-    """init places factors where a step puts them, with the same sharding."""
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), cgx.PowerSGD(2))
-    state = train.init(PARAMS)
-    for _ in range(2):
-        state, _ = train.step(state, X)
-    assert train.step._cache_size() == 1
 
 
 def test_three_sums_whatever_the_leaves():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import refused, rows
+from errors import refused, rows, table
 from helpers import assert_same_trees, assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -314,8 +314,4 @@ ERRORS = {
         (lambda: step_from(of_four()), ValueError, "state .rows['mean']", "float32[4, 30]", "jaxcgx.reshard_state"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
+test_errors = table(ERRORS)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from helpers import assert_same_trees, assert_trees, normal, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -300,11 +300,7 @@ BAD_ARGUMENTS = {
     ],
     "Feedback": [((cgx.Feedback(LEADS), dict(params=SPECS)), ValueError, "plan", "leader=True", "slices")],
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_ARGUMENTS))
-def test_bad_arguments(row):
-    refused(*row, run=lambda given: run(make(given[0], **given[1])))
+test_bad_arguments = table(BAD_ARGUMENTS, lambda given: run(make(given[0], **given[1])))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, refused, rows, says, table
 from helpers import assert_same_trees, assert_trees, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -375,11 +375,7 @@ STATES = {
         ((OPTIMIZER.init(PARAMS), cgx.Priority()), TypeError, "state", "a tuple"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(STATES))
-def test_what_is_no_state_of_a_step(row):
-    refused(*row, run=lambda given: make(overlap=given[1]).step(given[0], X))
+test_what_is_no_state_of_a_step = table(STATES, lambda given: make(overlap=given[1]).step(given[0], X))
 
 
 WHAT_CANNOT_BE_TRAINED = {
@@ -402,8 +398,6 @@ WHAT_CANNOT_BE_TRAINED = {
         (({}, {**PARAMS, "act": jnp.tanh}), TypeError, "params ['act']", "<", "eqx.partition"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(WHAT_CANNOT_BE_TRAINED))
-def test_what_cannot_be_trained(row):
-    refused(*row, run=lambda given: run(make(**dict(exchange=cgx.Raw()) | given[0]), 1, given[1]))
+test_what_cannot_be_trained = table(
+    WHAT_CANNOT_BE_TRAINED, lambda given: run(make(**dict(exchange=cgx.Raw()) | given[0]), 1, given[1])
+)

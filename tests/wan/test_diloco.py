@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, refused, rows, says, table
 from helpers import FULL, assert_same_trees, assert_trees, normal, sent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -664,11 +664,7 @@ ERRORS = {
         (lambda: trainer(diloco(every=4)).step(PLAIN.init(PARAMS), X[0]), ValueError, "state", "one with"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
+test_errors = table(ERRORS)
 
 
 @pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))
