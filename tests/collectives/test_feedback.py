@@ -56,30 +56,6 @@ def test_nothing_is_lost_of_a_hierarchy(sizes, fields):
     assert_conserved(x, before, results, after, levels, weight=8)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("own", ["raw", "encoded"])
-def test_nothing_is_lost_of_slices(own, check_vma):
-    """A rank's own slice is not encoded with own="raw"."""
-    dimensions = {"rows": 0, "columns": 1, "small": 0}
-    x, before = (
-        {"rows": normal((4, 8, 30), seed), "columns": normal((4, 5, 32), seed + 1), "small": normal((4, 4), seed + 2)}
-        for seed in (0, 100)
-    )
-    plan = cgx.Plan(STOCHASTIC, min_size=100, own=own)
-
-    def f(x, e):
-        options = dict(key=KEY, carry=cgx.Carry(residuals=e), scatter_dimension=dimensions, tiled=True)
-        return cgx.compressed_psum_scatter(x, "a", plan, **options)
-
-    slices, carry = on_ranks(f, mesh(4), check_vma=check_vma)(x, before)
-    after = carry.residuals
-    joined = {name: np.concatenate(list(slices[name]), d)[None] for name, d in dimensions.items()}
-    assert_conserved(x, before, joined, after, 1)
-    lost = np.abs(np.asarray(after["columns"])).reshape(4, 5, 4, 8).max((1, 3))  # the residual of rank r for rank s
-    assert (np.diag(lost) == 0).all() == (own == "raw") and (lost + np.eye(4) > 0.01).all()
-    assert not np.asarray(after["small"]).any()
-
-
 def test_messages_and_owners_leave_encoded_residuals_alone():
     one, many = (
         [

@@ -123,25 +123,6 @@ def test_momentum_loses_what_is_sent(codec):
             assert 0 < (m == 0).sum() < m.size
 
 
-def test_what_fills_up_a_share_is_not_sent():
-    """10 elements are divided among 3 inner ranks. The last share has two elements and two places of padding zeros."""
-    x = jnp.arange(1.0, 11.0).at[8:].set(jnp.array([50.0, 100.0])) * jnp.ones((2, 3, 1))
-    result = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.TopK(0.4), "b": cgx.Raw()}), mesh(2, 3))(
-        x
-    )[0, 0]
-    np.testing.assert_array_equal(result[8:], [300, 600])
-
-
-def test_a_plan_for_nodes_serves_one():
-    x, zero, ones = tree(1, 4), jax.tree.map(jnp.zeros_like, tree(1, 4)), jax.tree.map(jnp.ones_like, tree(1, 4))
-    run = on_ranks(
-        lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.MaxMin(4)}, momentum=m, schedule="two_shot"),
-        mesh(1, 4),
-    )
-    _, _, momentum = run(x, zero, ones)
-    assert_trees(np.testing.assert_array_equal, momentum, ones)
-
-
 def test_of_ratio_1_nothing_is_lost_by_any_collective():
     x = whole_numbers((4, 4, 8, 12))
     compressed, plain = twins("a", cgx.TopK(1.0))

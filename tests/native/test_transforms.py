@@ -54,21 +54,6 @@ def test_vmap_is_one_call_and_the_same_as_a_loop(codec):
     assert_same_bytes(jax.vmap(f, in_axes=(1, 0)[: len(args)], out_axes=1)(x.T, *args[1:]), looped.T)
 
 
-def test_vmap_with_one_key_repeats_the_noise():
-    codec = cgx.MaxMin(2, 16, "stochastic")
-    x = jnp.broadcast_to(normal(64), (3, 64))
-    out = jax.vmap(lambda x: cgx.encode(x, codec, jax.random.key(0)))(x)
-    assert (out == out[0]).all()
-
-
-def test_nested_vmap_is_one_call():
-    codec = cgx.MaxMin(4, 64)
-    x = normal((2, 3, 50))
-    f = jax.vmap(jax.vmap(lambda x: cgx.encode(x, codec)))
-    assert custom_calls(f, x)["encode"] == 1
-    assert_same_bytes(f(x), jnp.stack([jnp.stack([cgx.encode(r, codec) for r in m]) for m in x]))
-
-
 def test_vmap_of_feedback_and_reduce():
     codec = cgx.MaxMin(3, 32, "stochastic")
     layout = Layout(codec, ((40,), (9,)), (jnp.float32, jnp.bfloat16), chunks=2)

@@ -198,10 +198,6 @@ def test_wrong_files(train, tmp_path, refuses):
     with pytest.raises(train.Wrong, match=r"--config: .*wrong\.py, line 5: .*trian") as error:
         train.config.parse([f"--config={tmp_path}/wrong.py"])
     assert "\n" not in str(error.value)
-    with pytest.raises(train.Wrong, match=r"--compression=dgc: --config\.compression=cgx4 is given, too"):
-        train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--compression=dgc", "--config.compression=cgx4"])
-    with pytest.raises(train.Wrong, match=r"--stepz: train\.py has no such argument"):
-        train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--stepz=3"])
 
 
 def test_no_process_waits_for_one_that_refuses_a_folder(train, run, tmp_path):

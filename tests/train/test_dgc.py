@@ -12,7 +12,7 @@ import pytest
 from helpers import FULL, assert_same_bytes
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from training import PARAMS, X, loss_fn, mesh_of
+from training import PARAMS, X, loss_fn
 
 import jaxcgx as cgx
 
@@ -264,25 +264,6 @@ def test_a_mask_of_weight_decay():
             decays = kind != "prefix" and chosen[name]
             np.testing.assert_array_equal(masked[name], (full if decays else none)[name])
             assert (np.asarray(full[name]) != np.asarray(none[name])).any()
-
-
-def test_states():
-    """States are those of compress_gradients. Their residuals can be divided among another number of ranks."""
-    exchange = cgx.DGC(0.02, weight_decay=1e-3, telemetry=True, min_size=1000, select="exact")
-    train, losses = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(RANKS), exchange), []
-    state = train.init(PARAMS)
-    for _ in range(20):
-        state, metrics = jax.block_until_ready(train.step(state, X))
-        losses.append(float(metrics.loss))
-    assert losses[-1] < 0.9 * losses[0] and 0 < metrics.telemetry.vnmse["w"] < 1 and metrics.telemetry.vnmse["b"] == 0
-    own, shared = state.exchange.own, state.exchange.shared
-    assert [own.residuals["b"], own.momentum["b"]] == [None, None] and shared.trace["b"].any() and shared.count == 20
-    alone = cgx.compress_gradients("data", exchange, axis_size=RANKS).init(PARAMS)
-    assert jax.tree.structure(state.exchange) == jax.tree.structure(alone)
-    two = cgx.reshard_state(state, 2).exchange
-    np.testing.assert_allclose(two.own.residuals["w"].sum(0), np.asarray(own.residuals["w"]).sum(0), atol=1e-6)
-    np.testing.assert_allclose(two.own.momentum["w"].mean(0), np.asarray(own.momentum["w"]).mean(0), atol=1e-6)
-    assert_same_bytes(np.asarray(two.shared.trace["w"]), np.asarray(shared.trace["w"]))
 
 
 def test_an_overflow_does_not_stay():

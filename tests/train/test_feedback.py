@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exchanging import GRADS, RANKS, compress, pmean, run
+from exchanging import RANKS, compress, pmean, run
 from golden import numpy_codec
 from helpers import assert_same_bytes, assert_same_trees, normal, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, place, train
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, train
 
 import jaxcgx as cgx
 
@@ -47,29 +47,6 @@ def test_fields_of_a_plan(fields):
     plan = cgx.Plan.every(CODEC, **fields)
     ((mean, state),) = run(plan)
     assert_same_trees((mean, state.own.residuals), pmean(plan))
-
-
-@pytest.mark.short
-def test_a_schedule_of_plans():
-    """The codec changes at some steps, in one program."""
-    eight = cgx.Plan(cgx.MaxMin(8, 64), min_size=100)
-    plans = {0: cgx.Raw(), 2: CODEC, 4: eight}
-    found, residuals = run(plans, 6), None
-    for step, (mean, state) in enumerate(found):
-        codec = cgx.Raw() if step < 2 else CODEC if step < 4 else eight
-        expected, residuals = pmean(codec, residuals=residuals)
-        assert_same_trees((mean, state.own.residuals), (expected, residuals))
-        assert state.shared.count == step + 1
-    optimizer = optax.chain(compress(plans), optax.sgd(0.1))
-    state = optimizer.init(PARAMS)
-    step, params, state = (
-        on_mesh(local_step(optimizer), state),
-        place(PARAMS, P()),
-        place(state, cgx.state_specs(state, "data")),
-    )
-    for _ in range(6):
-        params, state, _ = step(params, state, X)
-    assert step._cache_size() == 1
 
 
 def test_what_never_is_compressed_has_no_residual():
@@ -123,17 +100,6 @@ def test_a_quadratic_with_error_feedback():
     assert_same_bytes(np.asarray(state.own.residuals), lost)
     best = (curvature[:, None] * centers).sum(0) / curvature.sum()
     assert np.abs(path[-1] - best).max() < 0.05 < np.abs(best).max()
-
-
-@pytest.mark.short
-def test_states_are_donated():
-    optimizer = optax.chain(compress(cgx.Momentum(CODEC)), optax.adagrad(0.1))
-    state = optimizer.init(PARAMS)
-    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
-    params, state = place(jax.tree.map(jnp.copy, PARAMS), P()), place(state, cgx.state_specs(state, "data"))
-    after = step(params, state, X)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
 def test_residuals_are_overwritten_in_place():
@@ -208,27 +174,6 @@ def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
     for _ in range(3):
         params, state, _ = step(params, state, X)
     assert step._cache_size() == 1
-
-
-def test_in_vmap():
-    transformation = cgx.compress_gradients("data", CODEC)
-
-    def steps(grads):
-        state = transformation.init(grads)
-        _, state = transformation.update(grads, state)
-        return transformation.update(grads, state)
-
-    mean, state = jax.jit(jax.vmap(steps, axis_name="data", out_axes=(None, 0)))(GRADS)
-    (_, _), (expected, after) = run(CODEC, 2)
-    assert_same_trees((mean, jax.tree.map(lambda x: x[:, 0], state.own)), (expected, after.own))
-
-
-def test_bfloat16_gradients_have_float32_residuals():
-    """Rounding the sums to bfloat16 is lost. The error of the codec is not."""
-    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
-    for mean, state in run(cgx.Momentum(CODEC, 0.5), 3, grads):
-        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((mean, state.own.momentum)))
-        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.own.residuals))
 
 
 @pytest.mark.parametrize("plan", [CODEC, {0: cgx.Raw(), 2: CODEC}], ids=["codec", "schedule"])

@@ -16,36 +16,6 @@ import jaxcgx as cgx
 GRADS = {"w": normal((2, 30, 40), 3), "b": normal((2, 40), 4)}
 
 
-def test_steps_are_calls_of_the_collective():
-    """Residuals and factors go from one step to the next, and telemetry measures the errors."""
-    codec = cgx.PowerSGD(2)
-    found = run(cgx.Feedback(codec, telemetry=True), 2, GRADS)
-
-    def twice(x):
-        x = jax.tree.map(lambda leaf: leaf[0], x)
-        first = cgx.compressed_pmean(x, "data", codec, carry=cgx.init_carry(codec, x))
-        second = cgx.compressed_pmean(x, "data", codec, carry=first[1])
-        rows = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
-        return [(mean, rows(carry.residuals), carry.factors) for mean, carry in (first, second)]
-
-    expected = jax.jit(
-        jax.shard_map(twice, mesh=mesh_of(2), in_specs=P("data"), out_specs=[(P(), P("data"), P())] * 2)
-    )(GRADS)
-    for (mean, state), (their_mean, lost, factors) in zip(found, expected, strict=True):
-        assert_trees(
-            functools.partial(np.testing.assert_allclose, atol=1e-5),
-            (mean, state.shared.factors),
-            (their_mean, factors),
-        )
-        np.testing.assert_allclose(state.own.residuals["w"], lost["w"], atol=1e-5)
-        assert state.own.residuals["b"] is state.shared.factors["b"] is None
-    telemetry = found[0][1].shared.telemetry
-    np.testing.assert_allclose(
-        telemetry.vnmse["w"], (expected[0][1]["w"] ** 2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-4
-    )
-    assert telemetry.bytes == {"w": 4 * 2 * 70, "b": 160}
-
-
 def test_the_state():
     """Factors are replicated, don't depend on the number of ranks, exist without feedback, and only where needed."""
     state = compress(cgx.PowerSGD(2)).init(PARAMS)
