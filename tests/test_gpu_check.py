@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -242,21 +241,6 @@ def test_a_run_that_is_stopped_leaves_a_report(parts, gpu_check, tmp_path):
     assert "| stops | passed | 2 |  |  |  |" in report.read_text()
 
 
-def test_the_environment_has_every_package_of_this_python(gpu_check, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(tmp_path / "first/site-packages")
-    monkeypatch.syspath_prepend(tmp_path / "second/dist-packages")
-    for file in (
-        "first/site-packages/of_the_first.py",
-        "second/dist-packages/of_the_second.py",
-        "wheel/of_the_wheel.py",
-    ):
-        (tmp_path / file).parent.mkdir(parents=True)
-        (tmp_path / file).touch()
-    wheel = shutil.make_archive(tmp_path / "made", "zip", tmp_path / "wheel")
-    inside = gpu_check.gpu_machine.cuda.environment(tmp_path, wheel)
-    subprocess.run([inside, "-P", "-c", "import of_the_first, of_the_second, of_the_wheel"], check=True, timeout=60)
-
-
 def test_rows_are_measured_one_by_one(gpu_kernels, monkeypatch, tmp_path):
     out, began = tmp_path / "out.json", []
 
@@ -327,23 +311,6 @@ def test_only_the_bits_of_nans_in_raw_floats_are_left_open(codec):
             free.append(at)
         assert (one_nan(layout, other[at[0]], at[0]) == one_nan(layout, other)[at[0]]).all()
     assert len(free) == 3  # the bytes of the only NaN, except the one with its sign
-
-
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("gpu", True),
-        ("gpu and not short", True),
-        ("(gpu)", True),
-        ("", False),
-        ("not gpu", False),
-        ("short", False),
-        ("gpus", False),
-    ],
-)
-def test_which_runs_are_for_the_gpu(pytestconfig, expression, expected):
-    conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "for_gpu"))
-    assert conftest.for_gpu(types.SimpleNamespace(option=types.SimpleNamespace(markexpr=expression))) == expected
 
 
 def test_everything_runs_on_the_cpu(monkeypatch):

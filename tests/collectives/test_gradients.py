@@ -193,15 +193,6 @@ def test_leaves_without_gradients_pass():
     np.testing.assert_allclose(grads, X.sum() / RANKS, rtol=1e-4)
 
 
-def test_varying_parameters_get_varying_gradients():
-    def step(params, x):
-        mine = lax.pcast(params, "data", to="varying")
-        return jax.grad(lambda w: (cgx.sync_in_backward(w, "data", CODEC) * x.sum()).sum())(mine)[None]
-
-    g = on_mesh(step, True, P("data"))(jnp.ones(10), X)
-    assert_same_bytes(g[0], g[3])
-
-
 @CHECKS
 def test_a_loss_that_is_constant(check_vma):
     """The loss doesn't depend on the parameters, so it doesn't matter whether all ranks have the same one."""

@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import normal, planned, sent
+from helpers import normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -39,17 +39,6 @@ def test_many_leaves_are_as_many_exchanges_as_messages(schedule):
         assert (
             compiled.as_text().count('custom_call_target="jaxcgx_encode"') == messages
         )  # of all leaves and ranks together
-
-
-def test_other_collectives_share_messages_too():
-    tree = [normal((4, 4, n)) for n in range(1, 30)]
-    for op, expected in dict(
-        psum_scatter={"all-to-all": 1}, all_gather={"all-gather": 1}, all_to_all={"all-to-all": 1}
-    ).items():
-        kwargs = dict(split_axis=0, concat_axis=0) if op == "all_to_all" else {}
-        f = lambda t: [x[None] for x in getattr(cgx, f"compressed_{op}")([x[0] for x in t], "a", plan=CODEC, **kwargs)]
-        compiled = program(f, mesh(4), tree, out=P("a"))
-        assert exchanges(compiled) == expected and {dtype for _, dtype in sent(compiled.as_text())} == {"u8"}
 
 
 def test_no_copies_of_leaves():

@@ -118,13 +118,11 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
     [
         ({"modell.x": 1}, r"config\.modell\.x: there is no such key; config has compression, data"),
         ({"train.stepz": 1}, r"config\.train\.stepz: there is no such key; config\.train has .*steps"),
-        ({"train.steps.x": 1}, r"config\.train\.steps\.x: there is no such key; config\.train\.steps has no keys"),
         ({"train": 1}, r"config\.train: expected a key of this section, as --config\.train\.batch_size="),
         ({"train.steps": "many"}, r"config\.train\.steps: expected a value like 0, got 'many'"),
         ({"train.batch_size": 1}, r"config\.train\.batch_size: expected at least one example for each of 2 ranks"),
         ({"train.batch_size": 5000}, r"config\.train\.batch_size: expected at most 1347 examples of synthetic digits"),
         ({"compression": "dgcc"}, r"config\.compression: there is no file .*dgcc\.py; its folder has bsc, .*none"),
-        ({"data": "mnist"}, r"config\.data\.name: expected one of cifar10, .*, got 'mnist'"),
         (
             {"data.name": "text", "data.synthetic": False},
             r"config\.data: .*missing.* 'files', 'context',? and 'tokens'",
@@ -136,13 +134,9 @@ def test_ranks_of_a_process_are_consecutive(train, monkeypatch):
         ({"train.seed": 2**32}, r"config\.train: expected a seed below 2\^32, got 4294967296"),
         ({"compression": "diloco"}, r"config\.train\.steps: expected at least 50, .*every 50 steps, got 20"),
         ({"compression": "../digits/mlp"}, r"config\.compression: expected a word, the name of a file"),
-        ({"compression.word": "dgc"}, r"config\.compression: expected a word, the name of a file"),
-        ({"compression": "cgx4", "compression.codec.name": "Codec"}, r"a codec's name: expected one of"),
         ({"optimizer.clip": -1.0}, r"config\.optimizer: expected a clip of at least 0, got -1\.0"),
         ({"optimizer.momentum": 1.0}, r"config\.optimizer: expected a momentum from 0 to below 1, got 1\.0"),
-        ({"schedule.rate": -0.1}, r"config\.schedule: expected a rate of at least 0, got -0\.1"),
         ({"model.hidden": (0,)}, r"config\.model: expected a size of at least 1, got 0"),
-        ({"train.test_examples": -1}, r"config\.train: expected a test_examples of at least 0, got -1"),
         (
             {"compression": "dgc", "compression.ratio": 2.0},
             r"config\.compression, dgc: DGC: argument 'ratio': expected",

@@ -1,7 +1,6 @@
 """Tests the state per rank: its specs, other numbers of ranks, and checkpoints."""
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from errors import table
@@ -96,9 +95,3 @@ def test_a_resharded_state_shares_no_memory():
     new = place(new, cgx.state_specs(new, "data"), 2)
     two.step(new, X)
     assert all(x.is_deleted() for x in jax.tree.leaves(new)) and not any(x.is_deleted() for x in jax.tree.leaves(state))
-
-
-def test_sixteen_bit_momentum_keeps_its_dtype():
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    state = cgx.compress_gradients("data", cgx.Momentum(CODEC), axis_size=4).init(params)
-    assert cgx.reshard_state(state, 3).own.momentum["w"].dtype == jnp.bfloat16

@@ -41,19 +41,6 @@ def test_as_by_hand(axis_type):
     assert state.exchange.own.residuals["w"].addressable_shards[0].data.shape == (1, 30, 40)
 
 
-def test_the_mean_of_loss_and_aux_is_not_compressed():
-    def loss_and_aux(params, x):
-        return x.sum(), {"rows": x, "number": 3, "mean": x.mean(0)}
-
-    specs = {"rows": None, "number": "first", "mean": None}
-    _, (metrics,) = run(make(cgx.MaxMin(2), loss_and_aux, has_aux=True, aux_specs=specs), 1)
-    parts = X.reshape(4, 6, 30)
-    np.testing.assert_allclose(metrics.loss, parts.sum((1, 2)).mean(), rtol=1e-5)
-    np.testing.assert_array_equal(metrics.aux["rows"], X)
-    np.testing.assert_allclose(metrics.aux["mean"], X.mean(0), rtol=1e-4, atol=1e-6)
-    assert metrics.aux["number"] == 3
-
-
 @pytest.mark.parametrize("plan", [cgx.Raw(), CODEC], ids=str)
 def test_accumulation(plan):
     """The gradient is that of the whole batch, and is sent once."""
