@@ -74,6 +74,22 @@ def test_model_axis_left_to_the_partitioner(axis_type):
         assert ("all-gather", "f32") not in found
 
 
+def test_all_axes_manual():
+    mesh = mesh_of(AxisType.Auto)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(SPECS, P("data")), out_specs=SPECS)
+    def step(params, x):
+        def tensor_parallel(params, x):
+            y = jax.lax.psum(jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"], "model")
+            return y.var()
+
+        _, grads = cgx.local_value_and_grad(tensor_parallel, "data")(params, x)
+        return cgx.compressed_pmean(grads, "data", CODEC)
+
+    found = check(step, mesh, place(mesh, PARAMS, SPECS), place(mesh, X, P("data")))
+    assert ("all-gather", "u8") in found and ("all-gather", "f32") not in found
+
+
 def test_without_the_inner_shard_map_explicit_shards_are_refused():
     """A sharded gradient is never gathered silently."""
     mesh = mesh_of(AxisType.Explicit)
