@@ -184,13 +184,8 @@ def test_one_codec_over_several_axes():
 
 def test_an_empty_tree():
     found = cgx.Plan(FOUR).explain({}, 4)
-    assert (found.rows, found.bytes, found.ratio) == ((), 0, 1) and str(found).split()[-5:] == [
-        "in",
-        "all",
-        "0",
-        "0",
-        "1.00",
-    ]
+    assert (found.rows, found.bytes, found.ratio) == ((), 0, 1)
+    assert " ".join(str(found).split()[-5:]) == "in all 0 0 1.00"
 
 
 BY_AXIS = {"node": FOUR, "local": RAW}
