@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +61,35 @@ def test_a_machine_without_a_gpu_gets_a_report(tmp_path):
     assert ": no GPU, python " in report and "| kernel | left |" in report
     for name in ("GPU", "nvcc", "to build", "compute-sanitizer", "compute mode"):
         assert re.search(f"^(ok|WRONG) +{name}: ", result.stdout, re.MULTILINE) and f"| {name} | " in report, name
+
+
+def test_what_is_wrong_with_a_machine(gpu_machine, monkeypatch):
+    monkeypatch.setattr(gpu_machine.shutil, "which", lambda *args, **kwargs: None)
+    wrong = lambda assumptions: [a.wrong for a in assumptions if a.wrong]
+    assert gpu_machine.packages("to test", ("no-such-package",)).wrong == (
+        "no no-such-package (pip install no-such-package)"
+    )
+    assert gpu_machine.program("cmake", "pip install cmake").wrong == "there is none on the PATH (pip install cmake)"
+    probed = dict(device="NVIDIA H200", compute_capability="7.0", gpus=2, release="12.4", free=3.2)
+    assert wrong(gpu_machine.gpu(probed, "")) == [
+        "older than 7.5",
+        "16 GiB are needed: end the other processes on the GPU",
+    ]
+    assert wrong(gpu_machine.gpu(None, "no plugin")) == [f"no GPU: {sys.executable} says: no plugin"]
+    said = {"--version": "Cuda compilation tools, release 13.0, V13.0.88", "--list-gpu-code": "sm_75\nsm_90"}
+    monkeypatch.setattr(gpu_machine.matrix, "output", lambda *command: said.get(command[-1], "580.1"))
+    assert wrong(gpu_machine.compiler("nvcc", probed)) == [
+        "it doesn't know sm_70: install a newer one",
+        "nvcc is of CUDA 13.0: update the driver, or install nvcc 12.4",
+    ]
+    assert not wrong(gpu_machine.compiler("nvcc", probed | dict(compute_capability="9.0", release="13.0")))
+    assert wrong(gpu_machine.compiler(None, probed)) == [
+        "there is none on the PATH, in CUDACXX or in /usr/local/cuda/bin"
+    ]
+    one, all_parts = (gpu_machine.Assumption("x", "none", "there is none", parts) for parts in (("mpi",), ()))
+    machine = lambda *assumptions: gpu_machine.Machine("H200", "9.0", {}, assumptions)
+    assert machine(one).why_not("mpi") == "x: there is none" and machine(one).why_not("nccl") is None
+    assert machine(all_parts).why_not("nccl")
 
 
 def test_every_test_and_row_is_in_one_part(gpu_check, gpu_kernels):
@@ -239,6 +269,21 @@ def test_a_run_that_is_stopped_leaves_a_report(parts, gpu_check, tmp_path):
     status, found = parts("stops")
     assert status == 0 and found["stops"]["state"] == "passed" and left.wait(60) == -signal.SIGKILL
     assert "| stops | passed | 2 |  |  |  |" in report.read_text()
+
+
+def test_the_environment_has_every_package_of_this_python(gpu_check, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path / "first/site-packages")
+    monkeypatch.syspath_prepend(tmp_path / "second/dist-packages")
+    for file in (
+        "first/site-packages/of_the_first.py",
+        "second/dist-packages/of_the_second.py",
+        "wheel/of_the_wheel.py",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    wheel = shutil.make_archive(tmp_path / "made", "zip", tmp_path / "wheel")
+    inside = gpu_check.gpu_machine.cuda.environment(tmp_path, wheel)
+    subprocess.run([inside, "-P", "-c", "import of_the_first, of_the_second, of_the_wheel"], check=True, timeout=60)
 
 
 def test_rows_are_measured_one_by_one(gpu_kernels, monkeypatch, tmp_path):

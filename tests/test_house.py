@@ -1,7 +1,7 @@
 """Tests the structure of the code: no module imports upward or in a circle, and calls name their arguments.
 
-In C++ and CUDA, only codec/traits.h and two similar files ask which codec there is. For Python, ruff limits parameters
-and complexity, and knows which modules of JAX only _compat.py imports.
+C++ and CUDA functions have few parameters, and only codec/traits.h and two similar files ask which codec there is. For
+Python, ruff limits parameters and complexity, and knows which modules of JAX only _compat.py imports.
 """
 
 import ast
@@ -15,7 +15,7 @@ from helpers import load_script
 ROOT = pathlib.Path(__file__).parent.parent
 with pytest.MonkeyPatch.context() as patch:
     source = load_script(ROOT / "scripts/source.py", patch)
-EXCEPTIONS, STOREYS = source.EXCEPTIONS, source.STOREYS
+EXCEPTIONS, MOST, STOREYS = source.EXCEPTIONS, source.MOST, source.STOREYS
 MOST_BY_POSITION = 4  # arguments of a call inside the package
 # (module, class): why this module asks whether a codec has this class. Other code asks the contract of codecs.
 CLASSES = {
@@ -27,6 +27,8 @@ UNREAD = re.compile(  # in C++: comments, strings, characters and preprocessor l
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
     re.DOTALL | re.MULTILINE,
 )
+MEMBER = re.compile(r"(?:,|\)\s*:)\s*\w+\s*$")  # a member that a constructor initializes
+BODY = re.compile(r"(?:\s*(?:const|noexcept|override|final|mutable|&&?|->[^;{}()=]*))*\s*(?:\{|:(?!:))")
 
 
 def none(wrong, rule):
@@ -190,6 +192,53 @@ def native():
     """Returns {path: code} of every C++ and CUDA file of the package."""
     files = [path for folder in ("xla_ffi", "cuda") for path in (ROOT / folder).rglob("*") if path.is_file()]
     return {str(path.relative_to(ROOT)): code(path.read_text()) for path in sorted(files)}
+
+
+def native_definitions(text):
+    """Yields (line, name, number of parameters) of every function and lambda that the code defines."""
+    opened = []  # (bracket, its position, number of commas directly inside)
+    for found in re.finditer(r"[][(){}<>,;]", text.replace("->", "  ")):
+        sign, at = found[0], found.start()
+        if sign in "([{<":
+            opened.append([sign, at, 0])
+        elif sign == "," and opened:
+            opened[-1][2] += 1
+        elif sign in ")]};":  # a < that is still open here was a comparison
+            while opened and opened[-1][0] == "<":
+                opened.pop()
+            if sign == ";":
+                continue
+            _, start, commas = opened.pop()
+            before = text[max(0, start - 80) : start]
+            name = re.search(r"(\w+|[])])\s*$", before)
+            other = name and (MEMBER.search(before) or name[1] in ("if", "for", "while", "switch", "catch"))
+            if sign == ")" and name and not other and BODY.match(text, at + 1):
+                count = commas + 1 if text[start + 1 : at].strip() else 0
+                yield text.count("\n", 0, start) + 1, name[1], count
+        elif sign == ">" and opened and opened[-1][0] == "<":
+            opened.pop()
+
+
+def test_definitions_are_found():
+    text = """
+    struct S { S(int a, std::pair<int, int> b) : a(a), b(b) {} };  // f(int a) {
+    auto f(void (*g)(int, int), int b = h(1, 2)) const -> int { if (a < b, c) { return k(1, 2, 3); } }
+    const auto l = [&](int a, int b, int c) mutable { print("f(int a) {"); };
+    int declared(int a, int b);
+    void none() {}
+    """
+    assert list(native_definitions(code(text))) == [(2, "S", 2), (3, "f", 2), (4, "]", 3), (6, "none", 0)]
+
+
+def test_native_functions_have_few_parameters():
+    found = [(path, *each) for path, text in native().items() for each in native_definitions(text)]
+    assert {("cuda/load_store.cuh", "store_quad", 5), ("xla_ffi/handlers/tcp.cc", "exchange", 6)} <= {
+        (path, name, count) for path, _, name, count in found
+    }
+    none(
+        [f"{path}:{line} {name} has {count}" for path, line, name, count in found if count > MOST],
+        f"a C++ function has at most {MOST} parameters; pass some as a struct",
+    )
 
 
 def test_native_code_asks_traits_which_codec_it_has():

@@ -89,17 +89,6 @@ def test_what_is_not_finite_on_one_rank_makes_exactly_its_bucket_nan_everywhere(
             np.testing.assert_array_equal(y, expected)
 
 
-def test_in_a_hierarchy_it_is_the_bucket_of_a_share():
-    # Shares have 250 elements; this is element 100 of the third share.
-    x = normal((2, 4, 1000)).at[1, 2, 600].set(jnp.nan)
-    for leader, buckets in ((False, slice(564, 628)), (True, slice(576, 640))):
-        f = lambda t: cgx.compressed_psum(
-            t, ("a", "b"), planned({"a": cgx.MaxMin(4, 64), "b": cgx.Raw()}, leader=leader)
-        )
-        nan = np.isnan(on_ranks(f, mesh(2, 4))(x))
-        assert nan[:, :, buckets].all() and nan.sum() == 8 * 64
-
-
 ENCODED = [dict(own="encoded", schedule="two_shot"), dict(schedule="one_shot")]
 
 

@@ -109,34 +109,6 @@ def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
     assert [c.codec for c in found.collectives if c.dtype == "uint8"] == ["MaxMin(bits=4)"]
 
 
-def test_other_collectives_take_plans_and_transpose_by_them():
-    x = {"embed": normal((2, 8, 4, 16), 0), "out": normal((2, 8, 4, 16), 1)}
-    plan = cgx.Plan(cgx.MaxMin(4), rules=[("embed", cgx.MaxMin(8))], min_size=0)
-
-    def each(codec):
-        def f(t):
-            scattered = cgx.compressed_psum_scatter(t, "a", codec, tiled=True)
-            back = jax.grad(
-                lambda t: sum(
-                    v.sum() * 3
-                    for v in jax.tree.leaves(cgx.compressed_all_gather(t, "a", cgx.Raw(), backward_plan=codec))
-                )
-            )
-            return (
-                scattered,
-                cgx.compressed_all_gather(t, "a", codec),
-                cgx.compressed_all_to_all(t, "a", 0, 0, codec, tiled=True),
-                back(t),
-            )
-
-        return on_ranks(f, mesh(2))(x)
-
-    got, eight, four = each(plan), each(cgx.MaxMin(8)), each(cgx.MaxMin(4))
-    for a, b, c in zip(got, eight, four):
-        assert_same_bytes(a["embed"], b["embed"])
-        assert_same_bytes(a["out"], c["out"])
-
-
 def test_keys():
     """A key is required if a leaf of this tree draws noise. It is useless if no leaf of any tree would draw noise."""
     run = lambda t, plan, key: on_ranks(lambda t: cgx.compressed_psum(t, "a", plan, key=key), mesh(2))(t)

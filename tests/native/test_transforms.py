@@ -110,26 +110,6 @@ def test_reduce_is_linear_in_what_is_raw():
     assert with_none == 0
 
 
-@pytest.mark.parametrize("codec", **each_codec(SOME))
-def test_scan_and_remat(codec):
-    x = normal((6, 50))
-    keys = jax.random.split(jax.random.key(3), 6)
-
-    def body(carry, xs):
-        x, key = xs
-        y = cgx.roundtrip(carry + x, codec, key if codec.stochastic else None)
-        return y, y
-
-    _, ys = lax.scan(body, jnp.zeros(50), (x, keys))
-    carry = jnp.zeros(50)
-    for i in range(6):
-        carry, y = body(carry, (x[i], keys[i]))
-        assert_same_bytes(ys[i], y)
-    loss = lambda f: lambda x: lax.scan(f, jnp.zeros(50), (x, keys))[0].sum()
-    np.testing.assert_array_equal(jax.grad(loss(jax.checkpoint(body)))(x), np.ones((6, 50)))
-    np.testing.assert_array_equal(jax.grad(loss(body))(x), np.ones((6, 50)))
-
-
 @pytest.mark.parametrize("op", ("encode", "reduce"))
 def test_donated_residual_is_overwritten_in_place(op):
     codec = cgx.MaxMin(4, 64)

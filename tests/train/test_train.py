@@ -106,19 +106,6 @@ def test_scalars_of_a_batch_are_replicated():
         assert metrics.aux[2] == key
 
 
-def test_random_keys_among_auxiliary_outputs_are_not_averaged():
-    """They are those of plain JAX."""
-
-    def loss(params, x, key):
-        return (params * x).sum(), {"key": key}
-
-    key = jax.random.key(5)
-    for accumulate in (1, 2):
-        train = make(cgx.Raw(), loss, 2, has_aux=True, accumulate=accumulate)
-        _, (metrics,) = run(train, 1, jnp.zeros(30), X[:8], key)
-        assert metrics.aux["key"] == key
-
-
 @pytest.mark.parametrize("chained", [False, True])
 def test_optimizers_that_take_no_value(chained):
     optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
@@ -142,25 +129,6 @@ def test_a_sharding_constraint_over_the_axis_of_the_ranks(with_mesh):
     words = says("make_train_step", "loss_fn", got="one", remedy="PartitionSpec mesh")
     with raises(ValueError, words):
         run(make(CODEC, loss, 2), 1)
-
-
-def test_loops_that_start_from_zeros_and_losses_averaged_over_the_ranks():
-    """JAX's check_vma refuses such loops. Without it, averaged losses have the gradient of the mean."""
-
-    def loss(params, x):
-        state = jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros(3), x)[0]
-        return (state * params["b"]).sum()
-
-    def of_all(params, x):
-        return jax.vmap(loss, (None, 0))(params, x).mean()
-
-    params = {"w": jnp.full((2, 3), 0.1), "b": jnp.arange(3.0)}
-    x = jax.random.normal(jax.random.key(0), (4, 5, 2))
-    expected = jax.tree.map(lambda p, g: p - g, params, jax.grad(of_all)(params, x))
-    for function in of_all, lambda params, x: jax.lax.pmean(of_all(params, x), "data"):
-        state, (metrics,) = run(make(cgx.Raw(), function, 4, optax.sgd(1.0)), 1, params, x)
-        assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
-        np.testing.assert_allclose(metrics.loss, of_all(params, x), rtol=1e-6)
 
 
 WAYS = {
