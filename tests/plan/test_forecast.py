@@ -59,6 +59,7 @@ def test_messages_are_numbered_as_they_are_sent():
 
 def test_one_rank():
     found = cgx.Plan(FOUR).explain({"w": jnp.zeros((64, 64)), "b": jnp.zeros(3)}, 1)
+    assert repr(found) == "<Forecast of leaves: 2, bytes: 16,396, ratio: 1.00>"
     assert [(r.leaf, r.why) for r in found.rows] == [
         ("b", "it has 3 elements, fewer than the plan's min_size=1024"),
         ("w", "there is one rank"),

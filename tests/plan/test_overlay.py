@@ -126,6 +126,7 @@ def test_bytes_are_balanced(weights):
 
 
 def test_rings_and_trees():
+    assert str(Overlay.owners(4, 2)) == "Overlay(2 trees over 4 ranks, depth 1)"
     ring = Overlay.ring([2, 0, 1, 3])
     assert ring.loads() == {(0, 2): 0.75, (0, 1): 0.75, (1, 3): 0.75, (2, 3): 0.75}
     assert ring.depth == 2 and Overlay.tree(7).depth == 2

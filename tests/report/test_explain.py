@@ -65,6 +65,7 @@ def test_what_auto_saves():
     """For few elements and many ranks one_shot is faster, although it sends more bytes than lax.psum."""
     x, half = jnp.zeros(3000), cgx.Plan(cgx.Cast("float16"), min_size=0, skip_1d=False)
     plain = quiet(on(lambda x: lax.psum(x, "data"), FLAT), x)
+    assert repr(plain) == f"<Explanation of collectives: 1, raw leaves: 0, bytes: {plain.bytes:,}>"
     fast, least = (
         quiet(on(lambda x: cgx.compressed_psum(x, "data", plan), FLAT), x)
         for plan in (half, dataclasses.replace(half, prefer="bytes"))
