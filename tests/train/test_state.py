@@ -1,6 +1,8 @@
 """Tests the state per rank: its specs, other numbers of ranks, and checkpoints."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from errors import table
@@ -78,6 +80,15 @@ test_errors = table(ERRORS)
 def test_what_may_stand_before():
     fine = optax.chain(CLIP, FIRST, optax.trace(0.9)).init(PARAMS)
     assert cgx.state_specs((PARAMS, fine), "data")[1][1].own.residuals["w"] == P(("data",))
+
+
+def test_dtypes_for_other_ranks():
+    """Residuals are float32, and momentum has the dtype of its parameters, in JAX's arrays and in NumPy's."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    state = cgx.compress_gradients("data", cgx.Momentum(CODEC), axis_size=4).init(params)
+    for found in state, cgx.reshard_state(state, 3), cgx.reshard_state(jax.tree.map(np.asarray, state), 6):
+        assert {x.dtype for x in jax.tree.leaves(found.own.residuals)} == {jnp.dtype("float32")}
+        assert {x.dtype for x in jax.tree.leaves(found.own.momentum)} == {jnp.dtype("bfloat16")}
 
 
 def test_the_same_size_changes_nothing():
