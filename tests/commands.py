@@ -123,12 +123,6 @@ def of_page(page):
     return [Script(page, shell) for _, shell in sorted(found)]
 
 
-def installations(page):
-    """Returns the scripts that install what a page needs: the first of README's, and those of the page."""
-    of_readme = next(script for script in of_page(ROOT / "README.md") if script.text.startswith("pip install"))
-    return [*[of_readme] * (page in PAGES), *of_page(page)]
-
-
 def blank(match):
     return "~" * len(match[0])
 

@@ -30,6 +30,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture
+def promotion():
+    """The type promotion of users, on which optax and flax rely. That of the tests is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def keep_programs(first):
     """Keeps compiled programs for all processes of a run, and for the next run of the same sources.
 

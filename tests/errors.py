@@ -78,6 +78,16 @@ def rows(table):
     return [pytest.param((name, *row), id=f"{name} {row[2]}") for name, each in table.items() for row in each]
 
 
+def table(found, run=lambda call: call()):
+    """Returns a test of a table of errors, which may call run(call) in place of call()."""
+
+    @pytest.mark.parametrize("row", rows(found))
+    def test(row):
+        refused(*row, run=run)
+
+    return test
+
+
 def refused(function, call, error, place, got="", remedy="", run=lambda call: call()):
     """Checks that run(call) raises an error with the function, the place, what came and the remedy.
 

@@ -40,9 +40,9 @@ def kept(script):
 
 def installations(page):
     """Returns the commands that make the Python environment of a page, in their order."""
-    lines = [
-        line for script in commands.installations(page) for line in kept(script).splitlines() if line.startswith("pip ")
-    ]
+    first = next(script for script in commands.of_page(ROOT / "README.md") if script.text.startswith("pip install"))
+    scripts = [first] * (page in commands.PAGES) + commands.of_page(page)
+    lines = [line for script in scripts for line in kept(script).splitlines() if line.startswith("pip ")]
     return tuple(dict.fromkeys(lines))
 
 

@@ -7,13 +7,10 @@ import ast
 import importlib.util
 import itertools
 import re
-import subprocess
-import sys
 import textwrap
 import tomllib
 
 import commands
-import pages
 import pytest
 from commands import ROOT
 from helpers import load_script
@@ -30,8 +27,6 @@ READERS = "train.py", "centers.py", "hosts"  # files that the reader has
 LANGUAGES = "python", "shell", "console", "text", "toml", "diff", "mermaid", "{eval-rst}"
 OTHERS_PROGRAMS = {"migration.md": "torch_cgx's program, before the change"}
 VARIABLE = re.compile(r"([A-Z_]+)=")
-MODULES = {"scikit-learn": "sklearn", "orbax-checkpoint": "orbax"}  # of packages with another name
-EXAMPLES = [path for path in sorted(ROOT.glob("examples/**/*.py")) if path.stem != "common"]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -122,26 +117,9 @@ def test_every_program_is_known(script):
         assert re.fullmatch(commands.PROGRAMS, commands.program_of(words)), f"add it to commands.py: {words}"
 
 
-def test_the_commands_of_a_line():
-    line = "for i in 0 1; do\n    X=1 python a.py 'b|c' $i &\ndone; wait"
-    assert [commands.commands_of(each) for each in line.splitlines()] == [
-        [],
-        [["X=1", "python", "a.py", "b|c", "$i"]],
-        [],
-    ]
-    assert commands.commands_of("for i in 0 1; do python a.py & done; curl x && make") == [
-        ["python", "a.py"],
-        ["curl", "x"],
-        ["make"],
-    ]
-
-
 @pytest.mark.parametrize("page", commands.PAGES, ids=lambda page: page.name)
 def test_no_program_and_no_command_escapes(page):
-    """Every fence says what it has. Programs are in fences of Python, which tests run, and commands in those of shells.
-
-    A block without a language would be neither.
-    """
+    """Fences say what they have: Python, which tests run, a shell's commands, or neither."""
     text = page.read_text()
     for match in commands.FENCE.finditer(text):
         assert match[2] in LANGUAGES, match[0]
@@ -156,13 +134,6 @@ def test_no_program_and_no_command_escapes(page):
         assert not commands.OPTION.fullmatch(words) or commands.COMMAND.fullmatch(words), words
 
 
-@pytest.mark.parametrize("path", commands.PROGRAMS_OF_PAGES, ids=lambda path: path.name)
-def test_commands_in_docstrings_are_indented(path):
-    """After an empty line, as Markdown and the API's pages want it."""
-    rest = commands.INDENTED.sub(commands.blank, commands.docstring(path))
-    assert not [line for line in rest.splitlines() if commands.COMMAND.fullmatch(line.strip())]
-
-
 def is_program(text):
     """Returns whether a block is Python, or has a line that is a command."""
     text = textwrap.dedent(text)
@@ -172,37 +143,6 @@ def is_program(text):
         return bool(ast.parse(text).body)
     except SyntaxError:
         return False
-
-
-@pytest.mark.parametrize("path", [*commands.PAGES, *EXAMPLES], ids=lambda path: path.name)
-def test_programs_import_only_what_is_installed(path):
-    """By the commands of their page, or, for the pages of docs/, by that of README."""
-    if path in commands.PAGES:
-        text = "\n".join(pages.programs(str(path.relative_to(ROOT).with_suffix(""))))
-    else:
-        text = path.read_text()
-        text += path.with_name("common.py").read_text() if "from common" in text else ""
-    found = set(re.findall(r"^ *from (\w+)", text, re.MULTILINE))
-    for names in re.findall(r"^ *import (.+)", text, re.MULTILINE):
-        found |= set(re.findall(r"(?:^|, )(\w+)", names))
-    found -= {near.stem for near in path.parent.glob("*.py")} | set(sys.stdlib_module_names)
-    assert found <= {"jax", "jaxcgx", "numpy"} | installed(commands.installations(path))
-
-
-def installed(scripts):
-    """Returns the modules of the packages that scripts install."""
-    found = set()
-    for words in (words for script in scripts for words in script.commands if words[:2] == ["pip", "install"]):
-        extras = [extra for word in words for part in re.findall(r"^\.\[(.*)\]", word) for extra in part.split(",")]
-        packages = [*words[2:], *(package for extra in extras for package in EXTRAS[extra])]
-        found |= {re.match(r"[\w-]*", package)[0] for package in packages}
-    return {MODULES.get(package, package) for package in found}
-
-
-def test_make_lists_every_target():
-    """`make help` lists all targets."""
-    help_ = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert {words[1] for words in map(str.split, help_.splitlines())} >= {"demo", "test", "test-commands"}
 
 
 def test_the_table_of_reasons():

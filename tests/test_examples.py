@@ -54,10 +54,7 @@ ONE_LINE = {"nnx_train": 62, "equinox_train": 62, "trainstate_train": 62, "pmap_
 
 @pytest.mark.parametrize(("name", "lines"), ONE_LINE.items())
 def test_one_line(name, lines, monkeypatch, capsys):
-    """Tests the examples of other libraries.
-
-    They are short enough to copy, and run in this process with its devices.
-    """
+    """Examples of other libraries are short enough to copy, and run in this process."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     for library in ("sklearn", "flax", "equinox", "keras"):
         pytest.importorskip(library, reason="needs the extras `examples` and `test`")

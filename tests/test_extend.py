@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import platform
 import re
 import shutil
 import subprocess
@@ -92,13 +91,6 @@ def test_what_is_added_works(copy, code):
     run(sys.executable, "-P", "-c", USE_THE_COPY + code, cwd=copy, timeout=600)
 
 
-def test_a_diff_that_no_longer_fits(tmp_path):
-    (tmp_path / "jaxcgx").mkdir()
-    (tmp_path / "jaxcgx/__init__.py").write_text("other lines\n")
-    with pytest.raises(AssertionError, match=r'"Add a codec", no longer fits jaxcgx/__init__.py, .*: update its lines'):
-        apply("Add a codec", tmp_path)
-
-
 def test_its_kernels_compile(copy):
     """Compiles the kernels. Running them would need a build of the native module."""
     apply("Add its kernels", copy)
@@ -106,21 +98,8 @@ def test_its_kernels_compile(copy):
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
         pytest.skip("there is no C++ compiler")
-    vectors = {"avx2": ["-mavx2"], "avx512": [f"-mavx512{each}" for each in ("f", "bw", "dq", "vl")]}
     emulated = ["-x", "c++", "-I", ".", "-I", "tests/cpp/cuda_emulator", "-Wno-unknown-pragmas"]
     files = {"xla_ffi/cpu/kernels_portable.cc": [], "tests/cpp/test_bounds.cc": ["-Werror=switch"]}
     files |= {f"cuda/{name}.cu": emulated for name in ("any_bucket", "encode", "decode")}
-    if platform.machine() == "x86_64":
-        files |= {f"xla_ffi/cpu/kernels_{name}.cc": ["-mfma", *options] for name, options in vectors.items()}
     for file, options in files.items():
         run(compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", *options, file, cwd=copy, timeout=600)
-
-
-def test_its_kernels_are_in_few_files():
-    """Native files outside xla_ffi/codec don't change, because they ask for traits, not which codec they have."""
-    changed = re.findall(r"^\+\+\+ b/((?:xla_ffi|cuda|tests/cpp)/.*)$", DIFFS["Add its kernels"], re.MULTILINE)
-    assert len(changed) <= 10 and {file.rpartition("/")[0] for file in changed} == {"xla_ffi/codec", "tests/cpp"}
-    asks = re.compile(r"(?<!Error::)Kind::k|\b(MaxMin|ByteGrad|AbsMax|Float8|Sign|Eden|Micro)(::|<\w)")
-    sources = [file for name in ("xla_ffi", "cuda") for file in (ROOT / name).rglob("*.[ch]*")]
-    found = [f for f in sources if f.parent.name != "codec" and asks.search(re.sub("//.*", "", f.read_text()))]
-    assert not found, f"these files ask which codec they have: {found}"

@@ -17,19 +17,13 @@ from training import mesh_of
 
 import jaxcgx as cgx
 
+pytestmark = pytest.mark.usefixtures("promotion")  # of users
 PAGE = (pathlib.Path(__file__).parent.parent / "docs/frameworks.md").read_text()
 PAIRS = pages.pairs(PAGE)
 RANKS, STEPS = 2, 3
 X = normal((16, 8), 1)
 Y = jnp.sin(X[:, :3])
 TOKENS = np.random.default_rng(0).integers(1, 32, (16, 6)) * (np.arange(6) < np.arange(16)[:, None] % 6 + 1)
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """That of users, not the tests' strict one."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def needs(library):

@@ -1,7 +1,6 @@
 """Tests the pages for users of other systems, docs/from-*.md: each of their programs runs and learns."""
 
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ PROGRAMS = [
     for page in PAGES
     for i, code in enumerate(pages.programs(f"docs/{page.stem}"))
 ]
-RANKS, STEPS = 4, 60
+STEPS = 60
 X = normal((64, 8), 1)
 BATCH = X, jnp.sin(X[:, :3])
 PARAMS = {"w": normal((8, 256), 2, scale=0.3), "v": normal((256, 3), 3, scale=0.1)}
@@ -45,13 +44,6 @@ def test_the_program_learns(program):
     assert float(loss_fn(jax.device_get(params), BATCH)) < 0.7 * float(loss_fn(PARAMS, BATCH))
 
 
-def test_every_page_has_a_table_and_a_program():
-    assert len(PAGES) == 6
-    for page in PAGES:
-        assert re.search(r"\| [\w' ]+ \| jaxcgx \|\n\|---\|---\|\n", page.read_text()), page
-        assert any(param.id.startswith(f"{page.stem}-") for param in PROGRAMS), page
-
-
 def test_one_bit_adam():
     """Until its variance is frozen, it equals Adam without bias correction."""
     program = next(param.values[0] for param in PROGRAMS if "OneBitAdam" in param.values[0])
@@ -67,17 +59,3 @@ def test_one_bit_adam():
         variance = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, variance, grads)
         plain = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-8), plain, mean, variance)
     assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), state.params, plain)
-
-
-def test_zero_quantized_gradients():
-    """The arguments of the row about qgZ train."""
-    page = next(page for page in PAGES if page.stem == "from-deepspeed").read_text()
-    exchange = eval(re.search(r"qgZ\) \| `(.*?)` and `params` of", page)[1], {"cgx": cgx})
-    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    axes = "node", "local"
-    sharding = cgx.Sharding(axes, params=cgx.shard_specs(PARAMS, mesh, axes))
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
-    state = train.init(PARAMS)
-    for _ in range(STEPS):
-        state, _ = train.step(state, BATCH)
-    assert float(loss_fn(jax.device_get(state.params), BATCH)) < 0.7 * float(loss_fn(PARAMS, BATCH))

@@ -226,18 +226,9 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     assert slow["test_small.py::test_slow[0]"]["outcome"] == "passed" and slow["test_small.py::test_slow[1]"] == {}
     assert not list(gpu_check.marked(f"GPU_CHECK={os.getpid()}."))  # all processes have ended
     report = (tmp_path / "out/gpu-nvidia-h200.md").read_text()
-    for words in (
-        "NVIDIA H200 (compute capability 9.0), python 3.12.3, commit abc1234.",
-        "| nvcc | 13.0 |  |",
-        "| good | passed | 1 |  |  |  |",
-        "| bad | failed |  | 2 | 1 |  |",
-        "| slow | unfinished | 1 |  |  | 1 |",
-        "it ran for 60 s |",
-        "| mpi | not run |  |  |  |  |  | abc1234 | mpirun: there is none on the PATH |",
-        "- FAILED: test_small.py::test_hangs: it did not end",
-        "- not run: test_small.py::test_skips: there is no mpirun",
-    ):
-        assert words in report, report
+    for name, row in {"good": "passed | 1 |", "bad": "failed |  | 2 | 1 |", "slow": "unfinished | 1 |"}.items():
+        assert f"| {name} | {row}" in report, report
+    assert "- FAILED: test_small.py::test_hangs: it did not end" in report
 
     # Parts that have ended stay. The others continue: the slow test would pass now.
     (tmp_path / "slow").unlink()
@@ -293,13 +284,6 @@ def test_the_environment_has_every_package_of_this_python(gpu_check, monkeypatch
     wheel = shutil.make_archive(tmp_path / "made", "zip", tmp_path / "wheel")
     inside = gpu_check.gpu_machine.cuda.environment(tmp_path, wheel)
     subprocess.run([inside, "-P", "-c", "import of_the_first, of_the_second, of_the_wheel"], check=True, timeout=60)
-
-
-def test_a_limit_ends_all_that_a_command_started(gpu_check, tmp_path):
-    command = ["bash", "-c", "setsid sleep 600 & echo begun; wait"]
-    assert gpu_check.limited(command, 1, tmp_path / "log") is None
-    assert not list(gpu_check.marked(f"GPU_CHECK={os.getpid()}."))
-    assert gpu_check.limited(["bash", "-c", "exit 7"], 600, tmp_path / "log") == 7
 
 
 def test_rows_are_measured_one_by_one(gpu_kernels, monkeypatch, tmp_path):
@@ -372,23 +356,6 @@ def test_only_the_bits_of_nans_in_raw_floats_are_left_open(codec):
             free.append(at)
         assert (one_nan(layout, other[at[0]], at[0]) == one_nan(layout, other)[at[0]]).all()
     assert len(free) == 3  # the bytes of the only NaN, except the one with its sign
-
-
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("gpu", True),
-        ("gpu and not short", True),
-        ("(gpu)", True),
-        ("", False),
-        ("not gpu", False),
-        ("short", False),
-        ("gpus", False),
-    ],
-)
-def test_which_runs_are_for_the_gpu(pytestconfig, expression, expected):
-    conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "for_gpu"))
-    assert conftest.for_gpu(types.SimpleNamespace(option=types.SimpleNamespace(markexpr=expression))) == expected
 
 
 def test_everything_runs_on_the_cpu(monkeypatch):

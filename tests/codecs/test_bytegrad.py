@@ -9,10 +9,7 @@ import jaxcgx as cgx
 
 
 def test_bytegrad_is_baguas_grid():
-    """Bagua's formula in double precision gives the same codes.
-
-    Exceptions are ties that its epsilon or the 16-bit unit decides.
-    """
+    """Bagua's formula in float64 has the same codes, except at ties that its epsilon or the 16-bit unit decides."""
     for scale in (1.0, 1e-5):
         x = np.array(normal(4096, 5, scale=scale), np.float64)
         step = 255 / (x.max() - x.min() + 1e-7)

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import refused, rows
-from helpers import RANDOM_KEY, assert_same_bytes, native_key, normal, planned, reference_decode, roundtrip, vnmse
-from ranks import mesh, on_ranks
+from errors import table
+from helpers import RANDOM_KEY, assert_same_bytes, native_key, normal, reference_decode, roundtrip, vnmse
 
 import jaxcgx as cgx
 from jaxcgx.exchange.errors import drawn
@@ -61,10 +60,7 @@ def test_unbiased(bits):
 
 
 def test_few_elements_that_have_most_of_the_norm_lose_more():
-    """Then the rotated numbers have only a few different values for every seed, and the error is a bias.
-
-    See docs/error-bounds.md.
-    """
+    """They rotate to a few values for every seed, and the error is a bias (docs/error-bounds.md)."""
     outlier = jnp.asarray(drawn("normal", 1, 4096)[0]).at[7].set(1000)
     two = jnp.zeros(4096).at[jnp.array([7, 100])].set(jnp.array([1, 0.04]))
     for x, most in ((outlier, 0.18), (two, 0.25)):
@@ -93,16 +89,6 @@ def test_any_magnitude(scale):
     assert vnmse(x, roundtrip(x, cgx.Eden(4))) < 0.0105 + denormal
 
 
-def test_errors_of_ranks_are_independent():
-    """If ranks have the same numbers, the error of their mean is 1/N of the error of one rank."""
-    x = drawn("student", 1, 2**14)[0]
-    mean = lambda x: cgx.compressed_pmean(
-        x, "a", planned(cgx.Eden(2), schedule="one_shot", own="encoded"), key=RANDOM_KEY
-    )
-    y = on_ranks(mean, mesh(4))(np.tile(x, (4, 1)))
-    assert 0.13 / 4 * 0.9 < vnmse(x, y[0]) < 0.135 / 4 * 1.1
-
-
 def test_zeros_stay():
     zeros = np.zeros(300, np.float32)
     assert_same_bytes(roundtrip(zeros, cgx.Eden(3)), zeros)
@@ -122,25 +108,4 @@ ERRORS = {
     "Eden": [(lambda: cgx.Eden(7), ValueError, "bits", "7"), (lambda: cgx.Eden(4, 1000), ValueError, "block", "1000")],
     "encode": [(lambda: cgx.encode(normal(9), cgx.Eden(4)), ValueError, "key", "None")],
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
-
-
-def test_feedback():
-    """A sum with residuals loses nothing: the results and the residuals add up to the input."""
-    codec, steps = cgx.Eden(2, 128), 4
-
-    def run(x):
-        total, carry = jnp.zeros_like(x), cgx.Carry(residuals=jnp.zeros_like(x))
-        for step in range(steps):
-            key = jax.random.fold_in(RANDOM_KEY, step)
-            mean, carry = cgx.compressed_pmean(x, "a", codec, key=key, carry=carry)
-            total += mean
-        return total, carry.residuals
-
-    x = drawn("student", 4, 1000)
-    total, lost = (np.asarray(a) for a in on_ranks(run, mesh(4), check_vma=False)(x))
-    np.testing.assert_allclose(total[0] + lost.mean(0), steps * x.mean(0), rtol=1e-4, atol=1e-4)
+test_errors = table(ERRORS)

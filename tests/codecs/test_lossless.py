@@ -1,6 +1,5 @@
 """Tests that Lossless keeps every bit, in the number of bytes that docs/wire-format.md specifies."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,17 +36,6 @@ def test_normal_numbers_take_fewer_bytes(dtype, share):
         x = normal(2**17, dtype=dtype, scale=scale)
         assert used(x) < share
         assert abs(CODEC.likely_bytes(x.shape, dtype) / x.nbytes / used(x) - 1) < 0.02
-
-
-def test_gradients_take_fewer_bytes():
-    def loss(weights, x):
-        for w in weights:
-            x = jax.nn.relu(x @ w)
-        return jnp.square(x).mean()
-
-    weights = [normal(shape, i, scale=0.1) for i, shape in enumerate(((64, 256), (256, 256), (256, 10)))]
-    grads = jax.grad(loss)(weights, normal((32, 64), 3))
-    assert used(jnp.concatenate([g.reshape(-1) for g in grads]).astype(jnp.bfloat16)) < 0.72
 
 
 def test_other_distributions_take_fewer_bytes():
@@ -146,11 +134,3 @@ def test_feedback_gives_back_the_rounding_alone():
     exact = x.astype(jnp.float32) + lost
     assert_same_bytes(ops.decode(layout, payload)[0], exact.astype(jnp.bfloat16))
     assert_same_bytes(new, exact - exact.astype(jnp.bfloat16).astype(jnp.float32))
-
-
-def test_in_a_plan():
-    x = {"w": normal((4, 64, 64), dtype=jnp.bfloat16)}
-    plan = cgx.Plan(CODEC, min_size=0)
-    f = lambda x: (cgx.compressed_pmean(x, "a", plan), lax.pmean(x["w"].astype(jnp.float32), "a"))
-    got, expected = on_ranks(f, mesh(4))(x)
-    assert_same_bytes(got["w"], expected.astype(jnp.bfloat16))

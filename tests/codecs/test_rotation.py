@@ -88,16 +88,6 @@ def test_rounding_to_nearest_needs_no_key():
     np.testing.assert_array_equal(roundtrip(x, codec)[256:], roundtrip(x[256:], codec))
 
 
-@pytest.mark.parametrize("codec", [cgx.MaxMin, cgx.AbsMax])
-def test_errors(codec):
-    with pytest.raises(ValueError) as error:
-        codec(4, 100, rotate=True)
-    expected = "expected a power of two from 128 to 4096, because buckets are rotated, got 100"
-    assert str(error.value) == f"{codec.__name__}: argument 'bucket_size': {expected}"
-    with pytest.raises(TypeError):
-        codec(4, 128, rotate=1)
-
-
 def test_values_of_topk_run_in_jnp():
     """The kernels for lists don't support rotated values."""
     codec = cgx.TopK(0.5, cgx.MaxMin(8, 128, rotate=True))

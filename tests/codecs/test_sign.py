@@ -19,23 +19,8 @@ def test_signs_times_the_mean_magnitude(size):
         assert mean * (1 - 2**-20) <= abs(y[i]) <= mean * (1 + 2**-15 + 2**-20)  # units have 16 bits and are rounded up
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1.0, 1e35])
-def test_errors_are_at_most_the_largest_magnitude(scale):
-    x = np.array(normal(512, 5), np.float32) * np.float32(scale)
-    largest = np.abs(x).max().astype(np.float64)
-    assert (np.abs(roundtrip(x, cgx.Sign()) - x.astype(np.float64)) <= (1 + 2**-15) * largest + 2**-149).all()
-
-
-def test_two_magnitudes_that_are_one_are_exact():
-    x = np.where(np.array(normal(700, 6)) < 0, np.float32(-0.75), np.float32(0.75))
-    np.testing.assert_array_equal(roundtrip(x, cgx.Sign(100)), x)
-
-
 def test_zeros_have_their_sign():
-    """Among other numbers, a zero becomes the mean magnitude with the sign of the zero.
-
-    In a bucket of zeros it becomes +0.
-    """
+    """Among other numbers, it is that of the mean magnitude. A bucket of zeros becomes +0."""
     np.testing.assert_array_equal(roundtrip([0.0, -0.0, 3.0, -3.0], cgx.Sign()), [1.5, -1.5, 1.5, -1.5])
     zeros = np.zeros(5, np.float32)
     assert_same_bytes(roundtrip(zeros, cgx.Sign()), zeros)
@@ -49,13 +34,6 @@ def test_a_bit_an_element():
     payload = np.asarray(cgx.encode(x, cgx.Sign(128)))
     assert payload[:4].view(np.float32) == 1 and len(payload) == 16 + 16
     np.testing.assert_array_equal(payload[16:], [0xFC, *[0xFF] * 14, 0x7F])
-
-
-def test_a_mean_over_many_blocks():
-    """More than 256 blocks of 128 are summed in groups. The mean is as exact as without groups."""
-    x = np.array(normal(40_000, 7), np.float32)
-    y = roundtrip(x, cgx.Sign(40_000))
-    assert abs(abs(y[0]) / np.abs(x.astype(np.float64)).mean() - 1) < 2**-14
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

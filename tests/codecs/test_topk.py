@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from helpers import KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, reference_decode
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -146,20 +146,6 @@ def test_sampled_takes_the_largest_of_what_reaches_a_threshold(select, n, ratio)
             magnitudes = x.view(np.int32) & 0x7FFFFFFF
             with_zeros = at[magnitudes[at] >= magnitudes[found].min(initial=MOST)]
             np.testing.assert_array_equal(found, with_zeros[x[with_zeros].view(np.int32) != 0])
-
-
-@pytest.mark.parametrize("select", ["sampled", "fitted"])
-def test_sampled_sends_nearly_as_many_as_wanted(select):
-    n = 400_000
-    r = np.random.RandomState(0)
-    codec = TopK(0.01, select=select)
-    layout = Layout(codec, ((n,),), ("float32",))
-    run = jax.jit(lambda x, key: (ops.decode(layout, ops.encode(layout, [x], key))[0] != 0).sum())
-    draws = {"normal": r.standard_normal(n), "exponential": r.exponential(size=n), "heavy tails": r.standard_t(3, n)}
-    for name, x in draws.items():
-        x = x.astype(np.float32)
-        for i in range(4):
-            assert 0.8 * 4000 <= int(run(x, KEY + jnp.uint32(i))) <= 4000, name
 
 
 def test_the_sample_begins_where_the_key_says():
@@ -316,11 +302,7 @@ WHAT_IS_REFUSED = {
     ],
     "encode": [(lambda: cgx.encode(jnp.ones(9), TopK(0.5, select="sampled")), ValueError, "key", "None")],
 }
-
-
-@pytest.mark.parametrize("row", rows(WHAT_IS_REFUSED))
-def test_what_is_refused(row):
-    refused(*row)
+test_what_is_refused = table(WHAT_IS_REFUSED)
 
 
 @pytest.mark.parametrize("codec", **each_codec([TopK(0.1), TopK(0.1, cgx.MaxMin(4, 33)), TopK(0.05, select="sampled")]))

@@ -33,35 +33,6 @@ def test_a_users_codec(codec):
     assert cgx.roundtrip(x.astype(jnp.bfloat16), codec, key).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
-def test_a_users_codec_in_messages(codec):
-    leaves = [normal((4, 30)), normal(13, 1, dtype=jnp.float16)]
-    layout = Layout.of(codec, leaves, chunks=2)
-    lost = [normal((4, 30), 2), normal(13, 3)]
-    key = KEY if codec.stochastic else None
-    payload, new = ops.encode_fed(layout, leaves, lost, key)
-    for x, r, y, n in zip(leaves, lost, ops.decode(Layout(codec, layout.shapes, ("float32",) * 2, 2), payload), new):
-        np.testing.assert_allclose(y + n, x.astype(jnp.float32) + r, rtol=1e-5, atol=1e-5)
-    payloads = jnp.stack([payload[1]] * 3)
-    again = ops.reduce_encoded(layout, payloads, chunk=1, own=ops.Own(leaves, 2), divisor=3, key=key)
-    assert again.shape == (layout.chunk_bytes,)
-
-
-def test_a_users_codec_in_shard_map():
-    codec = Halves()
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    layout = Layout(codec, ((30,),), (jnp.float32,))
-
-    def body(x):
-        payloads = lax.all_gather(ops.encode(layout, [x[0]], KEY)[0], "data")
-        return ops.reduce(layout, payloads)[0][None]
-
-    x = normal((4, 30))
-    total = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
-    expected = sum(ops.decode(layout, ops.encode(layout, [r], KEY))[0] for r in x)
-    np.testing.assert_allclose(total[0], expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.short
 @pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
 def test_a_users_codec_on_an_explicit_mesh(codec):

@@ -77,10 +77,7 @@ def test_vmap_with_an_axis_name():
 @CHECKS
 @pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
 def test_two_axes(codec, check_vma):
-    """Each case has its own gradient.
-
-    The cases include the invarying gather, and sums with every schedule, with shards and with leaders.
-    """
+    """Each case has its own gradient: invarying gathers, and sums of all schedules, by shards and by leaders."""
     x = whole_numbers((2, 2, 4, 8, 12))
     cases = {
         **SOME,
@@ -118,10 +115,7 @@ def test_the_transpose_of_an_invarying_gather_rounds_nothing():
 
 @CHECKS
 def test_some_leaves_of_a_message(check_vma):
-    """Leaves that are not differentiated travel along as zeros.
-
-    Integers and leaves without elements have their usual tangents.
-    """
+    """Leaves that are not differentiated travel as zeros. Integers and empty leaves have their tangents."""
 
     def body(x, y):
         rest = {"n": x[0, 0].astype(jnp.int32), "empty": x[:0]}

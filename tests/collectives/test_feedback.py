@@ -10,7 +10,7 @@ from errors import refused
 from helpers import FULL, Halves, assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from ranks import NAMES, assert_conserved, assert_same_on_all_ranks, mesh, on_ranks, total
+from ranks import NAMES, assert_conserved, mesh, on_ranks, total
 
 import jaxcgx as cgx
 
@@ -45,75 +45,15 @@ def test_nothing_is_lost(ranks):
 
 
 @pytest.mark.parametrize(
-    "form",
-    [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"}), dict(leader=True, schedule="one_shot")],
-    ids=["shards", "leader", "ring_inside", "leader_one_shot"],
+    ("sizes", "fields"), [((2, 4), dict(schedule={"a": "one_shot", "b": "ring"})), ((2, 2, 2), {})], ids=str
 )
-def test_nothing_is_lost_of_a_hierarchy(form):
-    x, before = tree(2, 4), tree(2, 4, seed=100)
-    results, after = on_ranks(lambda x, e: psum(x, e, ("a", "b"), TWO_AXES, mean=True, **form), mesh(2, 4))(x, before)
-    assert_conserved(x, before, results, after, 2, weight=8)
-
-
-def test_nothing_is_lost_of_three_levels():
-    x, before = tree(2, 2, 2), tree(2, 2, 2, seed=100)
-    results, after = on_ranks(lambda x, e: psum(x, e, NAMES, TWO_AXES | {"c": cgx.Raw()}), mesh(2, 2, 2))(x, before)
-    assert_conserved(x, before, results, after, 3)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("own", ["raw", "encoded"])
-def test_nothing_is_lost_of_slices(own, check_vma):
-    """A rank's own slice is not encoded with own="raw"."""
-    dimensions = {"rows": 0, "columns": 1, "small": 0}
-    x, before = (
-        {"rows": normal((4, 8, 30), seed), "columns": normal((4, 5, 32), seed + 1), "small": normal((4, 4), seed + 2)}
-        for seed in (0, 100)
-    )
-    plan = cgx.Plan(STOCHASTIC, min_size=100, own=own)
-
-    def f(x, e):
-        options = dict(key=KEY, carry=cgx.Carry(residuals=e), scatter_dimension=dimensions, tiled=True)
-        return cgx.compressed_psum_scatter(x, "a", plan, **options)
-
-    slices, carry = on_ranks(f, mesh(4), check_vma=check_vma)(x, before)
-    after = carry.residuals
-    joined = {name: np.concatenate(list(slices[name]), d)[None] for name, d in dimensions.items()}
-    assert_conserved(x, before, joined, after, 1)
-    lost = np.abs(np.asarray(after["columns"])).reshape(4, 5, 4, 8).max((1, 3))  # the residual of rank r for rank s
-    assert (np.diag(lost) == 0).all() == (own == "raw") and (lost + np.eye(4) > 0.01).all()
-    assert not np.asarray(after["small"]).any()
-
-
-def test_the_sum_is_of_what_was_meant():
-    """A residual is added before encoding.
-
-    Except for the codec's rounding, the results are the plain sum of x + residual.
-    """
-    x, before = tree(4), tree(4, seed=100)
-    fed, _ = on_ranks(lambda x, e: psum(x, e, codec=cgx.AbsMax(8), key=None, schedule="two_shot"), mesh(4))(x, before)
-    added = on_ranks(lambda x, e: lax.psum(jax.tree.map(jnp.add, x, e), "a"), mesh(4))(x, before)
-    for name in x:
-        np.testing.assert_allclose(fed[name], added[name], atol=0.2)
-
-
-def test_encoded_owner_loses_the_second_encoding():
-    """With own="encoded", residuals have the error of encoding a rank's own part, but not that of encoding the sum."""
-    x, zero = tree(4), jax.tree.map(jnp.zeros_like, tree(4))
-    codec = cgx.MaxMin(2, 64)
-    _, after = on_ranks(lambda x, e: psum(x, e, own="encoded", schedule="two_shot", codec=codec, key=None), mesh(4))(
-        x, zero
-    )
-    for name in x:
-        for rank in range(4):
-            np.testing.assert_array_equal(after[name][rank], x[name][rank] - cgx.roundtrip(x[name][rank], codec))
-
-
-def test_replicas_agree_and_runs_repeat():
-    run = on_ranks(lambda x, e: psum(x, e, schedule="two_shot"), mesh(8), check_vma=False)
-    results, after = run(tree(8), tree(8, seed=1))
-    assert_same_on_all_ranks(results)
-    assert_trees(assert_same_bytes, (results, after), run(tree(8), tree(8, seed=1)))
+def test_nothing_is_lost_of_a_hierarchy(sizes, fields):
+    """tests/train/test_product.py compares other forms of two axes with a model."""
+    x, before, levels = tree(*sizes), tree(*sizes, seed=100), len(sizes)
+    codecs = dict.fromkeys(NAMES[:levels], cgx.Raw()) | {"a": STOCHASTIC}
+    run = lambda x, e: psum(x, e, NAMES[:levels], codecs, mean=True, **fields)
+    results, after = on_ranks(run, mesh(*sizes))(x, before)
+    assert_conserved(x, before, results, after, levels, weight=8)
 
 
 def test_messages_and_owners_leave_encoded_residuals_alone():
@@ -138,35 +78,6 @@ def test_of_16_bit_leaves_the_encoding_is_fed_back(dtype):
     rounding = float(jnp.finfo(dtype).eps) * np.abs(np.asarray(results, np.float32)).max()
     have, got = total(x, 1) + total(before, 1), np.asarray(results[0], np.float64) + total(after, 1)
     np.testing.assert_allclose(got, have, rtol=0, atol=rounding)
-
-
-def test_what_travels_raw_gives_everything_back():
-    """Integers have no residual.
-
-    A leaf that a plan leaves raw adds all of its residual to the sum, except for the part that its dtype, or that of
-    the sum, can't represent.
-    """
-    plan = cgx.Plan(STOCHASTIC, min_size=100)
-    x = {
-        "count": jnp.ones((4, 2000), jnp.int32),
-        "small": normal((4, 50), 0),
-        "half": normal((4, 50), 1, "bfloat16"),
-        "large": normal((4, 50, 60), 2),
-    }
-    before = {"count": None, "small": normal((4, 50), 3), "half": normal((4, 50), 4) / 1000, "large": None}
-    results, after = on_ranks(lambda x, e: psum(x, e, codec=plan), mesh(4))(x, before)
-    assert after["count"] is None and after["large"] is None
-    np.testing.assert_array_equal(results["count"], jnp.full((4, 2000), 4))
-    assert not np.asarray(after["small"]).any()
-    np.testing.assert_allclose(results["small"][0], total(x["small"], 1) + total(before["small"], 1), atol=1e-5)
-    assert_conserved({"half": x["half"]}, before, results, after, axes=1)
-    assert np.asarray(after["half"]).any()
-
-
-def test_a_codec_without_kernels():
-    x, before = normal((3, 1000), 0), normal((3, 1000), 1)
-    results, after = on_ranks(lambda x, e: psum(x, e, codec=Halves(), schedule="two_shot"), mesh(3))(x, before)
-    np.testing.assert_allclose(results[0] + total(after, 1), total(x, 1) + total(before, 1), atol=1e-5)
 
 
 def test_a_batch_of_a_codec_without_kernels():
@@ -222,31 +133,6 @@ def test_transforms():
     gradient = on_ranks(jax.grad(lambda x, e: (weights * psum(x, e)[0]).sum(), argnums=(0, 1)), mesh(4))(x, before)
     np.testing.assert_array_equal(gradient[0], jnp.broadcast_to(weights, (4, 600)))
     assert not np.asarray(gradient[1]).any()
-
-
-def test_donated_residuals_are_overwritten_in_place():
-    f = jax.shard_map(
-        functools.partial(psum, schedule="two_shot"), mesh=mesh(2), in_specs=P("a"), out_specs=(P(), P("a"))
-    )
-    size = 2 * 2**20
-    shapes = [jax.ShapeDtypeStruct((size,), jnp.float32)] * 2
-    memory = jax.jit(f, donate_argnums=1).lower(*shapes).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == 4 * size // 2
-    assert memory.temp_size_in_bytes < 4 * size // 2
-
-
-def test_many_steps_lose_nothing():
-    """Over 50 steps with 2 bits, the exact sum and the results differ by the residuals, which stay bounded."""
-    xs = normal((4, 50, 640), 0)
-
-    def run(xs):
-        step = lambda e, x: psum(x, e, codec=cgx.MaxMin(2, 64), key=None, schedule="two_shot")[::-1]
-        return lax.scan(step, lax.pcast(jnp.zeros(640), "a", to="varying"), xs)[::-1]
-
-    results, after = on_ranks(run, mesh(4))(xs)
-    meant, arrived = total(xs, 1).sum(0), np.asarray(results[0], np.float64).sum(0)
-    np.testing.assert_allclose(arrived + total(after, 1), meant, atol=2e-4)
-    assert np.abs(after).max() < 4
 
 
 @pytest.mark.parametrize(

@@ -7,77 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ranks
-from helpers import assert_trees, normal, sent
-from jax.sharding import AxisType
+from helpers import assert_trees, normal
 from jax.sharding import PartitionSpec as P
+from training import mesh_of
 
 import jaxcgx as cgx
 
 RANKS = 4
-MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+MESH = mesh_of(RANKS)
 W = {"a": normal((64, 48), 0), "b": normal((48, 32), 1)}
 X = normal((RANKS * 8, 64), 2)
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])
-GRADIENTS = cgx.MaxMin(4, 64, rounding="stochastic")
 
 
 def loss(w, x):
     return (jnp.tanh(x @ w["a"]) @ w["b"]).var()
 
 
-def run(forward, backward, check_vma, key=jax.random.key(3)):
-    """Returns the gradient shards of the mean loss, and the program."""
-
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
-    def step(shards, x):
-        def local(shards):
-            drawn = key if forward.stochastic or backward.stochastic else None
-            return loss(
-                cgx.compressed_all_gather(shards, "data", forward, tiled=True, backward_plan=backward, key=drawn), x
-            )
-
-        return jax.tree.map(lambda g: g / RANKS, jax.grad(local)(shards))
-
-    program = jax.jit(step)
-    return program(W, X), program.lower(W, X).compile().as_text()
-
-
 def mean_gradient(w):
     grads = [jax.grad(loss)(w, X[8 * r : 8 * r + 8]) for r in range(RANKS)]
     return {k: (np.mean([g[k] for g in grads], 0), max(np.ptp(g[k]) for g in grads)) for k in w}
-
-
-@CHECKS
-def test_a_codec_for_each_direction(check_vma):
-    weights = cgx.MaxMin(8, 64)
-    grads, program = run(weights, GRADIENTS, check_vma)
-    # Every rank computes with the decoded weights, also for its own shard.
-    seen = {k: jnp.concatenate([cgx.roundtrip(s, weights) for s in jnp.split(w, RANKS)]) for k, w in W.items()}
-    for k, (mean, spread) in mean_gradient(seen).items():
-        assert np.abs(grads[k] - mean).max() <= spread / 15
-    assert sent(program) == {("all-gather", "u8"), ("all-to-all", "u8")}
-
-
-@CHECKS
-def test_one_direction_only(check_vma):
-    exact = mean_gradient(W)
-    grads, _ = run(cgx.Raw(), GRADIENTS, check_vma)
-    for k, (mean, spread) in exact.items():
-        assert 0 < np.abs(grads[k] - mean).max() <= spread / 15
-    grads, _ = run(cgx.Cast("bfloat16"), cgx.Raw(), check_vma)
-    for k, (mean, spread) in exact.items():
-        np.testing.assert_allclose(grads[k], mean, atol=0.02 * spread)
-
-
-@CHECKS
-def test_raw_is_lax(check_vma):
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
-    def step(shards, x):
-        gather = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
-        return jax.tree.map(lambda g: g / RANKS, jax.grad(lambda s: loss(jax.tree.map(gather, s), x))(shards))
-
-    grads, _ = run(cgx.Raw(), cgx.Raw(), check_vma)
-    assert_trees(np.testing.assert_array_equal, grads, jax.jit(step)(W, X))
 
 
 @CHECKS
@@ -99,23 +48,6 @@ def test_leaves_along_dimensions_of_their_own(check_vma):
     for k, (mean, _) in mean_gradient(W).items():
         np.testing.assert_allclose(grads[k] / RANKS, mean, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(scattered[k] / RANKS, mean, rtol=1e-4, atol=1e-6)
-
-
-def test_scatter_then_gather():
-    """In the other direction: psum_scatter forward and all_gather backward, each with its codec."""
-
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
-    def step(x):
-        def f(x):
-            return (
-                cgx.compressed_psum_scatter(x, "data", cgx.MaxMin(8, 64), tiled=True, backward_plan=cgx.Cast()) ** 2
-            ).sum()
-
-        return jax.grad(f)(x)
-
-    assert sent(jax.jit(step).lower(X).compile().as_text()) == {("all-to-all", "u8"), ("all-gather", "u8")}
-    total = X.reshape(RANKS, 8, 64).sum(0)
-    np.testing.assert_allclose(jax.jit(step)(X), np.tile(2 * total, (RANKS, 1)), atol=0.05 * np.ptp(total))
 
 
 @pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.Raw(), {"a": cgx.MaxMin(4), "b": cgx.Raw()}], ids=str)

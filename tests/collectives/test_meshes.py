@@ -52,10 +52,7 @@ def check(step, mesh, params, x):
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_model_axis_left_to_the_partitioner(axis_type):
-    """shard_map is over 'data' only.
-
-    The compression runs in a shard_map over 'model', which passes it the local shards.
-    """
+    """shard_map is over 'data' only, and compresses in a shard_map over 'model'."""
     mesh = mesh_of(axis_type)
 
     def program(pmean):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import refused, rows
+from errors import table
 from helpers import normal, sent
 from jax import lax
 from ranks import EXACT, mesh, on_ranks, whole_numbers
@@ -159,8 +159,4 @@ ERRORS = {
         (call(axis="b"), NameError, "axis_name"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
+test_errors = table(ERRORS)

@@ -102,12 +102,3 @@ def test_random_keys():
         lambda tree, rank: jax.tree.map(lambda k: jax.random.fold_in(k, rank // 3), tree), {"key": jax.random.key(0)}
     )
     assert folded.differs.tolist() == [[False, False, False, True]]
-
-
-def test_agreement_within_the_program():
-    def step(x):
-        found = cgx.check_replicas(x, AXES)
-        return lax.cond(found.agree, lambda: 1.0, lambda: 0.0)
-
-    run = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=P(), out_specs=P()))
-    assert run(jnp.ones(3)) == 1.0

@@ -82,27 +82,6 @@ def test_all_that_is_sent_arrives(way):
             assert (np.where(kept, flat, np.inf).min(1) >= np.where(kept, 0, flat).max(1)).all()
 
 
-@pytest.mark.parametrize(
-    "codec", [cgx.TopK(0.1, cgx.MaxMin(4)), cgx.TopK(0.1, cgx.MaxMin(2, 64, "stochastic"), pull="top")], ids=str
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_what_values_lose_stays_too(way, codec):
-    """The errors of quantized values also stay in the residuals.
-
-    Values are fractions, so float32 rounding is an exception.
-    """
-    x, before = tree(4), tree(4, seed=1)
-    results, after = on_ranks(lambda x, e: psum(x, e, codec=codec, **WAYS[way]), mesh(4))(x, before)
-    for name in x:
-        given, sums, kept = (
-            np.asarray([x[name], before[name]], np.float64),
-            np.asarray(results[name][0]),
-            np.asarray(after[name], np.float64).sum(0),
-        )
-        np.testing.assert_allclose(sums + kept, given.sum((0, 1)), rtol=0, atol=16 * 2.0**-24 * np.abs(given).max() * 8)
-        assert (sums != 0).any() and (kept != 0)[sums != 0].any()  # some sent elements have errors, which were kept
-
-
 def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
     x = jax.tree.map(lambda y: y.astype(jnp.bfloat16), tree(4))
     zero = jax.tree.map(lambda y: jnp.zeros(y.shape, jnp.float32), x)
@@ -114,22 +93,9 @@ def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
             assert (missing <= 2.0**-8 * np.abs(sums)).all() and missing.any() and kept.any()
 
 
-def test_a_mean_of_two_is_the_sum_halved():
-    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
-    mean = on_ranks(
-        lambda x, e: cgx.compressed_pmean(x, "a", planned(TOP, schedule="one_shot"), carry=cgx.Carry(residuals=e)),
-        mesh(2),
-    )(x, zero)
-    total = on_ranks(lambda x, e: psum(x, e, codec=TOP, schedule="one_shot"), mesh(2))(x, zero)
-    assert_trees(np.testing.assert_array_equal, mean, (jax.tree.map(lambda y: y / 2, total[0]), cgx.Carry(total[1])))
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
-    """Ok-Topk's bound: a rank sends fewer than 6 k words for k elements of a leaf.
-
-    Here these are 2 k values and their indices.
-    """
+    """Ok-Topk's bound: fewer than 6 k words for k elements; here 2 k values and their indices."""
     n, k = 100_000, 1000
     x = jax.ShapeDtypeStruct((ranks, n), jnp.float32)
     program = on_ranks(
@@ -157,25 +123,6 @@ def test_momentum_loses_what_is_sent(codec):
             assert 0 < (m == 0).sum() < m.size
 
 
-def test_what_fills_up_a_share_is_not_sent():
-    """10 elements are divided among 3 inner ranks. The last share has two elements and two places of padding zeros."""
-    x = jnp.arange(1.0, 11.0).at[8:].set(jnp.array([50.0, 100.0])) * jnp.ones((2, 3, 1))
-    result = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.TopK(0.4), "b": cgx.Raw()}), mesh(2, 3))(
-        x
-    )[0, 0]
-    np.testing.assert_array_equal(result[8:], [300, 600])
-
-
-def test_a_plan_for_nodes_serves_one():
-    x, zero, ones = tree(1, 4), jax.tree.map(jnp.zeros_like, tree(1, 4)), jax.tree.map(jnp.ones_like, tree(1, 4))
-    run = on_ranks(
-        lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.MaxMin(4)}, momentum=m, schedule="two_shot"),
-        mesh(1, 4),
-    )
-    _, _, momentum = run(x, zero, ones)
-    assert_trees(np.testing.assert_array_equal, momentum, ones)
-
-
 def test_of_ratio_1_nothing_is_lost_by_any_collective():
     x = whole_numbers((4, 4, 8, 12))
     compressed, plain = twins("a", cgx.TopK(1.0))
@@ -189,10 +136,7 @@ def test_of_ratio_0_nothing_is_sent():
 
 
 def test_a_ring_sends_the_top_of_its_sums():
-    """If all elements are sent, sums of whole numbers below 2^24 are exact.
-
-    The same holds for a ring of codecs that keep all elements.
-    """
+    """Sums of whole numbers below 2^24 are exact if all elements are sent."""
     x = tree(4)
     ring = on_ranks(
         lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(1.0, pull="top"), schedule="ring")), mesh(4)
@@ -200,11 +144,3 @@ def test_a_ring_sends_the_top_of_its_sums():
     assert_trees(lambda y, x: np.testing.assert_array_equal(y[0], np.asarray(x).sum(0)), ring, x)
     few = on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(TOP, schedule="ring")), mesh(4))(x)["flat"][0]
     assert 0 < (np.asarray(few) != 0).sum() <= 0.05 * 3001 + 4
-
-
-def test_nan_is_seen_and_kept_out_of_residuals():
-    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
-    x["flat"] = x["flat"].at[1, 5].set(jnp.nan)
-    for way in WAYS.values():
-        results, after = on_ranks(lambda x, e: psum(x, e, **way), mesh(2))(x, zero)
-        assert np.isnan(np.asarray(results["flat"])[:, 5]).all() and all(np.isfinite(y).all() for y in after.values())

@@ -236,10 +236,7 @@ def test_every_half_decodes(to, leaf):
 @pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
 @pytest.mark.parametrize("to", ("float16", "bfloat16"))
 def test_floats_of_every_exponent_become_halves(to, rounding):
-    """Numbers are ties and their neighbours at every bit that may be the last, and random bits.
-
-    Ties come after even and after odd numbers.
-    """
+    """Ties after even and odd numbers, their neighbours at each bit that may be the last, random bits."""
     ties = 1 << np.arange(23)
     low = np.unique(
         [(before + ties + near) & 0x7FFFFF for before in (0 * ties, 2 * ties, 2**23 - 2 * ties) for near in (-1, 0, 1)]

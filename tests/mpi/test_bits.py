@@ -193,10 +193,7 @@ def test_hierarchies(grid, inner, monkeypatch):
 
 @pytest.mark.parametrize("inner", ["SHM", "MPI"])
 def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
-    """It runs by levels, with one codec for all ranks, and raw.
-
-    Everything goes through shared memory, or everything over MPI.
-    """
+    """By levels, with one codec, and raw: all through shared memory, or all over MPI."""
     if N == 1:
         pytest.skip("needs 2 ranks or more: mpirun")
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
@@ -375,10 +372,7 @@ def steps(mean):
 
 @pytest.mark.parametrize("nodes", [False, True], ids=["ranks", "nodes"])
 def test_low_rank(nodes, monkeypatch):
-    """Results are those of a mesh, except for the order of sums, and with feedback, nothing is lost.
-
-    With "nodes", all ranks are on one node. Their sum is then exact.
-    """
+    """As on a mesh, except for the order of sums. With "nodes", all ranks are on one, and their sum is exact."""
     x = {"w": normal((N, 30, 40)), "v": normal((N, 30, 40), 1), "b": normal((N, 40), 2)}
     comm, codec = (cgx.mpi.hierarchy(), {"cross": LOW_RANK, "inner": cgx.Raw()}) if nodes else (COMM, LOW_RANK)
     over = lambda axis, codec: steps(lambda x, carry: cgx.compressed_pmean(x, axis, codec, carry=carry))

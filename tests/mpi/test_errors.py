@@ -39,53 +39,37 @@ def in_a_mesh():
     )(x)
 
 
+LEVELS = {"cross": CODEC, "inner": CODEC}
+RINGS = planned(CODEC, schedule={"cross": "ring", "inner": "ring"})
+PSUM, BROADCAST, VALUE, TYPE = "compressed_psum", cgx.mpi.broadcast, ValueError, TypeError
+
+
+def scattered(x):
+    """One row for too few or too many ranks."""
+    options = dict(tiled=True) if N > 1 else {}
+    return cgx.compressed_psum_scatter(jnp.ones(N + 1), COMM, CODEC, **options)
+
+
+# Other arguments are checked before it is known what moves the bytes (tests/collectives/test_errors.py).
 @pytest.mark.parametrize(
     ("f", "error", "words"),
     [
-        (lambda x: psum(x, CODEC, "world"), NameError, "compressed_psum axis_name 'world'"),
-        (lambda x: psum(x, CODEC, MPI.COMM_NULL), TypeError, "compressed_psum axis_name MPI.COMM_NULL"),
-        (lambda x: psum(x, 4), TypeError, "compressed_psum plan 4"),
-        (lambda x: psum(x, cgx.mpi.hierarchy()), TypeError, "compressed_psum plan Nodes("),
-        (
-            lambda x: psum(x, {"cross": CODEC, "inner": CODEC}),
-            ValueError,
-            "compressed_psum plan {'cross' jaxcgx.mpi.hierarchy()",
-        ),
-        (
-            lambda x: psum(x, planned(CODEC, schedule={"cross": "ring", "inner": "ring"})),
-            ValueError,
-            "compressed_psum plan {'cross' jaxcgx.mpi.hierarchy()",
-        ),
-        (lambda x: psum(x, planned(CODEC, leader=True)), ValueError, "compressed_psum plan leader=True"),
-        (lambda x: psum(x, {"node": CODEC}, cgx.mpi.hierarchy()), ValueError, "compressed_psum plan {'node'"),
-        (
-            lambda x: psum({"n": x.astype(jnp.int32)}, planned(CODEC, strict=True)),
-            TypeError,
-            "compressed_psum plan leaf ['n'] one that can't int32",
-        ),
-        (
-            lambda x: psum(over_two_devices()[1], CODEC),
-            ValueError,
-            "compressed_psum x 2 devices process for each device mesh",
-        ),
-        (lambda x: in_a_mesh(), ValueError, "compressed_psum x 2 devices"),
-        (
-            lambda x: (
-                cgx.compressed_psum_scatter(jnp.ones(N + 1), COMM, CODEC, tiled=True)
-                if N > 1
-                else cgx.compressed_psum_scatter(jnp.ones(2), COMM, CODEC)
-            ),
-            ValueError,
-            "compressed_psum_scatter scatter_dimension",
-        ),
-        (lambda x: cgx.compressed_all_gather(x, COMM, CODEC, axis=3), ValueError, "compressed_all_gather axis 3"),
-        (lambda x: cgx.compressed_all_to_all(x, COMM, 5, 0, CODEC), ValueError, "compressed_all_to_all split_axis 5"),
-        (lambda x: cgx.mpi.broadcast(x, N), ValueError, f"broadcast root {N}"),
-        (lambda x: cgx.mpi.broadcast(x, 0.5), TypeError, "broadcast root 0.5"),
-        (lambda x: cgx.mpi.broadcast(x, False), TypeError, "broadcast root False"),
-        (lambda x: cgx.mpi.broadcast({"w": object()}), TypeError, "broadcast x leaf ['w'] <object"),
-        (lambda x: cgx.mpi.hierarchy("world"), TypeError, "hierarchy comm 'world'"),
-        (lambda x: cgx.mpi.hierarchy(inner=4), TypeError, "hierarchy inner 4"),
+        (lambda x: psum(x, CODEC, "world"), NameError, f"{PSUM} axis_name 'world'"),
+        (lambda x: psum(x, CODEC, MPI.COMM_NULL), TYPE, f"{PSUM} axis_name MPI.COMM_NULL"),
+        (lambda x: psum(x, cgx.mpi.hierarchy()), TYPE, f"{PSUM} plan Nodes("),
+        (lambda x: psum(x, LEVELS), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
+        (lambda x: psum(x, RINGS), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
+        (lambda x: psum(x, planned(CODEC, leader=True)), VALUE, f"{PSUM} plan leader=True"),
+        (lambda x: psum(x, {"node": CODEC}, cgx.mpi.hierarchy()), VALUE, f"{PSUM} plan {{'node'"),
+        (lambda x: psum(over_two_devices()[1], CODEC), VALUE, f"{PSUM} x 2 devices process for each device mesh"),
+        (lambda x: in_a_mesh(), VALUE, f"{PSUM} x 2 devices"),
+        (scattered, VALUE, "compressed_psum_scatter scatter_dimension"),
+        (lambda x: BROADCAST(x, N), VALUE, f"broadcast root {N}"),
+        (lambda x: BROADCAST(x, 0.5), TYPE, "broadcast root 0.5"),
+        (lambda x: BROADCAST(x, False), TYPE, "broadcast root False"),
+        (lambda x: BROADCAST({"w": object()}), TYPE, "broadcast x leaf ['w'] <object"),
+        (lambda x: cgx.mpi.hierarchy("world"), TYPE, "hierarchy comm 'world'"),
+        (lambda x: cgx.mpi.hierarchy(inner=4), TYPE, "hierarchy inner 4"),
     ],
 )
 def test_bad_arguments(f, error, words):
@@ -147,6 +131,22 @@ def everywhere(error, f):
 
 
 @several
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("INNER_COMMUNICATOR_TYPE TCP", "expected one of MPI, SHM, NCCL, got 'TCP'"),
+        ("CROSS_COMMUNICATOR_TYPE SHM", "expected one of MPI, NCCL, got 'SHM'"),
+        ("CROSS_COMMUNICATOR_TYPE NCCL", "expected MPI between processes, got NCCL"),
+        ("INNER_COMMUNICATOR_TYPE NCCL", "expected MPI or SHM between processes, got NCCL"),
+    ],
+)
+def test_variables_that_cannot_be(name, words, monkeypatch):
+    variable, value = name.split()
+    monkeypatch.setenv(f"CGX_{variable}", value)
+    assert f"variable CGX_{variable}: {words}" in everywhere(ValueError, cgx.mpi.hierarchy)
+
+
+@several
 def test_variables_of_one_rank(monkeypatch):
     for name, value in ("CGX_INTRA_BROADCAST", "yes"), ("CGX_BITS", "4"):
         with monkeypatch.context() as patch:
@@ -164,10 +164,7 @@ def test_variables_of_one_rank(monkeypatch):
 
 @several
 def test_a_rank_that_can_share_no_memory(monkeypatch):
-    """If shared memory was requested, all ranks get an error. Otherwise MPI replaces it.
-
-    MPI also replaces it for computations on other devices.
-    """
+    """MPI replaces shared memory, also for other devices. If it was requested, all ranks get an error."""
     nodes = lambda: cgx.mpi.hierarchy(COMM.Dup())
     monkeypatch.delenv("CGX_INNER_COMMUNICATOR_TYPE", raising=False)
     assert isinstance(nodes().inner, Shm)

@@ -16,12 +16,7 @@ import jaxcgx as cgx
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from processes import COMM, same_everywhere
 
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """That of users, not the tests' strict one."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion")  # of users
 
 
 def names_of():

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pages
 import pytest
 from errors import names
 from helpers import assert_same_trees, assert_trees
@@ -121,9 +121,8 @@ def test_as_by_hand():
 
 
 def test_the_pair_of_the_guide():
-    page = (pathlib.Path(__file__).parents[2] / "docs/convert.md").read_text()
-    section = page.split("\n## mpirun\n")[1].split("\n## ")[0]
-    before, after = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    page = pathlib.Path(__file__).parents[2] / "docs/convert.md"
+    before, after = pages.pairs(page.read_text())["mpirun"]
     names = dict(jax=jax, optax=optax, cgx=cgx, mpi4jax=mpi4jax, MPI=MPI, optimizer=optax.adam(3e-3))
 
     def losses(source, codec=None):
@@ -262,40 +261,28 @@ def of_all_ranks():
 
 
 LEVELS = {"cross": CODEC, "inner": CODEC}
-STEP, GRADIENTS = "make_train_step", "compress_gradients"
+STEP, GRADIENTS, VALUE, TYPE = "make_train_step", "compress_gradients", ValueError, TypeError
+
+
+def compress(comm=COMM, **options):
+    return cgx.compress_gradients(comm, CODEC, **options)
 
 
 @pytest.mark.parametrize(
     ("f", "error", "words"),
     [
-        (lambda: make(sharding=cgx.Sharding(params=jax.P())), ValueError, f"{STEP} sharding.params P()"),
-        (lambda: make(comm=None), TypeError, f"{STEP} mesh_or_comm None"),
-        (lambda: make(comm=MPI.COMM_NULL), TypeError, f"{STEP} mesh_or_comm MPI.COMM_NULL"),
-        (lambda: make(overlap=cgx.Priority()), ValueError, f"{STEP} overlap Priority wait for one another"),
-        (lambda: make(overlap="backward"), ValueError, f"{STEP} overlap 'backward' wait for one another"),
-        (
-            lambda: cgx.compress_gradients(MPI.COMM_NULL, CODEC).update(PARAMS, None),
-            TypeError,
-            f"{GRADIENTS} axis_name MPI.COMM_NULL",
-        ),
-        (
-            lambda: cgx.compress_gradients((COMM,), CODEC),
-            TypeError,
-            f"{GRADIENTS} axis_name a communicator communicator alone",
-        ),
-        (
-            lambda: cgx.compress_gradients(COMM, CODEC, axis_size=N).init(PARAMS),
-            ValueError,
-            f"{GRADIENTS} axis_size {N} leave it out",
-        ),
-        (lambda: run(make(LEVELS), MINE), ValueError, f"{STEP} exchange {{'cross' jaxcgx.mpi.hierarchy()"),
-        (lambda: run(make({"data": CODEC}, comm=nodes()), MINE), ValueError, f"{STEP} exchange {{'data'"),
-        (of_all_ranks, ValueError, f"{GRADIENTS} state leaf .own.residuals['w'] float32[2, 30, 40] row own rank"),
-        (
-            lambda: cgx.state_specs(cgx.compress_gradients(COMM, CODEC).init(PARAMS), COMM),
-            TypeError,
-            "state_specs axis_name a communicator MPI no specs",
-        ),
+        (lambda: make(sharding=cgx.Sharding(params=jax.P())), VALUE, f"{STEP} sharding.params P()"),
+        (lambda: make(comm=None), TYPE, f"{STEP} mesh_or_comm None"),
+        (lambda: make(comm=MPI.COMM_NULL), TYPE, f"{STEP} mesh_or_comm MPI.COMM_NULL"),
+        (lambda: make(overlap=cgx.Priority()), VALUE, f"{STEP} overlap Priority wait for one another"),
+        (lambda: make(overlap="backward"), VALUE, f"{STEP} overlap 'backward' wait for one another"),
+        (lambda: compress(MPI.COMM_NULL).update(PARAMS, None), TYPE, f"{GRADIENTS} axis_name MPI.COMM_NULL"),
+        (lambda: compress((COMM,)), TYPE, f"{GRADIENTS} axis_name a communicator communicator alone"),
+        (lambda: compress(axis_size=N).init(PARAMS), VALUE, f"{GRADIENTS} axis_size {N} leave it out"),
+        (lambda: run(make(LEVELS), MINE), VALUE, f"{STEP} exchange {{'cross' jaxcgx.mpi.hierarchy()"),
+        (lambda: run(make({"data": CODEC}, comm=nodes()), MINE), VALUE, f"{STEP} exchange {{'data'"),
+        (of_all_ranks, VALUE, f"{GRADIENTS} state leaf .own.residuals['w'] float32[2, 30, 40] row own rank"),
+        (lambda: cgx.state_specs(compress().init(PARAMS), COMM), TYPE, "state_specs axis_name a communicator no specs"),
     ],
 )
 def test_errors(f, error, words):

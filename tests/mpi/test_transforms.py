@@ -92,10 +92,7 @@ def test_control_flow(f):
 
 @each(COLLECTIVES | PLAIN)
 def test_derivatives(f):
-    """The collective is linear (straight-through).
-
-    A tangent is the collective of the tangent, forward and reverse mode agree, and remat sends again.
-    """
+    """Collectives are linear. Both modes of derivatives agree, and remat sends again."""
     tangent = normal(X.shape, 5)
     value, moved = jax.jit(lambda x, t: jax.jvp(f, (x,), (t,)))(X, tangent)
     equal(value, f(X))

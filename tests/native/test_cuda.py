@@ -176,10 +176,7 @@ def test_the_cpu_has_no_workspace():
 
 
 def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
-    """XLA asks a handler for its traits through an extension of the call frame.
-
-    This is XLA_FFI_Metadata in xla/ffi/api/c_api.h, of the jaxlib that the build requirements pin.
-    """
+    """By XLA_FFI_Metadata in xla/ffi/api/c_api.h, which extends the call frame."""
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     word = ctypes.c_size_t

@@ -54,21 +54,6 @@ def test_vmap_is_one_call_and_the_same_as_a_loop(codec):
     assert_same_bytes(jax.vmap(f, in_axes=(1, 0)[: len(args)], out_axes=1)(x.T, *args[1:]), looped.T)
 
 
-def test_vmap_with_one_key_repeats_the_noise():
-    codec = cgx.MaxMin(2, 16, "stochastic")
-    x = jnp.broadcast_to(normal(64), (3, 64))
-    out = jax.vmap(lambda x: cgx.encode(x, codec, jax.random.key(0)))(x)
-    assert (out == out[0]).all()
-
-
-def test_nested_vmap_is_one_call():
-    codec = cgx.MaxMin(4, 64)
-    x = normal((2, 3, 50))
-    f = jax.vmap(jax.vmap(lambda x: cgx.encode(x, codec)))
-    assert custom_calls(f, x)["encode"] == 1
-    assert_same_bytes(f(x), jnp.stack([jnp.stack([cgx.encode(r, codec) for r in m]) for m in x]))
-
-
 def test_vmap_of_feedback_and_reduce():
     codec = cgx.MaxMin(3, 32, "stochastic")
     layout = Layout(codec, ((40,), (9,)), (jnp.float32, jnp.bfloat16), chunks=2)
@@ -123,26 +108,6 @@ def test_reduce_is_linear_in_what_is_raw():
     np.testing.assert_allclose(jax.jacobian(f)(normal(30)), np.eye(30) / 3, rtol=1e-6)
     with_none = jax.grad(lambda x: ops.reduce(layout, payloads + x.astype(jnp.uint8))[0].sum())(jnp.zeros(()))
     assert with_none == 0
-
-
-@pytest.mark.parametrize("codec", **each_codec(SOME))
-def test_scan_and_remat(codec):
-    x = normal((6, 50))
-    keys = jax.random.split(jax.random.key(3), 6)
-
-    def body(carry, xs):
-        x, key = xs
-        y = cgx.roundtrip(carry + x, codec, key if codec.stochastic else None)
-        return y, y
-
-    _, ys = lax.scan(body, jnp.zeros(50), (x, keys))
-    carry = jnp.zeros(50)
-    for i in range(6):
-        carry, y = body(carry, (x[i], keys[i]))
-        assert_same_bytes(ys[i], y)
-    loss = lambda f: lambda x: lax.scan(f, jnp.zeros(50), (x, keys))[0].sum()
-    np.testing.assert_array_equal(jax.grad(loss(jax.checkpoint(body)))(x), np.ones((6, 50)))
-    np.testing.assert_array_equal(jax.grad(loss(body))(x), np.ones((6, 50)))
 
 
 @pytest.mark.parametrize("op", ("encode", "reduce"))
@@ -319,49 +284,6 @@ def test_invariant_inputs_stay_invariant():
     assert_same_bytes(jax.jit(f)(normal(60)), cgx.roundtrip(normal(60), codec))
 
 
-@pytest.mark.parametrize("check_vma", (True, False))
-@pytest.mark.parametrize("codec", **each_codec(SOME))
-def test_an_exchange_in_shard_map(codec, check_vma):
-    """all_gather of payloads and a reduce with the own part raw are the parts of a collective."""
-    x = normal((4, 60))
-    layout = Layout(codec, ((60,),), (jnp.float32,))
-
-    def body(x):
-        rank = lax.axis_index("data")
-        key = jax.random.key_data(jax.random.fold_in(jax.random.key(0), rank)) if codec.stochastic else None
-        payloads = lax.all_gather(ops.encode(layout, [x[0]], key)[0], "data")
-        return ops.reduce(layout, payloads, own=ops.Own([x[0]], rank), divisor=4)[0][None]
-
-    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
-    sent = [
-        x[i]
-        if codec.raw
-        else cgx.roundtrip(x[i], codec, jax.random.fold_in(jax.random.key(0), i) if codec.stochastic else None)
-        for i in range(4)
-    ]
-    for i, mean in enumerate(run(x)):
-        expected = sum(np.asarray(x[j] if j == i else sent[j], np.float64) for j in range(4)) / 4
-        np.testing.assert_allclose(mean, expected, rtol=2e-6, atol=2e-6)
-
-
-def test_grad_inside_shard_map():
-    codec = cgx.MaxMin(4, 64)
-
-    def body(w, x):
-        return jax.grad(lambda w: (cgx.roundtrip(w * x, codec)).sum())(w)
-
-    x = normal((4, 60))
-    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P()))
-    np.testing.assert_allclose(run(jnp.ones(60), x.reshape(240)), x.sum(0), rtol=1e-5, atol=1e-5)
-
-
-def test_pmap():
-    codec = cgx.MaxMin(8, 64)
-    x = normal((4, 60))
-    out = jax.pmap(lambda x: cgx.roundtrip(x, codec), devices=jax.devices()[:4])(x)
-    assert_same_bytes(np.asarray(out), np.asarray(jnp.stack([cgx.roundtrip(r, codec) for r in x])))
-
-
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_leaves_that_are_written_around_the_caches(dtype):
     """From 8 MiB on, leaves are written around the caches. The values are the same as in smaller parts."""
@@ -385,11 +307,3 @@ def test_empty_messages():
     assert ops.reduce_encoded(nothing, payload).shape == (0,)
     assert ops.reduce_fed(nothing, payload, [])[1] == []
     assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5
-
-
-def test_vmap_with_an_axis_name():
-    codec = cgx.MaxMin(8, 64)
-    x = normal((4, 60))
-    f = jax.vmap(lambda x: lax.psum(cgx.roundtrip(x, codec), "i"), axis_name="i")
-    expected = sum(np.asarray(cgx.roundtrip(r, codec)) for r in x)
-    np.testing.assert_allclose(f(x)[0], expected, rtol=1e-5, atol=1e-5)

@@ -103,10 +103,7 @@ def test_kmeans():
 
 
 def test_kmeans_of_points_that_are_equal():
-    """There are as many clusters as different points, up to three.
-
-    The numbers of the clusters have no gap, and the highest norm has the last number.
-    """
+    """As many clusters as different points, up to three. The highest norm has the last number."""
     assert bits.kmeans([(4, 3), (2, 1), (2, 0), (4, 3)], 3) == [2, 1, 0, 2]
     for seed in range(200):
         rng = random.Random(seed)

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from errors import refused, rows
+from errors import table
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -59,6 +59,7 @@ def test_messages_are_numbered_as_they_are_sent():
 
 def test_one_rank():
     found = cgx.Plan(FOUR).explain({"w": jnp.zeros((64, 64)), "b": jnp.zeros(3)}, 1)
+    assert repr(found) == "<Forecast of leaves: 2, bytes: 16,396, ratio: 1.00>"
     assert [(r.leaf, r.why) for r in found.rows] == [
         ("b", "it has 3 elements, fewer than the plan's min_size=1024"),
         ("w", "there is one rank"),
@@ -182,39 +183,10 @@ def test_one_codec_over_several_axes():
     assert found.totals[("a", "b")][0] == 4 * Layout(FOUR, ((64, 64),), (jnp.float32,), 4).chunk_bytes + 4 * 4096
 
 
-@pytest.mark.short
-def test_table():
-    found = cgx.Plan({"node": FOUR, "local": RAW}).explain(
-        {"block": {"w": jnp.zeros((512, 512)), "s": jnp.zeros(())}}, {"node": 2, "local": 4}
-    )
-    assert str(found).splitlines() == [
-        "leaf     shape    dtype    axes         codec           message      bytes  uncompressed  ratio  raw because",
-        "-------  -------  -------  -----------  --------------  -------  ---------  ------------  -----  "
-        "-----------------------------------------------------",
-        "block/s  scalar   float32  node, local  Raw()                            4             4   1.00  it has 1 "
-        "element, fewer than the plan's min_size=1024",
-        "block/w  512x512  float32  node         MaxMin(bits=4)  1           33,792       262,144   7.76",
-        "block/w  512x512  float32  local        Raw()           1        1,048,576     1,048,576   1.00",
-        "",
-        "over             bytes  uncompressed  ratio",
-        "-----------  ---------  ------------  -----",
-        "node, local          4             4   1.00",
-        "node            33,792       262,144   7.76",
-        "local        1,048,576     1,048,576   1.00",
-        "in all       1,082,372     1,310,724   1.21",
-    ]
-    assert repr(found) == "<Forecast of leaves: 2, bytes: 1,082,372, ratio: 1.21>"
-
-
 def test_an_empty_tree():
     found = cgx.Plan(FOUR).explain({}, 4)
-    assert (found.rows, found.bytes, found.ratio) == ((), 0, 1) and str(found).split()[-5:] == [
-        "in",
-        "all",
-        "0",
-        "0",
-        "1.00",
-    ]
+    assert (found.rows, found.bytes, found.ratio) == ((), 0, 1)
+    assert " ".join(str(found).split()[-5:]) == "in all 0 0 1.00"
 
 
 BY_AXIS = {"node": FOUR, "local": RAW}
@@ -246,8 +218,4 @@ BAD_INPUT = {
         ),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_INPUT))
-def test_bad_input(row):
-    refused(*row)
+test_bad_input = table(BAD_INPUT)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from helpers import as_bits, assert_trees, normal, planned
 from jax import lax
 from ranks import EXACT, assert_same_on_all_ranks, mesh, on_ranks, whole_numbers
@@ -94,21 +94,6 @@ def test_feedback_keeps_what_is_lost(codec):
     assert np.abs(new).max() > 0.1
 
 
-def test_noise_is_unbiased():
-    """The sums have several levels, each with its own noise."""
-    x, steps = normal((4, 300)), 300
-
-    def body(x):
-        draw = lambda key: cgx.compressed_psum(
-            x, "a", planned(cgx.MaxMin(2, 128, "stochastic"), schedule=UNEVEN), key=key
-        )
-        return lax.map(draw, jax.random.split(jax.random.key(1), steps))
-
-    draws = np.asarray(on_ranks(body, mesh(4))(x)[0], np.float64)
-    off = (draws.mean(0) - np.asarray(x, np.float64).sum(0)) / (draws.std(0) / steps**0.5 + 1e-6)
-    assert np.abs(off).max() < 5 and 0.8 < off.std() < 1.2
-
-
 def test_in_a_hierarchy_with_a_leader_and_under_vmap():
     x = whole_numbers((2, 2, 333))
     over, codecs = Overlay.owners(2, [1, 3]), {"a": EXACT, "b": cgx.Raw()}
@@ -140,18 +125,8 @@ def test_bytes_are_balanced(weights):
     np.testing.assert_allclose((found / found.sum())[large], (given / given.sum())[large], rtol=0.01)
 
 
-@pytest.mark.parametrize("weights", [4, 3, [1, 1, 1, 0.1]])
-@pytest.mark.parametrize("shapes", [[(9000,)], [(17,), (5, 700), (1,), (40, 40)], [(300,)] * 9], ids=str)
-def test_small_messages_are_balanced_to_a_bucket(weights, shapes):
-    overlay = Overlay.owners(4, weights)
-    layout = Layout.of(cgx.MaxMin(4), [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], len(overlay.trees))
-    found = np.array(dataclasses.replace(layout, shares=overlay.shares).ends)
-    bucket = cgx.MaxMin(4).wire_bytes((512,), jnp.float32)
-    wanted = found.sum() * np.array(overlay.shares) / sum(overlay.shares)
-    np.testing.assert_allclose(found, wanted, atol=bucket + 16)  # parts begin at multiples of 16 bytes
-
-
 def test_rings_and_trees():
+    assert str(Overlay.owners(4, 2)) == "Overlay(2 trees over 4 ranks, depth 1)"
     ring = Overlay.ring([2, 0, 1, 3])
     assert ring.loads() == {(0, 2): 0.75, (0, 1): 0.75, (1, 3): 0.75, (2, 3): 0.75}
     assert ring.depth == 2 and Overlay.tree(7).depth == 2
@@ -181,15 +156,7 @@ WHAT_IS_NO_OVERLAY = {
         (lambda: Tree((0, 0)), ValueError, "parents", "(0, 0)"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(WHAT_IS_NO_OVERLAY))
-def test_what_is_no_overlay(row):
-    refused(*row)
-
-
-def test_text():
-    assert str(Overlay.owners(4, 2)) == "Overlay(2 trees over 4 ranks, depth 1)"
+test_what_is_no_overlay = table(WHAT_IS_NO_OVERLAY)
 
 
 @pytest.mark.parametrize(

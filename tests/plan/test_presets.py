@@ -2,11 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from errors import refused, rows
-from helpers import normal
-from ranks import mesh, on_ranks
+from errors import refused, table
 
 import jaxcgx as cgx
 from jaxcgx.plan import environment
@@ -92,17 +89,12 @@ BAD_ARGUMENTS = {
         (lambda: cgx.Plan.from_env(("a", None)), ValueError, "axis_name", "('a', None)"),
         (lambda: cgx.Plan.from_env({"HOME": "/root"}), ValueError, "axis_name", "{'HOME'"),
         (lambda: cgx.Plan.from_env(bits=0, environ={}), ValueError, "bits", "0"),
-        (lambda: cgx.Plan.from_env(bits=9, environ={}), ValueError, "bits", "9"),
         (lambda: cgx.Plan.from_env(bits=16, environ={}), ValueError, "bits", "16"),
         (lambda: cgx.Plan.from_env(bits=4.0, environ={}), TypeError, "bits", "4.0"),
         (lambda: cgx.Plan.from_env(bucket_size=0, environ={}), ValueError, "bucket_size", "0"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_ARGUMENTS))
-def test_bad_arguments(row):
-    refused(*row)
+test_bad_arguments = table(BAD_ARGUMENTS)
 
 
 BITS, TUPLE = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}, ("node", "local")
@@ -160,31 +152,6 @@ def test_cgx_variables(axis_name, environ, expected):
     assert cgx.Plan.from_env(axis_name, environ) == cgx.Plan(**dict(min_size=17, skip_1d=False) | expected)
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        env(),
-        env(INTRA_BROADCAST="0"),
-        env(INTRA_COMPRESS="0", CROSS_REDUCTION_TYPE="SRA"),
-        env(DEBUG_ALL_TO_ALL_REDUCTION="1"),
-        env(INNER_REDUCTION_TYPE="Ring", INTRA_BROADCAST="0"),
-        {},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("axes", ["a", ("a", "b")])
-def test_collectives_take_what_variables_ask_for(axes, environ):
-    plan = cgx.Plan.from_env(axes, environ)
-    x = {"large": normal((2, 2, 40, 30)), "tiny": normal((2, 2, 16), 1)}
-    found, exact = (
-        on_ranks(f, mesh(2, 2))(x)
-        for f in (lambda x: cgx.compressed_psum(x, axes, plan), lambda x: jax.lax.psum(x, axes))
-    )
-    np.testing.assert_allclose(found["large"], exact["large"], atol=5 if environ else 1e-5)
-    np.testing.assert_allclose(found["tiny"], exact["tiny"], rtol=1e-5)
-    assert (np.abs(found["large"] - exact["large"]) > 1e-3).any() == bool(environ)
-
-
 def test_the_process_has_variables(monkeypatch):
     monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "7")
     assert cgx.Plan.from_env().default == cgx.MaxMin(7)
@@ -236,10 +203,7 @@ def test_variables_that_change_nothing():
 
 
 def test_arguments_come_before_variables():
-    """CGXState does the same. Of the smallest sizes, the larger one counts, as in CGX.
-
-    The ring, the leader and the fusion are still those of the variables.
-    """
+    """As in CGXState. Of the smallest sizes, the larger one counts. The rest is that of the variables."""
     given = env(COMPRESSION_BUCKET_SIZE="64", COMPRESSION_MINIMAL_SIZE="99", FUSION_BUFFER_SIZE_MB="8")
     found = cgx.Plan.from_env(TUPLE, given, bits=2, bucket_size=128, min_size=1024, skip_1d=True)
     codec = cgx.MaxMin(2, 128)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import refused, rows
+from errors import table
 
 import jaxcgx as cgx
 from jaxcgx import __main__
@@ -57,11 +57,7 @@ WHERE_IT_HAS_NO_MEANING = {
         )
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(WHERE_IT_HAS_NO_MEANING))
-def test_where_it_has_no_meaning(row):
-    refused(*row)
+test_where_it_has_no_meaning = table(WHERE_IT_HAS_NO_MEANING)
 
 
 def test_tune(tmp_path, capsys):

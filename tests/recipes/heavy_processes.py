@@ -128,10 +128,7 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
 
 @pytest.mark.parametrize("begin", [local, mpirun, distributed])
 def test_bad_checkpoints(train, tmp_path, begin):
-    """A full disk ends all processes. One line says why, and the last good checkpoint stays.
-
-    Instead of a checkpoint that can't be read, all take the one before.
-    """
+    """A full disk ends all processes with one line. Of checkpoints, the last that can be read counts."""
     if begin is mpirun:
         pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
     folder = tmp_path / "digits-mlp-dgc-wm0/checkpoints"

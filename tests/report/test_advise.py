@@ -391,11 +391,8 @@ def test_what_two_measurements_differ_by_makes_the_answer_less_sure(monkeypatch)
     ("words", "said"),
     [
         ("9M --link fast --world 4", "plan --link 'fast'"),
-        ("9M --link 1gbit --world 1", "plan --world 1"),
-        ("9M --link 1gbit --world 4 --nodes 3", "plan --nodes 3"),
         ("9M --link 1gbit --world 4 --over ib", "plan --over 'ib'"),
         ("9M --link 1gbit --world 4 --codecs Zip(9)", "plan --codecs 'Zip(9)'"),
-        ("9M --link 1gbit --world 4 --codecs MaxMin(9)", "plan --codecs 'MaxMin(9)'"),
         ("vgg --link 1gbit --world 4", "plan model 'vgg'"),
         ("none.json --link 1gbit --world 4", "plan - none.json"),
     ],
@@ -456,21 +453,12 @@ def test_kernels_are_measured_once(monkeypatch, tmp_path):
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
     ((place, known),) = json.loads(file.read_text()).items()
     assert list(known) == ["MaxMin(bits=4)"] and jax.__version__ in place
+    assert {"date", "spread", "busy"} <= known["MaxMin(bits=4)"].keys()
     known["MaxMin(bits=4)"]["encode"] = 1.0
     file.write_text(json.dumps({place: known}))
     assert machine.kernels(FOUR).encode == 1.0
     file.write_text("damaged")
     assert machine.kernels(FOUR).encode > 1
-
-
-def test_measured_kernels_have_a_date_and_a_spread(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "SIZE", 2**14)
-    machine.kernels(FOUR)
-    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    ((known,),) = (place.values() for place in json.loads(file.read_text()).values())
-    assert {"date", "spread", "busy"} <= known.keys()
 
 
 def measured(monkeypatch, tmp_path, again, *runs):
@@ -511,7 +499,8 @@ def test_a_busy_machine_measures_processor_time(monkeypatch):
         assert (found.busy, found.speeds) == (others, (speed,) * 4)
 
 
-def test_importing_starts_no_backend():
+def test_importing_starts_no_backend_and_needs_no_optax():
     """Programs set jax_num_cpu_devices after their imports."""
-    code = "import jaxcgx; from jax._src import xla_bridge; raise SystemExit(bool(xla_bridge._backends))"
+    code = "import sys; sys.modules['optax'] = None; import jaxcgx; from jax._src import xla_bridge; "
+    code += "raise SystemExit(bool(xla_bridge._backends))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -71,6 +71,7 @@ def test_what_auto_saves():
     """For few elements and many ranks one_shot is faster, although it sends more bytes than lax.psum."""
     x, half = jnp.zeros(3000), cgx.Plan(cgx.Cast("float16"), min_size=0, skip_1d=False)
     plain = quiet(on(lambda x: lax.psum(x, "data"), FLAT), x)
+    assert repr(plain) == f"<Explanation of collectives: 1, raw leaves: 0, bytes: {plain.bytes:,}>"
     fast, least = (
         quiet(on(lambda x: cgx.compressed_psum(x, "data", plan), FLAT), x)
         for plan in (half, dataclasses.replace(half, prefer="bytes"))
@@ -80,10 +81,9 @@ def test_what_auto_saves():
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("function", [cgx.compressed_psum, cgx.compressed_pmean])
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
-def test_bytes_of_schedules(function, schedule):
-    found = quiet(on(lambda x: function(x, "data", planned(CODEC, schedule=schedule)), FLAT), TREE)
+def test_bytes_of_schedules(schedule):
+    found = quiet(on(lambda x: cgx.compressed_pmean(x, "data", planned(CODEC, schedule=schedule)), FLAT), TREE)
     part, whole = chunk(CODEC, TREE, 8), chunk(CODEC, TREE, 1)
     expected = {
         "two_shot": [("all-to-all", 7 * part), ("all-gather", 7 * part)],
@@ -92,18 +92,12 @@ def test_bytes_of_schedules(function, schedule):
     }[schedule]
     assert what(found) == [(name, ("data",), "uint8", size, SPELLED, schedule) for name, size in expected]
     assert {(c.function, c.leaves, c.ranks, c.times, c.branch) for c in found.collectives} == {
-        (function.__name__, ("['a']", "['b']"), 8, 1, False)
+        ("compressed_pmean", ("['a']", "['b']"), 8, 1, False)
     }
     assert found.raw == ()
     assert found.bytes == (7 * whole if schedule == "one_shot" else 14 * part)
     assert found.raw_bytes == pytest.approx(2 * 7 / 8 * SIZE, abs=8)  # what lax.psum sends
     assert found.ratio == found.raw_bytes / found.bytes
-
-
-def test_auto_is_what_was_chosen():
-    found = quiet(psum(), jnp.zeros(100_000))
-    assert {c.schedule for c in found.collectives} == {"two_shot"}
-    assert {c.leaves for c in found.collectives} == {("",)}
 
 
 @pytest.mark.parametrize("inner", [cgx.Raw(), FINE], ids=repr)
@@ -159,25 +153,6 @@ def test_the_backward_pass_with_its_own_codec():
     assert {c.function for c in found.collectives} == {"compressed_all_gather"}
 
 
-def test_sync_in_backward():
-    def step(params, x):
-        def loss(params):
-            params = cgx.sync_in_backward(params, "data", planned(CODEC, schedule="two_shot"))
-            return ((x @ params["w"] + params["b"]) ** 2).mean()
-
-        return jax.grad(loss)(params)
-
-    params = {"b": jnp.zeros(16), "w": jnp.zeros((32, 16))}
-    run = jax.shard_map(step, mesh=FLAT, in_specs=(P(), P("data")), out_specs=P(), check_vma=True)
-    found = quiet(run, params, jnp.zeros((64, 32)))
-    assert [(c.operation, c.bytes) for c in found.collectives] == [
-        (o, 7 * chunk(CODEC, params, 8)) for o in ("all-to-all", "all-gather")
-    ]
-    assert {(c.function, c.leaves, c.codec) for c in found.collectives} == {
-        ("sync_in_backward", ("['b']", "['w']"), SPELLED)
-    }
-
-
 @pytest.mark.short
 def test_raw_leaves_say_why():
     x = {
@@ -199,23 +174,6 @@ def test_raw_leaves_say_why():
         c.operation == "all-reduce" and c.function == "compressed_psum" and c.bytes == c.raw_bytes > 0 for c in plain
     )
     assert {c.leaves for c in found.collectives if c not in plain} == {("['w']",)}
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: cgx.compressed_psum(x, "data", cgx.Raw()),
-        lambda x: cgx.compressed_pmean(x, "data", cgx.Raw()),
-        lambda x: cgx.compressed_psum_scatter(x, "data", cgx.Raw(), tiled=True),
-        lambda x: cgx.compressed_all_gather(x, "data", cgx.Raw()),
-        lambda x: cgx.compressed_all_to_all(x, "data", 0, 0, cgx.Raw(), tiled=True),
-    ],
-)
-def test_the_raw_codec_is_a_reason(function):
-    found = quiet(on(function, FLAT), (jnp.zeros(64),))
-    assert [(leaf.path, leaf.bytes, leaf.reason) for leaf in found.raw] == [("[0]", 256, "its codec is Raw()")]
-    assert [(c.codec, c.leaves, c.dtype) for c in found.collectives] == [("Raw()", ("[0]",), "float32")]
-    assert found.ratio == 1
 
 
 def test_raw_leaves_inside_everything():
@@ -249,13 +207,6 @@ def test_raw_leaves_inside_everything():
         and "1 at most" in text
         and text.endswith("What is in a loop of unknown length counts once.\n\nEvery branch of a conditional counts.")
     )
-
-
-def test_loops_multiply():
-    body = lambda c, _: (cgx.compressed_psum(c, "data", planned(CODEC, schedule="one_shot")), None)
-    found = quiet(on(lambda x: lax.scan(body, x, None, length=5)[0], FLAT), jnp.zeros(5000))
-    assert [c.times for c in found.collectives] == [5]
-    assert found.bytes == 5 * 7 * CODEC.wire_bytes((5000,), jnp.float32)
 
 
 def test_plain_collectives_are_listed_too():
@@ -305,10 +256,7 @@ def test_groups_that_are_no_axis():
 
 
 def test_what_the_partitioner_inserts_is_not_ours():
-    """If a gradient is sharded over an axis outside of the call, it is first gathered in float32.
-
-    This is listed, so it is no silent fallback.
-    """
+    """A gradient that is sharded over another axis is gathered in float32 first, and this is listed."""
     both = mesh(("data", 2), ("model", 4))
     x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
     f = jax.shard_map(
@@ -380,26 +328,6 @@ def test_vmap_counts_every_row():
     assert found.raw_bytes == pytest.approx(3 * 2 * 7 / 8 * 4000, abs=2)
 
 
-def test_many_leaves():
-    tree = {f"layer{i}": {"w": np.zeros(17 + i, np.float32), "b": np.zeros(3, np.float32)} for i in range(150)}
-    found = quiet(psum(schedule="two_shot"), tree)
-    assert [(c.operation, len(c.leaves), c.bytes) for c in found.collectives] == [
-        (o, 300, 7 * chunk(CODEC, tree, 8)) for o in ("all-to-all", "all-gather")
-    ]
-    assert found.collectives[0].leaves == tuple(
-        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-    )
-    assert all(len(c.name) < 200 for c in found.collectives)
-    assert "['layer0']['b'] and 299 more" in str(found)
-
-
-def test_many_raw_leaves():
-    tree = {f"count{i:03}": jnp.zeros(1 + i % 3, jnp.int32) for i in range(300)}
-    found = quiet(psum(), tree)
-    assert [leaf.path for leaf in found.raw] == [f"['{name}']" for name in tree]
-    assert found.bytes == 2 * 7 * 4 * sum(x.size for x in tree.values()) // 8
-
-
 def test_names_that_mean_something_else_elsewhere():
     """Paths have characters that names can't have, and some are long."""
     tree = {'a/b(c:d) "e" \n\\': jnp.zeros(70), "ü" * 100: jnp.zeros(3, jnp.int32), "x" * 300: jnp.zeros(3, jnp.int32)}
@@ -434,26 +362,6 @@ def test_a_loss_that_xla_sums_with_factors():
     found = quiet(on(step, FLAT), jnp.zeros((64, 96)))
     assert [c.dtype for c in found.collectives] == ["float32"] * 2
     assert found.raw_bytes == 7 * 4 * (64 * 96 + 1) // 4
-
-
-def test_table(capsys):
-    f = on(
-        lambda x: (cgx.compressed_psum(x, "data", planned(CODEC, schedule="two_shot")), lax.psum(x["w"], "data")), FLAT
-    )
-    found = cgx.explain(f, {"n": jnp.zeros(3, jnp.int32), "w": jnp.zeros((64, 64))})
-    assert capsys.readouterr().out == f"{found}\n"
-    lines = str(found).splitlines()
-    # Columns are aligned.
-    assert len({line.index(word) for line in lines[2:6] for word in ("data",) if word in line}) == 1
-    assert [line.split()[:4] for line in lines[2:6]].count(
-        ["all-to-all", "data", "uint8", f"{7 * chunk(CODEC, [jnp.zeros(4096)], 8):,}"]
-    ) == 1
-    assert any(
-        line.split()[:3] == ["['n']", "int32", "12"] and line.endswith("int32 is not float32, bfloat16 or float16")
-        for line in lines
-    )
-    assert lines[-1].split() == ["data", f"{found.bytes:,}", f"{found.raw_bytes:,}", f"{found.ratio:.2f}"]
-    assert repr(found) == f"<Explanation of collectives: 4, raw leaves: 1, bytes: {found.bytes:,}>"
 
 
 def test_nothing():

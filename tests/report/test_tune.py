@@ -117,13 +117,6 @@ def test_default_bits_of_a_codec_that_lacks_some(saved, tmp_path):
         __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "8"])
 
 
-def test_stochastic_candidates(saved, tmp_path):
-    gradients, out = saved(arrays())
-    cgx.Plan.cgx(rounding="stochastic").save(tmp_path / "base.toml")
-    __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "3"])
-    assert {rule.codec.rounding for rule in cgx.Plan.load(out).rules} == {"stochastic"}
-
-
 def test_the_guide(tmp_path, monkeypatch, capsys):
     """docs/plans.md saves gradients. The output that it prints is the real one."""
     blocks = re.findall("```(\\w*)\n(.*?)```", PLANS.read_text(), re.DOTALL)

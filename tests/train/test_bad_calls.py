@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, refused, rows, says, table
 from gradients import CODEC, FED, PARAMS, UNUSED, X, errors_of, first, loss_fn, mesh_of, place
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -93,11 +93,7 @@ BAD_CALLS = {
     ],
     "Feedback": [(lambda: first(UNUSED), ValueError, "plan", "none")],
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_CALLS))
-def test_bad_calls(row):
-    refused(*row)
+test_bad_calls = table(BAD_CALLS)
 
 
 averaged = lambda p, x: lax.pmean(loss_fn(p, x), "data")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import refused, rows
+from errors import refused, rows, table
 from helpers import assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -82,11 +82,7 @@ BAD_BATCHES = {
         (lambda: step_of()(FIFTEEN), ValueError, "batch ['x']", "float32[15, 8]"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_BATCHES))
-def test_bad_batches(row):
-    refused(*row)
+test_bad_batches = table(BAD_BATCHES)
 
 
 @NESTED
@@ -116,11 +112,7 @@ BAD_SPECS = {
         (P(None, None, "data"), ValueError, "sharding.batch ['cw']"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_SPECS))
-def test_bad_specs(row):
-    refused(*row, run=lambda given: step_of(batch=given)(BATCH))
+test_bad_specs = table(BAD_SPECS, lambda given: step_of(batch=given)(BATCH))
 
 
 # The last rank has no weight.
@@ -170,11 +162,7 @@ BAD_WEIGHTS = {
         (lambda w, x: ((x @ w).sum(), x), TypeError, "loss_fn", "float32[4, 8]"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_WEIGHTS))
-def test_bad_weights(row):
-    refused(*row, run=lambda given: step_of(given, weighted=True)(BATCH["x"]))
+test_bad_weights = table(BAD_WEIGHTS, lambda given: step_of(given, weighted=True)(BATCH["x"]))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

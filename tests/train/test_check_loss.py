@@ -1,6 +1,5 @@
 """Tests that check_loss names the cause of a loss that ranks can't compute in parts, and accepts all others."""
 
-import functools
 import re
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 from flax import linen as nn
 from helpers import normal
 from jax.sharding import PartitionSpec as P
+from training import mesh_of
 
 from jaxcgx.train.check_loss import check_loss
 
@@ -24,11 +24,6 @@ BATCH = {
 STATE = {"mean": jnp.ones(6), "steps": jnp.int32(0), "key": jax.random.key(3)}
 CLASSES = jnp.asarray(RANDOM.random(8), jnp.float32)
 WITH_CLASSES = {**BATCH, "classes": CLASSES}
-
-
-@functools.cache
-def mesh_of(ranks):
-    return jax.make_mesh((ranks,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
 
 
 def losses(params, batch):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from exchanging import GRADS, RANKS, compress, pmean, run
 from helpers import assert_same_trees
 from training import CODEC, PARAMS, STOCHASTIC, mesh_of
@@ -197,11 +197,7 @@ ERRORS = {
         (lambda: cgx.state_specs(PARAMS, "data"), TYPE, "opt_state", "a ", "nnx.Optimizer"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
+test_errors = table(ERRORS)
 
 
 def test_a_state_fits_any_plan_that_compresses_the_same_leaves():

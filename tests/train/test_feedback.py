@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exchanging import GRADS, RANKS, compress, pmean, run
+from exchanging import RANKS, compress, pmean, run
 from golden import numpy_codec
 from helpers import assert_same_bytes, assert_same_trees, normal, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, place, train
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, train
 
 import jaxcgx as cgx
 
@@ -47,29 +47,6 @@ def test_fields_of_a_plan(fields):
     plan = cgx.Plan.every(CODEC, **fields)
     ((mean, state),) = run(plan)
     assert_same_trees((mean, state.own.residuals), pmean(plan))
-
-
-@pytest.mark.short
-def test_a_schedule_of_plans():
-    """The codec changes at some steps, in one program."""
-    eight = cgx.Plan(cgx.MaxMin(8, 64), min_size=100)
-    plans = {0: cgx.Raw(), 2: CODEC, 4: eight}
-    found, residuals = run(plans, 6), None
-    for step, (mean, state) in enumerate(found):
-        codec = cgx.Raw() if step < 2 else CODEC if step < 4 else eight
-        expected, residuals = pmean(codec, residuals=residuals)
-        assert_same_trees((mean, state.own.residuals), (expected, residuals))
-        assert state.shared.count == step + 1
-    optimizer = optax.chain(compress(plans), optax.sgd(0.1))
-    state = optimizer.init(PARAMS)
-    step, params, state = (
-        on_mesh(local_step(optimizer), state),
-        place(PARAMS, P()),
-        place(state, cgx.state_specs(state, "data")),
-    )
-    for _ in range(6):
-        params, state, _ = step(params, state, X)
-    assert step._cache_size() == 1
 
 
 def test_what_never_is_compressed_has_no_residual():
@@ -123,47 +100,6 @@ def test_a_quadratic_with_error_feedback():
     assert_same_bytes(np.asarray(state.own.residuals), lost)
     best = (curvature[:, None] * centers).sum(0) / curvature.sum()
     assert np.abs(path[-1] - best).max() < 0.05 < np.abs(best).max()
-
-
-TWO_SHOT = [cgx.Plan.every(codec, schedule="two_shot") for codec in (CODEC, cgx.Sign(16), cgx.MaxMin(4, 16), cgx.Raw())]
-
-
-@pytest.mark.parametrize(
-    "plan", [*TWO_SHOT[:2], {0: TWO_SHOT[0], 500: TWO_SHOT[2], 700: TWO_SHOT[3]}], ids=["MaxMin", "Sign", "schedule"]
-)
-def test_nothing_is_lost_for_good(plan):
-    """x - lr mean(e) follows x without compression over 1,000 steps, with both roundings of two_shot."""
-    n, steps, rate = 40, 1000, 2.0**-4
-    centers = normal((RANKS, n), 5)
-    transformation = compress(plan)
-    state = transformation.init(jnp.zeros(n))
-    specs = cgx.state_specs(state, "data")
-
-    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=(P(), P(), specs))
-    def train(center, state):
-        def step(carry, _):
-            x, exact, state = carry
-            grads = jnp.sin(x - center[0])
-            mean, state = transformation.update(grads, state)
-            return (x - rate * mean, exact - rate * lax.pmean(grads, "data"), state), None
-
-        return lax.scan(step, (jnp.zeros(n), jnp.zeros(n), state), length=steps)[0]
-
-    x, exact, state = jax.jit(train)(centers, state)
-    owed = rate * np.asarray(state.own.residuals, np.float64).mean(0)
-    np.testing.assert_allclose(np.asarray(x) - owed, exact, atol=2e-5)
-    assert (owed != 0).any() != isinstance(plan, dict)  # the last codec, Raw(), sends all residuals
-
-
-@pytest.mark.short
-def test_states_are_donated():
-    optimizer = optax.chain(compress(cgx.Momentum(CODEC)), optax.adagrad(0.1))
-    state = optimizer.init(PARAMS)
-    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
-    params, state = place(jax.tree.map(jnp.copy, PARAMS), P()), place(state, cgx.state_specs(state, "data"))
-    after = step(params, state, X)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
 def test_residuals_are_overwritten_in_place():
@@ -240,51 +176,6 @@ def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
     assert step._cache_size() == 1
 
 
-def test_in_vmap():
-    transformation = cgx.compress_gradients("data", CODEC)
-
-    def steps(grads):
-        state = transformation.init(grads)
-        _, state = transformation.update(grads, state)
-        return transformation.update(grads, state)
-
-    mean, state = jax.jit(jax.vmap(steps, axis_name="data", out_axes=(None, 0)))(GRADS)
-    (_, _), (expected, after) = run(CODEC, 2)
-    assert_same_trees((mean, jax.tree.map(lambda x: x[:, 0], state.own)), (expected, after.own))
-
-
-def test_hierarchies():
-    mesh = jax.make_mesh(
-        (2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS]
-    )
-    axes = ("node", "local")
-    transformation = cgx.compress_gradients(axes, {"node": CODEC, "local": cgx.Raw()}, axis_size=RANKS)
-    state = transformation.init(PARAMS)
-    specs = cgx.state_specs(state, axes)
-    assert specs.own.residuals["w"] == P(axes)
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(axes), specs), out_specs=(P(), specs))
-    def step(grads, state):
-        return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
-
-    total = jax.tree.map(lambda g: 0.0 * g[0], GRADS)
-    for _ in range(20):
-        mean, state = step(GRADS, state)
-        total = jax.tree.map(jnp.add, total, mean)
-    for name, found in total.items():
-        owed = np.asarray(state.own.residuals[name]).mean(0)
-        np.testing.assert_allclose(found + owed, 20 * GRADS[name].mean(0), rtol=1e-4, atol=1e-4)
-
-
-def test_bfloat16_gradients_have_float32_residuals():
-    """Rounding the sums to bfloat16 is lost. The error of the codec is not."""
-    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
-    for mean, state in run(cgx.Momentum(CODEC, 0.5), 3, grads):
-        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((mean, state.own.momentum)))
-        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.own.residuals))
-
-
 @pytest.mark.parametrize("plan", [CODEC, {0: cgx.Raw(), 2: CODEC}], ids=["codec", "schedule"])
 def test_a_plan_is_a_feedback(plan):
     """In place of an exchange, a plan means its Feedback. Only errors differ: they name the function that got it."""
@@ -298,24 +189,6 @@ def test_a_plan_is_a_feedback(plan):
             dataclasses.replace(copy, beta=2.0)
 
 
-def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
-    """All ranks see an overflow on one rank. With skip_nonfinite, the state doesn't change."""
-    bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
-    exchange, uncounted = (
-        cgx.Momentum(CODEC, 0.5, skip_nonfinite=True),
-        lambda s: (s.own, s.shared._replace(count=None)),
-    )
-    ((_, before),) = run(exchange)
-    ((mean, after),) = run(exchange, 1, bad, before)
-    assert not np.isfinite(mean["w"]).all() and np.isfinite(mean["b"]).all()
-    assert_same_trees(uncounted(after), uncounted(before))
-    ((_, again),) = run(exchange, 1, GRADS, after)
-    assert_same_trees(uncounted(again), uncounted(run(cgx.Momentum(CODEC, 0.5), 2)[1][1]))
-    assert again.shared.count == 3  # skipped steps count
-    ((_, eaten),) = run(CODEC, 1, bad, run(CODEC)[0][1])
-    assert np.isfinite(eaten.own.residuals["w"]).all()
-
-
 def test_an_empty_tree():
     for exchange in cgx.Feedback(CODEC, telemetry=True), cgx.DGC(0.1, clip_global_norm=1.0, skip_nonfinite=True):
         ((mean, state),) = run(exchange, 1, {})
@@ -325,34 +198,6 @@ def test_an_empty_tree():
 def test_training_with_error_feedback_reaches_what_training_without_compression_does():
     plain, fed = (train(optax.chain(compress(plan), optax.sgd(0.5)), 60)[2] for plan in (cgx.Raw(), CODEC))
     assert plain[-1] < 0.5 * plain[0] and fed[-1] < 1.05 * plain[-1]
-
-
-def test_feedback_matters():
-    """Small elements next to a large one in a bucket round to 0 in every step. Without feedback they never change."""
-    ranks, rate, steps = 8, 0.02, 1000
-    curvature = jnp.where(jnp.arange(64) == 0, 5.0, 0.2)
-    centers = normal((ranks, 64), 6) + jnp.where(jnp.arange(64) == 0, 0.0, 1.0)
-    centers = centers.at[:, 0].add(20.0 * jnp.resize(jnp.array([1.0, -1.0]), ranks))
-
-    def train(exchange):
-        """Returns the difference between the mean loss and its minimum."""
-        transformation = compress(exchange, ranks)
-
-        def local(center):
-            def step(carry, _):
-                x, state = carry
-                mean, state = transformation.update(curvature * (x - center[0]), state)
-                return (x - rate * mean, state), None
-
-            return lax.scan(step, (jnp.zeros(64), transformation.init(jnp.zeros(64))), length=steps)[0][0]
-
-        x = jax.jit(jax.shard_map(local, mesh=mesh_of(ranks), in_specs=P("data"), out_specs=P()))(centers)
-        return float((curvature * (x - centers.mean(0)) ** 2).sum())
-
-    start = float((curvature * centers.mean(0) ** 2).sum())
-    assert train(cgx.Raw()) < 1e-2 * start
-    codec = cgx.MaxMin(2, 64)
-    assert train(codec) < 0.02 * start < 0.1 * start < train(cgx.Feedback(codec, keep=False))
 
 
 def test_axes_in_the_wrong_order_are_a_warning():

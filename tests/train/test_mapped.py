@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradients import KINDS, PARAMS, RANKS, X, close, loss_fn, mesh_of, place
 from helpers import assert_same_trees, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -14,33 +15,10 @@ from training import NESTED
 
 import jaxcgx as cgx
 
-RANKS = 4
-PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
-X = normal((24, 30), 2)
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-
-
-def mesh_of(kind=AxisType.Auto, **axes):
-    axes = axes or {"data": RANKS}
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
-
-
-def loss_fn(params, x):
-    return jnp.tanh(x @ params["w"] + params["b"]).mean()
-
 
 def products(params, x):
     """A loss whose sums have one order only."""
     return (x * params["w"][:, 0]).sum(-1)[0]
-
-
-def place(mesh, x, spec=P("data")):
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def close(found, expected):
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
 
 
 @KINDS
@@ -79,7 +57,7 @@ def keeps_parts(mesh, fun):
 @pytest.mark.parametrize("parts", [("data",), (("data",),), (None, None), ("data", P.UNCONSTRAINED)], ids=str)
 def test_sharding_constraints(how, parts):
     """A constraint over the ranks' axis keeps a rank's part where it is."""
-    mesh = mesh_of()
+    mesh = mesh_of(AxisType.Auto)
     keeps_parts(mesh, functools.partial(constrained, CONSTRAINTS[how](mesh, P(*parts))))
 
 
@@ -87,7 +65,7 @@ def test_sharding_constraints(how, parts):
 @pytest.mark.parametrize("parts", [("data",), (None, "data"), (None, None)], ids=str)
 def test_sharding_constraints_of_a_weight(how, parts):
     """A rank has whole weights, in branches and loops of the loss, too. So they stay on its devices."""
-    mesh = mesh_of()
+    mesh = mesh_of(AxisType.Auto)
     constrain = lambda w: lax.with_sharding_constraint(w, CONSTRAINTS[how](mesh, P(*parts)))
 
     def fun(params, x):
@@ -103,7 +81,7 @@ def test_sharding_constraints_of_a_weight(how, parts):
 @pytest.mark.parametrize("axes", ["data", ("pod", "data")], ids=str)
 def test_constraints_over_several_axes(axes):
     """The model's axis stays in the constraint, the ranks' axes don't."""
-    mesh = mesh_of(pod=2, data=2, model=2)
+    mesh = mesh_of(AxisType.Auto, ("pod", 2), ("data", 2), ("model", 2))
     fun = functools.partial(constrained, NamedSharding(mesh, P(("pod", "data"), "model")))
     f = cgx.value_and_grad(fun, axes, cgx.Raw(), ranks="vmap", param_specs={"w": P(None, "model"), "b": P("model")})
     with jax.set_mesh(mesh):
@@ -159,7 +137,7 @@ def test_losses_that_close_over_traced_values(fun, kind):
 
 
 def test_two_dimensions_of_a_batch():
-    mesh = mesh_of(a=2, b=2)
+    mesh = mesh_of(AxisType.Auto, ("a", 2), ("b", 2))
     fun = lambda w, x, y: (x.sum() * w + y * w**2).mean()
     f = cgx.value_and_grad(fun, ("a", "b"), cgx.Raw(), ranks="vmap", mesh=mesh, batch_specs=(P("b", "a"), P(None, "b")))
     g = cgx.value_and_grad(fun, ("a", "b"), cgx.Raw(), mesh=mesh, batch_specs=(P("b", "a"), P(None, "b")))
@@ -186,7 +164,7 @@ GATHERED = {
 @pytest.mark.parametrize("name", GATHERED)
 def test_what_the_partitioner_gathers(name):
     fun, params, x, gathers = GATHERED[name]
-    mesh = mesh_of()
+    mesh = mesh_of(AxisType.Auto)
     with jax.set_mesh(mesh):
         params, x = place(mesh, params, P()), place(mesh, x)
         for ranks in ("shard_map", "vmap"):

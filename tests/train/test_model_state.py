@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import refused, rows
+from errors import refused, rows, table
 from helpers import assert_same_trees, assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -184,10 +184,7 @@ def test_an_axis_for_the_partitioner():
 
 
 def test_flax_nnx():
-    """Batch norm with the statistics of all ranks trains as in a plain program.
-
-    Dropout draws differently on each rank.
-    """
+    """Batch norm has the statistics of all ranks, as in a plain program. Dropout differs by rank."""
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
 
     class Model(nnx.Module):
@@ -317,8 +314,4 @@ ERRORS = {
         (lambda: step_from(of_four()), ValueError, "state .rows['mean']", "float32[4, 30]", "jaxcgx.reshard_state"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
+test_errors = table(ERRORS)

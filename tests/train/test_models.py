@@ -1,12 +1,10 @@
 """Tests models of other libraries, which have their own pytrees."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import normal
 from jax.sharding import PartitionSpec as P
 from steps import run
 from training import CODEC, X, mesh_of, train
@@ -33,32 +31,6 @@ def test_equinox():
     assert loss(plain, X) < 0.5 * loss(params, X)
     found, _ = run(cgx.make_train_step(loss, optax.adam(1e-2), mesh_of(4), plan), 30, params)
     np.testing.assert_allclose(loss(found.params, X), loss(plain, X), rtol=1e-3)
-
-
-def test_flax_nnx():
-    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first, self.second = nnx.Linear(30, 40, rngs=rngs), nnx.Linear(40, 1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.relu(self.first(x)))
-
-    graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
-
-    def loss(params, x):
-        return ((nnx.merge(graph, params)(x) - x.mean(-1, keepdims=True)) ** 2).mean()
-
-    plan = cgx.Plan(CODEC, [("first/kernel", cgx.MaxMin(4, 64))], min_size=100)
-    _, state, losses = train(
-        optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss
-    )
-    assert losses[-1] < 0.5 * losses[0]
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state[0].own.residuals)]
-    assert shapes == [(4, 30, 40)]
-    _, metrics = run(cgx.make_train_step(loss, optax.adam(1e-2), mesh_of(4), plan), 30, params)
-    np.testing.assert_allclose(metrics[-1].loss, losses[-1], rtol=1e-3)
 
 
 def test_nnx_optimizer():
@@ -97,16 +69,3 @@ def test_nnx_optimizer():
     np.testing.assert_allclose(found["jax"], found["nnx"], rtol=1e-6)
     with raises(TypeError, says("state_specs", "opt_state", got="a State", remedy="nnx.Optimizer")):
         cgx.state_specs(nnx.state(optimizer), "data")
-
-
-def test_lists_and_tuples():
-    params = [(normal((30, 40), scale=0.2), jnp.zeros(40)), {"out": normal((40, 1), 1, scale=0.2)}]
-    loss = lambda p, x: ((jnp.tanh(x @ p[0][0] + p[0][1]) @ p[1]["out"] - x.mean(-1, keepdims=True)) ** 2).mean()
-    got, expected = (
-        train(optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.sgd(0.2)), 30, params, loss_fn=loss)[
-            2
-        ]
-        for plan in (CODEC, cgx.Raw())
-    )
-    assert expected[-1] < 0.8 * expected[0]
-    np.testing.assert_allclose(got[-1], expected[-1], rtol=0.05)

@@ -8,31 +8,11 @@ import numpy as np
 import optax
 import pytest
 from errors import says
-from exchanging import GRADS, RANKS, compress, pmean, run
+from exchanging import GRADS, compress, pmean, run
 from helpers import assert_same_trees
 from training import CODEC, PARAMS, loss_fn, mesh_of, train
 
 import jaxcgx as cgx
-
-
-def test_momentum_is_corrected():
-    """Every rank sends u = m u + g."""
-    found = run(cgx.Momentum(CODEC, 0.5), 3)
-    moved, residuals = jax.tree.map(jnp.zeros_like, GRADS), None
-    for mean, state in found:
-        moved = jax.tree.map(lambda u, g: 0.5 * u + g, moved, GRADS)
-        expected, residuals = pmean(CODEC, moved, residuals)
-        assert_same_trees((mean, state.own.residuals, state.own.momentum), (expected, residuals, moved))
-
-
-def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
-    found = run(cgx.Momentum(cgx.Raw()), 5)
-    trace, mean = optax.trace(0.9), jax.tree.map(lambda g: g.mean(0), GRADS)
-    state = trace.init(mean)
-    for got, _ in found:
-        expected, state = trace.update(mean, state)
-        for name in got:
-            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -48,21 +28,6 @@ def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nester
         assert state[0].own.momentum[name] is None and state[0].shared.trace[name].shape == p.shape
 
 
-def test_momentum_of_what_is_compressed_and_of_what_is_not():
-    """This is Nesterov's momentum. Except for the error of 8 bits, it is the momentum of the mean.
-
-    Weight decay is not compressed.
-    """
-    plan, options = cgx.Plan(cgx.MaxMin(8, 64), min_size=100), dict(nesterov=True, weight_decay=0.1)
-    make = lambda plan: optax.chain(compress(cgx.Momentum(plan, **options)), optax.sgd(0.1))
-    params, state, _ = train(make(plan), 20)
-    expected, _, _ = train(make(cgx.Raw()), 20)
-    for name, p in params.items():
-        np.testing.assert_allclose(p, expected[name], atol=2e-3)
-    assert (params["w"] != expected["w"]).any() and state[0].shared.trace["w"].any()
-    assert state[0].own.momentum["b"] is None and state[0].own.momentum["w"].shape == (RANKS, 30, 40)
-
-
 def test_momentum_has_the_dtype_of_its_parameters():
     """Gradients may have another dtype."""
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
@@ -70,15 +35,6 @@ def test_momentum_has_the_dtype_of_its_parameters():
     ((mean, state),) = run(exchange, 1, grads, compress(exchange).init(PARAMS))
     assert_same_trees(state.own.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
     assert_same_trees(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
-
-
-@pytest.mark.parametrize(
-    "exchange", [cgx.Momentum(CODEC, nesterov=True), cgx.DGC(0.1, clip_norm=1.0), cgx.BSC(0.1, 100), cgx.MPQ(0.1, 100)]
-)
-def test_no_shape_or_dtype_is_promoted(exchange):
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        ((mean, _),) = run(exchange)
-    assert jax.tree.map(jnp.shape, mean) == jax.tree.map(jnp.shape, PARAMS)
 
 
 FIRST_MOMENTS = {

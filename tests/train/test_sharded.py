@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from helpers import assert_same_trees, assert_trees, normal, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -164,23 +164,6 @@ def test_as_replicated(form):
     assert_same_trees(train.step(saved, *given[2:])[0].params, train.step(state, *given[2:])[0].params)
 
 
-def test_codecs_in_both_directions():
-    """Every rank computes with the decoded weights. Each step has different noise."""
-    found = []
-    for form in FORMS:
-        train = make({0: NOISE, 2: CODEC}, optax.adam(3e-2), gather=NOISE, **{form: specs_of(LAYER)})
-        state, first = run(train, steps=1)
-        assert sent(program(train)) == {("all-gather", "u8"), ("all-to-all", "u8"), ("all-reduce", "f32")}
-        for _ in range(60):
-            state, metrics = train.step(state, X)
-        assert metrics.loss < 0.8 * first.loss
-        found.append(float(first.loss))
-    assert found[0] != found[1] == pytest.approx(float(loss_fn(LAYER, X)), rel=1e-5)
-    state, _ = run(make(CODEC, optax.adam(3e-2), optimizer=specs_of(LAYER)), steps=2)
-    for shard in state.params["up"].addressable_shards[1:]:
-        np.testing.assert_array_equal(shard.data, state.params["up"].addressable_shards[0].data)
-
-
 def test_weights_are_gathered_again():
     """By default weights are gathered again for the backward pass, as in FSDP. XLA joins both gathers on CPUs."""
     found = {}
@@ -300,11 +283,7 @@ BAD_ARGUMENTS = {
     ],
     "Feedback": [((cgx.Feedback(LEADS), dict(params=SPECS)), ValueError, "plan", "leader=True", "slices")],
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_ARGUMENTS))
-def test_bad_arguments(row):
-    refused(*row, run=lambda given: run(make(given[0], **given[1])))
+test_bad_arguments = table(BAD_ARGUMENTS, lambda given: run(make(given[0], **given[1])))
 
 
 @pytest.mark.parametrize("form", FORMS)

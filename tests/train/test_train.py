@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, refused, rows, says, table
 from helpers import assert_same_trees, assert_trees, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,19 +39,6 @@ def test_as_by_hand(axis_type):
     assert [float(m.loss) for m in metrics] == losses
     assert metrics[0].aux is metrics[0].telemetry is state.pending is None
     assert state.exchange.own.residuals["w"].addressable_shards[0].data.shape == (1, 30, 40)
-
-
-def test_the_mean_of_loss_and_aux_is_not_compressed():
-    def loss_and_aux(params, x):
-        return x.sum(), {"rows": x, "number": 3, "mean": x.mean(0)}
-
-    specs = {"rows": None, "number": "first", "mean": None}
-    _, (metrics,) = run(make(cgx.MaxMin(2), loss_and_aux, has_aux=True, aux_specs=specs), 1)
-    parts = X.reshape(4, 6, 30)
-    np.testing.assert_allclose(metrics.loss, parts.sum((1, 2)).mean(), rtol=1e-5)
-    np.testing.assert_array_equal(metrics.aux["rows"], X)
-    np.testing.assert_allclose(metrics.aux["mean"], X.mean(0), rtol=1e-4, atol=1e-6)
-    assert metrics.aux["number"] == 3
 
 
 @pytest.mark.parametrize("plan", [cgx.Raw(), CODEC], ids=str)
@@ -119,19 +106,6 @@ def test_scalars_of_a_batch_are_replicated():
         assert metrics.aux[2] == key
 
 
-def test_random_keys_among_auxiliary_outputs_are_not_averaged():
-    """They are those of plain JAX."""
-
-    def loss(params, x, key):
-        return (params * x).sum(), {"key": key}
-
-    key = jax.random.key(5)
-    for accumulate in (1, 2):
-        train = make(cgx.Raw(), loss, 2, has_aux=True, accumulate=accumulate)
-        _, (metrics,) = run(train, 1, jnp.zeros(30), X[:8], key)
-        assert metrics.aux["key"] == key
-
-
 @pytest.mark.parametrize("chained", [False, True])
 def test_optimizers_that_take_no_value(chained):
     optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
@@ -155,25 +129,6 @@ def test_a_sharding_constraint_over_the_axis_of_the_ranks(with_mesh):
     words = says("make_train_step", "loss_fn", got="one", remedy="PartitionSpec mesh")
     with raises(ValueError, words):
         run(make(CODEC, loss, 2), 1)
-
-
-def test_loops_that_start_from_zeros_and_losses_averaged_over_the_ranks():
-    """JAX's check_vma refuses such loops. Without it, averaged losses have the gradient of the mean."""
-
-    def loss(params, x):
-        state = jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros(3), x)[0]
-        return (state * params["b"]).sum()
-
-    def of_all(params, x):
-        return jax.vmap(loss, (None, 0))(params, x).mean()
-
-    params = {"w": jnp.full((2, 3), 0.1), "b": jnp.arange(3.0)}
-    x = jax.random.normal(jax.random.key(0), (4, 5, 2))
-    expected = jax.tree.map(lambda p, g: p - g, params, jax.grad(of_all)(params, x))
-    for function in of_all, lambda params, x: jax.lax.pmean(of_all(params, x), "data"):
-        state, (metrics,) = run(make(cgx.Raw(), function, 4, optax.sgd(1.0)), 1, params, x)
-        assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
-        np.testing.assert_allclose(metrics.loss, of_all(params, x), rtol=1e-6)
 
 
 WAYS = {
@@ -244,15 +199,6 @@ def test_one_compilation():
     assert len(traces) == train.step._cache_size() == 1 and len(calls) == 5 * 4 * 2
 
 
-def test_a_hierarchy():
-    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=TWO, devices=jax.devices()[:4])
-    plan, axes = {"node": cgx.MaxMin(8, 64), "local": cgx.Raw()}, ("node", "local")
-    state, metrics = run(cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan, sharding=cgx.Sharding(axes)), 20)
-    _, plain = run(make(cgx.Raw()), 20)
-    assert state.exchange.own.residuals["w"].sharding.spec == P(axes)
-    np.testing.assert_allclose(metrics[-1].loss, plain[-1].loss, rtol=1e-2)
-
-
 @NESTED
 def test_an_axis_for_the_partitioner():
     """Local shards are compressed. Nothing is gathered that is not gathered without compression."""
@@ -307,10 +253,7 @@ def test_all_shards_wait_for_a_nan():
 
 @NESTED
 def test_norms_are_those_of_all_shards():
-    """The norm is used where DGC clips.
-
-    The momentum of raw leaves and of weight decay is sharded like the parameters.
-    """
+    """Where DGC clips. The momentum of raw leaves and of weight decay is sharded like the parameters."""
     clip = dict(clip_norm=0.05, clip_global_norm=0.05)
     exchange = cgx.DGC(min_size=10**6, weight_decay=0.1, nesterov=True, **clip)
     make = lambda model: tensor_parallel(exchange, model, optax.sgd(0.5))
@@ -387,11 +330,7 @@ STATES = {
         ((OPTIMIZER.init(PARAMS), cgx.Priority()), TypeError, "state", "a tuple"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(STATES))
-def test_what_is_no_state_of_a_step(row):
-    refused(*row, run=lambda given: make(overlap=given[1]).step(given[0], X))
+test_what_is_no_state_of_a_step = table(STATES, lambda given: make(overlap=given[1]).step(given[0], X))
 
 
 WHAT_CANNOT_BE_TRAINED = {
@@ -414,8 +353,6 @@ WHAT_CANNOT_BE_TRAINED = {
         (({}, {**PARAMS, "act": jnp.tanh}), TypeError, "params ['act']", "<", "eqx.partition"),
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(WHAT_CANNOT_BE_TRAINED))
-def test_what_cannot_be_trained(row):
-    refused(*row, run=lambda given: run(make(**dict(exchange=cgx.Raw()) | given[0]), 1, given[1]))
+test_what_cannot_be_trained = table(
+    WHAT_CANNOT_BE_TRAINED, lambda given: run(make(**dict(exchange=cgx.Raw()) | given[0]), 1, given[1])
+)

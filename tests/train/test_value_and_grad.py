@@ -241,12 +241,6 @@ def by_hand(params, x, carry=None):
 
 
 @KINDS
-def test_the_bits_of_a_step_by_hand(kind):
-    _, grads = called("jit", mesh_of(kind), cgx.value_and_grad(loss_fn, "data", CODEC), PARAMS, X)
-    assert_same_trees(grads, by_hand(PARAMS, X)[0])
-
-
-@KINDS
 @pytest.mark.parametrize("how", ["jit", "arrays"])
 def test_feedback(kind, how):
     mesh = mesh_of(kind)

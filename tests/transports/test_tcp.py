@@ -106,10 +106,7 @@ def test_explain_counts_it(others):
 
 
 def test_means_that_cross_programs(others):
-    """A later program runs while an exchange that an earlier one began is still in flight.
-
-    The exchange can't be over, because the other ranks have not begun it.
-    """
+    """A later program runs during an exchange that can't be over, because the others haven't begun it."""
     for same, zeros, in_one_step, ended_twice in (each["events"] for each in others):
         assert same and zeros and in_one_step
         assert "INVALID_ARGUMENT" in ended_twice and "end a ticket once" in ended_twice

@@ -25,12 +25,7 @@ def results(form, local, folder):
 
 @pytest.mark.parametrize("form, local", [("streaming", 1), ("streaming", 2), ("eager", 1)])
 def test_an_exchange_crosses_steps(form, local, tmp_path, monkeypatch):
-    """The second center takes part only after the first one has continued.
-
-    If an exchange blocked, both would wait forever. A streaming state that was saved in mid-exchange continues as if
-    the exchange had not begun: the outer parameters and the state of the exchanges stay as they are, and centers keep
-    what they have learnt.
-    """
+    """The second center takes part after the first one has gone on. A state in mid-exchange continues as before it."""
     found = {}
     for result in results(form, local, tmp_path):
         assert result, "a rank failed, see above"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, refused, rows, says, table
 from helpers import assert_same_trees, load_script, normal
 from jax.sharding import AxisType
 from started import Processes, free_port
@@ -152,11 +152,6 @@ def mean(name):
     return (3 * OUTER[0][name] + OUTER[2][name]) / 4
 
 
-def test_mean():
-    for name, found in averaged("mean").items():
-        np.testing.assert_allclose(found, mean(name), rtol=1e-6)
-
-
 def test_radial_average():
     found = averaged("radial")
     for name in ("w", "b"):
@@ -277,10 +272,7 @@ def test_layouts_do_not_change_bits(kind):
 
 
 def test_a_center_comes_late_dies_and_comes_back():
-    """The outer gradient of a center that was not waited for is not lost.
-
-    The other centers continue. A new center gets their parameters.
-    """
+    """Its outer gradient is not lost, the others go on, and a new center gets their parameters."""
     given = decoupled(3, quorum=1, grace=1.0, plan=cgx.MaxMin(4, 8), average="radial")
 
     def rounds(joined, *members):
@@ -576,11 +568,9 @@ BAD_INPUT = {
         (dict(plan=cgx.Plan(cgx.Skip())), ValueError, "plan", "none"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_INPUT))
-def test_bad_input(row):
-    refused(*row, run=lambda given: cgx.wan.Decoupled(**dict(addresses=ports(2), place=0) | given).join(PARAMS))
+test_bad_input = table(
+    BAD_INPUT, lambda given: cgx.wan.Decoupled(**dict(addresses=ports(2), place=0) | given).join(PARAMS)
+)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["port in use", "address of another machine"])

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from errors import refused, rows
+from errors import table
 from helpers import normal
 from jax.sharding import PartitionSpec as P
-from training import PARAMS, X, loss_fn, mesh_of
+from training import PARAMS, mesh_of
 
 import jaxcgx as cgx
 from jaxcgx.train.state import ExchangeState
@@ -82,20 +81,6 @@ def test_a_coefficient_of_zero_counts_if_it_is_sent(values):
     assert values == cgx.Raw() or np.any(state.own.momentum["w"])
 
 
-def test_training():
-    """It trains with a fraction of the bytes, and its state is like that of any other transformation."""
-    demo = cgx.wan.Demo(k=16, values=cgx.MaxMin(8))
-    train = cgx.make_train_step(loss_fn, optax.sign_sgd(0.01), mesh_of(4), demo, donate=False)
-    state = train.init(PARAMS)
-    first = loss_fn(PARAMS, X)
-    report = cgx.explain(train.step, state, X, show=False)
-    for _ in range(15):
-        state, metrics = train.step(state, X)
-    assert metrics.loss < 0.8 * first and report.bytes < 4 * 1240 / 4
-    assert state.exchange.own.momentum["w"].sharding.spec == P("data")
-    assert cgx.reshard_state(state, 2).exchange.own.momentum["w"].shape == (2, 30, 40)
-
-
 BAD_ARGUMENTS = {
     "Demo": [
         (lambda: cgx.wan.Demo(decay=1.5), ValueError, "decay", "1.5"),
@@ -104,19 +89,4 @@ BAD_ARGUMENTS = {
         (lambda: cgx.wan.Demo(values=cgx.MaxMin(4, rounding="stochastic")), ValueError, "values", "MaxMin", "rounding"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_ARGUMENTS))
-def test_bad_arguments(row):
-    refused(*row)
-
-
-def test_all_coefficients_are_the_mean():
-    found = {}
-    for exchange in cgx.wan.Demo(k=64 * 64), cgx.Raw():
-        train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), exchange)
-        state = train.init(PARAMS)
-        for _ in range(2):
-            state, _ = train.step(state, X)
-        found[type(exchange)] = state.params["w"]
-    np.testing.assert_allclose(*found.values(), atol=1e-5)
+test_bad_arguments = table(BAD_ARGUMENTS)

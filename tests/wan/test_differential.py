@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import refused, rows
+from errors import table
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ranks import whole_numbers
@@ -256,8 +256,4 @@ BAD_INPUT = {
         (lambda: on_mesh((2, 2), ("data", "model"), params=SHARDS), ValueError, "exchange .pending['w']", "one with")
     ],
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_INPUT))
-def test_bad_input(row):
-    refused(*row)
+test_bad_input = table(BAD_INPUT)

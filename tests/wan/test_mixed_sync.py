@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import refused, rows
+from errors import table
 from ranks import mesh, whole_numbers
 
 import jaxcgx as cgx
@@ -90,8 +90,4 @@ BAD_INPUT = {
         (lambda: update(1, {"w": jnp.ones(99)}), ValueError, "axis", "one", "leave"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_INPUT))
-def test_bad_input(row):
-    refused(*row)
+test_bad_input = table(BAD_INPUT)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
+from errors import raises, says, table
 from ranks import mesh
 
 import jaxcgx as cgx
@@ -158,8 +158,4 @@ ERRORS = {
         (lambda: Simulated(rates=np.ones((3, 3))), ValueError, "rates", "an array"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(ERRORS))
-def test_errors(row):
-    refused(*row)
+test_errors = table(ERRORS)
