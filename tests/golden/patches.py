@@ -1,0 +1,138 @@
+"""Golden patches, and a decoder of patches: slow, simple, and without code of the package.
+
+`python tests/golden/patches.py` writes patch-v1.json. Run it only when the format of patches changes.
+"""
+
+import base64
+import json
+import pathlib
+import struct
+
+FILE = pathlib.Path(__file__).with_name("patch-v1.json")
+GOLDEN = 0x9E3779B97F4A7C15
+# dtype, shape, bytes of a word, share of the words that change, and of these, shares with steps of 1 and small ones
+LEAVES = [
+    ("bfloat16", [50, 60], 2, 0.02, 0.8, 0.1),
+    ("float32", [1000], 4, 0.3, 0.5, 0.4),
+    ("uint8", [3, 11000], 1, 0.004, 0.5, 0.4),
+    ("complex64", [70], 4, 0.1, 0.3, 0.3),
+    ("float64", [9], 8, 1, 0, 0),
+    ("float64", [40], 8, 0.2, 0.3, 0.5),
+    ("int16", [], 2, 1, 1, 0),
+    ("float16", [0], 2, 1, 1, 0),
+    ("int8", [128], 1, 0, 1, 0),
+    ("bfloat16", [600], 2, 1, 1, 0),
+]
+
+
+def mix(x):
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def trees():
+    """Returns the words of the old and of the new leaves."""
+    olds, news = [], []
+    for number, (dtype, shape, width, share, ones, small) in enumerate(LEAVES):
+        n = 2 if dtype == "complex64" else 1
+        for size in shape:
+            n *= size
+        random = lambda what, i: mix((number * 4 + what) << 32 | i)
+        old = [random(0, i) % 2 ** (8 * width) for i in range(n)]
+        new = list(old)
+        for i in range(n):
+            if random(1, i) >= share * 2**64:
+                continue
+            kind, step = random(2, i) / 2**64, random(3, i)
+            size = 1 if kind < ones else 2 + step // 2 % 90 if kind < ones + small else step // 2
+            new[i] = (old[i] + (size if step % 2 else -size)) % 2 ** (8 * width)
+        olds.append(old)
+        news.append(new)
+    return olds, news
+
+
+def digest(data):
+    total = 0
+    for group, at in enumerate(range(0, len(data), 4096)):
+        words = struct.unpack("<512Q", data[at : at + 4096].ljust(4096, b"\0"))
+        found = sum((x ^ x >> 32) * (mix((j + 1) * GOLDEN % 2**64) | 1) for j, x in enumerate(words))
+        total += mix((found + (group + 1) * GOLDEN) % 2**64)
+    return total % 2**64
+
+
+def to_bytes(words, width):
+    return b"".join(word.to_bytes(width, "little") for word in words)
+
+
+def checksum(leaves):
+    state = 0
+    for (dtype, shape, width, *_), words in zip(LEAVES, leaves, strict=True):
+        state = mix((state + digest(f"{dtype}{shape}".encode())) % 2**64)
+        state = mix((state + digest(to_bytes(words, width))) % 2**64)
+    return state
+
+
+def decode(data, olds):
+    """Returns the words of the new leaves."""
+    magic, found, version, leaves, length, before, after = struct.unpack_from("<8sQIIQQQ", data)
+    assert (magic, version, leaves, length) == (b"cgxpatch", 1, len(olds), len(data)) and found == digest(data[16:])
+    assert before == checksum(olds)
+    at, news = 48 + 16 * leaves, []
+    heads = iter(struct.iter_unpack("<3H", data[at : at + 6 * sum(-(-len(old) // 2**15) for old in olds)]))
+    at += 6 * sum(-(-len(old) // 2**15) for old in olds)
+
+    def row(count, width=1):
+        nonlocal at
+        size = -(-count * width // 8)
+        bits, at = int.from_bytes(data[at : at + size], "little"), at + size
+        return [bits >> width * i & 2**width - 1 for i in range(count)]
+
+    for leaf, old in enumerate(olds):
+        size, width = struct.unpack_from("<2Q", data, 48 + 16 * leaf)
+        assert size == len(old)
+        new, half = list(old), max(1, width // 2)
+        for first in range(0, size, 2**15):
+            n, (k, s, r) = min(2**15, size - first), next(heads)
+            if k == 65535:
+                new[first : first + n] = row(n, 8 * width)
+                continue
+            index = range(k)
+            if 0 < k < n:
+                b = (n // k).bit_length() - 1
+                high = (n >> b) + k
+                if -(-high // 8) + -(-k * b // 8) < -(-n // 8):
+                    ones = [i for i, bit in enumerate(row(high)) if bit]
+                    index = [(one - j << b) + low for j, (one, low) in enumerate(zip(ones, row(k, b), strict=True))]
+                else:
+                    index = [i for i, bit in enumerate(row(n)) if bit]
+            codes = row(k, 2)
+            small, raw = iter(row(s, 8 * half)), iter(row(r, 8 * width))
+            for i, code in zip(index, codes, strict=True):
+                rank = code if code < 2 else 2 + next(small) if code == 2 else 0
+                step = rank // 2 + 1 if rank % 2 else -(rank // 2 + 1)
+                new[first + i] = next(raw) if code == 3 else (old[first + i] + step) % 2 ** (8 * width)
+            assert next(small, None) is None and next(raw, None) is None
+        news.append(new)
+    assert data[at:] == bytes(8) and after == checksum(news)
+    return news
+
+
+def arrays(leaves):
+    """Returns words as arrays."""
+    import ml_dtypes  # noqa: F401  (gives NumPy bfloat16)
+    import numpy as np
+
+    return [
+        np.frombuffer(to_bytes(words, width), dtype).reshape(shape)
+        for (dtype, shape, width, *_), words in zip(LEAVES, leaves, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    import jaxcgx as cgx
+
+    olds, news = map(arrays, trees())
+    patches = cgx.patch.encode(olds, news), cgx.patch.encode(news, olds), cgx.patch.encode(olds, olds)
+    encoded = [base64.b64encode(patch.tobytes()).decode() for patch in patches]
+    FILE.write_text(json.dumps({"format": 1, **dict(zip(("there", "back", "unchanged"), encoded))}, indent=1) + "\n")

@@ -1,0 +1,114 @@
+"""Tests patches of words: golden vectors, random words of every width, blocks of every form, and altered bytes."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+from golden import patches
+
+import jaxcgx as cgx
+from jaxcgx.patch import words
+from jaxcgx.patch.words import BLOCK
+
+GOLDEN = json.loads(patches.FILE.read_text())
+ENGINES = {"NumPy": words}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, monkeypatch):
+    monkeypatch.setattr("jaxcgx.patch.trees.engine", ENGINES[request.param])
+    return ENGINES[request.param]
+
+
+@pytest.mark.parametrize("name", ["there", "back", "unchanged"])
+def test_golden(engine, name):
+    olds, news = patches.trees()
+    if name != "there":
+        olds, news = (news, olds) if name == "back" else (olds, olds)
+    data = base64.b64decode(GOLDEN[name])
+    assert patches.decode(data, olds) == news
+    before, after = patches.arrays(olds), patches.arrays(news)
+    assert cgx.patch.encode(before, after).tobytes() == data
+    for got, expected in zip(cgx.patch.apply(before, cgx.patch.Patch.frombytes(data)), after, strict=True):
+        assert got.dtype == expected.dtype and got.shape == expected.shape and got.tobytes() == expected.tobytes()
+
+
+def change(rng, old, share, kind):
+    """Returns words of which a share has changed: by steps of 1, by small steps, to any words, or by all of these."""
+    at = np.flatnonzero(rng.random(old.size) < share)
+    new, any_words = old.copy(), rng.integers(0, 256, (at.size, old.itemsize), np.uint8).view(old.dtype).ravel()
+    step = rng.integers(-1, 1, at.size) if kind == "ones" else rng.integers(-150, 150, at.size)
+    new[at] = any_words if kind == "any" else old[at] + (2 * step + 1).astype(old.dtype)
+    if kind == "mixed":
+        new[at] = np.where(rng.random(at.size) < 0.3, any_words, new[at])
+    return new
+
+
+@pytest.mark.parametrize("kind", ["ones", "small", "any", "mixed"])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_any_words(engine, width, kind):
+    rng = np.random.default_rng(width)
+    sizes = [0, 1, 2, 7, 300, BLOCK, 2 * BLOCK + 13]
+    for share in (0, 0.0003, 0.01, 0.2, 0.45, 0.9, 1):
+        olds = [rng.integers(0, 256, n * width, np.uint8).view(f"u{width}") for n in sizes]
+        news = [change(rng, old, share, kind) for old in olds]
+        body, before, after = engine.encode(olds, news)
+        assert body == words.encode(olds, news)[0]
+        assert before == [words.digest_of(x) for x in olds] and after == [words.digest_of(x) for x in news]
+        assert len(body) <= sum(x.nbytes for x in news) + 6 * sum(-(-n // BLOCK) for n in sizes) + 8
+        made = [np.empty_like(x) for x in olds]
+        assert engine.apply(body, olds, made) == (before, after)
+        for got, expected in zip(made, news):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_the_form_of_a_block_is_the_shortest(engine):
+    """Of 32,768 words of 2 bytes: nothing, a list, a row of bits, all of one step, the words themselves."""
+    old = np.zeros(BLOCK, np.uint16)
+    for every, value, size in [
+        (0, 1, 0),
+        (64, 1, 2 * 512 // 8 + 6 * 512 // 8 + 512 // 4),
+        (2, 1, BLOCK // 8 + BLOCK // 2 // 4),
+        (1, 1, BLOCK // 4),
+        (1, 3, BLOCK // 4 + BLOCK),
+        (1, 30_000, 2 * BLOCK),
+    ]:
+        new = old.copy()
+        if every:
+            new[::every] = value
+        assert len(engine.encode([old], [new])[0]) == 6 + size + 8
+
+
+@pytest.mark.parametrize("altered", ["any", "one bit"])
+def test_bytes_that_no_encoder_wrote(engine, altered):
+    """They are refused, or give some words: nothing else happens."""
+    rng, refused = np.random.default_rng(0), 0
+    olds = [rng.integers(0, 256, n * w, np.uint8).view(f"u{w}") for n, w in [(300, 2), (9, 1), (70, 4), (40, 8)]]
+    whole = engine.encode(olds, [change(rng, x, 0.2, "mixed") for x in olds])[0]
+    for _ in range(300):
+        data = bytearray(whole)
+        if altered == "any":
+            data[24:-8] = rng.bytes(len(data) - 32)
+        else:
+            data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        made = [np.empty_like(x) for x in olds]
+        try:
+            engine.apply(bytes(data), olds, made)
+        except ValueError as error:
+            assert "blocks as jaxcgx.patch.encode writes them" in str(error)
+            refused += 1
+    assert refused > 50
+
+
+def test_digests_tell_bytes_apart(engine):
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 9000, np.uint8)
+    found = {engine.digest_of(data), engine.digest_of(data[:-1]), engine.digest_of(data[::-1].copy())}
+    for at in rng.integers(0, data.size, 200):
+        other = data.copy()
+        other[at] ^= 1 << rng.integers(8)
+        found.add(engine.digest_of(other))
+    assert len(found) > 190
+    swapped = np.concatenate([data[4096:8192], data[:4096], data[8192:]])
+    assert engine.digest_of(swapped) not in found and engine.digest_of(data[:0]) == 0
