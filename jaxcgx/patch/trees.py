@@ -11,7 +11,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcgx.checks import check_type, spell_array, wrong
-from jaxcgx.patch import words as engine
+from jaxcgx.native import registration
+from jaxcgx.patch import words
 from jaxcgx.patch.words import MASK, Words, mix
 from jaxcgx.typing import KeyPath, PyTree
 
@@ -20,6 +21,9 @@ _MAGIC, _FORMAT = b"cgxpatch", 1
 _HEADER = struct.Struct("<8sQIIQQQ")
 _DIGESTED = 16  # where the bytes begin that the digest is of
 _LEAF = np.dtype([("words", "<u8"), ("bytes", "<u8")])
+
+# The native module has the functions of words.py, too.
+engine: Any = getattr(registration.MODULE, "patch", words)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -106,22 +110,26 @@ def encode(old: PyTree, new: PyTree) -> Patch:
     return Patch(header(_digest(data)) + data[_HEADER.size :], *sums)
 
 
-def apply(old: PyTree, patch: Patch) -> PyTree:
+def apply(old: PyTree, patch: Patch, *, donate: bool = False) -> PyTree:
     """Returns the tree that `patch` was made for, with the same bits.
 
-    Its leaves are like those of `old`: NumPy arrays, or JAX arrays with the same shardings. Raises ValueError if `old`
-    isn't the tree that the patch was made from.
+    Its leaves are like those of `old`: NumPy arrays, or JAX arrays with the same shardings.
+
+    Args:
+      old: the tree that the patch was made from. Another one is a ValueError.
+      patch: a patch.
+      donate: overwrite the NumPy arrays of `old` where that is possible, after a look whether it is the right tree.
     """
     check_type("patch.apply", "patch", patch, Patch, "what jaxcgx.patch.encode or jaxcgx.patch.Patch.frombytes returns")
     leaves = _leaves("patch.apply", "old", old)
     olds = [_words(x) for _, x in leaves]
     _check_table(patch.data, leaves, olds)
-    news = [np.empty_like(x) for x in olds]
+    if donate:
+        _check_old(patch, leaves, [engine.digest_of(x) for x in olds])
+    news = [x if donate and x.flags.writeable else np.empty_like(x) for x in olds]
     begin = _HEADER.size + len(olds) * _LEAF.itemsize
     old_digests, new_digests = engine.apply(patch.data[begin:], olds, news)
-    if (found := _checksum(leaves, old_digests)) != patch.old:
-        remedy = "apply all patches in the order in which they were made"
-        raise wrong("patch.apply", "old", f"a tree with the checksum {patch.old:016x}", f"{found:016x}", remedy)
+    _check_old(patch, leaves, old_digests)
     if (found := _checksum(leaves, new_digests)) != patch.new:
         raise wrong("patch.apply", "patch", f"one that leads to the checksum {patch.new:016x}", f"{found:016x}")
     return jax.tree_util.tree_unflatten(
@@ -129,13 +137,19 @@ def apply(old: PyTree, patch: Patch) -> PyTree:
     )
 
 
+def _check_old(patch: Patch, leaves: Sequence[tuple[KeyPath, Any]], digests: list[int]) -> None:
+    if (found := _checksum(leaves, digests)) != patch.old:
+        remedy = "apply all patches in the order in which they were made"
+        raise wrong("patch.apply", "old", f"a tree with the checksum {patch.old:016x}", f"{found:016x}", remedy)
+
+
 def _check_table(data: bytes, leaves: Sequence[tuple[KeyPath, Any]], olds: list[Words]) -> None:
     _, _, _, count, *_ = _HEADER.unpack_from(data)
     if count != len(olds):
         raise wrong("patch.apply", "old", f"the {count} leaves that the patch is for", len(olds))
     table = np.frombuffer(data, _LEAF, count, _HEADER.size)
-    for (path, x), words, (size, width) in zip(leaves, olds, table.tolist()):
-        if (words.size, words.itemsize) != (size, width):
+    for (path, x), own, (size, width) in zip(leaves, olds, table.tolist()):
+        if (own.size, own.itemsize) != (size, width):
             expected = f"{size} words of {width} bytes, as the patch has for this leaf"
             raise wrong("patch.apply", "old", expected, spell_array(x), path=path)
 
@@ -176,9 +190,9 @@ def _words(x: Any) -> Words:
     return flat.view(f"u{_width(flat.dtype)}")
 
 
-def _like(leaf: Any, words: Words) -> Any:
+def _like(leaf: Any, new: Words) -> Any:
     """Returns words as an array like a leaf."""
-    new = words.view(leaf.dtype).reshape(leaf.shape)
+    new = new.view(leaf.dtype).reshape(leaf.shape)
     if not isinstance(leaf, jax.Array):
         return new
     return jax.device_put(new, leaf.sharding) if leaf.committed else jnp.asarray(new)

@@ -60,7 +60,8 @@ def encode(olds: Sequence[Words], news: Sequence[Words]) -> tuple[bytes, list[in
 
 
 def apply(body: bytes, olds: Sequence[Words], news: Sequence[Words]) -> tuple[list[int], list[int]]:
-    """Writes the new words to `news`. Returns the digests of the old ones and of the new ones."""
+    """Writes the new words to `news`, which may be `olds`. Returns the digests of the old and of the new ones."""
+    old_digests = [digest_of(x) for x in olds]
     count = sum(-(-old.size // BLOCK) for old in olds)
     reader = _Reader(body)
     heads = iter(reader.numbers(np.dtype("<u2"), _HEAD * count).reshape(count, _HEAD).tolist())
@@ -69,7 +70,7 @@ def apply(body: bytes, olds: Sequence[Words], news: Sequence[Words]) -> tuple[li
         for at in range(0, old.size, BLOCK):
             _apply(reader, next(heads), new[at : at + BLOCK])
     reader.check(reader.at + len(_TAIL) == len(body))
-    return [digest_of(x) for x in olds], [digest_of(x) for x in news]
+    return old_digests, [digest_of(x) for x in news]
 
 
 class _Reader:

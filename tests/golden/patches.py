@@ -5,6 +5,7 @@
 
 import base64
 import json
+import math
 import pathlib
 import struct
 
@@ -35,20 +36,14 @@ def trees():
     """Returns the words of the old and of the new leaves."""
     olds, news = [], []
     for number, (dtype, shape, width, share, ones, small) in enumerate(LEAVES):
-        n = 2 if dtype == "complex64" else 1
-        for size in shape:
-            n *= size
         random = lambda what, i: mix((number * 4 + what) << 32 | i)
-        old = [random(0, i) % 2 ** (8 * width) for i in range(n)]
-        new = list(old)
-        for i in range(n):
-            if random(1, i) >= share * 2**64:
-                continue
+        olds.append([random(0, i) % 2 ** (8 * width) for i in range(math.prod(shape) * (1 + (dtype == "complex64")))])
+        news.append(list(olds[-1]))
+        for i, word in enumerate(olds[-1]):
             kind, step = random(2, i) / 2**64, random(3, i)
             size = 1 if kind < ones else 2 + step // 2 % 90 if kind < ones + small else step // 2
-            new[i] = (old[i] + (size if step % 2 else -size)) % 2 ** (8 * width)
-        olds.append(old)
-        news.append(new)
+            if random(1, i) < share * 2**64:
+                news[-1][i] = (word + (size if step % 2 else -size)) % 2 ** (8 * width)
     return olds, news
 
 
@@ -78,9 +73,8 @@ def decode(data, olds):
     magic, found, version, leaves, length, before, after = struct.unpack_from("<8sQIIQQQ", data)
     assert (magic, version, leaves, length) == (b"cgxpatch", 1, len(olds), len(data)) and found == digest(data[16:])
     assert before == checksum(olds)
-    at, news = 48 + 16 * leaves, []
-    heads = iter(struct.iter_unpack("<3H", data[at : at + 6 * sum(-(-len(old) // 2**15) for old in olds)]))
-    at += 6 * sum(-(-len(old) // 2**15) for old in olds)
+    table, at, news = 48 + 16 * leaves, 48 + 16 * leaves + 6 * sum(-(-len(old) // 2**15) for old in olds), []
+    heads = struct.iter_unpack("<3H", data[table:at])
 
     def row(count, width=1):
         nonlocal at

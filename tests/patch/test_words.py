@@ -57,58 +57,26 @@ def test_any_words(engine, width, kind):
         assert body == words.encode(olds, news)[0]
         assert before == [words.digest_of(x) for x in olds] and after == [words.digest_of(x) for x in news]
         assert len(body) <= sum(x.nbytes for x in news) + 6 * sum(-(-n // BLOCK) for n in sizes) + 8
-        made = [np.empty_like(x) for x in olds]
-        assert engine.apply(body, olds, made) == (before, after)
+        made = [x.copy() for x in olds]
+        assert engine.apply(body, made, made) == (before, after)  # in place
         for got, expected in zip(made, news):
             np.testing.assert_array_equal(got, expected)
 
 
-def test_the_form_of_a_block_is_the_shortest(engine):
-    """Of 32,768 words of 2 bytes: nothing, a list, a row of bits, all of one step, the words themselves."""
-    old = np.zeros(BLOCK, np.uint16)
-    for every, value, size in [
-        (0, 1, 0),
-        (64, 1, 2 * 512 // 8 + 6 * 512 // 8 + 512 // 4),
-        (2, 1, BLOCK // 8 + BLOCK // 2 // 4),
-        (1, 1, BLOCK // 4),
-        (1, 3, BLOCK // 4 + BLOCK),
-        (1, 30_000, 2 * BLOCK),
-    ]:
-        new = old.copy()
-        if every:
-            new[::every] = value
-        assert len(engine.encode([old], [new])[0]) == 6 + size + 8
-
-
-@pytest.mark.parametrize("altered", ["any", "one bit"])
-def test_bytes_that_no_encoder_wrote(engine, altered):
+def test_bytes_that_no_encoder_wrote(engine):
     """They are refused, or give some words: nothing else happens."""
     rng, refused = np.random.default_rng(0), 0
     olds = [rng.integers(0, 256, n * w, np.uint8).view(f"u{w}") for n, w in [(300, 2), (9, 1), (70, 4), (40, 8)]]
     whole = engine.encode(olds, [change(rng, x, 0.2, "mixed") for x in olds])[0]
-    for _ in range(300):
+    for number in range(400):
         data = bytearray(whole)
-        if altered == "any":
+        if number % 2:
             data[24:-8] = rng.bytes(len(data) - 32)
         else:
             data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-        made = [np.empty_like(x) for x in olds]
         try:
-            engine.apply(bytes(data), olds, made)
+            engine.apply(bytes(data), olds, [np.empty_like(x) for x in olds])
         except ValueError as error:
             assert "blocks as jaxcgx.patch.encode writes them" in str(error)
             refused += 1
-    assert refused > 50
-
-
-def test_digests_tell_bytes_apart(engine):
-    rng = np.random.default_rng(0)
-    data = rng.integers(0, 256, 9000, np.uint8)
-    found = {engine.digest_of(data), engine.digest_of(data[:-1]), engine.digest_of(data[::-1].copy())}
-    for at in rng.integers(0, data.size, 200):
-        other = data.copy()
-        other[at] ^= 1 << rng.integers(8)
-        found.add(engine.digest_of(other))
-    assert len(found) > 190
-    swapped = np.concatenate([data[4096:8192], data[:4096], data[8192:]])
-    assert engine.digest_of(swapped) not in found and engine.digest_of(data[:0]) == 0
+    assert refused > 200
