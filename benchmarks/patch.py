@@ -28,9 +28,10 @@ NOTES = f"""\
   {BETA2}. Lengths are means over the last {COUNTED} of {STEPS} steps.
 - changed: the share of the elements that a step changes. of these ±1: by one unit in the last place.
 - shorter: the bytes of all weights over those of the patch.
-- share: the time of a memcpy of all weights over that of the operation. Encode reads two trees, apply makes a new one,
-  and both compute the checksums of the old and of the new tree. The memcpy has a thread for each processor. It writes
-  to memory that was used before. It is measured again in every repetition, right before the operation.
+- share: the time of a memcpy of all weights over that of the operation. The memcpy has a thread for each processor. It
+  writes to memory that was used before. It is measured again in every repetition, right before the operation.
+- Encode reads two trees. Apply makes a new one, on fresh pages, which the system must clear. In place, it reads its
+  tree once more, before it changes anything. All compute the checksums of the old and of the new tree.
 """
 
 
@@ -67,11 +68,14 @@ def length(old, new):
 
 def speeds(old, new, memcpy):
     """Yields (operation, its row) for the patch from one tree to another."""
-    patch = cgx.patch.encode(old, new)
+    there, back, tree = cgx.patch.encode(old, new), cgx.patch.encode(new, old), old.copy()
     repeated = lambda function, *args: lambda: [function(*args) for _ in range(ITERATIONS)]
     operations = {
         "encode": repeated(cgx.patch.encode, old, new),
-        "apply": repeated(cgx.patch.apply, old, patch),
+        "apply": repeated(cgx.patch.apply, old, there),
+        "apply in place": lambda: [
+            cgx.patch.apply(tree, back if number % 2 else there, donate=True) for number in range(ITERATIONS)
+        ],
         "checksum": repeated(cgx.patch.checksum, old),
     }
     for name, operation in operations.items():

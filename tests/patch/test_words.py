@@ -8,11 +8,12 @@ import pytest
 from golden import patches
 
 import jaxcgx as cgx
+from jaxcgx.native import registration
 from jaxcgx.patch import words
 from jaxcgx.patch.words import BLOCK
 
 GOLDEN = json.loads(patches.FILE.read_text())
-ENGINES = {"NumPy": words}
+ENGINES = {"NumPy": words, "native": registration.module().patch}
 
 
 @pytest.fixture(params=ENGINES)
