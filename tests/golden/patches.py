@@ -9,6 +9,9 @@ import math
 import pathlib
 import struct
 
+import ml_dtypes  # noqa: F401  (gives NumPy bfloat16)
+import numpy as np
+
 FILE = pathlib.Path(__file__).with_name("patch-v1.json")
 GOLDEN = 0x9E3779B97F4A7C15
 # dtype, shape, bytes of a word, share of the words that change, and of these, shares with steps of 1 and small ones
@@ -33,17 +36,19 @@ def mix(x):
 
 
 def trees():
-    """Returns the words of the old and of the new leaves."""
+    """Returns the old and the new leaves."""
     olds, news = [], []
     for number, (dtype, shape, width, share, ones, small) in enumerate(LEAVES):
         random = lambda what, i: mix((number * 4 + what) << 32 | i)
-        olds.append([random(0, i) % 2 ** (8 * width) for i in range(math.prod(shape) * (1 + (dtype == "complex64")))])
-        news.append(list(olds[-1]))
-        for i, word in enumerate(olds[-1]):
+        old = [random(0, i) % 2 ** (8 * width) for i in range(math.prod(shape) * (1 + (dtype == "complex64")))]
+        new = list(old)
+        for i, word in enumerate(old):
             kind, step = random(2, i) / 2**64, random(3, i)
             size = 1 if kind < ones else 2 + step // 2 % 90 if kind < ones + small else step // 2
             if random(1, i) < share * 2**64:
-                news[-1][i] = (word + (size if step % 2 else -size)) % 2 ** (8 * width)
+                new[i] = (word + (size if step % 2 else -size)) % 2 ** (8 * width)
+        for words, leaves in ((old, olds), (new, news)):
+            leaves.append(np.array(words, f"u{width}").view(dtype).reshape(shape))
     return olds, news
 
 
@@ -56,77 +61,60 @@ def digest(data):
     return total % 2**64
 
 
-def to_bytes(words, width):
-    return b"".join(word.to_bytes(width, "little") for word in words)
-
-
 def checksum(leaves):
     state = 0
-    for (dtype, shape, width, *_), words in zip(LEAVES, leaves, strict=True):
-        state = mix((state + digest(f"{dtype}{shape}".encode())) % 2**64)
-        state = mix((state + digest(to_bytes(words, width))) % 2**64)
+    for x in leaves:
+        state = mix((state + digest(f"{x.dtype}{list(x.shape)}".encode())) % 2**64)
+        state = mix((state + digest(x.tobytes())) % 2**64)
     return state
 
 
 def decode(data, olds):
-    """Returns the words of the new leaves."""
-    magic, found, version, leaves, length, before, after = struct.unpack_from("<8sQIIQQQ", data)
+    """Returns the bytes of the new leaves."""
+    magic, found, version, leaves, length, before, _ = struct.unpack_from("<8sQIIQQQ", data)
     assert (magic, version, leaves, length) == (b"cgxpatch", 1, len(olds), len(data)) and found == digest(data[16:])
     assert before == checksum(olds)
-    table, at, news = 48 + 16 * leaves, 48 + 16 * leaves + 6 * sum(-(-len(old) // 2**15) for old in olds), []
-    heads = struct.iter_unpack("<3H", data[table:at])
+    table = list(struct.iter_unpack("<2Q", data[48 : 48 + 16 * leaves]))
+    at, news = 48 + 16 * leaves + 6 * sum(-(-size // 2**15) for size, _ in table), []
+    heads = struct.iter_unpack("<3H", data[48 + 16 * leaves : at])
 
-    def row(count, width=1):
+    def row(count, width):
         nonlocal at
         size = -(-count * width // 8)
         bits, at = int.from_bytes(data[at : at + size], "little"), at + size
         return [bits >> width * i & 2**width - 1 for i in range(count)]
 
-    for leaf, old in enumerate(olds):
-        size, width = struct.unpack_from("<2Q", data, 48 + 16 * leaf)
-        assert size == len(old)
-        new, half = list(old), max(1, width // 2)
+    ones = lambda count: [i for i, bit in enumerate(row(count, 1)) if bit]
+    for old, (size, width) in zip(olds, table, strict=True):
+        words = old.reshape(-1).view(f"u{width}").tolist()
         for first in range(0, size, 2**15):
             n, (k, s, r) = min(2**15, size - first), next(heads)
             if k == 65535:
-                new[first : first + n] = row(n, 8 * width)
+                words[first : first + n] = row(n, 8 * width)
                 continue
-            index = range(k)
-            if 0 < k < n:
-                b = (n // k).bit_length() - 1
-                high = (n >> b) + k
-                if -(-high // 8) + -(-k * b // 8) < -(-n // 8):
-                    ones = [i for i, bit in enumerate(row(high)) if bit]
-                    index = [(one - j << b) + low for j, (one, low) in enumerate(zip(ones, row(k, b), strict=True))]
-                else:
-                    index = [i for i, bit in enumerate(row(n)) if bit]
-            codes = row(k, 2)
-            small, raw = iter(row(s, 8 * half)), iter(row(r, 8 * width))
+            b = (n // k).bit_length() - 1 if k else 0
+            if k in (0, n):
+                index = range(k)
+            elif -(-((n >> b) + k) // 8) + -(-k * b // 8) < -(-n // 8):
+                high = ones((n >> b) + k)
+                index = [(one - j << b) + low for j, (one, low) in enumerate(zip(high, row(k, b), strict=True))]
+            else:
+                index = ones(n)
+            codes, small, raw = row(k, 2), iter(row(s, 8 * max(1, width // 2))), iter(row(r, 8 * width))
             for i, code in zip(index, codes, strict=True):
-                rank = code if code < 2 else 2 + next(small) if code == 2 else 0
+                rank = 2 + next(small) if code == 2 else code
                 step = rank // 2 + 1 if rank % 2 else -(rank // 2 + 1)
-                new[first + i] = next(raw) if code == 3 else (old[first + i] + step) % 2 ** (8 * width)
+                words[first + i] = next(raw) if code == 3 else (words[first + i] + step) % 2 ** (8 * width)
             assert next(small, None) is None and next(raw, None) is None
-        news.append(new)
-    assert data[at:] == bytes(8) and after == checksum(news)
+        news.append(np.array(words, f"u{width}").tobytes())
+    assert data[at:] == bytes(8)
     return news
-
-
-def arrays(leaves):
-    """Returns words as arrays."""
-    import ml_dtypes  # noqa: F401  (gives NumPy bfloat16)
-    import numpy as np
-
-    return [
-        np.frombuffer(to_bytes(words, width), dtype).reshape(shape)
-        for (dtype, shape, width, *_), words in zip(LEAVES, leaves, strict=True)
-    ]
 
 
 if __name__ == "__main__":
     import jaxcgx as cgx
 
-    olds, news = map(arrays, trees())
-    patches = cgx.patch.encode(olds, news), cgx.patch.encode(news, olds), cgx.patch.encode(olds, olds)
-    encoded = [base64.b64encode(patch.tobytes()).decode() for patch in patches]
-    FILE.write_text(json.dumps({"format": 1, **dict(zip(("there", "back", "unchanged"), encoded))}, indent=1) + "\n")
+    olds, news = trees()
+    patches = dict(there=cgx.patch.encode(olds, news), back=cgx.patch.encode(news, olds))
+    encoded = {name: base64.b64encode(patch.tobytes()).decode() for name, patch in patches.items()}
+    FILE.write_text(json.dumps({"format": 1} | encoded, indent=1) + "\n")
