@@ -160,8 +160,8 @@ def _apply(reader: _Reader, head: list[int], words: Words) -> None:
     reader.check(k <= words.size)
     index, code = _from_list(reader, words.size, k), reader.bits(k, 2)
     reader.check(smalls == np.count_nonzero(code == 2) and raws == np.count_nonzero(code == 3))
-    rank = code.astype(words.dtype)
-    rank[code == 2] += reader.numbers(_small(words), smalls).astype(words.dtype)
-    new = words[index] + (rank + 1 >> 1 ^ 0 - (rank + 1 & 1))
+    rank = code.astype(np.uint64)
+    rank[code == 2] += reader.numbers(_small(words), smalls)
+    new = words[index] + (rank + 1 >> 1 ^ 0 - (rank + 1 & 1)).astype(words.dtype)
     new[code == 3] = reader.numbers(words.dtype, raws)
     words[index] = new

@@ -130,12 +130,6 @@ struct Small {  // half a word, at least a byte
   using type = std::conditional_t<sizeof(T) == 8, uint32_t, std::conditional_t<sizeof(T) == 4, uint16_t, uint8_t>>;
 };
 
-// Selects without a branch, which nothing could predict.
-template <class T>
-T all_ones(bool condition) {
-  return static_cast<T>(0 - static_cast<T>(condition));
-}
-
 // Finds the words that change. Returns their number.
 template <class T>
 int64_t find_changes(const T* old, const T* now, int64_t n, Scratch* s) {
@@ -177,9 +171,9 @@ Head encode_block(const T* old, const T* now, int64_t n, std::vector<uint8_t>* o
   uint8_t* rows = put_indices(Indices(n, k), s, s.rows);
   uint8_t *small = s.small, *raw = s.raw;
   for (int64_t j = 0; j < k; ++j) {
-    const T word = now[s.index[j]], step = static_cast<T>(word - old[s.index[j]]);
-    const T sign = static_cast<T>(0 - (step >> (8 * sizeof(T) - 1)));
-    const uint64_t rank = static_cast<uint64_t>(static_cast<T>(step << 1 ^ sign)) - 1;
+    const T word = now[s.index[j]];
+    const int64_t step = static_cast<std::make_signed_t<T>>(word - old[s.index[j]]);
+    const uint64_t rank = (static_cast<uint64_t>(step) << 1 ^ static_cast<uint64_t>(step >> 63)) - 1;
     const bool is_raw = rank >= kRaw, is_small = rank >= 2 && !is_raw;
     s.codes[j] = static_cast<uint8_t>(std::min<uint64_t>(rank, 2) + is_raw);
     store(small, static_cast<S>(rank - 2));
@@ -249,12 +243,11 @@ bool apply_block(const Head& h, const uint8_t* in, int64_t n, T* words) {
   for (int64_t j = 0; j < h.changed; ++j) {  // it reads past the last small step and the last raw word, too
     T& word = words[index[j]];
     const int code = codes[j / 4] >> 2 * (j % 4) & 3;
-    const bool is_small = code == 2, is_raw = code == 3;
-    const T next = static_cast<T>(code + 1 + (load<S>(small) & all_ones<T>(is_small)));  // the rank plus 1
-    const T step = static_cast<T>(next >> 1 ^ (0 - (next & 1)));
-    word = static_cast<T>((word + step) & ~all_ones<T>(is_raw)) | static_cast<T>(load<T>(raw) & all_ones<T>(is_raw));
-    small += is_small * sizeof(S);
-    raw += is_raw * sizeof(T);
+    const uint64_t is_small = 0 - uint64_t{code == 2}, is_raw = 0 - uint64_t{code == 3};  // masks: no branches
+    const uint64_t next = code + 1 + (load<S>(small) & is_small), step = next >> 1 ^ (0 - (next & 1));
+    word = static_cast<T>(((word + step) & ~is_raw) | (load<T>(raw) & is_raw));
+    small += sizeof(S) & is_small;
+    raw += sizeof(T) & is_raw;
   }
   return true;
 }
