@@ -82,7 +82,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
 	bench-mpi \
-	bench-overlap bench-powersgd \
+	bench-overlap bench-patch bench-powersgd \
 	bench-prediction bench-priority bench-recipes bench-selection bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan bench-wan-few
 # Every target shares .venv.
@@ -312,6 +312,9 @@ bench-topology: $(INSTALLED) ## as root, measure what overlays gain if one of fo
 
 bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange training steps hide
 	@.venv/bin/python benchmarks/overlap.py
+
+bench-patch: $(INSTALLED) ## measure patches of weights: their lengths, and how fast they are made and applied
+	@.venv/bin/python benchmarks/patch.py
 
 bench-priority: $(INSTALLED) ## as root, compare steps with the longer of computation and communication (P3)
 	@.venv/bin/python benchmarks/priority.py

@@ -18,6 +18,7 @@ STOREYS = (
     ("collectives",),
     ("exchange",),
     ("mpi",),
+    ("patch",),
     ("plan",),
     ("codecs",),
     ("transports",),
@@ -97,11 +98,12 @@ def origin(module, name):
 
 def public():
     """Yields (module, name) for everything in __all__ of the packages that users import."""
-    for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.wan"):
+    for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.patch", "jaxcgx.wan"):
         for node in modules().get(package, ast.Module([], [])).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names = [name for name in ast.literal_eval(node.value) if (package, name) != ("jaxcgx", "wan")]
-                # Without the package, whose names are yielded separately.
+                names = ast.literal_eval(node.value)
+                # Without the packages, whose names are yielded separately.
+                names = [name for name in names if package != "jaxcgx" or name not in ("patch", "wan")]
                 yield from (origin(package, name) for name in names)
 
 

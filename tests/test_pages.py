@@ -267,6 +267,17 @@ def test_meshes():
     assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
 
 
+def test_patches():
+    """Between the first two lines, the page leaves a step to the reader."""
+    first, second = pages.programs("docs/patches")
+    names = pages.given()
+    trains = "params = jax.tree.map(lambda p: p * 1.002, params)"
+    published = jax.tree.map(lambda p: p.astype(jnp.bfloat16), names["params"])
+    exec(re.sub(r"^\.\.\. .*$", trains, first, flags=re.MULTILINE), names)
+    exec(second, names | dict(received=published))
+    assert names["patch"].nbytes < sum(p.nbytes for p in jax.tree.leaves(published)) / 3
+
+
 def test_planner(monkeypatch):
     monkeypatch.setattr(machine, "kernels", lambda codec, again=False: machine.Kernels(20e9, 10e9, 10e9, 20e9))
     names = walk("docs/planner", names_of())

@@ -1,13 +1,17 @@
 // The Python module: the handlers as capsules, information about this build, and the other functions of the engines.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "cpu/kernels.h"
+#include "cpu/patch.h"
 #include "handlers/cpu.h"
 #include "handlers/shm.h"
 #include "handlers/tcp.h"
@@ -37,6 +41,57 @@ T value_of(jaxcgx::Or<T> value) {
 
 std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+// Words of leaves: unsigned integers.
+using Words = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Digests = std::vector<uint64_t>;
+
+std::vector<jaxcgx::cpu::PatchLeaf> leaves_of(const std::vector<Words>& olds, const std::vector<Words>& news) {
+  std::vector<jaxcgx::cpu::PatchLeaf> leaves;
+  if (olds.size() != news.size()) throw nb::value_error("patch: expected as many old as new arrays");
+  for (size_t i = 0; i < olds.size(); ++i) {
+    const size_t width = olds[i].itemsize();
+    if (olds[i].size() != news[i].size() || width != news[i].itemsize() || (width & (width - 1)) != 0 || width > 8)
+      throw nb::value_error("patch: expected old and new words of the same number and of 1, 2, 4 or 8 bytes");
+    leaves.push_back({static_cast<int64_t>(olds[i].size()), static_cast<int64_t>(width), olds[i].data(),
+                      const_cast<void*>(news[i].data())});
+  }
+  return leaves;
+}
+
+// Calls f without the GIL, with a pool of threads that end with it.
+template <class F>
+auto on_threads(F f) {
+  nb::gil_scoped_release released;
+  std::vector<std::thread> threads;
+  const auto start = [&](std::function<void()> task) { threads.emplace_back(std::move(task)); };
+  const auto result = f(jaxcgx::cpu::Pool{std::max<int64_t>(1, std::thread::hardware_concurrency()), start});
+  for (std::thread& thread : threads) thread.join();
+  return result;
+}
+
+std::tuple<nb::bytes, Digests, Digests> encode_patch(const std::vector<Words>& olds, const std::vector<Words>& news) {
+  std::vector<uint8_t> body;
+  const auto leaves = leaves_of(olds, news);
+  auto digests = on_threads([&](const auto& pool) { return jaxcgx::cpu::encode_patch(leaves, pool, &body); });
+  return {nb::bytes(body.data(), body.size()), digests.old, digests.now};
+}
+
+std::tuple<Digests, Digests> apply_patch(nb::bytes body, const std::vector<Words>& olds,
+                                         const std::vector<Words>& news) {
+  const auto leaves = leaves_of(olds, news);
+  jaxcgx::cpu::PatchDigests digests;
+  const std::string_view data(body.c_str(), body.size());
+  if (!on_threads([&](const auto& pool) { return jaxcgx::cpu::apply_patch(leaves, pool, data, &digests); }))
+    throw nb::value_error(
+        "patch.apply: argument 'patch': expected blocks as jaxcgx.patch.encode writes them, got others");
+  return {digests.old, digests.now};
+}
+
+uint64_t digest_of(const Words& words) {
+  const auto bytes = static_cast<int64_t>(words.nbytes());
+  return on_threads([&](const auto& pool) { return jaxcgx::cpu::digest_of(words.data(), bytes, pool); });
 }
 
 }  // namespace
@@ -152,6 +207,12 @@ NB_MODULE(_native, m) {
         "Tells XLA's ordinals for the devices of this process, in the order of their numbers.", nb::arg("ordinals"));
   m.def("tcp_leave", jaxcgx::tcp::leave, "Ends this process's part in all exchanges over TCP.");
   m.def("tcp_interrupt", jaxcgx::tcp::interrupt, "The same, but only if exchanges are under way.");
+  nb::module_ patch = m.def_submodule("patch", "Patches of words, as jaxcgx/patch/words.py has them.");
+  patch.def("encode", encode_patch, "The heads and blocks of all leaves, the digests of the old ones and the new ones.",
+            nb::arg("olds"), nb::arg("news"));
+  patch.def("apply", apply_patch, "Writes the new words. Returns the digests of the old leaves and of the new ones.",
+            nb::arg("body"), nb::arg("olds"), nb::arg("news"));
+  patch.def("digest_of", digest_of, "The digest of the bytes of words.", nb::arg("words"));
   m.def(
       "select_kernels",
       [](const std::string& name) {

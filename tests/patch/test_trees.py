@@ -1,0 +1,135 @@
+"""Tests patches of trees: every dtype, arrays of JAX and NumPy, shardings, checksums, and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import xla_bridge
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pages import make_mesh
+
+from jaxcgx.patch import Patch, apply, checksum, encode
+
+DTYPES = ["bool", "int8", "uint16", "int32", "float8_e4m3fn", "bfloat16", "float16", "float32", "complex64"]
+
+
+def make(seed):
+    """Returns a tree of random bits, so with NaNs, of all dtypes, in JAX's and NumPy's arrays."""
+    rng, tree = np.random.default_rng(seed), {}
+    for dtype in DTYPES:
+        size = np.dtype(jnp.dtype(dtype)).itemsize
+        bits = rng.integers(0, 2 if dtype == "bool" else 256, (6, 50 * size), np.uint8)
+        tree[dtype] = bits.view(jnp.dtype(dtype))
+    jaxs = jax.tree.map(jnp.asarray, tree)
+    wide = {"float64": rng.normal(size=(3, 4)), "complex128": rng.normal(size=5) * 1j, "int64": np.int64(seed)}
+    return {"numpy": tree | wide, "jax": (jaxs, [jnp.float32(seed), jnp.zeros((0, 3)), None])}
+
+
+def assert_same_bits(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        assert isinstance(x, jax.Array) == isinstance(y, jax.Array)
+        assert x.dtype == y.dtype and x.shape == y.shape and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def test_all_bits_of_all_dtypes():
+    old, new = make(1), make(2)
+    patch = Patch.frombytes(encode(old, new).tobytes())
+    assert_same_bits(apply(old, patch), new)
+    assert (patch.old, patch.new) == (checksum(old), checksum(new))
+    size = sum(x.nbytes for x in jax.tree.leaves(new))
+    assert patch.nbytes == len(patch.tobytes()) <= size + 22 * len(jax.tree.leaves(new)) + 56
+    same = encode(new, new)
+    assert same.old == same.new and same.nbytes <= 22 * len(jax.tree.leaves(new)) + 56
+    assert_same_bits(apply(new, same), new)
+    assert apply({}, encode({}, {})) == {}
+
+
+def test_nan_payloads_and_zeros_are_bits():
+    old = np.array([0x7FC00001, 0x80000000, 0, 0xFFC00000], np.uint32).view(np.float32)
+    new = np.array([0x7FC00002, 0, 0x80000000, 0x7FC00000], np.uint32).view(np.float32)
+    assert_same_bits(apply(old, encode(old, new)), new)
+    assert checksum(np.float32(0.0)) != checksum(np.float32(-0.0))
+
+
+def test_donated_arrays_are_overwritten():
+    old, new = {"a": np.arange(300.0), "b": jnp.zeros(5)}, {"a": np.arange(300.0) ** 2, "b": jnp.ones(5)}
+    memory, patch = old["a"], encode(old, new)
+    with pytest.raises(ValueError, match="'old': expected a tree with the checksum"):
+        apply({"a": memory, "b": jnp.ones(5)}, patch, donate=True)
+    np.testing.assert_array_equal(memory, np.arange(300.0))
+    got = apply(old, patch, donate=True)
+    assert np.shares_memory(got["a"], memory)
+    assert_same_bits(got, new)
+
+
+def test_shardings_stay_and_do_not_count():
+    mesh = make_mesh()
+    whole = jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8)
+    old = jax.device_put(whole, NamedSharding(mesh, P("data")))
+    patch = encode(old, whole * 1.01)
+    assert (patch.old, patch.new) == (checksum(whole), checksum(np.asarray(whole * 1.01)))
+    got = apply(old, patch)
+    assert got.sharding == old.sharding and not apply(whole, patch).committed
+    assert_same_bits(apply(np.asarray(whole), patch), np.asarray(got))
+
+
+def test_checksums_tell_dtypes_and_shapes_apart():
+    x = np.arange(12, dtype=np.int32)
+    trees = [x, x.view(np.uint32), x.reshape(3, 4), [x[:6], x[6:]], [x, x[:0]], [x[:0], x], {}]
+    assert len({checksum(tree) for tree in trees}) == len(trees)
+    assert checksum({"a": x}) == checksum([jnp.asarray(x)]) == checksum(x)
+
+
+def test_other_trees_are_refused():
+    old, new = {"w": np.zeros((2, 3), np.float32)}, {"w": np.ones((2, 3), np.float32)}
+    patch = encode(old, new)
+    with pytest.raises(ValueError, match=r"'old': expected a tree with the checksum .* apply all patches in the order"):
+        apply(new, patch)
+    with pytest.raises(ValueError, match="'old': expected a tree with the checksum"):
+        apply({"w": old["w"].reshape(3, 2)}, patch)
+    with pytest.raises(ValueError, match="'old': expected the 1 leaves that the patch is for, got 2"):
+        apply([old, old], patch)
+    with pytest.raises(ValueError, match=r"leaf \['w'\]: expected 6 words of 4 bytes, .*, got float32\[2\]"):
+        apply({"w": np.zeros(2, np.float32)}, patch)
+    with pytest.raises(TypeError, match=r"'patch': expected what .*frombytes returns, got b'cgxpatch"):
+        apply(old, patch.tobytes())
+    with pytest.raises(ValueError, match=r"'new': expected the structure of 'old'"):
+        encode(old, {"v": new["w"]})
+    with pytest.raises(
+        ValueError, match=r"'new', leaf \['w'\]: expected float32\[2, 3\], as in 'old', got float32\[6\]"
+    ):
+        encode(old, {"w": new["w"].reshape(6)})
+
+
+def test_leaves_that_have_no_bits_are_refused():
+    key, x = jax.random.key(0), jnp.ones(3)
+    with pytest.raises(TypeError, match=r"'old': expected an array with values, .*; call it outside of jax.jit"):
+        jax.jit(lambda x: apply(x, encode(x, x)))(x)
+    for tree in ([3.0], ["a"], np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "f4,f4")):
+        with pytest.raises(TypeError, match="patch.checksum: argument 'tree'.*: expected"):
+            checksum(tree)
+    with pytest.raises(TypeError, match=r"pass jax.random.key_data of a key"):
+        encode({"key": key}, {"key": key})
+
+
+def test_altered_bytes_are_refused():
+    data = encode(np.zeros(50, np.float16), np.ones(50, np.float16)).tobytes()
+    assert repr(Patch.frombytes(memoryview(data))).endswith(f"{len(data)} bytes)")
+    for cut in (data[:10], data[:-1], data + b"\0"):
+        with pytest.raises(ValueError, match="argument 'data': expected .* bytes"):
+            Patch.frombytes(cut)
+    with pytest.raises(ValueError, match="expected a patch of format 1, got one of format 2; install"):
+        Patch.frombytes(data[:16] + b"\2" + data[17:])
+    with pytest.raises(ValueError, match="expected the bytes of a patch, got bytes that begin with b'xgxpatch'"):
+        Patch.frombytes(b"x" + data[1:])
+    for at in range(8, len(data)):
+        with pytest.raises(ValueError, match="argument 'data'"):
+            Patch.frombytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+
+
+def test_numpy_needs_no_devices(monkeypatch):
+    monkeypatch.setattr(xla_bridge, "backends", None)  # a call is an error
+    old, new = {"w": np.zeros(5)}, {"w": np.ones(5)}
+    assert_same_bits(apply(old, encode(old, new)), new)
