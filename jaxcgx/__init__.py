@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 import types
 
-from jaxcgx import wan
+from jaxcgx import patch, wan
 from jaxcgx.codecs import (
     AbsMax,
     ByteGrad,
@@ -117,6 +117,7 @@ __all__ = [
     "keep_pages",
     "local_value_and_grad",
     "make_train_step",
+    "patch",
     "reshard_state",
     "restore_state",
     "roundtrip",

@@ -14,6 +14,7 @@ STOREYS = (
     ("report",),
     ("lab",),
     ("wan",),
+    ("patch",),
     ("train",),
     ("collectives",),
     ("exchange",),
@@ -97,11 +98,13 @@ def origin(module, name):
 
 def public():
     """Yields (module, name) for everything in __all__ of the packages that users import."""
-    for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.wan"):
+    for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.patch", "jaxcgx.wan"):
         for node in modules().get(package, ast.Module([], [])).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names = [name for name in ast.literal_eval(node.value) if (package, name) != ("jaxcgx", "wan")]
-                # Without the package, whose names are yielded separately.
+                names = [
+                    name for name in ast.literal_eval(node.value) if package != "jaxcgx" or name not in ("patch", "wan")
+                ]
+                # Without the packages, whose names are yielded separately.
                 yield from (origin(package, name) for name in names)
 
 

@@ -47,7 +47,7 @@ def test_outputs_are_those_of_examples(monkeypatch):
 
 def test_the_api_page_has_every_public_name():
     listed = re.findall(r"^\.\. auto(?:function|class|data):: (\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    public = {*jaxcgx.__all__} - {"wan"}
+    public = {*jaxcgx.__all__} - {"patch", "wan"}
     assert {*listed} >= public, f"add `.. autoclass:: {' '.join(sorted(public - {*listed}))}` to docs/api.md"
     assert sorted(listed) == sorted(public), "docs/api.md has names that jaxcgx doesn't have, or has a name twice"
 
@@ -60,7 +60,7 @@ def test_the_page_of_gpus_says_of_every_codec_where_it_ran():
     assert sorted(named) == sorted(codecs - {"Codec", "Skip"})  # Skip sends nothing
 
 
-@pytest.fixture(params=["jaxcgx", "jaxcgx.wan", "jaxcgx.lab", "jaxcgx.mpi"])
+@pytest.fixture(params=["jaxcgx", "jaxcgx.wan", "jaxcgx.patch", "jaxcgx.lab", "jaxcgx.mpi"])
 def module(request):
     if request.param == "jaxcgx.mpi":
         pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
@@ -78,7 +78,7 @@ def test_times_of_mpi_are_documented():
     assert {"WAIT", "MEET"} <= lines(mpi.__doc__) and mpi.WAIT < mpi.MEET
 
 
-@pytest.mark.parametrize("module", ["jaxcgx", "jaxcgx.wan", "jaxcgx.lab"], indirect=True)
+@pytest.mark.parametrize("module", ["jaxcgx", "jaxcgx.wan", "jaxcgx.patch", "jaxcgx.lab"], indirect=True)
 def test_the_api_page_has_every_result(module):
     of_jaxcgx = {getattr(jaxcgx, name) for name in jaxcgx.__all__}
     assert {(kind.__module__, kind.__name__) for kind in results(module) - of_jaxcgx} <= {*RESULTS}
