@@ -22,8 +22,7 @@ from jaxcgx.patch.versions import CHECK, HEAD, File
 
 RANK = pathlib.Path(__file__).with_name("subscriber_rank.py")
 TREE = {"w": np.zeros((8, 6), jnp.bfloat16), "x": np.zeros(5, np.float32), "step": np.zeros((), np.int32)}
-EVENTS = ("publish", "latest", "restart", "join", "leave", "flip", "cut", "drop", "fail")
-OFTEN = np.array([8, 8, 1, 2, 1, 1, 1, 1, 0.5])
+EVENTS = {"publish": 8, "latest": 8, "restart": 1, "join": 2, "leave": 1, "hurt": 3, "fail": 1}  # and how often
 KINDS = ("numpy", "rows", "columns", "one", "default")  # where subscribers want their arrays
 
 
@@ -77,6 +76,7 @@ class Chain:
         self.path, self.rng = path, np.random.default_rng(seed)
         self.tree, self.history, self.subscribers = TREE, {}, []
         self.restart()
+        self.join()
 
     def restart(self):
         self.publisher = cgx.patch.Publisher(self.path, anchor_every=4, keep=4)
@@ -106,23 +106,16 @@ class Chain:
         if self.subscribers:
             check(self.rng.choice(self.subscribers), self.history)
 
-    def _hurt(self, hurt):
+    def hurt(self):
+        """Flips a bit of a file, cuts it off, or removes it."""
         if files := [file for file in sorted(self.path.glob("*")) if file.stat().st_size]:
-            file = self.rng.choice(files)
-            hurt(file, file.read_bytes(), self.rng)
-
-    def flip(self):
-        def hurt(file, data, rng):
-            at = rng.integers(len(data))
-            file.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.integers(8)]) + data[at + 1 :])
-
-        self._hurt(hurt)
-
-    def cut(self):
-        self._hurt(lambda file, data, rng: file.write_bytes(data[: rng.integers(len(data))]))
-
-    def drop(self):
-        self._hurt(lambda file, data, rng: file.unlink())
+            file, how = self.rng.choice(files), self.rng.integers(3)
+            data = file.read_bytes()
+            at = self.rng.integers(len(data))
+            flipped = bytes([data[at] ^ 1 << self.rng.integers(8)]) + data[at + 1 :]
+            file.write_bytes(data[:at] + (flipped if how else b""))
+            if how == 2:
+                file.unlink()
 
 
 @pytest.mark.filterwarnings("ignore:Subscriber.latest. this is version")
@@ -132,7 +125,7 @@ def test_random_chains(ten, tmp_path, monkeypatch):
     monkeypatch.setattr(published, "PIECE", 16)
     for seed in range(100 * ten, 100 * ten + 100):
         chain = Chain(tmp_path / str(seed), seed)
-        for event in chain.rng.choice(EVENTS, 16, p=OFTEN / OFTEN.sum()):
+        for event in chain.rng.choice(list(EVENTS), 14, p=np.array([*EVENTS.values()]) / sum(EVENTS.values())):
             getattr(chain, event)()
         chain.publish()
         while chain.publisher.version % 4:
