@@ -252,7 +252,8 @@ class Subscriber:
                 for number, x in group
             ]
 
-        new = self._readers.map(patched, _spans(pieces, ends))
+        groups = _spans(pieces, ends)
+        new = (self._readers.map if len(groups) > 1 else map)(patched, groups)
         return Snapshot(file.run, file.version, cuts, tuple(itertools.chain.from_iterable(new)))
 
     def _zeros(self, index: Index, version: int) -> tuple[Sequence[Piece], Sequence[tuple[int, Array]]]:
