@@ -219,27 +219,31 @@ class Subscriber:
             self._changed.notify_all()
 
     def _take(self, files: list[File]) -> None:
-        for file in files:
-            if self._closed.is_set():
-                raise ConnectionAbortedError("closed")
-            try:
-                state = self._next(file)
-            except Refused:
-                raise
-            except (ValueError, FileNotFoundError) as error:
-                self._failures[file] += 1
-                self._why = f"the {'anchor' if file.anchor else 'patch'} of version {file.version}: {error}"
-                return
+        """Makes the version to which these files lead, or the last one before there is trouble."""
+        snapshot = self._state
+        try:
+            for file in files:
+                if self._closed.is_set():
+                    raise ConnectionAbortedError("closed")
+                try:
+                    snapshot = self._next(snapshot, file)
+                except Refused:
+                    raise
+                except (ValueError, FileNotFoundError) as error:
+                    self._failures[file] += 1
+                    self._why = f"the {'anchor' if file.anchor else 'patch'} of version {file.version}: {error}"
+                    break
+        finally:
             with self._changed:
-                self._state, self._reason = state, ""
+                self._state, self._reason = snapshot, ""
                 self._changed.notify_all()
 
-    def _next(self, file: File) -> Snapshot:
-        """Returns the version that a file makes."""
+    def _next(self, snapshot: Snapshot, file: File) -> Snapshot:
+        """Returns the version that a file makes of the one before."""
         read = lambda start, stop: self._source.read(str(file), start, stop)
         index, begin = Index.read(read, f"version {file.version}")
         self._anchor_every = index.anchor_every
-        cuts, pieces = self._zeros(index, file.version) if file.anchor else (self._state.cuts, self._state.pieces)
+        cuts, pieces = self._zeros(index, file.version) if file.anchor else (snapshot.cuts, snapshot.pieces)
         if len(cuts) != len(index.sizes):
             raise ValueError("it has other pieces than its anchor")
         ends = list(itertools.accumulate(index.sizes, initial=begin))
