@@ -14,11 +14,11 @@ STOREYS = (
     ("report",),
     ("lab",),
     ("wan",),
-    ("patch",),
     ("train",),
     ("collectives",),
     ("exchange",),
     ("mpi",),
+    ("patch",),
     ("plan",),
     ("codecs",),
     ("transports",),
@@ -101,10 +101,9 @@ def public():
     for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.patch", "jaxcgx.wan"):
         for node in modules().get(package, ast.Module([], [])).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names = [
-                    name for name in ast.literal_eval(node.value) if package != "jaxcgx" or name not in ("patch", "wan")
-                ]
+                names = ast.literal_eval(node.value)
                 # Without the packages, whose names are yielded separately.
+                names = [name for name in names if package != "jaxcgx" or name not in ("patch", "wan")]
                 yield from (origin(package, name) for name in names)
 
 

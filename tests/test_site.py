@@ -60,7 +60,7 @@ def test_the_page_of_gpus_says_of_every_codec_where_it_ran():
     assert sorted(named) == sorted(codecs - {"Codec", "Skip"})  # Skip sends nothing
 
 
-@pytest.fixture(params=["jaxcgx", "jaxcgx.wan", "jaxcgx.patch", "jaxcgx.lab", "jaxcgx.mpi"])
+@pytest.fixture(params=["jaxcgx", "jaxcgx.patch", "jaxcgx.wan", "jaxcgx.lab", "jaxcgx.mpi"])
 def module(request):
     if request.param == "jaxcgx.mpi":
         pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")

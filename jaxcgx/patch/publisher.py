@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxcgx.checks import check_integer, spell_array, unexpected, wrong
 from jaxcgx.patch.carriers import Directory, Server, as_place
-from jaxcgx.patch.codec import encode
+from jaxcgx.patch.trees import encode
 from jaxcgx.patch.versions import Array, File, Index, cut
 from jaxcgx.transports.axes import as_pace
 from jaxcgx.typing import PyTree

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from jaxcgx.checks import check_integer, check_number, check_positive, spell_array, unexpected, warn, wrong
 from jaxcgx.patch.carriers import Directory, Remote, as_place
-from jaxcgx.patch.codec import Patch, apply
+from jaxcgx.patch.trees import Patch, apply
 from jaxcgx.patch.versions import Array, File, Index, Piece, Refused, cut, needed, shortest
 from jaxcgx.transports.axes import MOST_CONNECTIONS
 from jaxcgx.transports.sockets import Stranger, start_thread, unreached

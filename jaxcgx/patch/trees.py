@@ -1,4 +1,4 @@
-"""A stand-in for the codec of patches: the words of all leaves."""
+"""A stand-in for the patches of trees: the words of all leaves."""
 
 import dataclasses
 import struct
