@@ -309,6 +309,16 @@ def test_plans(tmp_path, monkeypatch, capsys):
     assert set(np.load("grads.npz")) == {"embed", "conv", "head/kernel"}
 
 
+def test_publishing():
+    port = free_port()
+    trainer, sampler = (program.replace("7500", str(port)) for program in pages.programs("docs/publishing"))
+    exec(trainer, names := names_of())
+    exec(sampler, found := names_of() | dict(generate=jax.tree.leaves))
+    jax.tree.map(np.testing.assert_array_equal, found["params"], names["state"].params)
+    found["subscriber"].close()
+    names["publisher"].close()
+
+
 def test_sparse():
     dgc, bsc = pages.programs("docs/sparse")
     names = names_of()

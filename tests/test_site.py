@@ -52,7 +52,7 @@ def test_every_public_name_is_documented(module):
     assert not missing, f"every public name, argument and member has a docstring or a line of one: {missing}"
 
 
-@pytest.mark.parametrize("module", ["jaxcgx", "jaxcgx.wan", "jaxcgx.lab"], indirect=True)
+@pytest.mark.parametrize("module", ["jaxcgx", "jaxcgx.wan", "jaxcgx.patch", "jaxcgx.lab"], indirect=True)
 def test_the_api_page_has_every_result(module):
     of_jaxcgx = {getattr(jaxcgx, name) for name in jaxcgx.__all__}
     assert {(kind.__module__, kind.__name__) for kind in results(module) - of_jaxcgx} <= {*RESULTS}

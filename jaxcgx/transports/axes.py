@@ -66,7 +66,7 @@ class Tcp(Mark):
         super().__post_init__()
         set_field(self, "timeout", check_number, lambda x: 0.001 <= x < 1e9, "a positive number of seconds")
         set_field(self, "connections", check_integer, 1, MOST_CONNECTIONS)
-        set_field(self, "pace", _as_pace)
+        set_field(self, "pace", as_pace)
 
     @property
     def links(self) -> Links:
@@ -75,7 +75,7 @@ class Tcp(Mark):
         return Links(self.connections, self.pace)
 
 
-def _as_pace(function: str, argument: str, value: Any) -> float | None:
+def as_pace(function: str, argument: str, value: Any) -> float | None:
     """Returns the checked pace in bytes per second, or None."""
     if isinstance(value, str):
         return parse_rate(f"{function}: argument '{argument}'", value) / 8

@@ -25,6 +25,7 @@ from jaxcgx.checks import (
 )
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.plan.leaves import spell_path
+from jaxcgx.transports.sockets import as_host
 from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.decoupled.inbox import OP, Contribution, Inbox
 from jaxcgx.wan.decoupled.moves import WEIGHTS, Moves, Packing, number_of, on_auto_axes, put_like
@@ -120,14 +121,7 @@ class Decoupled:
         if not typed or isinstance(self.addresses, str) or len(self.addresses) < 2:
             kind = ValueError if typed else TypeError
             raise wrong(OF, "addresses", expected, repr(self.addresses), kind=kind)
-        found = list[tuple[str, int]]()
-        for address in self.addresses:
-            if not isinstance(address, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise wrong(OF, "addresses", expected, repr(address), kind=TypeError)
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise wrong(OF, "addresses", expected, repr(address))
-            found.append((host.strip("[]"), int(port)))
+        found = [as_host(OF, "addresses", address, expected) for address in self.addresses]
         if len(set(found)) < len(found):
             raise wrong(OF, "addresses", "another address for each center", repr(list(self.addresses)))
         return found

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcgx.checks import unexpected, warn, wrong
-from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version, start_thread
+from jaxcgx.transports.sockets import start_thread
+from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version
 
 OP = "Decoupled.join"
 WEIGHT = struct.Struct("!d")
@@ -171,9 +172,7 @@ class Inbox:
         }
         events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
         try:
-            self.peers: Peers = Peers(
-                given.place, given.hosts, given.secret.encode(), terms=terms, sizes=sizes, events=events
-            )
+            self.peers: Peers = Peers(given.place, given.hosts, given.secret, terms=terms, sizes=sizes, events=events)
         except OSError as error:
             expected = f"an address of this machine, with a free port, at place {given.place}"
             remedy = "correct 'addresses' or 'place', or end the program that has the port"

@@ -19,6 +19,7 @@ from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.routes import Routes
+from jaxcgx.patch.subscriber import place, sharding_of
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.train.division import choose
@@ -230,13 +231,7 @@ class Moves:
 
 def put_like(like: PyTree, tree: PyTree) -> PyTree:
     """Returns a tree of NumPy arrays as JAX arrays with the shardings of those in the tree `like`."""
-
-    def placed(x: jax.Array, value: np.ndarray) -> jax.Array:
-        if not x.committed:
-            return jnp.asarray(value)
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda at: value[at])
-
-    return jax.tree_util.tree_map(placed, like, tree)
+    return jax.tree_util.tree_map(lambda x, value: place(value, sharding_of(x)), like, tree)
 
 
 def on_auto_axes(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:

@@ -9,10 +9,8 @@ threads.
 
 import contextlib
 import enum
-import hmac
 import json
 import queue
-import secrets
 import socket
 import struct
 import threading
@@ -20,17 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxcgx.transports.sockets import AGAIN, PIECE, SILENCE, Listener, Stranger, Wire, read, start_thread, unreached
+
 HEADER = struct.Struct("!4sB3xQQQQ")  # magic, kind, round, merged, digest, bytes of the body
 MAGIC = b"cgx\x02"  # the version of this protocol
-HELLO = struct.Struct("!4sI32s")  # magic, place, nonce
-PROOF = 32  # bytes of an HMAC-SHA256
 MOST = 64 << 20  # the most bytes of terms
-PIECE = 256 << 10  # the most bytes of one call of sendall
-SILENCE = 10.0  # seconds after which a silent center counts as gone
-AGAIN = 0.5  # seconds until a center is called again
 LOOK = 1.0  # the most seconds of a look at the addresses of missing centers
 WAITING = 16  # the most frames in the queue to a center
-STRANGERS = 16  # the most accepted connections in the handshake at a time
 
 
 class Version(NamedTuple):
@@ -84,10 +78,6 @@ class Events(NamedTuple):
     differs: Callable[[int, tuple[str, str, str, str]], None]  # after a center has shown other terms
 
 
-class Stranger(Exception):
-    """Raised if the other end of a connection is no center of this training. Its text says why."""
-
-
 class Peers:
     """The connections to other centers.
 
@@ -99,27 +89,24 @@ class Peers:
         self,
         place: int,
         addresses: list[tuple[str, int]],
-        secret: bytes,
+        secret: str,
         *,
         terms: Terms,
         sizes: dict[FrameKind, list[int]],
         events: Events,
     ) -> None:
-        self._place, self._addresses, self._secret, self._terms = place, addresses, secret, terms
+        self._place, self._addresses, self._terms = place, addresses, terms
+        self._wire = Wire(MAGIC, secret, "the program there is no center, or has another version of jaxcgx")
         self._sizes, self._events = sizes, events
         self._links: dict[int, _Link] = {}
         self._why: dict[int, str] = {}  # by place: why the last try to connect failed
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._strangers = threading.BoundedSemaphore(STRANGERS)
-        host, port = addresses[place]
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family)
-        self._listener.settimeout(AGAIN)
+        self._listener = Listener(addresses[place], lambda sock: self._meet(sock, None), self._serve)
 
     def start(self) -> None:
         """Starts the threads that listen for and call other centers."""
-        self._acceptor = start_thread(self._accept)
+        self._listener.start()
         for place in range(self._place):
             start_thread(self._call, place)
 
@@ -147,31 +134,11 @@ class Peers:
     def close(self) -> None:
         """Ends all connections after the queued frames have been sent."""
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()  # after this, the address is free again
+        self._listener.close()
         with self._lock:
             links = list(self._links.values())
         for link in links:
             link.finish()
-
-    def _accept(self) -> None:
-        with self._listener:
-            while not self._closed.is_set():
-                with contextlib.suppress(OSError):
-                    sock, _ = self._listener.accept()
-                    if self._strangers.acquire(timeout=SILENCE):
-                        start_thread(self._welcome, sock)
-                    else:
-                        sock.close()
-
-    def _welcome(self, sock: socket.socket) -> None:
-        try:
-            place = self._meet(sock, None)
-        finally:
-            self._strangers.release()
-        if place is not None:
-            self._serve(sock, place)
 
     def _call(self, place: int) -> None:
         while not self._closed.is_set():
@@ -180,17 +147,17 @@ class Peers:
                 if self._meet(sock, place) is not None:
                     self._serve(sock, place)
             except OSError as error:
-                self._why[place] = _unreached(error)
+                self._why[place] = unreached(error)
             self._closed.wait(AGAIN)
 
     def _look(self, place: int) -> None:
         """Finds out which center is at the address of a center that has not called."""
         try:
             with socket.create_connection(self._addresses[place], timeout=LOOK) as sock:
-                _, found = _greeting(sock)
+                _, found = self._wire.greeting(sock)
             self._why[place] = _other_place(found) if found != place else "there, but it has not called this center"
         except (OSError, Stranger) as error:
-            self._why[place] = _unreached(error)
+            self._why[place] = unreached(error)
 
     def _meet(self, sock: socket.socket, expected: int | None) -> int | None:
         """Returns the place of the center at the other end, or None if the handshake fails.
@@ -198,25 +165,22 @@ class Peers:
         `expected` is the place of the center that was called; None: the connection was accepted.
         """
         known = expected
-        try:
-            sock.settimeout(SILENCE)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            mine = HELLO.pack(MAGIC, self._place, secrets.token_bytes(32))
-            sock.sendall(mine)
-            theirs, place = _greeting(sock)
+
+        def check(place: int) -> None:
+            nonlocal known
             if not (place == expected if expected is not None else self._place < place < len(self._addresses)):
                 raise Stranger(_other_place(place))
             known = place
-            sock.sendall(self._prove(mine, theirs))
-            if not hmac.compare_digest(_read(sock, PROOF), self._prove(theirs, mine)):
-                raise Stranger("it has another secret")
+
+        try:
+            place = self._wire.meet(sock, self._place, check)
             if difference := self._terms.difference(self._tell(sock, first=expected is not None)):
                 self._events.differs(place, difference)
                 raise Stranger("it has other terms")
         except (OSError, Stranger, ValueError, TypeError, AttributeError) as error:
             sock.close()
             if known is not None:
-                self._why[known] = _unreached(error)
+                self._why[known] = unreached(error)
             return None
         return place
 
@@ -229,16 +193,13 @@ class Peers:
         mine = struct.pack("!I", len(text)) + text
         if first:
             sock.sendall(mine)
-        (size,) = struct.unpack("!I", _read(sock, 4))
+        (size,) = struct.unpack("!I", read(sock, 4))
         if size > MOST:
             raise Stranger("its terms are too long")
-        options, leaves = json.loads(_read(sock, size))
+        options, leaves = json.loads(read(sock, size))
         if not first:
             sock.sendall(mine)
         return Terms(options, leaves)
-
-    def _prove(self, first: bytes | bytearray, second: bytes | bytearray) -> bytes:
-        return hmac.digest(self._secret, first + second, "sha256")
 
     def _serve(self, sock: socket.socket, place: int) -> None:
         """Reads the frames of a center until it has gone."""
@@ -264,10 +225,10 @@ class Peers:
                 self._events.left(place)
 
     def _read_frame(self, sock: socket.socket) -> Frame:
-        magic, kind, *version, size = HEADER.unpack(_read(sock, HEADER.size))
+        magic, kind, *version, size = HEADER.unpack(read(sock, HEADER.size))
         if magic != MAGIC or kind not in self._sizes or size not in self._sizes[kind]:
             raise Stranger("it has sent something else than a frame")
-        return Frame(FrameKind(kind), Version(*version), _read(sock, size))
+        return Frame(FrameKind(kind), Version(*version), read(sock, size))
 
 
 class _Link:
@@ -312,36 +273,5 @@ class _Link:
             self._queue.put_nowait(None)
 
 
-def start_thread(run: Callable[..., None], *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=run, args=args, name=f"jaxcgx-{run.__name__}", daemon=True)
-    thread.start()
-    return thread
-
-
-def _greeting(sock: socket.socket) -> tuple[bytearray, int]:
-    """Reads the hello of the other end. Returns (the hello, the place in it)."""
-    hello = _read(sock, HELLO.size)
-    magic, place, _ = HELLO.unpack(hello)
-    if magic != MAGIC:
-        raise Stranger("the program there is no center, or has another version of jaxcgx")
-    return hello, place
-
-
 def _other_place(place: int) -> str:
     return f"the center there has place={place}"
-
-
-def _unreached(error: Exception) -> str:
-    """Returns the reason why a center isn't connected, from the error of a try."""
-    return str(error) if isinstance(error, Stranger) else f"not reached: {error}"
-
-
-def _read(sock: socket.socket, size: int) -> bytearray:
-    """Reads exactly `size` bytes. Raises an OSError if they don't come."""
-    found = bytearray(size)
-    view = memoryview(found)
-    while view:
-        if not (count := sock.recv_into(view)):
-            raise ConnectionResetError("the connection was closed")
-        view = view[count:]
-    return found

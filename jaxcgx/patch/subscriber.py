@@ -1,0 +1,295 @@
+"""Subscriber: follows the versions of a Publisher."""
+
+import collections
+import concurrent.futures
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+
+from jaxcgx.checks import check_integer, check_number, check_positive, spell_array, unexpected, warn, wrong
+from jaxcgx.patch.carriers import Directory, Remote, as_place
+from jaxcgx.patch.trees import Patch, apply
+from jaxcgx.patch.versions import Array, File, Index, Piece, Refused, cut, needed, shortest
+from jaxcgx.transports.axes import MOST_CONNECTIONS
+from jaxcgx.transports.sockets import Stranger, start_thread, unreached
+from jaxcgx.typing import PyTree
+
+OP = "Subscriber"
+LATEST = "Subscriber.latest"
+SPAN = 4 << 20  # bytes of pieces that are read together
+TRIES = 2  # of a file that is corrupted
+TICK = 0.05  # seconds between two looks of `latest` while it waits
+
+
+class Snapshot(NamedTuple):
+    """A version that is complete in host memory. Its arrays never change."""
+
+    run: str = ""  # of the publisher
+    version: int = 0  # 0: none yet
+    cuts: Sequence[Piece] = ()  # all pieces of the tree
+    pieces: tuple[tuple[int, Array], ...] = ()  # (number, elements) of the pieces that this process needs
+
+
+class Subscriber:
+    """Follows the versions of a `Publisher`, and fetches them in the background.
+
+        subscriber = cgx.patch.Subscriber("trainer.example:7500", like=params, secret=secret)
+        for prompts in batches:
+            params = subscriber.latest()
+            samples = generate(params, prompts)
+
+    It may start late, be away and come back: it takes the shortest way from its version, or from an anchor, to the
+    newest one. A version is complete before `latest` returns it, and has the publisher's bits. Host memory has the
+    weights twice while a patch is applied.
+
+    If the arrays of `like` are spread over several processes of jax.distributed, each has a Subscriber, and they call
+    `latest` together. They get the same version.
+
+    Args:
+      where: the publisher's "host:port" or directory.
+      like: a tree of arrays or of jax.ShapeDtypeStructs with the structure, shapes and dtypes of the published tree, in
+        any sharding. A process fetches the pieces that its devices need. Leaves of NumPy become arrays of NumPy.
+      secret: the publisher's secret.
+      connections: the number of parts of a version that are fetched at a time.
+      every: seconds between two looks for a new version. None: `latest` looks and fetches itself, without a thread.
+      timeout: the longest time that `latest` waits, in seconds.
+
+    Attributes:
+      version: the version that `latest` has returned; 0: none yet.
+    """
+
+    def __init__(
+        self,
+        where: Any,
+        like: PyTree,
+        *,
+        secret: str = "",
+        connections: int = 4,
+        every: float | None = 0.5,
+        timeout: float = 600.0,
+    ) -> None:
+        found, self._structure = jax.tree_util.tree_flatten_with_path(like)
+        for path, x in found:
+            if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+                expected = "arrays or jax.ShapeDtypeStructs"
+                raise wrong(OP, "like", expected, repr(x), path=path, kind=TypeError)
+        self._leaves = [[jax.tree_util.keystr(path), spell_array(x)] for path, x in found]
+        self._numpy = [isinstance(x, np.ndarray | np.generic) for _, x in found]
+        self._like = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if numpy else sharding_of(x))
+            for (_, x), numpy in zip(found, self._numpy)
+        ]
+        self._timeout = check_number(OP, "timeout", timeout, lambda x: x >= 0, "seconds, at least 0")
+        count = check_integer(OP, "connections", connections, 1, MOST_CONNECTIONS)
+        self._where, found = where, as_place(OP, where, secret)
+        self._source = Remote(found, secret) if isinstance(found, tuple) else Directory(found)
+        self._readers = concurrent.futures.ThreadPoolExecutor(count, "jaxcgx-read")
+        self._failures = collections.Counter[File]()
+        self._why = "a patch on the way is missing"  # why the newest version can't be made
+        self._newest: tuple[int, str] = (0, "")  # version and run
+        alone = all(x.sharding is None or x.sharding.is_fully_addressable for x in self._like)
+        self._agreed: tuple[int, str] | None = None if alone else self._newest  # what all processes make; None: newest
+        self._changed = threading.Condition()
+        self._state, self._anchor_every = Snapshot(), 1
+        self._reason, self._warned = "", ""  # why there is nothing newer
+        self._problem: Exception | None = None  # if waiting doesn't help
+        self.version: int = 0
+        self._run, self._tree = "", None
+        self._closed = threading.Event()
+        self._thread = start_thread(self._follow, check_positive(OP, "every", every)) if every is not None else None
+
+    def latest(self, version: int = 1) -> PyTree:
+        """Returns the newest version that is complete: the same arrays as before if there is no newer one.
+
+        It waits for the first version. After that it returns at once, also if the publisher is gone: then it warns.
+
+        Args:
+          version: the least version, for which it waits.
+        """
+        check_integer(LATEST, "version", version, 1)
+        end = time.monotonic() + self._timeout
+        while True:
+            if not self._thread:
+                self._look()
+            with self._changed:
+                state, reason, problem = self._state, self._reason, self._problem
+            late = time.monotonic() >= end
+            if self._agreed:
+                state, late, problem = self._agree(state, reason, late, problem)
+            if problem:
+                raise problem
+            if state.version >= version and (state.version, state.run) != (self.version, self._run):
+                self._tree, self.version, self._run = self._made(state), state.version, state.run
+            if self.version >= version:
+                break
+            if late:
+                got = f"{state.version or 'none'}: {reason}" if reason else state.version or "none"
+                raise TimeoutError(f"{LATEST}: expected version {version} within {self._timeout} s, got {got}")
+            with self._changed:
+                self._changed.wait(TICK)
+        if reason and reason != self._warned:
+            warn(f"{LATEST}: this is version {self.version}: {reason}")
+        self._warned = reason
+        return self._tree
+
+    def close(self) -> None:
+        """Ends the thread and all connections."""
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
+        self._readers.shutdown()
+        if isinstance(self._source, Remote):
+            self._source.close()
+
+    def __enter__(self) -> "Subscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _made(self, state: Snapshot) -> PyTree:
+        """Returns the tree of a version."""
+        flat = [np.empty(x.size, x.dtype) for x in self._like]  # pages without a needed piece take no memory
+        for number, elements in state.pieces:
+            leaf, start, stop = state.cuts[number]
+            flat[leaf][start:stop] = elements
+        whole = [values.reshape(x.shape) for values, x in zip(flat, self._like)]
+        for values, numpy in zip(whole, self._numpy):
+            values.flags.writeable = not numpy  # the next call may return it again
+        leaves = [x if numpy else place(x, like.sharding) for x, numpy, like in zip(whole, self._numpy, self._like)]
+        return self._structure.unflatten(leaves)
+
+    def _agree(
+        self, state: Snapshot, reason: str, late: bool, problem: Exception | None
+    ) -> tuple[Snapshot, bool, Exception | None]:
+        """Returns these values as all processes use them: with a version that all have, or without one."""
+        version, run = self._newest
+        there = (state.version, state.run) == self._agreed
+        row = [late, problem is not None, bool(reason), there, version, *divmod(int(run or "0", 16), 2**32)]
+        rows = np.asarray(multihost_utils.process_allgather(np.array(row, np.uint32)))
+        if rows[:, 1].any() and not problem:
+            problem = RuntimeError(f"{LATEST}: another process can't go on; its error says why")
+        if rows[:, 3].all() or rows[:, 2].any():
+            version, *halves = map(int, rows[0, 4:])
+            self._agreed = version, "".join(f"{half:08x}" for half in halves) if version else ""
+        return state if rows[:, 3].all() else Snapshot(), bool(rows[:, 0].any()), problem
+
+    # The thread
+
+    def _follow(self, every: float) -> None:
+        while not self._closed.is_set():
+            self._look()
+            self._closed.wait(min(TICK, every) if self._agreed else every)
+
+    def _look(self) -> None:
+        """Makes the newest version that can be made, and says why there is nothing newer."""
+        reason, problem = "", None
+        try:
+            while True:
+                found = File.of(self._source.names())
+                self._newest = max(((file.version, file.run) for file in found), default=(0, ""))
+                version, run = self._agreed or self._newest
+                usable = {x: size for x, size in found.items() if x.version <= version and self._failures[x] < TRIES}
+                way = shortest(usable, run, self._state.version if self._state.run == run else 0)
+                if not way:
+                    break
+                self._take(way)
+            if not found:
+                reason = f"there is no version at {self._where} yet"
+            elif (version, run) != (self._state.version, self._state.run):
+                after = (version // self._anchor_every + 1) * self._anchor_every
+                reason = f"version {version} can't be made: {self._why}; ask for version {after}, the next anchor"
+        except OSError as error:
+            reason = f"the publisher at {self._where} was {unreached(error)}"
+        except Stranger as error:
+            expected, remedy = f"a publisher with this secret at {self._where}", "pass its address and secret"
+            problem = unexpected(LATEST, expected, f"another program: {error}", remedy, kind=RuntimeError)
+        except Exception as error:  # another model, a newer format, or no memory
+            problem = error
+        with self._changed:
+            self._reason, self._problem = reason, problem
+            self._changed.notify_all()
+
+    def _take(self, files: list[File]) -> None:
+        """Makes the version to which these files lead, or the last one before there is trouble."""
+        snapshot = self._state
+        try:
+            for file in files:
+                if self._closed.is_set():
+                    raise ConnectionAbortedError("closed")
+                try:
+                    snapshot = self._next(snapshot, file)
+                except Refused:
+                    raise
+                except (ValueError, FileNotFoundError) as error:
+                    self._failures[file] += 1
+                    self._why = f"the {'anchor' if file.anchor else 'patch'} of version {file.version}: {error}"
+                    break
+        finally:
+            with self._changed:
+                self._state, self._reason = snapshot, ""
+                self._changed.notify_all()
+
+    def _next(self, snapshot: Snapshot, file: File) -> Snapshot:
+        """Returns the version that a file makes of the one before."""
+        read = lambda start, stop: self._source.read(str(file), start, stop)
+        index, begin = Index.read(read, f"version {file.version}")
+        self._anchor_every = index.anchor_every
+        cuts, pieces = self._zeros(index, file.version) if file.anchor else (snapshot.cuts, snapshot.pieces)
+        if len(cuts) != len(index.sizes):
+            raise ValueError("it has other pieces than its anchor")
+        ends = list(itertools.accumulate(index.sizes, initial=begin))
+
+        def patched(group: list[tuple[int, Array]]) -> list[tuple[int, Array]]:
+            first = ends[group[0][0]]
+            data = read(first, ends[group[-1][0] + 1])
+            return [
+                (number, np.asarray(apply(x, Patch.frombytes(data[ends[number] - first : ends[number + 1] - first]))))
+                for number, x in group
+            ]
+
+        groups = _spans(pieces, ends)
+        new = (self._readers.map if len(groups) > 1 else map)(patched, groups)
+        return Snapshot(file.run, file.version, cuts, tuple(itertools.chain.from_iterable(new)))
+
+    def _zeros(self, index: Index, version: int) -> tuple[Sequence[Piece], Sequence[tuple[int, Array]]]:
+        """Returns the pieces of a new anchor, before its patches."""
+        for (path, array), (own, got) in itertools.zip_longest(index.leaves, self._leaves, fillvalue=("", "no leaf")):
+            if (path, array) != (own, got):
+                leaf, expected = f"{LATEST}: argument 'like', leaf {own or path}", f"{array} of leaf {path}"
+                raise unexpected(leaf, f"{expected}, as version {version} has", got, "pass its model", kind=Refused)
+        marks = [needed(x.shape, x.sharding, index.elements) for x in self._like]
+        cuts = cut([x.size for x in self._like], index.elements)
+        wanted = np.flatnonzero(np.concatenate([np.zeros(0, bool), *marks])).tolist()
+        return cuts, [(n, np.zeros(cuts[n][2] - cuts[n][1], self._like[cuts[n][0]].dtype)) for n in wanted]
+
+
+def _spans(pieces: Sequence[tuple[int, Array]], ends: list[int]) -> list[list[tuple[int, Array]]]:
+    """Returns the pieces in groups that are adjacent in a file, of at most SPAN bytes or single."""
+    found = list[list[tuple[int, Array]]]()
+    for number, x in pieces:
+        if found and number == found[-1][-1][0] + 1 and ends[number + 1] - ends[found[-1][0][0]] <= SPAN:
+            found[-1].append((number, x))
+        else:
+            found.append([(number, x)])
+    return found
+
+
+def sharding_of(x: jax.Array | jax.ShapeDtypeStruct) -> Sharding | None:
+    """Returns the sharding that an array was given; None: JAX chose it."""
+    return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or x.committed else None
+
+
+def place(value: Array, sharding: Sharding | None) -> jax.Array:
+    """Returns an array of NumPy as one of JAX, of which each process needs only its part."""
+    if sharding is None:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda at: value[at])

@@ -1,0 +1,52 @@
+"""A process that test_subscriber.py starts: python subscriber_rank.py PORT RANK DIRECTORY."""
+
+import ctypes
+import signal
+import sys
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from jaxcgx.patch import publisher as published
+
+PUBLISHED, AWAY = 8, range(3, 6)  # the versions, and those at which one process reads nothing
+
+
+def away(*_):
+    raise OSError("away")
+
+
+def main():
+    port, rank, path = sys.argv[1:]
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
+    published.PIECE = 8
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    tree = {"w": np.zeros((8, 4), np.float32), "b": np.zeros(4, np.float32)}
+    shard = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    like = {"w": shard(tree["w"], P("data")), "b": shard(tree["b"], P())}
+    publisher = cgx.patch.Publisher(path, anchor_every=3) if rank == "0" else None
+    subscriber, seen = cgx.patch.Subscriber(path, like, every=None, timeout=60), []
+    read = subscriber._source.read
+    for number in range(1, PUBLISHED + 1):
+        if publisher:
+            publisher.publish(jax.tree.map(lambda x: x + np.float32(number), tree))
+        multihost_utils.sync_global_devices(str(number))
+        subscriber._source.read = away if rank == "1" and number in AWAY else read
+        found = subscriber.latest(number if number in (1, PUBLISHED) else 1)
+        for x in jax.tree.leaves(found):
+            assert all((shard.data == subscriber.version).all() for shard in x.addressable_shards)
+        seen.append(subscriber.version)
+    assert (multihost_utils.process_allgather(np.array(seen)) == seen).all(), seen
+    assert seen[0] == 1 and seen[-1] == PUBLISHED and seen == sorted(seen) and seen[AWAY[0]] == seen[AWAY[-1] - 1], seen
+    assert len(subscriber._state.pieces) == 3  # two of the four of w, and b
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Tests publishers at addresses: secrets, restarts, deaths, pace, parallel connections, and strangers."""
+
+import socket
+import time
+
+import numpy as np
+import pytest
+from errors import raises, says
+from started import Processes, free_port
+
+import jaxcgx as cgx
+from jaxcgx.patch import publisher as published
+from jaxcgx.patch import subscriber as subscribed
+from jaxcgx.patch.carriers import ASK, PUBLISHER, SIZE, SUBSCRIBER, UNKNOWN
+from jaxcgx.transports.sockets import HELLO, Wire, read
+
+LIKE = np.zeros(1000, np.float32)
+LIMIT = 60  # seconds, after which a test counts as hung
+PROGRAM = """
+import sys, numpy as np, jaxcgx as cgx
+publisher = cgx.patch.Publisher(sys.argv[1], secret="s", anchor_every=5)
+for line in sys.stdin:
+    print(publisher.publish(np.full(1000, int(line), np.float32)), flush=True)
+"""
+
+
+@pytest.fixture
+def address():
+    return f"127.0.0.1:{free_port()}"
+
+
+def subscribe(address, **options):
+    return cgx.patch.Subscriber(address, LIKE, **dict(every=0.01, timeout=LIMIT, secret="s") | options)
+
+
+def until(done):
+    end = time.monotonic() + LIMIT
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def publish(processes, number):
+    processes.running[0].stdin.write(f"{number}\n")
+    return int(processes.running[0].stdout.readline())
+
+
+@pytest.mark.filterwarnings("ignore:Subscriber.latest. this is version")
+def test_a_publisher_that_dies_and_comes_back(address):
+    """In a process of its own, which is killed. The versions of the next one begin again at 1."""
+    with subscribe(address, timeout=0) as early, raises(TimeoutError, says("Subscriber.latest", got="none")):
+        early.latest()
+    with subscribe(address) as subscriber:
+        with Processes(["-c", PROGRAM, address]) as first:
+            for number in range(1, 8):
+                assert publish(first, number) == number
+            assert subscriber.latest(7)[0] == 7
+        until(lambda: "not reached" in subscriber._reason)
+        assert subscriber.latest()[0] == 7
+        with Processes(["-c", PROGRAM, address]) as second:
+            assert publish(second, 50) == 1
+            until(lambda: subscriber.latest()[0] == 50)
+            assert publish(second, 60) == 2
+            until(lambda: subscriber.latest()[0] == 60)
+            assert subscriber.version == 2
+
+
+def test_parts_over_several_connections(address, monkeypatch):
+    monkeypatch.setattr(published, "PIECE", 50)
+    monkeypatch.setattr(subscribed, "SPAN", 400)
+    monkeypatch.setattr("jaxcgx.patch.versions.FIRST", 100)
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    with cgx.patch.Publisher(address, secret="s") as publisher, subscribe(address, connections=3) as subscriber:
+        for number in range(1, 4):
+            publisher.publish(x + np.float32(number))
+            np.testing.assert_array_equal(subscriber.latest(number), x + np.float32(number))
+        assert 1 < len(subscriber._source._idle) <= 4
+
+
+def test_pace(address):
+    """All subscribers share it."""
+    x = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32)
+    start = time.monotonic()
+    with cgx.patch.Publisher(address, pace="1600kbit") as publisher:
+        publisher.publish(x)
+        both = [cgx.patch.Subscriber(address, x, every=0.2, timeout=LIMIT) for _ in range(2)]
+        for each in both:
+            np.testing.assert_array_equal(each.latest(), x)
+        assert 0.3 < time.monotonic() - start < LIMIT  # 80,000 bytes with 200,000 bytes per second
+        for each in both:
+            each.close()
+
+
+def test_a_wrong_secret(address):
+    """It is an error until the publisher has the subscriber's secret. Nothing is sent before."""
+    words = says("Subscriber.latest", expected=f"a publisher with this secret at {address}", remedy="it has another")
+    with subscribe(address, secret="other") as subscriber:
+        with cgx.patch.Publisher(address, secret="s") as publisher:
+            publisher.publish(LIKE)
+            until(lambda: subscriber._problem)
+            for _ in range(2):
+                with raises(RuntimeError, words):
+                    subscriber.latest()
+        with cgx.patch.Publisher(address, secret="other") as publisher:
+            publisher.publish(LIKE)
+            until(lambda: not subscriber._problem)
+            assert subscriber.latest() is subscriber.latest(1)
+
+
+def test_strangers(address):
+    """A publisher turns away who sends back its own bytes, and lives on. A subscriber says what it met."""
+    host, port = address.split(":")
+    with cgx.patch.Publisher(address, secret="s") as publisher:
+        publisher.publish(LIKE)
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(hello := read(sock, HELLO.size))
+            with pytest.raises(ConnectionError):
+                sock.sendall(read(sock, 32))
+            assert hello.startswith(PUBLISHER)
+        for request, answer in ((b"x", SIZE.pack(-1)), (b"\xff", b"")):
+            with socket.create_connection((host, int(port))) as sock:
+                Wire(SUBSCRIBER, "s", UNKNOWN, PUBLISHER).meet(sock)
+                sock.sendall(ASK.pack(0, 9, 1) + request)
+                assert sock.recv(100) == answer
+    with socket.create_server((host, int(port))) as other:
+        other.settimeout(LIMIT)
+        with subscribe(address) as subscriber:
+            sock, _ = other.accept()
+            with sock:
+                sock.sendall(b"x" * HELLO.size)
+                with raises(RuntimeError, says("Subscriber.latest", expected="a publisher", remedy="is no publisher")):
+                    until(lambda: subscriber._problem) or subscriber.latest()
+
+
+def test_an_address_that_is_taken(address):
+    words = says(
+        "Publisher", "where", expected="an address of this machine", got=repr(address), remedy="end the program"
+    )
+    with cgx.patch.Publisher(address), raises(OSError, words):
+        cgx.patch.Publisher(address)
+    cgx.patch.Publisher(address).close()
