@@ -18,7 +18,7 @@ PAGES = {
     "Guides": "feedback sparse hierarchies fsdp overlap checkpoints meshes wan diloco failures security "
     "gpu gpu-ethernet",
     "Coming from": "features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
-    "Does it pay?": "when-not planner simulation lab speed results ../benchmarks/README",
+    "Does it pay?": "when-not planner costs simulation lab speed results ../benchmarks/README",
     "Inside": "api collectives error-bounds architecture wire-format references",
     "Extend": "extend-codec extend-transport ../CONTRIBUTING",
 }

@@ -37,12 +37,16 @@ def plan(options: argparse.Namespace) -> None:
     say = functools.partial(print, file=sys.stderr, flush=True)
     begun = time.strftime("%Y-%m-%d %H:%M")
     say("plan: starting JAX")
+    from jaxcgx.checks import wrong
     from jaxcgx.codecs.base import spell
     from jaxcgx.native.layout import DTYPES
     from jaxcgx.report import advise, machine, shapes, tune
     from jaxcgx.report.cluster import Cluster
 
-    tree = shapes.read(options.model)
+    if options.steps is None and options.price is not None:
+        raise wrong("plan", "price", "--steps beside it", options.price)
+    run = None if options.steps is None else advise.Run(options.steps, options.price)
+    tree = shapes.read(options.model or options.params, options.layers)
     codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
     gradients = None
     if options.gradients:  # without leaves that codecs don't take
@@ -65,7 +69,7 @@ def plan(options: argparse.Namespace) -> None:
         max_error=options.max_error,
         gradients=gradients,
     )
-    print(json.dumps(found.as_json(), indent=1) if options.json else found.spell(every=options.all))
+    print(json.dumps(found.as_json(run), indent=1) if options.json else found.spell(options.all, run))
     if options.out and found.plan:
         found.plan.save(options.out)
         say(f"\nsaved to {options.out}")
@@ -154,11 +158,15 @@ def _add_options_of_tune(added: argparse.ArgumentParser) -> None:
 
 
 def _add_options_of_plan(added: argparse.ArgumentParser) -> None:
-    added.add_argument(
+    of_model = added.add_mutually_exclusive_group(required=True)
+    of_model.add_argument(
         "model",
-        help="resnet50, gpt2, llama-1b, a number of parameters (25M), or a file: .npz of arrays, .json or .toml of "
-        "shapes by name",
+        nargs="?",
+        help="bert-base, bert-large, gpt2, gpt2-medium, llama-1b, resnet18, resnet50, transformer-xl, vgg16, vit-b16, "
+        "a number of parameters (25M), or a file: .npz of arrays, .json or .toml of shapes by name",
     )
+    of_model.add_argument("--params", help="a number of parameters (340M), in place of a model")
+    added.add_argument("--layers", type=int, help="the number of layers that they are divided into")
     added.add_argument(
         "--link",
         help="the rate of a host's link, 10gbit; with --up, the rate down; by default the slowest one that `python -m "
@@ -179,6 +187,8 @@ def _add_options_of_plan(added: argparse.ArgumentParser) -> None:
     added.add_argument("--codecs", nargs="+", help="candidates, as in 'MaxMin(4)' 'TopK(0.01)'")
     added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
     added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
+    added.add_argument("--steps", type=int, help="the steps of a run, to show how many hours it takes")
+    added.add_argument("--price", type=float, help="of an hour of all hosts together, to show what the run costs")
     added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
     added.add_argument("--all", action="store_true", help="show every way, not only the fastest five")
     added.add_argument("--json", action="store_true", help="print JSON")
@@ -235,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     try:
         return options.run(options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        said = re.sub("^(tune|plan|advise|Cluster|link|lab): ", "", str(error))
+        said = re.sub("^(tune|plan|advise|Cluster|Run|link|lab): ", "", str(error))
         bare = {"plan": "model", "tune": "gradients", "link": "host"}.get(options.command)  # typed without a name
         typed = lambda name: f"argument '--{name.replace('_', '-')}'" if hasattr(options, name) and name != bare else ""
         said = re.sub(r"^argument '(\w+)'", lambda found: typed(found[1]) or found[0], said)

@@ -64,7 +64,7 @@ def numbers():
     found["small one_shot"] = costs.sent("one_shot", half, [leaf], 8)
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
-    return found | derived() | predictions() | steps() | wide_area() | demonstration() | gpu()
+    return found | derived() | predictions() | steps() | wide_area() | demonstration() | costs_of_runs() | gpu()
 
 
 def ranks_for_two_shots(ratio):
@@ -189,6 +189,27 @@ def demonstration():
     return {f"demo {name}": row["reached_seconds"] for name, row in by("demo", "gradients").items()}
 
 
+PRICES = {100: 10.4, 1000: 10.4, 10_000: 24.5}  # of an hour, by Mbit/s: those of CGX's table, in dollars
+PLAIN, FOUR_BITS, HOOK = "psum, one array", "MaxMin(4), Tcp", "PyTorch, PowerSGD(4)"
+
+
+def measured_run(mbit, method):
+    """Returns the step in ms, the hours and the cost of 100,000 steps between 4 hosts, and the steps to the loss."""
+    row = by("training-speed", "network", "mbit", "method")["transformer, 4 hosts", mbit, method]
+    hours = row["ms"] * 100_000 / 3.6e6
+    return row["ms"], hours, hours * PRICES[mbit], row["steps"]
+
+
+def costs_of_runs():
+    """For docs/costs.md: from which price on a fast network without compression costs more than a slow one with it."""
+    _, fast, _, steps = measured_run(10_000, PLAIN)
+    found = {"steps to the loss, float32": steps}
+    for mbit in 100, 1000:
+        _, _, cost, found["steps to the loss, MaxMin"] = measured_run(mbit, FOUR_BITS)
+        found |= {f"fast price at {mbit}": cost / fast, f"PowerSGD cost at {mbit}": measured_run(mbit, HOOK)[2]}
+    return found
+
+
 def shares(gpu, part):
     return {row["name"]: row["share"] for row in result(f"gpu-nvidia-{gpu}/{part}")["rows"]}
 
@@ -292,6 +313,13 @@ def whole_trainings(cells, header):
     return [cells[1], *best]
 
 
+def costs_of_networks(cells, header):
+    number, unit = cells[0].split()
+    mbit = int(number) * {"Mbit/s": 1, "Gbit/s": 1000}[unit]
+    *run, _ = measured_run(mbit, PLAIN if cells[1] == "float32" else FOUR_BITS)
+    return [cells[1], PRICES[mbit], *run]
+
+
 def demonstrated(cells, header):
     row = by("demo", "gradients")[cells[0]]
     figures = row["step_bytes"] / 1e6, row["step_ms"], row["loss"], 100 * row["accuracy"], row["reached_seconds"]
@@ -344,6 +372,7 @@ def techniques(cells, header):
 
 TABLES = {  # by page and the first cells of the header
     "codecs": {"codec | bits per element": codecs},
+    "costs": {"network | gradients": costs_of_networks},
     "diloco": {"form | fewer bytes in a step": few_exchanges, "method | 2 hosts": between_exchanges},
     "feedback": {"gradients": accuracies, "bucket": errors_with_feedback, "codec | bits per element": updates_of_adam},
     "gpu": {"operation": shares_of_gpus},
