@@ -64,7 +64,8 @@ def numbers():
     found["small one_shot"] = costs.sent("one_shot", half, [leaf], 8)
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
-    return found | derived() | predictions() | steps() | wide_area() | demonstration() | costs_of_runs() | gpu()
+    found |= derived() | predictions() | steps() | wide_area() | demonstration() | costs_of_runs()
+    return found | without_feedback() | gpu()
 
 
 def ranks_for_two_shots(ratio):
@@ -183,6 +184,14 @@ def wide_area():
             row = trained[when, setup]
             found[f"{when} {setup}"] = row["ring_ms"] / row["topology_ms"]
     return found
+
+
+def without_feedback():
+    """The accuracies of 2 bits without feedback, seed by seed, and what they lose."""
+    runs = by("training", "data", "run")
+    plain, found = (runs["Fashion-MNIST", name]["accuracies"] for name in ("float32", "2 bits, no feedback"))
+    each = {f"2 bits, seed {seed}": accuracy for seed, accuracy in enumerate(found)}
+    return each | {f"2 bits, lost by seed {seed}": plain[seed] - found[seed] for seed in (1, 2)}
 
 
 def demonstration():

@@ -15,7 +15,7 @@ from golden import numpy_codec
 from helpers import assert_same_bytes, assert_same_trees, normal, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, place, train
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, loss_fn, mesh_of, on_mesh, place, train
 
 import jaxcgx as cgx
 
@@ -128,6 +128,7 @@ def test_a_quadratic_with_error_feedback():
 TWO_SHOT = [cgx.Plan.every(codec, schedule="two_shot") for codec in (CODEC, cgx.Sign(16), cgx.MaxMin(4, 16), cgx.Raw())]
 
 
+@pytest.mark.filterwarnings("ignore:.*diverges with Sign")
 @pytest.mark.parametrize(
     "plan", [*TWO_SHOT[:2], {0: TWO_SHOT[0], 500: TWO_SHOT[2], 700: TWO_SHOT[3]}], ids=["MaxMin", "Sign", "schedule"]
 )
@@ -352,7 +353,40 @@ def test_feedback_matters():
     start = float((curvature * centers.mean(0) ** 2).sum())
     assert train(cgx.Raw()) < 1e-2 * start
     codec = cgx.MaxMin(2, 64)
-    assert train(codec) < 0.02 * start < 0.1 * start < train(cgx.Feedback(codec, keep=False))
+    with pytest.warns(UserWarning, match="may lose too much"):
+        forgetful = cgx.Feedback(codec, keep=False)
+    assert train(codec) < 0.02 * start < 0.1 * start < train(forgetful)
+
+
+@pytest.mark.parametrize("codec", [cgx.MaxMin(2), cgx.MaxMin(1), cgx.AbsMax(2), cgx.TopK(0.01), cgx.Sign()], ids=repr)
+def test_few_bits_without_feedback_are_a_warning(codec):
+    with pytest.warns(
+        UserWarning, match=r"^Feedback: argument 'keep': .* may lose too much .* take jaxcgx.Eden"
+    ) as found:
+        cgx.Feedback({0: cgx.Raw(), 9: codec}, keep=False)
+    assert ("write keep=True" in str(found[0].message)) == (codec != cgx.Sign()), "that would be the other trap"
+    with pytest.warns(UserWarning, match="^value_and_grad: argument 'exchange': .* may lose too much"):
+        cgx.value_and_grad(loss_fn, "data", codec)
+
+
+def test_signs_with_feedback_are_a_warning():
+    """Whoever quantizes something else than gradients by a Feedback of their own, as 1-bit Adam, has none."""
+    words = r"argument 'exchange': training with feedback diverges with Sign\(.*\); write jaxcgx.Eden\(1\)"
+    for exchange in (
+        cgx.Sign(),
+        {0: cgx.Raw(), 9: cgx.Sign()},
+        cgx.Feedback(cgx.Plan(cgx.MaxMin(4), [("w", cgx.Sign())])),
+    ):
+        with pytest.warns(UserWarning, match=f"^make_train_step: {words}"):
+            cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(RANKS), exchange)
+        with pytest.warns(UserWarning, match=f"^compress_gradients: {words}"):
+            compress(exchange)
+
+
+@pytest.mark.parametrize("codec", [cgx.Eden(2), cgx.Eden(1), STOCHASTIC, cgx.MaxMin(3), cgx.Raw()], ids=repr)
+def test_others_are_no_trap(codec):
+    cgx.Feedback(codec, keep=False), cgx.value_and_grad(loss_fn, "data", codec)  # a warning would be an error
+    compress(codec)
 
 
 def test_axes_in_the_wrong_order_are_a_warning():
@@ -360,7 +394,9 @@ def test_axes_in_the_wrong_order_are_a_warning():
     mesh = jax.make_mesh((2, 2), ("dc", "local"), axis_types=types, devices=jax.devices()[:4])
 
     def step(axes, **options):
-        transformation = cgx.compress_gradients(axes, cgx.Feedback({"dc": CODEC, "local": cgx.Raw()}, **options))
+        transformation = cgx.compress_gradients(
+            axes, cgx.Feedback({"dc": cgx.MaxMin(4), "local": cgx.Raw()}, **options)
+        )
         run = lambda g: transformation.update(g, transformation.init(g))[0]
         jax.eval_shape(
             jax.shard_map(run, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=False), jnp.zeros((4, 64))
