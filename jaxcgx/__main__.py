@@ -1,15 +1,16 @@
-"""The command line: python -m jaxcgx COMMAND."""
+"""The command line: `jaxcgx COMMAND`, or `python -m jaxcgx COMMAND`. Commands import JAX, and help doesn't."""
 
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import pathlib
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def doctor(_: argparse.Namespace) -> int:
@@ -127,6 +128,30 @@ def report(options: argparse.Namespace) -> None:
     print("", *figures.save(options.out, files), sep="\n")
 
 
+_COMPLETION = """\
+_jaxcgx() {{
+    local known="{commands}"
+    if [ "$COMP_CWORD" -gt 1 ]; then
+        case "${{COMP_WORDS[1]}}" in
+{options}
+            *) known="" ;;
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$known" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _jaxcgx jaxcgx
+"""
+
+
+def completion(options: argparse.Namespace, parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Prints a script for a shell, which completes the commands and their options. Files are the shell's own."""
+    long = {name: re.findall("--[a-z][a-z-]*", parser.format_usage()) for name, parser in parsers.items()}
+    cases = "\n".join(f'            {name}) known="{" ".join(["--help", *found])}" ;;' for name, found in long.items())
+    if options.shell == "zsh":  # it has bash's completion
+        print("autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit")
+    print(_COMPLETION.format(commands=" ".join([*parsers, "--help", "--version"]), options=cases), end="")
+
+
 def _add_options_of_tune(added: argparse.ArgumentParser) -> None:
     added.add_argument(
         "gradients",
@@ -214,7 +239,10 @@ def _add_options_of_lab(added: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Runs a command and returns its exit status. The arguments are by default from sys.argv."""
-    parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
+    program = "jaxcgx" if pathlib.Path(sys.argv[0]).name == "jaxcgx" else "python -m jaxcgx"
+    parser = argparse.ArgumentParser(prog=program, description="Compressed gradient exchange for JAX.")
+    version = f"jaxcgx {importlib.metadata.version('jaxcgx')}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[..., int | None], description: str) -> argparse.ArgumentParser:
@@ -240,6 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     added.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", default="report", help="where page and plots are written (report)"
     )
+    added = command(
+        "completion",
+        functools.partial(completion, parsers=commands.choices),
+        'print a script that completes commands in a shell: eval "$(jaxcgx completion bash)"',
+    )
+    added.add_argument("shell", choices=("bash", "zsh"))
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -249,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         bare = {"plan": "model", "tune": "gradients", "link": "host"}.get(options.command)  # typed without a name
         typed = lambda name: f"argument '--{name.replace('_', '-')}'" if hasattr(options, name) and name != bare else ""
         said = re.sub(r"^argument '(\w+)'", lambda found: typed(found[1]) or found[0], said)
-        sys.exit(f"python -m jaxcgx {options.command}: {said}")
+        sys.exit(f"{program} {options.command}: {said}")
 
 
 if __name__ == "__main__":
