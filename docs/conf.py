@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The pages of docs/, in the order of the contents.
 PAGES = {
     "Start": "first-step two-centers recipes convert frameworks training codecs plans explain mpi gallery",
-    "Guides": "feedback sparse hierarchies fsdp overlap checkpoints meshes wan diloco failures security "
+    "Guides": "feedback bfloat16 sparse hierarchies fsdp overlap checkpoints meshes wan diloco failures security "
     "gpu gpu-ethernet",
     "Coming from": "features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
     "Does it pay?": "when-not planner costs simulation lab speed results ../benchmarks/README",

@@ -65,7 +65,7 @@ def numbers():
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
     found |= derived() | predictions() | steps() | wide_area() | demonstration() | costs_of_runs()
-    return found | without_feedback() | gpu()
+    return found | without_feedback() | bfloat16() | gpu()
 
 
 def ranks_for_two_shots(ratio):
@@ -192,6 +192,14 @@ def without_feedback():
     plain, found = (runs["Fashion-MNIST", name]["accuracies"] for name in ("float32", "2 bits, no feedback"))
     each = {f"2 bits, seed {seed}": accuracy for seed, accuracy in enumerate(found)}
     return each | {f"2 bits, lost by seed {seed}": plain[seed] - found[seed] for seed in (1, 2)}
+
+
+def bfloat16():
+    """What a ring keeps of a sum in bfloat16, and what psum sends between CPU processes."""
+    runs = by("training-speed", "network", "mbit", "method")
+    sent = {kind: runs["transformer, 2 hosts", 100, f"psum, {kind}"]["sent_bytes"] for kind in ("bfloat16", "float32")}
+    found = {f"psum {kind} MB": n / 1e6 for kind, n in sent.items()}
+    return found | {"ring length": by("bfloat16", "gradients", "ranks")["equal", 512]["ring length"]}
 
 
 def demonstration():
@@ -329,6 +337,11 @@ def costs_of_networks(cells, header):
     return [cells[1], PRICES[mbit], *run]
 
 
+def sums_in_bfloat16(cells, header):
+    row = by("bfloat16", "gradients", "ranks")[cells[0], int(cells[1])]
+    return [cells[1], *(1e6 * row[f"{name} error"] for name in ("ring", "tree", "Cast"))]
+
+
 def demonstrated(cells, header):
     row = by("demo", "gradients")[cells[0]]
     figures = row["step_bytes"] / 1e6, row["step_ms"], row["loss"], 100 * row["accuracy"], row["reached_seconds"]
@@ -380,6 +393,7 @@ def techniques(cells, header):
 
 
 TABLES = {  # by page and the first cells of the header
+    "bfloat16": {"gradients | ranks": sums_in_bfloat16},
     "codecs": {"codec | bits per element": codecs},
     "costs": {"network | gradients": costs_of_networks},
     "diloco": {"form | fewer bytes in a step": few_exchanges, "method | 2 hosts": between_exchanges},
