@@ -88,7 +88,7 @@ class Run:
             set_field(self, "price", check_positive)
 
     def of(self, row: Choice) -> dict[str, float]:
-        """Returns the hours and the cost with an exchange."""
+        """Returns the hours and the cost with the exchange of a `row`."""
         hours = self.steps * row.step / 3600
         return {"hours": hours} if self.price is None else {"hours": hours, "cost": hours * self.price}
 
@@ -160,7 +160,10 @@ class Advice:
         return "\n\n".join([self.verdict, *notes, ways, table(("constant", "value", "source"), self.constants)])
 
     def as_json(self, run: Run | None = None) -> dict[str, Any]:
-        """Returns what JSON can hold of the result. Codecs are spelled; a number that isn't finite is None."""
+        """Returns what JSON can hold of the result. Codecs are spelled; a number that isn't finite is None.
+
+        With a `run`, rows have its hours and cost.
+        """
         finite = lambda x: None if isinstance(x, float) and not math.isfinite(x) else x
         of_run = run.of if run else lambda _: dict[str, float]()
         row = lambda each: (
