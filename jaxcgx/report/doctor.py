@@ -67,8 +67,11 @@ class Report:
             f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}" for g in self.gpus
         )
         unseen = "JAX sees none; this machine has one: pip install 'jax[cuda13]'" if self.hidden else "JAX sees none"
-        made = native and f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}"
-        built = cuda and f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}"
+        made, built = "none", "none"
+        if native:
+            made = f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}"
+        if cuda:
+            built = f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}"
         return {
             "transports": [
                 (True, "mesh axes", "Gloo or MPI between CPU processes, NCCL between GPUs"),
@@ -78,9 +81,9 @@ class Report:
                 (mpi and native, "shared memory", "between those of a host"),
             ],
             "kernels": [
-                (native, "native module", made or "none"),
+                (native, "native module", made),
                 (native, "CPU kernels", native.get("kernels", "none")),
-                (cuda, "CUDA half", built or "none"),
+                (cuda, "CUDA half", built),
                 (self.reference, "JAXCGX_REFERENCE", self.reference or "not set"),
             ],
             "devices": [
