@@ -63,7 +63,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="the folder of the table")
     args = parser.parse_args()
-    report = Report("make bench-bfloat16", size=SIZE, rows=[])
+    report = Report("make bench-cast", size=SIZE, rows=[])
     report.show("", *header("gradients", "ranks", *(f"{name} {what}" for name in SUMS for what in ("error", "length"))))
     for numbers in NUMBERS:
         for ranks in RANKS:
