@@ -79,7 +79,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
 	house-check matrix matrix-short mutate wheels choose clean interpreter \
 	gallery \
-	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
+	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
 	bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
@@ -249,6 +249,9 @@ bench-accuracy: $(INSTALLED) ## train with every codec, with feedback and withou
 
 bench-adam: $(INSTALLED) ## measure Adam's updates from compressed gradients, leaf by leaf
 	@.venv/bin/python benchmarks/adam.py
+
+bench-cast: $(INSTALLED) ## simulate sums of bfloat16 gradients over up to 512 ranks
+	@.venv/bin/python benchmarks/bfloat16.py
 
 bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/results
 	@.venv/bin/python benchmarks/selection.py

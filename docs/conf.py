@@ -15,10 +15,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The pages of docs/, in the order of the contents.
 PAGES = {
     "Start": "first-step two-centers recipes convert frameworks training codecs plans explain mpi gallery",
-    "Guides": "feedback sparse hierarchies fsdp overlap checkpoints patches publishing meshes wan diloco failures security "
-    "gpu gpu-ethernet",
+    "Guides": "feedback bfloat16 sparse hierarchies fsdp overlap checkpoints patches publishing meshes wan diloco "
+    "failures security gpu gpu-ethernet",
     "Coming from": "features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
-    "Does it pay?": "when-not planner simulation lab speed results ../benchmarks/README",
+    "Does it pay?": "when-not planner costs simulation lab speed results ../benchmarks/README",
     "Inside": "api collectives error-bounds architecture wire-format references",
     "Extend": "extend-codec extend-transport ../CONTRIBUTING",
 }

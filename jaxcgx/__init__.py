@@ -3,62 +3,66 @@
 import importlib
 import importlib.metadata
 import types
+from typing import TYPE_CHECKING
 
-from jaxcgx import patch, wan
-from jaxcgx.codecs import (
-    AbsMax,
-    ByteGrad,
-    Cast,
-    Codec,
-    Eden,
-    Float8,
-    Lossless,
-    MaxMin,
-    Micro,
-    PowerSGD,
-    Raw,
-    Sampled,
-    Sign,
-    Skip,
-    TopK,
-    decode,
-    encode,
-    roundtrip,
-)
-from jaxcgx.collectives.compressed import (
-    compressed_all_gather,
-    compressed_all_to_all,
-    compressed_pmean,
-    compressed_ppermute,
-    compressed_psum,
-    compressed_psum_scatter,
-    init_carry,
-)
-from jaxcgx.collectives.gradients import local_value_and_grad
-from jaxcgx.collectives.replicas import check_replicas
-from jaxcgx.collectives.statistics import all_finite, gradient_statistics
-from jaxcgx.collectives.sync_in_backward import sync_in_backward
-from jaxcgx.exchange.message import Carry
-from jaxcgx.native.registration import EXPORT_CHECKS, keep_pages
-from jaxcgx.plan import Plan, Rule
-from jaxcgx.report.advise import advise
-from jaxcgx.report.cluster import Cluster
-from jaxcgx.report.explain import explain
-from jaxcgx.report.watch import watch
-from jaxcgx.train.check_loss import check_loss
-from jaxcgx.train.feedback import Feedback
-from jaxcgx.train.gradient import backward_order
-from jaxcgx.train.loop import make_train_step
-from jaxcgx.train.momentum import Momentum
-from jaxcgx.train.saved import gather_state, reshard_state, restore_state, state_specs
-from jaxcgx.train.sharded import shard_specs
-from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
-from jaxcgx.train.state import ExchangeState, Metrics, Priority, Sharding, TrainState
-from jaxcgx.train.transformation import compress_gradients
-from jaxcgx.train.value_and_grad import grad, value_and_grad
-from jaxcgx.train.variables import from_env
-from jaxcgx.transports.axes import Tcp
-from jaxcgx.transports.network import Network
+from jaxcgx.native import COMMAND
+
+if TYPE_CHECKING or not COMMAND:  # every command imports what it needs
+    from jaxcgx import patch, wan
+    from jaxcgx.codecs import (
+        AbsMax,
+        ByteGrad,
+        Cast,
+        Codec,
+        Eden,
+        Float8,
+        Lossless,
+        MaxMin,
+        Micro,
+        PowerSGD,
+        Raw,
+        Sampled,
+        Sign,
+        Skip,
+        TopK,
+        decode,
+        encode,
+        roundtrip,
+    )
+    from jaxcgx.collectives.compressed import (
+        compressed_all_gather,
+        compressed_all_to_all,
+        compressed_pmean,
+        compressed_ppermute,
+        compressed_psum,
+        compressed_psum_scatter,
+        init_carry,
+    )
+    from jaxcgx.collectives.gradients import local_value_and_grad
+    from jaxcgx.collectives.replicas import check_replicas
+    from jaxcgx.collectives.statistics import all_finite, gradient_statistics
+    from jaxcgx.collectives.sync_in_backward import sync_in_backward
+    from jaxcgx.exchange.message import Carry
+    from jaxcgx.native.registration import EXPORT_CHECKS, keep_pages
+    from jaxcgx.plan import Plan, Rule
+    from jaxcgx.report.advise import advise
+    from jaxcgx.report.cluster import Cluster
+    from jaxcgx.report.explain import explain
+    from jaxcgx.report.watch import watch
+    from jaxcgx.train.check_loss import check_loss
+    from jaxcgx.train.feedback import Feedback
+    from jaxcgx.train.gradient import backward_order
+    from jaxcgx.train.loop import make_train_step
+    from jaxcgx.train.momentum import Momentum
+    from jaxcgx.train.saved import gather_state, reshard_state, restore_state, state_specs
+    from jaxcgx.train.sharded import shard_specs
+    from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
+    from jaxcgx.train.state import ExchangeState, Metrics, Priority, Sharding, TrainState
+    from jaxcgx.train.transformation import compress_gradients
+    from jaxcgx.train.value_and_grad import grad, value_and_grad
+    from jaxcgx.train.variables import from_env
+    from jaxcgx.transports.axes import Tcp
+    from jaxcgx.transports.network import Network
 
 __all__ = [
     "BSC",

@@ -1,15 +1,16 @@
-"""The command line: python -m jaxcgx COMMAND."""
+"""The command line: `jaxcgx COMMAND`, or `python -m jaxcgx COMMAND`. Commands import JAX, and help doesn't."""
 
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import pathlib
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def doctor(_: argparse.Namespace) -> int:
@@ -37,12 +38,16 @@ def plan(options: argparse.Namespace) -> None:
     say = functools.partial(print, file=sys.stderr, flush=True)
     begun = time.strftime("%Y-%m-%d %H:%M")
     say("plan: starting JAX")
+    from jaxcgx.checks import wrong
     from jaxcgx.codecs.base import spell
     from jaxcgx.native.layout import DTYPES
     from jaxcgx.report import advise, machine, shapes, tune
     from jaxcgx.report.cluster import Cluster
 
-    tree = shapes.read(options.model)
+    if options.steps is None and options.price is not None:
+        raise wrong("plan", "price", "--steps beside it", options.price)
+    run = None if options.steps is None else advise.Run(options.steps, options.price)
+    tree = shapes.read(options.model or options.params, options.layers)
     codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
     gradients = None
     if options.gradients:  # without leaves that codecs don't take
@@ -65,7 +70,7 @@ def plan(options: argparse.Namespace) -> None:
         max_error=options.max_error,
         gradients=gradients,
     )
-    print(json.dumps(found.as_json(), indent=1) if options.json else found.spell(every=options.all))
+    print(json.dumps(found.as_json(run), indent=1) if options.json else found.spell(options.all, run))
     if options.out and found.plan:
         found.plan.save(options.out)
         say(f"\nsaved to {options.out}")
@@ -123,6 +128,30 @@ def report(options: argparse.Namespace) -> None:
     print("", *figures.save(options.out, files), sep="\n")
 
 
+_COMPLETION = """\
+_jaxcgx() {{
+    local known="{commands}"
+    if [ "$COMP_CWORD" -gt 1 ]; then
+        case "${{COMP_WORDS[1]}}" in
+{options}
+            *) known="" ;;
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$known" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _jaxcgx jaxcgx
+"""
+
+
+def completion(options: argparse.Namespace, parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Prints a script for a shell, which completes the commands and their options. Files are the shell's own."""
+    long = {name: re.findall("--[a-z][a-z-]*", parser.format_usage()) for name, parser in parsers.items()}
+    cases = "\n".join(f'            {name}) known="{" ".join(["--help", *found])}" ;;' for name, found in long.items())
+    if options.shell == "zsh":  # it has bash's completion
+        print("autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit")
+    print(_COMPLETION.format(commands=" ".join([*parsers, "--help", "--version"]), options=cases), end="")
+
+
 def _add_options_of_tune(added: argparse.ArgumentParser) -> None:
     added.add_argument(
         "gradients",
@@ -154,11 +183,15 @@ def _add_options_of_tune(added: argparse.ArgumentParser) -> None:
 
 
 def _add_options_of_plan(added: argparse.ArgumentParser) -> None:
-    added.add_argument(
+    of_model = added.add_mutually_exclusive_group(required=True)
+    of_model.add_argument(
         "model",
-        help="resnet50, gpt2, llama-1b, a number of parameters (25M), or a file: .npz of arrays, .json or .toml of "
-        "shapes by name",
+        nargs="?",
+        help="bert-base, bert-large, gpt2, gpt2-medium, llama-1b, resnet18, resnet50, transformer-xl, vgg16, vit-b16, "
+        "a number of parameters (25M), or a file: .npz of arrays, .json or .toml of shapes by name",
     )
+    of_model.add_argument("--params", help="a number of parameters (340M), in place of a model")
+    added.add_argument("--layers", type=int, help="the number of layers that they are divided into")
     added.add_argument(
         "--link",
         help="the rate of a host's link, 10gbit; with --up, the rate down; by default the slowest one that `python -m "
@@ -179,6 +212,8 @@ def _add_options_of_plan(added: argparse.ArgumentParser) -> None:
     added.add_argument("--codecs", nargs="+", help="candidates, as in 'MaxMin(4)' 'TopK(0.01)'")
     added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
     added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
+    added.add_argument("--steps", type=int, help="the steps of a run, to show how many hours it takes")
+    added.add_argument("--price", type=float, help="of an hour of all hosts together, to show what the run costs")
     added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
     added.add_argument("--all", action="store_true", help="show every way, not only the fastest five")
     added.add_argument("--json", action="store_true", help="print JSON")
@@ -204,7 +239,10 @@ def _add_options_of_lab(added: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Runs a command and returns its exit status. The arguments are by default from sys.argv."""
-    parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
+    program = "jaxcgx" if pathlib.Path(sys.argv[0]).name == "jaxcgx" else "python -m jaxcgx"
+    parser = argparse.ArgumentParser(prog=program, description="Compressed gradient exchange for JAX.")
+    version = f"jaxcgx {importlib.metadata.version('jaxcgx')}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[..., int | None], description: str) -> argparse.ArgumentParser:
@@ -230,16 +268,22 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     added.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", default="report", help="where page and plots are written (report)"
     )
+    added = command(
+        "completion",
+        functools.partial(completion, parsers=commands.choices),
+        'print a script that completes commands in a shell: eval "$(jaxcgx completion bash)"',
+    )
+    added.add_argument("shell", choices=("bash", "zsh"))
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return options.run(options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        said = re.sub("^(tune|plan|advise|Cluster|link|lab): ", "", str(error))
+        said = re.sub("^(tune|plan|advise|Cluster|Run|link|lab): ", "", str(error))
         bare = {"plan": "model", "tune": "gradients", "link": "host"}.get(options.command)  # typed without a name
         typed = lambda name: f"argument '--{name.replace('_', '-')}'" if hasattr(options, name) and name != bare else ""
         said = re.sub(r"^argument '(\w+)'", lambda found: typed(found[1]) or found[0], said)
-        sys.exit(f"python -m jaxcgx {options.command}: {said}")
+        sys.exit(f"{program} {options.command}: {said}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,18 @@ from typing import Any
 from jaxcgx.checks import unexpected
 
 # The heads of the columns that are aligned to the right.
-_NUMBERS = ("bytes", "uncompressed", "ratio", "error", "exchange ms", "exposed ms", "step ms", "speed-up")
+_NUMBERS = (
+    "bytes",
+    "uncompressed",
+    "ratio",
+    "error",
+    "exchange ms",
+    "exposed ms",
+    "step ms",
+    "speed-up",
+    "hours",
+    "cost",
+)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -64,7 +64,8 @@ def numbers():
     found["small one_shot"] = costs.sent("one_shot", half, [leaf], 8)
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
-    return found | derived() | predictions() | steps() | wide_area() | demonstration() | gpu()
+    found |= derived() | predictions() | steps() | wide_area() | demonstration() | costs_of_runs()
+    return found | without_feedback() | bfloat16() | gpu()
 
 
 def ranks_for_two_shots(ratio):
@@ -185,8 +186,45 @@ def wide_area():
     return found
 
 
+def without_feedback():
+    """The accuracies of 2 bits without feedback, seed by seed, and what they lose."""
+    runs = by("training", "data", "run")
+    plain, found = (runs["Fashion-MNIST", name]["accuracies"] for name in ("float32", "2 bits, no feedback"))
+    each = {f"2 bits, seed {seed}": accuracy for seed, accuracy in enumerate(found)}
+    return each | {f"2 bits, lost by seed {seed}": plain[seed] - found[seed] for seed in (1, 2)}
+
+
+def bfloat16():
+    """What a ring keeps of a sum in bfloat16, and what psum sends between CPU processes."""
+    runs = by("training-speed", "network", "mbit", "method")
+    sent = {kind: runs["transformer, 2 hosts", 100, f"psum, {kind}"]["sent_bytes"] for kind in ("bfloat16", "float32")}
+    found = {f"psum {kind} MB": n / 1e6 for kind, n in sent.items()}
+    return found | {"ring length": by("bfloat16", "gradients", "ranks")["equal", 512]["ring length"]}
+
+
 def demonstration():
     return {f"demo {name}": row["reached_seconds"] for name, row in by("demo", "gradients").items()}
+
+
+PRICES = {100: 10.4, 1000: 10.4, 10_000: 24.5}  # of an hour, by Mbit/s: those of CGX's table, in dollars
+PLAIN, FOUR_BITS, HOOK = "psum, one array", "MaxMin(4), Tcp", "PyTorch, PowerSGD(4)"
+
+
+def measured_run(mbit, method):
+    """Returns the step in ms, the hours and the cost of 100,000 steps between 4 hosts, and the steps to the loss."""
+    row = by("training-speed", "network", "mbit", "method")["transformer, 4 hosts", mbit, method]
+    hours = row["ms"] * 100_000 / 3.6e6
+    return row["ms"], hours, hours * PRICES[mbit], row["steps"]
+
+
+def costs_of_runs():
+    """For docs/costs.md: from which price on a fast network without compression costs more than a slow one with it."""
+    _, fast, _, steps = measured_run(10_000, PLAIN)
+    found = {"steps to the loss, float32": steps}
+    for mbit in 100, 1000:
+        _, _, cost, found["steps to the loss, MaxMin"] = measured_run(mbit, FOUR_BITS)
+        found |= {f"fast price at {mbit}": cost / fast, f"PowerSGD cost at {mbit}": measured_run(mbit, HOOK)[2]}
+    return found
 
 
 def shares(gpu, part):
@@ -292,6 +330,18 @@ def whole_trainings(cells, header):
     return [cells[1], *best]
 
 
+def costs_of_networks(cells, header):
+    number, unit = cells[0].split()
+    mbit = int(number) * {"Mbit/s": 1, "Gbit/s": 1000}[unit]
+    *run, _ = measured_run(mbit, PLAIN if cells[1] == "float32" else FOUR_BITS)
+    return [cells[1], PRICES[mbit], *run]
+
+
+def sums_in_bfloat16(cells, header):
+    row = by("bfloat16", "gradients", "ranks")[cells[0], int(cells[1])]
+    return [cells[1], *(1e6 * row[f"{name} error"] for name in ("ring", "tree", "Cast"))]
+
+
 def demonstrated(cells, header):
     row = by("demo", "gradients")[cells[0]]
     figures = row["step_bytes"] / 1e6, row["step_ms"], row["loss"], 100 * row["accuracy"], row["reached_seconds"]
@@ -356,7 +406,9 @@ def gains(cells, header):
 
 TABLES = {  # by page and the first cells of the header
     "README": {"what, between hosts": gains},
+    "bfloat16": {"gradients | ranks": sums_in_bfloat16},
     "codecs": {"codec | bits per element": codecs},
+    "costs": {"network | gradients": costs_of_networks},
     "diloco": {"form | fewer bytes in a step": few_exchanges, "method | 2 hosts": between_exchanges},
     "feedback": {"gradients": accuracies, "bucket": errors_with_feedback, "codec | bits per element": updates_of_adam},
     "gpu": {"operation": shares_of_gpus},

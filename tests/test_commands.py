@@ -84,8 +84,8 @@ def check_python(words, monkeypatch):
     while words[:2] == ["-m", "mpi4py"]:
         words = words[2:]
     if words[:2] == ["-m", "jaxcgx"]:
-        for name in ("doctor", "tune", "plan", "link", "lab", "report"):
-            monkeypatch.setattr(__main__, name, lambda options: 0)
+        for name in ("doctor", "tune", "plan", "link", "lab", "report", "completion"):
+            monkeypatch.setattr(__main__, name, lambda options, **_: 0)
         if len(words) > 3 or words[2] == "doctor":
             assert __main__.main(words[2:]) == 0
         else:

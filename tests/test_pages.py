@@ -120,6 +120,15 @@ def test_readme():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), compressed, grads)
 
 
+def test_bfloat16():
+    whole, by_hand = pages.programs("docs/bfloat16")
+    names = names_of()
+    exec(whole, names)
+    assert names["train"].init(names["params"])
+    found, expected = on_ranks(by_hand, names), jax.grad(pages.loss_fn)(names["params"], names["batch"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-3), found, expected)
+
+
 def test_checkpoints(tmp_path):
     orbax = pytest.importorskip("orbax", reason="needs the extra `test`")
     pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")

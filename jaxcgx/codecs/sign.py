@@ -28,6 +28,7 @@ class Sign(GridCodec):
 
     code_bits = 1
     kind = Kind.SIGN
+    diverges = True
 
     def __post_init__(self) -> None:
         set_field(self, "bucket_size", check_integer, 1, MOST)

@@ -215,7 +215,7 @@ def _check_carry(carry: Carry, travel: Travel) -> None:
     for codec in {each.stages[0].codec: None for each in travel.envelopes}:
         if not codec.contracts:
             why = f"residuals of {spell(codec)} grow without bound, because its error is larger than its input"
-            remedy = "take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign"
+            remedy = "take more bits, smaller buckets, rounding to nearest, or jaxcgx.Eden"
             warn(f"{routes.op}: argument '{routes.argument}': {why}; {remedy}")
 
 

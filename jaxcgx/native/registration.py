@@ -55,14 +55,14 @@ def find() -> ModuleType:
 def load() -> ModuleType | None:
     """Returns the native module, with its handlers registered, or None with JAXCGX_REFERENCE=1.
 
-    Also None if the module is missing and `python -m jaxcgx` is starting, so that its doctor can run.
+    Also None if the module is missing and this is the command line, so that its doctor can run.
     """
     if REFERENCE:
         return None
     try:
         found = find()
     except ImportError as error:
-        if sys.argv[:1] == ["-m"] and "jaxcgx" in sys.orig_argv:
+        if native.COMMAND:
             return None
         raise ImportError(f"{error}; {REMEDY}") from error.__cause__
     for platform, handlers in found.handlers().items():

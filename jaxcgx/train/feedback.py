@@ -124,7 +124,7 @@ class Feedback:
         if not self.keep and (self.beta is not None or self.reset_every is not None):
             raise wrong(self.op, "keep", "True with 'beta' or 'reset_every'", False)
         if not self.keep:
-            warn_of_loss(self.op, self._codecs)
+            warn_of_loss(self.op, "keep", self._codecs, "write keep=True")
 
     @property
     def op(self) -> str:
@@ -244,28 +244,37 @@ class Feedback:
         return mean, Carry(new.residuals if self.keep else carry.residuals, new.momentum, factors), telemetry
 
 
-def warn_of_loss(op: str, codecs: Iterable[Codec], least: int = 0) -> None:
-    """Warns of a codec that may lose too much to train without feedback: of low rank, or with fewer bits than `least`.
+FEW_BITS = 3  # with fewer bits per element, training without feedback may fail, as in MuLoCo's paper
 
-    Scales don't count as bits: they don't make codes finer.
+
+def warn_of_loss(op: str, argument: str, codecs: Iterable[Codec], remedy: str) -> None:
+    """Warns of a codec that may lose too much to train without feedback.
+
+    That is a codec of low rank, or one with few bits that rounds to nearest: the errors of others average out. Scales
+    don't count as bits, because they don't make codes finer. `remedy` says how to write feedback.
     """
     bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
-    lossy = [codec for codec in codecs if codec.low_rank or (least and codec.makes_codes and bits(codec) < least)]
-    if lossy:
-        why = f"{spell(lossy[0])} may lose too much of gradients to train without feedback"
-        warn(f"{op}: argument 'keep': {why}; leave keep=False out, or take a codec of 4 bits")
+    few = lambda codec: codec.makes_codes and not codec.stochastic and bits(codec) < FEW_BITS
+    if codec := next((codec for codec in codecs if codec.low_rank or few(codec)), None):
+        why = f"{spell(codec)} may lose too much of gradients to train without feedback"
+        fed = "" if codec.diverges else f"{remedy}, or "
+        warn(f"{op}: argument '{argument}': {why}; {fed}take jaxcgx.Eden, or a codec of 4 bits")
 
 
 def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchange") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
     if isinstance(given, Codec | Plan | dict):
-        return Feedback(given, _op=op, _argument=argument)
+        given = Feedback(given, _op=op, _argument=argument)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
         expected = "a codec, {axis: codec}, a Plan, {first step: plan}, or an exchange, such as jaxcgx.DGC()"
         got, remedy = repr(given), ""
         if is_rounds(given):
             got, remedy = type(given).__name__, "pass it to make_train_step: it moves parameters, not gradients"
         raise wrong(op, argument, expected, got, remedy, kind=TypeError)
+    if type(given) is Feedback and given.keep and given.beta is given.reset_every is None:
+        for codec in {codec: None for phase in given.phases for codec in phase.plan.codecs if codec.diverges}:
+            why = f"training with feedback diverges with {spell(codec)}"
+            warn(f"{op}: argument '{argument}': {why}; write jaxcgx.Eden(1), which has one bit, too")
     return given
 
 

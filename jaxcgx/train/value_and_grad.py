@@ -28,7 +28,7 @@ from jaxcgx.train.arguments import Others, Split, as_nnx, assign, changes, check
 from jaxcgx.train.batch import Ranks, as_specs
 from jaxcgx.train.division import OverMapped, OverMesh, addable, row, shapes, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
-from jaxcgx.train.feedback import as_exchange
+from jaxcgx.train.feedback import as_exchange, warn_of_loss
 from jaxcgx.train.gradient import Forward, Given, Loss, forward
 from jaxcgx.train.outputs import Outputs
 from jaxcgx.train.sharded import ShardedMesh, gather_plan
@@ -120,11 +120,15 @@ def value_and_grad(
             "cgx.Skip())], min_size=0)"
         )
         raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), remedy, kind=TypeError)
-    alone = isinstance(exchange, Codec | Plan | dict)
+    if isinstance(exchange, Codec | Plan | dict):
+        sent = Once(as_plan(OP, exchange, "exchange"))
+        warn_of_loss(OP, "exchange", sent.plan.codecs, "write jaxcgx.Feedback around it")
+    else:
+        sent = as_exchange(exchange, OP)
     return ValueAndGrad(
         loss=loss,
         axis_name=axis_name,
-        exchange=Once(as_plan(OP, exchange, "exchange")) if alone else as_exchange(exchange, OP),
+        exchange=sent,
         argnums=argnums,
         batch_specs=as_specs(batch_specs),
         param_specs=param_specs,

@@ -1,8 +1,12 @@
-"""Tests Cast against astype."""
+"""Tests Cast against astype, and the bits of its sums."""
+
+import functools
 
 import jax.numpy as jnp
 import numpy as np
-from helpers import normal, roundtrip
+import pytest
+from helpers import assert_same_bytes, normal, planned, roundtrip
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 
@@ -19,3 +23,20 @@ def test_cast_is_astype():
         with np.errstate(over="ignore"):
             expected = x.astype(np.float32).astype(dtype).astype(np.float32)
         np.testing.assert_array_equal(roundtrip(x, cgx.Cast(dtype)), expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_sums_of_bfloat16_have_the_same_bits_with_every_schedule(ranks):
+    """Those of a sum in float32 and in rank order, which is rounded once. A ring rounds at every hop."""
+    x = np.array(normal((ranks, 3001)) + normal((3001,), 1)).astype(jnp.bfloat16)
+    total = functools.reduce(np.add, x.astype(np.float32))
+    for schedule in "one_shot", "two_shot", "auto", "ring":
+        plan = planned(cgx.Cast("bfloat16"), schedule=schedule)
+        f = lambda x, plan=plan: [sum_(x, "a", plan) for sum_ in (cgx.compressed_psum, cgx.compressed_pmean)]
+        sums, means = on_ranks(f, mesh(ranks))(x)
+        for got, exact in (sums, total), (means, total / np.float32(ranks)):
+            expected = np.broadcast_to(exact.astype(jnp.bfloat16), x.shape)
+            if schedule == "ring" and ranks > 2:
+                assert (np.asarray(got) != expected).any()
+            else:
+                assert_same_bytes(got, expected)

@@ -148,10 +148,9 @@ def test_the_doctor_of_an_installation_that_is_whole(monkeypatch):
         monkeypatch.setenv(variable, "2")  # as if mpirun or srun had started the doctor
     monkeypatch.setenv("PATH", PATH)
     report = doctor.examine()
-    assert re.search(r"^mpirun  +/.*/mpirun, .*\d\.\d", str(report), re.MULTILINE) and re.search(
-        r"^mpicc  +", str(report), re.MULTILINE
-    )
-    assert report.problems == [] and re.search(r"^MPI  +\w.*, mpi4py [\d.]+, mpi4jax [\d.]+", str(report), re.MULTILINE)
+    assert re.search(r"^ +\[X\] mpirun  +/.*/mpirun, .*\d\.\d", str(report), re.MULTILINE)
+    assert re.search(r"^ +\[X\] mpicc  +", str(report), re.MULTILINE) and report.problems == report.notes == []
+    assert re.search(r"^ +\[X\] MPI  +\w.*, mpi4py [\d.]+, mpi4jax [\d.]+", str(report), re.MULTILINE)
 
 
 def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
@@ -160,9 +159,9 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_mpi", lambda: ("whole", []))
     report = str(doctor.examine())
     for name in "mpirun", "mpicc":
-        assert re.search(rf"^{name}  +none on the PATH or next to Python$", report, re.MULTILINE)
+        assert re.search(rf"^ +\[ \] {name}  +none on the PATH or next to Python$", report, re.MULTILINE)
     assert re.search(
-        r"^problem: .*no mpirun .*\nremedy:  put the bin folder of its MPI on the PATH", report, re.MULTILINE
+        r"^note:    .*no mpirun .*\nremedy:  put the bin folder of its MPI on the PATH", report, re.MULTILINE
     )
 
 
@@ -189,7 +188,8 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
 def test_the_doctor_explains_what_is_wrong(monkeypatch, tmp_path, module, problem, remedy):
     (tmp_path / "mpi4jax.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert f"problem: {problem}\nremedy:  {remedy}" in str(doctor.examine())
+    report = doctor.examine()
+    assert f"note:    {problem}\nremedy:  {remedy}" in str(report) and report.problems == []
 
 
 def test_without_mpirun_there_is_one_rank_until_mpi_has_ended():

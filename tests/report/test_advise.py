@@ -328,9 +328,33 @@ def test_costs_and_measured_kernels_have_the_same_units(codec, monkeypatch):
     assert costs.seconds("one_shot", load, cgx.Network(**speeds)).kernels == pytest.approx(2, rel=1e-3)
 
 
-def test_models_have_their_numbers_of_parameters():
-    counts = {"resnet50": 25_557_032, "gpt2": 124_439_808, "llama-1b": 1_235_814_400, "25M": 25_000_000, "7": 7}
-    assert {name: sum(x.size for x in shapes.read(name).values()) for name in counts} == counts
+PARAMETERS = {
+    "bert-base": 109_482_240,  # 110M in Devlin et al., 2019; Hugging Face's BertModel, uncased
+    "bert-large": 335_141_888,  # 340M there; params of Keras Hub's bert_large_en_uncased
+    "gpt2": 124_439_808,  # params of Keras Hub's gpt2_base_en
+    "gpt2-medium": 354_823_168,  # params of Keras Hub's gpt2_medium_en
+    "llama-1b": 1_235_814_400,  # Llama 3.2 1B
+    "resnet18": 11_689_512,  # num_params of torchvision's weights, as those of the next three
+    "resnet50": 25_557_032,
+    "vgg16": 138_357_544,
+    "vit-b16": 86_567_656,
+    "transformer-xl": 151_107_538,  # 151M in Dai et al., 2019; "#params" in logs of its authors' program
+    "25M": 25_000_000,
+    "7": 7,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_have_their_published_numbers_of_parameters(name):
+    assert sum(x.size for x in shapes.read(name).values()) == PARAMETERS[name] and {*shapes.MODELS} <= {*PARAMETERS}
+
+
+def test_a_number_of_parameters_in_layers():
+    found = shapes.read("340M", 24)
+    sizes = {name: x.size for name, x in found.items()}
+    assert sum(sizes.values()) == 340_000_000 and sizes.pop("rest") < 340_000_000 / 100
+    assert {name.split("/")[1] for name in sizes} == {*map(str, range(24))}
+    assert sum(x.size for x in shapes.read("25", 1).values()) == 25  # of width 1
 
 
 def test_files_of_shapes(tmp_path):
@@ -354,6 +378,23 @@ def test_the_command(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == expected.verdict and found["best"]["codec"] == "MaxMin(bits=4)"
     assert len(found["rows"]) == len(expected.rows)
+
+
+def test_hours_and_cost_of_a_run(capsys):
+    text = "plan --params 2M --layers 2 --link 1gbit --world 4 --over gloo --codecs MaxMin(4) --steps 100000"
+    words = text.split()
+    __main__.main([*words, "--compute-ms", "10", "--price", "10.4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    for row in found["rows"]:
+        assert row["hours"] == row["step"] * 1e5 / 3600 and row["cost"] == 10.4 * row["hours"]
+    __main__.main([*words, "--compute-ms", "10", "--price", "10.4"])
+    _, ways, _ = capsys.readouterr().out.split("\n\n")
+    head, _, raw, *_ = ways.splitlines()
+    assert head.index("hours") < head.index("cost")
+    assert {f"{found['rows'][0][name]:,.2f}" for name in ("hours", "cost")} <= {*raw.split()}
+    __main__.main(words)  # without the time of the computation, and without a price
+    _, note, ways, _ = capsys.readouterr().out.split("\n\n")
+    assert note.startswith("Hours and costs are those of the exchanges alone") and "cost" not in ways
 
 
 def test_the_answer_comes_first_then_the_fastest_rows():
@@ -394,6 +435,11 @@ def test_what_two_measurements_differ_by_makes_the_answer_less_sure(monkeypatch)
         ("9M --link 1gbit --world 4 --over ib", "plan --over 'ib'"),
         ("9M --link 1gbit --world 4 --codecs Zip(9)", "plan --codecs 'Zip(9)'"),
         ("vgg --link 1gbit --world 4", "plan model 'vgg'"),
+        ("vgg16 --layers 2 --link 1gbit --world 4", "plan --layers 2"),
+        ("--params 24 --layers 1 --link 1gbit --world 4", "plan --layers 1"),
+        ("9M --link 1gbit --world 4 --price 2", "plan --price 2.0"),
+        ("9M --link 1gbit --world 4 --steps 0", "plan --steps 0"),
+        ("9M --link 1gbit --world 4 --steps 1 --price 0", "plan --price 0.0"),
         ("none.json --link 1gbit --world 4", "plan - none.json"),
     ],
 )

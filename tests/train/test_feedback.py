@@ -15,7 +15,7 @@ from golden import numpy_codec
 from helpers import assert_same_bytes, assert_same_trees, normal, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, train
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, loss_fn, mesh_of, on_mesh, train
 
 import jaxcgx as cgx
 
@@ -200,12 +200,45 @@ def test_training_with_error_feedback_reaches_what_training_without_compression_
     assert plain[-1] < 0.5 * plain[0] and fed[-1] < 1.05 * plain[-1]
 
 
+@pytest.mark.parametrize("codec", [cgx.MaxMin(2), cgx.MaxMin(1), cgx.AbsMax(2), cgx.TopK(0.01), cgx.Sign()], ids=repr)
+def test_few_bits_without_feedback_are_a_warning(codec):
+    with pytest.warns(
+        UserWarning, match=r"^Feedback: argument 'keep': .* may lose too much .* take jaxcgx.Eden"
+    ) as found:
+        cgx.Feedback({0: cgx.Raw(), 9: codec}, keep=False)
+    assert ("write keep=True" in str(found[0].message)) == (codec != cgx.Sign()), "that would be the other trap"
+    with pytest.warns(UserWarning, match="^value_and_grad: argument 'exchange': .* may lose too much"):
+        cgx.value_and_grad(loss_fn, "data", codec)
+
+
+def test_signs_with_feedback_are_a_warning():
+    """Whoever quantizes something else than gradients by a Feedback of their own, as 1-bit Adam, has none."""
+    words = r"argument 'exchange': training with feedback diverges with Sign\(.*\); write jaxcgx.Eden\(1\)"
+    for exchange in (
+        cgx.Sign(),
+        {0: cgx.Raw(), 9: cgx.Sign()},
+        cgx.Feedback(cgx.Plan(cgx.MaxMin(4), [("w", cgx.Sign())])),
+    ):
+        with pytest.warns(UserWarning, match=f"^make_train_step: {words}"):
+            cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(RANKS), exchange)
+        with pytest.warns(UserWarning, match=f"^compress_gradients: {words}"):
+            compress(exchange)
+
+
+@pytest.mark.parametrize("codec", [cgx.Eden(2), cgx.Eden(1), STOCHASTIC, cgx.MaxMin(3), cgx.Raw()], ids=repr)
+def test_others_are_no_trap(codec):
+    cgx.Feedback(codec, keep=False), cgx.value_and_grad(loss_fn, "data", codec)  # a warning would be an error
+    compress(codec)
+
+
 def test_axes_in_the_wrong_order_are_a_warning():
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("dc", "local"), axis_types=types, devices=jax.devices()[:4])
 
     def step(axes, **options):
-        transformation = cgx.compress_gradients(axes, cgx.Feedback({"dc": CODEC, "local": cgx.Raw()}, **options))
+        transformation = cgx.compress_gradients(
+            axes, cgx.Feedback({"dc": cgx.MaxMin(4), "local": cgx.Raw()}, **options)
+        )
         run = lambda g: transformation.update(g, transformation.init(g))[0]
         jax.eval_shape(
             jax.shard_map(run, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=False), jnp.zeros((4, 64))

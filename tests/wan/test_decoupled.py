@@ -584,7 +584,7 @@ def test_an_address_that_is_not_free(host):
 
 @pytest.mark.parametrize("bucket_size", [32, 64, 512])
 def test_few_bits_without_feedback(bucket_size):
-    with pytest.warns(UserWarning, match=r"'keep'.*MaxMin\(bits=2.*leave keep=False out"):
+    with pytest.warns(UserWarning, match=r"'keep'.*MaxMin\(bits=2.*write keep=True"):
         cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2, bucket_size), keep=False)
 
 

@@ -18,8 +18,6 @@ from jaxcgx.wan.diloco.fragments import wide
 if TYPE_CHECKING:
     import optax
 
-FEW_BITS = 3  # with fewer bits per element, training without feedback may fail, as in MuLoCo's paper
-
 
 def as_optimizer(op: str, outer: "str | optax.GradientTransformation") -> "optax.GradientTransformation":
     """Returns the outer optimizer that a user gave as an optax.GradientTransformation or by its name."""
@@ -38,7 +36,7 @@ def as_outer_plan(op: str, plan: Any, keep: bool) -> Plan:
     if others:
         raise wrong(op, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
     if not keep:
-        warn_of_loss(op, phase.plan.codecs, FEW_BITS)
+        warn_of_loss(op, "keep", phase.plan.codecs, "write keep=True")
     return phase.plan
 
 

@@ -1,0 +1,51 @@
+"""Tests the command line itself: its help, version and completion. The tests of its commands are those of report/."""
+
+import importlib
+import sys
+import tomllib
+
+import pytest
+from commands import ROOT
+from helpers import run
+
+from jaxcgx import __main__
+
+SCRIPT = "import sys; sys.argv[:1] = ['/somewhere/bin/jaxcgx']; from jaxcgx.__main__ import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("way", [("-m", "jaxcgx"), ("-c", SCRIPT)], ids=["module", "script"])
+@pytest.mark.parametrize("words", ["--help", "--version", "plan --help", "completion bash"])
+def test_help_needs_no_jax(way, words):
+    done = run(sys.executable, "-P", "-X", "importtime", *way, *words.split())
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "jaxcgx" in imported and not imported & {"jax", "jaxlib", "numpy"}
+    assert done.stdout.startswith(("usage: jaxcgx ", "jaxcgx ")) or way[0] == "-m" or "complete" in done.stdout
+
+
+def test_the_entry_point(capsys):
+    module, _, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["jaxcgx"].partition(
+        ":"
+    )
+    with pytest.raises(SystemExit) as ended:
+        getattr(importlib.import_module(module), name)(["--version"])
+    version = importlib.metadata.version("jaxcgx")
+    assert ended.value.code == 0 and capsys.readouterr().out == f"jaxcgx {version}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("jaxcgx d", "doctor"),
+        ("jaxcgx plan --li", "--link"),
+        ("jaxcgx tune --b", "--budget --bits"),
+        ("jaxcgx no -", ""),
+    ],
+)
+def test_completion(capsys, words, expected):
+    __main__.main(["completion", "bash"])
+    bash = capsys.readouterr().out
+    asked = f'COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _jaxcgx; echo "${{COMPREPLY[@]}}"'
+    assert run("bash", "-c", f"{bash}{asked}").stdout == f"{expected}\n"
+    __main__.main(["completion", "zsh"])
+    first, zsh = capsys.readouterr().out.split("_jaxcgx", 1)
+    assert "bashcompinit" in first and bash == f"_jaxcgx{zsh}"
