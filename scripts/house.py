@@ -32,7 +32,7 @@ FOLDER = source.ROOT / "benchmarks/results"
 COPY = re.compile(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(")
 HEAD = ("program", "operation", "over", "axes", "ranks", "dtype", "bytes", "codec", "schedule", "times")
 MEMORY = ("program", "copies", "alias_bytes", "temporary_bytes")
-ASKS = "jaxcgx.plan.assignment", "Assignment.assign"  # the function that a question to the plan calls
+ASKS = "jaxcgx.plan.assignment", "Assignment.routes"  # the function that a question to the plan calls
 LEAVES = 1000
 ADDED = f"Python calls added to JAX's own, {LEAVES:,} leaves"
 LARGE = 16 * 1024  # elements of a copy that counts
@@ -132,7 +132,7 @@ LIMITS = {
     **{("traced", f"{name} step", "upward, not passed in"): 0 for name in TRACED},
     ("code", "imports upward", "count"): 0,
     ("code", "files that look into programs, without explain", "count"): 1,
-    ("code", "lines of jaxcgx/", "count"): 25_750,
+    ("code", "lines of jaxcgx/", "count"): 27_250,
     ("code", "files of jaxcgx/", "count"): 170,
     ("code", "bodies over 60 lines", "count"): 0,
     ("code", "complexity over 15", "count"): 0,
