@@ -8,6 +8,7 @@ from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.exchange.errors import Losses, drawn
+from jaxcgx.plan.overlay import Overlay
 
 SIZE, RANKS = 2**16, 4
 STOCHASTIC, CORRELATED = (cgx.MaxMin(4, rounding=rounding) for rounding in ("stochastic", "correlated"))
@@ -39,6 +40,7 @@ def measured(codec, x, schedule, axes="a", sizes=(RANKS,)):
         (cgx.Eden(4), "laplace", "ring"),
         (cgx.MaxMin(4, 256, rotate=True), "student", "tree"),
         (cgx.TopK(0.05), "laplace", "one_shot"),
+        (cgx.TopK(0.05), "laplace", Overlay.owners(RANKS)),
     ],
     ids=str,
 )
