@@ -405,7 +405,7 @@ def gains(cells, header):
 
 
 TABLES = {  # by page and the first cells of the header
-    "README": {"what, between hosts": gains},
+    "README": {"what, between virtual hosts": gains},
     "bfloat16": {"gradients | ranks": sums_in_bfloat16},
     "codecs": {"codec | bits per element": codecs},
     "costs": {"network | gradients": costs_of_networks},

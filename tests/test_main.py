@@ -1,6 +1,8 @@
 """Tests the command line itself: its help, version and completion. The tests of its commands are those of report/."""
 
 import importlib
+import os
+import subprocess
 import sys
 import tomllib
 
@@ -49,3 +51,17 @@ def test_completion(capsys, words, expected):
     __main__.main(["completion", "zsh"])
     first, zsh = capsys.readouterr().out.split("_jaxcgx", 1)
     assert "bashcompinit" in first and bash == f"_jaxcgx{zsh}"
+
+
+@pytest.mark.parametrize("words", [["jaxcgx"], ["-m", "app", "-m", "jaxcgx"]], ids=["file", "option"])
+def test_other_programs_have_the_package(tmp_path, words):
+    """Also those whose file or option is called jaxcgx."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__init__.py").write_text("import jaxcgx as cgx\n")
+    (tmp_path / "app/__main__.py").write_text("from app import cgx\nprint(cgx.MaxMin(4).bits)\n")
+    (tmp_path / "jaxcgx").write_text("import jaxcgx as cgx\nprint(cgx.MaxMin(4).bits)\n")
+    sys_path = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=os.environ | sys_path, capture_output=True, text=True
+    )
+    assert done.stdout == "4\n", done.stderr

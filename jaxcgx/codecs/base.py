@@ -41,7 +41,7 @@ class Codec:
         `unpack_chunk` in place of `encode_buckets` and `decode_buckets`, and has the same `weight` as the carrier.
       contracts: whether the error is smaller than the input, as sums of squares of normally distributed numbers. Only
         then residuals stay bounded.
-      diverges: whether training with plain feedback diverges, although residuals stay bounded (docs/feedback.md).
+      diverges: whether training with plain feedback may diverge, although residuals stay bounded (docs/feedback.md).
       most: the largest number of elements of a leaf in a chunk.
       state: the state that a sum can keep from call to call, by the names of compressed_psum's arguments.
       kind: the `Kind` that the kernels know the codec by (attribute.py). Without it, jnp runs in place of kernels.

@@ -5,6 +5,5 @@ import sys
 
 # Whether this process is the command line: `python -m jaxcgx`, whose import of the package comes while Python still
 # looks for the module, or the script `jaxcgx`. Its help needs no JAX, and its doctor no native module.
-COMMAND = pathlib.Path(*sys.argv[:1]).name == "jaxcgx" or (
-    sys.argv[:1] == ["-m"] and ("-m", "jaxcgx") in zip(sys.orig_argv, sys.orig_argv[1:])
-)
+_module = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "jaxcgx"
+COMMAND: bool = _module or pathlib.Path(*sys.argv[:1]).name == "jaxcgx"

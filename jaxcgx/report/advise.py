@@ -22,6 +22,7 @@ from jaxcgx.exchange import costs
 from jaxcgx.exchange.costs import Load, Time
 from jaxcgx.exchange.errors import Losses, drawn
 from jaxcgx.exchange.routes import Routes
+from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages
 from jaxcgx.plan.leaves import Route, Shaped
 from jaxcgx.report import machine
@@ -361,9 +362,11 @@ class Case:
         for size, (each, leaves) in zip(sizes, self._messages(codec)):
             if each.raw:
                 raw = sum(x.size * x.dtype.itemsize for x in self._shares(each, leaves))
-                load = Load(self.nodes, 0, raw)
-                own = network.mover == "tcp" and not codec.raw and schedule != "ring"  # whether Tcp adds them up
-                time = costs.seconds(costs.choose(load, network) if own else "psum", load, network)
+                load, known = Load(self.nodes, 0, raw), all(x.dtype in DTYPES for x in leaves)
+                own = network.mover == "tcp" and not codec.raw and known and schedule != "ring"  # Tcp adds them up
+                auto = own and self._auto(codec, network) == schedule
+                by = costs.choose(load, network) if auto else schedule if own else "psum"
+                time = costs.seconds(by, load, network)
             elif each.low_rank:
                 time = costs.seconds_of_factors(schedule, self._load(each, leaves, None), 4 * size, network)
             else:

@@ -84,7 +84,7 @@ class Report:
                 (native, "native module", made),
                 (native, "CPU kernels", native.get("kernels", "none")),
                 (cuda, "CUDA half", built),
-                (self.reference, "JAXCGX_REFERENCE", self.reference or "not set"),
+                (registration.REFERENCE, "JAXCGX_REFERENCE", self.reference or "not set"),
             ],
             "devices": [
                 (True, "CPU", self.pages),
@@ -111,7 +111,7 @@ class Report:
         for kind, found in ("note:    ", self.notes), ("problem: ", self.problems):
             for problem in found:
                 lines += ["", f"{kind}{problem.what}", f"remedy:  {problem.remedy}"]
-        return "\n".join(lines + ([] if self.problems else ["", "no problems"]))
+        return "\n".join(lines + ([] if self.problems or self.notes else ["", "no problems"]))
 
 
 _WRONG_SUMS = (

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_integer, unexpected, wrong
+from jaxcgx.checks import unexpected, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.plan.file import CODECS
 
@@ -146,7 +146,8 @@ def _divide(parameters: int, layers: int | None) -> dict[str, tuple[int, ...]]:
         whole, rest = divmod(parameters, _SIDE**2)
         found: dict[str, tuple[int, ...]] = {f"{i}": (_SIDE, _SIDE) for i in range(whole)}
     else:
-        check_integer("plan", "layers", layers, 1, parameters // 25)  # a layer of width 1 has 25 parameters
+        if not 1 <= layers <= parameters // 25:  # a layer of width 1 has 25 parameters
+            raise wrong("plan", "layers", "from 1 to a 25th of the parameters", layers)
         width = (math.isqrt(169 + 48 * parameters // layers) - 13) // 24  # the largest d with 12 d^2 + 13 d of these
         found = _layers(width, layers)
         rest = parameters - sum(map(math.prod, found.values()))

@@ -250,19 +250,21 @@ FEW_BITS = 3  # with fewer bits per element, training without feedback may fail,
 def warn_of_loss(op: str, argument: str, codecs: Iterable[Codec], remedy: str) -> None:
     """Warns of a codec that may lose too much to train without feedback.
 
-    That is a codec of low rank, or one with few bits that rounds to nearest: the errors of others average out. Scales
-    don't count as bits, because they don't make codes finer. `remedy` says how to write feedback.
+    That is a sparse codec, one of low rank, or one with few bits that rounds to nearest: the errors of others average
+    out. Scales don't count as bits, because they don't make codes finer. `remedy` says how to write feedback.
     """
     bits = lambda codec: codec.code_bytes(2**16, jnp.dtype(jnp.float32)) / 2**13
     few = lambda codec: codec.makes_codes and not codec.stochastic and bits(codec) < FEW_BITS
-    if codec := next((codec for codec in codecs if codec.low_rank or few(codec)), None):
+    lossy = lambda codec: codec.low_rank or few(codec) or (codec.sparse and bits(codec) < 32)
+    if codec := next(filter(lossy, codecs), None):
         why = f"{spell(codec)} may lose too much of gradients to train without feedback"
-        fed = "" if codec.diverges else f"{remedy}, or "
+        fed = "" if codec.diverges or not codec.contracts else f"{remedy}, or "
         warn(f"{op}: argument '{argument}': {why}; {fed}take jaxcgx.Eden, or a codec of 4 bits")
 
 
 def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchange") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
+    checked = isinstance(given, Feedback) and bool(given._op)  # it has been here before
     if isinstance(given, Codec | Plan | dict):
         given = Feedback(given, _op=op, _argument=argument)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
@@ -271,9 +273,9 @@ def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchan
         if is_rounds(given):
             got, remedy = type(given).__name__, "pass it to make_train_step: it moves parameters, not gradients"
         raise wrong(op, argument, expected, got, remedy, kind=TypeError)
-    if type(given) is Feedback and given.keep and given.beta is given.reset_every is None:
+    if type(given) is Feedback and not checked and given.keep and given.beta is given.reset_every is None:
         for codec in {codec: None for phase in given.phases for codec in phase.plan.codecs if codec.diverges}:
-            why = f"training with feedback diverges with {spell(codec)}"
+            why = f"training with feedback may diverge with {spell(codec)}"
             warn(f"{op}: argument '{argument}': {why}; write jaxcgx.Eden(1), which has one bit, too")
     return given
 

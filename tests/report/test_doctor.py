@@ -45,8 +45,8 @@ def doctor_after(code, status, reference=""):
     """Returns what the doctor prints in a separate process in which `code` runs before everything else."""
     arguments = ("doctor",)
     start = (
-        f"import sys\n{code}\nimport runpy\nsys.argv, sys.orig_argv = ['-m'], ['python', '-m', 'jaxcgx', "
-        f"*{arguments!r}]\n"
+        f"import sys\n{code}\nimport runpy\nsys.argv = ['-m', *{arguments!r}]\n"
+        f"sys.orig_argv = ['python', '-m', 'jaxcgx', *{arguments!r}]\n"
         f"import jaxcgx\nsys.argv = ['jaxcgx', *{arguments!r}]\nrunpy.run_module('jaxcgx', run_name='__main__')"
     )
     done = run(sys.executable, "-P", "-c", start, status=status, env=dict(JAXCGX_REFERENCE=reference))

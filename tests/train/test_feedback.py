@@ -200,20 +200,20 @@ def test_training_with_error_feedback_reaches_what_training_without_compression_
     assert plain[-1] < 0.5 * plain[0] and fed[-1] < 1.05 * plain[-1]
 
 
-@pytest.mark.parametrize("codec", [cgx.MaxMin(2), cgx.MaxMin(1), cgx.AbsMax(2), cgx.TopK(0.01), cgx.Sign()], ids=repr)
+@pytest.mark.parametrize("codec", [cgx.MaxMin(2), cgx.MaxMin(1), cgx.AbsMax(2), cgx.TopK(0.1), cgx.Sign()], ids=repr)
 def test_few_bits_without_feedback_are_a_warning(codec):
     with pytest.warns(
         UserWarning, match=r"^Feedback: argument 'keep': .* may lose too much .* take jaxcgx.Eden"
     ) as found:
         cgx.Feedback({0: cgx.Raw(), 9: codec}, keep=False)
-    assert ("write keep=True" in str(found[0].message)) == (codec != cgx.Sign()), "that would be the other trap"
+    assert ("write keep=True" in str(found[0].message)) == (codec.contracts and not codec.diverges), "the other trap"
     with pytest.warns(UserWarning, match="^value_and_grad: argument 'exchange': .* may lose too much"):
         cgx.value_and_grad(loss_fn, "data", codec)
 
 
 def test_signs_with_feedback_are_a_warning():
     """Whoever quantizes something else than gradients by a Feedback of their own, as 1-bit Adam, has none."""
-    words = r"argument 'exchange': training with feedback diverges with Sign\(.*\); write jaxcgx.Eden\(1\)"
+    words = r"argument 'exchange': training with feedback may diverge with Sign\(.*\); write jaxcgx.Eden\(1\)"
     for exchange in (
         cgx.Sign(),
         {0: cgx.Raw(), 9: cgx.Sign()},

@@ -11,6 +11,7 @@ from training import CODEC, PARAMS
 import jaxcgx as cgx
 
 
+@pytest.mark.filterwarnings("ignore:.*may lose too much")
 @pytest.mark.parametrize("keep", [True, False])
 def test_telemetry(keep):
     plan = cgx.Plan(CODEC, min_size=100)
