@@ -264,7 +264,7 @@ def warn_of_loss(op: str, argument: str, codecs: Iterable[Codec], remedy: str) -
 
 def as_exchange(given: Any, op: str = "make_train_step", argument: str = "exchange") -> Exchange:
     """Returns an exchange. A codec, {axis: codec}, a plan or a schedule of plans is one with feedback."""
-    checked = isinstance(given, Feedback) and bool(given._op)  # it has been here before
+    checked = isinstance(given, Feedback) and given.op != type(given).__name__  # it has been here before
     if isinstance(given, Codec | Plan | dict):
         given = Feedback(given, _op=op, _argument=argument)
     if not all(callable(getattr(given, name, None)) for name in ("init", "begin", "end")) or isinstance(given, type):
