@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from errors import names
+from gradients import mesh_of
 from helpers import Halves, normal, planned
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -23,12 +24,7 @@ CODEC, FINE = cgx.MaxMin(4, 64), cgx.MaxMin(8, 64)
 SPELLED, SPELLED_FINE = "MaxMin(bits=4, bucket_size=64)", "MaxMin(bits=8, bucket_size=64)"
 TREE = {"a": jnp.zeros((300, 7)), "b": jnp.zeros(40, jnp.bfloat16)}
 SIZE = 4 * 2100 + 2 * 40  # its bytes
-
-
-def mesh(*axes):
-    return jax.make_mesh(
-        tuple(n for _, n in axes), tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes)
-    )
+mesh = functools.partial(mesh_of, AxisType.Auto)
 
 
 def on(f, mesh, spec=P(), **options):
