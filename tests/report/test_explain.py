@@ -255,15 +255,8 @@ def test_what_the_partitioner_inserts_is_not_ours():
     """A gradient that is sharded over another axis is gathered in float32 first, and this is listed."""
     both = mesh(("data", 2), ("model", 4))
     x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
-    f = jax.shard_map(
-        lambda x: cgx.compressed_psum(x * 2, "data", planned(CODEC, schedule="two_shot")),
-        mesh=both,
-        in_specs=P(),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )
-    found = quiet(jax.jit(f), x)
+    f = lambda x: cgx.compressed_psum(x * 2, "data", planned(CODEC, schedule="two_shot"))
+    found = quiet(jax.jit(on(f, both, axis_names={"data"})), x)
     size, part = x.size * 4, chunk(CODEC, [x], 2)
     assert what(found) == [
         ("all-gather", ("model",), "float32", size * 3 // 4, "", ""),
