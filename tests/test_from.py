@@ -1,6 +1,7 @@
 """Tests the pages for users of other systems, docs/from-*.md: each of their programs runs and learns."""
 
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -59,3 +60,17 @@ def test_one_bit_adam():
         variance = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, variance, grads)
         plain = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-8), plain, mean, variance)
     assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), state.params, plain)
+
+
+def test_zero_quantized_gradients():
+    """The arguments of the row about qgZ train."""
+    page = next(page for page in PAGES if page.stem == "from-deepspeed").read_text()
+    exchange = eval(re.search(r"qgZ\) \| `(.*?)` and `params` of", page)[1], {"cgx": cgx})
+    axes = "node", "local"
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = cgx.Sharding(axes, params=cgx.shard_specs(PARAMS, mesh, axes))
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
+    state = train.init(PARAMS)
+    for _ in range(STEPS):
+        state, _ = train.step(state, BATCH)
+    assert float(loss_fn(jax.device_get(state.params), BATCH)) < 0.7 * float(loss_fn(PARAMS, BATCH))

@@ -1,5 +1,6 @@
 """Tests that the site has every page of docs/, and that its API page has every public name."""
 
+import ast
 import pathlib
 import pkgutil
 import re
@@ -14,6 +15,13 @@ import jaxcgx
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 RESULTS = re.findall(r"^\.\. autoclass:: (\w+\.[\w.]+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
 SCOPES = "jaxcgx.compressed_psum.down", "jaxcgx.two_shot.MaxMin_bits_4"  # in explain.md, names in compiled programs
+
+
+def test_every_page_is_in_the_contents():
+    contents = re.search(r"^PAGES = (\{.*?^\})", (DOCS / "conf.py").read_text(), re.MULTILINE | re.DOTALL)[1]
+    names = " ".join(ast.literal_eval(contents).values()).split()
+    others = DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "benchmarks/README.md"
+    assert sorted((DOCS / f"{name}.md").resolve() for name in names) == sorted([*DOCS.glob("*.md"), *others])
 
 
 def test_outputs_are_those_of_examples(monkeypatch):

@@ -9,6 +9,8 @@ from helpers import assert_same_bytes, normal, planned, roundtrip
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
 
 
 def test_cast_is_astype():
@@ -40,3 +42,9 @@ def test_sums_of_bfloat16_have_the_same_bits_with_every_schedule(ranks):
                 assert (np.asarray(got) != expected).any()
             else:
                 assert_same_bytes(got, expected)
+
+
+def test_a_number_that_overflows_keeps_its_residual():
+    layout = Layout(cgx.Cast("float16"), ((2,),), ("float32",))
+    _, (new,) = ops.encode_fed(layout, [jnp.array([1e6, 1.0])], [jnp.array([0.5, 2.0**-12])])
+    np.testing.assert_array_equal(new, [0.5, 2.0**-12])

@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import KEY, Halves, Truncate, assert_same_bytes, custom_calls, normal
-from jax import lax
+from helpers import Halves, Truncate, assert_same_bytes, custom_calls, normal, planned
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.codecs.grid import GridCodec
-from jaxcgx.native import ops
-from jaxcgx.native.layout import Layout
 
 
 @pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
@@ -45,19 +43,9 @@ def test_a_users_codec_on_an_explicit_mesh(codec):
 
 
 def test_a_users_codec_where_some_chunks_are_empty():
-    """Seventeen elements on four ranks, in the middle of an all-reduce, where each rank reduces its own chunk."""
-    codec = Halves()
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    layout = Layout(codec, ((17,),), (jnp.float32,), chunks=4)
-
-    def body(x):
-        mine = lax.all_to_all(ops.encode(layout, [x[0]], KEY), "data", 0, 0, tiled=True)
-        rank = lax.axis_index("data")
-        summed = ops.reduce_encoded(layout, mine, chunk=rank, own=ops.Own([x[0]], rank), key=KEY)
-        return ops.decode(layout, lax.all_gather(summed, "data"))[0][None]
-
-    x = normal((4, 17))
-    total = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
+    """Seventeen elements on four ranks, where each rank reduces its own chunk."""
+    plan, x = planned(Halves(), schedule="two_shot"), normal((4, 17))
+    total = on_ranks(lambda x: cgx.compressed_psum(x, "a", plan, key=jax.random.key(1)), mesh(4))(x)
     assert (total == total[0]).all()
     np.testing.assert_allclose(total[0], x.sum(0), atol=4)
 

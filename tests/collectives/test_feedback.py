@@ -56,6 +56,24 @@ def test_nothing_is_lost_of_a_hierarchy(sizes, fields):
     assert_conserved(x, before, results, after, levels, weight=8)
 
 
+def test_nothing_is_lost_of_slices():
+    """With own="raw", a rank's own slice is not encoded."""
+    dimensions = {"rows": 0, "columns": 1, "small": 0}
+    shapes = {"rows": (4, 8, 30), "columns": (4, 5, 32), "small": (4, 4)}
+    x, before = ({name: normal(shape, seed) for name, shape in shapes.items()} for seed in (0, 100))
+    plan = cgx.Plan(STOCHASTIC, min_size=100, own="raw")
+
+    def f(x, e):
+        options = dict(key=KEY, carry=cgx.Carry(residuals=e), scatter_dimension=dimensions, tiled=True)
+        return cgx.compressed_psum_scatter(x, "a", plan, **options)
+
+    slices, carry = on_ranks(f, mesh(4))(x, before)
+    joined = {name: np.concatenate(list(slices[name]), d)[None] for name, d in dimensions.items()}
+    assert_conserved(x, before, joined, carry.residuals)
+    lost = np.abs(carry.residuals["columns"]).reshape(4, 5, 4, 8).max((1, 3))  # of rank r for rank s
+    assert not np.diag(lost).any() and (lost + np.eye(4) > 0.01).all()
+
+
 def test_messages_and_owners_leave_encoded_residuals_alone():
     one, many = (
         [

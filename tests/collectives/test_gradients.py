@@ -217,34 +217,33 @@ BATCHES = normal((3, RANKS * 8, 30), 2)
 WITHOUT_ONE = {**RESIDUALS, "b1": None}  # b1 shares a message with leaves that have residuals
 
 
-def steps(gradients, check_vma=True, residuals=RESIDUALS):
+def steps(gradients, check_vma=True, residuals=RESIDUALS, mesh=MESH):
     """Returns the gradients and the residuals of the last of three steps. `gradients` makes those of a rank."""
 
     def of_a_rank(residuals, x):
         grads, new = gradients(jax.tree.map(lambda r: r[0], residuals), x)
         return grads, jax.tree.map(lambda r: r[None], new)
 
-    step = jax.shard_map(
-        of_a_rank, mesh=MESH, in_specs=(P("data"), P("data")), out_specs=(P(), P("data")), check_vma=check_vma
-    )
+    rows = P(mesh.axis_names)
+    step = jax.shard_map(of_a_rank, mesh=mesh, in_specs=(rows, rows), out_specs=(P(), rows), check_vma=check_vma)
     # Residuals that lie where a step leaves them: it is compiled once.
-    residuals, step = jax.device_put(residuals, jax.NamedSharding(MESH, P("data"))), jax.jit(step)
+    residuals, step = jax.device_put(residuals, jax.NamedSharding(mesh, rows)), jax.jit(step)
     for x in BATCHES:
         grads, residuals = step(residuals, x)
     return grads, residuals
 
 
-def on_the_way(residuals, x, plan=CODEC, **arguments):
+def on_the_way(residuals, x, plan=CODEC, axes="data", wrap=lambda loss: loss, **arguments):
     def synchronised(given, residuals):
         carry = cgx.Carry(residuals=residuals)
-        return loss(cgx.sync_in_backward({**PARAMS, **given}, "data", plan, carry=carry, **arguments), x)
+        return loss(cgx.sync_in_backward({**PARAMS, **given}, axes, plan, carry=carry, **arguments), x)
 
-    return jax.grad(synchronised, argnums=(0, 1))(floats(PARAMS), residuals)
+    return jax.grad(wrap(synchronised), argnums=(0, 1))(floats(PARAMS), residuals)
 
 
-def at_the_end(residuals, x, plan=CODEC, **arguments):
-    _, grads = cgx.local_value_and_grad(lambda given: loss({**PARAMS, **given}, x), "data")(floats(PARAMS))
-    grads, new = cgx.compressed_pmean(grads, "data", plan, carry=cgx.Carry(residuals=floats(residuals)), **arguments)
+def at_the_end(residuals, x, plan=CODEC, axes="data", **arguments):
+    _, grads = cgx.local_value_and_grad(lambda given: loss({**PARAMS, **given}, x), axes)(floats(PARAMS))
+    grads, new = cgx.compressed_pmean(grads, axes, plan, carry=cgx.Carry(residuals=floats(residuals)), **arguments)
     return grads, {**new.residuals, "z": None}
 
 
@@ -296,36 +295,10 @@ def test_feedback_of_a_gradient_from_outside():
 
 def test_levels_with_remat():
     """Two axes with a codec each, and jax.checkpoint around the loss."""
-    codecs = {"node": CODEC, "local": cgx.Raw()}
-    mesh = jax.make_mesh((2, 2), ("node", "local"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
-    both = P(("node", "local"))
-
-    def on_the_way(residuals, x):
-        def synchronised(given, residuals):
-            params = cgx.sync_in_backward(
-                {**PARAMS, **given}, ("node", "local"), codecs, carry=cgx.Carry(residuals=residuals)
-            )
-            return loss(params, x)
-
-        return jax.grad(jax.checkpoint(synchronised), argnums=(0, 1))(floats(PARAMS), residuals)
-
-    def at_the_end(residuals, x):
-        _, grads = cgx.local_value_and_grad(lambda g: loss({**PARAMS, **g}, x), ("node", "local"))(floats(PARAMS))
-        grads, new = cgx.compressed_pmean(
-            grads, ("node", "local"), codecs, carry=cgx.Carry(residuals=floats(residuals))
-        )
-        return grads, {**new.residuals, "z": None}
-
-    results = []
-    for gradients in (on_the_way, at_the_end):
-
-        def of_a_rank(residuals, x, gradients=gradients):
-            grads, new = gradients(jax.tree.map(lambda r: r[0], residuals), x)
-            return grads, jax.tree.map(lambda r: r[None], new)
-
-        step = jax.shard_map(of_a_rank, mesh=mesh, in_specs=(both, both), out_specs=(P(), both))
-        results.append(jax.jit(step)(RESIDUALS, BATCHES[0]))
-    assert_same(*results)
+    levels = dict(plan={"node": CODEC, "local": cgx.Raw()}, axes=("node", "local"))
+    mesh = jax.make_mesh((2, 2), levels["axes"], (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
+    way = steps(functools.partial(on_the_way, wrap=jax.checkpoint, **levels), mesh=mesh)
+    assert_same(way, steps(functools.partial(at_the_end, **levels), mesh=mesh))
 
 
 def test_layers_in_a_loop():

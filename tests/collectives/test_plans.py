@@ -109,6 +109,26 @@ def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
     assert [c.codec for c in found.collectives if c.dtype == "uint8"] == ["MaxMin(bits=4)"]
 
 
+def test_other_collectives_take_plans_and_transpose_by_them():
+    x = {"embed": normal((2, 8, 4, 16), 0), "out": normal((2, 8, 4, 16), 1)}
+    plan = cgx.Plan(cgx.MaxMin(4), rules=[("embed", cgx.MaxMin(8))], min_size=0)
+
+    def each(codec):
+        gathered = lambda t: cgx.compressed_all_gather(t, "a", cgx.Raw(), backward_plan=codec)
+        f = lambda t: (
+            cgx.compressed_psum_scatter(t, "a", codec, tiled=True),
+            cgx.compressed_all_gather(t, "a", codec),
+            cgx.compressed_all_to_all(t, "a", 0, 0, codec, tiled=True),
+            jax.grad(lambda t: sum((v**2).sum() for v in jax.tree.leaves(gathered(t))))(t),
+        )
+        return on_ranks(f, mesh(2))(x)
+
+    for got, eight, four in zip(each(plan), each(cgx.MaxMin(8)), each(cgx.MaxMin(4)), strict=True):
+        assert_same_bytes(got["embed"], eight["embed"])
+        assert_same_bytes(got["out"], four["out"])
+        assert (got["out"] != eight["out"]).any()
+
+
 def test_keys():
     """A key is required if a leaf of this tree draws noise. It is useless if no leaf of any tree would draw noise."""
     run = lambda t, plan, key: on_ranks(lambda t: cgx.compressed_psum(t, "a", plan, key=key), mesh(2))(t)

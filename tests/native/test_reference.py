@@ -190,6 +190,15 @@ def test_any_layout(layout, key, seed, exponent, special):
         assert_same_values(a, b)
 
 
+@pytest.mark.parametrize("codec", **each_codec([c for c in CODECS if not c.meta and c != cgx.Lossless()]))
+def test_any_bytes_decode(codec):
+    """test_lossless.py and test_topk.py have the other codecs without metadata."""
+    layout = Layout(codec, ((700,), (33,)), ("float32", "bfloat16"))
+    raw = np.random.RandomState(0).randint(0, 256, (1, layout.chunk_bytes)).astype(np.uint8)
+    for a, b in zip(ops.decode(layout, raw), reference_decode(layout)(raw), strict=True):
+        assert_same_values(a, b)
+
+
 @pytest.mark.short
 @pytest.mark.parametrize("codec", **each_codec(CODECS[::5]))
 def test_short_form(codec):

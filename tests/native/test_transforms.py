@@ -31,15 +31,6 @@ def mesh(n=4, axis_type=AxisType.Auto):
     return jax.make_mesh((n,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:n])
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("codec", **each_codec(SOME))
-def test_jit_is_eager(codec):
-    x, key = normal((31, 7)), random_key(codec)
-    encode = lambda x: cgx.encode(x, codec, key)
-    assert_same_bytes(encode(x), jax.jit(encode)(x))
-    assert_same_bytes(cgx.roundtrip(x, codec, key), jax.jit(lambda x: cgx.roundtrip(x, codec, key))(x))
-
-
 @pytest.mark.parametrize("codec", **each_codec(SOME))
 def test_vmap_is_one_call_and_the_same_as_a_loop(codec):
     x = normal((5, 40))

@@ -2,8 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from errors import refused, table
+from helpers import normal
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.plan import environment
@@ -150,6 +153,29 @@ COMMUNICATORS = env(INNER_COMMUNICATOR_TYPE="NCCL", CROSS_COMMUNICATOR_TYPE="NCC
 )
 def test_cgx_variables(axis_name, environ, expected):
     assert cgx.Plan.from_env(axis_name, environ) == cgx.Plan(**dict(min_size=17, skip_1d=False) | expected)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        env(),
+        env(INTRA_BROADCAST="0"),
+        env(INTRA_COMPRESS="0", CROSS_REDUCTION_TYPE="SRA"),
+        env(DEBUG_ALL_TO_ALL_REDUCTION="1"),
+        env(INNER_REDUCTION_TYPE="Ring", INTRA_BROADCAST="0"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("axes", ["a", ("a", "b")])
+def test_collectives_take_what_variables_ask_for(axes, environ):
+    plan = cgx.Plan.from_env(axes, environ)
+    x = {"large": normal((2, 2, 40, 30)), "tiny": normal((2, 2, 16), 1)}
+    f = lambda x: (cgx.compressed_psum(x, axes, plan), jax.lax.psum(x, axes))
+    found, exact = on_ranks(f, mesh(2, 2))(x)
+    np.testing.assert_allclose(found["large"], exact["large"], atol=5 if environ else 1e-5)
+    np.testing.assert_allclose(found["tiny"], exact["tiny"], rtol=1e-5)
+    assert (np.abs(found["large"] - exact["large"]) > 1e-3).any() == bool(environ)
 
 
 def test_the_process_has_variables(monkeypatch):

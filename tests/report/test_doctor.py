@@ -1,5 +1,6 @@
 """Tests what `python -m jaxcgx doctor` prints for complete installations and for broken ones."""
 
+import dataclasses
 import importlib.metadata
 import os
 import sys
@@ -88,6 +89,8 @@ def test_without_a_gpu(pretend):
     assert 'MPI               not installed: pip install ".[mpi]" in a checkout' in str(report)
     assert "CUDA half         none" in str(report) and "JAX sees none" in str(report)
     assert str(report).endswith("no problems")
+    hidden = dataclasses.replace(report, hidden=True)
+    assert "JAX sees none; this machine has one: pip install 'jax[cuda13]'" in str(hidden)
 
 
 def test_a_gpu_that_the_build_has_code_for(pretend):

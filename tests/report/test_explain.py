@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from errors import names
+from gradients import mesh_of
 from helpers import Halves, normal, planned
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -23,12 +24,7 @@ CODEC, FINE = cgx.MaxMin(4, 64), cgx.MaxMin(8, 64)
 SPELLED, SPELLED_FINE = "MaxMin(bits=4, bucket_size=64)", "MaxMin(bits=8, bucket_size=64)"
 TREE = {"a": jnp.zeros((300, 7)), "b": jnp.zeros(40, jnp.bfloat16)}
 SIZE = 4 * 2100 + 2 * 40  # its bytes
-
-
-def mesh(*axes):
-    return jax.make_mesh(
-        tuple(n for _, n in axes), tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes)
-    )
+mesh = functools.partial(mesh_of, AxisType.Auto)
 
 
 def on(f, mesh, spec=P(), **options):
@@ -259,15 +255,8 @@ def test_what_the_partitioner_inserts_is_not_ours():
     """A gradient that is sharded over another axis is gathered in float32 first, and this is listed."""
     both = mesh(("data", 2), ("model", 4))
     x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
-    f = jax.shard_map(
-        lambda x: cgx.compressed_psum(x * 2, "data", planned(CODEC, schedule="two_shot")),
-        mesh=both,
-        in_specs=P(),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )
-    found = quiet(jax.jit(f), x)
+    f = lambda x: cgx.compressed_psum(x * 2, "data", planned(CODEC, schedule="two_shot"))
+    found = quiet(jax.jit(on(f, both, axis_names={"data"})), x)
     size, part = x.size * 4, chunk(CODEC, [x], 2)
     assert what(found) == [
         ("all-gather", ("model",), "float32", size * 3 // 4, "", ""),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gradients import mesh_of
 from helpers import FULL, assert_same_bytes
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -176,13 +177,8 @@ def test_conservation(name):
     """At every step and over all ranks, sent + kept = given + kept before, to the bit, as these sums are exact."""
     axes, exchange = SPARSIFIERS[name]
     transformation = cgx.compress_gradients(axes, exchange, axis_size=RANKS)
-    shape = (2, 2) if axes == AXES else (RANKS,)
-    mesh = jax.make_mesh(
-        shape,
-        axes if axes == AXES else (axes,),
-        axis_types=(AxisType.Auto,) * len(shape),
-        devices=jax.devices()[:RANKS],
-    )
+    sizes = dict.fromkeys(AXES, 2) if axes == AXES else {axes: RANKS}
+    mesh = mesh_of(AxisType.Auto, *sizes.items())
     grads = jax.tree.map(lambda g: np.round(g * 4), numbers(3, RANKS))
     state = transformation.init(jax.tree.map(lambda g: g[0], grads))
     specs = cgx.state_specs(state, axes)

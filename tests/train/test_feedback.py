@@ -102,12 +102,14 @@ def test_a_quadratic_with_error_feedback():
     assert np.abs(path[-1] - best).max() < 0.05 < np.abs(best).max()
 
 
-def test_residuals_are_overwritten_in_place():
+def test_gradients_travel_as_bytes_and_residuals_are_overwritten_in_place():
     optimizer = optax.chain(compress(cgx.Plan.every(CODEC, schedule="one_shot")), optax.sgd(0.1))
     state = optimizer.init(PARAMS)
     step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
     program = step.lower(PARAMS, state, X).compile().as_text()
     assert "jaxcgx_encode" in program and not re.search(r"f32\[(1,)?30,40\]\S* copy\(", program)
+    assert {dtype for _, dtype in sent(program)} == {"u8", "f32"}
+    assert program.count("all-reduce(") == 1  # of the loss
 
 
 def hlo(step, *args):
@@ -134,14 +136,6 @@ def test_raw_costs_nothing(plan):
         )
     ]
     assert programs[0] == programs[1]
-
-
-def test_gradients_travel_as_bytes():
-    optimizer = optax.chain(compress(CODEC), optax.sgd(0.1))
-    state = optimizer.init(PARAMS)
-    program = on_mesh(local_step(optimizer), state).lower(PARAMS, state, X).compile().as_text()
-    assert {dtype for _, dtype in sent(program)} == {"u8", "f32"}
-    assert program.count("all-reduce(") == 1  # of the loss
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

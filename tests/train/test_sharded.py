@@ -4,6 +4,7 @@ import functools
 import pathlib
 import re
 
+import gradients
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,10 +40,6 @@ def loss_fn(params, x):
 
 def loss_of_all(params, x):
     return sum(loss_fn(layer, x) for layer in params.values())
-
-
-def mesh_with(axis_type):
-    return jax.make_mesh((RANKS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:RANKS])
 
 
 def specs_of(params, mesh=None, axis="data"):
@@ -105,7 +102,7 @@ def each_optimizer():
 def test_plain_jax(form, axis_type):
     """Norms are those of whole arrays, leaves share messages, and all leaves are sent as bytes."""
     params = dict.fromkeys(OPTIMIZERS, LAYER)
-    mesh = mesh_with(axis_type)
+    mesh = gradients.mesh_of(axis_type)
     train = make(cgx.Raw(), each_optimizer(), loss_of_all, mesh, **{form: specs_of(params, mesh)})
     assert_close(run(train, params, 5)[0].params, by_jax())
     assert train.step._cache_size() == 1

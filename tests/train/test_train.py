@@ -184,7 +184,8 @@ def test_donation(donate):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
-def test_one_compilation():
+@pytest.mark.parametrize("exchange", [{0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(2)}, cgx.PowerSGD(2)], ids=str)
+def test_one_compilation(exchange):
     """The loss is traced once, and executed only by the compiled program."""
 
     def loss(params, x):
@@ -193,7 +194,7 @@ def test_one_compilation():
         return loss_fn(params, x), {"mean": x.mean()}
 
     traces, calls = [], []
-    train = make({0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(2)}, loss, has_aux=True, accumulate=2)
+    train = make(exchange, loss, has_aux=True, accumulate=2)
     run(train)
     jax.effects_barrier()
     assert len(traces) == train.step._cache_size() == 1 and len(calls) == 5 * 4 * 2

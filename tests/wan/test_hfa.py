@@ -1,12 +1,11 @@
 """Tests HFA against NumPy, bit for bit, and what it refuses."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from errors import table
+from gradients import mesh_of as mesh_of_axes
 from helpers import assert_same_trees
 from jax.sharding import AxisType
 from ranks import whole_numbers
@@ -25,12 +24,8 @@ def quadratic(params, x):
     return ((params["w"] - x.mean(0)[:, None]) ** 2).sum() / 2 + params["s"] ** 2 / 2
 
 
-@functools.lru_cache
 def mesh_of(*sizes):
-    names = ("dc", "local")[: len(sizes)]
-    return jax.make_mesh(
-        sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: np.prod(sizes)]
-    )
+    return mesh_of_axes(AxisType.Auto, *zip(("dc", "local"), sizes))
 
 
 def trainer(mesh, loss=quadratic, **options):
