@@ -92,17 +92,15 @@ class Index(NamedTuple):
         if CHECK.pack(zlib.crc32(data[CHECK.size :])) != data[: CHECK.size]:
             raise ValueError("its index is corrupted")
         if version > FORMAT:
-            expected, remedy = (
-                f"version {file.version} in a format up to {FORMAT}",
-                "install the publisher's version of jaxcgx",
-            )
+            expected = f"version {file.version} in a format up to {FORMAT}"
+            remedy = "install the publisher's version of jaxcgx"
             raise unexpected("Subscriber.latest", expected, f"format {version}", remedy, kind=Refused)
         try:
             index = cls(*json.loads(data[begin:]))
             if min(index.elements - 1, index.anchor_every - 1, *index.sizes) < 0:
                 raise ValueError
         except (TypeError, ValueError):
-            raise ValueError("its index is none of a version") from None
+            raise ValueError("its index is malformed") from None
         if index.name != str(file):
             raise ValueError("it is that of another version")
         return index, start

@@ -160,8 +160,8 @@ def file_of(publisher, path, version, anchor=False):
         (None, "a patch on the way is missing"),
         (lambda data, _: data[:-1], "the patch of version 4: a piece is corrupted"),
         (lambda _, before: before, "the patch of version 4: it is that of another version"),
-        (lambda *_: Index("", [], 0, 7, []).pack(), "the patch of version 4: its index is none of a version"),
-        (lambda *_: Index("", [], 8, 7, [9, -9]).pack(), "the patch of version 4: its index is none of a version"),
+        (lambda *_: Index("", [], 0, 7, []).pack(), "the patch of version 4: its index is malformed"),
+        (lambda *_: Index("", [], 8, 7, [9, -9]).pack(), "the patch of version 4: its index is malformed"),
     ],
 )
 def test_a_chain_with_a_hole(tmp_path, change, why):
