@@ -85,6 +85,8 @@ def test_parts_over_several_connections(address, monkeypatch):
             publisher.publish(x + np.float32(number))
             np.testing.assert_array_equal(subscriber.latest(number), x + np.float32(number))
         assert 1 < len(subscriber._source._idle) <= 4 and subscriber._source._idle[0].gettimeout() == 1000
+        subscriber._closed.set()
+        subscriber._thread.join()  # no request ends its connections
         publisher.close()
         until(lambda: not publisher._server._sockets)
         with raises(RuntimeError, says("Publisher.publish", expected="a publisher that is open")):
