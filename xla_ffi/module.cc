@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 
 #include "cpu/kernels.h"
@@ -60,15 +61,25 @@ std::vector<jaxcgx::cpu::PatchLeaf> leaves_of(const std::vector<Words>& olds, co
   return leaves;
 }
 
+// Threads that end before it does.
+struct Threads : std::vector<std::thread> {
+  ~Threads() {
+    for (std::thread& thread : *this) thread.join();
+  }
+};
+
 // Calls f without the GIL, with a pool of threads that end with it.
 template <class F>
 auto on_threads(F f) {
   nb::gil_scoped_release released;
-  std::vector<std::thread> threads;
-  const auto start = [&](std::function<void()> task) { threads.emplace_back(std::move(task)); };
-  const auto result = f(jaxcgx::cpu::Pool{std::max<int64_t>(1, std::thread::hardware_concurrency()), start});
-  for (std::thread& thread : threads) thread.join();
-  return result;
+  Threads threads;
+  const auto start = [&](std::function<void()> task) {
+    try {
+      threads.emplace_back(std::move(task));
+    } catch (const std::system_error&) {  // there are too many threads: those that run do its part
+    }
+  };
+  return f(jaxcgx::cpu::Pool{std::max<int64_t>(1, std::thread::hardware_concurrency()), start});
 }
 
 std::tuple<nb::bytes, Digests, Digests> encode_patch(const std::vector<Words>& olds, const std::vector<Words>& news) {

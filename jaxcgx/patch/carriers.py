@@ -27,6 +27,7 @@ SIZE = struct.Struct("!q")  # of the answer; -1: there is no such file
 IDLE = 60.0  # seconds without a request after which a connection is closed
 MOST = 64 << 20  # the most bytes of the names
 BURST = 0.1  # seconds of the pace that are sent at once
+UNFINISHED = ".unfinished"  # ends the name of a file in a directory until it is whole
 
 
 def as_place(op: str, where: Any, secret: Any, pace: Any = None) -> tuple[str, int] | pathlib.Path:
@@ -37,7 +38,9 @@ def as_place(op: str, where: Any, secret: Any, pace: Any = None) -> tuple[str, i
     if re.fullmatch(r"[^/]+:\d+", str(where)):
         return as_host(op, "where", where, expected)
     if "://" in str(where):
-        raise wrong(op, "where", expected, repr(where), "mount the bucket, and pass the directory")
+        raise wrong(op, "where", expected, repr(where), "pass 'host:port', or mount the bucket as a directory")
+    if isinstance(where, str) and "/" not in where:
+        raise wrong(op, "where", expected, repr(where), f"pass '{where}:port', or './{where}' for a directory")
     for argument, value in ("secret", secret), ("pace", pace):
         if value:
             raise wrong(op, argument, "none with a directory", "one", "only connections have it")
@@ -64,9 +67,13 @@ class Directory:
 
     def write(self, name: str, parts: list[bytes]) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
-        with open(self._path / "unfinished", "wb") as file:
-            file.writelines(parts)
-        os.replace(self._path / "unfinished", self._path / name)
+        unfinished = self._path / f"{name}{UNFINISHED}"
+        try:
+            with open(unfinished, "wb") as file:
+                file.writelines(parts)
+            os.replace(unfinished, self._path / name)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
@@ -79,17 +86,12 @@ class Server:
         self._files = dict[str, bytes]()
         self._pace = pace
         self._lock, self._free = threading.Lock(), 0.0  # when the pace has room again
-        self._closed = False
+        self._closed, self._sockets = False, set[socket.socket]()
         self._listener = Listener(address, Wire(PUBLISHER, secret, UNKNOWN, SUBSCRIBER).meet, self._serve)
         self._listener.start()
 
     def names(self) -> dict[str, int]:
         return {name: len(file) for name, file in self._files.copy().items()}
-
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        if (file := self._files.get(name)) is None:
-            raise FileNotFoundError(f"there is no {name}")
-        return file[start:stop]
 
     def write(self, name: str, parts: list[bytes]) -> None:
         self._files[name] = b"".join(parts)
@@ -98,22 +100,27 @@ class Server:
         del self._files[name]
 
     def close(self) -> None:
-        self._closed = True
         self._listener.close()
+        with self._lock:
+            self._closed = True
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, sock: socket.socket, _: int) -> None:
+        with self._lock:
+            self._sockets.add(sock)
         with contextlib.suppress(OSError, ValueError):
             sock.settimeout(IDLE)
-            while True:
+            while not self._closed:
                 start, stop, size = ASK.unpack(read(sock, ASK.size))
                 name = read(sock, size).decode()
-                if self._closed:
-                    return
-                try:
-                    body = self.read(name, start, stop) if name else json.dumps(self.names()).encode()
-                    self._send(sock, memoryview(SIZE.pack(len(body)) + body))
-                except FileNotFoundError:
-                    self._send(sock, memoryview(SIZE.pack(-1)))
+                file = self._files.get(name) if name else json.dumps(self.names()).encode()
+                body = memoryview(file or b"")[start:stop]
+                self._send(sock, memoryview(SIZE.pack(-1 if file is None else len(body))))
+                self._send(sock, body)
+        with self._lock:
+            self._sockets.remove(sock)
 
     def _send(self, sock: socket.socket, view: memoryview) -> None:
         piece = min(PIECE, int(BURST * self._pace)) if self._pace else PIECE
@@ -135,9 +142,12 @@ class Remote:
         self._idle = collections.deque[socket.socket]()
 
     def names(self) -> dict[str, int]:
-        return json.loads(self.read("", 0, MOST))
+        names = json.loads(self.read("", 0, MOST))
+        if not isinstance(names, dict) or not all(isinstance(size, int) for size in names.values()):
+            raise ValueError(f"the publisher at {self._address} has sent something else than the names of versions")
+        return names
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, start: int, stop: int) -> bytearray:
         while True:
             try:
                 sock, fresh = self._idle.pop(), False
@@ -146,11 +156,12 @@ class Remote:
             try:
                 if fresh:
                     self._wire.meet(sock)
+                    sock.settimeout(IDLE)  # others may have the pace before
                 sock.sendall(ASK.pack(start, stop, len(name)) + name.encode())
                 (size,) = SIZE.unpack(read(sock, SIZE.size))
                 if size > stop - start:
                     raise Stranger("it has sent more than it was asked for")
-                body = bytes(read(sock, max(size, 0)))
+                body = read(sock, max(size, 0))
             except (OSError, Stranger) as error:
                 sock.close()
                 if fresh or isinstance(error, Stranger):

@@ -1,5 +1,6 @@
 """Publisher: gives the versions of a tree to subscribers, as patches."""
 
+import contextlib
 import secrets
 import threading
 from typing import Any
@@ -8,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxcgx.checks import check_integer, spell_array, unexpected, wrong
-from jaxcgx.patch.carriers import Directory, Server, as_place
-from jaxcgx.patch.trees import encode
+from jaxcgx.patch.carriers import UNFINISHED, Directory, Server, as_place
+from jaxcgx.patch.trees import encode, wanted
 from jaxcgx.patch.versions import Array, File, Index, cut
 from jaxcgx.transports.axes import as_pace
 from jaxcgx.typing import PyTree
@@ -55,7 +56,7 @@ class Publisher:
                 expected, remedy = "an address of this machine, with a free port", "end the program that has the port"
                 raise wrong(OP, "where", expected, f"{where!r}: {error}", remedy, kind=OSError) from None
         self._store = self._server or Directory(where)
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._run = secrets.token_hex(8)
         self._leaves: list[list[str]] = []  # of the last version
         self._old: list[Array] = []  # the arrays of the last version; none: the next is an anchor
@@ -73,6 +74,8 @@ class Publisher:
         ]
         leaves = [[path, spell_array(x)] for path, x in found]
         with self._lock:
+            if self._closed:
+                raise unexpected(op, "a publisher that is open", "one after 'close'", kind=RuntimeError)
             if self._old and leaves != self._leaves:
                 expected, got = (", ".join(map(" ".join, each)) for each in (self._leaves, leaves))
                 raise wrong(op, "tree", f"that of version {self.version}, {expected}", got, "make another Publisher")
@@ -86,11 +89,14 @@ class Publisher:
             except BaseException:  # a part may have been seen, so that no patch may lead on from it
                 self._run, self._old = secrets.token_hex(8), []
                 raise
-            self._prune()
+            finally:
+                with contextlib.suppress(OSError):  # the next call tries it again
+                    self._prune()
             return self.version
 
     def close(self) -> None:
         """Ends all connections and frees the address. Files in a directory stay."""
+        self._closed = True
         if self._server:
             self._server.close()
 
@@ -105,22 +111,25 @@ class Publisher:
         due = not self._old or self.version % self._every == 0
         # The patch comes first, so that nobody who could follow fetches the anchor.
         for anchor in [False] * bool(self._old) + [True] * due:
-            bodies = list[bytes]()
+            name, bodies = str(File(self.version, self._run, anchor)), list[bytes]()
             for number, start, stop in pieces:
                 part = new[number][start:stop]
                 old = np.zeros_like(part) if anchor else self._old[number][start:stop]
                 bodies.append(encode(old, part).tobytes())
-            index = Index(self._leaves if anchor else [], PIECE, self._every, [len(body) for body in bodies])
-            self._store.write(str(File(self.version, self._run, anchor)), [index.pack(), *bodies])
+            leaves, sizes = self._leaves if anchor else [], [len(body) for body in bodies]
+            index = Index(name, leaves, elements=PIECE, anchor_every=self._every, sizes=sizes)
+            self._store.write(name, [index.pack(), *bodies])
         self._old = new
 
     def _prune(self) -> None:
         """Removes the versions before the last anchor that is at least `keep` versions old."""
-        found = File.of(self._store.names())
-        oldest = max((x.version for x in found if x.anchor and x.version <= self.version - self._keep), default=0)
-        for file in found:
-            if file.version < oldest:
-                self._store.remove(str(file))
+        names = self._store.names()
+        last = self.version - self._keep
+        oldest = max((x.version for x in File.of(names) if x.anchor and x.version <= last), default=0)
+        for name, size in names.items():
+            for file in File.of({name.removesuffix(UNFINISHED): size}):
+                if file.version < oldest:
+                    self._store.remove(name)
 
 
 def _host(op: str, path: Any, x: Any) -> Array:
@@ -132,6 +141,7 @@ def _host(op: str, path: Any, x: Any) -> Array:
         found = np.array(x, order="C")
     except (TypeError, ValueError):
         found = None
-    if found is None or found.dtype.kind in "OSUMm":
-        raise wrong(op, "tree", "arrays", spell_array(x), path=path, kind=TypeError)
+    expected, remedy = wanted(x if found is None else found)
+    if found is None or expected:
+        raise wrong(op, "tree", expected, spell_array(x), remedy, path=path, kind=TypeError)
     return found

@@ -25,7 +25,9 @@ from jaxcgx.typing import PyTree
 OP = "Subscriber"
 LATEST = "Subscriber.latest"
 SPAN = 4 << 20  # bytes of pieces that are read together
-TRIES = 2  # of a file that is corrupted
+FIRST = 64 << 10  # bytes of the first read of a file: its index in most cases, or all of it
+TRIES = 2  # of a file that is corrupted, in two looks
+HOLE = "a patch on the way is missing"
 TICK = 0.05  # seconds between two looks of `latest` while it waits
 
 
@@ -48,7 +50,7 @@ class Subscriber:
 
     It may start late, be away and come back: it takes the shortest way from its version, or from an anchor, to the
     newest one. A version is complete before `latest` returns it, and has the publisher's bits. Host memory has the
-    weights twice while a patch is applied.
+    weights twice while a patch is applied, and three times on a way of several patches: only its end is shown.
 
     If the arrays of `like` are spread over several processes of jax.distributed, each has a Subscriber, and they call
     `latest` together. They get the same version.
@@ -76,29 +78,37 @@ class Subscriber:
         every: float | None = 0.5,
         timeout: float = 600.0,
     ) -> None:
-        found, self._structure = jax.tree_util.tree_flatten_with_path(like)
-        for path, x in found:
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(like)
+        for path, x in leaves:
             if not (hasattr(x, "shape") and hasattr(x, "dtype")):
                 expected = "arrays or jax.ShapeDtypeStructs"
                 raise wrong(OP, "like", expected, repr(x), path=path, kind=TypeError)
-        self._leaves = [[jax.tree_util.keystr(path), spell_array(x)] for path, x in found]
-        self._numpy = [isinstance(x, np.ndarray | np.generic) for _, x in found]
+            numbers = isinstance(x.dtype, np.dtype) and not isinstance(x, np.ndarray | np.generic)
+            if numbers and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+                expected, remedy = "a dtype that JAX keeps here", "set jax_enable_x64, or pass arrays of NumPy"
+                raise wrong(OP, "like", expected, spell_array(x), remedy, path=path)
+        self._leaves = [[jax.tree_util.keystr(path), spell_array(x)] for path, x in leaves]
+        self._numpy = [isinstance(x, np.ndarray | np.generic) for _, x in leaves]
         self._like = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if numpy else sharding_of(x))
-            for (_, x), numpy in zip(found, self._numpy)
+            for (_, x), numpy in zip(leaves, self._numpy)
         ]
         self._timeout = check_number(OP, "timeout", timeout, lambda x: x >= 0, "seconds, at least 0")
         count = check_integer(OP, "connections", connections, 1, MOST_CONNECTIONS)
-        self._where, found = where, as_place(OP, where, secret)
-        self._source = Remote(found, secret) if isinstance(found, tuple) else Directory(found)
+        self._where, place = where, as_place(OP, where, secret)
+        self._source = Remote(place, secret) if isinstance(place, tuple) else Directory(place)
         self._readers = concurrent.futures.ThreadPoolExecutor(count, "jaxcgx-read")
         self._failures = collections.Counter[File]()
-        self._why = "a patch on the way is missing"  # why the newest version can't be made
+        self._why = HOLE  # why the newest version can't be made
         self._newest: tuple[int, str] = (0, "")  # version and run
+        processes = {device.process_index for x in self._like if x.sharding for device in x.sharding.device_set}
         alone = all(x.sharding is None or x.sharding.is_fully_addressable for x in self._like)
         self._agreed: tuple[int, str] | None = None if alone else self._newest  # what all processes make; None: newest
+        if not alone and len(processes) < jax.process_count():  # they wait for each other
+            expected, remedy = "arrays over all processes of jax.distributed", "pass arrays of NumPy in each process"
+            raise wrong(OP, "like", expected, f"those of {sorted(processes)}", remedy)
         self._changed = threading.Condition()
-        self._state, self._anchor_every = Snapshot(), 1
+        self._state, self._anchor_every = Snapshot(), 0  # 0: not known yet
         self._reason, self._warned = "", ""  # why there is nothing newer
         self._problem: Exception | None = None  # if waiting doesn't help
         self.version: int = 0
@@ -128,7 +138,7 @@ class Subscriber:
                 raise problem
             if state.version >= version and (state.version, state.run) != (self.version, self._run):
                 self._tree, self.version, self._run = self._made(state), state.version, state.run
-            if self.version >= version:
+            if self.version >= version and state.run in ("", self._run):  # another run may count from 1 again
                 break
             if late:
                 got = f"{state.version or 'none'}: {reason}" if reason else state.version or "none"
@@ -145,7 +155,7 @@ class Subscriber:
         self._closed.set()
         if self._thread:
             self._thread.join()
-        self._readers.shutdown()
+        self._readers.shutdown(cancel_futures=True)
         if isinstance(self._source, Remote):
             self._source.close()
 
@@ -191,22 +201,28 @@ class Subscriber:
 
     def _look(self) -> None:
         """Makes the newest version that can be made, and says why there is nothing newer."""
-        reason, problem = "", None
+        reason, problem, failed = "", None, set[File]()
         try:
             while True:
                 found = File.of(self._source.names())
                 self._newest = max(((file.version, file.run) for file in found), default=(0, ""))
                 version, run = self._agreed or self._newest
-                usable = {x: size for x, size in found.items() if x.version <= version and self._failures[x] < TRIES}
+                failed.update(x for x in found if self._failures[x] == TRIES)
+                usable = {x: size for x, size in found.items() if x.version <= version and x not in failed}
                 way = shortest(usable, run, self._state.version if self._state.run == run else 0)
                 if not way:
                     break
-                self._take(way)
+                self._take(way, failed)
+                if (version, run) == (self._state.version, self._state.run):
+                    break
             if not found:
                 reason = f"there is no version at {self._where} yet"
             elif (version, run) != (self._state.version, self._state.run):
-                after = (version // self._anchor_every + 1) * self._anchor_every
-                reason = f"version {version} can't be made: {self._why}; ask for version {after}, the next anchor"
+                every = self._anchor_every
+                remedy = f"ask for version {(version // every + 1) * every}," if every else "wait for"
+                reason = f"version {version} can't be made: {self._why}; {remedy} the next anchor"
+            else:
+                self._why = HOLE
         except OSError as error:
             reason = f"the publisher at {self._where} was {unreached(error)}"
         except Stranger as error:
@@ -218,19 +234,18 @@ class Subscriber:
             self._reason, self._problem = reason, problem
             self._changed.notify_all()
 
-    def _take(self, files: list[File]) -> None:
-        """Makes the version to which these files lead, or the last one before there is trouble."""
+    def _take(self, files: list[File], failed: set[File]) -> None:
+        """Makes the version to which these files lead, or the last one before one that it adds to `failed`."""
         snapshot = self._state
         try:
             for file in files:
-                if self._closed.is_set():
-                    raise ConnectionAbortedError("closed")
                 try:
                     snapshot = self._next(snapshot, file)
                 except Refused:
                     raise
                 except (ValueError, FileNotFoundError) as error:
-                    self._failures[file] += 1
+                    failed.add(file)
+                    self._failures[file] += isinstance(error, ValueError)  # another look may find a file
                     self._why = f"the {'anchor' if file.anchor else 'patch'} of version {file.version}: {error}"
                     break
         finally:
@@ -240,8 +255,14 @@ class Subscriber:
 
     def _next(self, snapshot: Snapshot, file: File) -> Snapshot:
         """Returns the version that a file makes of the one before."""
-        read = lambda start, stop: self._source.read(str(file), start, stop)
-        index, begin = Index.read(read, f"version {file.version}")
+        head = self._source.read(str(file), 0, FIRST)
+
+        def read(start: int, stop: int) -> bytes | bytearray:
+            if self._closed.is_set():
+                raise ConnectionAbortedError("closed")
+            return head[start:stop] if stop <= len(head) else self._source.read(str(file), start, stop)
+
+        index, begin = Index.read(read, file)
         self._anchor_every = index.anchor_every
         cuts, pieces = self._zeros(index, file.version) if file.anchor else (snapshot.cuts, snapshot.pieces)
         if len(cuts) != len(index.sizes):
@@ -250,11 +271,12 @@ class Subscriber:
 
         def patched(group: list[tuple[int, Array]]) -> list[tuple[int, Array]]:
             first = ends[group[0][0]]
-            data = read(first, ends[group[-1][0] + 1])
-            return [
-                (number, np.asarray(apply(x, Patch.frombytes(data[ends[number] - first : ends[number + 1] - first]))))
-                for number, x in group
-            ]
+            data = memoryview(read(first, ends[group[-1][0] + 1]))
+            part = lambda number: Patch.frombytes(data[ends[number] - first : ends[number + 1] - first])
+            try:
+                return [(number, np.asarray(apply(x, part(number)))) for number, x in group]
+            except ValueError as error:  # it speaks to callers of `apply`
+                raise ValueError("a piece is corrupted") from error
 
         groups = _spans(pieces, ends)
         new = (self._readers.map if len(groups) > 1 else map)(patched, groups)

@@ -1,5 +1,6 @@
 """Patches of trees: a header and a table of leaves, before what words.py makes of the leaves' words."""
 
+import collections
 import dataclasses
 import functools
 import struct
@@ -51,7 +52,7 @@ class Patch:
         return self.data
 
     @classmethod
-    def frombytes(cls, data: bytes) -> "Patch":
+    def frombytes(cls, data: bytes | bytearray | memoryview) -> "Patch":
         """Returns the patch with the bytes `data`. Raises ValueError if they are cut, altered or of a newer format."""
         data = bytes(data)
         expected = lambda what, got, remedy="": wrong("Patch.frombytes", "data", what, got, remedy)
@@ -127,7 +128,8 @@ def apply(old: PyTree, patch: Patch, *, donate: bool = False) -> PyTree:
     _check_table(patch.data, leaves, olds)
     if donate:
         _check_old(patch, leaves, [engine.digest_of(x) for x in olds])
-    news = [x if donate and x.flags.writeable else np.empty_like(x) for x in olds]
+    uses = collections.Counter(x.ctypes.data for x in olds)  # tied leaves share their memory
+    news = [x if donate and x.flags.writeable and uses[x.ctypes.data] == 1 else np.empty_like(x) for x in olds]
     begin = _HEADER.size + len(olds) * _LEAF.itemsize
     old_digests, new_digests = engine.apply(patch.data[begin:], olds, news)
     _check_old(patch, leaves, old_digests)
@@ -159,13 +161,13 @@ def _leaves(function: str, argument: str, tree: PyTree) -> Sequence[tuple[KeyPat
     """Returns the paths and leaves of a tree, and checks that their bits can be read here."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     for path, x in leaves:
-        expected, remedy = _wanted(x)
+        expected, remedy = wanted(x)
         if expected:
             raise wrong(function, argument, expected, spell_array(x), remedy, path=path, kind=TypeError)
     return leaves
 
 
-def _wanted(x: Any) -> tuple[str, str]:
+def wanted(x: Any) -> tuple[str, str]:
     """Returns (what a leaf should be instead, the remedy), both empty if its bits can be read here."""
     if isinstance(x, Tracer):
         return "an array with values", "call it outside of jax.jit: the length of a patch depends on values"
@@ -188,7 +190,7 @@ def _width(dtype: np.dtype[Any]) -> int:
 
 def _words(x: Any) -> Words:
     flat = np.ascontiguousarray(x).reshape(-1)
-    return flat.view(f"u{_width(flat.dtype)}")
+    return np.require(flat.view(f"u{_width(flat.dtype)}"), requirements="A")  # aligned
 
 
 def _like(leaf: Any, new: Words) -> Any:

@@ -22,7 +22,6 @@ CHECK = struct.Struct("!I")  # CRC-32 of what follows, up to the end of the inde
 HEAD = struct.Struct("!4sBxxxI")  # magic, format, bytes of the index
 MAGIC, FORMAT = b"cgxv", 1
 NAME = re.compile(r"(\d{12})-([0-9a-f]{16})\.(anchor|patch)")
-FIRST = 64 << 10  # bytes of the first read of a file, which has the whole index in most cases
 
 Array = np.ndarray[Any, Any]
 Piece = tuple[int, int, int]  # (leaf, start, stop): elements of a leaf in row-major order
@@ -69,6 +68,7 @@ def shortest(sizes: dict[File, int], run: str, at: int) -> list[File]:
 class Index(NamedTuple):
     """The index of a file."""
 
+    name: str  # of the file
     leaves: list[list[str]]  # path, dtype and shape of each leaf; only in anchors
     elements: int  # of a piece
     anchor_every: int
@@ -80,21 +80,30 @@ class Index(NamedTuple):
         return CHECK.pack(zlib.crc32(text)) + text
 
     @classmethod
-    def read(cls, read: Callable[[int, int], bytes], what: str) -> tuple[Self, int]:
-        """Returns (the index of a file, where its pieces begin). `read(start, stop)` reads it, errors say `what`."""
-        data = read(0, FIRST)
+    def read(cls, read: Callable[[int, int], bytes | bytearray], file: File) -> tuple[Self, int]:
+        """Returns (the index of a file, where its pieces begin). `read(start, stop)` reads the file."""
         begin = CHECK.size + HEAD.size
+        data = read(0, begin)
         if len(data) < begin or data[CHECK.size :][: len(MAGIC)] != MAGIC:
             raise ValueError("it doesn't begin as a version")
         _, version, size = HEAD.unpack_from(data, CHECK.size)
         start = begin + size
-        data = data[:start] if start <= len(data) else read(0, start)
+        data = read(0, start)
         if CHECK.pack(zlib.crc32(data[CHECK.size :])) != data[: CHECK.size]:
             raise ValueError("its index is corrupted")
         if version > FORMAT:
-            expected, remedy = f"{what} in a format up to {FORMAT}", "install the publisher's version of jaxcgx"
+            expected = f"version {file.version} in a format up to {FORMAT}"
+            remedy = "install the publisher's version of jaxcgx"
             raise unexpected("Subscriber.latest", expected, f"format {version}", remedy, kind=Refused)
-        return cls(*json.loads(data[begin:])), start
+        try:
+            index = cls(*json.loads(data[begin:]))
+            if min(index.elements - 1, index.anchor_every - 1, *index.sizes) < 0:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise ValueError("its index is malformed") from None
+        if index.name != str(file):
+            raise ValueError("it is that of another version")
+        return index, start
 
 
 def cut(sizes: Sequence[int], elements: int) -> list[Piece]:

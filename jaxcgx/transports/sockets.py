@@ -2,7 +2,7 @@
 
 Both ends of a new connection send a hello, with their place among the programs and a nonce. Then each proves that it
 knows the secret, by an HMAC of both hellos. After that nothing is encrypted or authenticated. Every read has a size
-that is checked before, and ends after `SILENCE` seconds without a byte.
+that is checked before, and ends after `SILENCE` seconds without a byte. A handshake may take `SILENCE` seconds in all.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,21 +43,23 @@ class Wire(NamedTuple):
 
     def meet(self, sock: socket.socket, place: int = 0, check: Callable[[int], None] | None = None) -> int:
         """Does the handshake. Returns the place of the other end, which `check` may refuse."""
+        end = time.monotonic() + SILENCE
         sock.settimeout(SILENCE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mine = HELLO.pack(self.magic, place, secrets.token_bytes(32))
         sock.sendall(mine)
-        theirs, found = self.greeting(sock)
+        theirs, found = self.greeting(sock, end)
         if check:
             check(found)
         sock.sendall(self._prove(mine, theirs))
-        if not hmac.compare_digest(read(sock, PROOF), self._prove(theirs, mine)):
+        if not hmac.compare_digest(read(sock, PROOF, end), self._prove(theirs, mine)):
             raise Stranger("it has another secret")
+        sock.settimeout(SILENCE)
         return found
 
-    def greeting(self, sock: socket.socket) -> tuple[bytearray, int]:
-        """Reads the hello of the other end. Returns (the hello, the place in it)."""
-        hello = read(sock, HELLO.size)
+    def greeting(self, sock: socket.socket, end: float) -> tuple[bytearray, int]:
+        """Reads the hello of the other end, until `end`. Returns (the hello, the place in it)."""
+        hello = read(sock, HELLO.size, end)
         magic, place, _ = HELLO.unpack(hello)
         if magic != (self.theirs or self.magic):
             raise Stranger(self.unknown)
@@ -98,12 +101,21 @@ class Listener:
     def _accept(self) -> None:
         with self._socket:
             while not self._closed.is_set():
-                with contextlib.suppress(OSError):
+                try:
                     sock, _ = self._socket.accept()
-                    if self._strangers.acquire(timeout=SILENCE):
-                        start_thread(self._welcome, sock)
-                    else:
-                        sock.close()
+                except TimeoutError:
+                    continue
+                except OSError:  # such as too many open files: a try at once would fail, too
+                    self._closed.wait(AGAIN)
+                    continue
+                if not self._strangers.acquire(timeout=SILENCE):
+                    sock.close()
+                    continue
+                try:
+                    start_thread(self._welcome, sock)
+                except RuntimeError:  # there are too many threads
+                    self._strangers.release()
+                    sock.close()
 
     def _welcome(self, sock: socket.socket) -> None:
         with sock:
@@ -138,11 +150,13 @@ def start_thread(run: Callable[..., None], *args: Any) -> threading.Thread:
     return thread
 
 
-def read(sock: socket.socket, size: int) -> bytearray:
-    """Reads exactly `size` bytes. Raises an OSError if they don't come."""
+def read(sock: socket.socket, size: int, end: float | None = None) -> bytearray:
+    """Reads exactly `size` bytes, until `end` of time.monotonic(). Raises an OSError if they don't come."""
     found = bytearray(size)
     view = memoryview(found)
     while view:
+        if end is not None:
+            sock.settimeout(max(end - time.monotonic(), 1e-3))
         if not (count := sock.recv_into(view)):
             raise ConnectionResetError("the connection was closed")
         view = view[count:]

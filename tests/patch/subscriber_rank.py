@@ -6,8 +6,9 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
@@ -30,6 +31,10 @@ def main():
     tree = {"w": np.zeros((8, 4), np.float32), "b": np.zeros(4, np.float32)}
     shard = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     like = {"w": shard(tree["w"], P("data")), "b": shard(tree["b"], P())}
+    if rank == "0":
+        part = jax.ShapeDtypeStruct((2,), np.float32, sharding=SingleDeviceSharding(jax.devices()[1]))
+        with pytest.raises(ValueError, match="over all processes"):
+            cgx.patch.Subscriber(path, part, every=None)
     publisher = cgx.patch.Publisher(path, anchor_every=3) if rank == "0" else None
     subscriber, seen = cgx.patch.Subscriber(path, like, every=None, timeout=60), []
     read = subscriber._source.read

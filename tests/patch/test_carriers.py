@@ -1,7 +1,9 @@
 """Tests publishers at addresses: secrets, restarts, deaths, pace, parallel connections, and strangers."""
 
+import contextlib
 import socket
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,10 +11,12 @@ from errors import raises, says
 from started import Processes, free_port
 
 import jaxcgx as cgx
+from jaxcgx.patch import carriers
 from jaxcgx.patch import publisher as published
 from jaxcgx.patch import subscriber as subscribed
 from jaxcgx.patch.carriers import ASK, PUBLISHER, SIZE, SUBSCRIBER, UNKNOWN
-from jaxcgx.transports.sockets import HELLO, Wire, read
+from jaxcgx.transports import sockets
+from jaxcgx.transports.sockets import HELLO, STRANGERS, Wire, read
 
 LIKE = np.zeros(1000, np.float32)
 LIMIT = 60  # seconds, after which a test counts as hung
@@ -59,6 +63,10 @@ def test_a_publisher_that_dies_and_comes_back(address):
         assert subscriber.latest()[0] == 7
         with Processes(["-c", PROGRAM, address]) as second:
             assert publish(second, 50) == 1
+            until(lambda: subscriber._state.version == 1)
+            subscriber._timeout = 0
+            with raises(TimeoutError, says("Subscriber.latest", expected="version 5 within", got="1")):
+                subscriber.latest(5)  # the old version 7 is none of this publisher
             until(lambda: subscriber.latest()[0] == 50)
             assert publish(second, 60) == 2
             until(lambda: subscriber.latest()[0] == 60)
@@ -66,15 +74,23 @@ def test_a_publisher_that_dies_and_comes_back(address):
 
 
 def test_parts_over_several_connections(address, monkeypatch):
+    """They end with the publisher."""
+    monkeypatch.setattr(carriers, "IDLE", 1000)
     monkeypatch.setattr(published, "PIECE", 50)
     monkeypatch.setattr(subscribed, "SPAN", 400)
-    monkeypatch.setattr("jaxcgx.patch.versions.FIRST", 100)
+    monkeypatch.setattr(subscribed, "FIRST", 100)
     x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     with cgx.patch.Publisher(address, secret="s") as publisher, subscribe(address, connections=3) as subscriber:
         for number in range(1, 4):
             publisher.publish(x + np.float32(number))
             np.testing.assert_array_equal(subscriber.latest(number), x + np.float32(number))
-        assert 1 < len(subscriber._source._idle) <= 4
+        assert 1 < len(subscriber._source._idle) <= 4 and subscriber._source._idle[0].gettimeout() == 1000
+        subscriber._closed.set()
+        subscriber._thread.join()  # no request ends its connections
+        publisher.close()
+        until(lambda: not publisher._server._sockets)
+        with raises(RuntimeError, says("Publisher.publish", expected="a publisher that is open")):
+            publisher.publish(x)
 
 
 def test_pace(address):
@@ -130,6 +146,27 @@ def test_strangers(address):
                 sock.sendall(b"x" * HELLO.size)
                 with raises(RuntimeError, says("Subscriber.latest", expected="a publisher", remedy="is no publisher")):
                     until(lambda: subscriber._problem) or subscriber.latest()
+
+
+def test_strangers_that_take_their_time(address, monkeypatch):
+    """A handshake has one deadline. Neither it nor a lack of threads takes the place of others for long."""
+    monkeypatch.setattr(sockets, "SILENCE", 0.3)
+    host, port = address.split(":")
+    with cgx.patch.Publisher(address, secret="s") as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(sockets, "start_thread", starts := mock.Mock(side_effect=RuntimeError))
+            for _ in range(STRANGERS + 1):
+                with socket.create_connection((host, int(port)), LIMIT) as sock, contextlib.suppress(ConnectionError):
+                    assert sock.recv(1) == b""
+        assert starts.call_count == STRANGERS + 1
+        with socket.create_connection((host, int(port))) as sock, pytest.raises(ConnectionError):
+            for _ in range(HELLO.size - 1):
+                sock.sendall(b"x")
+                time.sleep(0.1)
+        monkeypatch.undo()
+        publisher.publish(LIKE)
+        with subscribe(address) as subscriber:
+            assert subscriber.latest()[0] == 0
 
 
 def test_an_address_that_is_taken(address):

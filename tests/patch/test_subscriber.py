@@ -17,8 +17,9 @@ from started import Processes, free_port
 
 import jaxcgx as cgx
 from jaxcgx.patch import publisher as published
+from jaxcgx.patch import subscriber as subscribed
 from jaxcgx.patch.carriers import Directory
-from jaxcgx.patch.versions import CHECK, HEAD, File
+from jaxcgx.patch.versions import CHECK, HEAD, File, Index
 
 RANK = pathlib.Path(__file__).with_name("subscriber_rank.py")
 TREE = {"w": np.zeros((4, 8), jnp.bfloat16), "step": np.zeros((), np.int32)}
@@ -153,14 +154,22 @@ def file_of(publisher, path, version, anchor=False):
     return path / str(File(version, publisher._run, anchor))
 
 
-@pytest.mark.parametrize("hole", [True, False])
-def test_a_chain_with_a_hole(tmp_path, hole):
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, "a patch on the way is missing"),
+        (lambda data, _: data[:-1], "the patch of version 4: a piece is corrupted"),
+        (lambda _, before: before, "the patch of version 4: it is that of another version"),
+        (lambda *_: Index("", [], 0, 7, []).pack(), "the patch of version 4: its index is malformed"),
+        (lambda *_: Index("", [], 8, 7, [9, -9]).pack(), "the patch of version 4: its index is malformed"),
+    ],
+)
+def test_a_chain_with_a_hole(tmp_path, change, why):
     """The versions before it are made. The warning and the error name the next anchor, which ends it."""
     publisher, subscriber = made(tmp_path, 5, anchor_every=7)
-    file = file_of(publisher, tmp_path, 4)
-    file.unlink() if hole else file.write_bytes(file.read_bytes()[:-1])
-    why = "a patch on the way is missing" if hole else "the patch of version 4: "
-    with pytest.warns(UserWarning, match=f"this is version 3: version 5 can't be made: {why}.*version 7, the next"):
+    before, file = (file_of(publisher, tmp_path, number) for number in (3, 4))
+    file.write_bytes(change(file.read_bytes(), before.read_bytes())) if change else file.unlink()
+    with pytest.warns(UserWarning, match=f"version 3: version 5 can't be made: {why}; ask for version 7, the next"):
         assert subscriber.latest()["w"][0] == 3
     again = subscriber.latest()  # it has warned
     assert again is subscriber.latest()
@@ -168,17 +177,65 @@ def test_a_chain_with_a_hole(tmp_path, hole):
         subscriber.latest(7)
     for value in 6, 7:
         publisher.publish({"w": np.full(40, value, np.float32)})
-    assert subscriber.latest(7)["w"][0] == 7
+    assert subscriber.latest(7)["w"][0] == 7 and subscriber._why == "a patch on the way is missing"
     subscriber.close()
 
 
-def test_old_versions_go(tmp_path):
-    """A subscriber that is `keep` versions late has its patches, a later one an anchor."""
+def absent(*_):
+    raise FileNotFoundError("absent")
+
+
+def test_an_anchor_that_comes_late(tmp_path, monkeypatch):
+    """A mount may list a file before it has it."""
+    words = says("Subscriber.latest", got="none: version 1", remedy="wait for the next anchor")
+    made(tmp_path, 1, subscriber=False)
+    subscriber = cgx.patch.Subscriber(tmp_path, {"w": np.zeros(40, np.float32)}, every=None, timeout=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "read", absent)
+        for _ in range(3):
+            with raises(TimeoutError, words):
+                subscriber.latest()
+    assert subscriber.latest()["w"][0] == 1
+
+
+def test_a_publisher_that_is_faster(tmp_path, monkeypatch):
+    """`latest` returns, and an end doesn't wait for all pieces."""
+    publisher, subscriber = made(tmp_path, 2)
+    take = subscriber._take
+    subscriber._take = lambda *args: (take(*args), publisher.publish({"w": np.full(40, 9, np.float32)}))
+    assert subscriber.latest()["w"][0] == 2 and publisher.version == 3
+    read = Directory.read
+    monkeypatch.setattr(published, "PIECE", 1)
+    monkeypatch.setattr(subscribed, "SPAN", 1)
+    monkeypatch.setattr(subscribed, "FIRST", 1)
+    reads = []
+
+    def closing(*args):
+        reads.append(args)
+        if len(reads) == 4:  # the first piece, after three reads of the index
+            other._closed.set()
+        return read(*args)
+
+    cgx.patch.Publisher(tmp_path / "other").publish({"w": np.ones(40, np.float32)})
+    monkeypatch.setattr(Directory, "read", closing)
+    other = cgx.patch.Subscriber(tmp_path / "other", {"w": np.zeros(40, np.float32)}, every=None, timeout=0)
+    with raises(TimeoutError, says("Subscriber.latest", got="none: the publisher", remedy="closed")):
+        other.latest()
+    assert len(reads) <= 3 + 4
+
+
+def test_old_versions_go(tmp_path, monkeypatch):
+    """A subscriber that is `keep` versions late has its patches, a later one an anchor. A failure delays it."""
     publisher, first = made(tmp_path, 3, anchor_every=3, keep=4)
+    (tmp_path / f"{File(3, 'a' * 16, False)}.unfinished").touch()
     second = cgx.patch.Subscriber(tmp_path, TREE | {"w": np.zeros(40, np.float32)}, every=None)
     assert first.latest()["w"][0] == 3
-    for value in range(4, 12):
-        publisher.publish({"w": np.full(40, value, np.float32)})
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "remove", absent)
+        for value in range(4, 11):
+            publisher.publish({"w": np.full(40, value, np.float32)})
+    publisher.publish({"w": np.full(40, 11, np.float32)})
+    assert not list(tmp_path.glob("*.unfinished"))
     kept = sorted((file.version, file.anchor) for file in File.of(Directory(tmp_path).names()))
     assert kept == [(6, False), (6, True), (7, False), (8, False), (9, False), (9, True), (10, False), (11, False)]
     assert first.latest()["w"][0] == 11
@@ -195,7 +252,7 @@ def test_only_the_pieces_of_its_devices(tmp_path, monkeypatch):
     subscriber = cgx.patch.Subscriber(tmp_path, x, every=None)
     whole, read = subscriber.latest(), []
     monkeypatch.setattr("jaxcgx.patch.subscriber.needed", lambda shape, *_: np.arange(64) // 8 == 5)
-    monkeypatch.setattr("jaxcgx.patch.versions.FIRST", 4000)
+    monkeypatch.setattr(subscribed, "FIRST", 4000)
     reads = Directory.read
     monkeypatch.setattr(Directory, "read", lambda *args: read.append(reads(*args)) or read[-1])
     part = cgx.patch.Subscriber(tmp_path, x, every=None)
@@ -256,9 +313,12 @@ def other_model(path, **like):
     return cgx.patch.Subscriber(path, like, every=None)
 
 
+WIDE = {"w": jax.ShapeDtypeStruct((2,), np.float64)}
 BAD_INPUT = {
     "Publisher": [
         (lambda path: cgx.patch.Publisher("s3://bucket/w"), ValueError, "where", "'s3://bucket/w'", "mount"),
+        (lambda path: cgx.patch.Publisher("tcp://host:75"), ValueError, "where", "'tcp://host:75'", "pass 'host:port'"),
+        (lambda path: cgx.patch.Publisher("localhost"), ValueError, "where", "'localhost'", "pass 'localhost:port'"),
         (lambda path: cgx.patch.Publisher("host:99999"), ValueError, "where", "'host:99999'"),
         (lambda path: cgx.patch.Publisher(3), TypeError, "where", "3"),
         (lambda path: cgx.patch.Publisher(path, secret="a"), ValueError, "secret", "one"),
@@ -269,11 +329,14 @@ BAD_INPUT = {
     ],
     "Publisher.publish": [
         (lambda path: cgx.patch.Publisher(path).publish({"w": "no"}), TypeError, "tree ['w']", "'no'"),
-        (lambda path: cgx.patch.Publisher(path).publish(jax.random.key(0)), TypeError, "tree"),
+        (lambda path: cgx.patch.Publisher(path).publish(jax.random.key(0)), TypeError, "tree", "key", "pass"),
+        (lambda path: cgx.patch.Publisher(path).publish({"w": np.ones(2, ">f4")}), TypeError, "tree ['w']", ">f4[2]"),
+        (lambda path: cgx.patch.Publisher(path).publish(np.longdouble(1)), TypeError, "tree", "float128[]"),
         (lambda path: made(path, 1)[0].publish({"w": np.zeros(9)}), ValueError, "tree", "['w'] float64[9]"),
     ],
     "Subscriber": [
         (lambda path: cgx.patch.Subscriber(path, {"w": 3}), TypeError, "like ['w']", "3"),
+        (lambda path: cgx.patch.Subscriber(path, WIDE), ValueError, "like ['w']", "float64[2]", "jax_enable_x64"),
         (lambda path: cgx.patch.Subscriber(path, TREE, connections=0), ValueError, "connections", "0"),
         (lambda path: cgx.patch.Subscriber(path, TREE, every=0), ValueError, "every", "0"),
         (lambda path: cgx.patch.Subscriber(path, TREE, timeout=-1), ValueError, "timeout", "-1"),

@@ -64,6 +64,16 @@ def test_donated_arrays_are_overwritten():
     assert_same_bits(got, new)
 
 
+def test_donated_arrays_that_are_tied_or_unaligned():
+    tied, data = np.arange(300.0), np.frombuffer(bytearray(81), np.float64, 10, 1)
+    old = {"a": tied, "b": tied, "c": data, "d": data[5:].view("V8")}
+    new = {"a": tied + 1, "b": tied + 2, "c": data + 3, "d": np.ones(5).view("V8")}
+    assert checksum(data) == checksum(data.copy())
+    got = apply(old, encode(old, new), donate=True)
+    assert_same_bits(got, new)
+    assert got["c"].flags.aligned and not np.shares_memory(got["d"], data)
+
+
 def test_shardings_stay_and_do_not_count():
     mesh = make_mesh()
     whole = jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8)

@@ -154,7 +154,7 @@ class Peers:
         """Finds out which center is at the address of a center that has not called."""
         try:
             with socket.create_connection(self._addresses[place], timeout=LOOK) as sock:
-                _, found = self._wire.greeting(sock)
+                _, found = self._wire.greeting(sock, time.monotonic() + LOOK)
             self._why[place] = _other_place(found) if found != place else "there, but it has not called this center"
         except (OSError, Stranger) as error:
             self._why[place] = unreached(error)
