@@ -51,6 +51,7 @@ REASONS = {
         'minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)',
     ): "the least size is 17 with both",
     ("jaxcgx/native/connections.py", "if now >= deadline:"): "no clock shows the same time twice",
+    ("jaxcgx/train/feedback.py", "if self.keep and len(at.net.parts) > 1:"): "one axis has no order to warn of",
 }
 SWAPPED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",

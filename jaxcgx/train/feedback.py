@@ -204,7 +204,7 @@ class Feedback:
         plan = self._plan_over(phase, at.net)
         routes = Routes.of(self.op, plan, grads, argument=self._argument)
         travel = travel_with(Carry(residuals), routes, at.net, at.way, x=grads, argument="grads")
-        if self.keep and at.net.parts:
+        if self.keep and len(at.net.parts) > 1:
             self._warn_of_order(plan, at.net)
         return travel
 
