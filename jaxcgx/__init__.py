@@ -5,9 +5,9 @@ import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxcgx import native
+from jaxcgx.native import COMMAND
 
-if TYPE_CHECKING or not native.COMMAND:  # every command imports what it needs
+if TYPE_CHECKING or not COMMAND:  # every command imports what it needs
     from jaxcgx import patch, wan
     from jaxcgx.codecs import (
         AbsMax,
@@ -140,7 +140,7 @@ __version__ = importlib.metadata.version("jaxcgx")
 def __getattr__(name: str) -> Any:
     if name == "mpi":  # imported on first use, because the import starts MPI, which is optional
         return importlib.import_module("jaxcgx.mpi")
-    if name in __all__ and native.COMMAND:  # another program that is called jaxcgx
-        native.COMMAND = False
+    if name in __all__ and COMMAND:  # another program that is called jaxcgx
+        vars(sys.modules["jaxcgx.native"])["COMMAND"] = False
         return getattr(importlib.reload(sys.modules[__name__]), name)
     raise AttributeError(f"module 'jaxcgx' has no attribute {name!r}")
