@@ -305,7 +305,7 @@ def _spans(pieces: Sequence[tuple[int, Array]], ends: list[int]) -> list[list[tu
     return found
 
 
-def sharding_of(x: jax.Array | jax.ShapeDtypeStruct) -> Sharding | None:
+def sharding_of(x: PyTree) -> Sharding | None:
     """Returns the sharding that an array was given; None: JAX chose it."""
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or x.committed else None
 

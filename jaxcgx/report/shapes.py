@@ -8,6 +8,7 @@ import math
 import pathlib
 import re
 import tomllib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,7 +98,7 @@ def _vgg16() -> dict[str, tuple[int, ...]]:
     }
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
     "bert-base": functools.partial(_bert, 768, 12),
     "bert-large": functools.partial(_bert, 1024, 24),
     "gpt2": functools.partial(_gpt2, 768, 12),
