@@ -64,7 +64,7 @@ def numbers():
     found["small one_shot"] = costs.sent("one_shot", half, [leaf], 8)
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
-    found |= derived() | predictions() | steps() | wide_area() | demonstration() | costs_of_runs()
+    found |= derived() | predictions() | steps() | wide_area() | demonstration() | patches() | costs_of_runs()
     return found | without_feedback() | bfloat16() | gpu()
 
 
@@ -225,6 +225,13 @@ def costs_of_runs():
         _, _, cost, found["steps to the loss, MaxMin"] = measured_run(mbit, FOUR_BITS)
         found |= {f"fast price at {mbit}": cost / fast, f"PowerSGD cost at {mbit}": measured_run(mbit, HOOK)[2]}
     return found
+
+
+def patches():
+    times = {f"patch ms {name}": row["ms"] for name, row in by("patch", "name", table="speeds").items()}
+    kept = [f"patch ms {rate}, {do}" for rate in ("1e-06", "0.0001") for do in ("encode", "apply")]
+    lengths = {f"patch {rate}": row["shorter"] for rate, row in by("patch", "rate", table="lengths").items()}
+    return lengths | {name: times[name] for name in kept}
 
 
 def shares(gpu, part):
