@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
 
 from jaxcgx.checks import check_integer, check_number, check_positive, spell_array, unexpected, warn, wrong
 from jaxcgx.patch.carriers import Directory, Remote, as_place
-from jaxcgx.patch.trees import Patch, apply
+from jaxcgx.patch.trees import Patch, apply, place, sharding_of
 from jaxcgx.patch.versions import Array, File, Index, Piece, Refused, cut, needed, shortest
 from jaxcgx.transports.axes import MOST_CONNECTIONS
 from jaxcgx.transports.sockets import Stranger, start_thread, unreached
@@ -95,8 +93,8 @@ class Subscriber:
         ]
         self._timeout = check_number(OP, "timeout", timeout, lambda x: x >= 0, "seconds, at least 0")
         count = check_integer(OP, "connections", connections, 1, MOST_CONNECTIONS)
-        self._where, place = where, as_place(OP, where, secret)
-        self._source = Remote(place, secret) if isinstance(place, tuple) else Directory(place)
+        self._where, found = where, as_place(OP, where, secret)
+        self._source = Remote(found, secret) if isinstance(found, tuple) else Directory(found)
         self._readers = concurrent.futures.ThreadPoolExecutor(count, "jaxcgx-read")
         self._failures = collections.Counter[File]()
         self._why = HOLE  # why the newest version can't be made
@@ -303,15 +301,3 @@ def _spans(pieces: Sequence[tuple[int, Array]], ends: list[int]) -> list[list[tu
         else:
             found.append([(number, x)])
     return found
-
-
-def sharding_of(x: PyTree) -> Sharding | None:
-    """Returns the sharding that an array was given; None: JAX chose it."""
-    return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or x.committed else None
-
-
-def place(value: Array, sharding: Sharding | None) -> jax.Array:
-    """Returns an array of NumPy as one of JAX, of which each process needs only its part."""
-    if sharding is None:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda at: value[at])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Sharding
 
 from jaxcgx.checks import check_type, spell_array, wrong
 from jaxcgx.native import registration
@@ -196,9 +197,19 @@ def _words(x: Any) -> Words:
 def _like(leaf: Any, new: Words) -> Any:
     """Returns words as an array like a leaf."""
     new = new.view(leaf.dtype).reshape(leaf.shape)
-    if not isinstance(leaf, jax.Array):
-        return new
-    return jax.device_put(new, leaf.sharding) if leaf.committed else jnp.asarray(new)
+    return place(new, sharding_of(leaf)) if isinstance(leaf, jax.Array) else new
+
+
+def sharding_of(x: PyTree) -> Sharding | None:
+    """Returns the sharding that an array was given; None: JAX chose it."""
+    return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or x.committed else None
+
+
+def place(value: np.ndarray[Any, Any], sharding: Sharding | None) -> jax.Array:
+    """Returns an array of NumPy as one of JAX, of which each process needs only its part."""
+    if sharding is None:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda at: value[at])
 
 
 _name = functools.cache(str)  # of a dtype: NumPy makes it anew in every call

@@ -19,7 +19,7 @@ from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.collectives.replicas import checksum
 from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.routes import Routes
-from jaxcgx.patch.subscriber import place, sharding_of
+from jaxcgx.patch.trees import place, sharding_of
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.train.division import choose
