@@ -358,14 +358,15 @@ class Case:
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
         """Returns (its fraction of all gradients, its time) of each message, in the order in which they are sent."""
         sizes = [sum(leaf.size for leaf in leaves) for _, leaves in self._messages(codec)]
+        own = network.mover == "tcp" and not codec.raw and schedule != "ring"  # whether Tcp adds up raw leaves
+        auto = own and self._auto(codec, network) == schedule
         found: list[tuple[float, Time]] = []
         for size, (each, leaves) in zip(sizes, self._messages(codec)):
             if each.raw:
                 raw = sum(x.size * x.dtype.itemsize for x in self._shares(each, leaves))
-                load, known = Load(self.nodes, 0, raw), all(x.dtype in DTYPES for x in leaves)
-                own = network.mover == "tcp" and not codec.raw and known and schedule != "ring"  # Tcp adds them up
-                auto = own and self._auto(codec, network) == schedule
-                by = costs.choose(load, network) if auto else schedule if own else "psum"
+                load = Load(self.nodes, 0, raw)
+                known = own and all(x.dtype in DTYPES for x in leaves)
+                by = "psum" if not known else costs.choose(load, network) if auto else schedule
                 time = costs.seconds(by, load, network)
             elif each.low_rank:
                 time = costs.seconds_of_factors(schedule, self._load(each, leaves, None), 4 * size, network)
