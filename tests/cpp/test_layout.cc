@@ -66,24 +66,6 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
   CHECK(right, context);
   for (size_t i = 0; i < leaves.size(); ++i) CHECK(reached[i] == leaves[i].size, context);
   CHECK(l.chunk_bytes == (longest + 15) / 16 * 16, context);
-
-  // Balanced: no chunk is longer than its share by more than its padding and two units, one at either end. A
-  // skipped tail may be the larger unit; the metadata of a whole piece is not in the share.
-  int64_t total = 0, largest = 0, padding = 32;
-  const auto code_bytes = [&](const Codec& c, DType dtype, int64_t n) {
-    return jaxcgx::code_bytes(c, dtype, n) + (is_lossless(c.kind) ? lossless_overflow_bytes(dtype, n) : 0);
-  };
-  for (const Leaf& leaf : leaves) {
-    const int64_t meta = codec.bucket_size > 0 ? 4 * meta_floats(codec) : 0;
-    const int64_t full = meta + code_bytes(codec, leaf.dtype, unit), rest = leaf.size % unit;
-    const int64_t last = rest == 0               ? 0
-                         : codec.skip_incomplete ? rest * size_of(leaf.dtype)
-                                                 : meta + code_bytes(codec, leaf.dtype, rest);
-    total += leaf.size / unit * full + last;
-    largest = std::max({largest, last, leaf.size >= unit ? full : 0});
-    padding += 32 + 4 * meta_floats(codec);
-  }
-  CHECK(l.chunk_bytes <= total / chunks + 2 * largest + padding, context);
 }
 
 void layouts() {

@@ -8,9 +8,6 @@
 
 #include "check.h"
 #include "cuda_runtime.h"
-#ifdef WITH_KERNELS  // those of cuda/, which take long to compile
-#include "cuda_message.h"
-#endif
 
 namespace jaxcgx::test {
 namespace {
@@ -85,100 +82,7 @@ struct Line {
     ok(cudaMemsetAsync(device[1], 0xff, kBytes, stream));
     expected = mixed(expected, x);
   }
-  void end() {
-    ok(cudaMemcpyAsync(host, device[0], kBytes, cudaMemcpyDeviceToHost, stream));
-    ok(cudaStreamSynchronize(stream));
-    CHECK(std::equal(expected.begin(), expected.end(), host), "");
-  }
 };
-
-void a_stream_is_in_order() {
-  for (unsigned run = 0; run < 20; ++run) {
-    Line line;
-    line.begin(run);
-    for (unsigned i = 0; i < 10; ++i) line.go_on(i);
-    line.end();
-  }
-}
-
-void host_functions_are_in_order() {
-  struct Step {
-    std::vector<int>* seen;
-    int number;
-  };
-  std::vector<int> seen, expected;
-  std::vector<Step> steps;
-  for (int i = 0; i < 200; ++i) {
-    steps.push_back({&seen, i});
-    expected.push_back(i);
-  }
-  const cudaStream_t stream = new_stream();
-  for (Step& step : steps) {
-    const cudaHostFn_t see = [](void* step) {
-      const auto& s = *static_cast<const Step*>(step);
-      s.seen->push_back(s.number);
-    };
-    ok(cudaLaunchHostFunc(stream, see, &step));
-  }
-  ok(cudaStreamSynchronize(stream));
-  CHECK(seen == expected, "");
-  ok(cudaStreamDestroy(stream));
-}
-
-// Kernels of several streams, launched by several threads, beside kernels of the null stream.
-void streams_run_beside_each_other() {
-  std::vector<std::thread> threads;
-  for (unsigned thread = 0; thread < 3; ++thread) {
-    threads.emplace_back([thread] {
-      Line a, b;
-      for (unsigned run = 0; run < 5; ++run) {
-        a.begin(thread), b.begin(run);
-        for (unsigned i = 0; i < 5; ++i) a.go_on(i), b.go_on(i + 7);
-        std::vector<unsigned> from(kThreads, run), to(kThreads);
-        ok(launch_mix(from.data(), to.data(), 5, 1, nullptr));
-        CHECK(to == mixed(from, 5), "the null stream");
-        a.end(), b.end();
-      }
-    });
-  }
-  for (std::thread& t : threads) t.join();
-}
-
-// Returns how often the first of two streams came second.
-int reversed(bool waits, int most) {
-  struct Turn {
-    std::atomic<int>* next;
-    int taken = 0;
-  };
-  const cudaHostFn_t take = [](void* turn) {
-    auto* const t = static_cast<Turn*>(turn);
-    t->taken = t->next->fetch_add(1, std::memory_order_relaxed);
-  };
-  const cudaStream_t first = new_stream(), second = new_stream();
-  const cudaEvent_t event = new_event();
-  int n = 0;
-  for (int run = 0; run < most; ++run) {
-    std::atomic<int> next{0};
-    Turn of_first{&next}, of_second{&next};
-    ok(cudaLaunchHostFunc(first, take, &of_first));
-    ok(cudaEventRecord(event, first));
-    if (waits) ok(cudaStreamWaitEvent(second, event));
-    ok(cudaLaunchHostFunc(second, take, &of_second));
-    ok(cudaStreamSynchronize(second));
-    ok(cudaEventSynchronize(event));
-    n += of_first.taken > of_second.taken;
-  }
-  ok(cudaEventDestroy(event));
-  ok(cudaStreamDestroy(first));
-  ok(cudaStreamDestroy(second));
-  return n;
-}
-
-void an_event_orders_two_streams() {
-  CHECK(reversed(true, 300) == 0, "");
-  const int n = reversed(false, 1000);
-  CHECK(n > 0 && n < 1000, std::to_string(n));
-}
 
 // The buffers go from one stream to the other and back, so that a missing event would be a race.
 void events_carry_memory() {
@@ -201,59 +105,6 @@ void events_carry_memory() {
   }
   ok(cudaEventDestroy(there));
   ok(cudaEventDestroy(back));
-}
-
-void an_event_is_not_ready_until_the_stream_reaches_it() {
-  const cudaStream_t stream = new_stream();
-  const cudaEvent_t event = new_event();
-  ok(cudaEventQuery(event));  // it was never recorded
-  ok(cudaEventSynchronize(event));
-  std::atomic<bool> go{false};
-  const cudaHostFn_t wait = [](void* go) {
-    while (!*static_cast<std::atomic<bool>*>(go)) std::this_thread::yield();
-  };
-  ok(cudaLaunchHostFunc(stream, wait, &go));
-  ok(cudaEventRecord(event, stream));
-  CHECK(cudaEventQuery(event) == cudaErrorNotReady, "");
-  go = true;
-  ok(cudaEventSynchronize(event));
-  ok(cudaEventQuery(event));
-  // A stream waits for the record of the time of the call.
-  go = false;
-  const cudaStream_t other = new_stream();
-  ok(cudaStreamWaitEvent(other, event));
-  ok(cudaLaunchHostFunc(stream, wait, &go));
-  ok(cudaEventRecord(event, stream));
-  ok(cudaStreamSynchronize(other));
-  CHECK(cudaEventQuery(event) == cudaErrorNotReady, "");
-  go = true;
-  ok(cudaStreamDestroy(other));
-  ok(cudaStreamDestroy(stream));
-  ok(cudaEventQuery(event));
-  ok(cudaEventDestroy(event));
-}
-
-void a_call_fails() {
-  const int64_t before = cuda_emulator::calls();
-  cudaStream_t stream = new_stream();
-  unsigned* memory = nullptr;
-  cuda_emulator::fail(1, cudaErrorMemoryAllocation);
-  CHECK(cudaMalloc(&memory, 4) == cudaErrorMemoryAllocation && memory == nullptr, "");
-  ok(cudaMalloc(&memory, Line::kBytes));
-  ok(cudaMemsetAsync(memory, 0, Line::kBytes, stream));
-  cuda_emulator::fail(3, cudaErrorLaunchFailure);
-  ok(launch_mix(memory, memory, 0, 1, stream));
-  CHECK(launch_mix(memory, memory, 0, 0, stream) == cudaErrorInvalidConfiguration, "");
-  CHECK(launch_mix(memory, memory, 1, 1, stream) == cudaErrorLaunchFailure, "");
-  ok(cudaStreamSynchronize(stream));
-  CHECK(memory[0] == 0, "a launch that failed ran");
-  CHECK(cudaFreeHost(memory) == cudaErrorInvalidValue, "");
-  CHECK(cudaSetDevice(8) == cudaErrorInvalidDevice, "");
-  ok(cudaFree(memory));
-  ok(cudaStreamDestroy(stream));
-  CHECK(cuda_emulator::calls() - before == 12, std::to_string(cuda_emulator::calls() - before));
-  CHECK(std::string(cudaGetErrorName(cudaErrorNotReady)) == "cudaErrorNotReady", "");
-  CHECK(std::string(cudaGetErrorString(cudaErrorNotReady)) == "device not ready", "");
 }
 
 // Returns whether `body` aborts the program. It runs in the child of a fork.
@@ -303,53 +154,12 @@ void misuse_ends_the_program() {
         "CUDA in a host function");
 }
 
-#ifdef WITH_KERNELS
-void two_streams_encode() {
-  Random r{1};
-  const Codec codec{Kind::kMaxMin, 4, 512, true};
-  struct Encoding {
-    Message message;
-    Memory payload, work;
-    cudaStream_t stream = new_stream();
-  };
-  std::vector<Encoding> all;
-  for (int i = 0; i < 2; ++i) {
-    Message m(codec, {{3000 + 500 * i, DType::kF32}, {700, DType::kBF16}}, 2, 1, r);
-    Memory payload(m.layout.chunks() * m.layout.chunk_bytes, 0x54);
-    Memory work(cuda::workspace_bytes(m.layout, 1, 0, true));
-    all.push_back({std::move(m), std::move(payload), std::move(work)});
-  }
-  for (int run = 0; run < 10; ++run) {
-    for (const Encoding& e : all) {
-      ok(cudaMemsetAsync(e.payload.data(), 0x54, e.payload.size(), e.stream));
-      check(cuda::encode({e.message.layout, 1, pointers<const void>(e.message.leaves).data(), e.message.ids.data(),
-                          e.message.keys.data(), nullptr, nullptr, e.payload.data(), e.work.data()},
-                         e.stream));
-    }
-    for (const Encoding& e : all) {
-      ok(cudaStreamSynchronize(e.stream));
-      CHECK(e.payload == encode(e.message, one_thread()), "");
-    }
-  }
-  for (const Encoding& e : all) ok(cudaStreamDestroy(e.stream));
-}
-#endif
-
 }  // namespace
 }  // namespace jaxcgx::test
 
 int main() {
   using namespace jaxcgx::test;
   misuse_ends_the_program();
-  a_stream_is_in_order();
-  host_functions_are_in_order();
-  streams_run_beside_each_other();
-  an_event_orders_two_streams();
   events_carry_memory();
-  an_event_is_not_ready_until_the_stream_reaches_it();
-  a_call_fails();
-#ifdef WITH_KERNELS
-  two_streams_encode();
-#endif
   return finish();
 }
