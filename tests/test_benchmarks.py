@@ -135,28 +135,3 @@ def test_models_on_gpus_have_their_size(scripts, model, size):
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         logits = nnx.eval_shape(lambda module, x: module(x), made, inputs)
     assert logits.dtype == jnp.bfloat16 and logits.shape[-1] == setting.classes
-
-
-def test_a_residual_network_on_gpus_has_gradients(scripts):
-    """The statistics of its norms change in the loss, and are not kept."""
-    from gpu_training import Data, Run
-
-    run = Run("ResNet-8", 0.1, None)
-    data = Data(run, 0)
-    with jax.numpy_dtype_promotion("standard"):  # as users have it
-        grads = jax.eval_shape(jax.jit(jax.grad(run.loss())), data.weights, data.batch(0))
-    assert {name: (g.shape, g.dtype) for name, g in grads.items()} == {
-        name: (w.shape, jnp.float32) for name, w in data.weights.items()
-    }
-
-
-def test_what_a_step_on_gpus_hides(scripts):
-    from gpu_training import cells
-
-    ms = {"no exchange": 100, "psum, float32": 1100, "4 bits, Tcp": 300, "4 bits, Tcp, backward": 200}
-    rows = {name: dict(ms=value, sent_bytes=25_000_000) for name, value in ms.items()}
-    rows["4 bits"] = dict(why_not="the processes ended")
-    assert cells(rows, "4 bits, Tcp, backward", 1000)[1:] == ["25.000", "200.0", "200.0", "100.0", "0.50", "5.50", "-"]
-    assert cells(rows, "4 bits, Tcp", 1000)[4:6] == ["200.0", "-"]
-    assert cells(rows, "4 bits", 1000)[1] == "the processes ended"
-    assert cells(rows, "DGC, 1 %, Tcp", 1000)[1] == "not run"

@@ -4,21 +4,13 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import types
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import FULL, load_script, normal, one_nan, run
-
-import jaxcgx as cgx
-from jaxcgx.native import ops
-from jaxcgx.native.layout import Layout
+from helpers import FULL, load_script, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -63,35 +55,6 @@ def test_a_machine_without_a_gpu_gets_a_report(tmp_path):
         assert re.search(f"^(ok|WRONG) +{name}: ", result.stdout, re.MULTILINE) and f"| {name} | " in report, name
 
 
-def test_what_is_wrong_with_a_machine(gpu_machine, monkeypatch):
-    monkeypatch.setattr(gpu_machine.shutil, "which", lambda *args, **kwargs: None)
-    wrong = lambda assumptions: [a.wrong for a in assumptions if a.wrong]
-    assert gpu_machine.packages("to test", ("no-such-package",)).wrong == (
-        "no no-such-package (pip install no-such-package)"
-    )
-    assert gpu_machine.program("cmake", "pip install cmake").wrong == "there is none on the PATH (pip install cmake)"
-    probed = dict(device="NVIDIA H200", compute_capability="7.0", gpus=2, release="12.4", free=3.2)
-    assert wrong(gpu_machine.gpu(probed, "")) == [
-        "older than 7.5",
-        "16 GiB are needed: end the other processes on the GPU",
-    ]
-    assert wrong(gpu_machine.gpu(None, "no plugin")) == [f"no GPU: {sys.executable} says: no plugin"]
-    said = {"--version": "Cuda compilation tools, release 13.0, V13.0.88", "--list-gpu-code": "sm_75\nsm_90"}
-    monkeypatch.setattr(gpu_machine.matrix, "output", lambda *command: said.get(command[-1], "580.1"))
-    assert wrong(gpu_machine.compiler("nvcc", probed)) == [
-        "it doesn't know sm_70: install a newer one",
-        "nvcc is of CUDA 13.0: update the driver, or install nvcc 12.4",
-    ]
-    assert not wrong(gpu_machine.compiler("nvcc", probed | dict(compute_capability="9.0", release="13.0")))
-    assert wrong(gpu_machine.compiler(None, probed)) == [
-        "there is none on the PATH, in CUDACXX or in /usr/local/cuda/bin"
-    ]
-    one, all_parts = (gpu_machine.Assumption("x", "none", "there is none", parts) for parts in (("mpi",), ()))
-    machine = lambda *assumptions: gpu_machine.Machine("H200", "9.0", {}, assumptions)
-    assert machine(one).why_not("mpi") == "x: there is none" and machine(one).why_not("nccl") is None
-    assert machine(all_parts).why_not("nccl")
-
-
 def test_every_test_and_row_is_in_one_part(gpu_check, gpu_kernels):
     tests = [
         f"tests/gpu/{path.name}::{name}"
@@ -109,7 +72,7 @@ def test_every_test_and_row_is_in_one_part(gpu_check, gpu_kernels):
 
 
 TESTS = """
-import os, pathlib, pytest, signal, subprocess, time
+import pathlib, pytest, subprocess, time
 pytestmark = pytest.mark.gpu
 
 def test_first():
@@ -129,11 +92,6 @@ def test_skips():
 def test_slow(n):
     if n == 1 and pathlib.Path(__file__).with_name("slow").exists():
         pathlib.Path(__file__).with_name("over").touch()
-        time.sleep(600)
-
-def test_stops_gpu_check():
-    if pathlib.Path(__file__).with_name("stop").exists():
-        os.kill(int(os.environ["GPU_CHECK"].split(".")[0]), signal.SIGTERM)
         time.sleep(600)
 """
 
@@ -172,7 +130,6 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
             bad=Part(60, ("test_small.py::test_hangs", "test_small.py::test_fails", "test_small.py::test_skips"), 3),
             skipped=Part(60, ("test_small.py::test_skips",)),
             some=Part(60, ("test_small.py::test_first", "test_small.py::test_skips")),
-            stops=Part(60, ("test_small.py::test_first", "test_small.py::test_stops_gpu_check")),
             slow=Part(60, ("test_small.py::test_slow",)),
             mpi=Part(60, ("test_small.py::test_first",)),
         ),
@@ -209,14 +166,7 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     status, found = parts()
     assert status == 1
     assert {name: data["state"] for name, data in found.items()} == dict(
-        build="passed",
-        good="passed",
-        bad="failed",
-        skipped="not run",
-        some="in part",
-        stops="passed",
-        slow="unfinished",
-        mpi="not run",
+        build="passed", good="passed", bad="failed", skipped="not run", some="in part", slow="unfinished", mpi="not run"
     )
     bad = found["bad"]["tests"]
     assert bad["test_small.py::test_hangs"] == dict(outcome="failed", why="it did not end")
@@ -254,110 +204,6 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     assert status == 1 and found["build"]["why"] == "no compiler" and found["good"]["why"] == "there is no build"
 
 
-def test_a_run_that_is_stopped_leaves_a_report(parts, gpu_check, tmp_path):
-    (tmp_path / "stop").touch()
-    status, found = parts("stops")
-    assert status == "gpu_check: stopped" and found["stops"]["state"] == "running"
-    assert not list(gpu_check.marked(f"GPU_CHECK={os.getpid()}."))
-    report = tmp_path / "out/gpu-nvidia-h200.md"
-    assert "| stops | running | 1 |  |  | 1 |" in report.read_text()
-    # The next run ends what is left of one that was killed.
-    (tmp_path / "stop").unlink()
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left = subprocess.Popen(["sleep", "600"], env=os.environ | dict(GPU_CHECK=f"{ended.pid}.1"))
-    status, found = parts("stops")
-    assert status == 0 and found["stops"]["state"] == "passed" and left.wait(60) == -signal.SIGKILL
-    assert "| stops | passed | 2 |  |  |  |" in report.read_text()
-
-
-def test_the_environment_has_every_package_of_this_python(gpu_check, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(tmp_path / "first/site-packages")
-    monkeypatch.syspath_prepend(tmp_path / "second/dist-packages")
-    for file in (
-        "first/site-packages/of_the_first.py",
-        "second/dist-packages/of_the_second.py",
-        "wheel/of_the_wheel.py",
-    ):
-        (tmp_path / file).parent.mkdir(parents=True)
-        (tmp_path / file).touch()
-    wheel = shutil.make_archive(tmp_path / "made", "zip", tmp_path / "wheel")
-    inside = gpu_check.gpu_machine.cuda.environment(tmp_path, wheel)
-    subprocess.run([inside, "-P", "-c", "import of_the_first, of_the_second, of_the_wheel"], check=True, timeout=60)
-
-
-def test_rows_are_measured_one_by_one(gpu_kernels, monkeypatch, tmp_path):
-    out, began = tmp_path / "out.json", []
-
-    def fail(*_):
-        raise RuntimeError("XLA copies an array\nof any shape")
-
-    def measured(name):
-        def make(*_):
-            began.append(name)
-            if name == "slow" and began.count(name) == 1:
-                raise KeyboardInterrupt  # the run is interrupted
-            return None, (2 << 20) if name == "good" else (1 << 20), 1
-
-        return make
-
-    times = types.SimpleNamespace(**vars(gpu_kernels.kernels) | dict(measure=lambda *_: np.array([[0.5, 0.5]] * 3)))
-    for attribute, value in dict(
-        Copy=lambda size: None,
-        kernels=times,
-        rivals=lambda: {"jnp: good": fail},
-        registration=types.SimpleNamespace(MODULE=types.SimpleNamespace(build_info=lambda: {"cuda": "13.0"})),
-        rows=lambda: {
-            name: (fail if name == "bad" else measured(name), None, None, "float32", 0.9)
-            for name in ("good", "bad", "slow", "last")
-        },
-    ).items():
-        monkeypatch.setattr(gpu_kernels, attribute, value)
-    monkeypatch.setattr(gpu_kernels.jax, "devices", lambda platform: [types.SimpleNamespace(device_kind="NVIDIA H200")])
-    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--size", "1", "--repeats", "3", "--out", str(out)])
-    with pytest.raises(KeyboardInterrupt):
-        gpu_kernels.main()
-    data = json.loads(out.read_text())
-    assert [row["name"] for row in data["rows"]] == ["good", "bad"] and data["left"] == ["slow", "last", "jnp: good"]
-    assert data["now"] == dict(kind="rows", row=dict(name="slow", goal=0.9, why_not="it did not end"))
-    out.write_text(json.dumps(data | dict(checksum="of another program")))
-    with pytest.raises(SystemExit, match="gpu_kernels.py: not measured: bad$"):
-        gpu_kernels.main()
-    assert began == ["good", "slow", "slow", "last"]  # the good one runs only once
-    data = json.loads(out.read_text())
-    assert data["left"] == [] and data["now"] is None and data["checksum"] == "of another program"
-    good, bad, *_ = data["rows"]
-    assert good["share"] == 1.0 and bad["why_not"] == "RuntimeError: XLA copies an array"
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in data["table"]]
-    assert ["good", "4", "0.5000", "4", "1.000", "0.90", "✓"] in cells
-    assert ["last", "4", "0.5000", "2", "0.500", "0.90", "✗"] in cells
-    assert ["bad", "not measured: RuntimeError: XLA copies an array", *[""] * 5] in cells
-
-
-def test_a_row_that_kills_its_process_counts_as_failed(gpu_check):
-    row = dict(name="slow", why_not="it did not end")
-    data = dict(rows=[], left=["slow", "last"], now=dict(kind="rows", row=row))
-    gpu_check.settle(data)
-    assert data == dict(rows=[row], left=["last"])
-    assert gpu_check.counts(data) == dict(passed=0, failed=1, skipped=0, left=1)
-
-
-@pytest.mark.parametrize("codec", [cgx.Raw(), cgx.MaxMin(4, 64, skip_incomplete=True)], ids=repr)
-def test_only_the_bits_of_nans_in_raw_floats_are_left_open(codec):
-    leaves = [normal(100).at[-1].set(np.nan), normal(30, 1, jnp.bfloat16).at[-1].set(np.nan)]
-    layout = Layout.of(codec, leaves, chunks=2)
-    payload = np.asarray(ops.encode(layout, leaves))
-    assert (one_nan(layout, payload) == payload).all()
-    free = []
-    for at in np.ndindex(payload.shape):
-        other = payload.copy()
-        other[at] ^= 1
-        if (one_nan(layout, other) == payload).all():
-            free.append(at)
-        assert (one_nan(layout, other[at[0]], at[0]) == one_nan(layout, other)[at[0]]).all()
-    assert len(free) == 3  # the bytes of the only NaN, except the one with its sign
-
-
 def test_everything_runs_on_the_cpu(monkeypatch):
     """The program that the GPU tests start. The full tests run all of it."""
     everything = load_script(ROOT / "tests/gpu/everything.py", monkeypatch)
@@ -367,19 +213,3 @@ def test_everything_runs_on_the_cpu(monkeypatch):
     monkeypatch.setattr(everything, "on", lambda platform, *args: on("cpu", *args))
     for group in everything.GROUPS if FULL else ():
         everything.main(group)
-
-
-def test_processes_end_with_all_that_they_started(monkeypatch, tmp_path):
-    execution = load_script(ROOT / "tests/gpu/test_execution.py", monkeypatch)
-    assert (
-        execution.finish(*(execution.start("bash", "-c", f"seq {n}; exit {n % 2}") for n in (30_000, 3)))[1]
-        == "1\n2\n3\n"
-    )
-    assert (
-        execution.finish(execution.start("bash", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"), timeout=1)
-        is None
-    )
-    child = pathlib.Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
-    end = time.monotonic() + 30
-    while child.exists() and child.read_text().split()[2] != "Z":  # nobody may have waited for it yet
-        assert time.monotonic() < end

@@ -3,12 +3,10 @@
 import pathlib
 import sys
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import ranks
-import started
-from helpers import assert_same_bytes, assert_same_trees, assert_same_values, assert_trees, run
+from helpers import assert_same_trees, assert_trees, run
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -20,42 +18,6 @@ def test_trees_without_leaves(empty):
             compare(empty, empty)
     with pytest.raises(AssertionError, match="no cases"):
         ranks.assert_same({}, {})
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"w": jnp.ones(3)},
-        {"w": jnp.ones(2), "b": jnp.ones(2)},
-        {"w": None},
-        [jnp.ones(2)],
-        {"w": jnp.array([1.0, 2.0])},
-    ],
-    ids=["shape", "more", "none", "structure", "value"],
-)
-def test_trees_that_differ(other):
-    with pytest.raises((AssertionError, ValueError)):
-        assert_same_trees({"w": jnp.ones(2)}, other)
-
-
-def test_bits():
-    zero, nan, other = jnp.float32([0.0, -0.0, 1.0]), *np.array([0x7FC00000, 0x7FC00001], np.uint32)[:, None]
-    assert_same_bytes(zero, zero)
-    with pytest.raises(AssertionError):
-        assert_same_bytes(zero, -zero)
-    with pytest.raises(AssertionError):
-        assert_same_bytes(zero, zero.astype(jnp.float16))
-    with pytest.raises(AssertionError):
-        assert_same_bytes(nan.view(np.float32), other.view(np.float32))
-    assert_same_values(nan.view(np.float32), other.view(np.float32))
-    with pytest.raises(AssertionError):
-        assert_same_values(nan.view(np.float32), np.float32([0]))
-
-
-def test_a_port_is_given_once(monkeypatch):
-    drawn = iter([first := started.free_port(), first, first + 1, *range(20_000, 32_000)])
-    monkeypatch.setattr(started.random, "randrange", lambda *_: next(drawn))
-    assert started.free_port() != first
 
 
 SKIPS = """

@@ -47,14 +47,6 @@ def test_the_variance_of_a_sum(x, op, fields, factor):
     assert independent / correlated == pytest.approx(factor, rel=0.05)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 16])
-def test_the_variance_of_a_mean_falls_with_the_square_of_the_ranks(ranks):
-    """That of a mean of independent errors falls with the number of ranks."""
-    x = LIKE[:1].repeat(ranks, 0)
-    independent, correlated = (lost(codec, x, schedule="one_shot") for codec in (STOCHASTIC, CORRELATED))
-    assert independent / correlated == pytest.approx(ranks, rel=0.05)
-
-
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_ranks_share_noise_that_is_evenly_spread(ranks):
     """This holds for every element. The share of a rank changes from key to key."""

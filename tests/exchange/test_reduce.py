@@ -5,7 +5,6 @@ tests/transports/test_tcp.py tests the same over Tcp, where the exchange continu
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import assert_same_trees, normal
 from jax.sharding import PartitionSpec as P
@@ -66,22 +65,6 @@ def test_the_bits_of_one_program(vma):
         jax.shard_map(f, mesh=mesh(4), in_specs=(P("a"), P("a")), out_specs=out, check_vma=vma)
     )
     assert_same_trees(mapped(finish, vma, out)(run(start)(X, first)), run(together, out)(X, first))
-
-
-def test_factors():
-    plan, x = cgx.Plan.every(cgx.PowerSGD(2)), X["w"]
-    carry = cgx.init_carry(plan, x[0], residuals=False)
-    of_ticket = lambda ticket: end(of_rank(ticket), carry)
-    found = mapped(of_ticket, out=P())(mapped(lambda x: rows(begun(x[0], plan, carry)[0]))(x))
-    assert_same_trees(found, mapped(lambda x: cgx.compressed_pmean(x[0], "a", plan, carry=carry), out=P())(x))
-
-
-def test_under_vmap():
-    plan = cgx.Plan.every(cgx.MaxMin(4))
-    means = lambda function: mapped(jax.vmap(function), out=P())(X["w"].reshape(8, 15, 40))
-    np.testing.assert_array_equal(
-        means(lambda x: end(*begun(x, plan))[0]), means(lambda x: cgx.compressed_pmean(x, "a", plan))
-    )
 
 
 def test_routes_are_made_once():

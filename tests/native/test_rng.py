@@ -46,9 +46,3 @@ def test_elements_past_2_to_the_32():
         [jnp.uint32(first & 0xFFFFFFFF), jnp.uint32(first >> 32), jnp.uint32(0), jnp.uint32(0)], (key[0], key[1])
     )
     assert int(noise(key, 0, start, 1)[0]) == int(words[0]) & 0xFFFF
-
-
-def test_bits_look_uniform():
-    drawn = np.asarray(noise(jnp.array([1, 2], jnp.uint32), 0, 0, 1 << 17))
-    counts = np.bincount(drawn >> 12, minlength=16)
-    assert np.abs(counts - (1 << 13)).max() < 5 * np.sqrt(1 << 13)

@@ -275,15 +275,6 @@ def test_invariant_inputs_stay_invariant():
     assert_same_bytes(jax.jit(f)(normal(60)), cgx.roundtrip(normal(60), codec))
 
 
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_leaves_that_are_written_around_the_caches(dtype):
-    """From 8 MiB on, leaves are written around the caches. The values are the same as in smaller parts."""
-    codec = cgx.MaxMin(8)
-    x = normal((10, 512 * 1024), dtype=dtype)
-    whole = cgx.roundtrip(x, codec)
-    assert_same_bytes(whole, jnp.stack([cgx.roundtrip(row, codec) for row in x]))
-
-
 def test_empty_messages():
     layout = Layout(cgx.MaxMin(4), ((0,), (3, 0)), (jnp.float32, jnp.bfloat16))
     leaves = [jnp.zeros(0), jnp.zeros((3, 0), jnp.bfloat16)]

@@ -80,19 +80,6 @@ def test_bytes_are_those_of_a_program(codec, ranks):
     assert sum(r.bytes for r in found.rows) <= found.bytes < sum(r.bytes for r in found.rows) + ranks * 1000
 
 
-@pytest.mark.parametrize("inner", [RAW, EIGHT], ids=repr)
-def test_hierarchies_by_shards(inner):
-    sizes, tree = {"a": 2, "b": 2, "c": 2}, TREE["layer"]
-    plan = cgx.Plan({"a": FOUR, "b": EIGHT, "c": inner}, schedule="two_shot")
-    found = plan.explain(tree, sizes)
-    assert sent(tree, list(sizes.items()), plan) == {axes: total for axes, (total, _) in found.totals.items()}
-    assert [(r.leaf, r.axes, r.codec, r.message, r.raw_bytes) for r in found.rows[:3]] == [
-        ("0", ("a",), FOUR, 1, 4 * 7575),
-        ("0", ("b",), EIGHT, 1, 4 * 2 * 7575),
-        ("0", ("c",), inner, 1, 4 * 30300),
-    ]
-
-
 def test_leaves_that_are_raw_on_every_axis():
     """They travel by shards, whose padding counts. An axis of one rank sends nothing."""
     sizes, tree = {"a": 2, "b": 2, "one": 1, "c": 2}, {"w": jnp.zeros((51, 21)), "v": jnp.zeros(101)}
@@ -149,17 +136,6 @@ def test_what_no_codec_can_take_needs_no_axes():
 def test_codecs_of_an_axis_of_one_rank_are_not_used():
     found = cgx.Plan({"a": FOUR, "b": EIGHT}).explain({"w": jnp.zeros((64, 64))}, {"a": 1, "b": 2})
     assert [(r.axes, r.codec) for r in found.rows] == [(("b",), EIGHT)]
-
-
-def test_messages_of_several_codecs():
-    plan = cgx.Plan(FOUR, [("1", EIGHT), ("2", RAW)], min_size=0, skip_1d=False, fusion_mb=0.1, schedule="two_shot")
-    tree = TREE["layer"] * 2 + [TREE["half"], TREE["count"]]
-    found = plan.explain(tree, 5)
-    raw = sum(2 * 4 * r.bytes // 5 for r in found.rows if r.why)
-    compressed = found.bytes - sum(r.bytes for r in found.rows if r.why)
-    (total,) = sent(tree, [("data", 5)], plan).values()
-    assert total == pytest.approx(raw + 2 * 4 * compressed // 5, abs=4)
-    assert [r.message for r in found.rows] == [1, 3, None, 2, 2, None]
 
 
 def test_one_codec_over_several_axes():

@@ -177,42 +177,6 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch, refu
     refuses(r"no checkpoint can be read \(.+\); to begin anew, remove", go, 10)
 
 
-def test_a_full_disk_leaves_the_files_of_a_run(run, tmp_path, monkeypatch):
-    run("digits/mlp", {"train.steps": 2})
-    folder = next(tmp_path.glob("*"))
-    before = {name: (folder / name).read_text() for name in ("config.json", "metrics.jsonl")}
-    write = pathlib.Path.write_text
-
-    def half(path, text):
-        write(path, text[: len(text) // 2])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pathlib.Path, "write_text", half)
-    with pytest.raises(OSError, match=f"No space left on device: '{folder}/config.json'"):
-        run("digits/mlp", {"train.steps": 4})
-    assert before == {name: (folder / name).read_text() for name in before}
-
-
-def test_a_full_disk_ends_a_run(run, monkeypatch):
-    """Also if it is full for TensorBoard's events alone."""
-    writer = importlib.import_module("tensorboardX.event_file_writer").EventsWriter
-    write = writer.write_event
-
-    def full(self, event):
-        if event.HasField("summary"):
-            raise OSError(28, "No space left on device")
-        write(self, event)
-
-    def close(self, closes=writer.close):
-        closes(self)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writer, "write_event", full)
-    monkeypatch.setattr(writer, "close", close)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/events\.out\.tfevents"):
-        run("digits/mlp", {"train.steps": 20, "train.log_every": 1})
-
-
 def test_processes_agree_on_a_checkpoint(train, tmp_path, monkeypatch):
     """They use the last one that all can read. One may not yet see the newest, and another may fail to read one."""
     tried = []

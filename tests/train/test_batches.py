@@ -123,16 +123,6 @@ def sums(w, batch):
     return (((batch["x"] @ w) ** 2).mean(-1) * batch["mask"]).sum(), batch["mask"].sum()
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_weighted_means(accumulate):
-    """Means are over all ranks and micro-batches, some of which have no weight."""
-    batch = {"x": BATCH["x"], "mask": MASK}
-    close(
-        step_of(sums, weighted=True, accumulate=accumulate)(batch),
-        plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))),
-    )
-
-
 def test_the_type_of_weighted_means():
     """It is that of the sum, also where JAX has numbers of 64 bits."""
     with jax.enable_x64(True):

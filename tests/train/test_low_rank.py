@@ -1,13 +1,9 @@
 """Tests PowerSGD in exchanges: its factors in the state, in schedules, specs and skipped steps."""
 
-import functools
-
 import jax
-import numpy as np
 import pytest
-from exchanging import compress, run
-from helpers import assert_trees, normal
-from jax import lax
+from exchanging import compress
+from helpers import normal
 from jax.sharding import PartitionSpec as P
 from training import PARAMS, mesh_of
 
@@ -27,22 +23,6 @@ def test_the_state():
     assert forgetful.init(PARAMS).shared.factors["w"].shape == (2, 40)
     for codec in cgx.MaxMin(4), cgx.PowerSGD(20):  # the factors of the latter are not smaller than the leaves
         assert compress(codec).init(PARAMS).shared.factors is None
-
-
-def test_in_a_scan():
-    """One program has all steps, and the state is its carry. Under check_vma its types don't change."""
-    transformation = compress(cgx.PowerSGD(2), 2)
-    state = transformation.init(PARAMS)
-    specs = cgx.state_specs(state, "data")
-
-    def steps(grads, state):
-        return lax.scan(
-            lambda state, _: transformation.update(jax.tree.map(lambda x: x[0], grads), state)[::-1], state, length=3
-        )[0]
-
-    state = jax.jit(jax.shard_map(steps, mesh=mesh_of(2), in_specs=(P("data"), specs), out_specs=specs))(GRADS, state)
-    by_hand = run(cgx.PowerSGD(2), 3, GRADS)[-1][1]
-    assert_trees(functools.partial(np.testing.assert_allclose, atol=1e-5), state, by_hand)
 
 
 def test_three_sums_whatever_the_leaves():

@@ -4,28 +4,14 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from errors import says
 from exchanging import GRADS, compress, pmean, run
 from helpers import assert_same_trees
-from training import CODEC, PARAMS, loss_fn, mesh_of, train
+from training import CODEC, PARAMS, loss_fn, mesh_of
 
 import jaxcgx as cgx
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nesterov):
-    plan = cgx.Plan(cgx.MaxMin(8), min_size=10**6)
-    ours = optax.chain(compress(cgx.Momentum(plan, nesterov=nesterov, weight_decay=0.01)), optax.sgd(0.1))
-    theirs = optax.chain(
-        compress(plan), optax.add_decayed_weights(0.01), optax.sgd(0.1, momentum=0.9, nesterov=nesterov)
-    )
-    (params, state, _), (expected, _, _) = train(ours), train(theirs)
-    for name, p in params.items():
-        np.testing.assert_allclose(p, expected[name], rtol=1e-5, atol=1e-6)
-        assert state[0].own.momentum[name] is None and state[0].shared.trace[name].shape == p.shape
 
 
 def test_momentum_has_the_dtype_of_its_parameters():

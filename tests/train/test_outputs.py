@@ -5,43 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from gradients import (
-    CODEC,
-    KINDS,
-    MAPPED,
-    MASK,
-    PARAMS,
-    RANKS,
-    X,
-    called,
-    close,
-    errors_of,
-    global_mean,
-    loss_fn,
-    mesh_of,
-    place,
-    weighted_fn,
-)
+from gradients import CODEC, KINDS, MAPPED, PARAMS, RANKS, X, called, close, errors_of, loss_fn, mesh_of, place
 from helpers import assert_same_trees
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-
-
-@MAPPED
-def test_auxiliary_outputs_count_as_much_as_their_ranks(ranks):
-    def fun(params, x, mask):
-        total, weight = weighted_fn(params, x, mask)
-        return (total, weight), {"mse": total / weight, "each": errors_of(params, x).mean(-1)}
-
-    mask = MASK.at[:6].set(0)  # one rank has no examples
-    options = dict(weighted=True, has_aux=True, ranks=ranks)
-    f = cgx.value_and_grad(fun, "data", cgx.Raw(), **options, mesh=mesh_of(AxisType.Auto))
-    (value, aux), grads = f(PARAMS, X, mask)
-    expected = jax.value_and_grad(global_mean)(PARAMS, X, mask)
-    close((value, grads, aux["mse"], aux["each"]), (*expected, expected[0], errors_of(PARAMS, X).mean(-1)))
 
 
 @KINDS

@@ -60,23 +60,6 @@ def test_fewer_ranks(four):
     assert go_on(make(2), found)[1] < loss_fn(jax.device_get(state.params), X)
 
 
-def test_nothing_is_compressed(tmp_path):
-    """A state without arrays per rank is unchanged for any number of ranks."""
-    of = lambda ranks: cgx.make_train_step(loss_fn, optax.adam(0.1), mesh_of(ranks), cgx.Raw()).init(PARAMS)
-    assert_same_trees(cgx.restore_state(save(tmp_path / "raw", of(4)), of(2)), of(2))
-
-
-def test_neither_number_divides_the_other(tmp_path):
-    state, _ = go_on(make(8), make(8).init(PARAMS))
-    for number, ranks in enumerate((6, 8)):
-        path = save(tmp_path / str(number), dict(state=state, step=number))
-        found = cgx.restore_state(path, dict(state=make(ranks).init(PARAMS), step=0))
-        assert_kept(found["state"], state, ranks)
-        assert found["step"] == number
-        state = found["state"]
-    go_on(make(8), state)
-
-
 def shape(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 

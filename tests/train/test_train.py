@@ -154,26 +154,6 @@ def test_ranks_of_arrays_are_not_promoted(name):
         jax.eval_shape(train.step, train.init(PARAMS), X)
 
 
-@pytest.mark.parametrize("form", ["has_aux", "model_state"])
-def test_the_loss_does_not_run_while_it_is_traced(form):
-    """It is traced at most twice, and runs once in a step of each rank."""
-    ran, traced = [], []
-
-    def loss(params, *rest):
-        traced.append(1)
-        total = jax.lax.stop_gradient(params["b"].sum())
-        total = jax.pure_callback(lambda x: (ran.append(1), x)[1], jax.ShapeDtypeStruct((), jnp.float32), total)
-        return loss_fn(params, rest[-1]), {"total": total + jnp.ones(len(rest[-1])).mean()}
-
-    options, state = (dict(has_aux=True), ()) if form == "has_aux" else (dict(model_state="mean"), ({"total": 0.0},))
-    train = cgx.make_train_step(loss, optax.sgd(0.2), mesh_of(4), CODEC, **options)
-    given = train.init(PARAMS, *state), X
-    train.step.lower(*given)
-    assert not ran and len(traced) <= 2
-    jax.block_until_ready(train.step(*given))
-    assert len(ran) == 4
-
-
 @pytest.mark.parametrize("donate", [True, False])
 def test_donation(donate):
     train = make(donate=donate)
