@@ -1,7 +1,7 @@
 """The Python programs of README and docs, and the names that their pages leave to the reader.
 
-As a program it runs those of a page in one of two processes: `python tests/pages.py PAGE PORT RANK`. With "variables"
-in place of the page, it runs docs/wan's program with GeoMX's variables, in one of four.
+As a program it is one of two processes that run the pages between processes: `python tests/pages.py PORT RANK PAGE...`.
+With "variables" in place of pages, it is one of four that run docs/wan's program with GeoMX's variables.
 """
 
 import functools
@@ -86,10 +86,13 @@ def given(mesh=None):
     )
 
 
-def join(port, rank, sizes, axes=("data",)):
-    """Joins the other processes. Returns what pages take as given, on a mesh of all processes."""
+def join(port, rank, processes):
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(np.prod(sizes)), int(rank))
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, int(rank))
+
+
+def given_to_all(sizes, axes=("data",)):
+    """Returns what pages take as given, on a mesh of all processes."""
     names = given(make_mesh(sizes, axes))
     over_all = NamedSharding(names["mesh"], P(axes))
     split = lambda x: jax.make_array_from_process_local_data(over_all, np.asarray(x))
@@ -98,34 +101,33 @@ def join(port, rank, sizes, axes=("data",)):
     return names
 
 
-def run_in_process(page, port, rank):
-    """Runs the page on a mesh of two data centers, or of ranks, over connections between processes."""
-    names = join(port, rank, (2, 1), ("dc", "local")) if page == "docs/wan" else join(port, rank, (2,))
-    start = names["params"]
-    for program in programs(page):
-        if page == "docs/collectives" and ("grads" in program or "activations" in program):
-            for axis in ("data", "node"):
-                if f'"{axis}"' in program:
-                    sizes = [1 + (name == axis) for name in ("data", "node", "local")]
-                    sum_over(make_mesh(sizes, ("data", "node", "local")), program, given())
-        else:
-            exec(program, names | dict(params=start))
-    jax.distributed.shutdown()
+def run_pages(*pages):
+    """Runs pages on meshes of two data centers, or of ranks, over connections between processes."""
+    for page in pages:
+        names = given_to_all((2, 1), ("dc", "local")) if page == "docs/wan" else given_to_all((2,))
+        start = names["params"]
+        for program in programs(page):
+            if page == "docs/collectives" and ("grads" in program or "activations" in program):
+                for axis in ("data", "node"):
+                    if f'"{axis}"' in program:
+                        sizes = [1 + (name == axis) for name in ("data", "node", "local")]
+                        sum_over(make_mesh(sizes, ("data", "node", "local")), program, given())
+            else:
+                exec(program, names | dict(params=start))
 
 
 TSENGINE = {"ENABLE_INTER_TS": "1", "ENABLE_INTRA_TS": "1", "MAX_GREED_RATE_TS": "0.9"}
 OVERLAYS = TSENGINE | {"DMLC_NUM_GLOBAL_SERVER": "2", "DMLC_NUM_SERVER": "2"}
 DGT = {"ENABLE_DGT": "2", "DMLC_UDP_CHANNEL_NUM": "3", "DMLC_K": "0.8", "ADAPTIVE_K_FLAG": "1"}
 VARIABLES = [  # of runs of docs/wan's program, with the values of GeoMX's documentation
-    {"DMLC_NUM_GLOBAL_SERVER": "2"},
     OVERLAYS | DGT | {"ENABLE_P3": "1"},
     OVERLAYS | {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K1": "1", "MXNET_KVSTORE_HFA_K2": "1"},
 ]
 
 
-def run_with_variables(port, rank):
+def run_with_variables():
     """Runs docs/wan's program with GeoMX's variables, in two centers of two. The bias travels raw."""
-    names = join(port, rank, (2, 2), ("dc", "local"))
+    names = given_to_all((2, 2), ("dc", "local"))
     (program,) = (each for each in programs("docs/wan") if "from_env" in each)
     params = given()["params"] | dict(b=jnp.zeros(256))
     plain = params
@@ -138,7 +140,6 @@ def run_with_variables(port, rank):
             del os.environ[name]
         bias = np.asarray(found["state"].params["b"])
         np.testing.assert_allclose(bias, plain["b"], atol=0.02 * np.abs(plain["b"]).max())
-    jax.distributed.shutdown()
 
 
 def sum_over(mesh, program, names):
@@ -158,4 +159,7 @@ def sum_over(mesh, program, names):
 
 
 if __name__ == "__main__":
-    run_with_variables(*sys.argv[2:]) if sys.argv[1] == "variables" else run_in_process(*sys.argv[1:])
+    port, rank, *what = sys.argv[1:]
+    join(port, rank, 4 if what == ["variables"] else 2)
+    run_with_variables() if what == ["variables"] else run_pages(*what)
+    jax.distributed.shutdown()

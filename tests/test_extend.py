@@ -48,15 +48,10 @@ for schedule in ("two_shot", "ring"):
     assert (total == total[:1]).all() and np.corrcoef(total[0], x.sum(0))[0, 1] > 0.95
 """
 
-TESTS_OF_THE_CODEC = """
+TESTS = """
 import pytest
-tests = ["tests/codecs/test_log2.py", "tests/codecs/test_base.py"]
-assert pytest.main([*tests, "-q", "-k", "log2 or Log2", "-p", "no:cacheprovider"]) == 0
-"""
-
-TESTS_OF_THE_TRANSPORT = """
-import pytest
-sys.exit(pytest.main(["tests/transports/test_gathered.py", "-q", "-p", "no:cacheprovider"]))
+tests = ["tests/codecs/test_log2.py", "tests/codecs/test_base.py", "tests/transports/test_gathered.py"]
+assert pytest.main([*tests, "-q", "-k", "log2 or Log2 or gathered", "-p", "no:cacheprovider"]) == 0
 """
 
 
@@ -86,9 +81,8 @@ def copy(tmp_path_factory):
     return where
 
 
-@pytest.mark.parametrize("code", [TESTS_OF_THE_CODEC + RUN, TESTS_OF_THE_TRANSPORT], ids=["codec", "transport"])
-def test_what_is_added_works(copy, code):
-    run(sys.executable, "-P", "-c", USE_THE_COPY + code, cwd=copy, timeout=600)
+def test_what_is_added_works(copy):
+    run(sys.executable, "-P", "-c", USE_THE_COPY + TESTS + RUN, cwd=copy, timeout=600)
 
 
 def test_its_kernels_compile(copy):

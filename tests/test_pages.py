@@ -102,10 +102,10 @@ def test_gpus_on_ethernet(tmp_path):
             assert all(float(loss) < 0.6 for _, loss in lines), printed
 
 
-@pytest.mark.parametrize("page", [*BETWEEN_PROCESSES, "variables"])
-def test_pages_of_several_processes(page):
-    processes, port = 4 if page == "variables" else 2, free_port()
-    with Processes(*([pages.__file__, page, port, rank] for rank in range(processes)), limit=600) as ranks:
+@pytest.mark.parametrize("what", [BETWEEN_PROCESSES, ["variables"]], ids=["pages", "variables"])
+def test_pages_of_several_processes(what):
+    processes, port = 2 if what == BETWEEN_PROCESSES else 4, free_port()
+    with Processes(*([pages.__file__, port, rank, *what] for rank in range(processes)), limit=600) as ranks:
         assert [rank.wait() for rank in ranks.running] == [0] * processes
 
 

@@ -19,7 +19,7 @@ from jaxcgx.plan.overlay import Overlay, Tree
 CODEC = cgx.MaxMin(2, 128, rounding="stochastic")
 
 
-@pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
+@pytest.mark.parametrize("schedule", ["two_shot", "ring"])
 def test_sums_are_unbiased(schedule):
     x, steps = normal((3, 500)), 400
 
@@ -146,14 +146,11 @@ CASES = {
     "rows": case("all_to_all", TWO, back=True, split_axis=0, concat_axis=0, tiled=True),
     "permutation": case("ppermute", back=True, perm=[(0, 1), (1, 2), (2, 0)]),
     "slices": case("psum_scatter", TWO, back=True, **SLICES),
-    "gather": case("all_gather", TWO),
     "gather and back": case("all_gather", TWO, back=True),
     "two levels and back": case("psum", TWO, back=True),
     "a ring in a node": case("psum", TWO, schedule={"a": "two_shot", "b": "ring"}),
     "correlated levels": case("psum", TWO, CORRELATED),
-    "three levels": case("psum", THREE),
     "three levels and back": case("psum", THREE, back=True),
-    "leaders": case("psum", THREE, leader=True),
     "leaders and back": case("psum", THREE, leader=True, back=True),
     "feedback": case("psum", fed=True, schedule="two_shot"),
     "feedback of slices": case("psum_scatter", fed=True, **SLICES),
