@@ -36,7 +36,6 @@ def gpu_kernels(monkeypatch):
     [
         ("scripts/gpu_check", ["everything"], 2, "PART: expected some of build, kernel, "),
         ("benchmarks/gpu_kernels.py", [], 1, "gpu_kernels.py: no GPU: "),
-        ("benchmarks/gpu_kernels.py", ["--size", "0"], 2, "--repeats and --size: expected at least 1"),
     ],
 )
 def test_what_is_refused(script, arguments, status, words):

@@ -32,10 +32,6 @@ def tree(ranks):
     return x | {"w": x["w"] * jnp.arange(1, ranks + 1, dtype=jnp.float32)[:, None, None]}
 
 
-def same(got, expected):
-    assert_same_trees(got, expected)
-
-
 def key(codec):
     return KEY if codec.stochastic else None
 
@@ -57,7 +53,7 @@ def test_every_collective(codec):
     )
     x = tree(N)
     got = jax.jit(over(COMM))(mine(x))
-    same(got, on_mesh(over("a"), x))
+    assert_same_trees(got, on_mesh(over("a"), x))
     assert same_everywhere(got[:2]) and same_everywhere(got[3])  # replicas
 
 
@@ -73,7 +69,7 @@ def test_sums_of_codecs():
     x["same"] = jnp.broadcast_to(jnp.arange(1.0, N + 1)[:, None], (N, 1025))
     over = lambda axis: lambda x: [cgx.compressed_psum(x, axis, plan, key=k) for plan, k in each]
     got = jax.jit(over(COMM))(mine(x))
-    same(got, on_mesh(over("a"), x))
+    assert_same_trees(got, on_mesh(over("a"), x))
     assert same_everywhere(got)
     leaves = jax.tree.leaves(x)
     for codec, sums in zip(widths, got[-len(widths) :]):
@@ -92,7 +88,7 @@ def test_feedback():
     codecs, x = [cgx.MaxMin(2, 64), cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless()], {"w": normal((N, 900))}
     lost = lambda x: cgx.Carry(residuals=jax.tree.map(lambda leaf: leaf / 8, x))
     over = lambda axis: lambda x: [cgx.compressed_psum(x, axis, c, key=key(c), carry=lost(x)) for c in codecs]
-    same(jax.jit(over(COMM))(mine(x)), on_mesh(over("a"), x))
+    assert_same_trees(jax.jit(over(COMM))(mine(x)), on_mesh(over("a"), x))
 
 
 def test_sparse_sums():
@@ -120,7 +116,7 @@ def test_sparse_sums():
         return sums
 
     got = jax.jit(over(COMM, nodes(grid), "cross", "inner"))(mine(x))
-    same(got, on_mesh(over(("a", "b"), ("a", "b"), "a", "b"), x, sizes=grid))
+    assert_same_trees(got, on_mesh(over(("a", "b"), ("a", "b"), "a", "b"), x, sizes=grid))
 
 
 def test_derivatives():
@@ -144,7 +140,7 @@ def test_derivatives():
     for got, expected in zip(jax.jit(over(COMM))(mine(x)), on_mesh(over("a"), x)):
         # XLA and MPI add in different orders.
         np.testing.assert_allclose(got.pop("raw"), expected.pop("raw"), rtol=1e-6)
-        same(got, expected)
+        assert_same_trees(got, expected)
 
 
 GRIDS = [(2, 2)] if N == 4 else [(1, N), (N, 1)]
@@ -188,7 +184,7 @@ def test_hierarchies(grid, inner, monkeypatch):
         ):  # XLA and MPI add raw numbers in different orders, so the codec may round to the next step
             np.testing.assert_allclose(a["w"], b["w"], atol=0.5)
         else:
-            same(a, b)
+            assert_same_trees(a, b)
 
 
 @pytest.mark.parametrize("inner", ["SHM", "MPI"])
@@ -240,10 +236,10 @@ def test_the_levels_of_a_hierarchy(inner, monkeypatch):
         ]
     )
     for comm in (found, found.inner):
-        same(jax.jit(over(comm))(mine(x)), on_mesh(over("a"), x))
+        assert_same_trees(jax.jit(over(comm))(mine(x)), on_mesh(over("a"), x))
         np.testing.assert_array_equal(cgx.mpi.broadcast(jnp.full(3, COMM.rank, jnp.int4), N - 1, comm), N - 1)
     x = x["w"][COMM.rank]
-    same(cgx.compressed_psum(x, found.cross, codec), x)  # the only rank at its place
+    assert_same_trees(cgx.compressed_psum(x, found.cross, codec), x)  # the only rank at its place
 
 
 def test_a_hierarchy_is_made_once():
@@ -265,7 +261,7 @@ def test_a_hierarchy_scatters_and_gathers():
         ]
     )
     got = jax.jit(over(nodes(grid), {"cross": outer, "inner": within}))(mine(x))
-    same(got, on_mesh(over(("a", "b"), {"a": outer, "b": within}), x, sizes=grid))
+    assert_same_trees(got, on_mesh(over(("a", "b"), {"a": outer, "b": within}), x, sizes=grid))
 
 
 def test_nodes_whose_ranks_are_spread():
@@ -294,9 +290,9 @@ def test_communicators_within_the_world():
 
     got = jax.jit(f)(mine(everybody), mine(group, part))
     sums = lambda x: cgx.compressed_psum(x, "a", codec)
-    same(got[0], on_mesh(sums, group, part))
-    same(got[1], on_mesh(sums, everybody))
-    same(got[2], on_mesh(lambda x: cgx.compressed_all_gather(x, "a", codec), group, part))
+    assert_same_trees(got[0], on_mesh(sums, group, part))
+    assert_same_trees(got[1], on_mesh(sums, everybody))
+    assert_same_trees(got[2], on_mesh(lambda x: cgx.compressed_all_gather(x, "a", codec), group, part))
 
 
 def test_other_reductions_stay_what_they_are():

@@ -79,12 +79,6 @@ class Transformer(nn.Module):
         return nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
 
 
-class Convolution(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(5)(nn.relu(nn.Conv(8, (3, 3))(x)).mean((1, 2)))
-
-
 OPTIONS = dict(has_aux=True)
 CASES = {  # (loss, options, words of the remedy)
     "weighted mean": (masked, {}, "weighted=True here"),
@@ -200,10 +194,3 @@ def test_models(dtype):
     check(lambda p, b: ((each(p, b) * mask(b)).sum(), mask(b).sum()), params=params, batch=padded, weighted=True)
     with pytest.raises(ValueError, match="weighted=True"):
         check(lambda p, b: (each(p, b) * mask(b)).sum() / mask(b).sum(), params=params, batch=padded)
-
-
-def test_convolutions():
-    images, labels = RANDOM.normal(size=(16, 8, 8, 3)).astype(np.float32), RANDOM.integers(0, 5, 16).astype(np.int32)
-    model = Convolution()
-    loss = lambda p, b: optax.softmax_cross_entropy_with_integer_labels(model.apply(p, b[0]), b[1]).mean()
-    check(loss, params=jax.jit(model.init)(jax.random.key(0), images), batch=(images, labels))
