@@ -323,7 +323,7 @@ class ValueAndGrad:
         ranks, division = self._ranks(params, others)
         if sent is not None:
             self._check_state(division, params, sent)
-        with notes(OP, ranks, others):
+        with notes(OP, ranks, others, self.mapped):
             split = Split.of(ranks, places, others=others, specs=self.batch_specs)
             arrays = split.arrays(others)
             step = functools.partial(self._run, division, split)
