@@ -231,32 +231,22 @@ def _closed(function: Any, values: dict[int, Any], found: set[int], known: dict[
 
 
 @contextlib.contextmanager
-def notes(op: str, ranks: Ranks, others: Others, mapped: bool) -> Generator[None]:
-    """Adds to errors what a loss gets, where its shapes may not match, JAX may refuse it, or jax.vmap maps its batch.
-
-    `mapped` says whether the ranks are a mapped axis.
-    """
+def notes(op: str, ranks: Ranks, others: Others) -> Generator[None]:
+    """Adds to errors what a loss gets, where its shapes may not match or the batch is mapped by jax.vmap."""
     try:
         yield
-    except Exception as error:
+    except (TypeError, ValueError) as error:
         if any(isinstance(x, _compat.BatchTracer) for x in jax.tree_util.tree_leaves(others)):
             error.add_note(
                 f"{op}: under jax.vmap, the batch lacks the dimension that vmap maps. For the gradients of single "
                 "examples (DP-SGD), call jax.vmap(jax.grad(loss_fn), (None, 0)) inside jax.shard_map, where each rank "
                 f"has its examples, clip and average them, and call compressed_pmean(mean, {ranks.spelled()}, plan)."
             )
-        elif not str(error).startswith(f"{op}:"):
-            if "shape" in str(error):  # of a part, and of an array that is closed over
-                error.add_note(
-                    f"{op}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
-                    "each example must be an argument of the call, too, and not closed over, or be in "
-                    "closes_over=(x, y)."
-                )
-            if not mapped:
-                error.add_note(
-                    f"{op}: JAX refuses some losses inside of jax.shard_map. If plain JAX takes this one, pass "
-                    'ranks="vmap".'
-                )
+        elif "shape" in str(error):  # of a part, and of an array that is closed over
+            error.add_note(
+                f"{op}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
+                "each example must be an argument of the call, too, and not closed over, or be in closes_over=(x, y)."
+            )
         raise
 
 
