@@ -4,6 +4,7 @@ import contextlib
 import functools
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,20 +222,21 @@ def test_evaluation_and_checkpoints(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, fed["sent"]) == jax.tree.map(lambda x: x.sharding, sent)
 
 
-def test_feedback_with_a_gradient_outside():
+def last_program(title, **names):
+    """Returns the names that the last program of a section makes."""
+    section = re.search(rf"^## {title}\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
+    exec(re.findall(pages.CODE, section, re.DOTALL | re.MULTILINE)[-1], names := dict(jax=jax, cgx=cgx) | names)
+    return names
+
+
+@pytest.mark.parametrize("title", ["shard_map, gradient outside", "TrainState"])
+def test_feedback(title):
     """Parameters and residuals are those of value_and_grad with a Feedback."""
-    section = re.search(r"^## shard_map, gradient outside\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
-    source, optimizer, codec = (
-        re.findall(pages.CODE, section, re.DOTALL | re.MULTILINE)[-1],
-        optax.adam(3e-3),
-        cgx.MaxMin(2),
-    )
-    mesh = mesh_of(RANKS)
+    optimizer, codec, mesh = optax.adam(3e-3), cgx.MaxMin(2), mesh_of(RANKS)
     x, y = on(mesh)
-    names = dict(jax=jax, cgx=cgx, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
-    names |= dict(optimizer=optimizer, loss_fn=loss_fn)
-    exec(source, names)
-    found = PARAMS, jax.tree.map(lambda x: jnp.zeros((RANKS, *x.shape)), PARAMS), optimizer.init(PARAMS)
+    names = dict(jnp=jnp, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec, params=PARAMS)
+    flax = pytest.importorskip("flax.training.train_state", reason="needs the extra `test`")
+    names |= dict(optimizer=optimizer, loss_fn=loss_fn, TrainState=flax.TrainState, Any=Any, apply=None)
     compressed = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(codec), mesh=mesh)
     expected = PARAMS, compressed.init(PARAMS), optimizer.init(PARAMS)
 
@@ -244,10 +246,14 @@ def test_feedback_with_a_gradient_outside():
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), sent, state
 
-    with jax.numpy_dtype_promotion("standard"):  # as programs of users have
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):  # as programs of users have
+        named, rows = last_program(title, **names), jax.tree.map(lambda x: jnp.zeros((RANKS, *x.shape)), PARAMS)
+        found = [named["state"]] if title == "TrainState" else [PARAMS, rows, optimizer.init(PARAMS)]
         for _ in range(5):
-            *found, _ = names["step"](*found, x, y)
+            *found, _ = named["step"](*found, x, y)
             expected = step(*expected)
+    if title == "TrainState":
+        found = found[0].params, found[0].sent.own.residuals
     fed = expected[0], expected[1].own.residuals
     for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(fed), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -256,13 +262,11 @@ def test_feedback_with_a_gradient_outside():
 
 def test_accumulated_gradients():
     """Four micro-batches are one step of the whole batch, with one exchange."""
-    section = re.search(r"^## Accumulated gradients\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
-    (source,) = re.findall(pages.CODE, section, re.DOTALL | re.MULTILINE)
     mesh, optimizer = mesh_of(RANKS), optax.sgd(0.1)
     split = [jax.device_put(a.reshape(4, -1, a.shape[-1]), NamedSharding(mesh, P(None, "data"))) for a in (X, Y)]
-    names = dict(jax=jax, jnp=jnp, cgx=cgx, optax=optax, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn)
+    names = dict(jnp=jnp, optax=optax, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn)
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
-        exec(source, names)
+        names = last_program("Accumulated gradients", **names)
         args = PARAMS, names["compressed"].init(PARAMS), optimizer.init(PARAMS), *split
         params, *_, loss = names["step"](*args)
         found = cgx.explain(names["step"], *args, show=False).collectives

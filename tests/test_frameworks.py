@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,32 @@ def maxtext(source, codec):
             state, loss = step(state, tokens)
             losses.append(loss)
     return losses, state.params
+
+
+def diloco(source, codec):
+    """Rounds of two local steps of each replica, which has its own data, and an exchange."""
+    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs, outer = {"w": P(None, "fsdp"), "b": P()}, optax.sgd(0.7, momentum=0.9, nesterov=True)
+    rows = jax.tree.map(lambda spec: P("diloco", *spec), specs)
+    drjax = types.SimpleNamespace(reduce_mean=lambda tree: jax.tree.map(lambda x: x.mean(0), tree))
+    names = dict(mesh=mesh, specs=specs, rows=rows, drjax=drjax, outer_optimizer=outer)
+    synchronize = programs(source, codec, **names)["synchronize"]
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    params = jax.device_put({"w": normal((8, 4), 2), "b": jnp.zeros(3)}, shardings)
+    loss_fn = lambda p, x, y: ((x @ p["w"][:, :3] + p["b"] - y) ** 2).mean()
+
+    @jax.jit
+    def train(params, moments, x, y):
+        local = lambda p: jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.vmap(jax.grad(loss_fn))(p, x, y))
+        inner = jax.tree.map(lambda p, spec: jnp.broadcast_to(p, (2, *p.shape)), params, rows)
+        return loss_fn(params, x[0], y[0]), *synchronize(params, local(local(inner)), moments)
+
+    moments, losses = outer.init(params), []
+    data = on(mesh, X.reshape(2, 8, 8), Y.reshape(2, 8, 3), axis="diloco")
+    for _ in range(STEPS):
+        loss, params, moments = train(params, moments, *data)
+        losses.append(loss)
+    return losses, params
 
 
 def big_vision(source, codec):
@@ -217,6 +244,7 @@ def levanter(source, codec):
 PROGRAMS = {
     "Keras": keras,
     "MaxText": maxtext,
+    "MaxText's DiLoCo": diloco,
     "big_vision": big_vision,
     "Flax lm1b": flax_lm1b,
     "Haiku": haiku,

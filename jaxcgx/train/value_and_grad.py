@@ -370,11 +370,14 @@ class ValueAndGrad:
         try:
             with without_constraints(OP, "loss_fn", division.names):
                 value, aux, rows = step(params, arrays)
-        except (NotImplementedError, ValueError) as error:
-            if not any(words in str(error) for words in _CLOSED_OVER):
-                raise
-            expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
-            raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
+        except Exception as error:
+            if any(words in str(error) for words in _CLOSED_OVER):
+                expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
+                raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
+            if not self.mapped and not str(error).startswith(f"{OP}:"):
+                remedy = 'if plain JAX takes this one, pass ranks="vmap"'
+                error.add_note(f"{OP}: JAX refuses some losses inside of jax.shard_map; {remedy}.")
+            raise
         return value, outputs.tree(aux), rows
 
     def _objective(self, arguments: Callable[..., Any], net: Transport, params: Params, given: Given) -> Any:
