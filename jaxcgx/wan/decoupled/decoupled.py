@@ -451,7 +451,7 @@ def _longer(before: Sendable, after: Sendable) -> Patches:
     """Returns the patches from older versions to the state `after`, as many as have fewer bytes than half of it."""
     old, new = ([np.asarray(x) for x in each.arrays] for each in (before, after))
     patches = *before.patches, (before.version, encode(old, new).tobytes())
-    while 2 * sum(len(data) for _, data in patches) > after.nbytes:
+    while 2 * sum(len(data) for _, data in patches) > sum(x.nbytes for x in new):
         patches = patches[1:]
     return patches
 
