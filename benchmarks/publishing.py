@@ -97,7 +97,7 @@ def gpt2():
 
     state = 0.02 * noise[::-1], jnp.zeros(size), jnp.zeros(size)
     for t in range(1, 1000):
-        state = step(*state, noise, float(t))
+        state = step(*state, noise, t)
         yield {"w": state[0].astype(jnp.bfloat16)}
 
 

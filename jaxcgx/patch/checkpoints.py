@@ -49,11 +49,13 @@ class _Handler(ocp.CheckpointHandler):
             os.link(self._folder / str(file), pathlib.Path(directory) / str(file))
 
     def restore(self, directory: Any, args: "Restore") -> PyTree:
-        newest = max((file.version for file in File.of(Directory(directory).names())), default=0)
-        if not newest:
-            raise unexpected("checkpoints.Restore", "a checkpoint with patches", f"{directory} without versions")
+        newest = max((file.version for file in File.of(Directory(directory).names())), default=1)
         with Subscriber(directory, args.item, every=None, timeout=0) as subscriber:
-            return subscriber.latest(newest)
+            try:
+                return subscriber.latest(newest)
+            except TimeoutError as error:
+                expected, remedy = f"the whole weights in {directory}", "restore another checkpoint"
+                raise unexpected("checkpoints.Restore", expected, error, remedy) from None
 
 
 @ocp.args.register_with_handler(_Handler, for_save=True)

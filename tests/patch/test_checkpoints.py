@@ -59,7 +59,12 @@ def test_another_run_begins_with_an_anchor(tmp_path):
     assert len(list((tmp_path / "1").glob("*.patch"))) == 0
 
 
-def test_other_folders(tmp_path):
-    handler = checkpoints.handler(tmp_path)
-    with pytest.raises(ValueError, match="checkpoints.Restore: expected a checkpoint with .* without versions"):
-        handler.restore(tmp_path, checkpoints.Restore({}))
+def test_what_is_no_whole_checkpoint(tmp_path):
+    handler, tree = checkpoints.handler(tmp_path / "patches"), next(trained())
+    (tmp_path / "1").mkdir()
+    handler.save(tmp_path / "1", checkpoints.Save(tree))
+    (file,) = (tmp_path / "1").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    for folder, why in (tmp_path / "1", "is corrupted"), (tmp_path, "no version"):
+        with pytest.raises(ValueError, match=f"checkpoints.Restore: expected the whole weights in {folder}, .*{why}"):
+            handler.restore(folder, checkpoints.Restore(tree))
