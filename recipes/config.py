@@ -41,6 +41,8 @@ class Command(NamedTuple):
     launch: str
     runs: pathlib.Path
     evaluate: bool = False
+    init: pathlib.Path | None = None  # the folder of another run
+    publish: str = ""  # an address or a directory
 
     def with_compression(self, word: str) -> str:
         """Returns the same command with another compression, and without options for the compression."""
@@ -79,6 +81,10 @@ def parse(arguments: list[str]) -> Command:
         default="auto",
         help="who started this process: nobody (local), mpirun, or one that jax.distributed knows",
     )
+    parser.add_argument("--init", type=pathlib.Path, metavar="RUN", help="begins with the weights of another run")
+    parser.add_argument(
+        "--publish", default="", metavar="WHERE", help="sends bfloat16 weights to sample.py: HOST:PORT, or a directory"
+    )
     parser.add_argument("--runs", type=pathlib.Path, default="runs", metavar="FOLDER", help="the folder of all runs")
     given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     if twice := [name for name in given if given.count(name) > 1]:
@@ -100,7 +106,8 @@ def parse(arguments: list[str]) -> Command:
     if pathlib.Path(name).name != name:
         raise Wrong(f"--suffix: expected the end of a folder's name, got {known.suffix!r}")
     there = dict[str, Any](devices=known.devices, nodes=known.nodes, locals=known.locals, launch=known.launch)
-    return Command(config, name, tuple(arguments), runs=known.runs, evaluate=known.evaluate, **there)
+    there |= dict(runs=known.runs, evaluate=known.evaluate, init=known.init, publish=known.publish)
+    return Command(config, name, tuple(arguments), **there)
 
 
 def _find(name: str, several: Any) -> pathlib.Path:

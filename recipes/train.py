@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 import config
@@ -30,6 +31,7 @@ from job import Job, check_same, prepare
 from run_folder import RunFolder
 from tqdm import tqdm
 
+import jaxcgx as cgx
 from jaxcgx.train.state import PerRank, TrainState
 
 
@@ -72,7 +74,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     with contextlib.closing(RunFolder(command.runs / command.name, command.config, content, world)) as run:
         if command.evaluate:
             return _evaluate(job, step, run, world)
-        _steps(command.name, job, step, run, world)
+        _steps(command, job, step, run, world)
         return _finish(command, job, run, world)
 
 
@@ -87,17 +89,22 @@ def _evaluate(job: Job, step: Any, run: RunFolder, world: launch.World) -> dict[
     return found
 
 
-def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) -> None:
+def _steps(command: config.Command, job: Job, step: Any, run: RunFolder, world: launch.World) -> None:
     """Trains from the last checkpoint on, and writes the files of the run."""
     settings, dataset, stop = job.settings, job.dataset, job.stop
     checkpoints = Checkpoints(run.path / "checkpoints", world, run.say)
     start, state = checkpoints.restore(step.init(job.model.params, job.model.state))
+    if command.init and not start:
+        found, other = Checkpoints(command.init / "checkpoints", world, run.say).restore(state)
+        if not found:
+            raise Wrong(f"--init: there is no checkpoint in {command.init / 'checkpoints'}")
+        state = state.replace(params=other.params, model_state=other.model_state)
     if start > stop:
         raise Wrong(f"config.train.steps: expected at least {start}, the step of the last checkpoint, got {stop}")
     run.begin(start)
     parameters = sum(x.size for x in jax.tree.leaves(job.model.params))
     run.say(
-        f"{name}: {dataset.name}, {parameters:,} parameters, {world.ranks} ranks, "
+        f"{command.name}: {dataset.name}, {parameters:,} parameters, {world.ranks} ranks, "
         + (f"goes on from step {start} of {stop}" if start else f"{stop} steps")
     )
     if job.exchange.said:
@@ -108,7 +115,7 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
     # On virtual devices, a second step in flight can exhaust the thread pool. Accelerators queue steps.
     waits = jax.default_backend() == "cpu"
     done, seconds, begun = start, 0.0, time.perf_counter()
-    with launch.Signals(world) as signals:
+    with launch.Signals(world) as signals, _published(command, world) as publish:
         for number, batch in enumerate(bar, start + 1):
             placed = world.put(batch)
             if number == start + 1:
@@ -116,6 +123,7 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
                 run.write(start, **job.sent(programs, state, placed))
                 begun = time.perf_counter()
             state, metrics = step.step(state, placed)
+            publish(state.params)
             last = number == stop
             logs = number % settings.log_every == 0 or last
             if waits or logs:
@@ -139,6 +147,16 @@ def _steps(name: str, job: Job, step: Any, run: RunFolder, world: launch.World) 
                 world.all(True)  # mpirun kills the others when one ends
                 raise Interrupted(f"step {number} of {stop}")
             begun = time.perf_counter()
+
+
+@contextlib.contextmanager
+def _published(command: config.Command, world: launch.World) -> Generator[Callable[[Any], Any]]:
+    """Returns a function that publishes parameters, in a `with` block."""
+    if not (command.publish and world.speaks):
+        yield lambda params: None
+        return
+    with cgx.patch.Publisher(command.publish, secret=os.environ.get("PUBLISH_SECRET", "")) as publisher:
+        yield lambda params: publisher.publish(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
 
 
 def _loss(number: int, metrics: Any, world: launch.World) -> float:

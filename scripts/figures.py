@@ -231,7 +231,11 @@ def patches():
     times = {f"patch ms {name}": row["ms"] for name, row in by("patch", "name", table="speeds").items()}
     kept = [f"patch ms {rate}, {do}" for rate in ("1e-06", "0.0001") for do in ("encode", "apply")]
     lengths = {f"patch {rate}": row["shorter"] for rate, row in by("patch", "rate", table="lengths").items()}
-    return lengths | {name: times[name] for name in kept}
+    found = lengths | {name: times[name] for name in kept} | {"space": result("publishing")["checkpoints"]}
+    for (model, way), row in by("publishing", "model", "way").items():
+        found |= {f"{model} {way} s": float(np.median(row["seconds"])), f"{model} {way} MB": row["mb"]}
+        found[f"{model} {way} behind"] = row["behind"]
+    return found
 
 
 def shares(gpu, part):

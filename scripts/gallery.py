@@ -20,6 +20,7 @@ from jaxcgx.lab import why_not
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 HELPERS = {"common"}  # modules that examples import
+MODULES = {"tunix_weights"}  # modules for programs of others
 ON_RANKS = {"mpi_train": [], "cifar_train": ["--width=8", "--steps=20"]}  # examples for mpirun, and their options
 
 
@@ -49,7 +50,7 @@ def digest(path):
 def main(names):
     environment = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     for path in sorted(EXAMPLES.rglob("*.py")):
-        if path.stem in HELPERS or (names and path.stem not in names):
+        if path.stem in HELPERS | MODULES or (names and path.stem not in names):
             continue
         words, variables = command(path)
         root = ["sudo", "env", 'PATH="$PATH"'] * (between_hosts(path) and "--local" not in words)

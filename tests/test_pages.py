@@ -133,7 +133,7 @@ def test_checkpoints(tmp_path):
     orbax = pytest.importorskip("orbax", reason="needs the extra `test`")
     pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     names, more = names_of(4), names_of(6)
-    names |= step_of(names) | dict(orbax=orbax, path=tmp_path / "saved")
+    names |= step_of(names) | dict(orbax=orbax, path=tmp_path / "saved", folder=tmp_path)
     before = names["state"]
     changed = {1: dict(optimizer_state=before.opt_state), 2: step_of(more), 3: dict(state=before, mesh=more["mesh"])}
     names = walk("docs/checkpoints", names, changed)

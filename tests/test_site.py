@@ -28,7 +28,7 @@ def test_outputs_are_those_of_examples(monkeypatch):
     """`make gallery` makes the pages of all examples. Its outputs are those of the examples' code."""
     gallery, examples = load_script(DOCS.parent / "scripts/gallery.py", monkeypatch), DOCS.parent / "examples"
     printed = {path.stem: path.read_text() for path in (examples / "output").glob("*.txt")}
-    paths = {path.stem: path for path in examples.rglob("*.py") if path.stem not in gallery.HELPERS}
+    paths = {path.stem: path for path in examples.rglob("*.py") if path.stem not in gallery.HELPERS | gallery.MODULES}
     assert set(printed) == set(paths)
     for name, text in printed.items():
         digest, command, rest = text.split("\n", 2)

@@ -4,7 +4,7 @@ from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.wan.decoupled.decoupled import Decoupled, DecoupledState, Member
 from jaxcgx.wan.demo import Demo
 from jaxcgx.wan.diloco.diloco import Diloco
-from jaxcgx.wan.diloco.forms import HFA, MuLoCo, Pier, SparseLoCo
+from jaxcgx.wan.diloco.forms import HFA, MuLoCo, Pier, PULSELoCo, SparseLoCo
 from jaxcgx.wan.diloco.outer import matched_nesterov
 from jaxcgx.wan.geomx.differential import Differential
 from jaxcgx.wan.geomx.environment import GeoMX, from_env
@@ -23,6 +23,7 @@ __all__ = [
     "MixedSync",
     "MuLoCo",
     "Overlay",
+    "PULSELoCo",
     "Pier",
     "SparseLoCo",
     "Topology",

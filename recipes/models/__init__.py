@@ -28,6 +28,7 @@ class Model(NamedTuple):
     state: Any  # statistics of batch norm, and random streams
     loss: Callable[..., Any]  # (params, state, batch) -> (mean loss, new state), in training
     score: Callable[..., Any]  # (params, state, batch) -> (loss, whether the prediction is right), per example
+    predict: Callable[..., Any]  # (params, state, inputs) -> logits, in tests
 
 
 def make(data: Dataset, seed: int, name: str, **section: Any) -> Model:
@@ -43,10 +44,13 @@ def make(data: Dataset, seed: int, name: str, **section: Any) -> Model:
         inputs, labels = batch
         return losses(module(inputs), labels).mean(), nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 
-    def score(params: Any, state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def predict(params: Any, state: Any, inputs: jax.Array) -> jax.Array:
         fixed = dict(deterministic=True, use_running_average=True)
+        return nnx.view(nnx.merge(graph, params, state), **fixed, raise_if_not_found=False)(inputs)
+
+    def score(params: Any, state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         inputs, labels = batch
-        logits = nnx.view(nnx.merge(graph, params, state), **fixed, raise_if_not_found=False)(inputs)
+        logits = predict(params, state, inputs)
         return losses(logits, labels), logits.argmax(-1) == labels
 
-    return Model(nnx.to_pure_dict(params), nnx.to_pure_dict(state), loss, score)
+    return Model(nnx.to_pure_dict(params), nnx.to_pure_dict(state), loss, score, predict)

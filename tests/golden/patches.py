@@ -8,6 +8,9 @@ import json
 import math
 import pathlib
 import struct
+import tempfile
+import zlib
+from unittest import mock
 
 import ml_dtypes  # noqa: F401  (gives NumPy bfloat16)
 import numpy as np
@@ -110,10 +113,49 @@ def decode(data, olds):
     return news
 
 
+RUN, ELEMENTS, SOME = "0123456789abcdef", 1000, (0, 3, 6, 7)  # of files of versions; the leaves in them
+
+
+def files(olds, news, folder):
+    """Returns {name: bytes} of the versions that a publisher makes."""
+    import jaxcgx as cgx
+    from jaxcgx.patch import publisher as module
+
+    with mock.patch.object(module, "PIECE", ELEMENTS), cgx.patch.Publisher(folder, anchor_every=5) as publisher:
+        publisher._run = RUN
+        for leaves in (olds, news):
+            publisher.publish([leaves[i] for i in SOME])
+    return {path.name: path.read_bytes() for path in pathlib.Path(folder).glob("*")}
+
+
+def decode_version(name, data, olds):
+    """Returns the bytes of the leaves of a version, from its file and the leaves of the version before."""
+    check, magic, version, size = struct.unpack_from("!I4sBxxxI", data)
+    assert (magic, version) == (b"cgxv", 1) and check == zlib.crc32(data[4 : 16 + size])
+    found, leaves, elements, every, sizes = json.loads(data[16 : 16 + size])
+    assert (found, elements, every) == (name, ELEMENTS, 5)
+    if name.endswith("anchor"):
+        assert leaves == [[f"[{i}]", f"{x.dtype}{list(x.shape)}"] for i, x in enumerate(olds)]
+        olds = [np.zeros_like(x) for x in olds]
+    at, sizes, news = 16 + size, iter(sizes), []
+    for x in olds:
+        flat, new = x.reshape(-1), b""
+        for first in range(0, x.size, elements):
+            length = next(sizes)
+            new += decode(data[at : at + length], [flat[first : first + elements]])[0]
+            at += length
+        news.append(new)
+    assert at == len(data) and next(sizes, None) is None
+    return news
+
+
 if __name__ == "__main__":
     import jaxcgx as cgx
 
     olds, news = trees()
     patches = dict(there=cgx.patch.encode(olds, news), back=cgx.patch.encode(news, olds))
-    encoded = {name: base64.b64encode(patch.tobytes()).decode() for name, patch in patches.items()}
-    FILE.write_text(json.dumps({"format": 1} | encoded, indent=1) + "\n")
+    spelled = lambda data: base64.b64encode(data).decode()
+    encoded = {name: spelled(patch.tobytes()) for name, patch in patches.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        versions = {name: spelled(data) for name, data in files(olds, news, folder).items()}
+    FILE.write_text(json.dumps({"format": 1} | encoded | {"versions": versions}, indent=1) + "\n")

@@ -1,13 +1,17 @@
-"""Tests the names of versions, the shortest way to the newest one, and which pieces a sharding needs."""
+"""Tests the files of versions, the shortest way to the newest one, and which pieces a sharding needs."""
 
+import base64
+import json
 import types
 
 import jax
 import numpy as np
 import pytest
+from golden import patches
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxcgx as cgx
 from jaxcgx.patch.versions import File, cut, needed, shortest
 
 RUN = "0123456789abcdef"
@@ -43,6 +47,20 @@ def test_names():
     file = File(12, RUN, True)
     assert str(file) == f"000000000012-{RUN}.anchor"
     assert File.of({str(file): 7, "unfinished": 8, f"12-{RUN}.anchor": 9}) == {file: 7}
+
+
+def test_golden_files(tmp_path):
+    trees = [[leaves[i] for i in patches.SOME] for leaves in patches.trees()]
+    files = patches.files(*patches.trees(), tmp_path)
+    golden = json.loads(patches.FILE.read_text())["versions"]
+    assert files == {name: base64.b64decode(data) for name, data in golden.items()}
+    old = [np.zeros_like(x) for x in trees[0]]
+    for name, tree in zip(sorted(files), trees, strict=True):
+        expected = [x.tobytes() for x in tree]
+        assert patches.decode_version(name, files[name], old) == expected
+        old = tree
+    with cgx.patch.Subscriber(tmp_path, old, every=None) as subscriber:
+        assert [x.tobytes() for x in subscriber.latest(2)] == expected
 
 
 @pytest.mark.parametrize("elements", [1, 3, 16, 1000])

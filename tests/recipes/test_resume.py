@@ -18,13 +18,16 @@ import types
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import FULL
+from helpers import FULL, load_script
 
+import jaxcgx as cgx
 from jaxcgx.train.rounds import StepOfCenters
 from jaxcgx.train.step import Step
 
+RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
 ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `recipes`")
 
 # Dropout has random streams. DGC has residuals, momentum and a warm-up.
@@ -93,6 +96,27 @@ def test_same_bits(run, train, tmp_path, monkeypatch):
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["15", "20"]
     assert lines(parts) == lines(whole)
     assert_same_bits(checkpoint(parts, 20), checkpoint(whole, 20))
+
+
+def test_a_sampler_beside_a_fine_tuning(run, tmp_path, monkeypatch, capsys):
+    """The fine-tuning begins with the weights of another run. The sampler has its last ones, in bfloat16."""
+    first, second, weights = (tmp_path / name for name in ("first", "second", "weights"))
+    small = {key: GPT[key] for key in ("model.layers", "model.width", "data.context")} | {"train.steps": 2}
+    run("text/gpt", small, runs=first)
+    more = f"--init={next(first.iterdir())}", f"--publish={weights}"
+    run("text/gpt", small | {"schedule.rate": 1e-9}, runs=second, more=more)
+    params = [checkpoint(folder, 2)["params"] for folder in (first, second)]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *params)
+    sampler, seen = load_script(RECIPES / "sample.py", monkeypatch), []
+    latest = cgx.patch.Subscriber.latest
+    monkeypatch.setattr(cgx.patch.Subscriber, "latest", lambda self: seen.append(latest(self)) or seen[-1])
+    arguments = [str(next(second.iterdir())), str(weights), "--count=2", "--prompt=The"]
+    sampler.main(arguments)
+    text = capsys.readouterr().out.splitlines()[-2:]
+    assert text[0].startswith("version 2, waited ") and ": 'The" in text[1]
+    assert_same_bits(seen[1], jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.bfloat16), params[1]))
+    with pytest.raises(SystemExit, match=r"sample\.py: .*No such file"):
+        sampler.main([str(tmp_path), *arguments[1:]])
 
 
 @pytest.mark.parametrize(

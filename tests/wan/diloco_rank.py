@@ -47,7 +47,7 @@ class Run:
         inner = optax.sgd(0.5, momentum=0.9)
         plan = cgx.Plan(cgx.MaxMin(4, 64, "stochastic"), min_size=100)
         options = dict(fragments=FRAGMENTS, telemetry=True)
-        options |= dict(eager=True) if form == "eager" else dict(overlap=OVERLAP, alpha=0.5)
+        options |= dict(eager=True) if form == "eager" else dict(overlap=OVERLAP, alpha=0.5, forward="bfloat16")
         rounds, sharding = cgx.wan.Diloco(plan, EVERY, **options), cgx.Sharding((axis, *names[1:]))
         loss = lambda p, x: ((jnp.tanh(x @ p["up"]) @ p["down"] + p["b"] - x) ** 2).mean()
         self.steps = cgx.make_train_step(loss, inner, mesh, rounds, sharding=sharding, donate=False)

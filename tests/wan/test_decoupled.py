@@ -335,6 +335,26 @@ def test_a_fetched_state_may_have_what_was_sent(lost, monkeypatch):
     leave([(own, chair), (params, member)])
 
 
+def test_a_center_that_comes_back_gets_patches(monkeypatch):
+    """They have the few elements that rounds have changed. A center with other parameters gets the whole state."""
+    params, frames = {"w": normal((64, 64), 5)}, []
+    given = decoupled(2, quorum=1, grace=1.0, every=1, plan=cgx.TopK(0.01))
+    (own, chair), (_, late) = join(given, params)
+    late.leave()
+    peers, send = chair._inbox.peers, chair._inbox.peers.send
+    monkeypatch.setattr(peers, "send", lambda place, frame: frames.append(frame) or send(place, frame))
+    until(lambda: chair.step({"w": own["w"] * 0.9}), lambda _: chair.last and chair.last.number == 3)
+    for start, kind in (params, FrameKind.PATCHES), ({"w": params["w"] + 1}, FrameKind.STATE):
+        found, late = given[1].join(start)
+        assert_same_trees(found, chair.params)
+        assert late._held.version == chair._held.version
+        (sent,) = (frame for frame in frames if frame.kind in (FrameKind.PATCHES, FrameKind.STATE))
+        assert sent.kind == kind and (len(sent.body) < 4000) == (kind == FrameKind.PATCHES)
+        late.leave()
+        frames.clear()
+    chair.leave()
+
+
 def until(act, done):
     """Calls `act` until `done` accepts its result, and returns this result."""
     deadline = time.monotonic() + LIMIT

@@ -70,20 +70,21 @@ def parts(state):
 
 
 class Transcription:
-    """DiLoCo of `quadratic` over two centers, with SGD of rate 1/4 inside, in NumPy."""
+    """DiLoCo of `quadratic` over two centers, with SGD of rate `inner` inside, in NumPy."""
 
-    def __init__(self):
-        self.outer = {name: np.array(x) for name, x in PARAMS.items()}
-        self.own = [{name: np.array(x) for name, x in PARAMS.items()} for _ in range(2)]
+    def __init__(self, params=PARAMS, x=X, inner=0.25):
+        self.x, self.inner = x, inner
+        self.outer = {name: np.array(x) for name, x in params.items()}
+        self.own = [{name: np.array(x) for name, x in params.items()} for _ in range(2)]
         self.velocity = {name: np.zeros_like(x) for name, x in self.outer.items()}
         self.t = 0
 
     def train(self):
         for m, params in enumerate(self.own):
-            target = X[self.t % len(X)].reshape(2, -1, 6)[m].mean(0)
+            target = self.x[self.t % len(X)].reshape(2, -1, 6)[m].mean(0)
             gradients = {"w": params["w"] - target[:, None], "b": 2 * params["b"], "s": 2 * params["s"]}
             for name, g in gradients.items():
-                params[name] = np.array(params[name] - 0.25 * g, np.float32)
+                params[name] = np.array(params[name] - self.inner * g, np.float32)
         self.t += 1
 
     def moved(self, rows):
@@ -266,6 +267,35 @@ def test_eager_fragments_of_centers_of_two_ranks_keep_what_compression_loses():
         for name, at in half.items():
             close(own.residuals[name], np.stack([each[name][at] for each in lost]))
             assert own.residuals[name].any()
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_pulseloco_sends_what_the_forward_pass_sees(local):
+    """Parameters near 16 have bfloat16 neighbors at 1/8. Most changes are smaller, and add up until they are seen."""
+    params = jax.tree.map(lambda x: x + 16, PARAMS)
+    plan = cgx.Plan.every(cgx.TopK(1.0))
+    rounds = cgx.wan.PULSELoCo(plan, every=2, outer=NESTEROV)
+    train = trainer(rounds, mesh_of(local=local), optimizer=optax.sgd(2**-6))
+    got, state = run(train, 12, train.init(params), lambda t: X[t % len(X)] + 16)
+    expected, shares = Transcription(params, X + 16, 2**-6), []
+    lost = jax.tree.map(np.zeros_like, expected.own)
+    bf16 = lambda x: np.float32(jnp.asarray(x, jnp.bfloat16))
+    for t, (found, _) in enumerate(got, 1):
+        expected.train()
+        if t % 2 == 0:
+            sent = []
+            for own, residual in zip(expected.own, lost):
+                total = {name: x - own[name] + residual[name] for name, x in expected.outer.items()}
+                seen = {name: bf16(x) != bf16(x - total[name]) for name, x in expected.outer.items()}
+                sent.append({name: np.where(seen[name], d, 0) for name, d in total.items()})
+                residual.update({name: np.where(seen[name], 0, d) for name, d in total.items()})
+                shares.append(np.mean(seen["w"]))
+            expected.step({name: (sent[0][name] + sent[1][name]) / 2 for name in PARAMS}, WHOLE, 0.5, 0.5)
+        assert_trees(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected.outer)
+    assert 0 < np.mean(shares) < 0.5
+    for name in PARAMS:
+        kept = parts(state)[0][0].residuals[name]
+        np.testing.assert_allclose(kept, np.stack([each[name] for each in lost]), atol=1e-5)
 
 
 def test_a_state_goes_on_in_another_step():
@@ -541,6 +571,7 @@ def test_forms():
     """Their arguments are those of the papers. SparseLoCo's residual decays, and Pier's momentum rises and falls."""
     sparse, mu = cgx.wan.SparseLoCo(cgx.TopK(0.25, values=cgx.MaxMin(2)), every=1), cgx.wan.MuLoCo()
     assert cgx.wan.SparseLoCo().plan.default == cgx.TopK(0.01, values=cgx.MaxMin(2))
+    assert 16 < 4 * 2**24 / cgx.wan.PULSELoCo().plan.default.wire_bytes((2**24,), jnp.float32) < 17
     assert mu.plan.default == cgx.MaxMin(2)
     assert (sparse.decay, mu.every) == (0.95, 30)
     train = trainer(sparse)
@@ -647,6 +678,8 @@ ERRORS = {
         (lambda: diloco(plan={0: cgx.Raw(), 9: cgx.MaxMin(4)}), ValueError, "plan", "a schedule"),
         (lambda: diloco(plan=4), TypeError, "plan", "4"),
         (lambda: diloco(keep=3), TypeError, "keep", "3"),
+        (lambda: diloco(forward="int8"), ValueError, "forward", "'int8'"),
+        (lambda: diloco(forward="float16", keep=False), ValueError, "keep", "False"),
         (lambda: diloco(seed=0.5), TypeError, "seed", "0.5"),
         (lambda: trainer(diloco(PER_RANK)).init(PARAMS), ValueError, "outer", "one with"),
         (lambda: trainer(diloco(fragments=500)).init(PARAMS), ValueError, "fragments", "500", "fragments=11"),

@@ -24,10 +24,11 @@ from jaxcgx.checks import (
     wrong,
 )
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.patch.trees import encode
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.transports.sockets import as_host
 from jaxcgx.typing import Params, PyTree
-from jaxcgx.wan.decoupled.inbox import OP, Contribution, Inbox
+from jaxcgx.wan.decoupled.inbox import OP, Contribution, Inbox, Patches, Sendable
 from jaxcgx.wan.decoupled.moves import WEIGHTS, Moves, Packing, number_of, on_auto_axes, put_like
 from jaxcgx.wan.decoupled.peers import Frame, Terms, Version
 from jaxcgx.wan.diloco.fragments import wide_zeros
@@ -178,6 +179,7 @@ class _Held(NamedTuple):
     outer: Params
     optimizer: PyTree
     merged: np.ndarray  # uint64[centers, 2]: the last outer gradient of each center in it, as `_named`; zeros: none
+    patches: Patches = ()
 
 
 class _Sent(NamedTuple):
@@ -252,7 +254,7 @@ class Member:
     @property
     def state(self) -> DecoupledState:
         """The state that `join` needs, with `params`, to go on later."""
-        version, _, optimizer, _ = self._held
+        version, _, optimizer, *_ = self._held
         return DecoupledState(np.int32(version.round), np.int32(version.merged), optimizer, self._residuals)
 
     @property
@@ -321,7 +323,7 @@ class Member:
     def _move(self, params: Params) -> PyTree:
         """Moves the outer parameters by the average of a round, and this center's own parameters by as much."""
         (rows, weights), included = self._nothing(), False
-        version, before, optimizer, merged = self._held
+        version, before, optimizer, merged, _ = self._held
         merged = merged.copy()
         for place, each in self._outcome.items():
             rows[place], weights[place] = np.frombuffer(each.payload, np.uint8), each.weight
@@ -344,8 +346,8 @@ class Member:
 
     def _adopt(self, params: Params) -> PyTree:
         """Goes on from the outer parameters and the optimizer's state that another center has sent."""
-        _, outer, optimizer, merged = self._held
-        size = sum(x.nbytes for x in self._sendable()[1])
+        _, outer, optimizer, merged, _ = self._held
+        size = self._sendable().nbytes
         words, body, included = np.zeros(6, np.uint32), np.zeros(size, np.uint8), False
         if self._arrived:
             words[:] = np.array(self._arrived.version, np.uint64).view(np.uint32)
@@ -365,14 +367,17 @@ class Member:
         return self._moves.copy(outer)
 
     def _hold(self, held: _Held, adopted: bool = False) -> None:
-        self._held, self._sent = held, None
+        before, self._held, self._sent = self._sendable(), held, None
         if self._inbox:
             self._inbox.advance(held.version, adopted)
+            if not adopted:
+                self._held = held._replace(patches=_longer(before, self._sendable()))
 
-    def _sendable(self) -> tuple[Version, list[Any]]:
-        """Returns the state that other centers fetch, (version, arrays). Threads call it, so it reads `_held` once."""
-        version, outer, optimizer, merged = self._held
-        return version, jax.tree_util.tree_leaves((merged, self._moves.packing.trained.take(outer), optimizer))
+    def _sendable(self) -> Sendable:
+        """Returns the state that other centers fetch. Threads call it, so it reads `_held` once."""
+        version, outer, optimizer, merged, patches = self._held
+        arrays = jax.tree_util.tree_leaves((self._moves.packing.trained.take(outer), optimizer))
+        return Sendable(version, merged, arrays, patches)
 
     def _terms(self) -> Terms:
         given, held, packing = self._given, self._held, self._moves.packing
@@ -396,7 +401,7 @@ class Member:
 
     def _compile(self) -> None:
         """Compiles the programs by running them, before other centers wait for this one."""
-        _, outer, optimizer, _ = self._held
+        _, outer, optimizer, *_ = self._held
         self._moves.encode(outer, outer, self._residuals, np.array([self._given.place, 0], np.int32))
         self._moves.move(outer, optimizer, *self._nothing())
         self._moves.follow(outer, outer, outer)
@@ -440,6 +445,15 @@ def _check_like(function: str, argument: str, given: PyTree, wanted: PyTree, rem
     for (path, x), (_, y) in zip(found, right):
         if spell_array(x) != spell_array(y):
             raise wrong(function, argument, spell_array(y), spell_array(x), remedy, path=path)
+
+
+def _longer(before: Sendable, after: Sendable) -> Patches:
+    """Returns the patches from older versions to the state `after`, as many as have fewer bytes than half of it."""
+    old, new = ([np.asarray(x) for x in each.arrays] for each in (before, after))
+    patches = *before.patches, (before.version, encode(old, new).tobytes())
+    while 2 * sum(len(data) for _, data in patches) > sum(x.nbytes for x in new):
+        patches = patches[1:]
+    return patches
 
 
 def _named(contribution: Contribution) -> tuple[int, int]:

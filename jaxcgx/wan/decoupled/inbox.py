@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcgx.checks import unexpected, warn, wrong
+from jaxcgx.patch.trees import Patch, apply
 from jaxcgx.transports.sockets import start_thread
 from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version
 
 OP = "Decoupled.join"
 WEIGHT = struct.Struct("!d")
 NAMED = struct.Struct("!II")  # an entry of a decision: place, checksum
+SIZE = struct.Struct("!Q")  # of a patch
 REMEDY = "give all centers the same model, frozen parameters, plan, optimizer and options"
 TICK = 0.02  # seconds between two checks of a round that waits for further centers
 
@@ -49,6 +51,22 @@ class Decision(NamedTuple):
 
     version: Version
     members: tuple[tuple[int, int], ...]  # (place of a center, `check` of its contribution), by place
+
+
+Patches = tuple[tuple[Version, bytes], ...]  # (an older version, the patch from there to the next one), in order
+
+
+class Sendable(NamedTuple):
+    """The state that other centers may fetch."""
+
+    version: Version
+    merged: np.ndarray[Any, Any]  # the last outer gradient of each center in it
+    arrays: list[Any]  # the outer parameters and the outer optimizer's state
+    patches: Patches  # up to this version
+
+    @property
+    def nbytes(self) -> int:
+        return self.merged.nbytes + sum(x.nbytes for x in self.arrays)
 
 
 @dataclasses.dataclass
@@ -148,13 +166,13 @@ class Assembly:
 class Inbox:
     """What a center knows of the other centers, and its connections to them.
 
-    The condition `changed` guards all attributes that change. `state()`, which threads call, returns (version, arrays)
-    of the state that another center may fetch. `payload` is the number of bytes of an outer gradient.
+    The condition `changed` guards all attributes that change. Threads call `state()`. `payload` is the number of bytes
+    of an outer gradient.
     """
 
-    def __init__(self, given: Any, terms: Terms, payload: int, state: Callable[[], tuple[Version, list[Any]]]) -> None:
+    def __init__(self, given: Any, terms: Terms, payload: int, state: Callable[[], Sendable]) -> None:
         self._given, self._state = given, state
-        version, arrays = state()
+        size, version = state().nbytes, state().version
         # A round waits for half of the grace, so that its end reaches steps before they have waited for all of it.
         self.assembly: Assembly = Assembly(given.place, given.quorum, given.grace / 2)
         self.assembly.advance(version)
@@ -168,7 +186,8 @@ class Inbox:
             FrameKind.CONTRIBUTION: [WEIGHT.size + payload],
             FrameKind.DECISION: [NAMED.size * count for count in range(1, len(given.hosts) + 1)],
             FrameKind.FETCH: [0],
-            FrameKind.STATE: [sum(x.nbytes for x in arrays)],
+            FrameKind.STATE: [size],
+            FrameKind.PATCHES: range(size),
         }
         events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
         try:
@@ -305,8 +324,8 @@ class Inbox:
         """Handles a frame from a center."""
         kind, version, body = frame
         if kind == FrameKind.FETCH:
-            own, arrays = self._state()
-            self.peers.send(place, Frame(FrameKind.STATE, own, b"".join(np.asarray(x).tobytes() for x in arrays)))
+            self.peers.send(place, _frame_of(self._state(), version))
+        patched = _patched(self._state(), body) if kind == FrameKind.PATCHES else body
         with self.changed:
             self.assembly.others[place] = version
             if kind == FrameKind.CONTRIBUTION:
@@ -315,11 +334,34 @@ class Inbox:
                     self.assembly.contribute(place, Contribution(version, weight, memoryview(body)[WEIGHT.size :]))
             elif kind == FrameKind.DECISION:
                 self.assembly.learn(Decision(version, tuple(NAMED.iter_unpack(body))))
-            elif kind == FrameKind.STATE:
+            elif kind in (FrameKind.STATE, FrameKind.PATCHES):
                 self._asked, own = None, self.assembly.version
-                if version.merged >= own.merged and version != own:
-                    self._arrived = frame
+                if version.merged >= own.merged and version != own and patched is not None:
+                    self._arrived = Frame(FrameKind.STATE, version, patched)
             self.changed.notify_all()
+
+
+def _frame_of(state: Sendable, there: Version) -> Frame:
+    """Returns what a center with the version `there` needs to have a state."""
+    merged, known = state.merged.tobytes(), [version for version, _ in state.patches]
+    if there in known:
+        patches = [SIZE.pack(len(data)) + data for _, data in state.patches[known.index(there) :]]
+        return Frame(FrameKind.PATCHES, state.version, b"".join([merged, *patches]))
+    return Frame(FrameKind.STATE, state.version, b"".join([merged, *(np.asarray(x).tobytes() for x in state.arrays)]))
+
+
+def _patched(state: Sendable, body: Any) -> bytes | None:
+    """Returns the body of a STATE, from that of PATCHES. None: this center has another state by now than it had."""
+    at, arrays = state.merged.nbytes, [np.asarray(x) for x in state.arrays]
+    merged = body[:at]
+    while at < len(body):
+        (size,) = SIZE.unpack_from(body, at)
+        at += SIZE.size + size
+        try:
+            arrays = apply(arrays, Patch.frombytes(body[at - size : at]))
+        except ValueError:
+            return None
+    return b"".join([merged, *(x.tobytes() for x in arrays)])
 
 
 def _frame(contribution: Contribution) -> Frame:

@@ -15,13 +15,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from jaxcgx.transports.sockets import AGAIN, PIECE, SILENCE, Listener, Stranger, Wire, read, start_thread, unreached
 
 HEADER = struct.Struct("!4sB3xQQQQ")  # magic, kind, round, merged, digest, bytes of the body
-MAGIC = b"cgx\x02"  # the version of this protocol
+MAGIC = b"cgx\x03"  # the version of this protocol
 MOST = 64 << 20  # the most bytes of terms
 LOOK = 1.0  # the most seconds of a look at the addresses of missing centers
 WAITING = 16  # the most frames in the queue to a center
@@ -43,6 +43,7 @@ class FrameKind(enum.IntEnum):
     DECISION = 2  # places and checksums
     FETCH = 3  # nothing: the sender asks for a STATE
     STATE = 4  # the last outer gradient of each center in it, outer parameters and the outer optimizer's state
+    PATCHES = 5  # the same as patches of the state that the center which has asked has
 
 
 class Frame(NamedTuple):
@@ -92,7 +93,7 @@ class Peers:
         secret: str,
         *,
         terms: Terms,
-        sizes: dict[FrameKind, list[int]],
+        sizes: Mapping[FrameKind, Container[int]],
         events: Events,
     ) -> None:
         self._place, self._addresses, self._terms = place, addresses, terms

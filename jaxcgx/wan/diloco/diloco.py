@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _programs
-from jaxcgx.checks import check_flag, check_integer, check_number, set_field, warn, wrong
+from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, set_field, warn, wrong
 from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.message import Carry, fold
@@ -67,6 +67,9 @@ class Diloco:
       telemetry: whether `metrics.telemetry.outer` reports the outer steps. The state then also has the mean of the
         outer gradients of the last round.
       keep: whether residuals, the compression errors of outer gradients, are kept and sent later.
+      forward: the dtype of the forward pass, "bfloat16" or "float16". Elements of an outer gradient that don't change
+        the outer parameters in this dtype are zero in the message, and stay in the residuals (PULSELoCo). It pays with
+        a sparse codec. Parameters that travel raw are sent whole.
       seed: the seed of the noise of codecs that round stochastically.
 
     Attributes:
@@ -85,6 +88,7 @@ class Diloco:
     decay: float = 1.0
     telemetry: bool = False
     keep: bool = True
+    forward: str | None = None
     seed: int = 0
     optimizer: Any = dataclasses.field(init=False, repr=False, compare=False)  # the outer one
     _every: ClassVar[str] = "every"  # how errors spell it
@@ -101,6 +105,12 @@ class Diloco:
             set_field(self, name, check_flag)
         if self.decay != 1 and not self.keep:
             raise wrong(op, "decay", "1 without feedback", self.decay, "leave out keep=False, or pass decay=1.0")
+        if self.forward is not None:
+            check_choice(op, "forward", self.forward, ("bfloat16", "float16"))
+            if not self.keep:
+                raise wrong(
+                    op, "keep", "True with 'forward', whose unseen elements wait", False, "leave out keep=False"
+                )
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
@@ -177,7 +187,7 @@ class Diloco:
         return ""
 
     def settings(self, params: Params) -> dict[str, str]:
-        names = "every", "fragments", "overlap", "alpha", "eager", "decay", "telemetry", "keep", "seed"
+        names = "every", "fragments", "overlap", "alpha", "eager", "decay", "telemetry", "keep", "forward", "seed"
         parts = [jax.eval_shape(fragment.take, params) for fragment in self._fragments(params)]
 
         def moved(parts: list[PyTree]) -> list[PyTree]:
@@ -236,6 +246,10 @@ class OfCenter(NamedTuple):
         return {"residuals": "sum", "start": "mean", "waiting": "zeros"}
 
 
+# (the sum that has begun, its carry, the part of outer gradients that waits for a later round, or None)
+Begun = tuple[Ticket, Carry, PyTree]
+
+
 class OfAll(NamedTuple):
     """What is the same in every center."""
 
@@ -285,13 +299,13 @@ class Turn:
         )
         own = OfCenter(zeros(carry.residuals), params if how.eager else None, None)
         if self._crosses:
-            ticket = jax.eval_shape(self._send, moved, ExchangeState(own, shared))
+            ticket = jax.eval_shape(self._send, params, moved, ExchangeState(own, shared))
             own = own._replace(waiting=Waiting(jnp.zeros((), bool), zeros(jax.tree_util.tree_leaves(ticket))))
         return ExchangeState(own, shared)
 
     def begin(self, outer: Params, own: Params, state: ExchangeState) -> ExchangeState:
         """Begins the exchange of outer gradients. It also ends the exchange if this can't go on in later steps."""
-        begun = self._send(self._moved(outer, own, state), state)
+        begun = self._send(outer, self._moved(outer, own, state), state)
         if self._crosses:
             waiting = Waiting(jnp.ones((), bool), jax.tree_util.tree_leaves(begun))
             return ExchangeState(state.own._replace(waiting=waiting), state.shared)
@@ -347,25 +361,40 @@ class Turn:
         codecs = [codec if isinstance(codec, dict) else by_axis(names, codec, Raw()) for codec in given]
         return Routes.of(self.whole.op, self.whole.plan, part, codecs)
 
-    def _send(self, moved: PyTree, state: ExchangeState) -> tuple[Ticket, Carry]:
+    def _send(self, outer: Params, moved: PyTree, state: ExchangeState) -> Begun:
         """Begins an exchange of the outer gradients `moved`. Returns what `_receive` needs."""
         residuals, shared = state.own.residuals, state.shared
         if inner := self.net.names[1:]:
             first = lax.axis_index(inner) == 0
             of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
             moved, residuals = of_first(moved), residuals if self.how.alone else of_first(residuals)
+        moved, residuals, unseen = self._split(outer, moved, residuals)
         carry = Carry(residuals, factors=shared.factors)
         travel = travel_with(carry, self._routes(moved), self.net, Way(later=True), x=moved, argument="params")
-        return begin(moved, carry, travel, fold(shared.key, shared.number) if travel.routes.stochastic else None)
+        key = fold(shared.key, shared.number) if travel.routes.stochastic else None
+        return *begin(moved, carry, travel, key), unseen
 
-    def _receive(self, begun: tuple[Ticket, Carry], state: ExchangeState) -> tuple[PyTree, ExchangeState]:
+    def _split(self, outer: Params, moved: PyTree, residuals: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns (outer gradients to send, the residuals to add to them, what the forward pass wouldn't see)."""
+        dtype, each = self.how.forward, jax.tree_util.tree_map
+        if dtype is None:
+            return moved, residuals, None
+        total = each(lambda d, r: d if r is None else d + r, moved, residuals)
+        seen = lambda t, x: jnp.where((wide(x) - t).astype(dtype) != x.astype(dtype), t, 0)
+        sent = each(lambda t, x, r: t if r is None else seen(t, x), total, outer, residuals)
+        return sent, zeros(residuals), each(jnp.subtract, total, sent)
+
+    def _receive(self, begun: Begun, state: ExchangeState) -> tuple[PyTree, ExchangeState]:
         """Ends an exchange. Returns (mean, state).
 
         Residuals are multiplied by `decay`. If the mean isn't finite, the state stays as it is.
         """
         own, shared, each = state.own, state.shared, jax.tree_util.tree_map
-        mean, carry = end(*begun)
+        ticket, carry, unseen = begun
+        mean, carry = end(ticket, carry)
         residuals = carry.residuals
+        if unseen is not None:
+            residuals = each(lambda u, r: r if r is None else r + u, unseen, residuals)
         if inner := self.net.names[1:]:
             ranks = lax.axis_size(inner)
             mean = each(lambda x: x * ranks, mean)
@@ -385,7 +414,7 @@ class Turn:
             waiting = shared.waiting._replace(begun=jnp.zeros((), bool))
             return mean, begun, ExchangeState(own, shared._replace(waiting=waiting))
         none = wide_zeros(outer)
-        tree = jax.tree_util.tree_structure(jax.eval_shape(self._send, none, state))
+        tree = jax.tree_util.tree_structure(jax.eval_shape(self._send, outer, none, state))
 
         def receive() -> tuple[PyTree, ExchangeState]:
             mean, done = self._receive(tree.unflatten(own.waiting.arrays), state)

@@ -1,4 +1,4 @@
-"""Forms of Diloco: GeoMX's HFA, SparseLoCo, MuLoCo and Pier."""
+"""Forms of Diloco: GeoMX's HFA, SparseLoCo, PULSELoCo, MuLoCo and Pier."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class HFA(Diloco):
       k1: the number of steps between two averages inside a center.
       k2: the number of averages inside a center between two exchanges between centers.
       fragments: as in `Diloco`. It must divide `k2`: an exchange follows every k2 / fragments averages.
-      overlap, alpha, eager, decay, telemetry, keep, seed: as in `Diloco`.
+      overlap, alpha, eager, decay, telemetry, keep, forward, seed: as in `Diloco`.
     """
 
     every: int = dataclasses.field(init=False)
@@ -103,6 +103,26 @@ class SparseLoCo(Diloco):
         check_number(self.op, "rate", self.rate, lambda x: x > 0, "a number above 0")
         object.__setattr__(self, "outer", import_optax(self.op).sgd(self.rate))
         super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True)
+class PULSELoCo(Diloco):
+    """PULSELoCo, a form of `Diloco` for fine-tuning with small learning rates.
+
+    Centers send only those elements of their outer gradients that change the outer parameters in the dtype of the
+    forward pass. The other elements add up in the residuals until they do.
+
+    Args:
+      plan: as in `Diloco`. By default, up to 5 % of each parameter's elements, in float32. A message always has this
+        length. If the forward pass sees more elements, the largest of them are sent, and the others in later rounds.
+
+    The other fields are those of `Diloco`.
+    """
+
+    plan: Any = TopK(0.05)
+    every: int = 8
+    _: dataclasses.KW_ONLY
+    forward: str | None = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
