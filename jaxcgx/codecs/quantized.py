@@ -48,7 +48,12 @@ class Quantized:
 
     @classmethod
     def of(cls, x: ArrayLike, codec: Codec) -> "Quantized":
-        """Returns an array as this codec would send it. It takes the codecs that `as_parts=True` takes."""
+        """Returns an array as a codec would send it.
+
+        Args:
+          x: an array whose last dimension has whole blocks.
+          codec: one that `as_parts=True` takes.
+        """
         x = as_whole("Quantized.of", "x", (), x)
         check_encodes("Quantized.of", codec, "codec")
         check_parts("Quantized.of", codec, x.shape, x)

@@ -52,11 +52,6 @@ class Call(NamedTuple):
         routes, backward = Routes.of(op, there, x), Routes.of(op, back, x)
         return cls(x, net, routes, backward, shared_key(routes, backward, key, net))
 
-    def with_leaves(self, x: PyTree) -> "Call":
-        """Returns the call with other leaves."""
-        routes, backward = (Routes.of(each.op, each.plan, x) for each in (self.routes, self.backward))
-        return self._replace(x=x, routes=routes, backward=backward)
-
     def as_slices(self, argument: str, numbers: jax.Array) -> jax.Array:
         """Returns integers, some for each rank, as [ranks, ...]."""
         x, ranks = as_array(self.routes.op, argument, numbers), self.net.size

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import MOST, as_array, check_choice, check_flag, check_integer, spell_array, wrong
-from jaxcgx.collectives.arguments import Call, as_pairs, check_summable
+from jaxcgx.collectives.arguments import Call, as_pairs, check_summable, shared_key
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import reduce
@@ -15,8 +15,6 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs
 from jaxcgx.plan.plan import as_plan
 from jaxcgx.typing import AxisName, Key, PyTree
-
-_SLICES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
 
 def compressed_psum(
@@ -109,12 +107,10 @@ def compressed_psum_scatter(
     """Returns this rank's slice of the sum of `x` over a named axis, like `jax.lax.psum_scatter`.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+      x, axis_name, key: as in `compressed_psum`.
       plan: as in `compressed_psum`. With a dict of codecs, ranks scatter over the innermost axis first, so only a
         share travels over each of the other axes. Every slice goes straight to its owner, except with the schedule
         "ring".
-      key: a random key for codecs that round stochastically.
       carry: error feedback, as in `compressed_psum`: a `Carry` with residuals like `x`. The result is then a pair, the
         slices and the new carry. Summed over all ranks, slices + new residuals = x + residuals. The schedule must not
         be "ring", and there must be one codec over all axes together.
@@ -148,11 +144,9 @@ def compressed_all_gather(
     Each rank also decodes its own bytes, so all ranks get the same arrays.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+      x, axis_name, key: as in `compressed_psum`.
       plan: as in `compressed_psum`. With a dict of codecs, ranks gather over the outermost axis first. There, each
         inner rank gathers a share.
-      key: a random key for codecs that round stochastically.
       axis, tiled, to: as in jax.lax. `axis` may be a tree like `x` with one for each leaf.
       as_parts: whether compressed leaves are returned as `Quantized`: the numbers and scales that were sent, with
         `dequantize()`. It is for `Float8`, `Micro` and `AbsMax`, and leaves whose last dimension has whole blocks.
@@ -186,12 +180,10 @@ def compressed_all_to_all(
     `x` is cut into slices along `split_axis`. The received slices are joined along `concat_axis`.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+      x, axis_name, key: as in `compressed_psum`.
       split_axis, concat_axis, tiled: as in jax.lax.
       plan: as in `compressed_psum`. With a dict of codecs, slices are exchanged over one axis after another, innermost
         first.
-      key: a random key for codecs that round stochastically.
       as_parts: as in `compressed_all_gather`. The last dimension of a slice must have whole blocks.
       backward_plan: the plan of the transpose, the exchange back; by default `plan`.
     """
@@ -222,11 +214,9 @@ def compressed_pbroadcast(
     All ranks get the same bits. The source also gets what its bytes decode to.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+      x, axis_name, key: as in `compressed_psum`.
       source: the rank whose `x` is sent. The ranks of several axes are numbered in the order of the names.
       plan: as in `compressed_psum`, with one codec over all axes together.
-      key: a random key for codecs that round stochastically.
       to: as in `jax.lax.all_gather`. With "invarying", the result has the type of a value that all ranks share.
       backward_plan: the plan of the transpose, which sums the cotangents of all ranks on the source; by default `plan`.
     """
@@ -254,12 +244,9 @@ def compressed_ppermute(
     A rank to which no rank sends gets zeros. A rank that sends to itself gets what a receiver would get.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
-        The ranks of several axes are numbered in the order of the names.
+      x, axis_name, key: as in `compressed_psum`. The ranks of several axes are numbered in the order of the names.
       perm: pairs (sender, receiver). No rank is the sender, or the receiver, of two pairs.
       plan: as in `compressed_psum`, with one codec over all axes together.
-      key: a random key for codecs that round stochastically.
       carry: what earlier calls sent and received, a `Carry` with `sent` and `received`, which differ from rank to rank.
         Then only the difference to `sent` is compressed, so the error shrinks with this difference. The result is a
         pair, what arrived and the new carry. `init_carry(plan, x, ends=True)` makes the first. Both are constants in
@@ -291,7 +278,7 @@ def compressed_ragged_all_to_all(
     """Sends slices of different sizes from all ranks to all ranks, like `jax.lax.ragged_all_to_all`: to experts.
 
     It also runs where lax has no such collective, as on CPUs, because it is a `compressed_all_to_all` of `capacity`
-    rows for each rank. Rows that are not used are zeros, which cost bytes everywhere except over `Tcp`.
+    rows for each rank. Unused rows travel as zeros.
 
     Args:
       operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name: as in jax.lax. `axis_name` may
@@ -307,10 +294,12 @@ def compressed_ragged_all_to_all(
     operand, output = call.x, as_array(op, "output", output)
     if (operand.shape[1:], operand.dtype) != (output.shape[1:], output.dtype) or not operand.ndim:
         raise wrong(op, "output", f"rows like those of {spell_array(operand)}", spell_array(output))
-    given = input_offsets, send_sizes, output_offsets, recv_sizes
-    starts, sizes, theirs, arriving = (call.as_slices(*each) for each in zip(_SLICES, given))
+    starts, sizes = call.as_slices("input_offsets", input_offsets), call.as_slices("send_sizes", send_sizes)
+    theirs, arriving = call.as_slices("output_offsets", output_offsets), call.as_slices("recv_sizes", recv_sizes)
     capacity = len(operand) if capacity is None else check_integer(op, "capacity", capacity, 1, MOST)
-    call = call.with_leaves(rows.take(operand, rows.places(starts, sizes, capacity), 0))
+    dense = rows.take(operand, rows.places(starts, sizes, capacity), 0)
+    routes, backward = (Routes.of(op, each.plan, dense) for each in (call.routes, call.backward))
+    call = call._replace(x=dense, routes=routes, backward=backward, key=shared_key(routes, backward, key, call.net))
     call.check_rows()
     arrived = rows.all_to_all(call.x, call.travel(Way(rows=True, dims=(0,), tiled=False)), call.key, (0,))
     here = rows.places(call.net.plain_all_to_all(theirs, 0, 0, tiled=False), arriving, capacity).reshape(-1)

@@ -74,10 +74,6 @@ class Message:
     def replace(self, **changes: Any) -> "Message":
         return dataclasses.replace(self, **changes)
 
-    def state(self) -> dict[str, list[Any]]:
-        """Returns the kinds of state that the message has."""
-        return {kind: arrays for kind in (*STATE, *ENDS) if (arrays := getattr(self, kind)) is not None}
-
     def layout(self, codec: Codec, chunks: int = 1, shares: tuple[int, ...] | None = None) -> Layout:
         return dataclasses.replace(Layout.of(codec, self.leaves, chunks=chunks, ids=self.ids), shares=shares)
 

@@ -27,7 +27,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange import hierarchy, schedules
-from jaxcgx.exchange.message import SHARED, Message, Stage, Sum, back_key
+from jaxcgx.exchange.message import ENDS, SHARED, STATE, Message, Stage, Sum, back_key
 from jaxcgx.native.rules import define_impl, in_front, places
 from jaxcgx.transports.base import Pairs, Transport, join_rows, split_rows
 from jaxcgx.typing import PyTree
@@ -47,7 +47,7 @@ def match_varying(message: Message, net: Transport) -> Message:
     Factors are not marked as varying over the axes of the exchange.
     """
     leaves = message.leaves
-    kept = message.state()
+    kept: dict[str, Any] = {kind: old for kind in (*STATE, *ENDS) if (old := getattr(message, kind)) is not None}
     if message.key is not None:  # the results vary over the axes of the noise, too
         leaves = [_compat.vary(x, _compat.varying_axes(message.key)) for x in leaves]
     for arrays in kept.values():

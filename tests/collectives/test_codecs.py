@@ -9,6 +9,7 @@ import pytest
 from errors import table
 from helpers import each_codec, normal, planned
 from jax import lax
+from pages import programs
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -176,22 +177,30 @@ test_errors_of_parts = table(ERRORS)
 
 
 @pytest.mark.parametrize("codec", [cgx.Micro("mxfp8"), cgx.Micro("nvfp4"), cgx.Float8("e4m3", 32)], ids=str)
-def test_scaled_products(codec):
-    """Gathered parts are multiplied as they were sent. On CPUs, lax multiplies them in bfloat16."""
+def test_scaled_products(codec, monkeypatch):
+    """The program of the docs. jax.nn.scaled_matmul is compiled for GPUs, and on CPUs, lax multiplies in bfloat16."""
     if not hasattr(lax, "scaled_dot"):
         pytest.skip("this JAX has no lax.scaled_dot")
+    (program,) = (each for each in programs("docs/collectives") if "scaled_matmul" in each)
+    program, found = program.replace('cgx.Micro("mxfp8")', "codec").replace("data", "a"), []
+    real = jax.nn.scaled_matmul
 
-    def run(shard, x):
-        weights = cgx.compressed_all_gather(shard, "a", codec, tiled=True, as_parts=True)
-        x = cgx.Quantized.of(x, codec)
-        numbers = (((1,), (1,)), ((), ()))
-        scales = dict(lhs_scale=x.scales, rhs_scale=weights.scales)
-        product = lax.scaled_dot(
-            x.values, weights.values, **scales, dimension_numbers=numbers, preferred_element_type=jnp.float32
-        )
+    def product(x, y, *scales):
+        found[:] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, y, *scales)]
+        how = dict(dimension_numbers=(((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        return lax.scaled_dot(x, y, lhs_scale=scales[0], rhs_scale=scales[1], **how)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", product)
+
+    def run(shard, examples):
+        names = dict(cgx=cgx, jax=jax, codec=codec, shard=shard, examples=examples)
+        exec(program, names)
+        x, weights, products = names["x"], names["weights"], names["products"]
         if weights.factors is not None:
-            product *= x.factors * weights.factors.T.repeat(shard.shape[0], 1)
-        return product, x.dequantize() @ weights.dequantize().T
+            products *= x.factors * weights.factors.T.repeat(len(shard), 1)
+        return products, x.dequantize() @ weights.dequantize().T
 
-    product, exact = on_ranks(run, mesh(4))(normal((4, 16, 64)), normal((4, 8, 64), 1))
-    assert np.abs(product - exact).max() < 0.02 * np.abs(exact).max()
+    products, exact = on_ranks(run, mesh(4))(normal((4, 16, 64)), normal((4, 8, 64), 1))
+    assert np.abs(products - exact).max() < 0.02 * np.abs(exact).max()
+    for_gpus = jax.jit(real).trace(*found).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@__op$block_scaled_dot(" in for_gpus
