@@ -13,9 +13,8 @@ from jaxcgx import _compat
 from jaxcgx.checks import as_whole, spell_array, wrong
 from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.checks import check_encodes
-from jaxcgx.native import ops
+from jaxcgx.native import ops, reference
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.reference import narrow, stretches
 from jaxcgx.typing import ArrayLike, DType, KeyPath
 
 Operand = TypeVar("Operand")
@@ -67,7 +66,7 @@ class Quantized:
         x = self.values.astype(jnp.float32) * _spread(self.scales.astype(jnp.float32), shape)
         if self.factors is not None:
             x = x * _spread(self.factors, shape)
-        x = narrow(x, self.dtype)
+        x = reference.narrow(x, self.dtype)
         return x if self.straight is None else x + self.straight
 
 
@@ -93,7 +92,7 @@ def read(layout: Layout, chunk: jax.Array) -> list[Quantized]:
     """Returns the parts of each leaf of a payload of one chunk."""
     codec, found = layout.codec, list[Quantized]()
     for p in layout.pieces[0]:
-        parts = [codec.parts(each.meta, each.codes, each.size) for each in stretches(layout, chunk, p)]
+        parts = [codec.parts(each.meta, each.codes, each.size) for each in reference.read(layout, chunk, p)]
         values, scales = (jnp.concatenate([part[k].reshape(-1) for part in parts]) for k in (0, 1))
         shape, factors = layout.shapes[p.leaf], parts[0][2]
         found.append(

@@ -203,7 +203,7 @@ class Stretch(NamedTuple):
         return array.reshape(-1)[self.first :][: self.length]
 
 
-def stretches(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[Stretch]:
+def read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[Stretch]:
     """Yields the stretches of a piece."""
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
@@ -231,7 +231,7 @@ def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
             dtype = layout.dtypes[p.leaf]
-            for first, count, meta, codes, size in stretches(layout, operands.payload[c], p):
+            for first, count, meta, codes, size in read(layout, operands.payload[c], p):
                 if meta is None:
                     x = from_bytes(codes, dtype)
                 else:
@@ -246,7 +246,7 @@ def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
     flat = _flat(operands.arrays)
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
-            for first, count, _, codes, _ in stretches(layout, operands.payload[c], p):
+            for first, count, _, codes, _ in read(layout, operands.payload[c], p):
                 at = layout.codec.indices(codes[0], count)
                 at = jnp.where(at < count, first + at, flat[p.leaf].size)
                 flat[p.leaf] = flat[p.leaf].at[at].set(0, mode="drop")
@@ -269,7 +269,7 @@ def _sums(layout: Layout, operands: Reduce, c: int) -> dict[tuple[int, int], jax
         return _sums(layout.carried, operands._replace(payloads=unpacked), c)
     sums = {}
     for p in layout.pieces[c]:
-        for stretches in zip(*(stretches(layout, chunk, p) for chunk in payloads)):
+        for stretches in zip(*(read(layout, chunk, p) for chunk in payloads)):
             stretch = stretches[0]
             terms = [_terms(layout, p, sent) for sent in stretches]
             if own is not None:
