@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 from jaxcgx._compat import all_gather as gather
+from jaxcgx._compat import tracked_axes, vary
 
 NAMES = ("a", "b", "c")
 EXACT = cgx.Cast("bfloat16")  # represents whole numbers up to 256 exactly
@@ -44,8 +45,16 @@ def whole_numbers(shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.RandomState(seed).randint(-4, 5, shape)).astype(dtype)
 
 
+def ring(size):
+    return [(rank, (rank + 1) % size) for rank in range(size)]
+
+
+def pipeline(size):
+    return ring(size)[:-1]
+
+
 # The options of each collective in the tests, for leaves [size, 2 size, 3 size]. lax itself mistakes negative
-# dimensions.
+# dimensions. Functions get the number of ranks.
 CASES = {
     "psum": [{}],
     "pmean": [{}],
@@ -53,29 +62,44 @@ CASES = {
     "all_gather": [dict(axis=d) for d in (0, 1, -1, -2)] + [dict(axis=d, tiled=True) for d in (0, 2, -2)],
     "all_to_all": [dict(split_axis=s, concat_axis=c, tiled=True) for s, c in ((0, 0), (0, 1), (1, 0), (-1, 1))]
     + [dict(split_axis=s, concat_axis=c) for s, c in ((0, 0), (0, 2), (-3, -1))],
+    "ppermute": [dict(perm=pipeline), dict(perm=ring)],
+    "pbroadcast": [dict(source=0, to="invarying"), dict(source=1)],
 }
+WHOLE = ("ppermute", "pbroadcast")  # those that take one codec over all axes
+
+
+def pbroadcast(x, axes, source, to="varying"):
+    """What lax.pbroadcast, which needs a GPU, is equivalent to."""
+    total = lax.psum(jnp.where(lax.axis_index(axes) == source, x, 0), axes)
+    return total if to == "invarying" else vary(total, tracked_axes(axes if isinstance(axes, tuple) else (axes,)))
 
 
 def twins(axes, plan, cases=CASES):
     """Returns two functions of a leaf that run all cases, compressed and with lax. Each returns {case: result}."""
 
-    def compressed(x):
-        return {
-            f"{op} {kwargs}": getattr(cgx, f"compressed_{op}")(x, axes, plan=plan, **kwargs)
-            for op in cases
-            for kwargs in cases[op]
-        }
+    def each(run):
+        def of_leaf(x):
+            found = {}
+            for op in cases:
+                for kwargs in cases[op]:
+                    given = {k: v(lax.axis_size(axes)) if callable(v) else v for k, v in kwargs.items()}
+                    found[f"{op} {kwargs}"] = run(x, op, given)
+            return found
 
-    def plain(x):
-        ndim = lambda kwargs: x.ndim + ("axis" in kwargs and "tiled" not in kwargs)
-        positive = lambda kwargs: {k: v if k in ("tiled", "to") else v % ndim(kwargs) for k, v in kwargs.items()}
-        return {
-            f"{op} {kwargs}": (gather if "to" in kwargs else getattr(lax, op))(x, axes, **positive(kwargs))
-            for op in cases
-            for kwargs in cases[op]
-        }
+        return of_leaf
 
-    return compressed, plain
+    def compressed(x, op, kwargs):
+        codec = EXACT if op in WHOLE and isinstance(plan, dict) else plan
+        return getattr(cgx, f"compressed_{op}")(x, axes, plan=codec, **kwargs)
+
+    def plain(x, op, kwargs):
+        if op in WHOLE:
+            return (pbroadcast if op == "pbroadcast" else lax.ppermute)(x, axes, **kwargs)
+        ndim = x.ndim + ("axis" in kwargs and "tiled" not in kwargs)
+        positive = {k: v if k in ("tiled", "to") else v % ndim for k, v in kwargs.items()}
+        return (gather if "to" in kwargs else getattr(lax, op))(x, axes, **positive)
+
+    return each(compressed), each(plain)
 
 
 def assert_same(got, expected):

@@ -11,6 +11,7 @@ from jaxcgx.codecs.lossless import Lossless
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.micro import Micro
 from jaxcgx.codecs.powersgd import PowerSGD
+from jaxcgx.codecs.quantized import Quantized
 from jaxcgx.codecs.raw import Raw, Skip
 from jaxcgx.codecs.sign import Sign
 from jaxcgx.codecs.topk import Sampled, TopK
@@ -26,6 +27,7 @@ __all__ = [
     "MaxMin",
     "Micro",
     "PowerSGD",
+    "Quantized",
     "Raw",
     "Sampled",
     "Sign",

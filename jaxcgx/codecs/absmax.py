@@ -10,6 +10,7 @@ from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.codecs.rotation import check_block
 from jaxcgx.native import ieee
+from jaxcgx.native.packing import unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,11 @@ class AbsMax(GridCodec):
         return self.bits
 
     @property
+    def block(self) -> int | None:
+        """The same as `bucket_size`; None with `rotate`."""
+        return None if self.rotate else self.bucket_size
+
+    @property
     def top(self) -> int:
         """The largest code on either side of 0."""
         return 2 ** (self.bits - 1) - 1
@@ -52,6 +58,9 @@ class AbsMax(GridCodec):
 
     def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         return ieee.round_int(x * grid.inv) + self.top
+
+    def parts(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array, None]:
+        return (unpack(codes, self.code_bits, n) - self.top).astype(jnp.int8), meta, None
 
     def value(self, codes: jax.Array) -> jax.Array:
         return (codes - self.top).astype(jnp.float32)

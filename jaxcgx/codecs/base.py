@@ -42,6 +42,8 @@ class Codec:
       contracts: whether the error is smaller than the input, as sums of squares of normally distributed numbers. Only
         then residuals stay bounded.
       diverges: whether training with plain feedback may diverge, although residuals stay bounded (docs/feedback.md).
+      block: the number of consecutive elements that share a scale, if `parts` has the elements and scales. None: the
+        codec has no such parts.
       most: the largest number of elements of a leaf in a chunk.
       state: the state that a sum can keep from call to call, by the names of compressed_psum's arguments.
       kind: the `Kind` that the kernels know the codec by (attribute.py). Without it, jnp runs in place of kernels.
@@ -61,6 +63,7 @@ class Codec:
     carrier: "Codec | None" = None
     contracts: bool = True
     diverges: bool = False
+    block: int | None = None
     most: int = 2**40
     state: tuple[str, ...] = ("residuals",)
     kind: Kind
@@ -86,6 +89,14 @@ class Codec:
         Any bytes must give defined values.
         """
         raise NotImplementedError(f"{type(self).__name__}.decode_buckets")
+
+    def parts(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns (values, scales, factors), from the arguments of `decode_buckets`: `meta`, `codes` and `n`.
+
+        values[buckets, n] have a dtype that matrix multiplications take. value * scale * factor is the decoded element.
+        scales[buckets, n / block] are for each block, and factors float32[buckets] for each bucket, or None.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.parts")
 
     def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         """Returns (base, value), from the arguments of `decode_buckets`: `meta`, `codes` and `n`.

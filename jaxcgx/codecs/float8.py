@@ -4,13 +4,17 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxcgx.checks import MOST, check_choice, check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.native.ieee import E4M3, E5M2, Minifloat
+from jaxcgx.native.packing import unpack
 
 _FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Float8(GridCodec):
         return dict(bits=self._elements.exponent, bucket_size=self.bucket_size)
 
     @property
+    def block(self) -> int:
+        """The same as `bucket_size`."""
+        return self.bucket_size
+
+    @property
     def _elements(self) -> Minifloat:
         return _FORMATS[self.format]
 
@@ -44,6 +53,10 @@ class Float8(GridCodec):
 
     def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         return self._elements.encode(x * grid.inv)
+
+    def parts(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array, None]:
+        bits = unpack(codes, self.code_bits, n).astype(jnp.uint8)
+        return lax.bitcast_convert_type(bits, _DTYPES[self.format]), meta, None
 
     def value(self, codes: jax.Array) -> jax.Array:
         return self._elements.decode(codes)

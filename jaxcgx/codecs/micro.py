@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcgx.checks import check_choice, set_field
 from jaxcgx.codecs.attribute import Kind
@@ -58,6 +59,11 @@ class Micro(GridCodec):
         return None if self.whole else 512  # blocks are independent: buckets only decide where messages may be cut
 
     @property
+    def block(self) -> int:
+        """The elements that share a scale of 8 bits."""
+        return self._format.block
+
+    @property
     def meta(self) -> int:
         """1 with "nvfp4", and 0 otherwise."""
         return 1 if self.whole else 0
@@ -106,13 +112,28 @@ class Micro(GridCodec):
         y = jnp.where(small[..., None], ieee.up(blocks) * power(174 - scales), blocks * power(254 - scales))
         return scales, jnp.where(finite[..., None], y, 0)
 
+    def _unpacked(self, codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the codes of elements and of scales: uint8[buckets, blocks, block] and uint8[buckets, blocks, 1]."""
+        of, count = self._format, len(codes)
+        rows = codes.reshape(count, -1, self.code_bytes(1, jnp.dtype("float32")))
+        elements, scales = unpack(rows[..., : 16 * of.bits], of.bits, BLOCK), rows[..., 16 * of.bits :]
+        return elements.astype(jnp.uint8).reshape(count, -1, of.block), scales.reshape(count, -1, 1)
+
+    def parts(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        elements, scales = self._unpacked(codes)
+        values = elements.reshape(len(codes), -1)[:, :n]
+        if self._format.bits == 4:
+            values = lax.bitcast_convert_type(values.astype(jnp.uint4), jnp.float4_e2m1fn)
+        else:
+            values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+        of_scales = jnp.float8_e4m3fn if self.whole else jnp.float8_e8m0fnu
+        scales = lax.bitcast_convert_type(scales[:, : n // self.block, 0], of_scales)
+        return values, scales, meta[:, 0] if self.whole else None
+
     def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         of, count = self._format, len(codes)
-        codes, scales = jnp.split(
-            codes.reshape(count, -1, self.code_bytes(1, jnp.dtype("float32"))), [16 * of.bits], -1
-        )
-        elements = of.elements.decode(unpack(codes, of.bits, BLOCK)).reshape(count, -1, of.block)
-        scales = scales.astype(jnp.int32).reshape(count, -1, 1)
+        elements, scales = (x.astype(jnp.int32) for x in self._unpacked(codes))
+        elements = of.elements.decode(elements)
         if self.whole:
             value = ieee.multiply(meta[..., None], elements * E4M3.decode(scales))
         else:

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.checks import as_whole, check_integer, spell_array, warn, wrong
+from jaxcgx.checks import as_array, as_whole, check_integer, spell_array, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import as_key, check_encodes
+from jaxcgx.codecs.quantized import check_parts
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import travel_with
 from jaxcgx.exchange.resolve import transport_over
@@ -50,6 +51,13 @@ class Call(NamedTuple):
         x = jax.tree_util.tree_map_with_path(lambda path, leaf: as_whole(op, "x", path, leaf), x)
         routes, backward = Routes.of(op, there, x), Routes.of(op, back, x)
         return cls(x, net, routes, backward, shared_key(routes, backward, key, net))
+
+    def as_slices(self, argument: str, numbers: jax.Array) -> jax.Array:
+        """Returns integers, some for each rank, as [ranks, ...]."""
+        x, ranks = as_array(self.routes.op, argument, numbers), self.net.size
+        if x.ndim != 1 or not x.size or x.size % ranks or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise wrong(self.routes.op, argument, f"integers, as many for each of {ranks} ranks", spell_array(x))
+        return x.reshape(ranks, -1)
 
     def travel(self, way: Way, carry: Carry | None = None) -> Travel:
         """Returns how the tree travels, after a check that it and the carry may travel so."""
@@ -99,6 +107,23 @@ class Call(NamedTuple):
                 remedy = "" if tiled else "pass tiled=True to split a longer one"
                 expected = f"dimension {d} to have {share} for each rank"
                 raise wrong(self.routes.op, argument, expected, spell_array(route), remedy, path=route.path)
+
+    def check_parts(self, argument: str, dims: tuple[int, ...], tiled: bool, split: tuple[int, ...] = ()) -> None:
+        """Checks that the rows of compressed leaves have whole blocks, whose elements joining keeps together.
+
+        Rows are leaves or, with `split`, slices along these dimensions. They are joined along the dimensions `dims`.
+        """
+        self.check_rows(by_axis=False)
+        for i, route in enumerate(self.routes.leaves):
+            if not route.encoded:
+                continue
+            shape = list(route.shape)
+            if split:
+                shape[split[i] : split[i] + 1] = [shape[split[i]] // self.net.size] * tiled
+            check_parts(self.routes.op, route.codecs[0], shape, route, path=route.path)
+            if not tiled and dims[i] == len(shape):
+                expected = "a dimension before the last one, along which scales are shared, with as_parts"
+                raise wrong(self.routes.op, argument, expected, dims[i], path=route.path)
 
 
 def shared_key(routes: Routes, backward: Routes, key: Key | None, net: Transport, argument: str = "key") -> Key | None:

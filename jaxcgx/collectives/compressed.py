@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_choice
-from jaxcgx.collectives.arguments import Call, as_pairs, check_summable
+from jaxcgx.checks import MOST, as_array, check_choice, check_flag, check_integer, spell_array, wrong
+from jaxcgx.collectives.arguments import Call, as_pairs, check_summable, shared_key
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import reduce
@@ -76,7 +76,9 @@ def _sum(call: Call, way: Way, carry: Carry | None) -> PyTree:
     return total if carry is None else (total, kept)
 
 
-def init_carry(plan: Codecs | Plan, x: PyTree, *, residuals: bool = True, momentum: bool = False) -> Carry:
+def init_carry(
+    plan: Codecs | Plan, x: PyTree, *, residuals: bool = True, momentum: bool = False, ends: bool = False
+) -> Carry:
     """Returns the `carry` of a first call: zeros, and None for leaves that keep nothing.
 
     Args:
@@ -84,9 +86,10 @@ def init_carry(plan: Codecs | Plan, x: PyTree, *, residuals: bool = True, moment
       x: a pytree of arrays or jax.ShapeDtypeStruct.
       residuals: whether compression errors are kept.
       momentum: whether leaves have momentum.
+      ends: whether leaves have `sent` and `received`, for `compressed_ppermute`. It has no residuals.
     """
     op = "init_carry"
-    shapes = Routes.of(op, as_plan(op, plan), x).carry(residuals=residuals, momentum=momentum)
+    shapes = Routes.of(op, as_plan(op, plan), x).carry(residuals=residuals and not ends, momentum=momentum, ends=ends)
     return jax.tree_util.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
@@ -104,12 +107,10 @@ def compressed_psum_scatter(
     """Returns this rank's slice of the sum of `x` over a named axis, like `jax.lax.psum_scatter`.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+      x, axis_name, key: as in `compressed_psum`.
       plan: as in `compressed_psum`. With a dict of codecs, ranks scatter over the innermost axis first, so only a
         share travels over each of the other axes. Every slice goes straight to its owner, except with the schedule
         "ring".
-      key: a random key for codecs that round stochastically.
       carry: error feedback, as in `compressed_psum`: a `Carry` with residuals like `x`. The result is then a pair, the
         slices and the new carry. Summed over all ranks, slices + new residuals = x + residuals. The schedule must not
         be "ring", and there must be one codec over all axes together.
@@ -135,6 +136,7 @@ def compressed_all_gather(
     axis: PyTree = 0,
     tiled: bool = False,
     to: str = "varying",
+    as_parts: bool = False,
     backward_plan: Codecs | Plan | None = None,
 ) -> PyTree:
     """Returns every rank's `x`, like `jax.lax.all_gather`.
@@ -142,20 +144,23 @@ def compressed_all_gather(
     Each rank also decodes its own bytes, so all ranks get the same arrays.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+      x, axis_name, key: as in `compressed_psum`.
       plan: as in `compressed_psum`. With a dict of codecs, ranks gather over the outermost axis first. There, each
         inner rank gathers a share.
-      key: a random key for codecs that round stochastically.
       axis, tiled, to: as in jax.lax. `axis` may be a tree like `x` with one for each leaf.
+      as_parts: whether compressed leaves are returned as `Quantized`: the numbers and scales that were sent, with
+        `dequantize()`. It is for `Float8`, `Micro` and `AbsMax`, and leaves whose last dimension has whole blocks.
       backward_plan: the plan of the transpose, a `compressed_psum_scatter`; by default `plan`.
     """
     op = "compressed_all_gather"
-    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, axis=axis, tiled=tiled)
+    settings = dict(axis=axis, tiled=tiled, as_parts=as_parts)
+    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, **settings)
     call.check_rows()
     check_choice(op, "to", to, ("varying", "invarying"))
     dims = call.per_leaf("axis", axis, extra=0 if tiled else 1)
-    return rows.gather(call.x, call.travel(Way(rows=True, dims=dims, tiled=tiled)), call.key, to=to)
+    if check_flag(op, "as_parts", as_parts):
+        call.check_parts("axis", dims, tiled)
+    return rows.gather(call.x, call.travel(Way(rows=True, dims=dims, tiled=tiled)), call.key, to=to, as_parts=as_parts)
 
 
 def compressed_all_to_all(
@@ -167,6 +172,7 @@ def compressed_all_to_all(
     *,
     key: Key | None = None,
     tiled: bool = False,
+    as_parts: bool = False,
     backward_plan: Codecs | Plan | None = None,
 ) -> PyTree:
     """Sends slice r of `x` to rank r, and returns the received slices, like `jax.lax.all_to_all`.
@@ -174,21 +180,53 @@ def compressed_all_to_all(
     `x` is cut into slices along `split_axis`. The received slices are joined along `concat_axis`.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
+      x, axis_name, key: as in `compressed_psum`.
       split_axis, concat_axis, tiled: as in jax.lax.
       plan: as in `compressed_psum`. With a dict of codecs, slices are exchanged over one axis after another, innermost
         first.
-      key: a random key for codecs that round stochastically.
+      as_parts: as in `compressed_all_gather`. The last dimension of a slice must have whole blocks.
       backward_plan: the plan of the transpose, the exchange back; by default `plan`.
     """
     op = "compressed_all_to_all"
-    settings = dict(split_axis=split_axis, concat_axis=concat_axis, tiled=tiled)
+    settings = dict(split_axis=split_axis, concat_axis=concat_axis, tiled=tiled, as_parts=as_parts)
     call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, **settings)
     call.check_rows()
     split, concat = call.per_leaf("split_axis", split_axis), call.per_leaf("concat_axis", concat_axis)
     call.check_divisible("split_axis", split, tiled)
-    return rows.all_to_all(call.x, call.travel(Way(rows=True, dims=split, tiled=tiled)), call.key, concat)
+    if check_flag(op, "as_parts", as_parts):
+        call.check_parts("concat_axis", concat, tiled, split=split)
+    travel = call.travel(Way(rows=True, dims=split, tiled=tiled))
+    return rows.all_to_all(call.x, travel, call.key, concat, as_parts=as_parts)
+
+
+def compressed_pbroadcast(
+    x: PyTree,
+    axis_name: AxisName,
+    source: int,
+    plan: Codecs | Plan,
+    *,
+    key: Key | None = None,
+    to: str = "varying",
+    backward_plan: Codecs | Plan | None = None,
+) -> PyTree:
+    """Returns the `x` of one rank on all ranks, like `jax.lax.pbroadcast`: parameters, or a checkpoint.
+
+    All ranks get the same bits. The source also gets what its bytes decode to.
+
+    Args:
+      x, axis_name, key: as in `compressed_psum`.
+      source: the rank whose `x` is sent. The ranks of several axes are numbered in the order of the names.
+      plan: as in `compressed_psum`, with one codec over all axes together.
+      to: as in `jax.lax.all_gather`. With "invarying", the result has the type of a value that all ranks share.
+      backward_plan: the plan of the transpose, which sums the cotangents of all ranks on the source; by default `plan`.
+    """
+    op = "compressed_pbroadcast"
+    check_summable(op, x)
+    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, source=source)
+    call.check_rows(by_axis=False)
+    check_choice(op, "to", to, ("varying", "invarying"))
+    source = check_integer(op, "source", source, 0, call.net.size - 1)
+    return rows.broadcast(call.x, call.travel(Way(rows=True)), call.key, source, to=to)
 
 
 def compressed_ppermute(
@@ -198,6 +236,7 @@ def compressed_ppermute(
     plan: Codecs | Plan,
     *,
     key: Key | None = None,
+    carry: Carry | None = None,
     backward_plan: Codecs | Plan | None = None,
 ) -> PyTree:
     """Sends `x` from rank to rank, like `jax.lax.ppermute`: along a pipeline, or around a ring.
@@ -205,15 +244,67 @@ def compressed_ppermute(
     A rank to which no rank sends gets zeros. A rank that sends to itself gets what a receiver would get.
 
     Args:
-      x: a pytree of arrays.
-      axis_name: one name, or a tuple of names, outermost first; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
-        The ranks of several axes are numbered in the order of the names.
+      x, axis_name, key: as in `compressed_psum`. The ranks of several axes are numbered in the order of the names.
       perm: pairs (sender, receiver). No rank is the sender, or the receiver, of two pairs.
       plan: as in `compressed_psum`, with one codec over all axes together.
-      key: a random key for codecs that round stochastically.
+      carry: what earlier calls sent and received, a `Carry` with `sent` and `received`, which differ from rank to rank.
+        Then only the difference to `sent` is compressed, so the error shrinks with this difference. The result is a
+        pair, what arrived and the new carry. `init_carry(plan, x, ends=True)` makes the first. Both are constants in
+        derivatives, and cotangents are sent whole.
       backward_plan: the plan of the transpose, which sends cotangents from receivers to senders; by default `plan`.
     """
     op = "compressed_ppermute"
-    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, perm=perm)
+    call = Call.of(op, x, axis_name, plan, key=key, backward_plan=backward_plan, carry=carry, perm=perm)
     call.check_rows(by_axis=False)
-    return rows.permute(call.x, call.travel(Way(rows=True)), call.key, as_pairs(op, perm, call.net.size))
+    pairs = as_pairs(op, perm, call.net.size)
+    moved, kept = rows.permute(call.x, carry or Carry(), call.travel(Way(rows=True), carry), call.key, pairs=pairs)
+    return moved if carry is None else (moved, kept)
+
+
+def compressed_ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: AxisName,
+    plan: Codecs | Plan,
+    key: Key | None = None,
+    capacity: int | None = None,
+    backward_plan: Codecs | Plan | None = None,
+) -> jax.Array:
+    """Sends slices of different sizes from all ranks to all ranks, like `jax.lax.ragged_all_to_all`: to experts.
+
+    It also runs where lax has no such collective, as on CPUs, because it is a `compressed_all_to_all` of `capacity`
+    rows for each rank. Unused rows travel as zeros.
+
+    Args:
+      operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name: as in jax.lax. `axis_name` may
+        also be a tuple of names, or a communicator.
+      plan: as in `compressed_all_to_all`.
+      key: a random key for codecs that round stochastically.
+      capacity: the most rows that a rank sends to another one; by default all rows of `operand`. If there are more, the
+        whole result of the receiver is NaN.
+      backward_plan: the plan of the transpose, the exchange back; by default `plan`.
+    """
+    op = "compressed_ragged_all_to_all"
+    call = Call.of(op, operand, axis_name, plan, key=key, backward_plan=backward_plan, capacity=capacity)
+    operand, output = call.x, as_array(op, "output", output)
+    if (operand.shape[1:], operand.dtype) != (output.shape[1:], output.dtype) or not operand.ndim:
+        raise wrong(op, "output", f"rows like those of {spell_array(operand)}", spell_array(output))
+    starts, sizes = call.as_slices("input_offsets", input_offsets), call.as_slices("send_sizes", send_sizes)
+    theirs, arriving = call.as_slices("output_offsets", output_offsets), call.as_slices("recv_sizes", recv_sizes)
+    capacity = len(operand) if capacity is None else check_integer(op, "capacity", capacity, 1, MOST)
+    dense = rows.take(operand, rows.places(starts, sizes, capacity), 0)
+    routes, backward = (Routes.of(op, each.plan, dense) for each in (call.routes, call.backward))
+    call = call._replace(x=dense, routes=routes, backward=backward, key=shared_key(routes, backward, key, call.net))
+    call.check_rows()
+    arrived = rows.all_to_all(call.x, call.travel(Way(rows=True, dims=(0,), tiled=False)), call.key, (0,))
+    here = rows.places(call.net.plain_all_to_all(theirs, 0, 0, tiled=False), arriving, capacity).reshape(-1)
+    source = jnp.full(len(output), rows.NO_ROW).at[here].set(jnp.arange(here.size), mode="drop")
+    result = rows.take(arrived.reshape(-1, *output.shape[1:]), source, output)
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return result
+    return jnp.where((arriving.sum(1) <= capacity).all(), result, jnp.nan)

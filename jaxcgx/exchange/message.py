@@ -19,8 +19,9 @@ from jaxcgx.transports.base import Transport
 from jaxcgx.typing import ArrayLike, PyTree
 
 # The state that a sum keeps from call to call, as fields of `Carry` and `Message`. Each rank has its own residuals and
-# momentum. Factors are the same on every rank: like sums, they don't vary over the axes of the exchange.
-STATE, SHARED = ("residuals", "momentum", "factors"), ("factors",)
+# momentum. Factors are the same on every rank: like sums, they don't vary over the axes of the exchange. A permutation
+# keeps what was sent and received (ENDS).
+STATE, SHARED, ENDS = ("residuals", "momentum", "factors"), ("factors",), ("sent", "received")
 # Numbers that are folded into keys: for the first encoding, the encoding of a sum, the hops of a ring or a tree, and
 # the backward pass, whose number no stage of a hierarchy has.
 FIRST, SUM, HOP, BACK = 0, 1, 3, 2**16
@@ -29,7 +30,7 @@ FIRST, SUM, HOP, BACK = 0, 1, 3, 2**16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """What a sum keeps from call to call: trees like the summed one, with None for leaves that keep nothing.
+    """What a collective keeps from call to call: trees like its argument, with None for leaves that keep nothing.
 
     None in place of a tree: no leaf keeps anything of its kind.
 
@@ -37,14 +38,20 @@ class Carry:
       residuals: float32, this rank's own compression errors, which the next sum adds to its input.
       momentum: this rank's own momentum, like the leaves.
       factors: the factors of low-rank codecs, the same on every rank.
+      sent: float32, what `compressed_ppermute` last sent from this rank, as the receiver has it.
+      received: float32, what it last brought to this rank.
     """
 
     residuals: PyTree = None
     momentum: PyTree = None
     factors: PyTree = None
+    sent: PyTree = None
+    received: PyTree = None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves", "key", "back", *STATE], meta_fields=["ids"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["leaves", "key", "back", *STATE, *ENDS], meta_fields=["ids"]
+)
 @dataclasses.dataclass(frozen=True)
 class Message:
     """Leaves that travel together, with their key and their state. A pytree.
@@ -61,6 +68,8 @@ class Message:
     residuals: list[Any] | None = None  # float32, in the shapes of the leaves
     momentum: list[Any] | None = None  # like the leaves
     factors: list[Any] | None = None  # float32[rank, n]
+    sent: list[Any] | None = None  # float32, in the shapes of the leaves
+    received: list[Any] | None = None  # the same
 
     def replace(self, **changes: Any) -> "Message":
         return dataclasses.replace(self, **changes)

@@ -2,6 +2,7 @@
 
 `psum` sums to all ranks. `all_gather`, its transpose `psum_scatter`, and `all_to_all`, its own transpose, exchange
 rows: leaves are [ranks, ...], and row r is for rank r, or came from rank r. `ppermute` sends leaves from rank to rank.
+`pbroadcast` sends those of one rank to all, and its transpose `sum_to` sums to one rank.
 
 A `Message` goes through bind as a pytree: its arrays are the operands, and its structure is the static parameter
 `tree`. The results are a message without a key. `net` is the transport.
@@ -26,7 +27,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange import hierarchy, schedules
-from jaxcgx.exchange.message import SHARED, STATE, Message, Stage, Sum, back_key
+from jaxcgx.exchange.message import ENDS, SHARED, STATE, Message, Stage, Sum, back_key
 from jaxcgx.native.rules import define_impl, in_front, places
 from jaxcgx.transports.base import Pairs, Transport, join_rows, split_rows
 from jaxcgx.typing import PyTree
@@ -46,7 +47,7 @@ def match_varying(message: Message, net: Transport) -> Message:
     Factors are not marked as varying over the axes of the exchange.
     """
     leaves = message.leaves
-    kept: dict[str, Any] = {kind: arrays for kind in STATE if (arrays := getattr(message, kind)) is not None}
+    kept: dict[str, Any] = {kind: old for kind in (*STATE, *ENDS) if (old := getattr(message, kind)) is not None}
     if message.key is not None:  # the results vary over the axes of the noise, too
         leaves = [_compat.vary(x, _compat.varying_axes(message.key)) for x in leaves]
     for arrays in kept.values():
@@ -295,13 +296,17 @@ def _all_gather_transpose(
         for _ in batch:
             split = jax.vmap(split)
         cts = split(cts)
-    if to == "invarying":
-        mapped = math.prod(size for size, name in batch if name is not None)
-        if mapped == 1:
-            return [lax.dynamic_index_in_dim(ct, net.rank, len(batch), keepdims=False) for ct in cts]
-        cts = [ct * (mapped / ranks) for ct in cts]
-    back = _back(message, cts, batch)
+    share = _share(batch, ranks, to)
+    if share is None:
+        return [lax.dynamic_index_in_dim(ct, net.rank, len(batch), keepdims=False) for ct in cts]
+    back = _back(message, [ct * share for ct in cts] if share != 1 else cts, batch)
     return bind(psum_scatter_p, back, net=net, stage=stage.transposed(), how=Sum(), batch=batch).leaves
+
+
+def _share(batch: Batch, ranks: int, to: str) -> float | None:
+    """Returns the factor of cotangents that the ranks add up, or None if all ranks have the same cotangent."""
+    mapped = math.prod(size for size, name in batch if name is not None)
+    return 1.0 if to == "varying" else None if mapped == 1 else mapped / ranks
 
 
 def _gathered_shape(
@@ -374,16 +379,62 @@ def _all_to_all_transpose(message: Message, cts: list[Any], *, net: Transport, s
 all_to_all_p: _compat.Primitive = define("jaxcgx_all_to_all", _all_to_all, _all_to_all_transpose, same=False)
 
 
+# pbroadcast
+
+
+def pbroadcast(message: Message, stage: Stage, source: int, to: str) -> list[Any]:
+    """Returns the leaves of rank `source`."""
+    params = dict(net=stage.net, stage=stage, ranks=stage.net.size, source=source, to=to)
+    return bind(pbroadcast_p, message, **params).leaves
+
+
+def _pbroadcast(message: Message, *, net: Transport, stage: Stage, ranks: int, source: int, to: str) -> Message:
+    return Message(message.ids, schedules.pbroadcast(stage, message, source))
+
+
+# The cotangent of the source's leaf is the sum of the cotangents of all ranks. If the type of the result says that all
+# ranks share one value, they have the same cotangent, and the source takes it, as with all_gather.
+def _pbroadcast_transpose(
+    message: Message, cts: list[Any], *, stage: Stage, source: int, to: str, batch: Batch, **params: Any
+) -> list[Any]:
+    net, ranks = params["net"], params["ranks"]
+    share = _share(batch, ranks, to)
+    if share is None:
+        return [jnp.where(net.rank == source, ct, jnp.zeros_like(ct)) for ct in cts]
+    back = _back(message, [ct * share for ct in cts] if share != 1 else cts, batch)
+    params |= dict(stage=stage.transposed(), target=source, batch=batch)
+    return bind(sum_to_p, back, **params).leaves
+
+
+pbroadcast_p: _compat.Primitive = define(
+    "jaxcgx_pbroadcast", _pbroadcast, _pbroadcast_transpose, same=True, invarying=lambda to, **params: to == "invarying"
+)
+
+
+def _sum_to(message: Message, *, net: Transport, stage: Stage, ranks: int, target: int) -> Message:
+    return Message(message.ids, schedules.sum_to(stage, message, target))
+
+
+def _sum_to_transpose(
+    message: Message, cts: list[Any], *, stage: Stage, target: int, batch: Batch, **params: Any
+) -> list[Any]:
+    params |= dict(stage=stage.transposed(), source=target, to="varying", batch=batch)
+    return bind(pbroadcast_p, _back(message, cts, batch), **params).leaves
+
+
+sum_to_p: _compat.Primitive = define("jaxcgx_sum_to", _sum_to, _sum_to_transpose, same=False)
+
+
 # ppermute
 
 
-def ppermute(message: Message, stage: Stage, pairs: Pairs) -> list[Any]:
-    """Returns the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends."""
-    return bind(ppermute_p, message, net=stage.net, stage=stage, pairs=pairs).leaves
+def ppermute(message: Message, stage: Stage, pairs: Pairs) -> Message:
+    """Returns the leaves of the rank that sends to this rank, and the new state; zeros if no rank sends to this one."""
+    return bind(ppermute_p, message, net=stage.net, stage=stage, pairs=pairs)
 
 
 def _ppermute(message: Message, *, net: Transport, stage: Stage, pairs: Pairs) -> Message:
-    return Message(message.ids, schedules.ppermute(stage, message, pairs))
+    return schedules.ppermute(stage, message, pairs)
 
 
 # Cotangents go back from receivers to senders.

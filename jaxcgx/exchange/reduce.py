@@ -14,7 +14,7 @@ from jaxcgx.checks import check_varying, spell_array, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import hierarchy, primitives, rows, scopes
-from jaxcgx.exchange.message import STATE, BegunMessage, Carry, Message, carry_over
+from jaxcgx.exchange.message import ENDS, STATE, BegunMessage, Carry, Message, carry_over
 from jaxcgx.exchange.routes import Envelope, Plain, Routes, Travel, Way
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
@@ -175,7 +175,7 @@ def travel_with(
 
     The leaves of `x` must vary over the ranks. Errors call the tree `argument`. `backward`: as in `Routes.over`.
     """
-    _check_trees(carry, routes, argument)
+    _check_trees(carry, routes, argument, way)
     pairs = zip(routes.leaves, routes.each(carry.residuals))
     fed = any(r is not None and route.why_raw is not None and route.dtype.itemsize == 2 for route, r in pairs)
     travel = routes.over(net, way._replace(fed=fed and not way.dims), backward)
@@ -186,11 +186,16 @@ def travel_with(
     return travel
 
 
-def _check_trees(carry: Carry, routes: Routes, argument: str) -> None:
+def _check_trees(carry: Carry, routes: Routes, argument: str, way: Way) -> None:
     if carry.momentum is not None and carry.residuals is None:
         raise wrong(routes.op, "carry.residuals", f"a tree like {argument} with momentum", None)
-    for kind in STATE:
+    if (carry.sent is None) != (carry.received is None):
+        raise wrong(routes.op, "carry", "both sent and received, or neither", "one of them", "jaxcgx.init_carry")
+    for kind in (*STATE, *ENDS):
         tree = getattr(carry, kind)
+        if tree is not None and way.rows != (kind in ENDS):
+            expected = f"None: {'sums' if kind in STATE else 'permutations'} have it"
+            raise wrong(routes.op, f"carry.{kind}", expected, "a tree")
         try:
             routes.each(tree)
         except (TypeError, ValueError):
@@ -200,9 +205,9 @@ def _check_trees(carry: Carry, routes: Routes, argument: str) -> None:
 
 def _check_carry(carry: Carry, travel: Travel) -> None:
     routes = travel.routes
-    for kind in STATE:
+    for kind in (*STATE, *ENDS):
         for route, array in zip(routes.leaves, routes.each(getattr(carry, kind))):
-            if array is not None:
+            if array is not None or (kind in ENDS and route.encoded and getattr(carry, kind) is not None):
                 _check_array(travel, kind, route, array)
     if carry.residuals is None:
         return
@@ -219,7 +224,7 @@ def _check_carry(carry: Carry, travel: Travel) -> None:
             warn(f"{routes.op}: argument '{routes.argument}': {why}; {remedy}")
 
 
-def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array) -> None:
+def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array | None) -> None:
     """Checks an array of a carry."""
     op, name = travel.routes.op, f"carry.{kind}"
     if kind == "momentum":

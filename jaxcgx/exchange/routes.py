@@ -108,18 +108,21 @@ class Routes:
         """Returns the entries of a tree like this one as a list. For None, returns a list with None for every leaf."""
         return [None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree)
 
-    def carry(self, *, residuals: bool = True, momentum: bool = False) -> Carry:
-        """Returns the shapes of a rank's state: residuals and momentum of leaves that are compressed, and factors."""
+    def carry(self, *, residuals: bool = True, momentum: bool = False, ends: bool = False) -> Carry:
+        """Returns the shapes of a rank's state: what leaves that are compressed keep, and factors."""
 
         def like(dtype: DType | None) -> PyTree:
             each = [jax.ShapeDtypeStruct(r.shape, dtype or r.dtype) if r.encoded else None for r in self.leaves]
             return self.tree.unflatten(each)
 
+        wide = like(jnp.dtype(jnp.float32))
         factors = [r.factor and jax.ShapeDtypeStruct(r.factor, jnp.float32) for r in self.leaves]
         return Carry(
-            residuals=like(jnp.dtype(jnp.float32)) if residuals else None,
+            residuals=wide if residuals else None,
             momentum=like(None) if momentum else None,
             factors=self.tree.unflatten(factors) if any(factors) else None,
+            sent=wide if ends else None,
+            received=wide if ends else None,
         )
 
     def over(self, net: Transport, way: Way = Way(), backward: "Routes | None" = None) -> "Travel":

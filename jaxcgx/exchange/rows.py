@@ -6,20 +6,28 @@ Over several stages, the rows of a message are [ranks of the first stage, ranks 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import tree_map
 
-from jaxcgx.exchange import primitives
-from jaxcgx.exchange.message import Message, Stage, Sum, back_key, fold, fold_stage
+from jaxcgx.codecs.quantized import Quantized, straight_through
+from jaxcgx.exchange import primitives, schedules
+from jaxcgx.exchange.message import ENDS, Carry, Message, Stage, Sum, back_key, fold, fold_stage
 from jaxcgx.exchange.routes import Envelope, Travel
 from jaxcgx.transports.base import Pairs, join_rows, split_rows
 from jaxcgx.typing import Key, PyTree
 
+NO_ROW = 2**31 - 1  # an index past the end of every array
 
-def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying") -> PyTree:
-    """Returns every rank's leaves, joined along the dimensions of `travel.way`. `to` is as in lax.all_gather."""
+
+def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying", as_parts: bool = False) -> PyTree:
+    """Returns every rank's leaves, joined along the dimensions of `travel.way`. `to` is as in lax.all_gather.
+
+    With `as_parts`, compressed leaves are `Quantized`.
+    """
     dims, tiled = travel.way.dims, travel.way.tiled
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
@@ -37,11 +45,19 @@ def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying") -> P
             leaves = primitives.all_gather(part, stage, to, join=join if stage is stages[-1] else None)
         return leaves
 
-    return _exchange(x, travel, key, plain=plain, of_message=of_message)
+    def in_parts(message: Message, stages: tuple[Stage, ...]) -> list[Quantized]:
+        found = schedules.all_gather(stages[0], message, read=schedules.quantized_rows)
+        mark = lambda a: primitives.same(a, travel.net.names) if to == "invarying" else a
+        return [tree_map(lambda a, i=i: mark(join_rows(a, dims[i] or 0, tiled)), q) for q, i in zip(found, message.ids)]
+
+    return _exchange(x, travel, key, plain=plain, of_message=of_message, in_parts=in_parts if as_parts else None)
 
 
-def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ...]) -> PyTree:
-    """Returns the leaves with slice r, along the dimension of `travel.way`, sent to rank r, joined along `concat`."""
+def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ...], as_parts: bool = False) -> PyTree:
+    """Returns the leaves with slice r, along the dimension of `travel.way`, sent to rank r, joined along `concat`.
+
+    With `as_parts`, compressed leaves are `Quantized`.
+    """
     size, tiled, split = travel.net.size, travel.way.tiled, travel.way.dims
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
@@ -56,19 +72,61 @@ def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ..
         whole = [x.reshape(size, *x.shape[len(stages) :]) for x in parts]
         return [join_rows(x, concat[i], tiled) for x, i in zip(whole, message.ids)]
 
+    def in_parts(message: Message, stages: tuple[Stage, ...]) -> list[Quantized]:
+        rows = _split(message.leaves, [split[i] or 0 for i in message.ids], stages, tiled)
+        found = schedules.all_to_all(stages[0], message.replace(leaves=rows), read=schedules.quantized_rows)
+        return [tree_map(lambda a, i=i: join_rows(a, concat[i], tiled), q) for q, i in zip(found, message.ids)]
+
+    return _exchange(x, travel, key, plain=plain, of_message=of_message, in_parts=in_parts if as_parts else None)
+
+
+def places(offsets: jax.Array, sizes: jax.Array, capacity: int) -> jax.Array:
+    """Returns the index in a ragged array of each row to or from each rank, int[ranks, capacity]; NO_ROW past the last.
+
+    `offsets` and `sizes` are those of the slices of each rank, int[ranks, slices].
+    """
+    ends, row = jnp.cumsum(sizes, 1), jnp.arange(capacity)
+    which = (row[:, None] >= ends[:, None]).sum(-1)
+    first = jnp.take_along_axis(offsets - ends + sizes, jnp.minimum(which, sizes.shape[1] - 1), 1)
+    return jnp.where(which < sizes.shape[1], first + row, NO_ROW)
+
+
+def take(x: jax.Array, index: jax.Array, otherwise: jax.Array | float) -> jax.Array:
+    """Returns the rows of x with these indices, or `otherwise` where an index is NO_ROW."""
+    there = (index < NO_ROW).reshape(*index.shape, *(1,) * (x.ndim - 1))
+    return jnp.where(there, x.at[index].get(mode="clip"), otherwise)
+
+
+def broadcast(x: PyTree, travel: Travel, key: Key | None, source: int, to: str) -> PyTree:
+    """Returns the leaves of rank `source`. `to` is as in lax.all_gather."""
+
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
+        return travel.net.plain_pbroadcast(leaf, source, to)
+
+    def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
+        return primitives.pbroadcast(message, stages[0], source, to)
+
     return _exchange(x, travel, key, plain=plain, of_message=of_message)
 
 
-def permute(x: PyTree, travel: Travel, key: Key | None, pairs: Pairs) -> PyTree:
-    """Returns the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends."""
+def permute(x: PyTree, carry: Carry, travel: Travel, key: Key | None, pairs: Pairs) -> tuple[PyTree, Carry]:
+    """Returns (the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends, the carry)."""
+    routes = travel.routes
+    kept = {kind: routes.each(tree) for kind in ENDS if (tree := getattr(carry, kind)) is not None}
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         return travel.net.plain_ppermute(leaf, pairs)
 
     def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
-        return primitives.ppermute(message, stages[0], pairs)
+        state = {kind: [arrays[i] for i in message.ids] for kind, arrays in kept.items()}
+        done = primitives.ppermute(message.replace(**state), stages[0], pairs)
+        for kind, arrays in kept.items():
+            for i, new in zip(message.ids, getattr(done, kind)):
+                arrays[i] = new
+        return done.leaves
 
-    return _exchange(x, travel, key, plain=plain, of_message=of_message)
+    moved = _exchange(x, travel, key, plain=plain, of_message=of_message)
+    return moved, Carry(**{kind: routes.tree.unflatten(arrays) for kind, arrays in kept.items()})
 
 
 def scatter(message: Message, envelope: Envelope, travel: Travel) -> Message:
@@ -105,15 +163,32 @@ def _exchange(
     key: Key | None,
     plain: Callable[[jax.Array, int], jax.Array],
     of_message: Callable[[Message, tuple[Stage, ...]], list[jax.Array]],
+    in_parts: Callable[[Message, tuple[Stage, ...]], list[Quantized]] | None = None,
 ) -> PyTree:
-    """Returns the tree of results: those of `plain(leaf, its number)`, and of messages and their stages."""
-    leaves, found = travel.routes.each(x), dict[int, jax.Array]()
+    """Returns the tree of results: those of `plain(leaf, its number)`, and of messages and their stages.
+
+    With `in_parts`, messages have its results, and the derivatives of `of_message`.
+    """
+    leaves, found = travel.routes.each(x), dict[int, PyTree]()
+
+    def exchanged(message: Message, stages: tuple[Stage, ...]) -> Sequence[PyTree]:
+        if in_parts is None or stages[0].codec.raw:  # a raw leaf, which the transpose compresses
+            return of_message(message, stages)
+        parts = in_parts(message.replace(leaves=list(map(lax.stop_gradient, message.leaves))), stages)
+        linear = lambda message, tangent: of_message(message.replace(leaves=tangent.leaves), stages)
+        return straight_through(linear, message, parts)
+
     for each in travel.plain:
         for i, why in zip(each.ids, each.why):
+            route = travel.routes.leaves[i]
             with travel.leaf_scope(i, why):
-                found[i] = plain(leaves[i], i)
+                if in_parts is None or not route.encoded:
+                    found[i] = plain(leaves[i], i)
+                else:  # there is one rank
+                    stage = Stage(travel.net, route.codecs[0], "one_shot", backward=route.codecs[0])
+                    found[i] = exchanged(Message((i,), [leaves[i]]), (stage,))[0]
     for envelope in travel.envelopes:
         message = Message(envelope.ids, [leaves[i] for i in envelope.ids], key if envelope.stochastic else None)
         with travel.scope(envelope.ids):
-            found |= zip(envelope.ids, of_message(message, envelope.stages))
+            found |= zip(envelope.ids, exchanged(message, envelope.stages))
     return travel.routes.tree.unflatten([found[i] for i in range(len(leaves))])

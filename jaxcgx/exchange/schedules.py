@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcgx.codecs import quantized
 from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.quantized import Quantized
 from jaxcgx.exchange import trees
 from jaxcgx.exchange.message import HOP, SUM, BegunMessage, Message, Sent, Stage, Sum, Summed, carry_over, first, fold
 from jaxcgx.exchange.scopes import ExchangeScope, scope
@@ -270,32 +272,66 @@ def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 
-def all_gather(stage: Stage, message: Message) -> list[Any]:
-    """Returns every rank's leaves, [ranks, ...]. All ranks, including the owner, decode the same bytes."""
+def quantized_rows(layout: Layout, payloads: jax.Array) -> list[Quantized]:
+    """Returns the leaves of every rank's payload, [ranks, ...], as they were sent."""
+    return jax.vmap(lambda payload: quantized.read(layout, payload))(payloads)
+
+
+def all_gather(stage: Stage, message: Message, read: Callable[..., list[Any]] = _decode_rows) -> list[Any]:
+    """Returns every rank's leaves, [ranks, ...]. All ranks, including the owner, `read` the same bytes."""
     net = stage.compared(message, "all_gather").net
-    if net.size == 1:
+    if net.size == 1 and read is _decode_rows:
         return [x[None] for x in message.leaves]
     layout = message.layout(stage.codec)
     with scope(ExchangeScope.of("one_shot", layout)):
         row = ops.encode(layout, message.leaves, first(message.key, stage.codec, net))[0]
-        return _decode_rows(layout, net.all_gather(row))
+        return read(layout, net.all_gather(row) if net.size > 1 else row[None])
 
 
-def ppermute(stage: Stage, message: Message, pairs: Pairs) -> list[Any]:
-    """Returns the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends."""
-    net, layout = stage.compared(message, ("ppermute", pairs)).net, message.layout(stage.codec)
-    with scope(ExchangeScope.of("one_shot", layout)):
+def pbroadcast(stage: Stage, message: Message, source: int) -> list[Any]:
+    """Returns the leaves of rank `source`. All ranks, including the source, decode the same bytes."""
+    net, layout = stage.compared(message, ("pbroadcast", source)).net, message.layout(stage.codec)
+    with scope(ExchangeScope.of("two_shot", layout)):
         row = ops.encode(layout, message.leaves, first(message.key, stage.codec, net))[0]
-        leaves = ops.decode(layout, net.permute(row, pairs)[None])
-        return [net.where_received(x, pairs) for x in leaves]
+        return ops.decode(layout, net.broadcast(row, source)[None])
 
 
-def all_to_all(stage: Stage, message: Message) -> list[Any]:
+def sum_to(stage: Stage, message: Message, target: int) -> list[Any]:
+    """Returns the sum of the leaves over all ranks on rank `target`, and zeros on all others."""
+    sums = allreduce(stage._replace(schedule="two_shot"), message, Sum()).leaves
+    return [jnp.where(stage.net.rank == target, x, jnp.zeros_like(x)) for x in sums]
+
+
+def ppermute(stage: Stage, message: Message, pairs: Pairs) -> Message:
+    """Returns the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends.
+
+    With state, only the difference to what was last sent travels. The sender decodes it, too, and so knows what the
+    receiver has.
+    """
+    sent, received, leaves = message.sent, message.received, message.leaves
+    if sent is not None:
+        leaves = [x.astype(jnp.float32) - s for x, s in zip(leaves, sent)]
+    net = stage.compared(message, ("ppermute", pairs, sent is not None)).net
+    layout = message.replace(leaves=leaves).layout(stage.codec)
+    with scope(ExchangeScope.of("one_shot", message.layout(stage.codec), sent=layout.chunk_bytes)):
+        row = ops.encode(layout, leaves, first(message.key, stage.codec, net))[0]
+        arrived = ops.decode(layout, net.permute(row, pairs)[None])
+        if sent is None or received is None:
+            return Message(message.ids, [net.where_received(x, pairs) for x in arrived])
+        back = [(receiver, sender) for sender, receiver in pairs]
+        here = [r + net.where_received(x, pairs) for r, x in zip(received, arrived)]
+        there = [s + net.where_received(x, back) for s, x in zip(sent, ops.decode(layout, row[None]))]
+        finite = lambda new, old: [jnp.where(jnp.isfinite(n), n, o) for n, o in zip(new, old)]
+        results = [net.where_received(x, pairs).astype(leaf.dtype) for x, leaf in zip(here, message.leaves)]
+        return Message(message.ids, results, sent=finite(there, sent), received=finite(here, received))
+
+
+def all_to_all(stage: Stage, message: Message, read: Callable[..., list[Any]] = _decode_rows) -> list[Any]:
     """Sends row r of the leaves [ranks, ...] to rank r. Row r of the result came from rank r."""
     net = stage.compared(message, "all_to_all").net
-    if net.size == 1:
+    if net.size == 1 and read is _decode_rows:
         return list(message.leaves)
     layout = _of_rows(stage.codec, message)
     with scope(ExchangeScope.of("one_shot", layout)):
         payloads, _ = _encode_rows(layout, message, first(message.key, stage.codec, net))
-        return _decode_rows(layout, net.all_to_all(payloads))
+        return read(layout, net.all_to_all(payloads) if net.size > 1 else payloads)

@@ -189,7 +189,7 @@ def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.A
     return _encode_chunk(layout, 0, fetch=part(x), draw=part(drawn))[0]
 
 
-class _Stretch(NamedTuple):
+class Stretch(NamedTuple):
     """Encoded elements of a piece. The raw tail has neither metadata nor buckets: its `meta` and `size` are None."""
 
     first: int  # the first element, counted in the leaf
@@ -203,7 +203,7 @@ class _Stretch(NamedTuple):
         return array.reshape(-1)[self.first :][: self.length]
 
 
-def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[_Stretch]:
+def read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[Stretch]:
     """Yields the stretches of a piece."""
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
@@ -213,10 +213,10 @@ def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[_Stretch]:
         code_at += number * width
         meta = from_bytes(chunk[meta_at : meta_at + number * 4 * codec.meta], jnp.float32).reshape(number, codec.meta)
         meta_at += number * 4 * codec.meta
-        yield _Stretch(p.start + first, number * size, meta=meta, codes=codes.reshape(number, width), size=size)
+        yield Stretch(p.start + first, number * size, meta=meta, codes=codes.reshape(number, width), size=size)
     if p.raw:
         tail = chunk[p.tail : p.tail + p.raw * dtype.itemsize]
-        yield _Stretch(p.start + p.coded, p.raw, meta=None, codes=tail, size=None)
+        yield Stretch(p.start + p.coded, p.raw, meta=None, codes=tail, size=None)
 
 
 def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
@@ -231,7 +231,7 @@ def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
             dtype = layout.dtypes[p.leaf]
-            for first, count, meta, codes, size in _read(layout, operands.payload[c], p):
+            for first, count, meta, codes, size in read(layout, operands.payload[c], p):
                 if meta is None:
                     x = from_bytes(codes, dtype)
                 else:
@@ -246,14 +246,14 @@ def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
     flat = _flat(operands.arrays)
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
-            for first, count, _, codes, _ in _read(layout, operands.payload[c], p):
+            for first, count, _, codes, _ in read(layout, operands.payload[c], p):
                 at = layout.codec.indices(codes[0], count)
                 at = jnp.where(at < count, first + at, flat[p.leaf].size)
                 flat[p.leaf] = flat[p.leaf].at[at].set(0, mode="drop")
     return [x.reshape(s) for x, s in zip(flat, layout.shapes)]
 
 
-def _terms(layout: Layout, p: Piece, sent: _Stretch) -> list[jax.Array]:
+def _terms(layout: Layout, p: Piece, sent: Stretch) -> list[jax.Array]:
     """Returns the terms whose sum is the decoded stretch: with buckets [bases, values], without [values]."""
     if sent.meta is None:
         return [widen(from_bytes(sent.codes, layout.dtypes[p.leaf]))]
@@ -269,7 +269,7 @@ def _sums(layout: Layout, operands: Reduce, c: int) -> dict[tuple[int, int], jax
         return _sums(layout.carried, operands._replace(payloads=unpacked), c)
     sums = {}
     for p in layout.pieces[c]:
-        for stretches in zip(*(_read(layout, chunk, p) for chunk in payloads)):
+        for stretches in zip(*(read(layout, chunk, p) for chunk in payloads)):
             stretch = stretches[0]
             terms = [_terms(layout, p, sent) for sent in stretches]
             if own is not None:

@@ -114,6 +114,12 @@ class Transport:
             source[receiver] = sender
         return jnp.take(self.all_gather(row), jnp.asarray(source)[self.rank], 0)
 
+    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
+        """Returns the array of rank `root`. Every rank gets a part of it, and passes the part on to all."""
+        mine = jnp.where(self.rank == root, x, jnp.zeros_like(x)).reshape(-1)
+        parts = jnp.pad(mine, (0, -mine.size % self.size)).reshape(self.size, -1)
+        return self.all_gather(self.all_to_all(parts)[root]).reshape(-1)[: mine.size].reshape(x.shape)
+
     # Collectives of uncompressed arrays, like the collectives of `lax` without "plain_" in the name.
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
@@ -135,6 +141,9 @@ class Transport:
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
         return join_rows(self.all_to_all(split_rows(x, split_axis, size=self.size, tiled=tiled)), concat_axis, tiled)
+
+    def plain_pbroadcast(self, x: jax.Array, source: int, to: str) -> jax.Array:
+        return self.broadcast(x, source)
 
     def plain_ppermute(self, x: jax.Array, pairs: Pairs) -> jax.Array:
         return self.where_received(self.permute(x, pairs), pairs)

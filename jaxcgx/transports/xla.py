@@ -104,6 +104,11 @@ class Axes(base.Transport):
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
         return lax.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
 
+    def plain_pbroadcast(self, x: jax.Array, source: int, to: str) -> jax.Array:
+        # lax.pbroadcast is for GPUs alone. This is what its documentation says that it is equivalent to.
+        total = lax.psum(jnp.where(self.rank == source, x, jnp.zeros_like(x)), self.names).astype(x.dtype)
+        return total if to == "invarying" else _compat.vary(total, _compat.tracked_axes(self.names))
+
     def plain_ppermute(self, x: jax.Array, pairs: base.Pairs) -> jax.Array:
         return base.Transport.plain_ppermute(Axes(self.names), x, pairs)  # over Tcp, too, because it has derivatives
 

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import each_codec, planned
+from errors import table
+from helpers import each_codec, normal, planned
+from jax import lax
+from pages import programs
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -79,3 +82,125 @@ def test_every_operation(codec, dtype):
         most = 0.05 if codec != cgx.Lossless() else 1e-5 if name in ("total", "gradient") else 0
         assert np.square(found - whole).sum() <= most * np.square(whole).sum(), name
         assert name != "total" or (found == found[0, 0]).all()
+
+
+PARTS = {
+    cgx.Float8("e4m3", 32): (jnp.float8_e4m3fn, jnp.float32, 32),
+    cgx.Float8("e5m2", 16): (jnp.float8_e5m2, jnp.float32, 16),
+    cgx.AbsMax(8, 96): (jnp.int8, jnp.float32, 96),
+    cgx.AbsMax(3, 32): (jnp.int8, jnp.float32, 32),
+    cgx.Micro("mxfp8"): (jnp.float8_e4m3fn, jnp.float8_e8m0fnu, 32),
+    cgx.Micro("mxfp4"): (jnp.float4_e2m1fn, jnp.float8_e8m0fnu, 32),
+    cgx.Micro("nvfp4"): (jnp.float4_e2m1fn, jnp.float8_e4m3fn, 16),
+}
+EXCHANGES = {  # x is [4, 8, 96] on each rank
+    "rows": functools.partial(cgx.compressed_all_gather, tiled=True),
+    "columns": functools.partial(cgx.compressed_all_gather, axis=-1, tiled=True),
+    "stacked": functools.partial(cgx.compressed_all_gather, axis=1, to="invarying"),
+    "swapped": functools.partial(cgx.compressed_all_to_all, split_axis=0, concat_axis=1),
+    "cut": functools.partial(cgx.compressed_all_to_all, split_axis=1, concat_axis=2, tiled=True),
+}
+LAX = dict(
+    rows=lambda x: lax.all_gather(x, "a", tiled=True),
+    columns=lambda x: lax.all_gather(x, "a", axis=2, tiled=True),
+    stacked=lambda x: lax.all_gather(x, "a", axis=1),
+    swapped=lambda x: lax.all_to_all(x, "a", 0, 1),
+    cut=lambda x: lax.all_to_all(x, "a", 1, 2, tiled=True),
+)
+
+
+@pytest.mark.parametrize("codec", **each_codec(PARTS))
+def test_parts(codec):
+    """Their product has the bits and the derivative of the call without as_parts. Quantizing and gathering commute."""
+    values, scales, block = PARTS[codec]
+    dtype = jnp.bfloat16 if values in (jnp.float4_e2m1fn, jnp.int8) else jnp.float32
+
+    def run(x):
+        found = {}
+        for name, exchange in EXCHANGES.items():
+            parts = exchange(x, axis_name="a", plan=codec, as_parts=True)
+            assert (parts.values.dtype, parts.scales.dtype) == (values, scales)
+            assert parts.scales.shape == (*parts.values.shape[:-1], parts.values.shape[-1] // block)
+            whole = cgx.Quantized.of(LAX[name](x), codec)
+            loss = lambda x, exchange=exchange, **parts: exchange(x, axis_name="a", plan=codec, **parts)
+            square = lambda y: (y.astype(jnp.float32) ** 2).sum()
+            decoded = lambda x: loss(x, as_parts=True).dequantize()
+            of_all = lambda q: jax.tree.map(lambda a: a.astype(jnp.float32), (q.values, q.scales))
+            found[name] = [
+                (decoded(x), loss(x)),
+                (jax.grad(lambda x: square(decoded(x)))(x), jax.grad(lambda x: square(loss(x)))(x)),
+                (jax.vmap(decoded)(x[None])[0], loss(x)),
+                (whole.dequantize(), cgx.roundtrip(LAX[name](x), codec)),
+                *([] if parts.factors is not None else [(of_all(parts), of_all(whole))]),
+            ]
+        return found
+
+    x = (normal((4, 4, 8, 96)) * np.arange(1, 5, dtype=np.float32).reshape(4, 1, 1, 1)).astype(dtype)
+    for name, pairs in on_ranks(run, mesh(4), check_vma=block == 32)(x).items():
+        for got, expected in pairs:
+            jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, name), got, expected)
+
+
+def test_parts_of_trees_and_of_one_rank():
+    """Leaves that travel raw are arrays. The bytes are those without as_parts. One rank quantizes, too."""
+    plan, tree = cgx.Plan(cgx.Float8(), min_size=100), {"w": normal((4, 2, 256)), "b": normal((4, 128), 1)}
+    gather = lambda **options: lambda x: cgx.compressed_all_gather(x, "a", plan, tiled=True, **options)
+    program = on_ranks(gather(as_parts=True), mesh(4))
+    found, expected = program(tree), on_ranks(gather(), mesh(4))(tree)
+    np.testing.assert_array_equal(found["b"], expected["b"])
+    assert found["w"].scales.shape == (4, 8, 2)
+    bytes_of = lambda f: [(c.operation, c.dtype, c.bytes) for c in cgx.explain(f, tree, show=False).collectives]
+    assert bytes_of(program) == bytes_of(on_ranks(gather(), mesh(4)))
+    one = on_ranks(gather(as_parts=True), mesh(1))({"w": tree["w"][:1], "b": tree["b"][:1]})
+    np.testing.assert_array_equal(one["w"].values[0].astype(jnp.float32), found["w"].values[0, :2].astype(jnp.float32))
+
+
+def parts(exchange, codec, shape=(4, 8, 96)):
+    return lambda: on_ranks(lambda x: exchange(x, axis_name="a", plan=codec, as_parts=True), mesh(4))(
+        jnp.zeros((4, *shape))
+    )
+
+
+ERRORS = {
+    "compressed_all_gather": [
+        (parts(EXCHANGES["rows"], cgx.MaxMin(8)), ValueError, "plan", "MaxMin(", "parts Float8"),
+        (parts(EXCHANGES["rows"], cgx.AbsMax(8, 128, rotate=True)), ValueError, "plan", "AbsMax(", "rotate"),
+        (parts(EXCHANGES["rows"], cgx.Float8()), ValueError, "x", "float32[4, 8, 96]", "blocks 128 smaller"),
+        (parts(functools.partial(EXCHANGES["stacked"], axis=3), cgx.Micro()), ValueError, "axis", "3", "last"),
+    ],
+    "compressed_all_to_all": [
+        (parts(EXCHANGES["cut"], cgx.Micro(), (4, 4, 24)), ValueError, "x", "float32[4, 4, 24]", "blocks"),
+        (parts(EXCHANGES["cut"], {"a": cgx.Micro()}), ValueError, "plan", "{'a': Micro("),
+    ],
+}
+test_errors_of_parts = table(ERRORS)
+
+
+@pytest.mark.parametrize("codec", [cgx.Micro("mxfp8"), cgx.Micro("nvfp4"), cgx.Float8("e4m3", 32)], ids=str)
+def test_scaled_products(codec, monkeypatch):
+    """The program of the docs. jax.nn.scaled_matmul is compiled for GPUs, and on CPUs, lax multiplies in bfloat16."""
+    if not hasattr(lax, "scaled_dot"):
+        pytest.skip("this JAX has no lax.scaled_dot")
+    (program,) = (each for each in programs("docs/collectives") if "scaled_matmul" in each)
+    program, found = program.replace('cgx.Micro("mxfp8")', "codec").replace("data", "a"), []
+    real = jax.nn.scaled_matmul
+
+    def product(x, y, *scales):
+        found[:] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, y, *scales)]
+        how = dict(dimension_numbers=(((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        return lax.scaled_dot(x, y, lhs_scale=scales[0], rhs_scale=scales[1], **how)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", product)
+
+    def run(shard, examples):
+        names = dict(cgx=cgx, jax=jax, codec=codec, shard=shard, examples=examples)
+        exec(program, names)
+        x, weights, products = names["x"], names["weights"], names["products"]
+        if weights.factors is not None:
+            products *= x.factors * weights.factors.T.repeat(len(shard), 1)
+        return products, x.dequantize() @ weights.dequantize().T
+
+    products, exact = on_ranks(run, mesh(4))(normal((4, 16, 64)), normal((4, 8, 64), 1))
+    assert np.abs(products - exact).max() < 0.02 * np.abs(exact).max()
+    for_gpus = jax.jit(real).trace(*found).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@__op$block_scaled_dot(" in for_gpus

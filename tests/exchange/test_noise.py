@@ -145,6 +145,7 @@ CASES = {
     "correlated": case("all_to_all", TWO, CORRELATED, split_axis=0, concat_axis=0, tiled=True),
     "rows": case("all_to_all", TWO, back=True, split_axis=0, concat_axis=0, tiled=True),
     "permutation": case("ppermute", back=True, perm=[(0, 1), (1, 2), (2, 0)]),
+    "broadcast": case("pbroadcast", back=True, source=1),
     "slices": case("psum_scatter", TWO, back=True, **SLICES),
     "gather and back": case("all_gather", TWO, back=True),
     "two levels and back": case("psum", TWO, back=True),

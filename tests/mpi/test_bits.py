@@ -49,6 +49,7 @@ def test_every_collective(codec):
             cgx.compressed_all_to_all(x, axis, 0, 1, codec, key=k, tiled=True),
             cgx.compressed_ppermute(x, axis, [(r, N - 1 - r) for r in range(N)], codec, key=k),
             cgx.compressed_ppermute(x, axis, [(r, r + 1) for r in range(N - 1)], codec, key=k),
+            cgx.compressed_pbroadcast(x, axis, N - 1, codec, key=k),
         ]
     )
     x = tree(N)

@@ -18,6 +18,7 @@ from jaxcgx.mpi import ranks
 pytestmark = pytest.mark.skipif(COMM.size != 2, reason="a matter of programs, not of ranks: mpirun -n 2 runs these")
 N, KEY, CODEC = COMM.size, jax.random.key(7), cgx.MaxMin(8, 64)
 NET = ranks.over("test", COMM)
+SLICES = np.arange(2), np.ones(2, int), np.full(2, NET.rank), np.ones(2, int)
 COLLECTIVES = {
     "psum": lambda x: cgx.compressed_psum(
         x, COMM, planned(cgx.MaxMin(8, 64, "stochastic"), schedule="two_shot"), key=KEY
@@ -26,6 +27,9 @@ COLLECTIVES = {
     "all_gather": lambda x: cgx.compressed_all_gather(x, COMM, CODEC, axis=1),
     "all_to_all": lambda x: cgx.compressed_all_to_all(x, COMM, 0, 0, CODEC, tiled=True),
     "ppermute": lambda x: cgx.compressed_ppermute(x, COMM, [(0, 1), (1, 0)], CODEC),
+    "pbroadcast": lambda x: cgx.compressed_pbroadcast(x, COMM, 1, CODEC),
+    "parts": lambda x: cgx.compressed_all_gather(x, COMM, cgx.AbsMax(8, 35), axis=1, as_parts=True).dequantize(),
+    "ragged": lambda x: cgx.compressed_ragged_all_to_all(x, x, *SLICES, axis_name=COMM, plan=CODEC),
 }
 PLAIN = {
     "plain pmean": NET.plain_pmean,

@@ -88,6 +88,7 @@ CASES = {
         ROWS,
         lambda x: cgx.compressed_all_to_all(x, AXES, 0, 0, cgx.MaxMin(4, rounding="stochastic"), key=key()),
     ),
+    "pbroadcast": (SHAPES, lambda x: cgx.compressed_pbroadcast(x, AXES, 2, cgx.MaxMin(4))),
     "ppermute": (SHAPES, lambda x: cgx.compressed_ppermute(x, AXES, [(0, 2), (3, 1), (1, 0)], cgx.MaxMin(4))),
 }
 

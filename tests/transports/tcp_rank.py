@@ -128,6 +128,16 @@ def in_a_mapped_branch(axes, x):
     return jax.vmap(either)(jnp.arange(len(x["w"])) % 2 == 0, x)
 
 
+def in_parts(axes, w):
+    return cgx.compressed_all_gather(w[:, :960], axes, cgx.Float8(bucket_size=64), as_parts=True).dequantize()
+
+
+def ragged(axes, w):
+    ones = jnp.ones(4, jnp.int32)
+    slices = jnp.arange(4), ones, lax.axis_index(axis_names(axes)) * ones, ones
+    return cgx.compressed_ragged_all_to_all(w, 0 * w, *slices, axis_name=axes, plan=cgx.MaxMin(4), capacity=2)
+
+
 def derivative(axes, x):
     def loss(x):
         parts = (
@@ -136,6 +146,9 @@ def derivative(axes, x):
             cgx.compressed_all_gather(x["half"], axes, cgx.Raw()),
             cgx.compressed_ppermute(x["w"], axes, PERM, cgx.MaxMin(4)),
             cgx.compressed_ppermute(x["half"], axes, PERM, cgx.Raw()),
+            cgx.compressed_pbroadcast(x["w"], axes, 2, cgx.MaxMin(4)),
+            in_parts(axes, x["w"]),
+            ragged(axes, x["w"]),
         )
         sums = (cgx.compressed_psum_scatter(x["w"], axes, codec) for codec in (cgx.MaxMin(8), cgx.Raw()))
         wide = lambda y: y.astype(jnp.float32)
@@ -209,6 +222,9 @@ CASES = {
     "psum_scatter": (ROWS, "data", lambda axes, x: cgx.compressed_psum_scatter(x, axes, cgx.MaxMin(4))),
     "all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.MaxMin(4))),
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
+    "pbroadcast": (SHAPES, "data", lambda axes, x: cgx.compressed_pbroadcast(x, axes, 1, NOISY, key=key())),
+    "parts": (ROWS, "data", lambda axes, x: in_parts(axes, x["w"])),
+    "ragged": (ROWS, "data", lambda axes, x: ragged(axes, x["w"])),
     "ppermute": (SHAPES, "data", lambda axes, x: cgx.compressed_ppermute(x, axes, PERM, NOISY, key=key())),
     "ppermute in both": (SHAPES, BOTH, lambda axes, x: cgx.compressed_ppermute(x, axes, PERM, cgx.MaxMin(4))),
     "scan": (ROWS, "data", in_a_scan),

@@ -1,0 +1,124 @@
+"""Quantized: an array in the numbers and scales in which it was sent, for matrix multiplications that take these."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx import _compat
+from jaxcgx.checks import as_whole, spell_array, wrong
+from jaxcgx.codecs.base import Codec, spell
+from jaxcgx.codecs.checks import check_encodes
+from jaxcgx.native import ops, reference
+from jaxcgx.native.layout import Layout
+from jaxcgx.typing import ArrayLike, DType, KeyPath
+
+Operand = TypeVar("Operand")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scales", "factors", "straight"], meta_fields=["dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An array as small numbers and the scales that these share: value * scale * factor is an element.
+
+    `scales` and `factors` have the dimensions of `values`. Along a dimension in which they are shorter, each is for
+    several values: for consecutive ones along the last dimension, and for those of one shard along another one.
+
+    Attributes:
+      values: float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8, in the shape of the array.
+      scales: float32 (`Float8`, `AbsMax`), float8_e8m0fnu (`Micro("mxfp8")`, `Micro("mxfp4")`) or float8_e4m3fn
+        (`Micro("nvfp4")`).
+      factors: float32, of each shard (`Micro("nvfp4")`), or None.
+      straight: zeros, through which `dequantize` has its derivative.
+      dtype: the dtype of the array.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    factors: jax.Array | None
+    straight: jax.Array | None
+    dtype: DType
+
+    @classmethod
+    def of(cls, x: ArrayLike, codec: Codec) -> "Quantized":
+        """Returns an array as a codec would send it.
+
+        Args:
+          x: an array whose last dimension has whole blocks.
+          codec: one that `as_parts=True` takes.
+        """
+        x = as_whole("Quantized.of", "x", (), x)
+        check_encodes("Quantized.of", codec, "codec")
+        check_parts("Quantized.of", codec, x.shape, x)
+        layout = Layout.of(codec, [x])
+        found = read(layout, ops.encode(layout, [lax.stop_gradient(x)])[0])
+        return straight_through(lambda x, tangent: [tangent], x, found)[0]
+
+    def dequantize(self) -> jax.Array:
+        """Returns the array, with the bits of the call without `as_parts`. Derivatives are those of that call."""
+        shape = self.values.shape
+        x = self.values.astype(jnp.float32) * _spread(self.scales.astype(jnp.float32), shape)
+        if self.factors is not None:
+            x = x * _spread(self.factors, shape)
+        x = reference.narrow(x, self.dtype)
+        return x if self.straight is None else x + self.straight
+
+
+def _spread(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns x, each element repeated so that x gets this shape."""
+    for d, (mine, whole) in enumerate(zip(x.shape, shape)):
+        x = x if mine == whole else jnp.repeat(x, whole // mine, d)
+    return x
+
+
+def check_parts(function: str, codec: Codec, shape: Sequence[int], leaf: Any, path: KeyPath = ()) -> None:
+    """Checks that the codec has parts, and that no block of a row of this shape is cut."""
+    if codec.block is None:
+        expected = "a codec with parts: Float8, Micro, or AbsMax without rotate"
+        raise wrong(function, "plan", expected, spell(codec), "leave out as_parts", path=path)
+    if not shape or shape[-1] % codec.block:
+        expected = f"a last dimension in whole blocks of {codec.block}, which share a scale"
+        remedy = "take a codec with a smaller block, or a plan that leaves this leaf raw"
+        raise wrong(function, "x", expected, spell_array(leaf), remedy, path=path)
+
+
+def read(layout: Layout, chunk: jax.Array) -> list[Quantized]:
+    """Returns the parts of each leaf of a payload of one chunk."""
+    codec, found = layout.codec, list[Quantized]()
+    for p in layout.pieces[0]:
+        parts = [codec.parts(each.meta, each.codes, each.size) for each in reference.read(layout, chunk, p)]
+        values, scales = (jnp.concatenate([part[k].reshape(-1) for part in parts]) for k in (0, 1))
+        shape, factors = layout.shapes[p.leaf], parts[0][2]
+        found.append(
+            Quantized(
+                values.reshape(shape),
+                scales.reshape(*shape[:-1], -1),
+                None if factors is None else factors.reshape([1] * len(shape)),
+                straight=None,
+                dtype=layout.dtypes[p.leaf],
+            )
+        )
+    return found
+
+
+def straight_through(
+    linear: Callable[[Operand, Operand], list[jax.Array]], operand: Operand, found: list[Quantized]
+) -> list[Quantized]:
+    """Returns `found` with the derivatives of arrays that depend on an operand.
+
+    linear(operand, tangent) returns the tangents of the arrays, from the tangent of the operand.
+    """
+    shapes = [(q.values.shape, q.dtype, _compat.varying_axes(q.values)) for q in found]
+
+    @jax.custom_jvp
+    def zeros(operand: Operand) -> list[jax.Array]:
+        return [_compat.vary(jnp.zeros(shape, dtype), axes) for shape, dtype, axes in shapes]
+
+    zeros.defjvp(lambda primals, tangents: (zeros(*primals), linear(*primals, *tangents)))
+    return [dataclasses.replace(q, straight=x) for q, x in zip(found, zeros(operand))]
