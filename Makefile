@@ -75,7 +75,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/wan/test_diloco.py::test_streaming_to_the_bit \
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-old test-ray \
+.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-next test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
 	house-check matrix matrix-short mutate wheels choose clean interpreter \
 	gallery \
@@ -217,6 +217,9 @@ cuda-resources: $(INSTALLED) ## write the resources that the CUDA kernels use, s
 
 matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between
 	@.venv/bin/python scripts/matrix.py --flags='$(CHEAP)' --usual $(USUAL)
+
+test-next: $(INSTALLED) ## a few tests on the newest JAX that there is, even if it isn't supported yet
+	@.venv/bin/python scripts/matrix.py --next --flags='$(CHEAP)'
 
 matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 	@.venv/bin/python scripts/matrix.py --short --flags='$(CHEAP)'
