@@ -1,4 +1,4 @@
-# Images with jaxcgx and its recipes. Nobody has built them yet.
+# Images with jaxcgx and its recipes. Nobody has built them yet. The compilers are the distribution's newest.
 #
 #     docker build --target cpu -t jaxcgx:cpu .
 #     docker build --target cuda -t jaxcgx:cuda .
@@ -6,12 +6,14 @@
 #         --config=recipes/configs/digits/mlp.py --compression=dgc
 
 FROM python:3.12-slim AS cpu-wheel
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make
 COPY . /jaxcgx
 RUN pip wheel --no-deps --wheel-dir /wheel /jaxcgx -Ccmake.define.JAXCGX_CUDA=OFF
 
 # Ubuntu 24.04 has Python 3.12, too.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda-wheel
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-dev python3-pip
 COPY . /jaxcgx
 RUN pip wheel --no-deps --wheel-dir /wheel /jaxcgx -Ccmake.define.JAXCGX_CUDA=ON

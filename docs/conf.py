@@ -7,6 +7,9 @@ import ast
 import pathlib
 import re
 
+from docutils import nodes
+from latex2mathml import converter
+
 import jaxcgx
 from jaxcgx.report import figures, results
 
@@ -14,13 +17,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # The pages of docs/, in the order of the contents.
 PAGES = {
-    "Start": "first-step two-centers recipes convert frameworks training codecs plans explain mpi gallery",
-    "Guides": "feedback bfloat16 sparse hierarchies fsdp overlap checkpoints patches publishing meshes wan diloco "
-    "failures security gpu gpu-ethernet",
-    "Coming from": "features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
-    "Does it pay?": "when-not planner costs simulation lab speed results ../benchmarks/README",
-    "Inside": "api collectives error-bounds architecture wire-format references",
-    "Extend": "extend-codec extend-transport ../CONTRIBUTING",
+    "Start": "install first-step which how-it-works two-centers recipes gallery",
+    "Convert a program": "convert frameworks training mpi fsdp meshes",
+    "Choose what is sent": "codecs plans bfloat16 feedback sparse hierarchies overlap",
+    "Far apart": "wan diloco patches publishing",
+    "Keep it running": "explain checkpoints failures security gpu gpu-ethernet",
+    "Does it pay?": "when-not planner costs lab speed simulation results ../benchmarks/README",
+    "Coming from": "compared features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
+    "Reference": "api collectives error-bounds wire-format promises references",
+    "Develop": "architecture extend-codec extend-transport ../CONTRIBUTING",
 }
 
 # Pages that are notebooks on the site. In the repository they are plain Markdown, which more programs can show. The
@@ -31,7 +36,9 @@ NOTEBOOK = "---\nfile_format: mystnb\nkernelspec: {name: python3, display_name: 
 project, author, copyright = "jaxcgx", "the authors of jaxcgx", "the authors of jaxcgx"
 release = version = jaxcgx.__version__
 html_theme, html_title = "sphinx_book_theme", "jaxcgx"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+html_logo = html_favicon = "favicon.svg"
+html_theme_options = {"show_navbar_depth": 1, "use_download_button": False, "use_fullscreen_button": False}
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinxcontrib.mermaid"]
 root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md", "benchmarks/notes/*.md", "benchmarks/results/*.md"]
 suppress_warnings = ["toc.not_included"]  # results are where pages link to them
@@ -42,6 +49,12 @@ napoleon_use_ivar = True
 autodoc_typehints = "none"  # many are `Any`, where JAX has no type
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
+
+# Pages load nothing from other servers: formulas are MathML, and `make docs` gets Mermaid from npm.
+html_math_renderer = "mathml"
+html_static_path = ["../build/mermaid"]
+mermaid_use_local, mermaid_fullscreen = "_static/mermaid.esm.min.mjs", False
+myst_html_meta = {"description": "Data-parallel training in JAX, fast where the network is slow"}
 
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["mermaid"]
@@ -96,6 +109,20 @@ def add_plots(app, page, source):
             source[0] += f"\n![{title}](/build/plots/{path.stem}-{number}.png)\n"
 
 
+def mark_results(app, page, source):
+    """Gives a page of results a title, and keeps its many numbers out of the search."""
+    if page.startswith("benchmarks/results/"):
+        source[0] = f"---\nnosearch: true\n---\n\n# Results: {page.rsplit('/', 1)[1]}\n\n{source[0]}"
+
+
+def draw_formula(display):
+    def visit(self, node):
+        self.body.append(converter.convert(node.astext(), display=display))
+        raise nodes.SkipNode
+
+    return visit, None
+
+
 def leave_out_fields(app, what, name, thing, skip, options):
     """Leaves out the fields of NamedTuples, which the docstrings of their classes explain."""
     return True if type(thing).__name__ == "_tuplegetter" else None
@@ -117,7 +144,8 @@ def write_index(app, error):
 
 
 def setup(app):
-    for added in (add_contents, make_notebooks, add_examples, add_plots):
+    app.add_html_math_renderer("mathml", draw_formula("inline"), draw_formula("block"))
+    for added in (add_contents, make_notebooks, add_examples, add_plots, mark_results):
         app.connect("source-read", added)
     app.connect("autodoc-skip-member", leave_out_fields)
     app.connect("autodoc-process-docstring", mark_code, priority=100)  # before napoleon

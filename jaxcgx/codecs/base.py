@@ -214,7 +214,8 @@ class LowRank(Codec):
     Subclass it as a frozen dataclass, and also define `why_raw` and `wire_bytes`.
 
     A matrix M of [m, n] has the factors P and Q. The number of their columns is the codec's rank. Factors are stored
-    with the long dimension last: P is [rank, m], Q is [rank, n]. The methods take k matrices of one shape at once.
+    with the long dimension last: P is [rank, m], Q is [rank, n]. Methods for factors alone take those of k matrices of
+    one shape at once.
     """
 
     low_rank = True
@@ -232,20 +233,20 @@ class LowRank(Codec):
         """Returns the Q to multiply with, [k, rank, n], from the `q` of the previous step."""
         raise NotImplementedError(f"{type(self).__name__}.begin")
 
-    def left(self, matrices: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns the P of matrices float32[k, m, n] and this `q`: [k, rank, m]. It is linear in the matrices."""
+    def left(self, matrix: jax.Array, q: jax.Array) -> jax.Array:
+        """Returns the P of a matrix float32[m, n] and its `q`: [rank, m]. It is linear in the matrix."""
         raise NotImplementedError(f"{type(self).__name__}.left")
 
     def orthonormal(self, p: jax.Array) -> jax.Array:
-        """Returns an orthonormal basis of the columns of P, in the shape of P."""
+        """Returns orthonormal bases of the columns of each P, in the shape of `p`: [k, rank, m]."""
         raise NotImplementedError(f"{type(self).__name__}.orthonormal")
 
-    def right(self, basis: jax.Array, matrices: jax.Array) -> jax.Array:
-        """Returns the new Q of this `basis`: [k, rank, n]. It is linear in the matrices."""
+    def right(self, matrix: jax.Array, basis: jax.Array) -> jax.Array:
+        """Returns the new Q of a matrix and its `basis`: [rank, n]. It is linear in the matrix."""
         raise NotImplementedError(f"{type(self).__name__}.right")
 
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns the matrices of the factors `basis` and `q`: [k, m, n]."""
+        """Returns the matrix of the factors `basis` and `q`: [m, n]."""
         raise NotImplementedError(f"{type(self).__name__}.multiply")
 
 

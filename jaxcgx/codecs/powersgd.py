@@ -80,10 +80,10 @@ class PowerSGD(LowRank):
         """Returns the sum of x over one rank, without a factor from a previous step. `key` is not used."""
         if self.why_raw(x.shape, x.dtype):
             return x
-        matrices = x.astype(jnp.float32).reshape(1, *self.matrix(x.shape))
-        q = jnp.zeros((1, *self.factor_shape(x.shape)), jnp.float32)
-        basis = self.orthonormal(self.left(matrices, self.begin(q)))
-        return self.multiply(basis, self.right(basis, matrices))[0].reshape(x.shape).astype(x.dtype)
+        matrix = x.astype(jnp.float32).reshape(self.matrix(x.shape))
+        q = self.begin(jnp.zeros((1, *self.factor_shape(x.shape)), jnp.float32))
+        (basis,) = self.orthonormal(self.left(matrix, q[0])[None])
+        return self.multiply(basis, self.right(matrix, basis)).reshape(x.shape).astype(x.dtype)
 
     # The algebra of a sum
 
@@ -98,17 +98,17 @@ class PowerSGD(LowRank):
         q = q / jnp.abs(q).max(-1, keepdims=True)
         return q / jnp.abs(q).sum(-1, keepdims=True)
 
-    def left(self, matrices: jax.Array, q: jax.Array) -> jax.Array:
+    def left(self, matrix: jax.Array, q: jax.Array) -> jax.Array:
         # With the transposition after the product, XLA's matrix product takes half the time on CPUs.
-        return jnp.einsum("kmn,krn->kmr", matrices, q, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
+        return jnp.einsum("mn,rn->mr", matrix, q, precision=lax.Precision.HIGHEST).T
 
-    def right(self, basis: jax.Array, matrices: jax.Array) -> jax.Array:
-        return jnp.einsum("krm,kmn->krn", basis, matrices, precision=lax.Precision.HIGHEST)
+    def right(self, matrix: jax.Array, basis: jax.Array) -> jax.Array:
+        return jnp.einsum("rm,mn->rn", basis, matrix, precision=lax.Precision.HIGHEST)
 
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
-        if q.shape[1] <= _FEW:
-            return cast(jax.Array, sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1])))
-        return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
+        if len(q) <= _FEW:
+            return cast(jax.Array, sum(p[:, None] * row for p, row in zip(basis, q)))
+        return jnp.einsum("mr,rn->mn", basis.T, q, precision=lax.Precision.HIGHEST)
 
     # The Gram-Schmidt process, with two projections per column: columns become orthogonal up to rounding, even if they
     # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error. An

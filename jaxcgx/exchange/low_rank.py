@@ -9,6 +9,7 @@ of its node, and keeps an equal share of it as its residual.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,15 +23,24 @@ from jaxcgx.exchange import schedules, scopes
 from jaxcgx.exchange.message import BegunMessage, Message, Stage, Sum
 
 PSUM = "psum"  # the schedule of factors that the transport's uncompressed collective sums
-_LARGE = 2**20  # leaves with more elements are not stacked with others
 
 
 class _Stack(NamedTuple):
-    """Leaves whose matrices have the same shape, so that one operation multiplies all of them."""
+    """Leaves whose matrices have the same shape, so that one operation makes the bases of all of them.
+
+    The matrices are not stacked. That would copy them, and XLA on CPUs takes longer for it than for the products.
+    """
 
     ids: list[int]  # positions in the message
-    terms: list[jax.Array]  # float32[leaves, m, n]: the leaves, and their residuals; the sum of these terms is sent
+    terms: list[list[jax.Array]]  # float32[m, n] of each leaf: the leaf, and its residual; the sum of both is sent
     q: jax.Array  # float32[leaves, rank, n], from the previous step
+
+    def times(self, product: Callable[[jax.Array, jax.Array], jax.Array], factors: jax.Array) -> jax.Array:
+        """Returns the product of each leaf, which is linear, with its factor: float32[leaves, rank, ...].
+
+        The terms are multiplied one by one. Their sum would be one more array.
+        """
+        return jnp.stack([sum(product(x, factor) for x in terms) for terms, factor in zip(self.terms, factors)])
 
 
 def can_begin(stage: Stage) -> bool:
@@ -42,7 +52,7 @@ def begin(stage: Stage, message: Message) -> BegunMessage:
     """Begins the sum of P. The leaves are those of this rank or, in a hierarchy, of its node: then with residuals."""
     codec = cast(LowRank, stage.codec)
     stacks = _stacks(stage, message, [message.leaves, message.residuals])
-    products: list[Any] = [sum(codec.left(x, codec.begin(stack.q)) for x in stack.terms) for stack in stacks]
+    products = [stack.times(codec.left, codec.begin(stack.q)) for stack in stacks]
     return BegunMessage(_begin_sum(stage, message, products), more=True, leaves=message.leaves)
 
 
@@ -51,7 +61,7 @@ def advance(stage: Stage, begun: BegunMessage, message: Message, inner: int, lat
     codec = cast(LowRank, stage.codec)
     stacks = _stacks(stage, message, _terms(begun, message, inner))
     bases = [codec.orthonormal(p) for p in _end_sum(stage, begun.outer, later)]
-    mine: list[Any] = [sum(codec.right(basis, x) for x in stack.terms) for basis, stack in zip(bases, stacks)]
+    mine = [stack.times(codec.right, basis) for basis, stack in zip(bases, stacks)]
     return begun.replace(outer=_begin_sum(stage, message, mine), more=False, factors=list(zip(bases, mine)))
 
 
@@ -63,14 +73,14 @@ def end(stage: Stage, begun: BegunMessage, message: Message, how: Sum, *, inner:
     lost, factors = list(leaves), list(leaves)
     for stack, (basis, mine), q in zip(stacks, begun.factors or (), _end_sum(stage, begun.outer, later)):
         q = q / how.divisor
-        total, gone = codec.multiply(basis, q), (sum(stack.terms) - codec.multiply(basis, mine)) / inner
-        q = jnp.where(jnp.isfinite(q).all((1, 2), keepdims=True), q, stack.q)
+        kept = jnp.where(jnp.isfinite(q).all((1, 2), keepdims=True), q, stack.q)
         for k, i in enumerate(stack.ids):
             x = message.leaves[i]
-            sums = total[k].reshape(x.shape)
-            leaves[i], factors[i] = sums.astype(x.dtype), q[k]
+            sums = codec.multiply(basis[k], q[k]).reshape(x.shape)
+            leaves[i], factors[i] = sums.astype(x.dtype), kept[k]
             if message.residuals is not None:
-                lost[i] = jnp.where(jnp.isfinite(sums), gone[k].reshape(x.shape), message.residuals[i])
+                gone = (sum(stack.terms[k]) - codec.multiply(basis[k], mine[k])) / inner
+                lost[i] = jnp.where(jnp.isfinite(sums), gone.reshape(x.shape), message.residuals[i])
     residuals = None if message.residuals is None else lost
     return Message(message.ids, leaves, residuals=residuals, factors=message.factors and factors)
 
@@ -81,19 +91,17 @@ def _terms(begun: BegunMessage, message: Message, inner: int) -> list[Any]:
 
 
 def _stacks(stage: Stage, message: Message, terms: list[list[Any] | None]) -> list[_Stack]:
-    """Returns stacks of leaves with the same shape. Each large leaf has its own stack, because stacking copies."""
-    codec, alike = cast(LowRank, stage.codec), dict[Any, list[int]]()
+    codec, alike = cast(LowRank, stage.codec), dict[tuple[int, int], list[int]]()
     for i, x in enumerate(message.leaves):
-        alike.setdefault((codec.matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
+        alike.setdefault(codec.matrix(x.shape), []).append(i)
     stacks: list[_Stack] = []
-    for (shape, _), ids in alike.items():
-        # Terms are multiplied one by one and their products are added. The sum of the terms would be one more array.
-        stacked = [jnp.stack([x[i].astype(jnp.float32).reshape(shape) for i in ids]) for x in terms if x is not None]
+    for shape, ids in alike.items():
+        matrices = [[x[i].astype(jnp.float32).reshape(shape) for x in terms if x is not None] for i in ids]
         if message.factors is None:
             q = jnp.zeros((len(ids), *codec.factor_shape(shape)), jnp.float32)
         else:
             q = jnp.stack([message.factors[i] for i in ids])
-        stacks.append(_Stack(ids, stacked, q))
+        stacks.append(_Stack(ids, matrices, q))
     return stacks
 
 

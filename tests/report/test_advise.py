@@ -5,6 +5,8 @@ import functools
 import json
 import math
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -55,6 +57,19 @@ def advice(tree=SHAPES, codecs=(FOUR,), **options):
     of_cluster = options.keys() & {field.name for field in dataclasses.fields(cgx.Cluster)}
     cluster = dict(link="1gbit", world=4, over="gloo") | {name: options.pop(name) for name in of_cluster}
     return cgx.advise(tree, cgx.Cluster(**cluster), codecs=codecs, **options)
+
+
+def test_the_tree_of_the_docs_agrees(capsys):
+    """docs/which.md has a table of commands and their answers."""
+    rows = re.findall(
+        r"^\| `python -m jaxcgx (plan .*)` \| (.*) \|$",
+        (RESULTS.parents[1] / "docs/which.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) >= 4
+    for command, answer in rows:
+        __main__.main(shlex.split(command))
+        assert capsys.readouterr().out.startswith(answer), command
 
 
 def test_a_codec_that_sends_nothing():
