@@ -23,7 +23,8 @@ PAGES = {
     "Far apart": "wan diloco patches publishing",
     "Keep it running": "explain checkpoints failures security gpu gpu-ethernet",
     "Does it pay?": "when-not planner costs lab speed simulation results ../benchmarks/README",
-    "Coming from": "compared features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
+    "Coming from": "compared features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed "
+    "from-horovod",
     "Reference": "api collectives error-bounds wire-format promises references",
     "Develop": "architecture extend-codec extend-transport ../CONTRIBUTING",
 }

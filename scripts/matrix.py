@@ -2,9 +2,9 @@
 
 For each Python, one wheel must work with all these versions of JAX. `make matrix` runs all tests and writes
 benchmarks/results/matrix.json and a table next to it. `make matrix-short` runs the tests marked `short`, with the
-oldest JAX on the default Python and with the newest JAX on the newest Python. `make test-next` runs them with the newest
-JAX that there is, even if jaxcgx doesn't support it yet. Wheels and environments are in .matrix/, and the next run uses
-them again.
+oldest JAX on the default Python and with the newest JAX on the newest Python. `make test-next` runs them with the
+newest JAX that there is, even if jaxcgx doesn't support it yet. Wheels and environments are in .matrix/, and the next
+run uses them again.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Checks the files of a release in dist/, the Dockerfile and the workflows (`make release-checks`, after `make wheels`)."""
+"""Checks the files in dist/, the Dockerfile and the workflows (`make release-checks`, after `make wheels`)."""
 
 import pathlib
 import sys
