@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import load_script, run
+from helpers import FULL, load_script, run
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 IMPORT = """
@@ -108,6 +108,7 @@ def test_the_steps_to_a_loss_have_no_lag(scripts, count):
     assert steps_to(losses, losses[-2] - 0.01, every=10) is None
 
 
+@pytest.mark.skipif(not FULL, reason="runs in the full tests")
 def test_steps_of_two_processes_in_the_small_size(tmp_path):
     """gpu_training.py on CPU devices, without virtual hosts."""
     options = ["--small", "--paced", "--models", "GPT", "--rates", "1000", "--repeats", "1"]
