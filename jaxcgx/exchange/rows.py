@@ -118,9 +118,10 @@ def permute(x: PyTree, carry: Carry, travel: Travel, key: Key | None, pairs: Pai
         return travel.net.plain_ppermute(leaf, pairs)
 
     def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
-        state = {kind: [arrays[i] for i in message.ids] for kind, arrays in kept.items()}
+        fed = {} if stages[0].codec.raw else kept  # raw leaves, which the transpose compresses, keep nothing
+        state = {kind: [arrays[i] for i in message.ids] for kind, arrays in fed.items()}
         done = primitives.ppermute(message.replace(**state), stages[0], pairs)
-        for kind, arrays in kept.items():
+        for kind, arrays in fed.items():
             for i, new in zip(message.ids, getattr(done, kind)):
                 arrays[i] = new
         return done.leaves

@@ -115,9 +115,13 @@ def test_the_transpose_has_its_own_codec_and_noise():
 def test_differences(check_vma):
     """A receiver has exactly what its sender expects, and the error is that of the last difference."""
     codec, x = cgx.MaxMin(4, 64), {"w": normal((4, 500)), "h": normal((4, 64), 1, jnp.bfloat16), "n": TREE["n"]}
+    x["few"], plan = (
+        normal((4, 8), 2),
+        cgx.Plan(codec, min_size=40, skip_1d=False),
+    )  # raw, and compressed on the way back
     slow = [jax.tree.map(lambda y, t=t: y if y.dtype == jnp.int32 else y * (1 + t / 50), x) for t in range(3)]
-    run = on_ranks(lambda x, carry: move(RING[:3], codec, carry=carry)(x), mesh(4), check_vma)
-    carry = jax.tree.map(jnp.zeros_like, cgx.init_carry(codec, x, ends=True))
+    run = on_ranks(lambda x, carry: move(RING[:3], plan, carry=carry, backward_plan=codec)(x), mesh(4), check_vma)
+    carry = jax.tree.map(jnp.zeros_like, cgx.init_carry(plan, x, ends=True))
     for t, tree in enumerate(slow):
         before, (moved, carry) = carry, run(tree, carry)
         for name in ("w", "h"):
@@ -131,7 +135,8 @@ def test_differences(check_vma):
             )
         error = np.abs(moved["w"][1:] - tree["w"][:3]).max()
         assert error < (0.3 if t == 0 else 0.02)
-        assert carry.sent["n"] is None and (moved["n"][1:] == tree["n"][:3]).all()
+        for name in ("n", "few"):
+            assert carry.sent[name] is None and (moved[name][1:] == tree[name][:3]).all()
     # What isn't finite stays in one step.
     moved, broken = run(jax.tree.map(lambda y: y * jnp.nan if y.dtype == jnp.float32 else y, x), carry)
     assert np.isnan(moved["w"][1:]).all() and (broken.received["w"] == carry.received["w"]).all()
