@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 #include "cpu/patch.h"
 #include "handlers/cpu.h"
 #include "handlers/shm.h"
@@ -89,12 +90,15 @@ auto on_threads(F f) {
 
 std::string_view view_of(const Words& bytes) { return {static_cast<const char*>(bytes.data()), bytes.nbytes()}; }
 
-// Returns bytes that are not written yet.
-nb::bytes new_bytes(size_t size) {
-  return nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
-}
 uint8_t* memory_of(const nb::bytes& bytes) { return reinterpret_cast<uint8_t*>(const_cast<char*>(bytes.c_str())); }
 
+// Returns bytes that are not written yet.
+nb::bytes new_bytes(size_t size) {
+  const auto bytes = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+  if (!bytes.is_valid()) throw nb::python_error();
+  jaxcgx::cpu::ask_for_large_pages(memory_of(bytes), static_cast<int64_t>(size));
+  return bytes;
+}
 using PatchOfLeaf = std::tuple<nb::bytes, nb::bytes, uint64_t, uint64_t>;
 
 std::vector<PatchOfLeaf> encode_patch(const std::vector<Words>& olds, const std::vector<Words>& news) {

@@ -43,7 +43,7 @@ def device_of(*leaves: Any) -> Any:
 def encode(old: jax.Array, new: jax.Array, device: Any) -> Part:
     """Returns what a patch has of a leaf."""
     with _numbers():
-        heads, slots, digests = _encode(*jax.device_put((old, new), device))
+        heads, slots, digests = _encode(_gathered(old, device), _gathered(new, device))
         heads, digests = jax.device_get((heads, digests))
         sizes = block_sizes(heads, *shape_of(old))
         used = int(sizes.sum())
@@ -62,18 +62,22 @@ def apply(old: jax.Array, heads: Buffer, blocks: Buffer, device: Any, *, donate:
     data[: len(blocks)] = np.frombuffer(blocks, np.uint8)
     with _numbers():
         run = _apply_donated if donate else _apply
-        new, fits, digests = run(jax.device_put(old, device), table, np.cumsum(sizes) - sizes, data)
+        new, fits, digests = run(_gathered(old, device), table, np.cumsum(sizes) - sizes, data)
         fits, digests = jax.device_get((fits, digests))
     if not fits:
         raise refused()
     before, after = map(int, digests)
-    return jax.device_put(new, old.sharding), before, after
+    return new if old.sharding == new.sharding else jax.device_put(new, old.sharding), before, after
 
 
 def digest_of(x: jax.Array, device: Any) -> int:
     """Returns the digest of the bits of an array."""
     with _numbers():
-        return int(_digest_of(jax.device_put(x, device)))
+        return int(_digest_of(_gathered(x, device)))
+
+
+def _gathered(x: jax.Array, device: Any) -> jax.Array:
+    return x if x.devices() == {device} else jax.device_put(x, device)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "check.h"
+#include "cpu/kernels.h"
 #include "cpu/patch.h"
 #include "cuda/cuda.h"
 
@@ -53,6 +54,8 @@ int main() {
   const auto below = [&](uint64_t n) { return random() % n; };
   const cpu::Pool pool{1, nullptr};
   for (int round = 0; round < 3000; ++round) {
+    const char* const isas[] = {"portable", "avx2", "avx512"};
+    cpu::select_kernels(isas[round % 3]);  // stays the last one that this processor has
     std::vector<Bytes> olds, news, made;
     std::vector<cpu::PatchLeaf> there, back;
     for (const int64_t width : {1, 2, 4, 8}) {

@@ -47,16 +47,20 @@ def test_all_bits_of_all_dtypes():
 
 
 def test_arrays_on_a_device(monkeypatch):
-    monkeypatch.setattr("jaxcgx.patch.device.HOST", "none")  # now the CPU counts as a device
-    host, some = np.arange(5), ("bool", "complex64", "bfloat16")
-    old, new = ([host + seed, {dtype: make(seed)["jax"][0][dtype] for dtype in some}] for seed in (1, 2))
+    mesh = NamedSharding(make_mesh(), P("data"))
+
+    def tree(seed):
+        leaves = {dtype: make(seed)["jax"][0][dtype] for dtype in ("bool", "complex64", "bfloat16")}
+        return [np.arange(5) + seed, leaves, jax.device_put(jnp.arange(8.0) * seed, mesh)]
+
+    old, new = tree(1), tree(2)
     patch = encode(old, new)
-    assert checksum(old) == patch.old
+    monkeypatch.setattr("jaxcgx.patch.device.HOST", "none")  # now the CPU counts as a device
+    assert encode(old, new) == patch and checksum(old) == patch.old
     got = apply(old, patch, donate=True)
     assert_same_bits(got, new)
-    assert old[1]["bfloat16"].is_deleted()
-    monkeypatch.undo()
-    assert encode([host + 1, {dtype: make(1)["jax"][0][dtype] for dtype in some}], got) == patch
+    assert old[1]["bfloat16"].is_deleted() and old[2].is_deleted() and got[2].sharding == mesh
+    assert not got[1]["bool"].committed
 
 
 def test_nan_payloads_and_zeros_are_bits():

@@ -13,13 +13,23 @@ from jaxcgx.patch import words
 from jaxcgx.patch.words import BLOCK
 
 GOLDEN = json.loads(patches.FILE.read_text())
-ENGINES = {"NumPy": words} | ({"native": registration.MODULE.patch} if registration.MODULE else {})
+KERNELS = ["portable", "avx2", "avx512"] if registration.MODULE else []
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=["NumPy", *KERNELS])
 def engine(request, monkeypatch):
-    monkeypatch.setattr("jaxcgx.patch.trees.engine", ENGINES[request.param])
-    return ENGINES[request.param]
+    native = registration.MODULE
+    if request.param == "NumPy":
+        monkeypatch.setattr("jaxcgx.patch.trees.engine", words)
+        yield words
+        return
+    best = native.build_info()["kernels"]
+    try:
+        native.select_kernels(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield native.patch
+    native.select_kernels(best)
 
 
 @pytest.mark.parametrize("name", ["there", "back"])
