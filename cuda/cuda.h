@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include "codec/operations.h"
+#include "codec/patch.h"
 
 namespace jaxcgx::cuda {
 
@@ -53,6 +54,27 @@ Status encode(const Encode& args, cudaStream_t stream);
 Status decode(const Decode& args, cudaStream_t stream);
 Status reduce(const Reduce& args, cudaStream_t stream);
 Status clear(const Clear& args, cudaStream_t stream);
+
+// Patches of words (docs/wire-format.md#patches). All memory is on the device, aligned to its type; `words` is
+// positive.
+struct PatchEncode {
+  int64_t words, width;  // a word has `width` bytes: 1, 2, 4 or 8
+  const void *old, *now;
+  PatchHead* heads;  // of each block
+  uint8_t* slots;    // of each block, as long as kPatchBlock words: its bytes are at the beginning, the rest is garbage
+};
+struct PatchApply {
+  int64_t words, width;
+  const void* old;
+  const PatchHead* heads;
+  const int64_t* begins;  // where the bytes of each block begin
+  const uint8_t* blocks;
+  int64_t bytes;  // of all blocks. Any heads and bytes are safe.
+  void* now;      // may be `old`
+  uint8_t* fits;  // of each block: 0 if its bytes are not those of an encoder. Then its new words are garbage.
+};
+Status encode_patch(const PatchEncode& args, cudaStream_t stream);
+Status apply_patch(const PatchApply& args, cudaStream_t stream);
 
 // The number of kernels that this host thread has launched.
 inline thread_local uint64_t launched = 0;

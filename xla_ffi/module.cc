@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
 
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 #include "cpu/patch.h"
 #include "handlers/cpu.h"
 #include "handlers/shm.h"
@@ -55,8 +57,12 @@ std::vector<jaxcgx::cpu::PatchLeaf> leaves_of(const std::vector<Words>& olds, co
     const size_t width = olds[i].itemsize();
     if (olds[i].size() != news[i].size() || width != news[i].itemsize() || (width & (width - 1)) != 0 || width > 8)
       throw nb::value_error("patch: expected old and new words of the same number and of 1, 2, 4 or 8 bytes");
-    leaves.push_back({static_cast<int64_t>(olds[i].size()), static_cast<int64_t>(width), olds[i].data(),
-                      const_cast<void*>(news[i].data())});
+    leaves.push_back({static_cast<int64_t>(olds[i].size()),
+                      static_cast<int64_t>(width),
+                      olds[i].data(),
+                      const_cast<void*>(news[i].data()),
+                      {},
+                      {}});
   }
   return leaves;
 }
@@ -82,22 +88,71 @@ auto on_threads(F f) {
   return f(jaxcgx::cpu::Pool{std::max<int64_t>(1, std::thread::hardware_concurrency()), start});
 }
 
-std::tuple<nb::bytes, Digests, Digests> encode_patch(const std::vector<Words>& olds, const std::vector<Words>& news) {
-  std::vector<uint8_t> body;
+std::string_view view_of(const Words& bytes) { return {static_cast<const char*>(bytes.data()), bytes.nbytes()}; }
+
+uint8_t* memory_of(const nb::bytes& bytes) { return reinterpret_cast<uint8_t*>(const_cast<char*>(bytes.c_str())); }
+
+// Returns bytes that are not written yet.
+nb::bytes new_bytes(size_t size) {
+  const auto bytes = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+  if (!bytes.is_valid()) throw nb::python_error();
+  jaxcgx::cpu::ask_for_large_pages(memory_of(bytes), static_cast<int64_t>(size));
+  return bytes;
+}
+using PatchOfLeaf = std::tuple<nb::bytes, nb::bytes, uint64_t, uint64_t>;
+
+std::vector<PatchOfLeaf> encode_patch(const std::vector<Words>& olds, const std::vector<Words>& news) {
+  jaxcgx::cpu::PatchParts parts;
   const auto leaves = leaves_of(olds, news);
-  auto digests = on_threads([&](const auto& pool) { return jaxcgx::cpu::encode_patch(leaves, pool, &body); });
-  return {nb::bytes(body.data(), body.size()), digests.old, digests.now};
+  const auto digests = on_threads([&](const auto& pool) { return jaxcgx::cpu::encode_patch(leaves, pool, &parts); });
+  std::vector<PatchOfLeaf> found;
+  std::vector<std::string_view> blocks;
+  size_t first = 0;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const auto count = static_cast<size_t>(jaxcgx::cpu::patch_blocks(leaves[i]));
+    blocks.clear();
+    size_t size = 0;
+    for (size_t block = first; block < first + count; ++block) {
+      const auto& bytes = parts.blocks[block];
+      blocks.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      size += bytes.size();
+    }
+    const nb::bytes joined = new_bytes(size);
+    on_threads([&](const auto& pool) { jaxcgx::cpu::join(blocks, pool, memory_of(joined)); });
+    found.emplace_back(nb::bytes(parts.heads.data() + first, count * sizeof(jaxcgx::PatchHead)), joined, digests.old[i],
+                       digests.now[i]);
+    first += count;
+  }
+  return found;
 }
 
-std::tuple<Digests, Digests> apply_patch(nb::bytes body, const std::vector<Words>& olds,
-                                         const std::vector<Words>& news) {
-  const auto leaves = leaves_of(olds, news);
+std::tuple<Digests, Digests> apply_patch(const std::vector<Words>& heads, const std::vector<Words>& blocks,
+                                         const std::vector<Words>& olds, const std::vector<Words>& news) {
+  auto leaves = leaves_of(olds, news);
+  if (heads.size() != leaves.size() || blocks.size() != leaves.size())
+    throw nb::value_error("patch: expected heads and blocks of each array");
+  for (size_t i = 0; i < leaves.size(); ++i) leaves[i].heads = view_of(heads[i]), leaves[i].blocks = view_of(blocks[i]);
   jaxcgx::cpu::PatchDigests digests;
-  const std::string_view data(body.c_str(), body.size());
-  if (!on_threads([&](const auto& pool) { return jaxcgx::cpu::apply_patch(leaves, pool, data, &digests); }))
+  if (!on_threads([&](const auto& pool) { return jaxcgx::cpu::apply_patch(leaves, pool, &digests); }))
     throw nb::value_error(
         "patch.apply: argument 'patch': expected blocks as jaxcgx.patch.encode writes them, got others");
   return {digests.old, digests.now};
+}
+
+nb::bytes seal_patch(const std::vector<Words>& parts, int64_t at) {
+  std::vector<std::string_view> views;
+  size_t size = 0;
+  for (const Words& part : parts) views.push_back(view_of(part)), size += part.nbytes();
+  const auto begin = static_cast<size_t>(at);
+  if (begin < sizeof(uint64_t) || size < begin) throw nb::value_error("patch: expected the place of the digest");
+  const nb::bytes sealed = new_bytes(size);
+  on_threads([&](const auto& pool) {
+    uint8_t* const out = memory_of(sealed);
+    jaxcgx::cpu::join(views, pool, out);
+    const uint64_t digest = jaxcgx::cpu::digest_of(out + begin, static_cast<int64_t>(size - begin), pool);
+    std::memcpy(out + begin - sizeof digest, &digest, sizeof digest);
+  });
+  return sealed;
 }
 
 uint64_t digest_of(const Words& words) {
@@ -130,6 +185,8 @@ NB_MODULE(_native, m) {
         cuda["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cuda);
         cuda["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cuda);
         cuda["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cuda);
+        cuda["jaxcgx_patch_encode"] = capsule(jaxcgx::jaxcgx_patch_encode_cuda);
+        cuda["jaxcgx_patch_apply"] = capsule(jaxcgx::jaxcgx_patch_apply_cuda);
         cuda["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cuda);
         cuda["jaxcgx_tcp_allreduce_end"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_end_cuda);
         cuda["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cuda);
@@ -219,10 +276,13 @@ NB_MODULE(_native, m) {
   m.def("tcp_leave", jaxcgx::tcp::leave, "Ends this process's part in all exchanges over TCP.");
   m.def("tcp_interrupt", jaxcgx::tcp::interrupt, "The same, but only if exchanges are under way.");
   nb::module_ patch = m.def_submodule("patch", "Patches of words, as jaxcgx/patch/words.py has them.");
-  patch.def("encode", encode_patch, "The heads and blocks of all leaves, the digests of the old ones and the new ones.",
+  patch.def("encode", encode_patch, "The heads, the blocks, and the digests of the old and of the new words of leaves.",
             nb::arg("olds"), nb::arg("news"));
   patch.def("apply", apply_patch, "Writes the new words. Returns the digests of the old leaves and of the new ones.",
-            nb::arg("body"), nb::arg("olds"), nb::arg("news"));
+            nb::arg("heads"), nb::arg("blocks"), nb::arg("olds"), nb::arg("news"));
+  patch.def("seal", seal_patch,
+            "The parts as one, with the digest of the bytes from `at` on in the 8 bytes before them.", nb::arg("parts"),
+            nb::arg("at"));
   patch.def("digest_of", digest_of, "The digest of the bytes of words.", nb::arg("words"));
   m.def(
       "select_kernels",

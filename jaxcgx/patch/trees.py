@@ -1,6 +1,7 @@
 """Patches of trees: a header and a table of leaves, before what words.py makes of the leaves' words."""
 
 import collections
+import ctypes
 import dataclasses
 import functools
 import struct
@@ -15,8 +16,9 @@ from jax.sharding import Sharding
 
 from jaxcgx.checks import check_type, spell_array, wrong
 from jaxcgx.native import registration
-from jaxcgx.patch import words
-from jaxcgx.patch.words import MASK, Words, mix
+from jaxcgx.patch import device, words
+from jaxcgx.patch.device import device_of, has_words
+from jaxcgx.patch.words import BLOCK, HEAD, MASK, Part, Words, block_sizes, mix, refused, shape_of
 from jaxcgx.typing import KeyPath, PyTree
 
 _MAGIC, _FORMAT = b"cgxpatch", 1
@@ -24,6 +26,7 @@ _MAGIC, _FORMAT = b"cgxpatch", 1
 _HEADER = struct.Struct("<8sQIIQQQ")
 _DIGESTED = 16  # where the bytes begin that the digest is of
 _LEAF = np.dtype([("words", "<u8"), ("bytes", "<u8")])
+_TAIL = bytes(8)
 
 # The native module has the functions of words.py, too.
 engine: Any = getattr(registration.MODULE, "patch", words)
@@ -82,7 +85,7 @@ def checksum(tree: PyTree) -> int:
     The leaves of `tree` are arrays of JAX or NumPy. Their names and shardings don't count.
     """
     leaves = _leaves("patch.checksum", "tree", tree)
-    return _checksum(leaves, [engine.digest_of(_words(x)) for _, x in leaves])
+    return _checksum(leaves, _digests(leaves))
 
 
 def encode(old: PyTree, new: PyTree) -> Patch:
@@ -103,14 +106,13 @@ def encode(old: PyTree, new: PyTree) -> Patch:
     for (path, x), (_, y) in zip(before, after):
         if (x.dtype, x.shape) != (y.dtype, y.shape):
             raise wrong("patch.encode", "new", f"{spell_array(x)}, as in 'old'", spell_array(y), path=path)
-    olds, news = [_words(x) for _, x in before], [_words(x) for _, x in after]
-    body, old_digests, new_digests = engine.encode(olds, news)
-    table = np.array([(x.size, x.itemsize) for x in news], _LEAF).tobytes()
-    sums = _checksum(before, old_digests), _checksum(after, new_digests)
-    rest = len(news), _HEADER.size + len(table) + len(body), *sums
-    header = lambda digest: _HEADER.pack(*(_MAGIC, digest, _FORMAT, *rest))
-    data = b"".join([header(0), table, body])
-    return Patch(header(_digest(data)) + data[_HEADER.size :], *sums)
+    parts = _encode([(x, y) for (_, x), (_, y) in zip(before, after)])
+    sums = _checksum(before, [part.old for part in parts]), _checksum(after, [part.new for part in parts])
+    table = np.array([shape_of(x) for _, x in after], _LEAF).tobytes()
+    body = [table, *(part.heads for part in parts), *(part.blocks for part in parts), _TAIL]
+    length = _HEADER.size + sum(map(len, body))
+    header = _HEADER.pack(*(_MAGIC, 0, _FORMAT, len(parts), length, *sums))
+    return Patch(engine.seal([header, *body], _DIGESTED), *sums)
 
 
 def apply(old: PyTree, patch: Patch, *, donate: bool = False) -> PyTree:
@@ -121,24 +123,78 @@ def apply(old: PyTree, patch: Patch, *, donate: bool = False) -> PyTree:
     Args:
       old: the tree that the patch was made from. Another one is a ValueError.
       patch: a patch.
-      donate: overwrite the NumPy arrays of `old` where that is possible, after a look whether it is the right tree.
+      donate: give the memory of `old` to the new tree where that is possible, after a look whether it is the right one.
+        NumPy arrays are overwritten, JAX arrays are deleted.
     """
     check_type("patch.apply", "patch", patch, Patch, "what jaxcgx.patch.encode or jaxcgx.patch.Patch.frombytes returns")
     leaves = _leaves("patch.apply", "old", old)
-    olds = [_words(x) for _, x in leaves]
-    _check_table(patch.data, leaves, olds)
+    heads, blocks = _parts(patch.data, leaves)
     if donate:
-        _check_old(patch, leaves, [engine.digest_of(x) for x in olds])
-    uses = collections.Counter(x.ctypes.data for x in olds)  # tied leaves share their memory
-    news = [x if donate and x.flags.writeable and uses[x.ctypes.data] == 1 else np.empty_like(x) for x in olds]
-    begin = _HEADER.size + len(olds) * _LEAF.itemsize
-    old_digests, new_digests = engine.apply(patch.data[begin:], olds, news)
-    _check_old(patch, leaves, old_digests)
+        _check_old(patch, leaves, _digests(leaves))
+    uses = collections.Counter(_memory(x) for _, x in leaves)  # tied leaves share their memory
+    news, old_digests, new_digests = _apply(
+        [x for _, x in leaves], heads, blocks, [donate and uses[_memory(x)] == 1 for _, x in leaves]
+    )
+    if not donate:
+        _check_old(patch, leaves, old_digests)
     if (found := _checksum(leaves, new_digests)) != patch.new:
         raise wrong("patch.apply", "patch", f"one that leads to the checksum {patch.new:016x}", f"{found:016x}")
-    return jax.tree_util.tree_unflatten(
-        jax.tree_util.tree_structure(old), [_like(x, new) for (_, x), new in zip(leaves, news)]
-    )
+    for _, x in leaves if donate else ():
+        if isinstance(x, jax.Array):
+            x.delete()  # also if JAX has copied it
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), news)
+
+
+def _digests(leaves: Sequence[tuple[KeyPath, Any]]) -> list[int]:
+    at = [(x, device_of(x)) for _, x in leaves]
+    return [device.digest_of(x, there) if there else engine.digest_of(_words(x)) for x, there in at]
+
+
+def _encode(pairs: list[tuple[Any, Any]]) -> list[Part]:
+    """Returns what a patch has of each leaf, of which `pairs` have the old and the new array."""
+    at = [device_of(x, y) for x, y in pairs]
+    here = [pair for pair, there in zip(pairs, at) if not there]
+    found = iter(engine.encode([_words(x) for x, _ in here], [_words(y) for _, y in here]))
+    return [device.encode(x, y, there) if there else Part(*next(found)) for (x, y), there in zip(pairs, at)]
+
+
+def _apply(
+    leaves: list[Any], heads: list[memoryview], blocks: list[memoryview], donate: list[bool]
+) -> tuple[list[Any], list[int], list[int]]:
+    """Returns the new leaves, the digests of the old ones and those of the new ones."""
+    at = [device_of(x) for x in leaves]
+    here = [i for i, there in enumerate(at) if not there]
+    spaces = [_space(leaves[i], donate[i]) for i in here]
+    olds, news = [old for old, _, _ in spaces], [new for _, new, _ in spaces]
+    digests = engine.apply([heads[i] for i in here], [blocks[i] for i in here], olds, news)
+    made = [_like(leaves[i], new) if whole is None else whole for i, (_, new, whole) in zip(here, spaces)]
+    found = dict(zip(here, zip(made, *digests)))
+    for i, there in enumerate(at):
+        if there:
+            found[i] = device.apply(leaves[i], heads[i], blocks[i], there, donate=donate[i])
+    new, old_digests, new_digests = zip(*map(found.__getitem__, range(len(leaves)))) if leaves else ((), (), ())
+    return list(new), list(old_digests), list(new_digests)
+
+
+_donated: Any = jax.jit(lambda x: x, donate_argnums=0)  # the same bits, in the same memory if JAX can
+
+
+def _space(x: Any, donate: bool) -> tuple[Words, Words, jax.Array | None]:
+    """Returns a leaf's words, where the new words go, and the array that has these, if there is one already."""
+    if donate and has_words(x) and len(x.devices()) == 1:
+        whole = jax.block_until_ready(_donated(x))  # no view of x may be left, or JAX keeps its memory
+        memory = (ctypes.c_uint8 * whole.nbytes).from_address(whole.unsafe_buffer_pointer())
+        words = np.frombuffer(memory, f"u{shape_of(x)[1]}")
+        return words, words, whole
+    old = _words(x)
+    return old, old if donate and old.flags.writeable else np.empty_like(old), None
+
+
+def _memory(x: Any) -> int:
+    """Returns where a leaf begins: arrays over several devices tell no place, but aren't overwritten."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x).ctypes.data
+    return x.unsafe_buffer_pointer() if len(x.devices()) == 1 else id(x)
 
 
 def _check_old(patch: Patch, leaves: Sequence[tuple[KeyPath, Any]], digests: list[int]) -> None:
@@ -147,15 +203,26 @@ def _check_old(patch: Patch, leaves: Sequence[tuple[KeyPath, Any]], digests: lis
         raise wrong("patch.apply", "old", f"a tree with the checksum {patch.old:016x}", f"{found:016x}", remedy)
 
 
-def _check_table(data: bytes, leaves: Sequence[tuple[KeyPath, Any]], olds: list[Words]) -> None:
+def _parts(data: bytes, leaves: Sequence[tuple[KeyPath, Any]]) -> tuple[list[memoryview], list[memoryview]]:
+    """Returns the heads of each leaf, and the blocks. Checks the leaves' sizes."""
     _, _, _, count, *_ = _HEADER.unpack_from(data)
-    if count != len(olds):
-        raise wrong("patch.apply", "old", f"the {count} leaves that the patch is for", len(olds))
-    table = np.frombuffer(data, _LEAF, count, _HEADER.size)
-    for (path, x), own, (size, width) in zip(leaves, olds, table.tolist()):
-        if (own.size, own.itemsize) != (size, width):
+    if count != len(leaves):
+        raise wrong("patch.apply", "old", f"the {count} leaves that the patch is for", len(leaves))
+    table = np.frombuffer(data, _LEAF, count, _HEADER.size).tolist()
+    for (path, x), (size, width) in zip(leaves, table):
+        if shape_of(x) != (size, width):
             expected = f"{size} words of {width} bytes, as the patch has for this leaf"
             raise wrong("patch.apply", "old", expected, spell_array(x), path=path)
+    view, at = memoryview(data), _HEADER.size + count * _LEAF.itemsize
+    heads, blocks = list[memoryview](), list[memoryview]()
+    for size, _ in table:
+        heads.append(view[at : (at := at + HEAD.itemsize * -(-size // BLOCK))])
+    for head, (size, width) in zip(heads, table):
+        used = int(block_sizes(np.frombuffer(head, HEAD), size, width).sum())
+        blocks.append(view[at : (at := at + used)])
+    if at + len(_TAIL) != len(data):
+        raise refused()
+    return heads, blocks
 
 
 def _leaves(function: str, argument: str, tree: PyTree) -> Sequence[tuple[KeyPath, Any]]:
@@ -177,21 +244,16 @@ def wanted(x: Any) -> tuple[str, str]:
     if not isinstance(x.dtype, np.dtype):
         return "an array of numbers", "pass jax.random.key_data of a key"
     kind = x.dtype.kind in "biufcV" and not x.dtype.names and x.dtype.isnative
-    if not kind or _width(x.dtype) not in (1, 2, 4, 8):
+    if not kind or shape_of(x)[1] not in (1, 2, 4, 8):
         return "numbers of 1, 2, 4 or 8 bytes, in this machine's order, or complex numbers of two of these", ""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return "an array whose shards are all in this process", "gather it, or pass the shards of this process"
     return "", ""
 
 
-def _width(dtype: np.dtype[Any]) -> int:
-    """Returns the bytes of a word: a complex number is two words."""
-    return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
-
-
 def _words(x: Any) -> Words:
     flat = np.ascontiguousarray(x).reshape(-1)
-    return np.require(flat.view(f"u{_width(flat.dtype)}"), requirements="A")  # aligned
+    return np.require(flat.view(f"u{shape_of(flat)[1]}"), requirements="A")  # aligned
 
 
 def _like(leaf: Any, new: Words) -> Any:

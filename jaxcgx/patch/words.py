@@ -4,22 +4,28 @@ Words are an array of one dimension, of unsigned integers. They have the bits of
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from jaxcgx.checks import wrong
 
 Words: TypeAlias = np.ndarray[Any, Any]
+Buffer: TypeAlias = bytes | memoryview
 
 BLOCK = 2**15  # words
-_WHOLE = 2**16 - 1  # in place of the number of changed words: the block has all of its words as they are
-_TAIL = bytes(8)  # lets decoders read 8 bytes at a time
-_HEAD = 3  # numbers of a block: changed words, small steps, raw words
+WHOLE = 2**16 - 1  # in place of the number of changed words: the block has all of its words as they are
+HEAD = np.dtype(("<u2", 3))  # of a block: the numbers of changed words, small steps and raw words
 
-MASK, _GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
-_GROUP = 512  # words of 64 bits
+MASK, GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
+GROUP = 512  # words of 64 bits
 _PART = 2**20  # bytes that are hashed at once
+
+
+def shape_of(x: Any) -> tuple[int, int]:
+    """Returns the number of an array's words, and their bytes: a complex number is two words."""
+    parts = 1 + (x.dtype.kind == "c")
+    return x.size * parts, x.dtype.itemsize // parts
 
 
 def mix(x: Any) -> Any:
@@ -30,63 +36,92 @@ def mix(x: Any) -> Any:
 
 
 def _from_one(first: int, count: int) -> Words:
-    return np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
 
 
-_FACTORS = mix(_from_one(0, _GROUP)) | 1
+FACTORS = mix(_from_one(0, GROUP)) | 1
 
 
 def digest_of(words: Words) -> int:
     """Returns the digest of the bytes of words: 64 bits."""
-    data, total, size = words.view(np.uint8), 0, 8 * _GROUP
+    data, total, size = words.view(np.uint8), 0, 8 * GROUP
     for first in range(0, data.size, _PART):
         part = data[first : first + _PART]
-        groups = np.concatenate([part, np.zeros(-part.size % size, np.uint8)]).view("<u8").reshape(-1, _GROUP)
-        sums = ((groups ^ groups >> 32) * _FACTORS).sum(1, dtype=np.uint64)
+        groups = np.concatenate([part, np.zeros(-part.size % size, np.uint8)]).view("<u8").reshape(-1, GROUP)
+        sums = ((groups ^ groups >> 32) * FACTORS).sum(1, dtype=np.uint64)
         total += int(mix(sums + _from_one(first // size, len(sums))).sum(dtype=np.uint64))
     return total & MASK
 
 
-def encode(olds: Sequence[Words], news: Sequence[Words]) -> tuple[bytes, list[int], list[int]]:
-    """Returns the heads and blocks of all leaves, the digests of the old ones and those of the new ones."""
-    blocks = [
-        _encode(old[at : at + BLOCK], new[at : at + BLOCK])
-        for old, new in zip(olds, news)
-        for at in range(0, old.size, BLOCK)
-    ]
-    heads = np.array([head for head, _ in blocks], "<u2").tobytes()
-    body = b"".join([heads, *(data for _, data in blocks), _TAIL])
-    return body, [digest_of(x) for x in olds], [digest_of(x) for x in news]
+class Part(NamedTuple):
+    """What a patch has of a leaf."""
+
+    heads: Buffer
+    blocks: Buffer
+    old: int  # the digest of the old words
+    new: int
 
 
-def apply(body: bytes, olds: Sequence[Words], news: Sequence[Words]) -> tuple[list[int], list[int]]:
+def seal(parts: Sequence[Buffer], at: int) -> bytes:
+    """Returns the parts as one, with the digest of the bytes from `at` on in the 8 bytes before them."""
+    data = b"".join(parts)
+    return data[: at - 8] + digest_of(np.frombuffer(data, np.uint8)[at:]).to_bytes(8, "little") + data[at:]
+
+
+def encode(olds: Sequence[Words], news: Sequence[Words]) -> list[Part]:
+    """Returns what a patch has of each leaf. The native module returns tuples of the same."""
+    parts = list[Part]()
+    for old, new in zip(olds, news):
+        blocks = [_encode(old[at : at + BLOCK], new[at : at + BLOCK]) for at in range(0, old.size, BLOCK)]
+        heads = np.array([head for head, _ in blocks], "<u2").tobytes()
+        parts.append(Part(heads, b"".join(data for _, data in blocks), digest_of(old), digest_of(new)))
+    return parts
+
+
+def apply(
+    heads: Sequence[Buffer], blocks: Sequence[Buffer], olds: Sequence[Words], news: Sequence[Words]
+) -> tuple[list[int], list[int]]:
     """Writes the new words to `news`, which may be `olds`. Returns the digests of the old and of the new ones."""
     old_digests = [digest_of(x) for x in olds]
-    count = sum(-(-old.size // BLOCK) for old in olds)
-    reader = _Reader(body)
-    heads = iter(reader.numbers(np.dtype("<u2"), _HEAD * count).reshape(count, _HEAD).tolist())
-    for old, new in zip(olds, news):
+    for head, block, old, new in zip(heads, blocks, olds, news, strict=True):
+        reader = _Reader(block)
         new[:] = old
-        for at in range(0, old.size, BLOCK):
-            _apply(reader, next(heads), new[at : at + BLOCK])
-    reader.check(reader.at + len(_TAIL) == len(body))
+        for each, at in zip(np.frombuffer(head, HEAD).tolist(), range(0, old.size, BLOCK), strict=True):
+            _apply(reader, each, new[at : at + BLOCK])
+        reader.check(reader.at == len(block))
     return old_digests, [digest_of(x) for x in news]
 
 
-class _Reader:
-    """Reads one part of a body after another."""
+def block_sizes(heads: Words, size: int, width: int) -> Words:
+    """Returns the bytes of each block of `size` words of `width` bytes, by its heads."""
+    changed, small, raw = heads.astype(np.int64).T
+    n = np.minimum(size - BLOCK * np.arange(len(heads)), BLOCK)
+    low = np.maximum(np.frexp(n // np.maximum(changed, 1))[1] - 1, 0)
+    split = _row_bytes((n >> low) + changed) + _row_bytes(changed * low)
+    listed = np.where((changed == 0) | (changed == n), 0, np.minimum(split, _row_bytes(n)))
+    coded = listed + _row_bytes(2 * changed) + small * max(1, width // 2) + raw * width
+    return np.where(changed == WHOLE, n * width, coded)
 
-    def __init__(self, body: bytes):
+
+def refused() -> Exception:
+    """Returns the error for a patch whose checksum is right, but whose blocks aren't."""
+    return wrong("patch.apply", "patch", "blocks as jaxcgx.patch.encode writes them", "others")
+
+
+class _Reader:
+    """Reads one part of the blocks of a leaf after another."""
+
+    def __init__(self, body: Buffer):
         self.body, self.at = body, 0
 
     def check(self, fits: bool) -> None:
         if not fits:
-            raise wrong("patch.apply", "patch", "blocks as jaxcgx.patch.encode writes them", "others")
+            raise refused()
 
     def numbers(self, dtype: np.dtype[Any], count: int) -> Words:
         begin, self.at = self.at, self.at + count * dtype.itemsize
-        self.check(self.at + len(_TAIL) <= len(self.body))
-        return np.frombuffer(self.body, dtype, count, begin)
+        self.check(self.at <= len(self.body))
+        return np.frombuffer(memoryview(self.body)[begin : self.at], dtype)
 
     def bits(self, count: int, width: int = 1) -> Words:
         """Reads `count` numbers of `width` bits."""
@@ -99,7 +134,7 @@ def _row(numbers: Words, width: int = 1) -> bytes:
     return np.packbits(numbers[:, None] >> np.arange(width) & 1, bitorder="little").tobytes()
 
 
-def _row_bytes(bits: int) -> int:
+def _row_bytes(bits: Any) -> Any:
     return -(-bits // 8)
 
 
@@ -146,14 +181,14 @@ def _encode(old: Words, new: Words) -> tuple[tuple[int, int, int], bytes]:
     smalls, raws = (rank[code == 2] - 2).astype(small), new[index[code == 3]]
     data = b"".join([_to_list(index, new.size), _row(code, 2), smalls.tobytes(), raws.tobytes()])
     if len(data) >= new.nbytes:
-        return (_WHOLE, 0, 0), new.tobytes()
+        return (WHOLE, 0, 0), new.tobytes()
     return (index.size, smalls.size, raws.size), data
 
 
 def _apply(reader: _Reader, head: list[int], words: Words) -> None:
     """Makes new words of the old ones of a block, in place."""
     k, smalls, raws = head
-    if k == _WHOLE:
+    if k == WHOLE:
         reader.check(smalls == raws == 0)
         words[:] = reader.numbers(words.dtype, words.size)
         return

@@ -55,6 +55,17 @@ def trees():
     return olds, news
 
 
+def change(rng, old, share, kind):
+    """Returns words of which a share has changed: by steps of 1, by small steps, to any words, or by all of these."""
+    at = np.flatnonzero(rng.random(old.size) < share)
+    new, any_words = old.copy(), rng.integers(0, 256, (at.size, old.itemsize), np.uint8).view(old.dtype).ravel()
+    step = rng.integers(-1, 1, at.size) if kind == "ones" else rng.integers(-150, 150, at.size)
+    new[at] = any_words if kind == "any" else old[at] + (2 * step + 1).astype(old.dtype)
+    if kind == "mixed":
+        new[at] = np.where(rng.random(at.size) < 0.3, any_words, new[at])
+    return new
+
+
 def digest(data):
     total = 0
     for group, at in enumerate(range(0, len(data), 4096)):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_golden
+from golden import patches
 from helpers import CODECS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan
 from hypothesis import strategies as st
 from strategies import LAYOUTS, layouts, spaces, values
@@ -257,6 +258,25 @@ def test_golden_encode(case):
 @test_golden.each(test_golden.REDUCE)
 def test_golden_reduce(case):
     test_golden.test_kernels_reduce(case)
+
+
+@pytest.mark.parametrize("width", (1, 2, 4, 8))
+@pytest.mark.parametrize("kind", ("ones", "small", "any", "mixed"))
+def test_patches(width, kind):
+    rng = np.random.default_rng(width)
+    for size in (1, 300, 2**15, 5 * 2**15 + 13):
+        for share in (0, 0.003, 0.07, 0.4, 1):
+            old = rng.integers(0, 256, size * width, np.uint8).view(f"u{width}")
+            new = patches.change(rng, old, share, kind)
+            patch = cgx.patch.encode(old, new)
+            with jax.enable_x64(True):
+                before, after = jax.device_put((old, new), jax.devices("gpu")[0])
+            assert cgx.patch.encode(before, after) == patch
+            place = before.unsafe_buffer_pointer()
+            for donate in False, True:
+                got = cgx.patch.apply(before, patch, donate=donate)
+                np.testing.assert_array_equal(got, new)
+            assert got.unsafe_buffer_pointer() == place and before.is_deleted()
 
 
 def test_noise_is_that_of_the_cpu():

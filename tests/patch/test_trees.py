@@ -46,6 +46,23 @@ def test_all_bits_of_all_dtypes():
     assert apply({}, encode({}, {})) == {}
 
 
+def test_arrays_on_a_device(monkeypatch):
+    mesh = NamedSharding(make_mesh(), P("data"))
+
+    def tree(seed):
+        leaves = {dtype: make(seed)["jax"][0][dtype] for dtype in ("bool", "complex64", "bfloat16")}
+        return [np.arange(5) + seed, leaves, jax.device_put(jnp.arange(8.0) * seed, mesh)]
+
+    old, new = tree(1), tree(2)
+    patch = encode(old, new)
+    monkeypatch.setattr("jaxcgx.patch.device.HOST", "none")  # now the CPU counts as a device
+    assert encode(old, new) == patch and checksum(old) == patch.old
+    got = apply(old, patch, donate=True)
+    assert_same_bits(got, new)
+    assert old[1]["bfloat16"].is_deleted() and old[2].is_deleted() and got[2].sharding == mesh
+    assert not got[1]["bool"].committed
+
+
 def test_nan_payloads_and_zeros_are_bits():
     old = np.array([0x7FC00001, 0x80000000, 0, 0xFFC00000], np.uint32).view(np.float32)
     new = np.array([0x7FC00002, 0, 0x80000000, 0x7FC00000], np.uint32).view(np.float32)
@@ -55,13 +72,30 @@ def test_nan_payloads_and_zeros_are_bits():
 
 def test_donated_arrays_are_overwritten():
     old, new = {"a": np.arange(300.0), "b": jnp.zeros(5)}, {"a": np.arange(300.0) ** 2, "b": jnp.ones(5)}
-    memory, patch = old["a"], encode(old, new)
+    memory, patch, place = old["a"], encode(old, new), old["b"].unsafe_buffer_pointer()
     with pytest.raises(ValueError, match="'old': expected a tree with the checksum"):
         apply({"a": memory, "b": jnp.ones(5)}, patch, donate=True)
     np.testing.assert_array_equal(memory, np.arange(300.0))
     got = apply(old, patch, donate=True)
-    assert np.shares_memory(got["a"], memory)
+    assert np.shares_memory(got["a"], memory) and got["b"].unsafe_buffer_pointer() == place and old["b"].is_deleted()
     assert_same_bits(got, new)
+    apply(new, encode(new, new))
+    assert not new["b"].is_deleted()
+
+
+def test_donated_arrays_of_jax_that_are_in_use():
+    """JAX gives no memory away that NumPy still sees, that two leaves share, or that is on several devices."""
+    seen, tied, sharded = (
+        jnp.arange(8.0),
+        jnp.arange(9.0),
+        jax.device_put(jnp.arange(8.0), NamedSharding(make_mesh(), P("data"))),
+    )
+    old, view = {"seen": seen, "tied": [tied, tied], "sharded": sharded}, np.asarray(seen)
+    new = jax.tree.map(lambda x: x + 1, old) | {"tied": [tied + 2, tied * 3]}
+    got = apply(old, encode(old, new), donate=True)
+    assert_same_bits(got, new)
+    np.testing.assert_array_equal(view, np.arange(8.0))
+    assert all(x.is_deleted() for x in jax.tree.leaves(old)) and got["sharded"].sharding == new["sharded"].sharding
 
 
 def test_donated_arrays_that_are_tied_or_unaligned():

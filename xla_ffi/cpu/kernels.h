@@ -5,6 +5,7 @@
 
 #include "codec/grid.h"
 #include "codec/lossless.h"
+#include "codec/patch.h"
 #include "codec/rng.h"
 #include "codec/rotation.h"
 
@@ -33,6 +34,17 @@ using EncodeFn = void (*)(const float* x, int64_t n, const Grid& grid, const uin
 using CastFn = void (*)(const float* x, int64_t n, const uint16_t* noise, void* out);
 
 constexpr int64_t kLosslessGroup = 4 * kLosslessBlock;  // the elements whose overflow is written without gaps
+
+// The memory for a block of a patch. Whole vectors are stored and loaded, past the end of a list, too.
+struct PatchScratch {
+  static constexpr int64_t kRoom = kPatchBlock + 32;
+  uint64_t marks[kPatchBlock / 64];                               // a bit for each word: whether it changes
+  uint16_t index[kRoom];                                          // of these words
+  int32_t numbers[kRoom], kept[kRoom], small[kRoom], raw[kRoom];  // of these words
+  uint64_t wide[kRoom];                                           // raw words of 8 bytes
+  uint8_t bytes[9 * kPatchBlock];                                 // the block
+  int64_t used;                                                   // of `bytes`
+};
 
 struct Kernels {
   const char* name;
@@ -77,6 +89,13 @@ struct Kernels {
   void (*pack_blocks)(DType dtype, const void* x, int64_t n, uint8_t* heads, uint8_t* planes, uint8_t* overflow);
   void (*unpack_block)(DType dtype, int64_t n, uint8_t center, const uint8_t* planes, const uint8_t* overflow,
                        int64_t bytes, void* x);
+  // `digest` returns what whole groups of bytes add to a digest. `first` is the number of the first group.
+  // `encode_patch_block` writes a block of a patch to `scratch`. `apply_patch_block` makes its new words of the old
+  // ones, in place. It returns false if the bytes, as many as the head says, don't fit the head.
+  uint64_t (*digest)(const void* data, int64_t groups, int64_t first);
+  PatchHead (*encode_patch_block)(int64_t width, const void* old, const void* now, int64_t n, PatchScratch* scratch);
+  bool (*apply_patch_block)(int64_t width, const PatchHead& head, const uint8_t* in, int64_t n, PatchScratch* scratch,
+                            void* words);
   EncodeFn (*encoder)(const Codec& codec);
   DecodeFn (*decoder)(const Codec& codec);
   CastFn (*caster)(const Codec& codec);

@@ -4,6 +4,7 @@
 #include "codec/dispatch.h"
 #include "cpu/eden_impl.h"
 #include "cpu/lossless_impl.h"
+#include "cpu/patch_impl.h"
 
 #define CGX_STRING(x) #x
 #define CGX_NAME(x) CGX_STRING(x)
@@ -221,6 +222,9 @@ const Kernels kKernels = {CGX_NAME(JAXCGX_ISA),
                           normal_values,
                           pack_blocks,
                           unpack_block,
+                          digest,
+                          encode_patch_block,
+                          apply_patch_block,
                           encoder,
                           decoder,
                           caster};

@@ -443,9 +443,9 @@ CGX_HD M less(F a, F b) { CGX_EACH(M, a.v[i] < b.v[i]); }
 CGX_HD M unordered(F a, F b) { CGX_EACH(M, (a.v[i] != a.v[i]) | (b.v[i] != b.v[i])); }
 CGX_HD M none() { return splat_i(0); }
 CGX_HD uint32_t lanes(M m) {
-  uint32_t r = 0;
-  for (int i = 0; i < 16; ++i) r |= static_cast<uint32_t>(m.v[i / 4][i % 4] & 1) << i;
-  return r;
+  const I4 r = (m.v[0] & I4{1, 2, 4, 8}) | (m.v[1] & I4{16, 32, 64, 128}) | (m.v[2] & I4{256, 512, 1024, 2048}) |
+               (m.v[3] & I4{4096, 8192, 16384, 32768});
+  return static_cast<uint32_t>(r[0] | r[1] | r[2] | r[3]);
 }
 CGX_HD bool any(M m) {
   const I4 r = m.v[0] | m.v[1] | m.v[2] | m.v[3];

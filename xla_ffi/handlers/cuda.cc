@@ -39,6 +39,64 @@ struct Cuda {
   }
 };
 
+// Patches of words. A word has the size of an element.
+
+template <class Buffer>
+ffi::Error expect_size(const char* op, const char* name, const Buffer& buffer, int64_t count) {
+  return expect_count(op, name, buffer.element_count(), static_cast<size_t>(count));
+}
+
+ffi::ErrorOr<int64_t> blocks_of(const char* op, const ffi::AnyBuffer& old, const ffi::AnyBuffer& now) {
+  const auto width = ffi::ByteWidth(old.element_type());
+  if (width == 0 || width > 8 || (width & (width - 1)) != 0)
+    return ffi::Unexpected(invalid(op, "words of " + std::to_string(width) + " bytes"));
+  if (old.element_type() != now.element_type() || old.element_count() != now.element_count())
+    return ffi::Unexpected(invalid(op, "old and new words differ in their number or size"));
+  return div_up(static_cast<int64_t>(old.element_count()), kPatchBlock);
+}
+
+using Heads = ffi::Buffer<ffi::U16>;
+using Bytes = ffi::Buffer<ffi::U8>;
+
+ffi::Error encode_patch(cudaStream_t stream, ffi::AnyBuffer old, ffi::AnyBuffer now, ffi::Result<Heads> heads,
+                        ffi::Result<Bytes> slots) {
+  const char* const op = "patch_encode";
+  const auto blocks = blocks_of(op, old, now);
+  if (blocks.has_error()) return blocks.error();
+  const auto width = static_cast<int64_t>(ffi::ByteWidth(old.element_type()));
+  CGX_RETURN_IF_ERROR(expect_size(op, "heads", *heads, 3 * *blocks));
+  CGX_RETURN_IF_ERROR(expect_size(op, "slots", *slots, *blocks * kPatchBlock * width));
+  if (*blocks == 0) return error_of(op, cuda::launch_nothing(stream));
+  const cuda::PatchEncode args{static_cast<int64_t>(old.element_count()),
+                               width,
+                               old.untyped_data(),
+                               now.untyped_data(),
+                               reinterpret_cast<PatchHead*>(heads->typed_data()),
+                               slots->typed_data()};
+  return error_of(op, cuda::encode_patch(args, stream));
+}
+
+ffi::Error apply_patch(cudaStream_t stream, ffi::AnyBuffer old, Heads heads, ffi::Buffer<ffi::S64> begins, Bytes data,
+                       ffi::Result<ffi::AnyBuffer> now, ffi::Result<Bytes> fits) {
+  const char* const op = "patch_apply";
+  const auto blocks = blocks_of(op, old, *now);
+  if (blocks.has_error()) return blocks.error();
+  CGX_RETURN_IF_ERROR(expect_size(op, "heads", heads, 3 * *blocks));
+  CGX_RETURN_IF_ERROR(expect_size(op, "begins", begins, *blocks));
+  CGX_RETURN_IF_ERROR(expect_size(op, "fits", *fits, *blocks));
+  if (*blocks == 0) return error_of(op, cuda::launch_nothing(stream));
+  const cuda::PatchApply args{static_cast<int64_t>(old.element_count()),
+                              static_cast<int64_t>(ffi::ByteWidth(old.element_type())),
+                              old.untyped_data(),
+                              reinterpret_cast<const PatchHead*>(heads.typed_data()),
+                              begins.typed_data(),
+                              data.typed_data(),
+                              static_cast<int64_t>(data.element_count()),
+                              now->untyped_data(),
+                              fits->typed_data()};
+  return error_of(op, cuda::apply_patch(args, stream));
+}
+
 }  // namespace
 
 ffi::Error error_of(const std::string& op, const cuda::Status& status) {
@@ -67,5 +125,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_ON_STREAM, {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_patch_encode_cuda, encode_patch,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<Heads>()
+                                  .Ret<Bytes>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_patch_apply_cuda, apply_patch,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Heads>()
+                                  .Arg<ffi::Buffer<ffi::S64>>()
+                                  .Arg<Bytes>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<Bytes>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxcgx

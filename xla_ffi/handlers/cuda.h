@@ -13,6 +13,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_encode_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_decode_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_reduce_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_clear_cuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_patch_encode_cuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_patch_apply_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_begin_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cuda);
