@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ranks import NAMES, mesh
 
 import jaxcgx as cgx
+from jaxcgx.exchange import low_rank
 
 CODEC = cgx.PowerSGD(2)
 LEAVES = {
@@ -222,15 +223,19 @@ def test_what_travels_raw_and_why():
     jax.eval_shape(strict(cgx.Plan(CODEC)), x)  # the guard of the plan decides
 
 
-def test_leaves_of_a_shape_share_their_bases():
-    """Fifty leaves of one shape have the loops of one, which take longest to compile."""
+def test_leaves_of_a_shape_share_operations(monkeypatch):
+    """Fifty small leaves have the loops and products of one. Large ones share the loops."""
 
-    def loops(n):
+    def found(n):
         x = {str(i): jnp.ones((30, 40)) for i in range(n)}
         f = everywhere(lambda x: cgx.compressed_psum(x, "a", CODEC))
-        return jax.jit(f).lower(x).as_text().count("stablehlo.while")
+        text = jax.jit(f).lower(x).as_text()
+        return text.count("stablehlo.while"), text.count("dot_general")
 
-    assert loops(50) == loops(1) > 0
+    loops, products = found(1)
+    assert found(50) == (loops, products) > (0, 0)
+    monkeypatch.setattr(low_rank, "_SMALL", 1000)
+    assert found(2) == (loops, products + 2)
 
 
 def test_beside_other_codecs():
