@@ -66,9 +66,8 @@ def test_the_bits_of_plain_axes(bits, fed):
 
 
 def test_low_rank(others):
-    for (plain, over_tcp), trained in (each["low_rank"] for each in others):
-        assert plain == over_tcp and len(trained) == 3
-        assert trained[1:] == trained[:1] * 2
+    for plain, over_tcp in (each["low_rank"] for each in others):
+        assert plain == over_tcp
 
 
 def test_meshes_that_it_can_not_serve(others):
