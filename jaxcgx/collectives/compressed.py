@@ -226,7 +226,7 @@ def compressed_pbroadcast(
     call.check_rows(by_axis=False)
     check_choice(op, "to", to, ("varying", "invarying"))
     source = check_integer(op, "source", source, 0, call.net.size - 1)
-    return rows.broadcast(call.x, call.travel(Way(rows=True)), call.key, source, to=to)
+    return rows.broadcast(call.x, call.travel(Way(rows=True, join=True)), call.key, source, to=to)
 
 
 def compressed_ppermute(

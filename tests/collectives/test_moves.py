@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import table
-from helpers import normal, sent
+from helpers import as_bits, normal, sent
 from jax import lax
 from ranks import EXACT, mesh, on_ranks, pbroadcast, ring, whole_numbers
 
@@ -50,6 +50,17 @@ def same(got, expected):
 def test_trees(perm, plan):
     check_vma = plan == EXACT
     same(*(on_ranks(f, mesh(4), check_vma)(TREE) for f in (move(perm, plan), plain(perm))))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_raw_leaves_of_a_broadcast_have_all_bits_and_the_gradient_of_compressed_ones(check_vma):
+    x = jnp.tile(jnp.array([-0.0, 1e-40, -1e-45, 3]), (4, 1))
+    run = on_ranks(move(1, cgx.Raw(), to="invarying"), mesh(4), check_vma)
+    np.testing.assert_array_equal(as_bits(run(x)), as_bits(x))
+    for codec in cgx.Raw(), EXACT:
+        loss = lambda x, codec=codec: (move(1, codec, to="invarying")(x) * 2).sum()
+        back = on_ranks(jax.grad(loss), mesh(4), check_vma)(x)
+        np.testing.assert_array_equal(back, jnp.zeros_like(x).at[1].set(2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8])
