@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxcgx import _compat
 from jaxcgx.checks import as_whole, spell_array, unexpected, wrong
 from jaxcgx.codecs.base import Codec, spell
-from jaxcgx.codecs.checks import check_encodes
+from jaxcgx.codecs.checks import as_leaf, check_encodes
 from jaxcgx.native import ops, reference
 from jaxcgx.native.layout import Layout
 from jaxcgx.typing import ArrayLike, DType, KeyPath
@@ -63,9 +63,10 @@ class Quantized:
           x: an array whose last dimension has whole blocks.
           codec: one that `as_parts=True` takes.
         """
-        x = as_whole("Quantized.of", "x", (), x)
-        check_encodes("Quantized.of", codec, "codec")
-        check_parts("Quantized.of", codec, x.shape, x)
+        x = as_whole("Quantized.of", "x", (), as_leaf("Quantized.of", x))
+        check_parts("Quantized.of", "codec", check_encodes("Quantized.of", codec), x.shape, x)
+        if not x.size:
+            raise wrong("Quantized.of", "x", "an array with elements", spell_array(x))
         layout = Layout.of(codec, [x])
         found = read(layout, ops.encode(layout, [lax.stop_gradient(x)])[0])
         return straight_through(lambda x, tangent: [tangent], x, found)[0]
@@ -110,14 +111,17 @@ def _spread(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x
 
 
-def check_parts(function: str, codec: Codec, shape: Sequence[int], leaf: Any, path: KeyPath = ()) -> None:
-    """Checks that the codec has parts, and that no block of a row of this shape is cut."""
+def check_parts(
+    function: str, argument: str, codec: Codec, shape: Sequence[int], leaf: Any, path: KeyPath = ()
+) -> None:
+    """Checks that the codec, from this argument, has parts, and that no block of a row of this shape is cut."""
     if codec.block is None:
         expected = "a codec with parts: Float8, Micro, or AbsMax without rotate"
-        raise wrong(function, "plan", expected, spell(codec), "leave out as_parts", path=path)
+        remedy = "leave out as_parts" if argument == "plan" else ""
+        raise wrong(function, argument, expected, spell(codec), remedy, path=path)
     if not shape or shape[-1] % codec.block:
         expected = f"a last dimension in whole blocks of {codec.block}, which share a scale"
-        remedy = "take a codec with a smaller block, or a plan that leaves this leaf raw"
+        remedy = "take a codec with a smaller block" + ", or a plan that leaves this leaf raw" * (argument == "plan")
         raise wrong(function, "x", expected, spell_array(leaf), remedy, path=path)
 
 

@@ -93,8 +93,9 @@ def places(offsets: jax.Array, sizes: jax.Array, capacity: int) -> jax.Array:
 
 def take(x: jax.Array, index: jax.Array, otherwise: jax.Array | float) -> jax.Array:
     """Returns the rows of x with these indices, or `otherwise` where an index is NO_ROW."""
+    x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)
     there = (index < NO_ROW).reshape(*index.shape, *(1,) * (x.ndim - 1))
-    return jnp.where(there, x.at[index].get(mode="clip"), otherwise)
+    return jnp.where(there, x.at[index].get(mode="clip"), jnp.asarray(otherwise, x.dtype))
 
 
 def broadcast(x: PyTree, travel: Travel, key: Key | None, source: int, to: str) -> PyTree:

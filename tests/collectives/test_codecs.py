@@ -192,6 +192,11 @@ ERRORS = {
             (jax.grad, lambda q: q.dequantize() * q.factors.mean(), cgx.Micro("nvfp4")),
         )
     ],
+    "Quantized.of": [
+        (lambda: cgx.Quantized.of(jnp.zeros((0, 32)), cgx.Micro()), ValueError, "x", "float32[0, 32]"),
+        (lambda: cgx.Quantized.of(jnp.zeros(32, jnp.int32), cgx.Micro()), TypeError, "x", "int32"),
+        (lambda: cgx.Quantized.of(jnp.zeros(32), cgx.MaxMin(4)), ValueError, "codec", "MaxMin(", "parts"),
+    ],
     "compressed_all_gather": [
         (parts(EXCHANGES["rows"], cgx.MaxMin(8)), ValueError, "plan", "MaxMin(", "parts Float8"),
         (parts(EXCHANGES["rows"], cgx.AbsMax(8, 128, rotate=True)), ValueError, "plan", "AbsMax(", "rotate"),
