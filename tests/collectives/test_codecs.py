@@ -205,6 +205,7 @@ ERRORS = {
     ],
     "compressed_all_to_all": [
         (parts(EXCHANGES["cut"], cgx.Micro(), (4, 4, 24)), ValueError, "x", "float32[4, 4, 24]", "blocks"),
+        (parts(functools.partial(EXCHANGES["swapped"], concat_axis=2), cgx.Micro()), ValueError, "concat_axis", "2"),
         (parts(EXCHANGES["cut"], {"a": cgx.Micro()}), ValueError, "plan", "{'a': Micro("),
     ],
 }
