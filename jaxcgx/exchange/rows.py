@@ -184,11 +184,9 @@ def _exchange(
         for i, why in zip(each.ids, each.why):
             route = travel.routes.leaves[i]
             with travel.leaf_scope(i, why):
-                if in_parts is None or not route.encoded:
-                    found[i] = plain(leaves[i], i)
-                else:  # there is one rank
-                    stage = Stage(travel.net, route.codecs[0], "one_shot", backward=route.codecs[0])
-                    found[i] = exchanged(Message((i,), [leaves[i]]), (stage,))[0]
+                found[i] = plain(leaves[i], i)
+                if in_parts is not None and route.encoded:  # there is one rank
+                    found[i] = Quantized.of(found[i], route.codecs[0])
     for envelope in travel.envelopes:
         message = Message(envelope.ids, [leaves[i] for i in envelope.ids], key if envelope.stochastic else None)
         with travel.scope(envelope.ids):
