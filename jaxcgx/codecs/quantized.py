@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _compat
-from jaxcgx.checks import as_whole, spell_array, wrong
+from jaxcgx.checks import as_whole, spell_array, unexpected, wrong
 from jaxcgx.codecs.base import Codec, spell
-from jaxcgx.codecs.checks import check_encodes
+from jaxcgx.codecs.checks import as_leaf, check_encodes
 from jaxcgx.native import ops, reference
 from jaxcgx.native.layout import Layout
 from jaxcgx.typing import ArrayLike, DType, KeyPath
@@ -20,30 +21,39 @@ from jaxcgx.typing import ArrayLike, DType, KeyPath
 Operand = TypeVar("Operand")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scales", "factors", "straight"], meta_fields=["dtype"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["sent", "straight"], meta_fields=["dtype"])
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """An array as small numbers and the scales that these share: value * scale * factor is an element.
 
     `scales` and `factors` have the dimensions of `values`. Along a dimension in which they are shorter, each is for
-    several values: for consecutive ones along the last dimension, and for those of one shard along another one.
+    several values: for consecutive ones along the last dimension, and for those of one shard along another one. They
+    have no derivative: where a loss that is differentiated reads them, it is an error.
 
     Attributes:
-      values: float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8, in the shape of the array.
-      scales: float32 (`Float8`, `AbsMax`), float8_e8m0fnu (`Micro("mxfp8")`, `Micro("mxfp4")`) or float8_e4m3fn
-        (`Micro("nvfp4")`).
-      factors: float32, of each shard (`Micro("nvfp4")`), or None.
+      sent: the values, the scales and the factors.
       straight: zeros, through which `dequantize` has its derivative.
       dtype: the dtype of the array.
     """
 
-    values: jax.Array
-    scales: jax.Array
-    factors: jax.Array | None
+    sent: tuple[jax.Array, jax.Array, jax.Array | None]
     straight: jax.Array | None
     dtype: DType
+
+    @property
+    def values(self) -> jax.Array:
+        """float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8, in the shape of the array."""
+        return _constant(self.sent[0], self.straight)
+
+    @property
+    def scales(self) -> jax.Array:
+        """float32, or float8_e8m0fnu (`Micro("mxfp8")`, `Micro("mxfp4")`), or float8_e4m3fn (`Micro("nvfp4")`)."""
+        return _constant(self.sent[1], self.straight)
+
+    @property
+    def factors(self) -> jax.Array | None:
+        """float32, of each shard (`Micro("nvfp4")`), or None."""
+        return None if self.sent[2] is None else _constant(self.sent[2], self.straight)
 
     @classmethod
     def of(cls, x: ArrayLike, codec: Codec) -> "Quantized":
@@ -53,21 +63,45 @@ class Quantized:
           x: an array whose last dimension has whole blocks.
           codec: one that `as_parts=True` takes.
         """
-        x = as_whole("Quantized.of", "x", (), x)
-        check_encodes("Quantized.of", codec, "codec")
-        check_parts("Quantized.of", codec, x.shape, x)
+        x = as_whole("Quantized.of", "x", (), as_leaf("Quantized.of", x))
+        check_parts("Quantized.of", "codec", check_encodes("Quantized.of", codec), x.shape, x)
+        if not x.size:
+            raise wrong("Quantized.of", "x", "an array with elements", spell_array(x))
         layout = Layout.of(codec, [x])
         found = read(layout, ops.encode(layout, [lax.stop_gradient(x)])[0])
         return straight_through(lambda x, tangent: [tangent], x, found)[0]
 
     def dequantize(self) -> jax.Array:
-        """Returns the array, with the bits of the call without `as_parts`. Derivatives are those of that call."""
-        shape = self.values.shape
-        x = self.values.astype(jnp.float32) * _spread(self.scales.astype(jnp.float32), shape)
-        if self.factors is not None:
-            x = x * _spread(self.factors, shape)
+        """Returns the array: the numbers and the derivatives of the call without `as_parts`.
+
+        A zero may have another sign, and numbers below the normal ones may differ.
+        """
+        values, scales, factors = self.sent
+        x = values.astype(jnp.float32) * _spread(scales.astype(jnp.float32), values.shape)
+        if factors is not None:
+            x = x * _spread(factors, values.shape)
         x = reference.narrow(x, self.dtype)
         return x if self.straight is None else x + self.straight
+
+
+@jax.custom_jvp
+def _constant(x: jax.Array, straight: jax.Array | None) -> jax.Array:
+    """Returns x, which has no derivative: it is an error if `straight` has one."""
+    return x
+
+
+def _constant_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    if any(type(t) is not SymbolicZero for t in jax.tree_util.tree_leaves(tangents[1])):
+        expected = "an array that is not differentiated, because the numbers that were sent have no derivative"
+        remedy = (
+            "write dequantize() in place of values and scales, jax.custom_vjp around what multiplies them, and "
+            "jax.lax.stop_gradient(x) where no gradient is wanted"
+        )
+        raise unexpected("Quantized", expected, "one that is", remedy, kind=TypeError)
+    return primals[0], tangents[0]
+
+
+_constant.defjvp(_constant_jvp, symbolic_zeros=True)
 
 
 def _spread(x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -77,14 +111,17 @@ def _spread(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x
 
 
-def check_parts(function: str, codec: Codec, shape: Sequence[int], leaf: Any, path: KeyPath = ()) -> None:
-    """Checks that the codec has parts, and that no block of a row of this shape is cut."""
+def check_parts(
+    function: str, argument: str, codec: Codec, shape: Sequence[int], leaf: Any, path: KeyPath = ()
+) -> None:
+    """Checks that the codec, from this argument, has parts, and that no block of a row of this shape is cut."""
     if codec.block is None:
         expected = "a codec with parts: Float8, Micro, or AbsMax without rotate"
-        raise wrong(function, "plan", expected, spell(codec), "leave out as_parts", path=path)
+        remedy = "leave out as_parts" if argument == "plan" else ""
+        raise wrong(function, argument, expected, spell(codec), remedy, path=path)
     if not shape or shape[-1] % codec.block:
         expected = f"a last dimension in whole blocks of {codec.block}, which share a scale"
-        remedy = "take a codec with a smaller block, or a plan that leaves this leaf raw"
+        remedy = "take a codec with a smaller block" + ", or a plan that leaves this leaf raw" * (argument == "plan")
         raise wrong(function, "x", expected, spell_array(leaf), remedy, path=path)
 
 
@@ -97,9 +134,11 @@ def read(layout: Layout, chunk: jax.Array) -> list[Quantized]:
         shape, factors = layout.shapes[p.leaf], parts[0][2]
         found.append(
             Quantized(
-                values.reshape(shape),
-                scales.reshape(*shape[:-1], -1),
-                None if factors is None else factors.reshape([1] * len(shape)),
+                (
+                    values.reshape(shape),
+                    scales.reshape(*shape[:-1], -1),
+                    None if factors is None else factors.reshape([1] * len(shape)),
+                ),
                 straight=None,
                 dtype=layout.dtypes[p.leaf],
             )

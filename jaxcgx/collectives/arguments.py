@@ -59,9 +59,10 @@ class Call(NamedTuple):
             raise wrong(self.routes.op, argument, f"integers, as many for each of {ranks} ranks", spell_array(x))
         return x.reshape(ranks, -1)
 
-    def travel(self, way: Way, carry: Carry | None = None) -> Travel:
+    def travel(self, way: Way, carry: Carry | None = None, argument: str = "x") -> Travel:
         """Returns how the tree travels, after a check that it and the carry may travel so."""
-        return travel_with(carry or Carry(), self.routes, self.net, way, x=self.x, backward=self.backward)
+        carry = carry or Carry()
+        return travel_with(carry, self.routes, self.net, way, x=self.x, argument=argument, backward=self.backward)
 
     def check_rows(self, by_axis: bool = True) -> None:
         """Checks that every codec makes bytes of rows, that no leaf is skipped, and whether it has a codec by axis."""
@@ -120,7 +121,7 @@ class Call(NamedTuple):
             shape = list(route.shape)
             if split:
                 shape[split[i] : split[i] + 1] = [shape[split[i]] // self.net.size] * tiled
-            check_parts(self.routes.op, route.codecs[0], shape, route, path=route.path)
+            check_parts(self.routes.op, "plan", route.codecs[0], shape, route, path=route.path)
             if not tiled and dims[i] == len(shape):
                 expected = "a dimension before the last one, along which scales are shared, with as_parts"
                 raise wrong(self.routes.op, argument, expected, dims[i], path=route.path)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import MOST, as_array, check_choice, check_flag, check_integer, spell_array, wrong
+from jaxcgx.checks import MOST, as_array, as_whole, check_choice, check_flag, check_integer, spell_array, wrong
 from jaxcgx.collectives.arguments import Call, as_pairs, check_summable, shared_key
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Carry
@@ -226,7 +226,7 @@ def compressed_pbroadcast(
     call.check_rows(by_axis=False)
     check_choice(op, "to", to, ("varying", "invarying"))
     source = check_integer(op, "source", source, 0, call.net.size - 1)
-    return rows.broadcast(call.x, call.travel(Way(rows=True)), call.key, source, to=to)
+    return rows.broadcast(call.x, call.travel(Way(rows=True, join=True)), call.key, source, to=to)
 
 
 def compressed_ppermute(
@@ -285,26 +285,31 @@ def compressed_ragged_all_to_all(
         also be a tuple of names, or a communicator.
       plan: as in `compressed_all_to_all`.
       key: a random key for codecs that round stochastically.
-      capacity: the most rows that a rank sends to another one; by default all rows of `operand`. If there are more, the
-        whole result of the receiver is NaN.
+      capacity: the most rows that a rank sends to another one. The default, all rows of `operand`, sends that many rows
+        to every rank. If there are more, the whole result of the receiver is NaN. Integers have no NaN, so they need
+        the default or more.
       backward_plan: the plan of the transpose, the exchange back; by default `plan`.
     """
     op = "compressed_ragged_all_to_all"
-    call = Call.of(op, operand, axis_name, plan, key=key, backward_plan=backward_plan, capacity=capacity)
-    operand, output = call.x, as_array(op, "output", output)
-    if (operand.shape[1:], operand.dtype) != (output.shape[1:], output.dtype) or not operand.ndim:
+    call = Call.of(op, (), axis_name, plan, key=None, backward_plan=backward_plan, capacity=capacity)
+    operand, output = as_whole(op, "operand", (), operand), as_array(op, "output", output)
+    if not operand.ndim or not output.ndim or (operand.shape[1:], operand.dtype) != (output.shape[1:], output.dtype):
         raise wrong(op, "output", f"rows like those of {spell_array(operand)}", spell_array(output))
     starts, sizes = call.as_slices("input_offsets", input_offsets), call.as_slices("send_sizes", send_sizes)
     theirs, arriving = call.as_slices("output_offsets", output_offsets), call.as_slices("recv_sizes", recv_sizes)
-    capacity = len(operand) if capacity is None else check_integer(op, "capacity", capacity, 1, MOST)
+    most = max(len(operand), 1)
+    capacity = most if capacity is None else check_integer(op, "capacity", capacity, 1, MOST)
+    has_nan = jnp.issubdtype(operand.dtype, jnp.inexact)
+    if not has_nan and capacity < most:
+        expected = f"at least {most}, because {operand.dtype} has no NaN that shows a lost row"
+        raise wrong(op, "capacity", expected, capacity)
     dense = rows.take(operand, rows.places(starts, sizes, capacity), 0)
     routes, backward = (Routes.of(op, each.plan, dense) for each in (call.routes, call.backward))
     call = call._replace(x=dense, routes=routes, backward=backward, key=shared_key(routes, backward, key, call.net))
     call.check_rows()
-    arrived = rows.all_to_all(call.x, call.travel(Way(rows=True, dims=(0,), tiled=False)), call.key, (0,))
+    travel = call.travel(Way(rows=True, dims=(0,), tiled=False), argument="operand")
+    arrived = rows.all_to_all(dense, travel, call.key, (0,))
     here = rows.places(call.net.plain_all_to_all(theirs, 0, 0, tiled=False), arriving, capacity).reshape(-1)
     source = jnp.full(len(output), rows.NO_ROW).at[here].set(jnp.arange(here.size), mode="drop")
-    result = rows.take(arrived.reshape(-1, *output.shape[1:]), source, output)
-    if not jnp.issubdtype(result.dtype, jnp.inexact):
-        return result
-    return jnp.where((arriving.sum(1) <= capacity).all(), result, jnp.nan)
+    result = rows.take(arrived.reshape(here.size, *output.shape[1:]), source, output)
+    return jnp.where((arriving.sum(1) <= capacity).all(), result, jnp.nan) if has_nan else result

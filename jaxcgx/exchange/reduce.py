@@ -209,17 +209,19 @@ def _check_carry(carry: Carry, travel: Travel) -> None:
         for route, array in zip(routes.leaves, routes.each(getattr(carry, kind))):
             if array is not None or (kind in ENDS and route.encoded and getattr(carry, kind) is not None):
                 _check_array(travel, kind, route, array)
-    if carry.residuals is None:
+    if carry.residuals is None and carry.sent is None:
         return
-    travel.check_feedback()
+    what = "residuals" if carry.sent is None else "differences"
+    if carry.residuals is not None:
+        travel.check_feedback()
     if _compat.replicating_pmap():
         warn(
-            f"{routes.op}: argument 'carry': residuals differ from rank to rank, but pmap's out_axes=None says that "
+            f"{routes.op}: argument 'carry': {what} differ from rank to rank, but pmap's out_axes=None says that "
             "its results don't; a checkpoint would have those of one device; write out_axes=0 for them"
         )
     for codec in {each.stages[0].codec: None for each in travel.envelopes}:
         if not codec.contracts:
-            why = f"residuals of {spell(codec)} grow without bound, because its error is larger than its input"
+            why = f"{what} of {spell(codec)} grow without bound, because its error is larger than its input"
             remedy = "take more bits, smaller buckets, rounding to nearest, or jaxcgx.Eden"
             warn(f"{routes.op}: argument '{routes.argument}': {why}; {remedy}")
 

@@ -39,7 +39,8 @@ class Way(NamedTuple):
       dims: for each leaf, the dimension along which a rank wants only its slice of the sum, or None; () means None for
         all leaves.
       tiled: whether slices keep that dimension, as in lax.psum_scatter.
-      join: whether raw leaves that are sliced or gathered share messages, too. Otherwise each has its own collective.
+      join: whether raw leaves that are sliced, gathered or broadcast share messages, too. Otherwise each has its own
+        collective.
       order: the numbers of the leaves, in the order in which they are ready. Messages are made and sent in this order.
       slice_elements: the elements of a slice of a message. Slices of later messages may overtake earlier messages.
         Messages are then made in the order of the tree, so the bits don't depend on `order`.

@@ -93,8 +93,9 @@ def places(offsets: jax.Array, sizes: jax.Array, capacity: int) -> jax.Array:
 
 def take(x: jax.Array, index: jax.Array, otherwise: jax.Array | float) -> jax.Array:
     """Returns the rows of x with these indices, or `otherwise` where an index is NO_ROW."""
+    x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)
     there = (index < NO_ROW).reshape(*index.shape, *(1,) * (x.ndim - 1))
-    return jnp.where(there, x.at[index].get(mode="clip"), otherwise)
+    return jnp.where(there, x.at[index].get(mode="clip"), jnp.asarray(otherwise, x.dtype))
 
 
 def broadcast(x: PyTree, travel: Travel, key: Key | None, source: int, to: str) -> PyTree:
@@ -183,11 +184,9 @@ def _exchange(
         for i, why in zip(each.ids, each.why):
             route = travel.routes.leaves[i]
             with travel.leaf_scope(i, why):
-                if in_parts is None or not route.encoded:
-                    found[i] = plain(leaves[i], i)
-                else:  # there is one rank
-                    stage = Stage(travel.net, route.codecs[0], "one_shot", backward=route.codecs[0])
-                    found[i] = exchanged(Message((i,), [leaves[i]]), (stage,))[0]
+                found[i] = plain(leaves[i], i)
+                if in_parts is not None and route.encoded:  # there is one rank
+                    found[i] = Quantized.of(found[i], route.codecs[0])
     for envelope in travel.envelopes:
         message = Message(envelope.ids, [leaves[i] for i in envelope.ids], key if envelope.stochastic else None)
         with travel.scope(envelope.ids):

@@ -280,12 +280,12 @@ def quantized_rows(layout: Layout, payloads: jax.Array) -> list[Quantized]:
 def all_gather(stage: Stage, message: Message, read: Callable[..., list[Any]] = _decode_rows) -> list[Any]:
     """Returns every rank's leaves, [ranks, ...]. All ranks, including the owner, `read` the same bytes."""
     net = stage.compared(message, "all_gather").net
-    if net.size == 1 and read is _decode_rows:
+    if net.size == 1:
         return [x[None] for x in message.leaves]
     layout = message.layout(stage.codec)
     with scope(ExchangeScope.of("one_shot", layout)):
         row = ops.encode(layout, message.leaves, first(message.key, stage.codec, net))[0]
-        return read(layout, net.all_gather(row) if net.size > 1 else row[None])
+        return read(layout, net.all_gather(row))
 
 
 def pbroadcast(stage: Stage, message: Message, source: int) -> list[Any]:
@@ -329,9 +329,9 @@ def ppermute(stage: Stage, message: Message, pairs: Pairs) -> Message:
 def all_to_all(stage: Stage, message: Message, read: Callable[..., list[Any]] = _decode_rows) -> list[Any]:
     """Sends row r of the leaves [ranks, ...] to rank r. Row r of the result came from rank r."""
     net = stage.compared(message, "all_to_all").net
-    if net.size == 1 and read is _decode_rows:
+    if net.size == 1:
         return list(message.leaves)
     layout = _of_rows(stage.codec, message)
     with scope(ExchangeScope.of("one_shot", layout)):
         payloads, _ = _encode_rows(layout, message, first(message.key, stage.codec, net))
-        return read(layout, net.all_to_all(payloads) if net.size > 1 else payloads)
+        return read(layout, net.all_to_all(payloads))

@@ -161,7 +161,42 @@ def parts(exchange, codec, shape=(4, 8, 96)):
     )
 
 
+def differentiated(derive, use, codec):
+    """Returns the call of a derivative of what is made of parts, once of a gather and once of an array."""
+    gathered = lambda x: use(EXCHANGES["rows"](x, axis_name="a", plan=codec, as_parts=True)).astype(jnp.float32).sum()
+    loss = lambda x: gathered(x) + use(jax.jit(cgx.Quantized.of, static_argnums=1)(x, codec)).astype(jnp.float32).sum()
+    return lambda: on_ranks(derive(loss), mesh(4))(normal((4, 8, 96)))
+
+
+forward = lambda loss: lambda x: jax.jvp(loss, (x,), (x,))
+FLOAT8 = cgx.Float8(bucket_size=32)
+PRODUCT = lambda q: q.values.astype(jnp.float32) * q.scales.astype(jnp.float32).repeat(32, -1)
+
+
+def test_parts_are_constants_where_no_gradient_is_wanted():
+    """And dequantize() has its derivative, as jax.jvp takes it, too."""
+    stopped = differentiated(jax.grad, lambda q: q.dequantize() * PRODUCT(lax.stop_gradient(q)), FLOAT8)()
+    assert np.asarray(stopped).any()
+    (value, tangent), x = differentiated(forward, lambda q: q.dequantize(), FLOAT8)(), normal((4, 8, 96))
+    for found in value, tangent:
+        np.testing.assert_allclose(found, x.sum() + x.sum((1, 2)), rtol=0.02)
+
+
 ERRORS = {
+    "Quantized": [
+        (differentiated(derive, use, codec), TypeError, "", "one that is", "dequantize jax.lax.stop_gradient")
+        for derive, use, codec in (
+            (jax.grad, PRODUCT, FLOAT8),
+            (forward, lambda q: q.values, cgx.Micro("mxfp8")),
+            (lambda f: jax.grad(jax.checkpoint(f)), lambda q: q.scales, cgx.AbsMax(8, 32)),
+            (jax.grad, lambda q: q.dequantize() * q.factors.mean(), cgx.Micro("nvfp4")),
+        )
+    ],
+    "Quantized.of": [
+        (lambda: cgx.Quantized.of(jnp.zeros((0, 32)), cgx.Micro()), ValueError, "x", "float32[0, 32]"),
+        (lambda: cgx.Quantized.of(jnp.zeros(32, jnp.int32), cgx.Micro()), TypeError, "x", "int32"),
+        (lambda: cgx.Quantized.of(jnp.zeros(32), cgx.MaxMin(4)), ValueError, "codec", "MaxMin(", "parts"),
+    ],
     "compressed_all_gather": [
         (parts(EXCHANGES["rows"], cgx.MaxMin(8)), ValueError, "plan", "MaxMin(", "parts Float8"),
         (parts(EXCHANGES["rows"], cgx.AbsMax(8, 128, rotate=True)), ValueError, "plan", "AbsMax(", "rotate"),
@@ -170,6 +205,7 @@ ERRORS = {
     ],
     "compressed_all_to_all": [
         (parts(EXCHANGES["cut"], cgx.Micro(), (4, 4, 24)), ValueError, "x", "float32[4, 4, 24]", "blocks"),
+        (parts(functools.partial(EXCHANGES["swapped"], concat_axis=2), cgx.Micro()), ValueError, "concat_axis", "2"),
         (parts(EXCHANGES["cut"], {"a": cgx.Micro()}), ValueError, "plan", "{'a': Micro("),
     ],
 }

@@ -106,6 +106,14 @@ def test_two_axes(codec, check_vma):
         np.testing.assert_array_equal(got, lax_gradients["pmean {}"])
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_raw_slices_that_are_joined_along_another_dimension(ranks):
+    """The derivative of lax.all_to_all itself fails."""
+    x, f = whole_numbers((ranks, ranks, 3, 5)), lambda x: cgx.compressed_all_to_all(x, "a", 0, 1, cgx.Raw())
+    np.testing.assert_array_equal(on_ranks(jax.grad(lambda x: (f(x) ** 2).sum()), mesh(ranks))(x), 2 * x)
+    np.testing.assert_array_equal(on_ranks(f, mesh(ranks))(x), np.moveaxis(x, (1, 2, 0), (0, 1, 2)))
+
+
 def test_the_transpose_of_an_invarying_gather_rounds_nothing():
     """Every rank has the whole cotangent, so it takes its part, and nothing is sent."""
     gather = lambda codec: lambda x: weighted(cgx.compressed_all_gather(x, "a", codec, to="invarying"))

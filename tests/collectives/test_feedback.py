@@ -169,12 +169,19 @@ def test_who_loses_more_than_it_is_given_is_warned_of(codec):
     assert codec.contracts == bool((lost**2).sum() < (x**2).sum())
 
 
-def test_warning():
-    f = lambda x: psum(x, x, codec=cgx.MaxMin(1, 64), key=None)
-    with pytest.warns(
-        UserWarning, match=r"compressed_psum: argument 'plan': residuals of MaxMin\(bits=1.* grow without bound"
-    ):
-        jax.eval_shape(on_ranks(f, mesh(2)), jnp.ones((2, 100)))
+@pytest.mark.parametrize(
+    ("what", "f"),
+    [
+        ("psum: argument 'plan': residuals", lambda x, codec: psum(x, x, codec=codec, key=None)),
+        (
+            "ppermute: argument 'plan': differences",
+            lambda x, codec: cgx.compressed_ppermute(x, "a", [], codec, carry=cgx.Carry(sent=x, received=x))[0],
+        ),
+    ],
+)
+def test_warning(what, f):
+    with pytest.warns(UserWarning, match=rf"compressed_{what} of MaxMin\(bits=1.* grow without bound"):
+        jax.eval_shape(on_ranks(lambda x: f(x, cgx.MaxMin(1, 64)), mesh(2)), jnp.ones((2, 100)))
 
 
 def test_a_ring_that_encodes_nothing():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import table
-from helpers import normal, sent
+from helpers import as_bits, normal, sent
 from jax import lax
 from ranks import EXACT, mesh, on_ranks, pbroadcast, ring, whole_numbers
 
@@ -50,6 +50,17 @@ def same(got, expected):
 def test_trees(perm, plan):
     check_vma = plan == EXACT
     same(*(on_ranks(f, mesh(4), check_vma)(TREE) for f in (move(perm, plan), plain(perm))))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_raw_leaves_of_a_broadcast_have_all_bits_and_the_gradient_of_compressed_ones(check_vma):
+    x = jnp.tile(jnp.array([-0.0, 1e-40, -1e-45, 3]), (4, 1))
+    run = on_ranks(move(1, cgx.Raw(), to="invarying"), mesh(4), check_vma)
+    np.testing.assert_array_equal(as_bits(run(x)), as_bits(x))
+    for codec in cgx.Raw(), EXACT:
+        loss = lambda x, codec=codec: (move(1, codec, to="invarying")(x) * 2).sum()
+        back = on_ranks(jax.grad(loss), mesh(4), check_vma)(x)
+        np.testing.assert_array_equal(back, jnp.zeros_like(x).at[1].set(2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8])
@@ -139,7 +150,8 @@ def test_differences(check_vma):
             assert carry.sent[name] is None and (moved[name][1:] == tree[name][:3]).all()
     # What isn't finite stays in one step.
     moved, broken = run(jax.tree.map(lambda y: y * jnp.nan if y.dtype == jnp.float32 else y, x), carry)
-    assert np.isnan(moved["w"][1:]).all() and (broken.received["w"] == carry.received["w"]).all()
+    assert np.isnan(moved["w"][1:]).all()
+    same((broken.sent["w"], broken.received["w"]), (carry.sent["w"], carry.received["w"]))
 
 
 def test_differences_in_a_scan_that_is_differentiated():
@@ -228,12 +240,39 @@ def test_ragged_capacity():
     ]
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int32])
+def test_ragged_integers(dtype):
+    (operand, output, *slices), expected = ragged(4, 1)
+    args = np.abs(operand).astype(dtype), np.abs(output).astype(dtype), *slices
+    same(on_ranks(functools.partial(experts, plan=cgx.MaxMin(4)), mesh(4))(*args), np.abs(expected).astype(dtype))
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_ragged_without_rows(capacity):
+    args, _ = ragged(4, 1)
+    args = args[0][:, :0], args[1], *(np.zeros_like(each) for each in args[2:])
+    run = jax.value_and_grad(lambda *args: experts(*args, capacity=capacity).sum(), (0, 1))
+    value, grads = on_ranks(run, mesh(4))(*args)
+    same((value, *grads), (args[1].sum((1, 2)), args[0], np.ones_like(args[1])))
+
+
+def test_ragged_padding_is_zero_and_a_key_without_use_is_warned_of_once():
+    """No bucket of sent rows has the row at offset 0, which padding takes from the operand, or the last one."""
+    (operand, output, *slices), expected = ragged(4, 1)
+    operand[:, 0] = operand[:, -1] = 1e6
+    with pytest.warns(UserWarning, match="key") as found:
+        run = on_ranks(functools.partial(experts, plan=cgx.AbsMax(8, 4096), key=jax.random.key(0)), mesh(4))
+        np.testing.assert_allclose(run(operand, output, *slices), expected, atol=0.05)
+    assert len(found) == 1
+
+
 def call(perm=RING, plan=EXACT, axis="a", x=TREE["w"], **options):
     return lambda: on_ranks(move(perm, plan, axis, **options), mesh(4))(x)
 
 
-def call_ragged(number, wrong, **options):
+def call_ragged(number, wrong, operand=lambda x: x, **options):
     args = list(ragged(4, 2)[0])
+    args[0] = operand(args[0])
     args[number] = wrong(args[number])
     return lambda: on_ranks(functools.partial(experts, **options), mesh(4))(*args)
 
@@ -266,6 +305,10 @@ ERRORS = {
         (call_ragged(2, lambda x: x[:, :7]), ValueError, "input_offsets", "int32[7]", "integers"),
         (call_ragged(5, lambda x: x.astype(np.float32)), ValueError, "recv_sizes", "float32[8]", "integers"),
         (call_ragged(0, lambda x: x, capacity=0), ValueError, "capacity", "0"),
+        (call_ragged(1, lambda x: x[..., 0, 0], operand=lambda x: x[..., 0]), ValueError, "output", "float32[]"),
+        (call_ragged(0, lambda x: {"w": x}), TypeError, "operand", "{'w'"),
+        (call_ragged(0, lambda x: x, plan=cgx.PowerSGD(2)), ValueError, "plan", "PowerSGD("),
+        (call_ragged(1, np.int32, operand=np.int32, capacity=31), ValueError, "capacity", "31", "32 NaN"),
     ],
 }
 test_errors = table(ERRORS)
