@@ -53,11 +53,9 @@ def main():
     assert seen[0] == 1 and seen[-1] == PUBLISHED and seen == sorted(seen) and seen[AWAY[0]] == seen[AWAY[-1] - 1], seen
     assert len(subscriber._state.pieces) == 3  # two of the four of w, and b
     for where in path, f"{path}/none":
-        with cgx.patch.Subscriber(where, like, every=None, timeout=0) as late:
-            with (
-                contextlib.nullcontext() if where == path else pytest.raises(TimeoutError, match="there is no version")
-            ):
-                late.latest(PUBLISHED)
+        late = cgx.patch.Subscriber(where, like, every=None, timeout=0)
+        with contextlib.nullcontext() if where == path else pytest.raises(TimeoutError, match="there is no version"):
+            late.latest(PUBLISHED)
     if importlib.util.find_spec("orbax"):
         from jaxcgx.patch import checkpoints
 
