@@ -97,7 +97,7 @@ class _Handler(ocp.CheckpointHandler):
 @ocp.args.register_with_handler(_Handler, for_save=True)
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):
-    """What a `handler` saves: a tree of arrays that the first process has whole."""
+    """What a `handler` saves: a tree of arrays that each process has whole. The first process writes it."""
 
     item: PyTree
 
