@@ -45,8 +45,9 @@ NOTES = f"""\
   the text of Python's documentation. 124 M: a vector as long as GPT-2 small, with normal weights (deviation 0.02) and
   normal gradients, which repeat with shifts.
 - patches: the sampler has a `Subscriber`. whole: for each version a new one, which fetches an anchor.
-- step: the median of the seconds from one version to the next. The trainer waits until they have passed, so that both
-  ways have the same steps.
+- step: the median of the seconds from one version to the next. The trainer waits until at least
+  {MODELS["3.3 M"][0]:g} s (3.3 M) or {MODELS["124 M"][0]:g} s (124 M) have passed. A step and `publish` may take
+  longer. So the two ways may have other steps, and with the longer ones a sampler is behind less easily.
 - MB: the mean length of the files that the sampler fetches for a version.
 - seconds: from the end of `publish` until `latest` has returned the version, the median of those that arrived. The
   table leaves out the first version, for which the trainer waits.

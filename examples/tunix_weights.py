@@ -77,6 +77,9 @@ class PatchDestination:
     async def fetch(self, sync_request):
         """Returns the weights of a round."""
         address, version = sync_request.source_metadata[0].shards[0].rsplit("/", 1)
+        if self.subscriber and int(version) <= self.subscriber.version:  # a trainer that restarts counts from 1 again
+            await asyncio.to_thread(self.subscriber.close)
+            self.subscriber = None
         if self.subscriber is None:
             self.subscriber = cgx.patch.Subscriber(address, self.like, **self.options)
         return await asyncio.to_thread(self.subscriber.latest, int(version))

@@ -98,7 +98,8 @@ def _steps(command: config.Command, job: Job, step: Any, run: RunFolder, world: 
         found, other = Checkpoints(command.init / "checkpoints", world, run.say).restore(state)
         if not found:
             raise Wrong(f"--init: there is no checkpoint in {command.init / 'checkpoints'}")
-        state = state.replace(params=other.params, model_state=other.model_state)
+        # With DiLoCo, each center has weights of its own, too.
+        state = step.init(other.params, job.model.state).replace(model_state=other.model_state)
     if start > stop:
         raise Wrong(f"config.train.steps: expected at least {start}, the step of the last checkpoint, got {stop}")
     run.begin(start)

@@ -234,7 +234,7 @@ def patches():
     found = lengths | {name: times[name] for name in kept} | {"space": result("publishing")["checkpoints"]}
     for (model, way), row in by("publishing", "model", "way").items():
         found |= {f"{model} {way} s": float(np.median(row["seconds"])), f"{model} {way} MB": row["mb"]}
-        found[f"{model} {way} behind"] = row["behind"]
+        found |= {f"{model} {way} behind": row["behind"], f"{model} {way} step": row["step"]}
     return found
 
 

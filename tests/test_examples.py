@@ -1,16 +1,19 @@
 """Runs the examples for a short time."""
 
+import asyncio
 import functools
 import itertools
 import pathlib
 import re
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
-from helpers import FULL, load_script, run
+from helpers import FULL, assert_same_trees, load_script, run
 from jax.sharding import AxisType
+from started import free_port
 
 import jaxcgx as cgx
 
@@ -33,6 +36,24 @@ def test_fsdp():
     result = run(sys.executable, EXAMPLES / "fsdp.py", "--steps", "2", "--devices", "2")
     raw, compressed = (int(line.split()[-5].replace(",", "")) for line in result.stdout.splitlines())
     assert raw > 4 * compressed
+
+
+def test_tunix_weights_after_the_trainer_restarts(monkeypatch):
+    """With stand-ins for Tunix's classes. Versions count from 1 again, and a sampler gets the new weights."""
+    kinds = dict.fromkeys(
+        ["TensorMetadata", "TransferResult", "WorkUnitId", "WorkUnitMetadata"], lambda *_, **fields: fields
+    )
+    module = types.SimpleNamespace(WeightSyncHandler=object, **kinds)
+    monkeypatch.setitem(sys.modules, "tunix.experimental.orchestrator.weight_sync", module)
+    tunix = load_script(EXAMPLES / "tunix_weights.py", monkeypatch)
+    address, sampler = f"127.0.0.1:{free_port()}", tunix.PatchDestination("sampler", {"w": np.zeros(4, np.float32)})
+    for weights in {"w": np.ones(4, np.float32)}, {"w": np.full(4, 2, np.float32)}:
+        trainer = tunix.PatchSource(address, lambda weights=weights: weights)
+        (found,) = asyncio.run(trainer.prepare_weight_sync())
+        request = types.SimpleNamespace(source_metadata=[types.SimpleNamespace(**found)])
+        assert_same_trees(asyncio.run(sampler.fetch(request)), weights)
+        trainer.publisher.close()
+    sampler.subscriber.close()
 
 
 @pytest.mark.parametrize("name", ["pipeline", "experts"])

@@ -1,19 +1,25 @@
 """Checkpoints of Orbax that are anchors and patches. This module needs Orbax; `jaxcgx.patch` doesn't import it."""
 
 import dataclasses
+import errno
 import os
 import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxcgx.checks import unexpected
+from jaxcgx.checks import unexpected, wrong
 from jaxcgx.patch.carriers import Directory
-from jaxcgx.patch.publisher import Publisher
+from jaxcgx.patch.publisher import Publisher, check_whole
 from jaxcgx.patch.subscriber import Subscriber
 from jaxcgx.patch.versions import File, shortest
 from jaxcgx.typing import PyTree
+
+SAVE = "checkpoints.Save"
+VERSION = "version"  # the name of the file that has the version of a checkpoint
+UNLINKED = (errno.EXDEV, errno.EPERM, errno.ENOTSUP)  # what `os.link` says if it can't make a link there
 
 
 def handler(folder: str | os.PathLike[str], *, anchor_every: int = 100) -> ocp.CheckpointHandler:
@@ -32,36 +38,66 @@ def handler(folder: str | os.PathLike[str], *, anchor_every: int = 100) -> ocp.C
         system must have hard links.
       anchor_every: the number of checkpoints from one anchor to the next.
     """
+    if "://" in str(folder):
+        remedy = "mount the bucket, and pass the path of the mount"
+        raise wrong("checkpoints.handler", "folder", "a path", repr(folder), remedy)
     return _Handler(pathlib.Path(folder).absolute(), anchor_every)
 
 
 class _Handler(ocp.CheckpointHandler):
     def __init__(self, folder: pathlib.Path, anchor_every: int) -> None:
-        self._folder = folder
+        self._folder, self._every = folder, anchor_every
         self._publisher = Publisher(folder, anchor_every=anchor_every, keep=1)
 
     def save(self, directory: Any, args: "Save") -> None:
+        for path, x in jax.tree_util.tree_leaves_with_path(args.item):
+            if not isinstance(x, jax.Array | np.ndarray | np.generic):  # `Restore` refuses it
+                expected, remedy = "arrays of JAX or NumPy", f"pass np.asarray({x!r})"
+                raise wrong(SAVE, "item", expected, repr(x), remedy, path=path, kind=TypeError)
+            check_whole(SAVE, "item", path, x)
         if jax.process_index() > 0:
             return
-        self._publisher.publish(args.item)
-        sizes = File.of(Directory(self._folder).names())
-        for file in shortest(sizes, max(sizes).run, 0):
-            os.link(self._folder / str(file), pathlib.Path(directory) / str(file))
+        version, files = self._published(args.item)
+        if not files:  # another program has removed an older one, so this version begins anew
+            self._publisher = Publisher(self._folder, anchor_every=self._every, keep=1)
+            version, files = self._published(args.item)
+        try:
+            if not files:
+                raise FileNotFoundError
+            for file in files:
+                os.link(self._folder / str(file), pathlib.Path(directory) / str(file))
+        except FileNotFoundError:
+            expected, remedy = f"the files of version {version} in {self._folder}", "keep other programs from it"
+            raise unexpected(SAVE, expected, "none, or a part of them", remedy, kind=RuntimeError) from None
+        except OSError as error:
+            if error.errno not in UNLINKED:
+                raise
+            expected = f"a folder on the file system of {directory}, which has hard links"
+            raise wrong("checkpoints.handler", "folder", expected, error, "pass another one", kind=OSError) from None
+        (pathlib.Path(directory) / VERSION).write_text(str(version))
 
     def restore(self, directory: Any, args: "Restore") -> PyTree:
-        newest = max((file.version for file in File.of(Directory(directory).names())), default=1)
-        with Subscriber(directory, args.item, every=None, timeout=0) as subscriber:
-            try:
-                return subscriber.latest(newest)
-            except TimeoutError as error:
-                expected, remedy = f"the whole weights in {directory}", "restore another checkpoint"
-                raise unexpected("checkpoints.Restore", expected, error, remedy) from None
+        try:
+            version = int((pathlib.Path(directory) / VERSION).read_text())
+            with Subscriber(directory, args.item, every=None, timeout=0) as subscriber:
+                return subscriber.latest(version)
+        except (FileNotFoundError, TimeoutError) as error:
+            expected, remedy = f"the whole weights in {directory}", "restore another checkpoint"
+            raise unexpected("checkpoints.Restore", expected, error, remedy) from None
+
+    def _published(self, tree: PyTree) -> tuple[int, list[File]]:
+        """Publishes a tree. Returns its version and the files that lead there, none if one of them is missing."""
+        version = self._publisher.publish(tree)
+        sizes = File.of(Directory(self._folder).names())
+        run = next((file.run for file in sizes if file.version == version), "")
+        files = shortest(sizes, run, 0)
+        return version, files if files and files[-1].version == version else []
 
 
 @ocp.args.register_with_handler(_Handler, for_save=True)
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):
-    """What a `handler` saves: a tree of arrays that the first process has whole."""
+    """What a `handler` saves: a tree of arrays that each process has whole. The first process writes it."""
 
     item: PyTree
 

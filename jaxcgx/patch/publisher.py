@@ -132,11 +132,16 @@ class Publisher:
                     self._store.remove(name)
 
 
+def check_whole(op: str, argument: str, path: Any, x: Any) -> None:
+    """Checks that this process has all elements of a leaf."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        remedy = f"pass jax.experimental.multihost_utils.process_allgather({argument}, tiled=True)"
+        raise wrong(op, argument, "arrays that this process has whole", "shards", remedy, path=path)
+
+
 def _host(op: str, path: Any, x: Any) -> Array:
     """Returns a copy of a leaf in host memory, because steps may donate it and programs may change it."""
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-        remedy = "pass jax.experimental.multihost_utils.process_allgather(tree, tiled=True), and publish in one process"
-        raise wrong(op, "tree", "arrays that this process has whole", "shards", remedy, path=path)
+    check_whole(op, "tree", path, x)
     try:
         found = np.array(x, order="C")
     except (TypeError, ValueError):

@@ -129,7 +129,8 @@ class Subscriber:
                 self._look()
             with self._changed:
                 state, reason, problem = self._state, self._reason, self._problem
-            late = time.monotonic() >= end
+            asks = self._agreed == (0, "") and self._newest[0] > 0  # only now, so that nothing is made yet
+            late = time.monotonic() >= end and not asks
             if self._agreed:
                 state, late, problem = self._agree(state, reason, late, problem)
             if problem:

@@ -39,6 +39,7 @@ from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 OP = "value_and_grad"
 _CLOSED_OVER = "Closing over", "should match the aval mesh"  # in JAX's errors for closed-over arrays that are sharded
+_STATEFUL = "Old and new values have different structures"  # in Equinox's, for its stateful layers
 
 
 def value_and_grad(
@@ -374,7 +375,9 @@ class ValueAndGrad:
             if any(words in str(error) for words in _CLOSED_OVER):
                 expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
                 raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
-            if not self.mapped and not str(error).startswith(f"{OP}:"):
+            # Diffrax has an error without words, because it computes constants while JAX traces them.
+            wordless = isinstance(error, AssertionError) and not str(error)
+            if not self.mapped and (wordless or _STATEFUL in str(error)):
                 remedy = 'if plain JAX takes this one, pass ranks="vmap"'
                 error.add_note(f"{OP}: JAX refuses some losses inside of jax.shard_map; {remedy}.")
             raise

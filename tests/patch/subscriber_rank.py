@@ -1,6 +1,8 @@
 """A process that test_subscriber.py starts: python subscriber_rank.py PORT RANK DIRECTORY."""
 
+import contextlib
 import ctypes
+import importlib.util
 import signal
 import sys
 
@@ -50,6 +52,15 @@ def main():
     assert (multihost_utils.process_allgather(np.array(seen)) == seen).all(), seen
     assert seen[0] == 1 and seen[-1] == PUBLISHED and seen == sorted(seen) and seen[AWAY[0]] == seen[AWAY[-1] - 1], seen
     assert len(subscriber._state.pieces) == 3  # two of the four of w, and b
+    for where in path, f"{path}/none":
+        late = cgx.patch.Subscriber(where, like, every=None, timeout=0)
+        with contextlib.nullcontext() if where == path else pytest.raises(TimeoutError, match="there is no version"):
+            late.latest(PUBLISHED)
+    if importlib.util.find_spec("orbax"):
+        from jaxcgx.patch import checkpoints
+
+        with pytest.raises(ValueError, match="checkpoints.Save: argument 'item', leaf .*whole"):
+            checkpoints.handler(f"{path}/patches").save(path, checkpoints.Save(found))
     jax.distributed.shutdown()
 
 

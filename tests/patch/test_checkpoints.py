@@ -1,5 +1,8 @@
 """Tests checkpoints of Orbax that are patches: the bits of every step, the space that they take, and other folders."""
 
+import errno
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,8 +66,40 @@ def test_what_is_no_whole_checkpoint(tmp_path):
     handler, tree = checkpoints.handler(tmp_path / "patches"), next(trained())
     (tmp_path / "1").mkdir()
     handler.save(tmp_path / "1", checkpoints.Save(tree))
-    (file,) = (tmp_path / "1").iterdir()
+    (file,) = (tmp_path / "1").glob("*.anchor")
     file.write_bytes(file.read_bytes()[:-1])
-    for folder, why in (tmp_path / "1", "is corrupted"), (tmp_path, "no version"):
+    for folder, why in (tmp_path / "1", "is corrupted"), (tmp_path, "No such file.*version"):
         with pytest.raises(ValueError, match=f"checkpoints.Restore: expected the whole weights in {folder}, .*{why}"):
             handler.restore(folder, checkpoints.Restore(tree))
+
+
+@pytest.mark.parametrize("removed", ["folder", "patch"])
+def test_files_that_another_program_has_removed(removed, tmp_path):
+    """Each step has its own weights, or none."""
+    folder = tmp_path / "patches"
+    trees, handler = list(trained())[:5], checkpoints.handler(folder)
+    for step, tree in enumerate(trees):
+        if step == 3:
+            shutil.rmtree(folder) if removed == "folder" else next(folder.glob("*2-*.patch")).unlink()
+        (tmp_path / str(step)).mkdir()
+        handler.save(tmp_path / str(step), checkpoints.Save(tree))
+        assert_same_trees(handler.restore(tmp_path / str(step), checkpoints.Restore(tree)), tree)
+    next((tmp_path / "4").glob("*6-*.patch")).unlink()
+    with pytest.raises(ValueError, match="expected version 6 .* got 5"):
+        handler.restore(tmp_path / "4", checkpoints.Restore(tree))
+
+
+def test_what_is_not_saved(tmp_path, monkeypatch):
+    tree, fail = {"w": np.zeros(4)}, lambda code: lambda *_: (_ for _ in ()).throw(OSError(code, ""))
+    handler = checkpoints.handler(tmp_path / "patches")
+    for rank in 0, 1:  # in all processes, so that none waits for another one
+        monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+        with pytest.raises(TypeError, match=r"checkpoints.Save: argument 'item', leaf \['s'\]: expected arrays"):
+            handler.save(tmp_path, checkpoints.Save({"s": 2}))
+    with pytest.raises(ValueError, match="checkpoints.handler: argument 'folder': expected a path, got 'gs://b/p'"):
+        checkpoints.handler("gs://b/p")
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    for code, error, match in (errno.EXDEV, OSError, "'folder': .* hard links"), (errno.ENOENT, RuntimeError, "a part"):
+        monkeypatch.setattr(checkpoints.os, "link", fail(code))
+        with pytest.raises(error, match=match):
+            handler.save(tmp_path, checkpoints.Save(tree))

@@ -99,12 +99,16 @@ def test_same_bits(run, train, tmp_path, monkeypatch):
 
 
 def test_a_sampler_beside_a_fine_tuning(run, tmp_path, monkeypatch, capsys):
-    """The fine-tuning begins with the weights of another run. The sampler has its last ones, in bfloat16."""
+    """The fine-tuning begins with the weights of another run, in each center of DiLoCo, whose round is at its end.
+
+    The sampler has its last ones, in bfloat16.
+    """
     first, second, weights = (tmp_path / name for name in ("first", "second", "weights"))
     small = {key: GPT[key] for key in ("model.layers", "model.width", "data.context")} | {"train.steps": 2}
+    small |= {"compression": "diloco", "compression.every": 2}
     run("text/gpt", small, runs=first)
     more = f"--init={next(first.iterdir())}", f"--publish={weights}"
-    run("text/gpt", small | {"schedule.rate": 1e-9}, runs=second, more=more)
+    run("text/gpt", small | {"schedule.rate": 1e-9, "train.seed": 1}, runs=second, more=more)
     params = [checkpoint(folder, 2)["params"] for folder in (first, second)]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *params)
     sampler, seen = load_script(RECIPES / "sample.py", monkeypatch), []

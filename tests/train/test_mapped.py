@@ -136,20 +136,25 @@ def test_losses_that_close_over_traced_values(fun, kind):
     close(found, jax.value_and_grad(total)(PARAMS, X))
 
 
-def typed(params, x):
-    """Equinox's stateful layers compare the types of old and new values. In shard_map, types name the mesh."""
+def typed(error, params, x):
+    """Libraries compare the types of old and new values. In shard_map, types name the mesh."""
     old, new = (jax.eval_shape(lambda value=value: value) for value in (params["b"][0], np.float32(0)))
     if old != new:
-        raise TypeError(f"{old} became {new}")
+        raise error
     return loss_fn(params, x)
 
 
-def test_a_loss_that_jax_refuses_in_shard_map():
-    mesh = mesh_of(AxisType.Auto)
-    with pytest.raises(TypeError, match="became") as caught:
-        cgx.value_and_grad(typed, "data", cgx.Raw(), mesh=mesh)(PARAMS, X)
-    assert 'pass ranks="vmap"' in " ".join(caught.value.__notes__)
-    f = cgx.value_and_grad(typed, "data", cgx.Raw(), mesh=mesh, ranks="vmap")
+# Those of Equinox's stateful layers and of Diffrax. The last is plain JAX's, too.
+@pytest.mark.parametrize(
+    "error, noted",
+    [(ValueError("Old and new values have different structures"), 1), (AssertionError(), 1), (KeyError(), 0)],
+)
+def test_a_loss_that_jax_refuses_in_shard_map(error, noted):
+    mesh, fun = mesh_of(AxisType.Auto), functools.partial(typed, error)
+    with pytest.raises(type(error)) as caught:
+        cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(PARAMS, X)
+    assert " ".join(getattr(caught.value, "__notes__", [])).count('pass ranks="vmap"') == noted
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh, ranks="vmap")
     close(f(PARAMS, X), jax.value_and_grad(loss_fn)(PARAMS, X))
 
 

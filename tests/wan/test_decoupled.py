@@ -23,7 +23,7 @@ from started import Processes, free_port
 import jaxcgx as cgx
 from jaxcgx.wan.decoupled.inbox import Assembly, Contribution, Decision
 from jaxcgx.wan.decoupled.moves import Packing
-from jaxcgx.wan.decoupled.peers import FrameKind, Version
+from jaxcgx.wan.decoupled.peers import Frame, FrameKind, Version
 
 # Numbers with few bits, so that their sums and products are exact.
 PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0, "b": jnp.round(4 * normal((4,), 2)) / 4 + 0}
@@ -352,6 +352,17 @@ def test_a_center_that_comes_back_gets_patches(monkeypatch):
         assert sent.kind == kind and (len(sent.body) < 4000) == (kind == FrameKind.PATCHES)
         late.leave()
         frames.clear()
+    # Half a length of a patch, from a program that was cut off, does nothing.
+    chair._inbox._got(1, Frame(FrameKind.PATCHES, chair._held.version, chair._held.merged.tobytes() + bytes(4)))
+    chair.leave()
+
+
+def test_rounds_of_dense_gradients_keep_no_patches():
+    given, params = decoupled(2, quorum=1, grace=1.0, every=1, plan=cgx.Raw()), {"w": normal((64, 64), 5)}
+    (own, chair), (_, late) = join(given, params)
+    late.leave()
+    until(lambda: chair.step(own), lambda _: chair.last and chair.last.number == 2)
+    assert not chair._held.patches
     chair.leave()
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -269,17 +270,21 @@ def test_eager_fragments_of_centers_of_two_ranks_keep_what_compression_loses():
             assert own.residuals[name].any()
 
 
-@pytest.mark.parametrize("local", [1, 2])
-def test_pulseloco_sends_what_the_forward_pass_sees(local):
+@pytest.mark.parametrize("local, ratio", [(1, 1.0), (2, 1.0), (1, 0.25)])
+def test_pulseloco_sends_what_the_forward_pass_sees(local, ratio):
     """Parameters near 16 have bfloat16 neighbors at 1/8. Most changes are smaller, and add up until they are seen."""
     params = jax.tree.map(lambda x: x + 16, PARAMS)
-    plan = cgx.Plan.every(cgx.TopK(1.0))
+    plan = cgx.Plan.every(cgx.TopK(ratio))
     rounds = cgx.wan.PULSELoCo(plan, every=2, outer=NESTEROV)
     train = trainer(rounds, mesh_of(local=local), optimizer=optax.sgd(2**-6))
     got, state = run(train, 12, train.init(params), lambda t: X[t % len(X)] + 16)
+    # XLA drops a conversion to bfloat16 and back, as before a comparison on GPUs, but not one of bits.
+    text = train.step.lower(state, jnp.asarray(X[0])).as_text()
+    assert "ui16" in text and not re.search("compare +NE.*bf16", text)
     expected, shares = Transcription(params, X + 16, 2**-6), []
     lost = jax.tree.map(np.zeros_like, expected.own)
     bf16 = lambda x: np.float32(jnp.asarray(x, jnp.bfloat16))
+    largest = lambda x: np.asarray(cgx.roundtrip(jnp.asarray(x), cgx.TopK(ratio)))
     for t, (found, _) in enumerate(got, 1):
         expected.train()
         if t % 2 == 0:
@@ -287,15 +292,23 @@ def test_pulseloco_sends_what_the_forward_pass_sees(local):
             for own, residual in zip(expected.own, lost):
                 total = {name: x - own[name] + residual[name] for name, x in expected.outer.items()}
                 seen = {name: bf16(x) != bf16(x - total[name]) for name, x in expected.outer.items()}
-                sent.append({name: np.where(seen[name], d, 0) for name, d in total.items()})
-                residual.update({name: np.where(seen[name], 0, d) for name, d in total.items()})
+                sent.append({name: largest(np.where(seen[name], d, 0)) for name, d in total.items()})
+                residual.update({name: d - sent[-1][name] for name, d in total.items()})
                 shares.append(np.mean(seen["w"]))
             expected.step({name: (sent[0][name] + sent[1][name]) / 2 for name in PARAMS}, WHOLE, 0.5, 0.5)
         assert_trees(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected.outer)
-    assert 0 < np.mean(shares) < 0.5
+    assert 0 < np.mean(shares) < 0.6
     for name in PARAMS:
         kept = parts(state)[0][0].residuals[name]
         np.testing.assert_allclose(kept, np.stack([each[name] for each in lost]), atol=1e-5)
+
+
+def test_what_float16_holds_only_as_infinity_travels():
+    rounds = cgx.wan.PULSELoCo(cgx.Plan.every(cgx.TopK(1.0)), every=1, outer=NESTEROV, forward="float16")
+    train = trainer(rounds, optimizer=optax.sgd(2**-6))
+    params = jax.tree.map(lambda x: x + 1e5, PARAMS)
+    got, _ = run(train, 1, train.init(params), lambda t: X[0])
+    assert all((got[0][0][name] != params[name]).all() for name in PARAMS)
 
 
 def test_a_state_goes_on_in_another_step():

@@ -370,7 +370,7 @@ class Member:
         before, self._held, self._sent = self._sendable(), held, None
         if self._inbox:
             self._inbox.advance(held.version, adopted)
-            if not adopted:
+            if not adopted and self._moves.packing.sparse:  # else rounds change nearly all bits
                 self._held = held._replace(patches=_longer(before, self._sendable()))
 
     def _sendable(self) -> Sendable:

@@ -351,15 +351,15 @@ def _frame_of(state: Sendable, there: Version) -> Frame:
 
 
 def _patched(state: Sendable, body: Any) -> bytes | None:
-    """Returns the body of a STATE, from that of PATCHES. None: this center has another state by now than it had."""
+    """Returns the body of a STATE, from that of PATCHES. None: they are cut, or this center has another state."""
     at, arrays = state.merged.nbytes, [np.asarray(x) for x in state.arrays]
     merged = body[:at]
     while at < len(body):
-        (size,) = SIZE.unpack_from(body, at)
-        at += SIZE.size + size
         try:
+            (size,) = SIZE.unpack_from(body, at)
+            at += SIZE.size + size
             arrays = apply(arrays, Patch.frombytes(body[at - size : at]))
-        except ValueError:
+        except (ValueError, struct.error):
             return None
     return b"".join([merged, *(x.tobytes() for x in arrays)])
 

@@ -79,6 +79,11 @@ class Packing:
         return cls(tuple(found), cut(op, params, routes.skipped, 1)[0])
 
     @property
+    def sparse(self) -> bool:
+        """Whether a round may change few elements."""
+        return any(leaf.codec.sparse for leaf in self.leaves)
+
+    @property
     def bytes(self) -> int:
         """The number of bytes of a center's outer gradients."""
         return sum(leaf.bytes for leaf in self.leaves)

@@ -380,9 +380,12 @@ class Turn:
         if dtype is None:
             return moved, residuals, None
         total = each(lambda d, r: d if r is None else d + r, moved, residuals)
-        seen = lambda t, x: jnp.where((wide(x) - t).astype(dtype) != x.astype(dtype), t, 0)
+        # XLA drops a conversion there and back, so that a comparison of values could see all bits of float32.
+        bits = lambda x: lax.bitcast_convert_type(x.astype(dtype), jnp.uint16)
+        beyond = lambda x: jnp.abs(wide(x)) > float(jnp.finfo(dtype).max)  # only infinity in float16
+        seen = lambda t, x: jnp.where((bits(wide(x) - t) != bits(x)) | beyond(x), t, 0)
         sent = each(lambda t, x, r: t if r is None else seen(t, x), total, outer, residuals)
-        return sent, zeros(residuals), each(jnp.subtract, total, sent)
+        return sent, zeros(residuals), each(lambda t, s, r: None if r is None else t - s, total, sent, residuals)
 
     def _receive(self, begun: Begun, state: ExchangeState) -> tuple[PyTree, ExchangeState]:
         """Ends an exchange. Returns (mean, state).
@@ -394,7 +397,7 @@ class Turn:
         mean, carry = end(ticket, carry)
         residuals = carry.residuals
         if unseen is not None:
-            residuals = each(lambda u, r: r if r is None else r + u, unseen, residuals)
+            residuals = each(jnp.add, residuals, unseen)
         if inner := self.net.names[1:]:
             ranks = lax.axis_size(inner)
             mean = each(lambda x: x * ranks, mean)
