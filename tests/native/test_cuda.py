@@ -193,7 +193,8 @@ def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
     waits = {name for name in handlers["CUDA"] if name.startswith("jaxcgx_tcp_")}  # for other processes
     assert {name: traits(h) for name, h in handlers["CUDA"].items()} == {n: n not in waits for n in handlers["CUDA"]}
     assert not any(traits(h) for h in handlers["cpu"].values())
-    assert handlers["CUDA"].keys() == handlers["cpu"].keys() - {"jaxcgx_exchange"} and len(waits) == 5
+    own = {"jaxcgx_patch_apply", "jaxcgx_patch_encode"}  # on CPUs, patches are made outside of XLA
+    assert handlers["CUDA"].keys() - own == handlers["cpu"].keys() - {"jaxcgx_exchange"} and len(waits) == 5
 
 
 def test_a_codec_without_kernels_runs_in_jnp():
