@@ -64,7 +64,7 @@ class Quantized:
           codec: one that `as_parts=True` takes.
         """
         x = as_whole("Quantized.of", "x", (), as_leaf("Quantized.of", x))
-        check_parts("Quantized.of", "codec", check_encodes("Quantized.of", codec), x.shape, x)
+        check_parts("Quantized.of", "codec", check_encodes("Quantized.of", codec), x.shape, leaf=x)
         if not x.size:
             raise wrong("Quantized.of", "x", "an array with elements", spell_array(x))
         layout = Layout.of(codec, [x])

@@ -121,7 +121,7 @@ class Call(NamedTuple):
             shape = list(route.shape)
             if split:
                 shape[split[i] : split[i] + 1] = [shape[split[i]] // self.net.size] * tiled
-            check_parts(self.routes.op, "plan", route.codecs[0], shape, route, path=route.path)
+            check_parts(self.routes.op, "plan", route.codecs[0], shape, leaf=route, path=route.path)
             if not tiled and dims[i] == len(shape):
                 expected = "a dimension before the last one, along which scales are shared, with as_parts"
                 raise wrong(self.routes.op, argument, expected, dims[i], path=route.path)

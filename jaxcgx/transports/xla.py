@@ -103,7 +103,7 @@ class Axes(base.Transport):
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
         if not tiled and split_axis != concat_axis:  # lax.all_to_all fails in its derivative
-            return base.Transport.plain_all_to_all(Axes(self.names), x, split_axis, concat_axis, tiled)
+            return base.Transport.plain_all_to_all(Axes(self.names), x, split_axis, concat_axis, tiled=tiled)
         return lax.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
 
     def plain_pbroadcast(self, x: jax.Array, source: int, to: str) -> jax.Array:
