@@ -92,6 +92,7 @@ def _terms(begun: BegunMessage, message: Message, inner: int) -> list[Any]:
 
 
 def _stacks(stage: Stage, message: Message, terms: list[list[Any] | None]) -> list[_Stack]:
+    """Returns the leaves by the shapes of their matrices. `terms`: the leaves, and their residuals or None."""
     codec, alike = cast(LowRank, stage.codec), dict[tuple[int, int], list[int]]()
     for i, x in enumerate(message.leaves):
         alike.setdefault(codec.matrix(x.shape), []).append(i)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import os
 import pathlib
 from typing import Any
@@ -46,8 +47,9 @@ def handler(folder: str | os.PathLike[str], *, anchor_every: int = 100) -> ocp.C
 
 class _Handler(ocp.CheckpointHandler):
     def __init__(self, folder: pathlib.Path, anchor_every: int) -> None:
-        self._folder, self._every = folder, anchor_every
-        self._publisher = Publisher(folder, anchor_every=anchor_every, keep=1)
+        self._folder = folder
+        self._begin = functools.partial(Publisher, folder, anchor_every=anchor_every, keep=1)
+        self._publisher = self._begin()
 
     def save(self, directory: Any, args: "Save") -> None:
         for path, x in jax.tree_util.tree_leaves_with_path(args.item):
@@ -59,7 +61,7 @@ class _Handler(ocp.CheckpointHandler):
             return
         version, files = self._published(args.item)
         if not files:  # another program has removed an older one, so this version begins anew
-            self._publisher = Publisher(self._folder, anchor_every=self._every, keep=1)
+            self._publisher = self._begin()
             version, files = self._published(args.item)
         try:
             if not files:
