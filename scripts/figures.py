@@ -232,6 +232,7 @@ def patches():
     kept = [f"patch ms {rate}, {do}" for rate in ("1e-06", "0.0001") for do in ("encode", "apply")]
     lengths = {f"patch {rate}": row["shorter"] for rate, row in by("patch", "rate", table="lengths").items()}
     found = lengths | {name: times[name] for name in kept} | {"space": result("publishing")["checkpoints"]}
+    found["patch memcpy ms"] = float(np.median([row["memcpy_ms_of_repetitions"] for row in result("patch")["speeds"]]))
     for (model, way), row in by("publishing", "model", "way").items():
         found |= {f"{model} {way} s": float(np.median(row["seconds"])), f"{model} {way} MB": row["mb"]}
         found |= {f"{model} {way} behind": row["behind"], f"{model} {way} step": row["step"]}
