@@ -177,10 +177,10 @@ def times(report, args):
             hosts = Hosts(stack, lab, speed.commands(args.torch), settings, methods=args.methods or METHODS)
             curves = speed.curves(hosts, model.target, args.most or model.most, every=speed.SPAN)
             steps = {
-                method: speed.steps_to(values, model.target, every=speed.SPAN) for method, values in curves.items()
+                method: [speed.steps_to(values, model.target, every=speed.SPAN)] for method, values in curves.items()
             }
             hosts.limit(speed.link(MBIT))
-            found = speed.figures(hosts, steps, speed.turns(hosts, speed.SPAN, args.repeats))
+            found = speed.figures(speed.turns(hosts, speed.SPAN, args.repeats), steps)
             rows = {(count, name): dict(hosts=count, method=name) | r for name, r in found.items()}
             kept = [rows.pop((row["hosts"], row["method"]), row) for row in report.data["times"]]
             report.data["times"] = [*kept, *rows.values()]

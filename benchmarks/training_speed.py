@@ -34,6 +34,7 @@ HOSTS = 2, 4
 RATES = {100: 2, 1000: 3, 10_000: 3}  # {Mbit/s: steps of a turn}
 UNLIMITED = 100_000  # Mbit/s for runs in which only the losses count
 EVERY = 10  # steps between two losses
+SEEDS = 0, 1, 2  # of the first weights and batches of a training run. The speed is measured with the first.
 AGREE = 1e-3  # the largest relative difference between the first losses of all methods
 ACROSS, SPAN = "priority|DiLoCo", STREAMING["every"]  # methods whose exchanges cross steps, the steps of their turns
 ROUND, PARTS = "DiLoCo, 4 bits, H 20", "DiLoCo, 4 bits, H 20, streaming"  # both send the same in a whole round
@@ -57,9 +58,10 @@ NOTES = f"""\
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
 - steps: until the loss on held-out data reaches the target, on a straight line between two losses. The loss is measured
   every {EVERY} steps. The mean of {SMOOTH} losses in a row counts as the loss at the step of the middle one. It doesn't
-  depend on the link, so every method is trained once for each number of hosts. seconds: steps x the median time of a
-  step. "-": not reached.
-- There is one seed, so the steps of close methods differ by chance. The transformer starts from weights after
+  depend on the link, so every method is trained with {len(SEEDS)} seeds for each number of hosts, and the median of the
+  steps counts. The JSON file has the steps of each seed. seconds: steps x the median time of a step. "-": most seeds
+  don't reach it.
+- The steps of close methods differ by chance. The transformer starts from weights after
   {data.MODELS["transformer"].begun} steps of one process. Before that, the loss is on a plateau, where the model knows
   only the frequencies of bytes. When it leaves this plateau is a matter of chance (60 to 110 steps of float32 with
   three orders of the same batches).
@@ -130,35 +132,42 @@ def steps_to(losses, target, every=EVERY):
 def turns(hosts, steps, repeats):
     """Measures the turns of all methods. They begin after a multiple of SPAN / STREAMING["fragments"] steps.
 
-    Returns {method: {"ms": of each turn, on the slowest host, "sent": bytes of a step, by the host that sends most}}.
+    Returns {method: {"framework", "kind", "ms": of each turn, on the slowest host, "sent": bytes of a step, by the host
+    that sends most}}.
     """
-    found = {method: dict(ms=[], sent=[]) for method in hosts.methods}
+    found = {m: dict(framework=f, kind=kind, ms=[], sent=[]) for m, (f, kind) in hosts.methods.items()}
     for turn in range(repeats + 1):  # the first turn doesn't count
         for method in hosts.methods:
             # The last step of a round begins an exchange. Turns of streaming end when its result has been applied.
             late = STREAMING["overlap"] * (method == PARTS and turn == 0)
             told = hosts.ask(method, (SPAN if re.search(ACROSS, method) else steps) + late)
-            for what, values in found[method].items():
-                values += [max(told[what])] * (turn > 0)
+            for what in "ms", "sent":
+                found[method][what] += [max(told[what])] * (turn > 0)
     if PARTS in hosts.methods:
         hosts.ask(PARTS, SPAN - STREAMING["overlap"])  # to where the next turns may begin
     return found
 
 
-def figures(hosts, steps, found):
-    """Returns {method: its figures} on one link."""
-    alone = {f: np.array(found[method]["ms"]) for method, (f, kind) in hosts.methods.items() if kind == "alone"}
+def middle(steps):
+    """Returns the median of the seeds' steps, or None if most seeds don't reach the loss."""
+    return sorted(steps, key=lambda taken: (taken is None, taken))[len(steps) // 2] if steps else None
+
+
+def figures(found, steps):
+    """Returns {method: its figures} on one link, from its turns and its steps to the loss with each seed."""
+    alone = {turn["framework"]: np.array(turn["ms"]) for turn in found.values() if turn["kind"] == "alone"}
     rows = {}
-    for method, (framework, kind) in hosts.methods.items():
-        ms, taken = np.array(found[method]["ms"]), steps.get(method)
+    for method, turn in found.items():
+        ms, without, taken = np.array(turn["ms"]), alone[turn["framework"]], middle(steps.get(method, []))
         rows[method] = dict(
-            kind=kind,
+            kind=turn["kind"],
             ms=median(ms),
             quartiles=rounded(np.percentile(ms, [25, 75])),
-            exposed_ms=median(ms - alone[framework]),
-            busy=median(alone[framework] / ms),
-            sent_bytes=round(median(found[method]["sent"])),
+            exposed_ms=median(ms - without),
+            busy=median(without / ms),
+            sent_bytes=round(median(turn["sent"])),
             steps=taken,
+            steps_of_seeds=steps.get(method),
             seconds=taken and round(taken * median(ms) / 1e3, 3),
             ms_of_turns=rounded(ms),
         )
@@ -291,36 +300,58 @@ def kept(name, args, find):
     return json.loads(path.read_text())
 
 
-def measure(report, model, count, args):
-    """Returns {network: rows} of a model on a number of hosts."""
-    setting, found = data.MODELS[model], {}
-    where = dict(network=f"{model}, {count} hosts")
-    with contextlib.ExitStack() as stack:
+@contextlib.contextmanager
+def hosts_of(model, count, seed, args):
+    """Starts the hosts of a network. All have the same first weights and batches of this seed."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        path = pathlib.Path(folder, "data.npz")
+        data.write(path, model, count, seed)
+        lab = stack.enter_context(Lab(count, link(UNLIMITED)))
+        settings = dict(model=model, rate=data.MODELS[model].rate, data=str(path))
+        yield Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
 
-        @functools.cache
-        def hosts():
-            path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
-            data.write(path, model, count)
-            lab = stack.enter_context(Lab(count, link(UNLIMITED)))
-            settings = dict(model=model, rate=setting.rate, data=str(path))
-            return Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
+
+def speeds(network, model, count, args):
+    """Returns {Mbit/s: the turns of all methods}, and keeps each of them."""
+    with contextlib.ExitStack() as stack:
+        hosts = functools.cache(lambda: stack.enter_context(hosts_of(model, count, SEEDS[0], args)))
 
         def of_rate(mbit):
             hosts().limit(link(mbit))
-            return figures(hosts(), steps, turns(hosts(), RATES[mbit], args.repeats))
+            return turns(hosts(), RATES[mbit], args.repeats)
 
-        losses = kept(where["network"], args, lambda: curves(hosts(), setting.target, args.most or setting.most))
-        for method, values in losses.items():
-            points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]
-            report.data["losses"] += [where | point for point in points]
-        steps = {method: steps_to(values, setting.target) for method, values in losses.items()}
-        for mbit in args.rates or RATES:
-            network = f"{where['network']}, {mbit} Mbit/s"
-            rows = found[network] = kept(network, args, functools.partial(of_rate, mbit))
-            report.data["rows"] += [where | dict(mbit=mbit, method=method) | r for method, r in rows.items()]
-            examples = f"{setting.batch} examples a host and step, to a loss of {setting.target:g}"
-            report.show("", f"{network}, {examples}.", "")
-            show(report, rows)
+        return {
+            mbit: kept(f"{network}, {mbit} Mbit/s", args, functools.partial(of_rate, mbit))
+            for mbit in args.rates or RATES
+        }
+
+
+def training(network, model, count, seed, args):
+    """Returns {method: the losses of a training run with this seed}, and keeps them."""
+
+    def find():
+        with hosts_of(model, count, seed, args) as hosts:
+            return curves(hosts, data.MODELS[model].target, args.most or data.MODELS[model].most)
+
+    return kept(f"{network}, seed {seed}", args, find)
+
+
+def measure(report, model, count, args):
+    """Returns {network: rows} of a model on a number of hosts."""
+    setting, found, network = data.MODELS[model], {}, f"{model}, {count} hosts"
+    taken = speeds(network, model, count, args)
+    trained = [training(network, model, count, seed, args) for seed in SEEDS]
+    where = dict(network=network)
+    for method, values in trained[0].items():
+        points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]
+        report.data["losses"] += [where | point for point in points]
+    steps = {method: [steps_to(losses[method], setting.target) for losses in trained] for method in trained[0]}
+    for mbit, turns_of_rate in taken.items():
+        rows = found[f"{network}, {mbit} Mbit/s"] = figures(turns_of_rate, steps)
+        report.data["rows"] += [where | dict(mbit=mbit, method=method) | r for method, r in rows.items()]
+        examples = f"{setting.batch} examples a host and step, to a loss of {setting.target:g}"
+        report.show("", f"{network}, {mbit} Mbit/s, {examples}.", "")
+        show(report, rows)
     return found
 
 

@@ -145,10 +145,10 @@ def begun(weights, model, batches):
     return {name: np.asarray(value) for name, value in carry[0].items()}
 
 
-def write(path, model, hosts):
+def write(path, model, hosts, seed=0):
     """Writes the first weights and all batches of a model for a number of hosts."""
     make_weights, make_batches = MAKERS[model]
-    rng, setting = np.random.default_rng(0), MODELS[model]
+    rng, setting = np.random.default_rng(seed), MODELS[model]
     weights = make_weights(rng)
     if setting.begun:
         weights = begun(weights, model, make_batches(rng, (setting.begun, 2 * setting.batch), 1)[0])

@@ -165,6 +165,7 @@ METHODS = {
         "by hand, 4 bits": by_hand(partial(compressed_mean, encode=partial(quantize, bits=4))),
     },
     "jaxcgx": {
+        "Raw, backward": ours(cgx.Raw(), TCP, overlap="backward"),
         "MaxMin(4), Gloo": ours(cgx.MaxMin(4)),
         "MaxMin(4), Tcp": ours(cgx.MaxMin(4), TCP),
         "MaxMin(4), backward": ours(cgx.MaxMin(4), TCP, overlap="backward"),
