@@ -74,6 +74,7 @@ NOTES = f"""\
   bfloat16 in float32, which sends the bytes of float32. by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4
   bits are buckets of 512 elements in jnp. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over
   Gloo; with PowerSGD all gradients are one bucket, as its hooks of several buckets don't agree on an order over Gloo.
+  The batched form of this hook isn't here: in torch 2.14 it ends with an AssertionError of its own.
 - DiLoCo: [diloco.md](diloco.md) has newer times. Since the results of 23 November 2026, its step updates parameters and
   moments in place, which makes it faster, and turns of streaming have a whole round.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.

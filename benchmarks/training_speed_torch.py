@@ -65,16 +65,10 @@ class ResNet(torch.nn.Module):
         return x.mean((2, 3)) @ self.w["head_w"] + self.w["head_bias"]
 
 
-class PowerSGD:
-    """Registers one of PyTorch's hooks for PowerSGD."""
-
-    def __init__(self, hook):
-        self._hook = hook
-
-    def __call__(self, ddp):
-        # 2 is the smallest start_powerSGD_iter that PyTorch accepts.
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, self._hook)
+def low_rank(ddp):
+    # 2 is the smallest start_powerSGD_iter that PyTorch accepts.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 # What to do with the DistributedDataParallel. None: there is none, and nothing is exchanged.
@@ -83,8 +77,7 @@ METHODS = {
     "PyTorch": {
         "PyTorch, no hook": lambda ddp: None,
         "PyTorch, fp16": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
-        "PyTorch, PowerSGD(4)": PowerSGD(powerSGD_hook.powerSGD_hook),
-        "PyTorch, PowerSGD(4), batched": PowerSGD(powerSGD_hook.batched_powerSGD_hook),
+        "PyTorch, PowerSGD(4)": low_rank,
     },
 }
 
@@ -97,7 +90,7 @@ class Program:
         if hook:
             # With several buckets, PowerSGD's hooks call Gloo in an order that differs between hosts. Then Gloo ends
             # the processes ("Received data size doesn't match", torch 2.13).
-            buckets = dict(bucket_cap_mb=1000) if isinstance(hook, PowerSGD) else {}
+            buckets = dict(bucket_cap_mb=1000) if hook is low_rank else {}
             self._net = torch.nn.parallel.DistributedDataParallel(self._net, gradient_as_bucket_view=True, **buckets)
             hook(self._net)
         parameters = self._net.parameters()
