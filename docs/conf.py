@@ -39,35 +39,40 @@ release = version = jaxcgx.__version__
 html_theme, html_title = "sphinx_book_theme", "jaxcgx"
 html_logo = html_favicon = "favicon.svg"
 html_theme_options = {"show_navbar_depth": 1, "use_download_button": False, "use_fullscreen_button": False}
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinxcontrib.mermaid"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md", "benchmarks/notes/*.md", "benchmarks/results/*.md"]
+include_patterns = ["*.md", "docs/**.md", "benchmarks/README.md", "benchmarks/notes/*.md", "benchmarks/results/*.md"]
 suppress_warnings = ["toc.not_included"]  # results are where pages link to them
 
-default_role = "code"  # of `words` in docstrings
+default_role = "py:obj"  # of `words` in docstrings: a link where there is such a name, else code
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-autodoc_typehints = "none"  # many are `Any`, where JAX has no type
+autodoc_typehints, autodoc_typehints_format = "signature", "short"
+autodoc_preserve_defaults, python_maximum_signature_line_length = True, 88
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 
 # Pages load nothing from other servers: formulas are MathML, and `make docs` gets Mermaid from npm.
 html_math_renderer = "mathml"
-html_static_path = ["../build/mermaid"]
-mermaid_use_local, mermaid_fullscreen = "_static/mermaid.esm.min.mjs", False
+html_static_path, html_css_files = ["../build/mermaid", "site.css"], ["site.css"]
+mermaid_use_local, mermaid_fullscreen, mermaid_height = "mermaid.esm.min.mjs", False, "auto"
 myst_html_meta = {"description": "Data-parallel training in JAX, fast where the network is slow"}
 
 myst_enable_extensions = ["dollarmath"]
+myst_dmath_allow_space = myst_dmath_allow_digits = False  # prices, such as $10.4 and $24.5, aren't formulas
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "force", True, 600  # seconds for each cell
 
 
 def add_contents(app, page, source):
-    """Appends the contents to the first page."""
+    """Appends the contents to the first page, and the pages of its groups to that of the API."""
     for caption, pages in PAGES.items() if page == root_doc else ():
         names = "\n".join(f"docs/{name}" for name in pages.split())
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+    if page == "docs/api":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\napi/*\n```\n"
 
 
 def make_notebooks(app, page, source):

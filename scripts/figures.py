@@ -21,7 +21,7 @@ from jaxcgx.report import shapes
 from jaxcgx.transports.network import PAYLOAD, Network
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks/notes").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks/notes").glob("*.md"))]
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 MARKED = re.compile(rf"({NUMBER.pattern})(\$?<!-- = ([^>]+) -->)")
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)

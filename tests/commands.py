@@ -10,7 +10,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("benchmarks/notes/*.md")),
 ]
 PROGRAMS_OF_PAGES = [  # the gallery has the docstrings of examples; the others are the text of --help
@@ -46,8 +46,8 @@ FILLED_IN = "is a name, or has words that the reader fills in"
 OTHER_MPI = "would take the place of Open MPI"
 NOT_RUN = {
     r"bagua|horovodrun|pytorch-cgx|mpirun -np \d+ (python train.py|\.\.\.)": FOREIGN,
-    r"^(sudo|sysctl|tc) |--measure|MEASURE=|\d hosts|(training_speed|wan)\.py": ROOT_NEEDED,
-    r"bench-(lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
+    r"^(sudo|sysctl|tc) |--measure|MEASURE=|\d hosts|(exposed|training_speed|wan)\.py": ROOT_NEEDED,
+    r"bench-(exposed|lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
     r"cuda1[23]|gpu": GPU,
     r"make cuda": COMPILER,
     r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example": CLUSTER,

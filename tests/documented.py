@@ -53,7 +53,7 @@ def results(module):
 
 def named_on_pages(module):
     """Returns the names in a module, as jaxcgx.mpi.hierarchy, that README and docs/ mention, except in diffs."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text() for page in pages)
     text = re.sub("^```diff\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     found = {f"jaxcgx{rest}" for rest in re.findall(r"\b(?:jax)?cgx((?:\.[A-Za-z]\w*)+)", text)}

@@ -71,8 +71,8 @@ def copy(tmp_path_factory):
     leave = shutil.ignore_patterns("__pycache__", "results", ".hypothesis")
     for name in ("jaxcgx", "tests", "xla_ffi", "cuda"):
         shutil.copytree(ROOT / name, where / name, ignore=leave)
-    (where / "docs").mkdir()
-    for name in ("pyproject.toml", "docs/api.md"):
+    (where / "docs/api").mkdir(parents=True)
+    for name in ("pyproject.toml", "docs/api/codecs.md"):
         shutil.copy(ROOT / name, where / name)
     if registration.MODULE and not list((where / "jaxcgx" / "native").glob("_native*")):
         shutil.copy(registration.MODULE.__file__, where / "jaxcgx" / "native")

@@ -17,13 +17,14 @@ from jaxcgx.plan.adapt import GradientStatistics
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.typing import AxisName, Key, PyTree
 
+BITS_2_TO_8 = tuple(MaxMin(bits) for bits in range(2, 9))
 TOP = 100  # the number of largest magnitudes whose norm is in `tops`, as in CGX
 
 
 def gradient_statistics(
     grads: PyTree,
     axis_name: AxisName = None,
-    codecs: Sequence[Codec] = tuple(MaxMin(bits) for bits in range(2, 9)),
+    codecs: Sequence[Codec] = BITS_2_TO_8,
     *,
     key: Key | None = None,
 ) -> GradientStatistics:

@@ -1,0 +1,97 @@
+"""Measures what an exchange adds to a training step between hosts, beside PyTorch's hooks.
+
+    python benchmarks/exposed.py [--torch PYTHON] [--hosts N ...] [--rates MBIT ...] [--repeats 5] [--out DIR]
+
+Model, methods and turns are those of training_speed.py, which also trains to a loss. The hosts (jaxcgx.lab) need root.
+Results are kept, so a run that was interrupted continues.
+"""
+
+import argparse
+import pathlib
+import shutil
+import sys
+
+import training_speed as speed
+from report import RESULTS, Report, header, line, mark
+
+from jaxcgx.lab import signals_raise, why_not
+
+MODEL = "transformer"
+METHODS = r"^(Raw|MaxMin|Eden|ByteGrad|DGC|PowerSGD)|^PyTorch"  # those that exchange in every step
+STEPS = {100: 4, 1000: 8, 10_000: 8}  # {Mbit/s: steps of a turn}
+BEST = {100: 0.35, 1000: 0.35, 10_000: 0.8}  # {Mbit/s: the goal for jaxcgx's best method over PyTorch's best}
+KEPT = "kind", "ms", "quartiles", "exposed_ms", "sent_bytes", "ms_of_turns"
+SAME = 0.6  # the goal for PowerSGD(4) in both frameworks
+
+NOTES = f"""\
+- The transformer, the methods, the hosts and the turns are those of [training-speed.md](training-speed.md). A turn has
+  {STEPS[100]} steps at 100 Mbit/s and {STEPS[1000]} on faster links. There is one more step before the turn of a step
+  without exchange, as the other framework ran just before it.
+- exposed: the time of a step minus that of the same framework without any exchange, within each turn. The two
+  frameworks' steps without exchange differ, which isn't the exchange's doing. The arithmetic of compression counts.
+- ratio: jaxcgx's exposed time over PyTorch's. Goals: the best against the best at most {BEST[100]} at 100 Mbit/s and
+  1 Gbit/s and {BEST[10_000]} at 10 Gbit/s, PowerSGD(4) against PowerSGD(4) at most {SAME}.
+- PyTorch: DistributedDataParallel over Gloo. With PowerSGD all gradients are one bucket.
+"""
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--torch", metavar="PYTHON", required=True, help="a Python that has torch")
+    parser.add_argument("--hosts", type=int, nargs="+", default=speed.HOSTS, metavar="N", help="(default: 2 4)")
+    parser.add_argument("--rates", type=int, nargs="+", default=list(STEPS), choices=STEPS, metavar="MBIT")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="counted turns (default: 7)")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR")
+    args = parser.parse_args()
+    args.command, args.methods = "make bench-exposed", METHODS
+    return args
+
+
+def quickest(rows, kind, having=""):
+    """Returns the name of the method of a kind with the shortest exposed time."""
+    names = [name for name, r in rows.items() if r["kind"] == kind and having in name]
+    return min(names, key=lambda name: rows[name]["exposed_ms"])
+
+
+def compare(report, what, having, networks, goals):
+    """Shows jaxcgx's quickest method of each network beside PyTorch's."""
+    report.show("", what, "", *header("network", "jaxcgx", "ms", "PyTorch", "ms", "ratio", "goal", ""))
+    for (network, mbit), rows in networks.items():
+        names = [quickest(rows, kind, having) for kind in ("jaxcgx", "PyTorch")]
+        mine, theirs = (rows[name]["exposed_ms"] for name in names)
+        ratio = round(mine / theirs, 2)
+        row = dict(network=network, mbit=mbit, what=what, methods=names, ratio=ratio, goal=goals[mbit])
+        report.data["ratios"].append(row)
+        cells = [network, names[0], f"{mine:.1f}", names[1], f"{theirs:.1f}", f"{ratio:.2f}", goals[mbit]]
+        report.show(line([*cells, mark(ratio <= goals[mbit])]))
+
+
+def main():
+    args = parse()
+    if why := why_not():
+        sys.exit(f"exposed.py: not measured, {why}")
+    report = Report(args.command, args.repeats, torch=speed.version(args.torch), rows=[], ratios=[])
+    report.show("", f"PyTorch: {report.data['torch']}.")
+    networks = {}
+    for count in args.hosts:
+        network = f"{MODEL}, {count} hosts"
+        for mbit, turns in speed.speeds(f"exposed, {network}", MODEL, count, STEPS, args).items():
+            rows = networks[f"{network}, {mbit} Mbit/s", mbit] = speed.figures(turns, {})
+            report.show("", f"{network}, {mbit} Mbit/s.", "", *header("method", "MB sent", "step ms", "exposed ms"))
+            for name, r in rows.items():
+                figures = {
+                    key: r[key] for key in ("kind", "ms", "quartiles", "exposed_ms", "sent_bytes", "ms_of_turns")
+                }
+                report.data["rows"].append(dict(network=network, mbit=mbit, method=name) | figures)
+                sent, ms, exposed = f"{r['sent_bytes'] / 1e6:.3f}", f"{r['ms']:.1f}", f"{r['exposed_ms']:.1f}"
+                report.show(line([name, sent, ms, exposed]))
+    compare(report, "The method of each framework that adds least.", "", networks, BEST)
+    compare(report, "PowerSGD(4).", "PowerSGD", networks, dict.fromkeys(BEST, SAME))
+    report.show("", *NOTES.splitlines())
+    report.write(args.out, "exposed")
+    shutil.rmtree(speed.KEPT, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    with signals_raise():
+        main()
