@@ -4,7 +4,7 @@ Two processes on this machine learn to read handwritten digits (scikit-learn has
 connections between the processes are paced: each process sends at most 100 Mbit/s, as over a slow link. The same
 network is trained four times, from the same weights and on the same batches: with float32 gradients, with 8 bits per
 element (ByteGrad), with 4 bits, and with the largest 1 % of the elements (Deep Gradient Compression). The script prints
-its progress and a table, and plots the loss against time.
+its progress and a table, and plots the test accuracy against time.
 
     pip install ".[examples]"
     python examples/digits.py
@@ -139,8 +139,9 @@ def plot(runs, rate, path):
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, run in runs.items():
-        axes.plot(run["seconds"], run["losses"], label=f"{name}: {run['sent'] / 1e6:.2f} MB a step")
-    axes.set(xscale="log", yscale="log", xlabel="seconds", ylabel="loss", title=f"Two processes, paced to {rate}")
+        accuracies = [100 * accuracy for accuracy in run["accuracies"]]
+        axes.plot(run["seconds"], accuracies, label=f"{name}: {run['sent'] / 1e6:.2f} MB a step")
+    axes.set(xlabel="seconds", ylabel="test accuracy, %", title=f"Two processes, paced to {rate}", xlim=0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="gradients", frameon=False)

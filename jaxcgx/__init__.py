@@ -60,6 +60,7 @@ if TYPE_CHECKING or not COMMAND:  # every command imports what it needs
     from jaxcgx.train.saved import gather_state, reshard_state, restore_state, state_specs
     from jaxcgx.train.sharded import shard_specs
     from jaxcgx.train.sparse import BSC, DGC, MPQ, WarmUp
+    from jaxcgx.train.stacks import Stacks
     from jaxcgx.train.state import ExchangeState, Metrics, Priority, Sharding, TrainState
     from jaxcgx.train.transformation import compress_gradients
     from jaxcgx.train.value_and_grad import grad, value_and_grad
@@ -98,6 +99,7 @@ __all__ = [
     "Sharding",
     "Sign",
     "Skip",
+    "Stacks",
     "Tcp",
     "TopK",
     "TrainState",

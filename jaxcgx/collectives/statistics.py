@@ -22,11 +22,7 @@ TOP = 100  # the number of largest magnitudes whose norm is in `tops`, as in CGX
 
 
 def gradient_statistics(
-    grads: PyTree,
-    axis_name: AxisName = None,
-    codecs: Sequence[Codec] = BITS_2_TO_8,
-    *,
-    key: Key | None = None,
+    grads: PyTree, axis_name: AxisName = None, codecs: Sequence[Codec] = BITS_2_TO_8, *, key: Key | None = None
 ) -> GradientStatistics:
     """Returns the squared error of every codec and the squared norm, leaf by leaf, for `Plan.adapt`.
 
