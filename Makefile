@@ -81,7 +81,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	gallery \
 	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
 	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
-	bench-mpi \
+	bench-matrices bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
 	bench-prediction bench-priority bench-publishing bench-recipes bench-selection bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan bench-wan-few
@@ -357,6 +357,9 @@ bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's b
 
 bench-long-links: $(INSTALLED) ## as root, measure exchanges over Tcp on long links: several connections, and a pace
 	@.venv/bin/python benchmarks/long_links.py
+
+bench-matrices: $(INSTALLED) ## train with Adam, Muon and Dion, compressed; continues after an interruption
+	@.venv/bin/python benchmarks/matrices.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {
     "Start": "install first-step which how-it-works two-centers recipes gallery",
     "Convert a program": "convert frameworks training mpi fsdp meshes",
-    "Choose what is sent": "codecs plans bfloat16 feedback sparse hierarchies overlap",
+    "Choose what is sent": "codecs plans bfloat16 feedback sparse matrices hierarchies overlap",
     "Far apart": "wan diloco patches publishing",
     "Keep it running": "explain checkpoints failures security gpu gpu-ethernet",
     "Does it pay?": "when-not planner costs lab speed simulation results ../benchmarks/README",

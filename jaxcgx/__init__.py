@@ -53,6 +53,7 @@ if TYPE_CHECKING or not COMMAND:  # every command imports what it needs
     from jaxcgx.report.explain import explain
     from jaxcgx.report.watch import watch
     from jaxcgx.train.check_loss import check_loss
+    from jaxcgx.train.dion import Dion
     from jaxcgx.train.feedback import Feedback
     from jaxcgx.train.gradient import backward_order
     from jaxcgx.train.loop import make_train_step
@@ -79,6 +80,7 @@ __all__ = [
     "Cast",
     "Cluster",
     "Codec",
+    "Dion",
     "Eden",
     "ExchangeState",
     "Feedback",

@@ -354,6 +354,18 @@ def sums_in_bfloat16(cells, header):
     return [cells[1], *(1e6 * row[f"{name} error"] for name in ("ring", "tree", "Cast"))]
 
 
+def optimizers_of_matrices(cells, header):
+    rows = [row for row in result("matrices")["rows"] if row["run"] == cells[0]]
+    losses = [row["loss"] for row in rows]
+    assert len(losses) == 3
+    return [np.mean(losses), [min(losses), max(losses)], rows[0]["sent_bytes"]]
+
+
+def states_of_muon(cells, header):
+    kind = next((name for name in ("shards", "stacks") if name in cells[0]), None)
+    return [by("matrices", "form", table="forms")[kind]["sent_bytes"]]
+
+
 def demonstrated(cells, header):
     row = by("demo", "gradients")[cells[0]]
     figures = row["step_bytes"] / 1e6, row["step_ms"], row["loss"], 100 * row["accuracy"], row["reached_seconds"]
@@ -425,6 +437,7 @@ TABLES = {  # by page and the first cells of the header
     "feedback": {"gradients": accuracies, "bucket": errors_with_feedback, "codec | bits per element": updates_of_adam},
     "gpu": {"operation": shares_of_gpus},
     "gpu-ethernet": {"exchange": on_ethernet},
+    "matrices": {"run": optimizers_of_matrices, "Muon's state": states_of_muon},
     "speed": {"gradients": demonstrated, "hosts": whole_trainings, "operation": shares_of_cpus},
     "wan": {"at 100 Mbit/s": techniques},
 }

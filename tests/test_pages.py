@@ -129,6 +129,16 @@ def test_bfloat16():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-3), found, expected)
 
 
+def test_matrices():
+    names, losses = names_of(), []
+    for program in pages.programs("docs/matrices"):
+        exec(program.replace("embed|head", "v"), names)
+        stacked = names.pop("stacked", None)
+        state, _ = names["train"].step(names["train"].init(stacked or names["params"]), names["batch"])
+        losses.append(pages.loss_fn(names["stacks"].unstack(state.params) if stacked else state.params, names["batch"]))
+    assert len(losses) == 3 and max(losses) < pages.loss_fn(names["params"], names["batch"])
+
+
 def test_checkpoints(tmp_path):
     orbax = pytest.importorskip("orbax", reason="needs the extra `test`")
     pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")

@@ -42,6 +42,7 @@ class Codec:
       contracts: whether the error is smaller than the input, as sums of squares of normally distributed numbers. Only
         then residuals stay bounded.
       diverges: whether training with plain feedback may diverge, although residuals stay bounded (docs/feedback.md).
+      alone: whether leaves are compressed even if there is one rank.
       block: the number of consecutive elements that share a scale, if `parts` has the elements and scales. None: the
         codec has no such parts.
       most: the largest number of elements of a leaf in a chunk.
@@ -63,6 +64,7 @@ class Codec:
     carrier: "Codec | None" = None
     contracts: bool = True
     diverges: bool = False
+    alone: bool = False
     block: int | None = None
     most: int = 2**40
     state: tuple[str, ...] = ("residuals",)
@@ -216,10 +218,14 @@ class LowRank(Codec):
     A matrix M of [m, n] has the factors P and Q. The number of their columns is the codec's rank. Factors are stored
     with the long dimension last: P is [rank, m], Q is [rank, n]. Methods for factors alone take those of k matrices of
     one shape at once.
+
+    Attributes:
+      momentum: the share of what is sent that stays in the residual.
     """
 
     low_rank = True
     state: ClassVar[tuple[str, ...]] = ("residuals", "factors")
+    momentum: float = 0.0
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns (m, n), the shape as a matrix of a leaf with two or more dimensions."""
@@ -248,6 +254,10 @@ class LowRank(Codec):
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         """Returns the matrix of the factors `basis` and `q`: [m, n]."""
         raise NotImplementedError(f"{type(self).__name__}.multiply")
+
+    def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
+        """Returns what a sum returns, [m, n], of its factors `basis` and `q`."""
+        return self.multiply(basis, q)
 
 
 def spell(value: Any) -> str:

@@ -71,10 +71,10 @@ class PowerSGD(LowRank):
         shape, dtype = as_shape(name, "shape", shape), as_dtype(name, "dtype", dtype)
         if self.why_raw(shape, dtype):
             return math.prod(shape) * dtype.itemsize
-        return 4 * self.rank * sum(self.matrix(shape))
+        return 4 * self.factor_shape(shape)[0] * sum(self.matrix(shape))
 
     def factor_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return self.rank, self.matrix(shape)[1]
+        return min(self.rank, *self.matrix(shape)), self.matrix(shape)[1]
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """Returns the sum of x over one rank, without a factor from a previous step. `key` is not used."""
@@ -128,3 +128,25 @@ class PowerSGD(LowRank):
             return lax.dynamic_update_index_in_dim(p, x, j, 1)
 
         return lax.fori_loop(2, 2 * p.shape[1], project, p)  # the first column needs no projection
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerIteration(PowerSGD):
+    """The sums of `jaxcgx.Dion`: the residual is its momentum buffer, and a sum returns its update.
+
+    The update is B Q^T sqrt(n / m), where the columns of Q are those of the summed Q' with norm 1.
+
+    Args:
+      rank: as in PowerSGD, but at most that of the matrix.
+      momentum: Dion's decay of momentum.
+    """
+
+    momentum: float = 0.95
+    alone = True
+
+    def why_raw(self, shape: tuple[int, ...], dtype: DType) -> str | None:
+        return None if len(shape) == 2 else f"it has {len(shape)} dimensions, and Dion is for matrices"
+
+    def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
+        scale = math.sqrt(q.shape[-1] / basis.shape[-1])
+        return scale * self.multiply(basis, _over(q, jnp.linalg.norm(q, axis=-1, keepdims=True)))

@@ -234,7 +234,8 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         stages = _stages(routes, route, backward.leaves[i], net, rows=way.rows)
         codecs = [codec for stage in stages for codec in (stage.codec, stage.backward)]
         # A leaf that a guard leaves raw may be compressed by the transpose.
-        unfit = why_raw(route, codecs) or ("there is one rank" if size == 1 else None)
+        idle = size == 1 and not any(codec.alone for codec in codecs)
+        unfit = why_raw(route, codecs) or ("there is one rank" if idle else None)
         why = unfit and (route.why_raw or unfit)
         raw = route.dtype in DTYPES and route.size and all(codec.raw for codec in codecs)
         if route.skipped:

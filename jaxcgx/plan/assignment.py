@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -128,6 +128,11 @@ class Assignment:
     def stochastic(self) -> bool:
         """Whether any codec that a leaf may get draws noise. Exchanges then need a key."""
         return any(codec.stochastic for codec in self.codecs)
+
+    @property
+    def loose(self) -> Self:
+        """The same for a part of a tree, where a rule may apply to no leaf."""
+        return dataclasses.replace(self, rules=[dataclasses.replace(rule, optional=True) for rule in self.rules])
 
     def routes(self, op: str, argument: str, tree: PyTree) -> list[Route]:
         """Returns the route of each leaf of a tree of arrays or shapes.

@@ -4,7 +4,6 @@ Gradients go straight to the owners of the shards. Sharded parameters are gather
 whole ones. Over the other axes of the mesh, each shard is exchanged on its own.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -174,9 +173,6 @@ class ShardedMesh(OverMesh):
         self.regather: bool = sharding.regather
         self.keep: bool = keep  # whether the errors of gathered updates are kept
         self.noisy: bool = self.gather.stochastic
-        # `check` checks with all leaves that each rule matches a leaf. Gathers have only some of the leaves.
-        optional = [dataclasses.replace(rule, optional=True) for rule in self.gather.rules]
-        self.loose: Plan = dataclasses.replace(self.gather, rules=optional)
 
     def _check_specs(self, sharding: Sharding) -> None:
         if sharding.params is not None:
@@ -285,7 +281,8 @@ class ShardedMesh(OverMesh):
 
     def _gather(self, shards: PyTree, cut: Cut, key: Key | None, to: str = "varying") -> PyTree:
         """Returns the whole arrays, gathered from the shards of a cut."""
-        routes = Routes.of("compressed_all_gather", self.loose, shards)
+        # `check` checks with all leaves that each rule matches a leaf. Gathers have only some of the leaves.
+        routes = Routes.of("compressed_all_gather", self.gather.loose, shards)
         dims = tuple(d for d in cut.dimensions if d is not None)
         return rows.gather(shards, routes.over(self.net(), Way(rows=True, dims=dims, join=True)), key, to=to)
 

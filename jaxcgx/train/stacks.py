@@ -46,7 +46,7 @@ class Stacks:
         self.names: tuple[str, ...] = tuple(dict.fromkeys(n for n in self._places if n.startswith("stack ")))
 
     def stack(self, params: Params) -> dict[str, jax.Array]:
-        """Returns {name of a stack, or path of another leaf: array}."""
+        """Returns {name of a stack, or path of another leaf: array} of `params`."""
         rows = dict[str, list[jax.Array]]()
         for name, x in zip(self._places, self._structure.flatten_up_to(params)):
             rows.setdefault(name, []).append(x)
@@ -57,6 +57,6 @@ class Stacks:
         return jnp.stack(rows + [jnp.zeros_like(rows[0])] * (length - len(rows)))
 
     def unstack(self, stacked: dict[str, jax.Array]) -> Params:
-        """Returns the parameters of a dict that `stack` returned, or of one that has the same names."""
+        """Returns the parameters of `stacked`, which has the names of a dict that `stack` returned."""
         rows = {name: iter(stacked[name]) for name in self.names}
         return self._structure.unflatten([next(rows[n]) if n in rows else stacked[n] for n in self._places])
