@@ -89,7 +89,6 @@ def is_number(value: object) -> bool:
 
 
 def check_choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
-    """Checks that a value is one of the strings `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise wrong(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
     return value
@@ -113,7 +112,6 @@ def check_type(function: str, argument: str, value: Any, kind: Any, expected: st
 
 
 def check_flag(function: str, argument: str, value: object) -> bool:
-    """Returns the value as a bool."""
     return bool(check_type(function, argument, value, BOOL, "True or False"))
 
 
@@ -148,7 +146,6 @@ def check_number(
 
 
 def check_positive(function: str, argument: str, value: Any) -> Any:
-    """Checks that a value is a real number greater than 0."""
     return check_number(function, argument, value, lambda x: x > 0, "a positive number")
 
 
@@ -167,7 +164,6 @@ def set_field(instance: object, name: str, check: Callable[..., Any], *args: Any
 
 
 def as_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
-    """Returns the value as a JAX array."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError):
@@ -186,7 +182,7 @@ def as_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Arra
 
 def check_real(function: str, argument: str, tree: PyTree) -> None:
     """Checks that no leaf is complex, for functions that compute with their leaves in float32."""
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, x in jax.tree.flatten_with_path(tree)[0]:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             remedy = "keep the real and the imaginary part as two leaves"
             raise wrong(function, argument, "real numbers", x.dtype, remedy, path=path, kind=TypeError)

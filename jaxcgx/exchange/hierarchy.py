@@ -112,7 +112,6 @@ def _flat(message: Message, summed: Summed) -> Message:
 
 
 def _inner(stages: Stages) -> int:
-    """Returns the number of ranks of the inner stages."""
     return math.prod(stage.net.size for stage in stages[1:])
 
 

@@ -106,8 +106,6 @@ class Message:
 
 
 class Stage(NamedTuple):
-    """One exchange of a message."""
-
     net: Transport
     codec: Codec
     schedule: str | Overlay
@@ -120,7 +118,6 @@ class Stage(NamedTuple):
         return self._replace(net=self.net.labelled(int(what)))
 
     def transposed(self) -> "Stage":
-        """Returns the stage of the transpose."""
         return Stage(self.net, self.backward, schedule="one_shot", backward=self.codec)
 
 
@@ -141,8 +138,6 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The payload that this rank sent for its leaves."""
-
     layout: Layout
     payload: jax.Array
 
@@ -183,8 +178,6 @@ class BegunMessage:
 
 
 class Summed(NamedTuple):
-    """A sum over one transport."""
-
     leaves: list[Any]
     residuals: list[Any] | None = None  # a list like the leaves; None without feedback
     sent: Any = None  # a `Sent`; None if no momentum needs it
