@@ -72,10 +72,7 @@ def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
 
 
 def same_in_vmap(program: Any) -> bool:
-    """Returns whether vmap leaves what a traced program does as it is.
-
-    It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
-    """
+    """Returns whether vmap leaves a program as it is. It runs both branches of conditionals, and repeats callbacks."""
     changed = re.compile("cond|while|callback|ffi_call")
     names = [eqn.primitive.name for *_, eqn in operations(program)]
     return not _compat.open_jaxpr(program).effects and not any(map(changed.search, names))

@@ -59,10 +59,7 @@ def wrong(
 def unexpected(
     place: str, expected: str, got: object, remedy: str = "", *, kind: type[Exception] = ValueError
 ) -> Exception:
-    """Returns the error for a wrong value that is not an argument, such as a variable or a key of a file.
-
-    `place` says where the value is. The other arguments are as in `wrong`.
-    """
+    """Returns the error for a wrong value in a `place` that is no argument, such as a variable; else as `wrong`."""
     text = f"{place}: expected {expected}, got {got}"
     return kind(f"{text}; {remedy}" if remedy else text)
 

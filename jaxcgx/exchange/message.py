@@ -184,10 +184,7 @@ class Summed(NamedTuple):
 
 
 def carry_over(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns (the leaves plus their residuals, in the leaves' dtypes; the losses of rounding to these dtypes).
-
-    Where a loss is not finite, the residual stays unchanged, as in the kernels.
-    """
+    """Returns (leaves plus residuals in the leaves' dtypes; what rounding loses, or the residual where not finite)."""
     whole = [x.astype(jnp.float32) + r for x, r in zip(leaves, residuals)]
     carried = [w.astype(x.dtype) for w, x in zip(whole, leaves)]
     lost = [w - c.astype(jnp.float32) for w, c in zip(whole, carried)]

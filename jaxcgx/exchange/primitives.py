@@ -47,10 +47,7 @@ def bind_over(primitive: _compat.Primitive, message: Message, stage: Stage, **pa
 
 
 def match_varying(message: Message, net: Transport) -> Message:
-    """Returns the message, its leaves and state marked as varying over every axis that any of its arrays varies over.
-
-    Factors are not marked as varying over the axes of the exchange.
-    """
+    """Returns the message, marked as varying over every axis of its arrays; factors not over those of the exchange."""
     leaves = message.leaves
     kept: dict[str, Any] = {kind: old for kind in (*STATE, *ENDS) if (old := getattr(message, kind)) is not None}
     if message.key is not None:  # the results vary over the axes of the noise, too

@@ -113,10 +113,7 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
 
 
 def _environment(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
-    """Returns CGX's variables, parsed and as text.
-
-    Raises an error on every rank if the ranks' variables differ, or if a variable of any rank is invalid.
-    """
+    """Returns CGX's variables, parsed and as text. Every rank raises if one is invalid, or if ranks have others."""
     text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
     env = error = None
     try:

@@ -278,10 +278,7 @@ def _modules(structure: PyTree) -> list[tuple[type, Any]]:
 
 
 def check_once(arguments: PyTree) -> None:
-    """Refuses a variable of NNX that is in two places.
-
-    In a pytree it would become two variables, and each would get only a part of the gradient.
-    """
+    """Refuses a variable of NNX in two places, as a pytree has it twice, each with a part of the gradient."""
     seen: dict[int, Any] = {}
     for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_is_variable):
         if _is_variable(x) and (first := seen.setdefault(id(x), path)) != path:

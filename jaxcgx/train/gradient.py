@@ -126,10 +126,7 @@ class Loss:
 
 @jax.custom_jvp
 def _constant(weight: jax.Array) -> jax.Array:
-    """Returns the weight, which must not depend on the parameters: its derivative is an error.
-
-    The sum of all weights is known only after the last micro-batch, so gradients can't include its derivative.
-    """
+    """Returns the weight. Its derivative is an error: the sum of weights is known only after the last micro-batch."""
     return weight
 
 

@@ -232,11 +232,7 @@ class ModelState:
 
 
 def as_model_state(old: PyTree, new: PyTree) -> tuple[PyTree, list[bool]]:
-    """Checks that the new state of a loss function is like the old one.
-
-    Returns (the new state without weak types, which would compile the next step anew; for each leaf whether it is
-    another array than before).
-    """
+    """Returns (the checked state, without weak types, which would compile anew; whether each leaf is a new array)."""
     before, structure = jax.tree.flatten_with_path(old)
     after, other = jax.tree.flatten_with_path(new)
     if structure != other:

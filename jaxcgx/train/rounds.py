@@ -126,11 +126,7 @@ class Ongoing(NamedTuple):
 
 
 def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: bool) -> TrainStep:
-    """Returns the functions of a training loop with rounds.
-
-    `training` has the rooms of a step of all ranks. `axis` are the axes of the ranks, some of them maybe marked as by
-    Tcp.
-    """
+    """Returns the functions of a training loop with rounds, from the rooms of all ranks. Axes may be marked."""
     division = training.division
     _check(rounds, training)
     assert isinstance(division, OverMesh)

@@ -17,7 +17,7 @@ from jaxcgx.train.division import addable
 from jaxcgx.train.exchange import keeps
 from jaxcgx.train.outputs import fold_keys
 from jaxcgx.train.state import ExchangeState, Pending, PerRank
-from jaxcgx.train.update import check_nesting, warn_of_momentum
+from jaxcgx.train.update import check_nesting, nodes, warn_of_momentum
 from jaxcgx.transports.axes import as_axis_names, is_communicator
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, PyTree, Specs
@@ -25,9 +25,7 @@ from jaxcgx.typing import AxisName, PyTree, Specs
 OP = "restore_state"
 
 
-def has_rows(node: Any) -> bool:
-    """Returns whether a node of a state has fields with a row for each rank."""
-    return isinstance(node, ExchangeState | PerRank | Pending)
+WITH_ROWS = ExchangeState, PerRank, Pending  # the nodes of a state that have fields with a row for each rank
 
 
 def rows_keep(tree: PyTree) -> PyTree:
@@ -44,7 +42,7 @@ def rows_keep(tree: PyTree) -> PyTree:
             return Pending(all_of("mean", node.grads), all_of("zeros", node.ticket), "", node.order)
         return all_of("mean" if isinstance(node, PerRank) else "", node)
 
-    return jax.tree.map(of_node, tree, is_leaf=has_rows)
+    return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, WITH_ROWS))
 
 
 def reshard_state(state: PyTree, new_size: int) -> PyTree:
@@ -67,11 +65,9 @@ def reshard_state(state: PyTree, new_size: int) -> PyTree:
       new_size: the new number of ranks.
     """
     size = check_integer("reshard_state", "new_size", new_size, 1)
-    is_pending = lambda node: isinstance(node, Pending)
-    for node in filter(is_pending, jax.tree.leaves(state, is_leaf=is_pending)):
-        if node.ticket is not None:
-            expected, got = "a state whose gradients have arrived", "one whose gradients are on their way"
-            raise wrong("reshard_state", "state", expected, got, "call train.finish(state) before")
+    if any(node.ticket is not None for node in nodes(state, Pending)):
+        expected, got = "a state whose gradients have arrived", "one whose gradients are on their way"
+        raise wrong("reshard_state", "state", expected, got, "call train.finish(state) before")
     kept = rows_keep(state)
     of_ranks = [x for keep, x in zip(*map(jax.tree.leaves, (kept, state))) if keep]
     if of_ranks and all(x.shape[0] == size for x in of_ranks):
@@ -82,10 +78,7 @@ def reshard_state(state: PyTree, new_size: int) -> PyTree:
 
 
 def spread(size: int, keep: str, rows: Any) -> Any:
-    """Returns `size` equal rows with the same sum (`keep` "sum") or mean over ranks as `rows`, or zeros ("zeros").
-
-    `reshard_state` explains the rows of integers, flags and random keys.
-    """
+    """Returns `size` equal rows with the sum or mean of `rows`, or zeros: `keep`, as `reshard_state` explains."""
     if keep == "zeros":
         return (np if addable(rows) else jnp).zeros((size, *rows.shape[1:]), rows.dtype)
     if rows.shape[0] == size:
@@ -110,7 +103,7 @@ def state_specs(opt_state: PyTree, axis_name: AxisName) -> Specs:
       opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth. It may be an nnx.Optimizer of Flax.
       axis_name: the axis of the ranks, or the tuple of axes, that jaxcgx's transformations were given.
     """
-    if not any(map(has_rows, jax.tree.leaves(opt_state, is_leaf=has_rows))):
+    if not nodes(opt_state, *WITH_ROWS):
         expected, got = "a state of jaxcgx, alone or inside of another", f"a {type(opt_state).__name__} without one"
         remedy = (
             "pass what init returned, or an nnx.Optimizer as it is: nnx.state(optimizer) has lost the types of the "
@@ -249,8 +242,7 @@ def _flatten(template: PyTree, per_rank: Mapping[str, str]) -> tuple[list[SavedL
         if not any(matching):
             raise wrong(OP, "per_rank", "regular expressions of leaves' paths", f"{pattern!r}, which no leaf has")
         leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
-    has_state = any(map(has_rows, jax.tree.leaves(template, is_leaf=has_rows)))
-    if not (per_rank or has_state):  # a state without compression counts, too
+    if not (per_rank or nodes(template, *WITH_ROWS)):  # a state without compression counts, too
         expected = "a tree with a state of jaxcgx"
         remedy = (
             "pass what train.init or optimizer.init returned; for other arrays with a row for each rank, also "

@@ -124,10 +124,7 @@ def check_specs(argument: str, specs: Specs, names: Names) -> None:
 
 
 def check_optimizer_specs(specs: Specs, param_specs: Specs, names: Names) -> None:
-    """Checks that the optimizer's state is sharded like the parameters.
-
-    Where a parameter is whole on every rank, its state may be sharded over the ranks, too.
-    """
+    """Checks that states are sharded like parameters or, where these are whole, over the ranks, too."""
     param_specs = jax.tree.map(lambda _: P(), specs) if param_specs is None else param_specs
     (found, tree), (params, like) = jax.tree.flatten_with_path(specs), jax.tree.flatten(param_specs)
     if like != tree:

@@ -134,10 +134,7 @@ def warn_of_momentum(
     exchange: ExchangeState | None = None,
     momentum: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Warns if an optimizer has momentum, and so do its gradients: in `exchange`, or in one inside `opt_state`.
-
-    `momentum` is `Update.momentum`. Without it, only optax.trace is found.
-    """
+    """Warns if gradients have momentum, and the optimizer, too: optax.trace, or what `Update.momentum` finds."""
     if all(carry.momentum is None for carry in nodes((opt_state, exchange), Carry)):
         return
     if found := "optax.trace" if nodes(opt_state, import_optax(function).TraceState) else momentum():

@@ -278,10 +278,7 @@ class ValueAndGrad:
         return value, aux, grads, None
 
     def _outside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState | None) -> tuple[Any, ...]:
-        """Splits the arguments over the ranks, and runs the step on all ranks.
-
-        Returns (value, aux, gradients, new state). Without `sent`, nothing is exchanged: gradients have rows.
-        """
+        """Runs the step on all ranks. Returns (value, aux, gradients, state). Without `sent`, gradients have rows."""
         places, params, others = self._arguments(args, kwargs)
         division = self._division(params, others)
         if sent is not None:
