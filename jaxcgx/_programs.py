@@ -118,7 +118,8 @@ def constrained_without(names: Collection[Any], program: Any) -> Any:
 
     A program without constraints is returned itself, so that JAX finds it in its caches.
     """
-    if all(eqn.primitive.name != "sharding_constraint" for *_, eqn in operations(program)):
+    values = (x for *_, eqn in operations(program) for x in jax.tree.leaves(list(eqn.params.values())))
+    if not any(isinstance(x, NamedSharding) for x in values):
         return program
 
     def replaced(value: Any) -> Any:
