@@ -54,7 +54,7 @@ if TYPE_CHECKING or not COMMAND:  # every command imports what it needs
     from jaxcgx.report.watch import watch
     from jaxcgx.train.check_loss import check_loss
     from jaxcgx.train.dion import Dion
-    from jaxcgx.train.feedback import Feedback
+    from jaxcgx.train.feedback import Feedback, from_env
     from jaxcgx.train.gradient import backward_order
     from jaxcgx.train.loop import make_train_step
     from jaxcgx.train.momentum import Momentum
@@ -65,7 +65,6 @@ if TYPE_CHECKING or not COMMAND:  # every command imports what it needs
     from jaxcgx.train.state import ExchangeState, Metrics, Priority, Sharding, TrainState
     from jaxcgx.train.transformation import compress_gradients
     from jaxcgx.train.value_and_grad import grad, value_and_grad
-    from jaxcgx.train.variables import from_env
     from jaxcgx.transports.axes import Tcp
     from jaxcgx.transports.network import Network
 

@@ -10,7 +10,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def doctor(_: argparse.Namespace) -> int:
@@ -143,98 +144,110 @@ complete -o default -F _jaxcgx jaxcgx
 """
 
 
-def completion(options: argparse.Namespace, parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+def completion(options: argparse.Namespace) -> None:
     """Prints a script for a shell, which completes the commands and their options. Files are the shell's own."""
-    long = {name: re.findall("--[a-z][a-z-]*", parser.format_usage()) for name, parser in parsers.items()}
+    found = {name: parser.format_usage() for name, parser in options.parsers.items()}
+    long = {name: re.findall("--[a-z][a-z-]*", usage) for name, usage in found.items()}
     cases = "\n".join(f'            {name}) known="{" ".join(["--help", *found])}" ;;' for name, found in long.items())
     if options.shell == "zsh":  # it has bash's completion
         print("autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit")
-    print(_COMPLETION.format(commands=" ".join([*parsers, "--help", "--version"]), options=cases), end="")
+    print(_COMPLETION.format(commands=" ".join([*long, "--help", "--version"]), options=cases), end="")
 
 
-def _add_options_of_tune(added: argparse.ArgumentParser) -> None:
-    added.add_argument(
-        "gradients",
+Settings = dict[str, dict[str, Any]]  # {argument: how argparse adds it}
+_OF_TUNE: Settings = {
+    "gradients": dict(
         help="an .npz of arrays named by the leaf's path, block/0/kernel; of several steps block/0/kernel@0, "
-        "block/0/kernel@1 ...",
-    )
-    added.add_argument("--out", required=True, help="the TOML file that the plan is saved to")
-    added.add_argument("--plan", help="a TOML file with the plan to adapt (by default Plan.cgx())")
-    added.add_argument(
-        "--method", default="lgreco", help="lgreco (the default): the best within a budget; kmeans: by size and norm"
-    )
-    added.add_argument(
-        "--budget",
+        "block/0/kernel@1 ..."
+    ),
+    "--out": dict(required=True, help="the TOML file that the plan is saved to"),
+    "--plan": dict(help="a TOML file with the plan to adapt (by default Plan.cgx())"),
+    "--method": dict(default="lgreco", help="lgreco (the default): the best within a budget; kmeans: by size and norm"),
+    "--budget": dict(
         default="error",
         help="for lgreco, error (the default): fewest bytes within an error; bytes: least error within bytes",
-    )
-    added.add_argument(
-        "--alpha",
+    ),
+    "--alpha": dict(
         type=float,
         default=1.0,
         help="for lgreco, the budget, as a multiple of what the plan's default codec needs everywhere (1.0)",
-    )
-    added.add_argument(
-        "--bits",
+    ),
+    "--bits": dict(
         type=int,
         nargs="+",
         help="what lgreco may choose from, besides the plan's own (by default 2 to 8, as far as its codec has them)",
-    )
-
-
-def _add_options_of_plan(added: argparse.ArgumentParser) -> None:
-    of_model = added.add_mutually_exclusive_group(required=True)
-    of_model.add_argument(
-        "model",
+    ),
+}
+_OF_PLAN: Settings = {
+    "model": dict(
         nargs="?",
-        help="bert-base, bert-large, gpt2, gpt2-medium, llama-1b, resnet18, resnet50, transformer-xl, vgg16, vit-b16, "
-        "a number of parameters (25M), or a file: .npz of arrays, .json or .toml of shapes by name",
-    )
-    of_model.add_argument("--params", help="a number of parameters (340M), in place of a model")
-    added.add_argument("--layers", type=int, help="the number of layers that they are divided into")
-    added.add_argument(
-        "--link",
-        help="the rate of a host's link, 10gbit; with --up, the rate down; by default the slowest one that `python -m "
-        "jaxcgx link` measured here",
-    )
-    added.add_argument("--world", type=int, required=True, help="the number of ranks")
-    added.add_argument("--nodes", type=int, help="the number of hosts (by default one for each rank)")
-    added.add_argument("--inner-link", default="100gbit", help="the rate between ranks of a host (100gbit)")
-    added.add_argument("--up", help="the rate up, where it differs from the rate down")
-    added.add_argument("--latency", help="of a step between hosts, 50us")
-    added.add_argument("--over", help="gloo, tcp or duplex (NCCL, MPI); by default gloo and tcp on CPUs, else duplex")
-    added.add_argument("--compute-ms", type=float, default=0.0, help="milliseconds of a forward and backward pass (0)")
-    added.add_argument(
-        "--overlap-mb",
-        type=float,
-        help="MiB of the messages that are sent during the backward pass (by default none is)",
-    )
-    added.add_argument("--codecs", nargs="+", help="candidates, as in 'MaxMin(4)' 'TopK(0.01)'")
-    added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
-    added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
-    added.add_argument("--steps", type=int, help="the steps of a run, to show how many hours it takes")
-    added.add_argument("--price", type=float, help="of an hour of all hosts together, to show what the run costs")
-    added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
-    added.add_argument("--all", action="store_true", help="show every way, not only the fastest five")
-    added.add_argument("--json", action="store_true", help="print JSON")
-    added.add_argument("--remeasure", action="store_true", help="measure the kernels again")
-
-
-def _add_options_of_lab(added: argparse.ArgumentParser) -> None:
-    added.add_argument("--hosts", type=int, default=2, help="how many (2)")
-    added.add_argument("--rate", default="1gbit", help="of every link, in both directions (1gbit)")
-    added.add_argument("--up", metavar="RATE", help="of what a host sends, where it isn't --rate")
-    added.add_argument("--down", metavar="RATE", help="of what a host receives, where it isn't --rate")
-    added.add_argument("--delay", metavar="TIME", default="0s", help="from any host to any other one, as in 40ms (0s)")
-    added.add_argument("--per-link", metavar="FILE", help="TOML: the links of single hosts that differ")
-    added.add_argument("--schedule", metavar="FILE", help="TOML: links that change or break while the command runs")
-    added.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the counts and plots are written")
-    added.add_argument(
-        "words",
+        help="bert-base, bert-large, gpt2, gpt2-medium, llama-1b, resnet18, resnet50, transformer-xl, vgg16, "
+        "vit-b16, a number of parameters (25M), or a file: .npz of arrays, .json or .toml of shapes by name",
+    ),
+    "--params": dict(help="a number of parameters (340M), in place of a model"),
+    "--layers": dict(type=int, help="the number of layers that they are divided into"),
+    "--link": dict(
+        help="the rate of a host's link, 10gbit; with --up, the rate down; by default the slowest one that "
+        "`python -m jaxcgx link` measured here"
+    ),
+    "--world": dict(type=int, required=True, help="the number of ranks"),
+    "--nodes": dict(type=int, help="the number of hosts (by default one for each rank)"),
+    "--inner-link": dict(default="100gbit", help="the rate between ranks of a host (100gbit)"),
+    "--up": dict(help="the rate up, where it differs from the rate down"),
+    "--latency": dict(help="of a step between hosts, 50us"),
+    "--over": dict(help="gloo, tcp or duplex (NCCL, MPI); by default gloo and tcp on CPUs, else duplex"),
+    "--compute-ms": dict(type=float, default=0.0, help="milliseconds of a forward and backward pass (0)"),
+    "--overlap-mb": dict(
+        type=float, help="MiB of the messages that are sent during the backward pass (by default none is)"
+    ),
+    "--codecs": dict(nargs="+", help="candidates, as in 'MaxMin(4)' 'TopK(0.01)'"),
+    "--max-error": dict(type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)"),
+    "--gradients": dict(help="an .npz of gradients, as for tune; every step counts as a rank"),
+    "--steps": dict(type=int, help="the steps of a run, to show how many hours it takes"),
+    "--price": dict(type=float, help="of an hour of all hosts together, to show what the run costs"),
+    "--out": dict(help="the TOML file that a recommended plan is saved to"),
+    "--all": dict(action="store_true", help="show every way, not only the fastest five"),
+    "--json": dict(action="store_true", help="print JSON"),
+    "--remeasure": dict(action="store_true", help="measure the kernels again"),
+}
+_OF_LINK: Settings = {
+    "host": dict(nargs="?", help="where python -m jaxcgx link waits; without it, wait for another host"),
+    "--port": dict(type=int, default=5799, help="where to wait (5799)"),
+}
+_OF_LAB: Settings = {
+    "--hosts": dict(type=int, default=2, help="how many (2)"),
+    "--rate": dict(default="1gbit", help="of every link, in both directions (1gbit)"),
+    "--up": dict(metavar="RATE", help="of what a host sends, where it isn't --rate"),
+    "--down": dict(metavar="RATE", help="of what a host receives, where it isn't --rate"),
+    "--delay": dict(metavar="TIME", default="0s", help="from any host to any other one, as in 40ms (0s)"),
+    "--per-link": dict(metavar="FILE", help="TOML: the links of single hosts that differ"),
+    "--schedule": dict(metavar="FILE", help="TOML: links that change or break while the command runs"),
+    "--out": dict(type=pathlib.Path, metavar="DIR", help="where the counts and plots are written"),
+    "words": dict(
         nargs="+",
         metavar="CMD",
         help="the command, after --; {rank}, {hosts} and {address} (of host 0) in its words are filled in",
-    )
+    ),
+}
+_OF_REPORT: Settings = {
+    "files": dict(nargs="+", type=pathlib.Path, metavar="FILE", help="JSON, as in benchmarks/results"),
+    "--out": dict(type=pathlib.Path, metavar="DIR", default="report", help="where page and plots are written (report)"),
+}
+# {command: (function, description, its arguments)}
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, Settings]] = {
+    "doctor": (doctor, "say what this installation has, and what is wrong with it", {}),
+    "tune": (tune, "choose the bits of every leaf by what its gradients lose, and save the plan", _OF_TUNE),
+    "plan": (plan, "say what compression would gain on a network, and which plan to take, or none", _OF_PLAN),
+    "link": (link, "measure the link to another host, which plan then uses", _OF_LINK),
+    "lab": (lab, "run a command in every host of a network that it makes on this machine; needs root", _OF_LAB),
+    "report": (report, "draw tables, plots and a page of results that benchmarks or the lab wrote", _OF_REPORT),
+    "completion": (
+        completion,
+        'print a script that completes commands in a shell: eval "$(jaxcgx completion bash)"',
+        {"shell": dict(choices=("bash", "zsh"))},
+    ),
+}
+EITHER = "model", "--params"  # one of these, and not both
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
@@ -244,36 +257,12 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     version = f"jaxcgx {importlib.metadata.version('jaxcgx')}"
     parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, run: Callable[..., int | None], description: str) -> argparse.ArgumentParser:
+    for name, (run, description, settings) in COMMANDS.items():
         added = commands.add_parser(name, help=description, description=description.capitalize() + ".")
-        added.set_defaults(run=run, command=name)
-        return added
-
-    command("doctor", doctor, "say what this installation has, and what is wrong with it")
-    _add_options_of_tune(
-        command("tune", tune, "choose the bits of every leaf by what its gradients lose, and save the plan")
-    )
-    _add_options_of_plan(
-        command("plan", plan, "say what compression would gain on a network, and which plan to take, or none")
-    )
-    added = command("link", link, "measure the link to another host, which plan then uses")
-    added.add_argument("host", nargs="?", help="where python -m jaxcgx link waits; without it, wait for another host")
-    added.add_argument("--port", type=int, default=5799, help="where to wait (5799)")
-    _add_options_of_lab(
-        command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
-    )
-    added = command("report", report, "draw tables, plots and a page of results that benchmarks or the lab wrote")
-    added.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE", help="JSON, as in benchmarks/results")
-    added.add_argument(
-        "--out", type=pathlib.Path, metavar="DIR", default="report", help="where page and plots are written (report)"
-    )
-    added = command(
-        "completion",
-        functools.partial(completion, parsers=commands.choices),
-        'print a script that completes commands in a shell: eval "$(jaxcgx completion bash)"',
-    )
-    added.add_argument("shell", choices=("bash", "zsh"))
+        added.set_defaults(run=run, command=name, parsers=commands.choices)
+        either = added.add_mutually_exclusive_group(required=True) if name == "plan" else added
+        for argument, how in settings.items():
+            (either if argument in EITHER else added).add_argument(argument, **how)
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
     try:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -49,21 +48,6 @@ def open_jaxpr(jaxpr: Any) -> Any:
 
 
 is_eager = trace_state_clean  # whether nothing is being traced: the caller is outside of jit, vmap and grad
-
-
-def replicating_pmap() -> bool:
-    """Returns whether the caller is traced by a pmap all of whose out_axes are None.
-
-    No type and no context of JAX has them, so this looks at the frames of its calls.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "jax._src.pmap" and "out_axes" in frame.f_locals:
-            return all(
-                axis is None for axis in jax.tree.leaves(frame.f_locals["out_axes"], is_leaf=lambda x: x is None)
-            )
-        frame = frame.f_back
-    return False
 
 
 def match_varying(*arrays: jax.Array) -> list[jax.Array]:
@@ -165,7 +149,6 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def zero_tangent(primal: Any) -> Any:
-    """Returns the symbolic zero tangent of `primal`."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
@@ -196,10 +179,7 @@ def mesh_of_a_part(ctx: mlir.LoweringRuleContext) -> contextlib.AbstractContextM
 
 
 class OrderedEffect(effects.Effect):
-    """An effect whose operations run in the order of the program.
-
-    Programs with it run in the order in which they are called.
-    """
+    """An effect whose operations run in the order of the program. Programs with it run in the order of their calls."""
 
 
 class OrderedOnEachDevice(OrderedEffect):
@@ -238,10 +218,7 @@ def mesh_of(ctx: mlir.LoweringRuleContext) -> jax.sharding.Mesh | None:
 
 
 def rendezvous() -> tuple[Any, int, int, str | None]:
-    """Returns (key-value store, id of this process, number of processes, coordinator's address) of jax.distributed.
-
-    The store is None before jax.distributed.initialize.
-    """
+    """Returns (key-value store, None before jax.distributed.initialize; number and count of processes; coordinator)."""
     return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
 
 

@@ -17,7 +17,7 @@ from jaxcgx.typing import PyTree
 
 def _inner(eqn: Any) -> list[Any]:
     """Returns the programs that an operation runs, such as the branches of a conditional."""
-    values = jax.tree_util.tree_leaves(list(eqn.params.values()))
+    values = jax.tree.leaves(list(eqn.params.values()))
     return [value for value in values if hasattr(_compat.open_jaxpr(value), "eqns")]
 
 
@@ -62,24 +62,17 @@ def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
             found = _ends(called, given)
         else:  # all results of a loop are ready at the same time
             inner = [_compat.open_jaxpr(each) for each in _inner(eqn)]
-            found = [max(given, default=0) + 1 + _length(inner)] * len(eqn.outvars)
+            ends = [end for each in inner for end in _ends(each, [0] * len(each.invars))]
+            found = [max(given, default=0) + 1 + max(ends, default=0)] * len(eqn.outvars)
         known.update(zip(eqn.outvars, found))
     return [end(atom) for atom in jaxpr.outvars]
-
-
-def _length(programs: Sequence[Any]) -> int:
-    """Returns the number of operations on the longest path through any of the programs."""
-    return max((max(_ends(each, [0] * len(each.invars)), default=0) for each in programs), default=0)
 
 
 # Whether an optimizer is the same under vmap. Otherwise it would always have to run without, where it isn't in place.
 
 
 def same_in_vmap(program: Any) -> bool:
-    """Returns whether vmap leaves what a traced program does as it is.
-
-    It runs both branches of a conditional, and refuses or repeats calls of functions that aren't JAX's.
-    """
+    """Returns whether vmap leaves a program as it is. It runs both branches of conditionals, and repeats callbacks."""
     changed = re.compile("cond|while|callback|ffi_call")
     names = [eqn.primitive.name for *_, eqn in operations(program)]
     return not _compat.open_jaxpr(program).effects and not any(map(changed.search, names))
@@ -89,10 +82,7 @@ def same_in_vmap(program: Any) -> bool:
 
 
 def depends(program: Any, arguments: Collection[int]) -> list[bool]:
-    """Returns for each result of a traced program whether it depends on any of these arguments.
-
-    A product with a literal 0 depends on nothing.
-    """
+    """Returns whether each result depends on any of these arguments. A product with a literal 0 depends on nothing."""
     jaxpr = _compat.open_jaxpr(program)
     moving = {x for i, x in enumerate(jaxpr.invars) if i in arguments}
     moves = lambda atom: not hasattr(atom, "val") and atom in moving  # a literal can't be in a set
@@ -119,15 +109,8 @@ def closed_over(jaxpr: Any, count: int) -> list[Any]:
     return found
 
 
-# Where a loss constrains how arrays are sharded. Over the ranks' axes, which shard_map has made manual, it must not.
-# Without check_vma, JAX refuses a NamedSharding only when it compiles, in the caller's jit. Nothing could explain that.
-# Where vmap has made the ranks, such a constraint means the devices of a rank, and JAX's vmap refuses it.
-
-
-def constraints(jaxpr: Any) -> list[Any]:
-    """Returns the PartitionSpecs of all sharding constraints in a traced program."""
-    constrain = [eqn for *_, eqn in operations(jaxpr) if eqn.primitive.name == "sharding_constraint"]
-    return [getattr(eqn.params.get("sharding"), "spec", ()) for eqn in constrain]
+# Where a loss constrains how arrays are sharded. Where vmap has made the ranks, a constraint over their axes means the
+# devices of a rank, and JAX's vmap refuses it.
 
 
 def constrained_without(names: Collection[Any], program: Any) -> Any:
@@ -135,19 +118,20 @@ def constrained_without(names: Collection[Any], program: Any) -> Any:
 
     A program without constraints is returned itself, so that JAX finds it in its caches.
     """
-    if not constraints(program):
+    values = (x for *_, eqn in operations(program) for x in jax.tree.leaves(list(eqn.params.values())))
+    if not any(isinstance(x, NamedSharding) for x in values):
         return program
 
     def replaced(value: Any) -> Any:
         if isinstance(value, NamedSharding):
             others = lambda part: tuple(name for name in part if name not in names) or None
             parts = [(part,) if isinstance(part, str) else part for part in value.spec]
-            return NamedSharding(value.mesh, P(*(others(part) if isinstance(part, tuple) else part for part in parts)))
+            return value.update(spec=P(*(others(part) if isinstance(part, tuple) else part for part in parts)))
         return constrained_without(names, value) if hasattr(_compat.open_jaxpr(value), "eqns") else value
 
     def of_operation(eqn: Any) -> Any:
         found = _inner(eqn) or eqn.primitive.name == "sharding_constraint"
-        return eqn.replace(params=jax.tree_util.tree_map(replaced, eqn.params)) if found else eqn
+        return eqn.replace(params=jax.tree.map(replaced, eqn.params)) if found else eqn
 
     inner = _compat.open_jaxpr(program)
     new = inner.replace(eqns=list(map(of_operation, inner.eqns)))
@@ -178,7 +162,7 @@ def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
     Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
     program, so their values may change between calls.
     """
-    flat = [*traced.jaxpr.consts, *jax.tree_util.tree_leaves(args)]
+    flat = [*traced.jaxpr.consts, *jax.tree.leaves(args)]
     count, run = len(traced.jaxpr.consts), functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))
     lowered = jax.jit(lambda *flat: run(flat[:count], *flat[count:])).lower(*flat)
     text = lowered.as_text()
@@ -192,7 +176,7 @@ def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
             del _compiled[next(iter(_compiled))]
     with jax.disable_jit(False):  # under jax.disable_jit, JAX runs no compiled program
         results = program(*flat)
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(traced.out_info), results)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
 
 
 # What a traced program returns: a loss is traced once, looked at, and then is a part of its caller's program.
@@ -200,5 +184,5 @@ def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
 
 def evaluate(program: Any, shapes: PyTree, *args: PyTree) -> PyTree:
     """Returns what a traced program returns for these arguments, in the structure of `shapes`."""
-    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree_util.tree_leaves(args))
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shapes), found)
+    found = _compat.eval_jaxpr(_compat.open_jaxpr(program), program.consts, *jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)

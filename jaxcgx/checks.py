@@ -59,10 +59,7 @@ def wrong(
 def unexpected(
     place: str, expected: str, got: object, remedy: str = "", *, kind: type[Exception] = ValueError
 ) -> Exception:
-    """Returns the error for a wrong value that is not an argument, such as a variable or a key of a file.
-
-    `place` says where the value is. The other arguments are as in `wrong`.
-    """
+    """Returns the error for a wrong value in a `place` that is no argument, such as a variable; else as `wrong`."""
     text = f"{place}: expected {expected}, got {got}"
     return kind(f"{text}; {remedy}" if remedy else text)
 
@@ -89,7 +86,6 @@ def is_number(value: object) -> bool:
 
 
 def check_choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
-    """Checks that a value is one of the strings `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise wrong(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
     return value
@@ -113,7 +109,6 @@ def check_type(function: str, argument: str, value: Any, kind: Any, expected: st
 
 
 def check_flag(function: str, argument: str, value: object) -> bool:
-    """Returns the value as a bool."""
     return bool(check_type(function, argument, value, BOOL, "True or False"))
 
 
@@ -148,7 +143,6 @@ def check_number(
 
 
 def check_positive(function: str, argument: str, value: Any) -> Any:
-    """Checks that a value is a real number greater than 0."""
     return check_number(function, argument, value, lambda x: x > 0, "a positive number")
 
 
@@ -167,7 +161,6 @@ def set_field(instance: object, name: str, check: Callable[..., Any], *args: Any
 
 
 def as_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
-    """Returns the value as a JAX array."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError):
@@ -186,7 +179,7 @@ def as_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Arra
 
 def check_real(function: str, argument: str, tree: PyTree) -> None:
     """Checks that no leaf is complex, for functions that compute with their leaves in float32."""
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, x in jax.tree.flatten_with_path(tree)[0]:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             remedy = "keep the real and the imaginary part as two leaves"
             raise wrong(function, argument, "real numbers", x.dtype, remedy, path=path, kind=TypeError)

@@ -6,26 +6,18 @@ from typing import Any
 
 from jaxcgx.checks import unexpected
 
-# The heads of the columns that are aligned to the right.
-_NUMBERS = (
-    "bytes",
-    "uncompressed",
-    "ratio",
-    "error",
-    "exchange ms",
-    "exposed ms",
-    "step ms",
-    "speed-up",
-    "hours",
-    "cost",
-)
+# The heads of the columns that are aligned to the right, besides those of milliseconds.
+_NUMBERS = ("bytes", "uncompressed", "ratio", "error", "speed-up", "hours", "cost")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table as text. Columns of numbers are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     lines = [
-        [cell.rjust(w) if name in _NUMBERS else cell.ljust(w) for name, cell, w in zip(head, row, widths)]
+        [
+            cell.rjust(w) if name in _NUMBERS or name.endswith(" ms") else cell.ljust(w)
+            for name, cell, w in zip(head, row, widths)
+        ]
         for row in (head, ["-" * w for w in widths], *rows)
     ]
     return "\n".join("  ".join(line).rstrip() for line in lines)
@@ -62,10 +54,7 @@ class Totals:
         return ratio(self.bytes, self.raw_bytes)
 
     def spell_totals(self, head: str, rows: Sequence[tuple[str, int, int]]) -> str:
-        """Returns a table of `rows` as text, with their sum in a last row unless there is exactly one row.
-
-        `head` is the title of the first column. Each of the `rows` is (text of the axes, bytes, uncompressed bytes).
-        """
+        """Returns a table of `rows` of (text below `head`, bytes, raw bytes), and their sum unless there is one row."""
         if len(rows) != 1:
             rows = [*rows, ("in all", self.bytes, self.raw_bytes)]
         return table((head, "bytes", "uncompressed", "ratio"), [(axes, *spell_sizes(*sizes)) for axes, *sizes in rows])

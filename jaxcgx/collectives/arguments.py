@@ -24,8 +24,6 @@ from jaxcgx.typing import AxisName, Key, PyTree
 
 
 class Call(NamedTuple):
-    """The checked arguments of a collective."""
-
     x: PyTree  # the tree, of JAX arrays
     net: Transport
     routes: Routes
@@ -48,7 +46,7 @@ class Call(NamedTuple):
         back = there if backward_plan is None else as_plan(op, backward_plan, "backward_plan")
         arrays = dict(x=x, key=key)
         net = transport_over(op, axis_name, arrays, dict(plan=there, backward_plan=backward_plan and back, **settings))
-        x = jax.tree_util.tree_map_with_path(lambda path, leaf: as_whole(op, "x", path, leaf), x)
+        x = jax.tree.map_with_path(lambda path, leaf: as_whole(op, "x", path, leaf), x)
         routes, backward = Routes.of(op, there, x), Routes.of(op, back, x)
         return cls(x, net, routes, backward, shared_key(routes, backward, key, net))
 
@@ -78,10 +76,7 @@ class Call(NamedTuple):
                     check_encodes(routes.op, codec, argument)
 
     def per_leaf(self, argument: str, dimension: PyTree, extra: int = 0) -> tuple[int, ...]:
-        """Returns a dimension of each leaf, counted from the front. An integer is for all leaves.
-
-        `extra` is the number of dimensions that the array has beside those of the leaf.
-        """
+        """Returns a dimension of each leaf with `extra` more dimensions, counted from the front."""
         op, leaves, found = self.routes.op, self.routes.leaves, list[int]()
         if hasattr(dimension, "__index__"):
             given = [dimension] * len(leaves)
@@ -100,7 +95,6 @@ class Call(NamedTuple):
         return tuple(found)
 
     def check_divisible(self, argument: str, dimensions: tuple[int, ...], tiled: bool) -> None:
-        """Checks that each leaf can be split among the ranks along its dimension."""
         size = self.net.size
         for route, d in zip(self.routes.leaves, dimensions):
             if route.shape[d] % size if tiled else route.shape[d] != size:
@@ -164,7 +158,7 @@ def as_pairs(op: str, perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple
 
 def check_summable(op: str, x: PyTree) -> None:
     """Checks that no leaf is a random key, because keys can't be added."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
+    for path, leaf in jax.tree.flatten_with_path(x)[0]:
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             remedy = "take it out of the tree, or pass jax.random.key_data(key) to add its words"
             got = f"{spell_array(leaf)}, a random key"

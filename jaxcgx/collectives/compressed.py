@@ -90,7 +90,7 @@ def init_carry(
     """
     op = "init_carry"
     shapes = Routes.of(op, as_plan(op, plan), x).carry(residuals=residuals and not ends, momentum=momentum, ends=ends)
-    return jax.tree_util.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def compressed_psum_scatter(

@@ -15,7 +15,7 @@ from jaxcgx.typing import AxisName, PyTree
 def vary(x: PyTree, names: tuple[AxisName, ...]) -> PyTree:
     """Returns the tree, marked as varying over the axes `names` if JAX tracks this for them."""
     tracked = _compat.tracked_axes(names)
-    return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
+    return jax.tree.map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
 def _own(function: str, argument: str, names: tuple[AxisName, ...], loss: PyTree) -> PyTree:

@@ -91,7 +91,7 @@ def check_replicas(tree: PyTree, axis_name: AxisName) -> Replicas:
       `result.check()` name the ranks and the leaves that differ.
     """
     net = transport_over_axes("check_replicas", axis_name)
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = jax.tree.flatten_with_path(tree)[0]
     paths = tuple(jax.tree_util.keystr(path) for path, _ in found)
     sums = [checksum(jnp.asarray(leaf)) for _, leaf in found]
     if not sums:

@@ -64,7 +64,7 @@ def gradient_statistics(
 
 def _measured(op: str, grads: PyTree) -> tuple[list[Any], list[jax.Array]]:
     """Returns (JAX paths, arrays) of the leaves that codecs can take. Their paths must differ."""
-    found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
+    found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree.flatten_with_path(grads)[0]]
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
     if not found:
         raise wrong(op, "grads", "a float32, bfloat16 or float16 array among the leaves", "none")
@@ -93,7 +93,7 @@ def all_finite(grads: PyTree, axis_name: AxisName) -> jax.Array:
       axis_name: one name, or a tuple of names.
     """
     net = transport_over_axes("all_finite", axis_name)
-    leaves = [x for x in map(jnp.asarray, jax.tree_util.tree_leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    leaves = [x for x in map(jnp.asarray, jax.tree.leaves(grads)) if jnp.issubdtype(x.dtype, jnp.inexact)]
     bad = sum(((~jnp.isfinite(x)).any().astype(jnp.int32) for x in leaves), jnp.int32(0))
     # The axes of the mesh over which the gradients are sharded, in the same order in every process.
     if shards := tuple(sorted(_compat.varying_axes(bad) - set(net.names), key=str)):

@@ -55,7 +55,6 @@ class Load(NamedTuple):
 
     @property
     def both(self) -> float:
-        """The compressed bytes of the message and of the sum."""
         return self.wire + (self.wire if self.back is None else self.back)
 
 
@@ -146,16 +145,11 @@ def choose(load: Load, network: Network, prefer: str = "time") -> str:
 
 
 def faster(one: float, two: float) -> str:
-    """Returns the schedule to take, from the times of one_shot and two_shot."""
     return "one_shot" if one <= ENOUGH * two else "two_shot"
 
 
 def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -> tuple[Stage, ...]:
-    """Returns the stages, outermost first, with a schedule in place of "auto", for the leaves of all messages.
-
-    The outermost stage gets the schedule that takes the least time or sends the fewest bytes. It is the same for all
-    messages.
-    """
+    """Returns the stages, outermost first, with a schedule in place of "auto", the same for all messages."""
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
     if outer.schedule == "tree":

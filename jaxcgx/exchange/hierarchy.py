@@ -112,7 +112,6 @@ def _flat(message: Message, summed: Summed) -> Message:
 
 
 def _inner(stages: Stages) -> int:
-    """Returns the number of ranks of the inner stages."""
     return math.prod(stage.net.size for stage in stages[1:])
 
 
@@ -164,10 +163,7 @@ def _inwards(stages: Stages, message: Message, how: Sum) -> Message:
 
 @dataclasses.dataclass(frozen=True)
 class InnerStage:
-    """The inner stage of a hierarchy of two stages. It has Raw(), so a transport may sum in memory (native/tcp.py).
-
-    `leaves` are the types of the leaves with numbers `ids`.
-    """
+    """The inner, raw one of two stages. A transport may sum in memory. `leaves` are the types of leaves `ids`."""
 
     stages: Stages
     how: Sum

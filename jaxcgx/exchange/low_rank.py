@@ -108,7 +108,6 @@ def _stacks(stage: Stage, message: Message, terms: list[list[Any] | None]) -> li
 
 
 def _raw(stage: Stage) -> Stage:
-    """Returns the stage of the factors, which travel raw."""
     return stage._replace(codec=Raw(), backward=Raw())
 
 
@@ -129,5 +128,4 @@ def _begin_sum(stage: Stage, message: Message, arrays: list[Any]) -> Any:
 
 
 def _end_sum(stage: Stage, begun: Any, later: bool) -> list[jax.Array]:
-    """Returns the sums of factors."""
     return stage.net.end_sum(begun, later)[0] if can_begin(stage) else begun

@@ -106,8 +106,6 @@ class Message:
 
 
 class Stage(NamedTuple):
-    """One exchange of a message."""
-
     net: Transport
     codec: Codec
     schedule: str | Overlay
@@ -120,7 +118,6 @@ class Stage(NamedTuple):
         return self._replace(net=self.net.labelled(int(what)))
 
     def transposed(self) -> "Stage":
-        """Returns the stage of the transpose."""
         return Stage(self.net, self.backward, schedule="one_shot", backward=self.codec)
 
 
@@ -141,8 +138,6 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The payload that this rank sent for its leaves."""
-
     layout: Layout
     payload: jax.Array
 
@@ -183,18 +178,13 @@ class BegunMessage:
 
 
 class Summed(NamedTuple):
-    """A sum over one transport."""
-
     leaves: list[Any]
     residuals: list[Any] | None = None  # a list like the leaves; None without feedback
     sent: Any = None  # a `Sent`; None if no momentum needs it
 
 
 def carry_over(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns (the leaves plus their residuals, in the leaves' dtypes; the losses of rounding to these dtypes).
-
-    Where a loss is not finite, the residual stays unchanged, as in the kernels.
-    """
+    """Returns (leaves plus residuals in the leaves' dtypes; what rounding loses, or the residual where not finite)."""
     whole = [x.astype(jnp.float32) + r for x, r in zip(leaves, residuals)]
     carried = [w.astype(x.dtype) for w, x in zip(whole, leaves)]
     lost = [w - c.astype(jnp.float32) for w, c in zip(whole, carried)]

@@ -37,15 +37,17 @@ Batch = tuple[tuple[int, Any], ...]
 
 def bind(primitive: _compat.Primitive, message: Message, **params: Any) -> Message:
     """Binds the primitive, and returns the message of results: leaves, and the new arrays of each kind of state."""
-    operands, tree = jax.tree_util.tree_flatten(match_varying(message, params["net"]))
+    operands, tree = jax.tree.flatten(match_varying(message, params["net"]))
     return _results(tree).unflatten(primitive.bind(*operands, **{"batch": (), **params}, tree=tree))
 
 
-def match_varying(message: Message, net: Transport) -> Message:
-    """Returns the message, its leaves and state marked as varying over every axis that any of its arrays varies over.
+def bind_over(primitive: _compat.Primitive, message: Message, stage: Stage, **params: Any) -> Message:
+    """Binds the primitive of an exchange over one stage. The same transport may have more ranks over another mesh."""
+    return bind(primitive, message, net=stage.net, stage=stage, ranks=stage.net.size, **params)
 
-    Factors are not marked as varying over the axes of the exchange.
-    """
+
+def match_varying(message: Message, net: Transport) -> Message:
+    """Returns the message, marked as varying over every axis of its arrays; factors not over those of the exchange."""
     leaves = message.leaves
     kept: dict[str, Any] = {kind: old for kind in (*STATE, *ENDS) if (old := getattr(message, kind)) is not None}
     if message.key is not None:  # the results vary over the axes of the noise, too
@@ -60,8 +62,7 @@ def match_varying(message: Message, net: Transport) -> Message:
 
 @functools.lru_cache
 def _results(tree: PyTree) -> PyTree:
-    """Returns the structure of the results, from the structure of the operands."""
-    return jax.tree_util.tree_structure(places(tree).replace(key=None, back=None))
+    return jax.tree.structure(places(tree).replace(key=None, back=None))
 
 
 def _put_leaves(tree: PyTree, values: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
@@ -76,7 +77,7 @@ def _lower(run: Callable[..., Message], *operands: Any, batch: Batch, tree: PyTr
     mapped: Callable[[Message], Message] = functools.partial(run, **params)
     for _, axis in reversed(batch):
         mapped = jax.vmap(mapped, axis_name=axis)
-    return jax.tree_util.tree_leaves(mapped(tree.unflatten(operands)))
+    return jax.tree.leaves(mapped(tree.unflatten(operands)))
 
 
 def _abstract_eval(
@@ -95,9 +96,9 @@ def _abstract_eval(
         for i, x in enumerate(message.leaves)
     ]
     like = lambda x: _compat.result_aval([x], x.shape, x.dtype, rows=n)
-    results = jax.tree_util.tree_map(like, message.replace(leaves=[], key=None, back=None)).replace(leaves=leaves)
+    results = jax.tree.map(like, message.replace(leaves=[], key=None, back=None)).replace(leaves=leaves)
     bound = set(net.names) - {name for _, name in batch}
-    return jax.tree_util.tree_leaves(results), net.effects.union(map(_compat.NamedAxisEffect, bound))
+    return jax.tree.leaves(results), net.effects.union(map(_compat.NamedAxisEffect, bound))
 
 
 def _batch(
@@ -119,7 +120,7 @@ def _batch(
     mapped: list[int | None] = [0] * len(results)
     if ours and same:
         of_results = places(_results(params["tree"]))
-        for place in jax.tree_util.tree_leaves([getattr(of_results, field) for field in ("leaves", *SHARED)]):
+        for place in jax.tree.leaves([getattr(of_results, field) for field in ("leaves", *SHARED)]):
             results[place], mapped[place] = results[place][0], None
     return results, mapped
 
@@ -181,7 +182,6 @@ def define(
 
 
 def _back(message: Message, cts: list[Any], batch: Batch) -> Message:
-    """Returns the message of cotangents."""
     return Message(message.ids, cts, back_key(message.key, len(batch)) if message.back is None else message.back)
 
 
@@ -192,10 +192,6 @@ def psum(message: Message, net: Transport, stages: tuple[Stage, ...], how: Sum) 
     """Returns the sum of a message, and its new state, over `net`, the ranks of all stages (outermost first)."""
     tracked = bool(_compat.tracked_axes(net.names))  # whether JAX tracks over which axes values vary (check_vma)
     return bind(psum_p, message, net=net, stages=stages, how=how, tracked=tracked)
-
-
-def _psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
-    return hierarchy.allreduce(net, stages, message=message, how=how)
 
 
 # If JAX tracks over which axes values vary (check_vma), the cotangent of a sum is the same on every rank. The transpose
@@ -209,7 +205,13 @@ def _psum_transpose(
     return bind(psum_p, _back(message, cts, batch), how=how, tracked=tracked, batch=batch, **params).leaves
 
 
-psum_p: _compat.Primitive = define("jaxcgx_psum", _psum, _psum_transpose, same=True, invarying=lambda **params: True)
+psum_p: _compat.Primitive = define(
+    "jaxcgx_psum",
+    lambda message, net, stages, how, **_: hierarchy.allreduce(net, stages, message=message, how=how),
+    _psum_transpose,
+    same=True,
+    invarying=lambda **params: True,
+)
 
 same_p: _compat.Primitive = _compat.Primitive("jaxcgx_same")
 
@@ -270,13 +272,8 @@ class Join(NamedTuple):
         return split
 
 
-def all_gather(message: Message, stage: Stage, to: str, join: Join | None = None) -> list[Any]:
-    """Returns every rank's leaves, as rows or joined."""
-    params = dict(net=stage.net, stage=stage, ranks=stage.net.size, to=to, join=join)
-    return bind(all_gather_p, message, **params).leaves
-
-
-def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, to: str, join: Join | None) -> Message:
+def _all_gather(message: Message, *, stage: Stage, join: Join | None, **_: Any) -> Message:
+    """Gathers every rank's leaves, as rows or joined."""
     gathered = schedules.all_gather(stage, message)
     return Message(message.ids, gathered if join is None else join.join(gathered))
 
@@ -290,17 +287,16 @@ def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, t
 def _all_gather_transpose(
     message: Message, cts: list[Any], *, stage: Stage, to: str, join: Join | None, batch: Batch, **params: Any
 ) -> list[Any]:
-    net, ranks = params["net"], params["ranks"]
     if join is not None:
         split = join.split
         for _ in batch:
             split = jax.vmap(split)
         cts = split(cts)
-    share = _share(batch, ranks, to)
+    share = _share(batch, params["ranks"], to)
     if share is None:
-        return [lax.dynamic_index_in_dim(ct, net.rank, len(batch), keepdims=False) for ct in cts]
+        return [lax.dynamic_index_in_dim(ct, params["net"].rank, len(batch), keepdims=False) for ct in cts]
     back = _back(message, [ct * share for ct in cts] if share != 1 else cts, batch)
-    return bind(psum_scatter_p, back, net=net, stage=stage.transposed(), how=Sum(), batch=batch).leaves
+    return bind(psum_scatter_p, back, stage=stage.transposed(), how=Sum(), batch=batch, **params).leaves
 
 
 def _share(batch: Batch, ranks: int, to: str) -> float | None:
@@ -309,9 +305,7 @@ def _share(batch: Batch, ranks: int, to: str) -> float | None:
     return 1.0 if to == "varying" else None if mapped == 1 else mapped / ranks
 
 
-def _gathered_shape(
-    shape: tuple[int, ...], i: int, *, ranks: int, join: Join | None = None, **params: Any
-) -> tuple[int, ...]:
+def _gathered_shape(shape: tuple[int, ...], i: int, *, ranks: int, join: Join | None, **params: Any) -> tuple[int, ...]:
     rows = (ranks, *shape)
     return rows if join is None else join.shape(rows, i)
 
@@ -329,12 +323,8 @@ all_gather_p: _compat.Primitive = define(
 # psum_scatter
 
 
-def psum_scatter(message: Message, stage: Stage, how: Sum) -> Message:
+def _psum_scatter(message: Message, *, stage: Stage, how: Sum, **_: Any) -> Message:
     """Returns the divided sum over ranks of this rank's row, and the new residuals if the message has residuals."""
-    return bind(psum_scatter_p, message, net=stage.net, stage=stage, how=how)
-
-
-def _psum_scatter(message: Message, *, net: Transport, stage: Stage, how: Sum) -> Message:
     summed = schedules.reduce_scatter(stage, message, how)
     leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
     return message.replace(key=None, back=None, leaves=leaves, residuals=summed.residuals)
@@ -343,11 +333,11 @@ def _psum_scatter(message: Message, *, net: Transport, stage: Stage, how: Sum) -
 # Row r of every rank's leaf was added to the sum of rank r, so on every rank its cotangent is the cotangent of rank r's
 # sum.
 def _psum_scatter_transpose(
-    message: Message, cts: list[Any], *, net: Transport, stage: Stage, how: Sum, batch: Batch
+    message: Message, cts: list[Any], *, stage: Stage, how: Sum, batch: Batch, **params: Any
 ) -> list[Any]:
-    ranks, cts = message.leaves[0].shape[len(batch)], [ct / how.divisor for ct in cts]
-    params = dict(net=net, stage=stage.transposed(), ranks=ranks, to="varying", join=None, batch=batch)
-    return bind(all_gather_p, _back(message, cts, batch), **params).leaves
+    back = _back(message, [ct / how.divisor for ct in cts], batch)
+    params |= dict(stage=stage.transposed(), to="varying", join=None, batch=batch)
+    return bind(all_gather_p, back, **params).leaves
 
 
 psum_scatter_p: _compat.Primitive = define(
@@ -362,34 +352,20 @@ psum_scatter_p: _compat.Primitive = define(
 # all_to_all
 
 
-def all_to_all(message: Message, stage: Stage) -> list[Any]:
-    """Returns the rows that all ranks have for this rank."""
-    return bind(all_to_all_p, message, net=stage.net, stage=stage).leaves
-
-
-def _all_to_all(message: Message, *, net: Transport, stage: Stage) -> Message:
-    return Message(message.ids, schedules.all_to_all(stage, message))
-
-
 # Row r went to rank r, so its cotangent comes back from rank r by the same exchange.
-def _all_to_all_transpose(message: Message, cts: list[Any], *, net: Transport, stage: Stage, batch: Batch) -> list[Any]:
-    return bind(all_to_all_p, _back(message, cts, batch), net=net, stage=stage.transposed(), batch=batch).leaves
+def _all_to_all_transpose(message: Message, cts: list[Any], *, stage: Stage, batch: Batch, **params: Any) -> list[Any]:
+    return bind(all_to_all_p, _back(message, cts, batch), stage=stage.transposed(), batch=batch, **params).leaves
 
 
-all_to_all_p: _compat.Primitive = define("jaxcgx_all_to_all", _all_to_all, _all_to_all_transpose, same=False)
+all_to_all_p: _compat.Primitive = define(
+    "jaxcgx_all_to_all",
+    lambda message, stage, **_: Message(message.ids, schedules.all_to_all(stage, message)),
+    _all_to_all_transpose,
+    same=False,
+)
 
 
 # pbroadcast
-
-
-def pbroadcast(message: Message, stage: Stage, source: int, to: str) -> list[Any]:
-    """Returns the leaves of rank `source`."""
-    params = dict(net=stage.net, stage=stage, ranks=stage.net.size, source=source, to=to)
-    return bind(pbroadcast_p, message, **params).leaves
-
-
-def _pbroadcast(message: Message, *, net: Transport, stage: Stage, ranks: int, source: int, to: str) -> Message:
-    return Message(message.ids, schedules.pbroadcast(stage, message, source))
 
 
 # The cotangent of the source's leaf is the sum of the cotangents of all ranks. If the type of the result says that all
@@ -397,22 +373,21 @@ def _pbroadcast(message: Message, *, net: Transport, stage: Stage, ranks: int, s
 def _pbroadcast_transpose(
     message: Message, cts: list[Any], *, stage: Stage, source: int, to: str, batch: Batch, **params: Any
 ) -> list[Any]:
-    net, ranks = params["net"], params["ranks"]
-    share = _share(batch, ranks, to)
+    share = _share(batch, params["ranks"], to)
     if share is None:
-        return [jnp.where(net.rank == source, ct, jnp.zeros_like(ct)) for ct in cts]
+        return [jnp.where(params["net"].rank == source, ct, jnp.zeros_like(ct)) for ct in cts]
     back = _back(message, [ct * share for ct in cts] if share != 1 else cts, batch)
     params |= dict(stage=stage.transposed(), target=source, batch=batch)
     return bind(sum_to_p, back, **params).leaves
 
 
 pbroadcast_p: _compat.Primitive = define(
-    "jaxcgx_pbroadcast", _pbroadcast, _pbroadcast_transpose, same=True, invarying=lambda to, **params: to == "invarying"
+    "jaxcgx_pbroadcast",
+    lambda message, stage, source, **_: Message(message.ids, schedules.pbroadcast(stage, message, source)),
+    _pbroadcast_transpose,
+    same=True,
+    invarying=lambda to, **params: to == "invarying",
 )
-
-
-def _sum_to(message: Message, *, net: Transport, stage: Stage, ranks: int, target: int) -> Message:
-    return Message(message.ids, schedules.sum_to(stage, message, target))
 
 
 def _sum_to_transpose(
@@ -422,28 +397,28 @@ def _sum_to_transpose(
     return bind(pbroadcast_p, _back(message, cts, batch), **params).leaves
 
 
-sum_to_p: _compat.Primitive = define("jaxcgx_sum_to", _sum_to, _sum_to_transpose, same=False)
+sum_to_p: _compat.Primitive = define(
+    "jaxcgx_sum_to",
+    lambda message, stage, target, **_: Message(message.ids, schedules.sum_to(stage, message, target)),
+    _sum_to_transpose,
+    same=False,
+)
 
 
 # ppermute
 
 
-def ppermute(message: Message, stage: Stage, pairs: Pairs) -> Message:
-    """Returns the leaves of the rank that sends to this rank, and the new state; zeros if no rank sends to this one."""
-    return bind(ppermute_p, message, net=stage.net, stage=stage, pairs=pairs)
-
-
-def _ppermute(message: Message, *, net: Transport, stage: Stage, pairs: Pairs) -> Message:
-    return schedules.ppermute(stage, message, pairs)
-
-
 # Cotangents go back from receivers to senders.
 def _ppermute_transpose(
-    message: Message, cts: list[Any], *, net: Transport, stage: Stage, pairs: Pairs, batch: Batch
+    message: Message, cts: list[Any], *, stage: Stage, pairs: Pairs, batch: Batch, **params: Any
 ) -> list[Any]:
-    back = tuple((receiver, sender) for sender, receiver in pairs)
-    params = dict(net=net, stage=stage.transposed(), pairs=back, batch=batch)
+    params |= dict(stage=stage.transposed(), pairs=tuple((receiver, sender) for sender, receiver in pairs), batch=batch)
     return bind(ppermute_p, _back(message, cts, batch), **params).leaves
 
 
-ppermute_p: _compat.Primitive = define("jaxcgx_ppermute", _ppermute, _ppermute_transpose, same=False)
+ppermute_p: _compat.Primitive = define(
+    "jaxcgx_ppermute",
+    lambda message, stage, pairs, **_: schedules.ppermute(stage, message, pairs),
+    _ppermute_transpose,
+    same=False,
+)

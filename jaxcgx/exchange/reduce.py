@@ -145,7 +145,7 @@ def reduce(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Py
 
 def plain_reduce(op: str, x: PyTree, net: Transport, *, mean: bool) -> PyTree:
     """Returns the uncompressed sum or mean over the ranks of a step's own numbers, such as its loss."""
-    x = jax.tree_util.tree_map(lambda leaf: _compat.vary(jnp.asarray(leaf), _compat.tracked_axes(net.names)), x)
+    x = jax.tree.map(lambda leaf: _compat.vary(jnp.asarray(leaf), _compat.tracked_axes(net.names)), x)
     mesh = jax.sharding.get_abstract_mesh()
     manual = all(name in mesh.manual_axes for name, size in mesh.shape.items() if size > 1)
     if net.begin_sum and manual:  # over Tcp, numbers travel like gradients: errors of lax's collectives name no rank
@@ -158,7 +158,7 @@ def plain_reduce(op: str, x: PyTree, net: Transport, *, mean: bool) -> PyTree:
         # XLA on CPUs aborts when it compiles a sum of 16-bit numbers beside axes that are left to its partitioner.
         return total(leaf.astype(jnp.float32)).astype(leaf.dtype)
 
-    return jax.tree_util.tree_map(of_leaf, x)
+    return jax.tree.map(of_leaf, x)
 
 
 def travel_with(
@@ -199,7 +199,7 @@ def _check_trees(carry: Carry, routes: Routes, argument: str, way: Way) -> None:
         try:
             routes.each(tree)
         except (TypeError, ValueError):
-            got = jax.tree_util.tree_structure(tree)
+            got = jax.tree.structure(tree)
             raise wrong(routes.op, f"carry.{kind}", f"a tree like {argument}, {routes.tree}", got) from None
 
 
@@ -211,23 +211,17 @@ def _check_carry(carry: Carry, travel: Travel) -> None:
                 _check_array(travel, kind, route, array)
     if carry.residuals is None and carry.sent is None:
         return
-    what = "residuals" if carry.sent is None else "differences"
     if carry.residuals is not None:
         travel.check_feedback()
-    if _compat.replicating_pmap():
-        warn(
-            f"{routes.op}: argument 'carry': {what} differ from rank to rank, but pmap's out_axes=None says that "
-            "its results don't; a checkpoint would have those of one device; write out_axes=0 for them"
-        )
     for codec in {each.stages[0].codec: None for each in travel.envelopes}:
         if not codec.contracts:
+            what = "residuals" if carry.sent is None else "differences"
             why = f"{what} of {spell(codec)} grow without bound, because its error is larger than its input"
             remedy = "take more bits, smaller buckets, rounding to nearest, or jaxcgx.Eden"
             warn(f"{routes.op}: argument '{routes.argument}': {why}; {remedy}")
 
 
 def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array | None) -> None:
-    """Checks an array of a carry."""
     op, name = travel.routes.op, f"carry.{kind}"
     if kind == "momentum":
         expected = spell_array(route)
@@ -254,7 +248,6 @@ def _message(envelope: Envelope, leaves: list[Any], ticket: Ticket, kept: _Kept)
 
 
 def _types(envelope: Envelope, travel: Travel) -> list[Any]:
-    """Returns the types of the leaves of a message."""
     routes = [travel.routes.leaves[i] for i in envelope.ids]
     return [jax.ShapeDtypeStruct(route.shape, route.dtype) for route in routes]
 

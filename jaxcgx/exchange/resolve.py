@@ -9,7 +9,7 @@ from typing import Any
 
 from jax import lax
 
-from jaxcgx import _compat, _programs
+from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.scopes import MessageScope, scope
 from jaxcgx.transports.axes import Mark, Tcp, as_axis_names, is_communicator, marked
@@ -75,32 +75,18 @@ _CONSTRAINED = (
 
 
 @contextlib.contextmanager
-def without_constraints(function: str, argument: str, names: tuple[AxisName, ...]) -> Generator[None]:
+def without_constraints(function: str, names: tuple[AxisName, ...]) -> Generator[None]:
     """Turns JAX's errors about sharding constraints over the ranks' axes into an error that says what to write."""
     try:
         yield
     except ValueError as error:
         if not any(words in str(error) for words in _CONSTRAINED):
             raise
-        raise _constrained(function, argument, names, error) from error
-
-
-def check_constraints(function: str, argument: str, names: tuple[AxisName, ...], program: Any) -> None:
-    """Refuses sharding constraints over the ranks' axes in a traced program.
-
-    Without check_vma, JAX itself refuses them only at compile time.
-    """
-    for spec in _programs.constraints(program):
-        if {name for part in spec for name in (part if isinstance(part, tuple) else (part,))} & set(names):
-            raise _constrained(function, argument, names, spec)
-
-
-def _constrained(function: str, argument: str, names: tuple[AxisName, ...], what: object) -> Exception:
-    axes = ", ".join(map(repr, names))
-    expected = f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch"
-    remedy = (
-        'outside of shard_map and pmap, take jaxcgx.value_and_grad(..., ranks="vmap"), in which it means the devices '
-        "of the rank, or take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
-        'jax.lax.with_sharding_constraint(x, P(None, "model"))'
-    )
-    return wrong(function, argument, expected, f"one: {what}", remedy)
+        axes = ", ".join(map(repr, names))
+        expected = f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch"
+        remedy = (
+            'outside of shard_map and pmap, take jaxcgx.value_and_grad(..., ranks="vmap"), in which it means the '
+            "devices of the rank, or take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
+            'jax.lax.with_sharding_constraint(x, P(None, "model"))'
+        )
+        raise wrong(function, "loss_fn", expected, f"one: {error}", remedy) from error

@@ -79,7 +79,7 @@ class Routes:
         op: str, plan: Plan, tree: PyTree, codecs: Sequence[Codecs] | None = None, argument: str = "plan"
     ) -> "Routes":
         """Returns the routes of a tree of arrays or shapes. Without `codecs`, the plan chooses those of the leaves."""
-        leaves, structure = jax.tree_util.tree_flatten(tree)
+        leaves, structure = jax.tree.flatten(tree)
         shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
         known = None
         if codecs is not None:
@@ -87,7 +87,6 @@ class Routes:
         return _routes(op, argument, plan, structure, shapes=shapes, codecs=known)
 
     def wrong(self, expected: str, got: object, remedy: str = "", path: PyTree = ()) -> Exception:
-        """Returns the error for a plan that doesn't fit."""
         return wrong(self.op, self.argument, expected, got, remedy, path=path)
 
     @property
@@ -97,7 +96,6 @@ class Routes:
 
     @property
     def stochastic(self) -> bool:
-        """Whether any codec that a leaf gets draws noise."""
         return any(codec.stochastic for route in self.leaves for codec in route.codecs)
 
     @property
@@ -109,15 +107,23 @@ class Routes:
         """Returns the entries of a tree like this one as a list. For None, returns a list with None for every leaf."""
         return [None] * len(self.leaves) if tree is None else self.tree.flatten_up_to(tree)
 
-    def carry(self, *, residuals: bool = True, momentum: bool = False, ends: bool = False) -> Carry:
-        """Returns the shapes of a rank's state: what leaves that are compressed keep, and factors."""
+    def carry(
+        self, others: Sequence["Routes"] = (), *, residuals: bool = True, momentum: bool = False, ends: bool = False
+    ) -> Carry:
+        """Returns the shapes of a rank's state: what leaves that are compressed keep, and factors.
+
+        `others` are the routes of this tree in other steps, which use the first rows of the largest factor.
+        """
+        by_leaf = list(zip(self.leaves, *(each.leaves for each in others)))
 
         def like(dtype: DType | None) -> PyTree:
-            each = [jax.ShapeDtypeStruct(r.shape, dtype or r.dtype) if r.encoded else None for r in self.leaves]
-            return self.tree.unflatten(each)
+            struct = lambda r: jax.ShapeDtypeStruct(r.shape, dtype or r.dtype)
+            encoded = lambda routes: any(route.encoded for route in routes)
+            return self.tree.unflatten([struct(routes[0]) if encoded(routes) else None for routes in by_leaf])
 
         wide = like(jnp.dtype(jnp.float32))
-        factors = [r.factor and jax.ShapeDtypeStruct(r.factor, jnp.float32) for r in self.leaves]
+        largest = [max((r.factor for r in routes if r.factor), default=None) for routes in by_leaf]
+        factors = [shape and jax.ShapeDtypeStruct(shape, jnp.float32) for shape in largest]
         return Carry(
             residuals=wide if residuals else None,
             momentum=like(None) if momentum else None,
@@ -147,7 +153,7 @@ def _routes(
     if codecs is None:
         routes = plan.routes(op, argument, leaves) if shapes else []
     else:
-        found = jax.tree_util.tree_flatten_with_path(leaves)[0]
+        found = jax.tree.flatten_with_path(leaves)[0]
         fitting = [Raw() if why_unfit(x) and not skips(codec) else codec for (_, x), codec in zip(found, codecs)]
         routes = [Route.of(path, x, codec) for (path, x), codec in zip(found, fitting)]
     for route in routes if plan.strict else ():
@@ -169,7 +175,6 @@ class Envelope(NamedTuple):
 
     @property
     def stochastic(self) -> bool:
-        """Whether the exchange or its transpose draws noise."""
         return any(stage.codec.stochastic or stage.backward.stochastic for stage in self.stages)
 
 
@@ -199,10 +204,10 @@ class Travel:
         return scopes.scope(scopes.MessageScope(self.routes.op, self.net.names, paths, bytes))
 
     def leaf_scope(self, i: int, why: str) -> AbstractContextManager[object]:
-        """Returns the scope of a leaf without message. `why` is the reason."""
         route, op = self.routes.leaves[i], self.routes.op
         size, path = 0 if route.skipped else route.nbytes, jax.tree_util.keystr(route.path)
-        return scopes.scope(scopes.LeafScope(op, self.net.names, path, str(route.dtype), bytes=size, reason=why))
+        named = scopes.LeafScope(op, self.net.names, (path,), size, dtype=str(route.dtype), reason=why)
+        return scopes.scope(named)
 
     def check_feedback(self) -> None:
         """Checks that schedules and codecs allow residuals: a rank must know the errors of its own encodings."""
@@ -357,7 +362,6 @@ def as_order(op: str, order: Sequence[int] | None, count: int) -> tuple[int, ...
 
 
 def _check_way(routes: Routes, way: Way, hops: bool) -> None:
-    """Checks that the plan allows slices."""
     plan = routes.plan
     if way.rows or set(way.dims) <= {None}:
         return

@@ -5,13 +5,13 @@ Messages carry rows: a row is for one rank, or came from one rank. A permutation
 Over several stages, the rows of a message are [ranks of the first stage, ranks of the second stage, ..., ...].
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import tree_map
 
 from jaxcgx.codecs.quantized import Quantized, straight_through
 from jaxcgx.exchange import primitives, schedules
@@ -24,14 +24,10 @@ NO_ROW = 2**31 - 1  # an index past the end of every array
 
 
 def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying", as_parts: bool = False) -> PyTree:
-    """Returns every rank's leaves, joined along the dimensions of `travel.way`. `to` is as in lax.all_gather.
-
-    With `as_parts`, compressed leaves are `Quantized`.
-    """
+    """Returns every rank's leaves, joined along the dimensions of `travel.way`."""
     dims, tiled = travel.way.dims, travel.way.tiled
 
-    def plain(leaf: jax.Array, i: int) -> jax.Array:
-        return travel.net.plain_all_gather(leaf, dims[i] or 0, tiled=tiled, to=to)
+    plain = lambda leaf, i: travel.net.plain_all_gather(leaf, dims[i] or 0, tiled=tiled, to=to)
 
     def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
         sizes = tuple(stage.net.size for stage in stages)
@@ -42,40 +38,40 @@ def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying", as_p
             others = stages[:j] + stages[j + 1 :]
             words = _key(message.key, stages, j, stages[j + 1 :]), _key(back_key(message.key), stages, j, others)
             part = message.replace(key=words[0], back=words[1], leaves=leaves)
-            leaves = primitives.all_gather(part, stage, to, join=join if stage is stages[-1] else None)
+            last = join if stage is stages[-1] else None
+            leaves = primitives.bind_over(primitives.all_gather_p, part, stage, to=to, join=last).leaves
         return leaves
 
     def in_parts(message: Message, stages: tuple[Stage, ...]) -> list[Quantized]:
         found = schedules.all_gather(stages[0], message, read=schedules.quantized_rows)
         mark = lambda a: primitives.same(a, travel.net.names) if to == "invarying" else a
-        return [tree_map(lambda a, i=i: mark(join_rows(a, dims[i] or 0, tiled)), q) for q, i in zip(found, message.ids)]
+        return [
+            jax.tree.map(lambda a, i=i: mark(join_rows(a, dims[i] or 0, tiled)), q) for q, i in zip(found, message.ids)
+        ]
 
     return _exchange(x, travel, key, plain=plain, of_message=of_message, in_parts=in_parts if as_parts else None)
 
 
 def all_to_all(x: PyTree, travel: Travel, key: Key | None, concat: tuple[int, ...], as_parts: bool = False) -> PyTree:
-    """Returns the leaves with slice r, along the dimension of `travel.way`, sent to rank r, joined along `concat`.
-
-    With `as_parts`, compressed leaves are `Quantized`.
-    """
+    """Sends slices along the dimensions of `travel.way` to their ranks, and joins those that arrive along `concat`."""
     size, tiled, split = travel.net.size, travel.way.tiled, travel.way.dims
 
-    def plain(leaf: jax.Array, i: int) -> jax.Array:
-        return travel.net.plain_all_to_all(leaf, split[i] or 0, concat_axis=concat[i], tiled=tiled)
+    plain = lambda leaf, i: travel.net.plain_all_to_all(leaf, split[i] or 0, concat_axis=concat[i], tiled=tiled)
 
     def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
         parts = _split(message.leaves, [split[i] or 0 for i in message.ids], stages, tiled)
         for j, stage in reversed(list(enumerate(stages))):
             words = _key(message.key, stages, j, stages[:j] + stages[j + 1 :])
             part = message.replace(key=words, leaves=[jnp.moveaxis(x, j, 0) for x in parts])
-            parts = [jnp.moveaxis(x, 0, j) for x in primitives.all_to_all(part, stage)]
+            part = primitives.bind_over(primitives.all_to_all_p, part, stage)
+            parts = [jnp.moveaxis(x, 0, j) for x in part.leaves]
         whole = [x.reshape(size, *x.shape[len(stages) :]) for x in parts]
         return [join_rows(x, concat[i], tiled) for x, i in zip(whole, message.ids)]
 
     def in_parts(message: Message, stages: tuple[Stage, ...]) -> list[Quantized]:
         rows = _split(message.leaves, [split[i] or 0 for i in message.ids], stages, tiled)
         found = schedules.all_to_all(stages[0], message.replace(leaves=rows), read=schedules.quantized_rows)
-        return [tree_map(lambda a, i=i: join_rows(a, concat[i], tiled), q) for q, i in zip(found, message.ids)]
+        return [jax.tree.map(lambda a, i=i: join_rows(a, concat[i], tiled), q) for q, i in zip(found, message.ids)]
 
     return _exchange(x, travel, key, plain=plain, of_message=of_message, in_parts=in_parts if as_parts else None)
 
@@ -99,15 +95,10 @@ def take(x: jax.Array, index: jax.Array, otherwise: jax.Array | float) -> jax.Ar
 
 
 def broadcast(x: PyTree, travel: Travel, key: Key | None, source: int, to: str) -> PyTree:
-    """Returns the leaves of rank `source`. `to` is as in lax.all_gather."""
 
-    def plain(leaf: jax.Array, i: int) -> jax.Array:
-        return travel.net.plain_pbroadcast(leaf, source, to)
-
-    def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
-        return primitives.pbroadcast(message, stages[0], source, to)
-
-    return _exchange(x, travel, key, plain=plain, of_message=of_message)
+    plain = lambda leaf, _: travel.net.plain_pbroadcast(leaf, source, to)
+    bind = functools.partial(primitives.bind_over, primitives.pbroadcast_p, source=source, to=to)
+    return _exchange(x, travel, key, plain=plain, of_message=lambda message, stages: bind(message, stages[0]).leaves)
 
 
 def permute(x: PyTree, carry: Carry, travel: Travel, key: Key | None, pairs: Pairs) -> tuple[PyTree, Carry]:
@@ -115,18 +106,16 @@ def permute(x: PyTree, carry: Carry, travel: Travel, key: Key | None, pairs: Pai
     routes = travel.routes
     kept = {kind: routes.each(tree) for kind in ENDS if (tree := getattr(carry, kind)) is not None}
 
-    def plain(leaf: jax.Array, i: int) -> jax.Array:
-        return travel.net.plain_ppermute(leaf, pairs)
-
     def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
         fed = {} if stages[0].codec.raw else kept  # raw leaves, which the transpose compresses, keep nothing
         state = {kind: [arrays[i] for i in message.ids] for kind, arrays in fed.items()}
-        done = primitives.ppermute(message.replace(**state), stages[0], pairs)
+        done = primitives.bind_over(primitives.ppermute_p, message.replace(**state), stages[0], pairs=pairs)
         for kind, arrays in fed.items():
             for i, new in zip(message.ids, getattr(done, kind)):
                 arrays[i] = new
         return done.leaves
 
+    plain = lambda leaf, _: travel.net.plain_ppermute(leaf, pairs)
     moved = _exchange(x, travel, key, plain=plain, of_message=of_message)
     return moved, Carry(**{kind: routes.tree.unflatten(arrays) for kind, arrays in kept.items()})
 
@@ -141,14 +130,14 @@ def scatter(message: Message, envelope: Envelope, travel: Travel) -> Message:
     for j, stage in reversed(list(enumerate(stages))):
         words = _key(key, stages, j, stages[:j] + stages[j + 1 :])
         part = parts.replace(key=words, leaves=[jnp.moveaxis(x, j, 0) for x in parts.leaves])
-        parts = primitives.psum_scatter(part, stage, Sum(travel.how.own, 1.0 if j else travel.how.divisor))
+        how = Sum(travel.how.own, 1.0 if j else travel.how.divisor)
+        parts = primitives.bind_over(primitives.psum_scatter_p, part, stage, how=how)
     if parts.residuals is None:
         return parts
     return parts.replace(residuals=[join_rows(x, d, way.tiled) for x, d in zip(parts.residuals, dims)])
 
 
 def _split(arrays: list[jax.Array], dims: list[int], stages: tuple[Stage, ...], tiled: bool) -> list[jax.Array]:
-    """Returns the rows of arrays, which are split along their dimensions."""
     sizes = [stage.net.size for stage in stages]
     rows = [split_rows(x, d, size=math.prod(sizes), tiled=tiled) for x, d in zip(arrays, dims)]
     return [x.reshape(*sizes, *x.shape[1:]) for x in rows]

@@ -165,10 +165,7 @@ def advance(stage: Stage, begun: BegunMessage, message: Message, how: Sum, later
 
 
 def end(stage: Stage, begun: BegunMessage, message: Message, how: Sum, later: bool = False) -> Summed:
-    """Ends a sum whose last round has begun. The leaves of the message are types.
-
-    `later`: the program may be later than the one that began the sum.
-    """
+    """Ends a sum whose last round has begun, maybe in a `later` program. The leaves of the message are types."""
     net, lost = stage.net, begun.residuals
     if is_piecewise(stage):
         return Summed(*net.end_sum(dataclasses.replace(begun.outer, residuals=lost), later))
@@ -224,7 +221,6 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _of_rows(codec: Codec, message: Message) -> Layout:
-    """Returns the layout of a row of leaves [ranks, ...]."""
     shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
     return Layout(codec, shapes, dtypes=dtypes, chunks=1, ids=message.ids)
 
@@ -240,7 +236,6 @@ def _encode_rows(layout: Layout, message: Message, key: Key | None) -> tuple[jax
 
 
 def _row(arrays: list[Any], r: jax.Array | int) -> list[jax.Array]:
-    """Returns row r of each array."""
     return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
 
 
@@ -268,7 +263,6 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
-    """Returns the decoded leaves of every rank's payload, [ranks, ...]."""
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 

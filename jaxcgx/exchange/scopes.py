@@ -19,12 +19,19 @@ from jaxcgx.native.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class MessageScope:
-    """Leaves that travel together."""
+    """Leaves that travel together.
+
+    Attributes:
+      function: the function of jaxcgx that got the leaves.
+      axes: the axes of the exchange.
+      leaves: the paths of the leaves.
+      bytes: the bytes of the uncompressed leaves.
+    """
 
     function: str
     axes: tuple[Any, ...]
-    leaves: tuple[str, ...]  # the paths of the leaves
-    bytes: int = 0  # the bytes of the uncompressed leaves
+    leaves: tuple[str, ...]
+    bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -34,29 +41,22 @@ class MessageScope:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafScope:
-    """A leaf that travels uncompressed, or not at all.
+class LeafScope(MessageScope):
+    """A leaf that travels uncompressed, or not at all, as the only one of `leaves`.
 
     Attributes:
-      function: the function of jaxcgx that got the leaf.
-      axes: the axes of the exchange.
-      path: the path of the leaf.
       dtype: the name of its dtype.
-      bytes: the bytes of the leaf.
       reason: the reason, as text.
     """
 
-    function: str
-    axes: tuple[Any, ...]
-    path: str
+    _: dataclasses.KW_ONLY
     dtype: str
-    bytes: int
     reason: str
 
     @property
-    def leaves(self) -> tuple[str, ...]:
-        """The path as a tuple, as a message has its leaves."""
-        return (self.path,)
+    def path(self) -> str:
+        """The path of the leaf."""
+        return self.leaves[0]
 
     @property
     def name(self) -> str:

@@ -42,17 +42,7 @@ class Level:
         return jnp.stack(came)
 
     def of(self, link: Link) -> int:
-        """Returns the number of the round that has a link."""
         return next(i for i, one in enumerate(self.rounds) if link in one)
-
-
-def up_and_down(overlay: Overlay) -> tuple[list[Level], list[Level]]:
-    """Returns (levels to the parents, levels to the children), each a list by the depth of the parents."""
-    up = [
-        [(c, p, t) for t, tree in enumerate(overlay.trees) for c, p in tree.links if tree.depths[p] == depth]
-        for depth in range(overlay.depth)
-    ]
-    return [Level(links) for links in up], [Level([(p, c, t) for c, p, t in links]) for links in up]
 
 
 class _Climb:
@@ -102,7 +92,10 @@ class _Climb:
 
 def allreduce(stage: Stage, overlay: Overlay, message: Message, how: Sum) -> Summed:
     """Returns the divided sum of the leaves over all ranks. Every rank gets it."""
-    net, (up, down) = stage.net, up_and_down(overlay)
+    net, trees = stage.net, list(enumerate(overlay.trees))
+    at_depth = lambda d: [(c, p, t) for t, tree in trees for c, p in tree.links if tree.depths[p] == d]
+    links = list(map(at_depth, range(overlay.depth)))  # by the depth of the parents
+    up, down = list(map(Level, links)), [Level([(p, c, t) for c, p, t in each]) for each in links]
     climb = _Climb(stage, overlay, message, how)
     size = sum(x.size * x.dtype.itemsize for x in message.leaves)
     sent = len(up) and sum(len(each.rounds) for each in up) * (climb.layout.chunk_bytes + climb.sum_layout.chunk_bytes)

@@ -44,7 +44,7 @@ def describe(op: str, arrays: Mapping[str, Any], settings: Mapping[str, Any]) ->
     mine = {"function": op, "version of jaxcgx": importlib.metadata.version("jaxcgx")}
     mine |= {f"argument '{argument}'": _spell(value) for argument, value in settings.items()}
     for argument, tree in arrays.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        for path, leaf in jax.tree.flatten_with_path(tree)[0]:
             name = jax.tree_util.keystr(path)
             where = f"leaf {name or 'x'}" if argument == "x" else f"argument '{argument}'{at(path)}"
             mine[where] = _type(leaf)
@@ -55,7 +55,7 @@ def agree(comm: Communicator, mine: Mapping[str, str]) -> None:
     """Raises an error on every rank if the ranks' descriptions differ (`jaxcgx.mpi.CHECK`)."""
     op = mine["function"]
     jax.effects_barrier()  # programs that are still running may use the same communicator
-    digest = np.frombuffer(hashlib.blake2b(repr(mine).encode()).digest(), np.uint8)
+    digest = digest_of(mine)
     digests = np.zeros((comm.size, digest.size), np.uint8)
     wait(op, comm, comm.Iallgather(digest, digests))
     wait(op, comm, comm.Ibarrier())  # a digest may be from a call that its rank gave up; such a rank doesn't come here
@@ -105,10 +105,10 @@ def _type(leaf: Any) -> str:
 
 def _spell(value: Any) -> str:
     """Returns a setting as text, without the addresses of objects. It may be a tree of settings and arrays."""
-    leaves, tree = jax.tree_util.tree_flatten(value)
-    if tree == jax.tree_util.tree_structure(0):
+    leaves, tree = jax.tree.flatten(value)
+    if tree == jax.tree.structure(0):
         return re.sub(" at 0x[0-9a-f]+", "", spell_array(value))
-    return repr(jax.tree_util.tree_unflatten(tree, list(map(_spell, leaves))))
+    return repr(jax.tree.unflatten(tree, list(map(_spell, leaves))))
 
 
 # Waits, which poll an MPI request, and give it up at a limit

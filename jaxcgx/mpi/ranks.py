@@ -113,10 +113,7 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
 
 
 def _environment(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
-    """Returns CGX's variables, parsed and as text.
-
-    Raises an error on every rank if the ranks' variables differ, or if a variable of any rank is invalid.
-    """
+    """Returns CGX's variables, parsed and as text. Every rank raises if one is invalid, or if ranks have others."""
     text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
     env = error = None
     try:
@@ -196,7 +193,7 @@ def _check_one_device(op: str, arrays: Mapping[str, PyTree]) -> None:
     mesh = jax.sharding.get_abstract_mesh()
     devices = {
         device
-        for leaf in jax.tree_util.tree_leaves(dict(arrays))
+        for leaf in jax.tree.leaves(dict(arrays))
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         for device in leaf.devices()
     }
@@ -226,4 +223,4 @@ def broadcast(x: PyTree, root: int = 0, comm: Communicator | Net | None = None) 
         data = net.broadcast(jax.random.key_data(leaf), root)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
-    return jax.tree_util.tree_map_with_path(one, x)
+    return jax.tree.map_with_path(one, x)

@@ -272,7 +272,7 @@ def _collective(found: hlo.Instruction, axes: _Axes) -> Collective:
     # A collective that the partitioner inserts has the name of the operation that it was inserted for. That operation
     # may be no collective, or may be a collective over other axes.
     scope = scopes.read(found.name) if found.over or _SENDS.search(found.name) else []
-    calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.MessageScope, scopes.LeafScope))]
+    calls = [meaning for _, meaning in scope if isinstance(meaning, scopes.MessageScope)]
     names, ranks = axes.of(found, calls[0].axes if calls else ())
     if calls and not found.over and names is not None and not set(names) <= set(calls[0].axes):
         scope, calls = [], []

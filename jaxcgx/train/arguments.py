@@ -16,18 +16,18 @@ from jax.tree_util import KeyPath
 
 from jaxcgx import _compat, _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import Ranks, Words, broadcast, check_spans, dimension, examples, filled, is_spec, split_batch
+from jaxcgx.train.batch import Words, broadcast, check_spans, dimension, filled, spec_of_batch, spell_axes, split_batch
+from jaxcgx.train.division import OverMesh
 from jaxcgx.typing import PyTree, Specs
 
-# The other positional arguments, the keyword arguments, and what has no gradient in the differentiated arguments.
-Others = tuple[list[Any], dict[str, Any], list[Any]]
+OP = "value_and_grad"
+# The positional and the keyword arguments of a call, with None in place of the leaves that have a gradient.
+Others = tuple[list[Any], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-    """How the arguments of a call are split over the ranks."""
-
-    ranks: Ranks
+    division: OverMesh
     places: tuple[int, ...]  # the positions of the differentiated arguments
     tree: PyTree  # the structure of the other arguments
     static: list[Any]  # the leaves of the other arguments that are no arrays, with None in place of each array
@@ -42,28 +42,32 @@ class Split:
         return list(map(dimension, self.specs))
 
     @classmethod
-    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Others, specs: Specs) -> "Split":
+    def of(cls, division: OverMesh, places: tuple[int, ...], others: Others, specs: Specs) -> "Split":
         """Makes the split of a call. `specs` are the caller's batch_specs."""
-        found, tree = jax.tree_util.tree_flatten_with_path(others)
+        found, tree = jax.tree.flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
-        remedy, spelled = functools.partial(_remedy, ranks, others), _spelled(places, others)
-        given = _given_specs(ranks, specs, others, remedy)
-        fixed = {spelled(path) for path, _ in found if path[0].idx == 2}
-        arrays = [(spelled(path), x) for (path, x), array in zip(found, is_array) if array]
-        check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
-        place = ranks.op, "batch_specs"
+        rest = [x for i, x in enumerate(others[0]) if i not in places], others[1]
+        remedy = functools.partial(_remedy, division, rest)
+        # What has no gradient in a differentiated argument is whole on every rank.
+        fixed = [getattr(path[1], "idx", None) in places for path, _ in found]
+        each = iter(_given_specs(specs, rest, remedy))
+        given = [P() if whole else next(each) for whole in fixed]
+        arrays = [(path[1:], x) for (path, x), array in zip(found, is_array) if array]
+        check_spans(OP, division.mesh, division.names, leaves=arrays)
+        place = OP, "batch_specs"
         if specs is None and any(isinstance(x, _compat.BatchTracer) and x.ndim for _, x in arrays):
             got = "None for a batch without the dimension that jax.vmap maps, which may be that of the examples"
             raise wrong(*place, "a PartitionSpec for each argument", got, remedy())
-        asked, known, keys = list[P | None](), [ranks.spec_of_batch(x) for _, x in arrays], list[bool]()
-        for (path, x), spec, said in zip(arrays, (spec for spec, array in zip(given, is_array) if array), known):
+        asked, known, keys = list[P | None](), [spec_of_batch(x, division.names) for _, x in arrays], list[bool]()
+        of_arrays = [(spec, whole) for spec, whole, array in zip(given, fixed, is_array) if array]
+        for (_, x), (spec, whole), said in zip(arrays, of_arrays, known):
             # What has no gradient in a differentiated argument may be any two words.
-            raw = _is_raw_key(x) and not any((said if spec is None else spec) or ()) and path not in fixed
+            raw = _is_raw_key(x) and not any((said if spec is None else spec) or ()) and not whole
             keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
             asked.append(P() if keys[-1] else spec)
-        specs = split_batch(Words(place, place, remedy), arrays, asked, known, sizes=ranks.sizes)
-        if ranks.size > 1 and not any(map(any, specs)):
-            axes = ranks.spelled()
+        specs = split_batch(Words(place, place, remedy), arrays, asked, known, sizes=division.sizes)
+        if division.size > 1 and not any(map(any, specs)):
+            axes = spell_axes(division.names)
             shard = (
                 "pass the batch as an argument, not by a closure, and shard it: "
                 f"jax.device_put(batch, NamedSharding(mesh, P({axes}))), or pass batch_specs"
@@ -75,7 +79,7 @@ class Split:
                 expected, got = "a typed key, or batch_specs", f"{spell_array(x)}, a random key or a batch of 2"
                 raise wrong(*place, expected, got, f"make keys with jax.random.key, or {remedy()}", path=path)
         return cls(
-            ranks=ranks,
+            division=division,
             places=places,
             tree=tree,
             static=[None if array else x for (_, x), array in zip(found, is_array)],
@@ -86,15 +90,13 @@ class Split:
         )
 
     def arrays(self, others: PyTree) -> list[Any]:
-        """Returns the arrays among the leaves of the other arguments."""
-        return [x for x, array in zip(jax.tree_util.tree_leaves(others), self.is_array) if array]
+        return [x for x, array in zip(jax.tree.leaves(others), self.is_array) if array]
 
     def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns (args, kwargs) for the loss function, from the differentiated leaves and the other arrays."""
         each = iter(arrays)
         leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
-        args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
-        return insert(args, self.places, params, fixed), kwargs
+        return joined(jax.tree.unflatten(self.tree, leaves), self.places, params)
 
     def check_closure(self, program: Any, params: PyTree, arrays: list[jax.Array], given: PyTree) -> None:
         """Refuses a loss that closes over the examples of all ranks.
@@ -105,73 +107,54 @@ class Split:
 
         `program` is a traced function of the parameters and the arrays.
         """
-        ranks, elsewhere = self.ranks, jax.tree_util.tree_leaves(given)
-        single = ranks.size > 1 and any(examples(x, spec) == ranks.size for x, spec in zip(arrays, self.specs))
+        size, elsewhere = self.division.size, jax.tree.leaves(given)
+        single = size > 1 and any(d is not None and x.shape[d] == size for x, d in zip(arrays, self.dims))
         if not (single or elsewhere):
             return
-        found = _programs.closed_over(program, len(jax.tree_util.tree_leaves((params, arrays))))
+        found = _programs.closed_over(program, len(jax.tree.leaves((params, arrays))))
         # JAX copies NumPy's arrays, so of these only the type is known.
         same = lambda x, y: x is y if isinstance(x, jax.Array) else spell_array(x) == spell_array(y)
         for x in elsewhere:
             if any(same(x, y) for y in found):
                 expected = "arrays that only variables of loss_fn, and of functions that it calls, hold"
                 remedy = "make them arguments: def loss_fn(params, x, y)"
-                raise wrong(ranks.op, "closes_over", expected, f"{spell_array(x)}, which something else holds", remedy)
+                raise wrong(OP, "closes_over", expected, f"{spell_array(x)}, which something else holds", remedy)
         for x in found:
-            if single and np.shape(x)[:1] == (ranks.size,):
+            if single and np.shape(x)[:1] == (size,):
                 expected = "a function that takes the batch as arguments, of which a rank has a single example"
                 got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
                 remedy = f"pass it to the call; if it is no batch, {self.remedy()}"
-                raise wrong(ranks.op, "loss_fn", expected, got, remedy)
+                raise wrong(OP, "loss_fn", expected, got, remedy)
 
 
-def _spelled(places: Sequence[int], others: Others) -> Callable[[KeyPath[Any]], KeyPath[Any]]:
-    """Returns a function from the path of a leaf of the other arguments to its path in the caller's arguments."""
-    rest = [i for i in range(len(places) + len(others[0])) if i not in places]
-
-    def spelled(path: KeyPath[Any]) -> KeyPath[Any]:
-        if path[0].idx == 1:
-            return path[1:]
-        return jax.tree_util.SequenceKey((rest, None, places)[path[0].idx][path[1].idx]), *path[2:]
-
-    return spelled
-
-
-def _given_specs(ranks: Ranks, specs: Specs, others: Others, remedy: Callable[[], str]) -> list[P | None]:
-    """Returns the spec of the caller's batch_specs, or None, for each leaf of the other arguments.
-
-    Leaves of the differentiated arguments that have no gradient are whole on every rank.
-    """
-    positional, keywords, fixed = others
-    whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
+def _given_specs(specs: Specs, rest: Others, remedy: Callable[[], str]) -> list[P | None]:
+    """Returns the spec of the caller's batch_specs, or None, for each leaf of the arguments without gradient."""
+    positional, keywords = rest
     if specs is None or isinstance(specs, P):
-        return [specs] * len(jax.tree_util.tree_leaves((positional, keywords))) + whole
+        return [specs] * len(jax.tree.leaves(rest))
     given = [specs] if isinstance(specs, dict) else list(specs)
     named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
     for name, value in keywords.items():
-        if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
-            raise wrong(ranks.op, "batch_specs", f"one for {name!r}, too", specs, remedy())
+        if name not in named and any(map(np.ndim, jax.tree.leaves(value))):
+            raise wrong(OP, "batch_specs", f"one for {name!r}, too", specs, remedy())
     named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
     expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
     expected += " that are not differentiated"
     expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
-    return broadcast(ranks.op, "batch_specs", [given, named], arguments, expected=expected) + whole
+    return broadcast(OP, "batch_specs", [given, named], arguments, expected=expected)
 
 
-def _remedy(ranks: Ranks, others: Others) -> str:
-    """Returns the remedy of errors, with batch_specs that suit these arguments.
-
-    The examples are taken to be in arrays of the commonest length that ranks share.
-    """
-    positional, keywords, _ = others
-    lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves((positional, keywords)) if np.ndim(x)]
-    count = max(lengths, key=lambda n: (n % ranks.size == 0, lengths.count(n), n), default=0)
-    rows = P(ranks.names[0] if len(ranks.names) == 1 else ranks.names)
+def _remedy(division: OverMesh, rest: Others) -> str:
+    """Returns batch_specs that suit the arguments: examples are in arrays of the commonest length that ranks share."""
+    positional, keywords = rest
+    lengths = [np.shape(x)[0] for x in jax.tree.leaves(rest) if np.ndim(x)]
+    count = max(lengths, key=lambda n: (n % division.size == 0, lengths.count(n), n), default=0)
+    rows = P(division.names[0] if len(division.names) == 1 else division.names)
 
     def of_argument(argument: PyTree) -> Specs:
         spec = lambda x: rows if np.ndim(x) and np.shape(x)[0] == count else P()
-        specs = jax.tree_util.tree_map(spec, argument)
-        each = set(jax.tree_util.tree_leaves(specs, is_leaf=is_spec)) or {P()}
+        specs = jax.tree.map(spec, argument)
+        each = set(jax.tree.leaves(specs)) or {P()}
         return specs if len(each) > 1 else each.pop()
 
     named = {name: of_argument(x) for name, x in keywords.items()}
@@ -182,20 +165,20 @@ def _remedy(ranks: Ranks, others: Others) -> str:
     )
 
 
-def closing(op: str, function: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any]:
+def closing(function: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any]:
     """Returns a function of the arguments of `function`, and then of what it closes over instead of `given`."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         values = args[len(args) - len(given) :]
-        pairs = [*zip(given, values), *zip(*map(jax.tree_util.tree_leaves, (given, values)))]
+        pairs = [*zip(given, values), *zip(*map(jax.tree.leaves, (given, values)))]
         found = set[int]()
         closed = _closed(function, {id(old): new for old, new in pairs}, found, {})
         for i, x in enumerate(given):
-            if id(x) not in found and not found.issuperset(map(id, jax.tree_util.tree_leaves(x))):
+            if id(x) not in found and not found.issuperset(map(id, jax.tree.leaves(x))):
                 expected, got = "variables that loss_fn closes over, a Python function", f"something else as item {i}"
                 remedy = "write closes_over=(batch,) for a tuple, or make it an argument: def loss_fn(params, x, y)"
-                raise wrong(op, "closes_over", expected, got, remedy)
+                raise wrong(OP, "closes_over", expected, got, remedy)
         return closed(*args[: len(args) - len(given)], **kwargs)
 
     return called
@@ -231,39 +214,35 @@ def _closed(function: Any, values: dict[int, Any], found: set[int], known: dict[
 
 
 @contextlib.contextmanager
-def notes(op: str, ranks: Ranks, others: Others) -> Generator[None]:
+def notes(division: OverMesh, others: Others) -> Generator[None]:
     """Adds to errors what a loss gets, where its shapes may not match or the batch is mapped by jax.vmap."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if any(isinstance(x, _compat.BatchTracer) for x in jax.tree_util.tree_leaves(others)):
+        if any(isinstance(x, _compat.BatchTracer) for x in jax.tree.leaves(others)):
             error.add_note(
-                f"{op}: under jax.vmap, the batch lacks the dimension that vmap maps. For the gradients of single "
+                f"{OP}: under jax.vmap, the batch lacks the dimension that vmap maps. For the gradients of single "
                 "examples (DP-SGD), call jax.vmap(jax.grad(loss_fn), (None, 0)) inside jax.shard_map, where each rank "
-                f"has its examples, clip and average them, and call compressed_pmean(mean, {ranks.spelled()}, plan)."
+                "has its examples, clip and average them, and call "
+                f"compressed_pmean(mean, {spell_axes(division.names)}, plan)."
             )
         elif "shape" in str(error):  # of a part, and of an array that is closed over
             error.add_note(
-                f"{op}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
+                f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {division.size}. What else has a row for "
                 "each example must be an argument of the call, too, and not closed over, or be in closes_over=(x, y)."
             )
         raise
 
 
-def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:
-    """Returns all positional arguments of a loss.
-
-    `params` are the differentiated arguments, with None in place of the leaves that have no gradient. `fixed` has those
-    leaves, and None in place of the others. `others` are the arguments that are not differentiated.
-    """
-    whole = filled(list(params), fixed)
-    args = list(others)
-    for i, x in sorted(zip(places, whole), key=lambda pair: pair[0]):
-        args.insert(i, x)
-    return args
+def joined(others: Others, places: Sequence[int], params: Sequence[Any]) -> Others:
+    """Returns the arguments of a loss, from both parts."""
+    args, kwargs = list(others[0]), others[1]
+    for i, x in zip(places, params):
+        args[i] = filled(x, args[i])
+    return args, kwargs
 
 
-def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -> dict[int, Any]:
+def changes(before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -> dict[int, Any]:
     """Returns {number of the leaf: new value} for the leaves of its arguments that a loss has changed.
 
     Modules of Flax NNX change their variables. A loss gets copies of its arguments. So items that it replaces in a list
@@ -271,7 +250,7 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -
 
     `before` has the leaves of the arguments with their paths, and the structure, from before the call.
     """
-    (leaves, structure), (now, structure_now) = before, jax.tree_util.tree_flatten_with_path(given)
+    (leaves, structure), (now, structure_now) = before, jax.tree.flatten_with_path(given)
     after = dict(now)
     found = {i: after[path] for i, (path, old) in enumerate(leaves) if path in after and after[path] is not old}
     for i in found:
@@ -279,7 +258,7 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -
         if not isinstance(path[-1], jax.tree_util.GetAttrKey):
             expected, got = "a function that leaves its arguments as they are", "one that changes them"
             remedy = "return what is new beside the loss, with has_aux=True"
-            raise wrong(op, "loss_fn", expected, got, remedy, path=path)
+            raise wrong(OP, "loss_fn", expected, got, remedy, path=path)
     for old, new in zip(_modules(structure), _modules(structure_now)):
         if old != new:
             expected = "a function that changes only variables of a module, which it had before"
@@ -287,27 +266,21 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: PyTree) -
                 "make variables in __init__, also of what is counted (nnx.Variable), or return what is new beside the "
                 "loss, with has_aux=True; change what is static before the call"
             )
-            raise wrong(op, "loss_fn", expected, f"one that changes attributes of {old[0].__name__}", remedy)
+            raise wrong(OP, "loss_fn", expected, f"one that changes attributes of {old[0].__name__}", remedy)
     return found
 
 
 def _modules(structure: PyTree) -> list[tuple[type, Any]]:
-    """Returns (type, static data) of every node of a tree that isn't a list, dict or tuple.
-
-    Plain containers don't count, because a loss may add items to its own copies of them.
-    """
+    """Returns (type, static data) of every node that isn't a plain container: a loss may add to its copies of those."""
     data = structure.node_data()
     own = [] if data is None or data[0] in (dict, list, tuple) else [data]
     return own + [each for child in structure.children() for each in _modules(child)]
 
 
-def check_aliases(op: str, arguments: PyTree) -> None:
-    """Refuses a variable of NNX that is in two places.
-
-    In a pytree it would become two variables, and each would get only a part of the gradient.
-    """
+def check_once(arguments: PyTree) -> None:
+    """Refuses a variable of NNX in two places, as a pytree has it twice, each with a part of the gradient."""
     seen: dict[int, Any] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=_is_variable):
+    for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_is_variable):
         if _is_variable(x) and (first := seen.setdefault(id(x), path)) != path:
             expected = "modules of which every variable is in one place, as JAX's pytrees have it"
             got = f"one that is also {jax.tree_util.keystr(first)}"
@@ -315,11 +288,10 @@ def check_aliases(op: str, arguments: PyTree) -> None:
                 "share the module by calling it twice, as emb.attend does, or differentiate a state: "
                 "graph, params, rest = nnx.split(model, nnx.Param, ...), and nnx.merge(graph, params, rest) in the loss"
             )
-            raise wrong(op, "loss_fn", expected, got, remedy, path=path)
+            raise wrong(OP, "loss_fn", expected, got, remedy, path=path)
 
 
 def assign(tree: PyTree, path: Sequence[Any], value: Any) -> None:
-    """Assigns a new value to the attribute at a path of a tree."""
     *inner, last = path
     for key in inner:
         is_name = isinstance(key, jax.tree_util.GetAttrKey)
@@ -331,18 +303,12 @@ def assign(tree: PyTree, path: Sequence[Any], value: Any) -> None:
 
 
 def _is_variable(x: Any) -> bool:
-    """Returns whether x is a variable of NNX.
-
-    It looks at the type, because instances of nnx.Rngs have an attribute of any name.
-    """
+    """Returns whether x is a variable of NNX, by its type: instances of nnx.Rngs have an attribute of any name."""
     return hasattr(type(x), "set_value")
 
 
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns (differentiated leaves, leaves without gradient), two trees like `params`.
-
-    Each tree has None in place of the leaves of the other tree.
-    """
+    """Returns (differentiated leaves, leaves without gradient), each with None in place of the others."""
 
     def differentiated(path: KeyPath[Any], x: Any) -> bool:
         if isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -350,7 +316,7 @@ def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
         # A number in a module has no gradient in Equinox. A number in a dict has one in JAX.
         return isinstance(x, float) and not any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
 
-    take = lambda wanted: jax.tree_util.tree_map_with_path(
+    take = lambda wanted: jax.tree.map_with_path(
         lambda path, x: x if differentiated(path, x) == wanted else None, params
     )
     return take(True), take(False)

@@ -1,6 +1,5 @@
 """How the arguments of a step are split: a batch over the ranks, and on each rank into micro-batches."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,23 +24,13 @@ REMEDY = (
 FILL = "leave out the examples that are over, or fill up and give those the weight 0 (weighted=True)"
 
 
-def is_spec(x: object) -> bool:
-    return isinstance(x, P)
-
-
-def flatten_specs(specs: Specs) -> tuple[list[tuple[Any, Any]], PyTree]:
-    """Returns ([(path, spec)], structure) of a tree of specs."""
-    return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
-
-
 def as_specs(given: PyTree) -> Specs:
     """Returns a caller's tree of specs, with PartitionSpecs in place of NamedShardings."""
     spec = lambda x: x.spec if isinstance(x, NamedSharding) else x
-    return jax.tree_util.tree_map(spec, given, is_leaf=is_spec)
+    return jax.tree.map(spec, given)
 
 
 def axes_of(part: Any) -> Names:
-    """Returns the axes in `part`, the entry of a spec for one dimension."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
@@ -54,7 +43,6 @@ def shortest(spec: P) -> P:
 
 
 def check_axes(function: str, argument: str, names: Names, mesh: Any) -> None:
-    """Checks that these are axes of a mesh."""
     if missing := [name for name in names if name not in mesh.shape]:
         expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
         raise wrong(function, argument, expected, repr(missing[0]))
@@ -71,10 +59,10 @@ def axes_over(function: str, mesh: Any, axis: AxisName, argument: str) -> Names:
 def broadcast(function: str, argument: str, given: PyTree, tree: PyTree, expected: str) -> list[Any]:
     """Returns the entry of a caller's tree, or of a prefix of it, for each leaf of `tree`: a spec, a text or None."""
     try:
-        whole = jax.tree_util.tree_broadcast(given, tree, is_leaf=lambda s: s is None or isinstance(s, P | str))
+        whole = jax.tree.broadcast(given, tree, is_leaf=lambda s: s is None or isinstance(s, P | str))
     except (TypeError, ValueError) as error:
         raise wrong(function, argument, expected, given) from error
-    return jax.tree_util.tree_structure(tree).flatten_up_to(whole)
+    return jax.tree.structure(tree).flatten_up_to(whole)
 
 
 def check_spec(
@@ -94,14 +82,11 @@ def check_spec(
 
 
 class Words(NamedTuple):
-    """The words of errors about a batch."""
-
     batch: tuple[str, str]  # the function and its argument
     specs: tuple[str, str]  # those of the caller's specs
     remedy: Callable[[], str]  # returns how to say how arrays are split
 
     def of_leaves(self, batch: Batch, specs: Specs) -> list[P | None]:
-        """Returns the caller's spec, or None, for each leaf of a batch."""
         return broadcast(*self.specs, specs, batch, expected="a PartitionSpec, or a tree of them like the batch")
 
 
@@ -168,118 +153,93 @@ def _leaves(*found: tuple[Any, Any]) -> str:
 
 def dimensions(specs: Specs) -> list[int | None]:
     """Returns for each leaf of a batch the dimension of the examples, or None if the leaf is whole."""
-    return list(map(dimension, jax.tree_util.tree_leaves(specs, is_leaf=is_spec)))
+    return list(map(dimension, jax.tree.leaves(specs)))
 
 
 def dimension(spec: P) -> int | None:
-    """Returns the first dimension that is split, or None."""
     for d, part in enumerate(spec):
         if part:
             return d
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """The ranks along some axes of a mesh. XLA's partitioner handles the other axes. `op` is for errors."""
+def mesh_of(function: str, mesh: Any, names: Names, arrays: Sequence[Any]) -> Any:
+    """Returns the mesh that has these axes: the caller's or, for None, that in context, or else that of the arrays."""
+    context = jax.sharding.get_abstract_mesh()
+    known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
+    found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
+    if found is None:
+        remedy = "pass mesh=, or call it under jax.set_mesh(mesh), also in place of the old `with mesh:`"
+        raise wrong(function, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
+    if not isinstance(found, Mesh | AbstractMesh):
+        raise wrong(function, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
+    check_axes(function, "axis_name", names, found)
+    return found
 
-    op: str
-    mesh: Any
-    names: tuple[Any, ...]
 
-    @classmethod
-    def of(cls, op: str, mesh: Any, names: tuple[Any, ...], arrays: Sequence[Any]) -> "Ranks":
-        """Makes the ranks of a mesh. If `mesh` is None, takes the mesh in context, or else the mesh of the arrays."""
-        context = jax.sharding.get_abstract_mesh()
-        known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
-        found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
-        if found is None:
-            remedy = "pass mesh=, or call it under jax.set_mesh(mesh), also in place of the old `with mesh:`"
-            raise wrong(op, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
-        if not isinstance(found, Mesh | AbstractMesh):
-            raise wrong(op, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
-        check_axes(op, "axis_name", names, found)
-        return cls(op, found, names)
+def spell_axes(names: Names) -> str:
+    return repr(names[0] if len(names) == 1 else names)
 
-    @property
-    def sizes(self) -> dict[Any, int]:
-        """The number of ranks along each axis, outermost first."""
-        return {name: self.mesh.shape[name] for name in self.names}
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.sizes.values())
+def axes_beside(mesh: Any, names: Names) -> list[Any]:
+    """Returns the axes of a mesh that are not axes of the ranks, `names`, and have several devices."""
+    return [name for name, size in mesh.shape.items() if name not in names and size > 1]
 
-    @property
-    def others(self) -> frozenset[Any]:
-        """The axes of the mesh that are not axes of the ranks and have several devices."""
-        return frozenset(name for name, size in self.mesh.shape.items() if name not in self.names and size > 1)
 
-    @property
-    def explicit(self) -> bool:
-        return AxisType.Explicit in self.mesh.axis_types
+def spec_of_batch(x: ArrayLike, names: Names) -> P | None:
+    """Returns how an array that is no parameter is split over the ranks, or None if this isn't known."""
+    if not np.ndim(x):
+        return P()
+    sharding = _sharding(x)
+    return None if sharding is None or sharding.mesh.empty else _over(sharding.spec, names)
 
-    def place(self, x: ArrayLike, spec: P) -> Any:
-        """Reshards x as shard_map requires on an Explicit mesh. On an Auto mesh the partitioner does it."""
-        return jax.sharding.reshard(x, NamedSharding(self.mesh, spec)) if self.explicit else x
 
-    def spec_of_batch(self, x: ArrayLike) -> P | None:
-        """Returns how an array that is no parameter is split over the ranks, or None if this isn't known."""
-        if not np.ndim(x):
-            return P()
+def specs_of_params(function: str, mesh: Any, names: Names, params: list[Params], given: Specs) -> list[Specs]:
+    """Returns the specs of parameters over the axes of a mesh beside `names`. `given` are the caller's, or None."""
+    others = axes_beside(mesh, names)
+    if given is not None:
+        among = [name for name in mesh.shape if name not in names]
+        return jax.tree.map(lambda spec: _over(spec, others), _given_specs(function, params, given, among))
+
+    def spec_of(path: KeyPath[Any], x: ArrayLike) -> P:
         sharding = _sharding(x)
-        return None if sharding is None or sharding.mesh.empty else self._over(sharding.spec, self.names)
+        if sharding is None or sharding.mesh.empty:
+            if others:
+                spelled = ", ".join(sorted(map(repr, others)))
+                expected = f"PartitionSpecs of the parameters over {spelled}, which their types don't say"
+                remedy = "pass a tree of them, or P() where parameters are not sharded"
+                raise wrong(function, "param_specs", expected, None, remedy, path=path)
+            return P()
+        if any(_over(sharding.spec, names)):
+            expected = f"parameters that are whole on every rank of {spell_axes(names)}"
+            remedy = "docs/fsdp.md shows how to train weights that are sharded over it"
+            got = f"one sharded as {tuple(sharding.spec)}"
+            raise wrong(function, "params", expected, got, remedy, path=path)
+        return _over(sharding.spec, others)
 
-    def specs_of_params(self, params: Params, param_specs: Specs) -> Specs:
-        """Returns a tree like `params` of their specs over the other axes of the mesh."""
-        if param_specs is not None:
-            return self._given_specs(params, param_specs)
+    return jax.tree.map_with_path(spec_of, params)
 
-        def spec_of(path: KeyPath[Any], x: ArrayLike) -> P:
-            sharding = _sharding(x)
-            if sharding is None or sharding.mesh.empty:
-                if self.others:
-                    others = ", ".join(sorted(map(repr, self.others)))
-                    expected = f"PartitionSpecs of the parameters over {others}, which their types don't say"
-                    remedy = "pass a tree of them, or P() where parameters are not sharded"
-                    raise wrong(self.op, "param_specs", expected, None, remedy, path=path)
-                return P()
-            if any(self._over(sharding.spec, self.names)):
-                expected = f"parameters that are whole on every rank of {self.spelled()}"
-                remedy = "docs/fsdp.md shows how to train weights that are sharded over it"
-                got = f"one sharded as {tuple(sharding.spec)}"
-                raise wrong(self.op, "params", expected, got, remedy, path=path)
-            return self._over(sharding.spec, self.others)
 
-        return jax.tree_util.tree_map_with_path(spec_of, params)
-
-    def _given_specs(self, params: Params, param_specs: Specs) -> Specs:
-        """Returns the caller's spec for every leaf of the parameters."""
-        others = [name for name in self.mesh.shape if name not in self.names]
+def _given_specs(function: str, params: list[Params], param_specs: Specs, among: list[Any]) -> list[Specs]:
+    """Returns the caller's spec for every leaf of the parameters. It may have the axes `among`."""
+    given = list(map(_by_path, param_specs, params))
+    leaves, tree = jax.tree.flatten_with_path(params)
+    try:  # a whole tree, in which a tuple may be the spec of a leaf
+        specs = [P(*x) if type(x) is tuple else x for x in map(as_specs, tree.flatten_up_to(given))]
+    except (TypeError, ValueError):
         expected = "a PartitionSpec, or a tree of them like the parameters"
-        given = list(map(_by_path, param_specs, params)) if isinstance(params, list) else param_specs
-        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-        try:  # a whole tree, in which a tuple may be the spec of a leaf
-            specs = [P(*x) if type(x) is tuple else x for x in map(as_specs, tree.flatten_up_to(given))]
-        except (TypeError, ValueError):
-            specs = broadcast(self.op, "param_specs", as_specs(given), params, expected=expected)
-        for (path, x), spec in zip(leaves, specs):
-            check_spec(self.op, "param_specs", spec, x, path=path, among=others)
-        return tree.unflatten([self._over(spec, self.others) for spec in specs])
+        specs = broadcast(function, "param_specs", as_specs(given), params, expected=expected)
+    for (path, x), spec in zip(leaves, specs):
+        check_spec(function, "param_specs", spec, x, path=path, among=among)
+    return tree.unflatten(specs)
 
-    def _over(self, spec: P, names: Collection[Any]) -> P:
-        """Returns a spec with only the axes `names`."""
-        return shortest(P(*(tuple(name for name in axes_of(part) if name in names) or None for part in spec)))
 
-    def spelled(self) -> str:
-        return repr(self.names[0] if len(self.names) == 1 else self.names)
+def _over(spec: P, names: Collection[Any]) -> P:
+    return shortest(P(*(tuple(name for name in axes_of(part) if name in names) or None for part in spec)))
 
 
 def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterable[tuple[Any, Any]]) -> None:
-    """Refuses arrays of a single process if the mesh has several: jit would take them for the whole batch.
-
-    `leaves` are (path, value) pairs.
-    """
+    """Refuses arrays, as (path, value), of one process of several: jit would take them for the whole batch."""
     if not isinstance(mesh, Mesh) or len({device.process_index for device in mesh.devices.flat}) == 1:
         return
     for path, x in leaves:
@@ -298,8 +258,8 @@ def _by_path(specs: Specs, params: Params) -> Specs:
     if not hasattr(type(specs), "flat_state") or hasattr(type(params), "flat_state"):
         return specs
     names = lambda path: tuple(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path)
-    known = {names(path): spec for path, spec in flatten_specs(specs)[0]}
-    found = jax.tree_util.tree_map_with_path(lambda path, _: known.pop(names(path), P()), params)
+    known = {names(path): spec for path, spec in jax.tree.leaves_with_path(specs)}
+    found = jax.tree.map_with_path(lambda path, _: known.pop(names(path), P()), params)
     return specs if known else found
 
 
@@ -321,4 +281,4 @@ def examples(x: ArrayLike, spec: P) -> int | None:
 
 def filled(some: PyTree, others: PyTree) -> PyTree:
     """Returns the first tree, with leaves of the second tree in place of None."""
-    return jax.tree_util.tree_map(lambda x, y: y if x is None else x, some, others, is_leaf=lambda x: x is None)
+    return jax.tree.map(lambda x, y: y if x is None else x, some, others, is_leaf=lambda x: x is None)

@@ -63,37 +63,30 @@ class WholeBatch(NamedTuple):
                 orders.append(np.lexsort((rows.sum(1), (rows != 0).sum(1))))
         return list({order.tobytes(): order for order in orders}.values())
 
-    def programs(
-        self, one: Callable[..., Results], kept: int | None
-    ) -> tuple[Callable[..., Results], Callable[..., Results]]:
-        """Returns the functions (params, given, order) for the whole batch and for all parts.
+    def program(self, one: Callable[..., Results], kept: int | None, whole: bool) -> Callable[..., Results]:
+        """Returns the function (params, given, order) for the whole batch, or for all parts.
 
         Args:
           one: a function (params, given, arrays) of the examples in `arrays`.
           kept: the number of an array that is neither split nor put into the order, or None.
+          whole: whether all examples are in one part.
         """
         dims = [None if i == kept else d for i, d in enumerate(self.dims)]
-        names, sizes = [name for name in self.sizes if name is not None], tuple(self.sizes.values())
-        take = lambda order: [x if d is None else jnp.take(x, order, d) for x, d in zip(self.leaves, dims)]
+        sizes, each = [1 if whole else size for size in self.sizes.values()], one
+        for name in reversed(self.sizes):  # a loss may use collectives over the axes
+            each = jax.vmap(each, in_axes=(None, None, [None if d is None else 0 for d in dims]), axis_name=name)
 
         def cut(x: jax.Array, d: int) -> jax.Array:
-            rows = self.place(split_rows(x, d, self.ranks, tiled=True))
-            return rows.reshape(*sizes, *rows.shape[1:])
+            rows = split_rows(x, d, math.prod(sizes), tiled=True)
+            return (rows if whole else self.place(rows)).reshape(*sizes, *rows.shape[1:])
 
-        flat = lambda tree, lead, n: jax.tree_util.tree_map(lambda x: x.reshape(*lead, *x.shape[n:]), tree)
-        alone = each = one  # a loss may use collectives over the axes: for the whole batch they have one rank
-        for name in reversed(self.sizes):
-            each = jax.vmap(each, in_axes=(None, None, [None if d is None else 0 for d in dims]), axis_name=name)
-        for name in reversed(names):
-            alone = jax.vmap(alone, in_axes=None, axis_name=name, axis_size=1)
+        @jax.jit
+        def run(params: Params, given: Given, order: Any) -> Results:
+            arrays = [x if d is None else cut(jnp.take(x, order, d), d) for x, d in zip(self.leaves, dims)]
+            lead = () if whole else (self.ranks,)
+            return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[len(sizes) :]), each(params, given, arrays))
 
-        def of_parts(params: Params, given: Given, order: Any) -> Results:
-            arrays = [x if d is None else cut(x, d) for x, d in zip(take(order), dims)]
-            return flat(each(params, given, arrays), (self.ranks,), len(sizes))
-
-        whole = jax.jit(lambda params, given, order: flat(alone(params, given, take(order)), (), len(names)))
-        parts = jax.jit(of_parts)
-        return lambda *args: jax.device_get(whole(*args)), lambda *args: jax.device_get(parts(*args))
+        return lambda *args: jax.device_get(run(*args))
 
 
 def check_loss(
@@ -139,21 +132,21 @@ def check_loss(
     split = _divide(batch, mesh_or_comm, axis, batch_specs)
     if split.ranks == 1 or all(d is None for d in split.dims):
         return
-    programs = functools.cache(functools.partial(split.programs, functools.partial(_one, loss, split.tree)))
+    program = functools.cache(functools.partial(split.program, functools.partial(_one, loss, split.tree)))
     given, orders = Given(model_state, None, key), split.orders()
-    wholes = [programs(None)[0](params, given, order) for order in orders]
+    wholes = [program(None, True)(params, given, order) for order in orders]
     if not all(np.isfinite(_vector(each)).all() for each in wholes):
         got = f"a loss of {wholes[0].loss}, or such gradients"
         raise wrong(OP, "loss_fn", "a finite loss of the whole batch, with finite gradients", got)
     first, size = _vector(wholes[0]), _norms(_vector(wholes[0]))
     salted = given._replace(key=None if key is None else jax.random.fold_in(key, 1))
-    if key is not None and _gap(first, _vector(programs(None)[0](params, salted, orders[0])), size) > LEAST:
+    if key is not None and _gap(first, _vector(program(None, True)(params, salted, orders[0])), size) > LEAST:
         remedy = "leave out dropout here, or draw noise from an array in the batch that has a key for each example"
         expected = "a loss without noise, as ranks draw other noise than plain JAX"
         raise wrong(OP, "loss_fn", expected, "one that depends on the random key", remedy)
     limit, parts, failure = _limit(params, wholes), None, None
     try:
-        parts = [programs(None)[1](params, given, order) for order in orders]
+        parts = [program(None, False)(params, given, order) for order in orders]
     except SHAPES as error:
         failure = error
     ordered = max(_gap(first, _vector(each), size) for each in wholes) > ORDERED
@@ -166,7 +159,7 @@ def check_loss(
         return
     for i in (i for i, d in enumerate(split.dims) if d is not None and len(split.dims) > 1):
         try:
-            runs = [[program(params, given, order) for program in programs(i)] for order in orders]
+            runs = [[program(i, whole)(params, given, order) for whole in (True, False)] for order in orders]
         except SHAPES:
             continue  # the loss needs a rank's part of this array
         if not _constant([of_ranks for _, of_ranks in runs]) and max(_apart(*each) for each in runs) <= limit:
@@ -184,12 +177,11 @@ def check_loss(
 
 
 def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs) -> WholeBatch:
-    """Returns the whole batch, and how the ranks divide it."""
-    batch = jax.tree_util.tree_map(jnp.asarray, batch)
+    batch = jax.tree.map(jnp.asarray, batch)
     over_mpi = is_communicator(mesh_or_comm)
     names = () if over_mpi else axes_over(OP, mesh_or_comm, axis, "axis")
     sizes = {name: mesh_or_comm.shape[name] for name in names}
-    found, tree = jax.tree_util.tree_flatten_with_path(batch)
+    found, tree = jax.tree.flatten_with_path(batch)
     specs = split_batch(WORDS, found, WORDS.of_leaves(batch, batch_specs), [None] * len(found), sizes=sizes)
     paths, leaves, dims = [path for path, _ in found], [x for _, x in found], dimensions(specs)
     if over_mpi:
@@ -207,17 +199,17 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
 
 def _one(loss: Loss, tree: PyTree, params: Params, given: Given, arrays: list[jax.Array]) -> Results:
     """Returns what the loss finds for the examples in `arrays`."""
-    leaves, of_params = jax.tree_util.tree_flatten(params)
+    leaves, of_params = jax.tree.flatten(params)
     trained = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
 
     def objective(trained: dict[int, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
         params = of_params.unflatten([trained.get(i, x) for i, x in enumerate(leaves)])
-        value, weight, new, aux = loss.call(params, given._replace(batch=tree.unflatten(arrays)))
+        (value, weight), (new, aux) = loss.call(params, given._replace(batch=tree.unflatten(arrays)))
         return value.astype(jnp.float32), (jnp.float32(1 if weight is None else weight), (aux, new))
 
     (value, (weight, outputs)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
     keep = lambda x: jnp.asarray(x) if addable(jnp.asarray(x)) else None
-    return Results(value, weight, list(gradients.values()), jax.tree_util.tree_map(keep, outputs))
+    return Results(value, weight, list(gradients.values()), jax.tree.map(keep, outputs))
 
 
 def _vector(found: Results) -> np.ndarray[Any, Any]:
@@ -247,7 +239,7 @@ def _scale(whole: Results, parts: Results) -> np.ndarray[Any, Any]:
 def _limit(params: Params, wholes: list[Results]) -> float:
     """Returns the relative difference that counts as rounding, from what the order of the examples changes."""
     losses = np.array([each.loss for each in wholes], np.float32)
-    dtypes = [jnp.result_type(x) for x in jax.tree_util.tree_leaves(params)]
+    dtypes = [jnp.result_type(x) for x in jax.tree.leaves(params)]
     dtypes += [jnp.dtype(jnp.bfloat16)] * bool((losses == losses.astype(jnp.bfloat16)).all())
     eps = max((float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.inexact)), default=0.0)
     first = _vector(wholes[0])
@@ -304,8 +296,8 @@ def _cause(wholes: list[Results], parts: list[Results], weighted: bool, limit: f
 def _check_outputs(whole: Results, parts: Results, limit: float) -> None:
     """Checks auxiliary outputs and the new model state: rows are joined, floats averaged, others the first rank's."""
     shares = parts.weight / parts.weight.sum()
-    found = jax.tree_util.tree_leaves_with_path(whole.outputs)
-    for ((field, *path), x), y in zip(found, jax.tree_util.tree_leaves(parts.outputs)):
+    found = jax.tree.leaves_with_path(whole.outputs)
+    for ((field, *path), x), y in zip(found, jax.tree.leaves(parts.outputs)):
         what = "a new model state" if field.idx else "auxiliary outputs"
         if y.shape[1:] == x.shape:
             inexact = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -324,5 +316,4 @@ def _check_outputs(whole: Results, parts: Results, limit: float) -> None:
 
 
 def _most(x: Any) -> float:
-    """Returns the largest magnitude in an array."""
     return float(np.abs(np.asarray(x, np.float64)).max(initial=0))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx import _programs
 from jaxcgx.checks import wrong
 from jaxcgx.exchange.resolve import transport_over_axes
-from jaxcgx.train.batch import OP, TRAIN, Ranks, axes_of, check_spans, flatten_specs, is_spec, shortest, split_batch
+from jaxcgx.train.batch import OP, TRAIN, axes_of, check_spans, shortest, spec_of_batch, split_batch
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import axis_names, crosses
 from jaxcgx.transports.base import Transport
@@ -66,7 +66,7 @@ class Division:
         """Returns (the batch, placed for ranks and `parts` micro-batches; its specs; whether these are a guess)."""
         # The batch belongs to this rank alone, and only micro-batches split it. Without them, leaves may have different
         # lengths: leaves as long as the first one are taken for examples.
-        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        leaves, tree = jax.tree.flatten_with_path(batch)
         unknown = [None] * len(leaves)
         given = unknown if self.batch_specs is None else TRAIN.of_leaves(batch, self.batch_specs)
         if guessed := self.batch_specs is None and parts == 1:
@@ -91,7 +91,7 @@ class Division:
 
     def specs_of(self, params: Params) -> tuple[Specs, Specs]:
         """Returns the specs of the parameters, and of the updates that an optimizer makes from gradients."""
-        specs = jax.tree_util.tree_map(lambda _: P(), params)
+        specs = jax.tree.map(lambda _: P(), params)
         return specs, specs
 
     def specs_of_state(self, state: PyTree, params: Params, specs: Specs) -> Specs:
@@ -111,10 +111,7 @@ class Division:
         return with_row(init(params))
 
     def on_shards(self, function: Function, sent: ExchangeState) -> Function:
-        """Returns a function that runs an exchange on all shards over the other axes of a mesh, inside of `over`.
-
-        The function is one of (gradients, sent, parameters or None, loss) that returns (means, sent).
-        """
+        """Returns a function (gradients, sent, parameters or None, loss) that runs on all shards, inside of `over`."""
         return function
 
     def open(self, params: Params, loss: Function, key: Key | None) -> tuple[Params, Function]:
@@ -130,7 +127,6 @@ class Division:
         return None
 
     def specs_of_lost(self, skipped: PyTree) -> Specs:
-        """Returns the specs of the result of `init_lost`."""
         return None
 
     def send_updates(self, updates: PyTree, lost: PyTree, skipped: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:
@@ -139,11 +135,11 @@ class Division:
 
 
 def row(tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: lax.expand_dims(x, (0,)), tree)
+    return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
 
 
 def without_row(tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: lax.squeeze(x, (0,)), tree)  # x[0] takes ten times as long to trace
+    return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)  # x[0] takes ten times as long to trace
 
 
 def with_row(state: ExchangeState) -> ExchangeState:
@@ -152,20 +148,18 @@ def with_row(state: ExchangeState) -> ExchangeState:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
 
 
 def zeros(shapes: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def choose(condition: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
-    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
-    return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
 def first_of(x: jax.Array, net: Transport) -> jax.Array:
-    """Returns the first rank's array on every rank."""
     if not addable(x):
         return jax.random.wrap_key_data(first_of(jax.random.key_data(x), net), impl=jax.random.key_impl(x))
     short = jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32  # XLA on CPUs can't add short numbers
@@ -185,7 +179,7 @@ def wide(dtype: DType) -> DType:
 
 def after(tree: PyTree, x: jax.Array) -> jax.Array:
     """Returns x. XLA computes the arrays in the tree before it computes anything from the result."""
-    zeros = [_zero(y) for y in jax.tree_util.tree_leaves(tree) if y.size]
+    zeros = [_zero(y) for y in jax.tree.leaves(tree) if y.size]
     return jnp.where(sum(zeros) > 0, jnp.zeros_like(x), x) if zeros else x
 
 
@@ -219,38 +213,36 @@ class OverMesh(Division):
         If the mesh has several processes, jit would take arrays of one process for the whole batch. On an Auto mesh, a
         traced step can't see shardings, so it would split every array along the first dimension.
         """
-        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        leaves = jax.tree.leaves_with_path(batch)
         check_spans("train.step", self.mesh, self.names, leaves=leaves)
         if self.batch_specs is not None or self.explicit:
             return
-        for (path, x), (_, spec) in zip(leaves, flatten_specs(self._specs_of_batch(batch))[0]):
+        for (path, x), spec in zip(leaves, jax.tree.leaves(self._specs_of_batch(batch))):
             if np.ndim(x) and spec != self.rows:
                 expected = "arrays that are split along their first dimension, where no specs say otherwise"
                 raise wrong(*TRAIN.batch, expected, f"one sharded as {x.sharding.spec}", TRAIN.remedy(), path=path)
 
     def place(self, batch: Batch, parts: int) -> tuple[Batch, Specs, bool]:
-        batch = jax.tree_util.tree_map(jnp.asarray, batch)
+        batch = jax.tree.map(jnp.asarray, batch)
         specs = self._specs_of_batch(batch)
         if self.explicit:  # over Explicit axes, shard_map doesn't move arrays
-            placed = jax.tree_util.tree_map(lambda spec: P() if self.auto(spec) else spec, specs)
-            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
+            placed = jax.tree.map(lambda spec: P() if self.auto(spec) else spec, specs)
+            batch = jax.tree.map(jax.sharding.reshard, batch, self.shardings(placed))
         return batch, specs, False
 
     def _specs_of_batch(self, batch: Batch) -> Specs:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        leaves, tree = jax.tree.flatten_with_path(batch)
         unknown = [None] * len(leaves)
         if self.batch_specs is not None:
             given, known = TRAIN.of_leaves(batch, self.batch_specs), unknown
         else:
-            ranks = Ranks(OP, self.mesh, self.names)
-            given, known = unknown, [ranks.spec_of_batch(x) for _, x in leaves]
+            given, known = unknown, [spec_of_batch(x, self.names) for _, x in leaves]
             # What is split along its first dimension alone is split over all ranks. So is everything if nothing is.
             known = [self.rows if spec and any(spec) and not any(spec[1:]) else spec for spec in known]
             known = known if any(map(any, filter(None, known))) else unknown
         return tree.unflatten(split_batch(TRAIN, leaves, given, known, sizes=self.sizes))
 
     def auto(self, spec: P) -> list[Any]:
-        """Returns the axes of a spec that are Auto."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types))
         return [name for part in spec for name in axes_of(part) if types[name] == AxisType.Auto]
 
@@ -268,7 +260,7 @@ class OverMesh(Division):
     def shardings(self, specs: Specs) -> Any:
         # They are spelled like the shardings of jit's results. Otherwise the second step, which gets the results of the
         # first, would be compiled again.
-        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, shortest(spec)), specs)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, shortest(spec)), specs)
 
     def by_partitioner(self, function: Function, specs: Specs) -> Function:
         shardings = self.shardings(specs)
@@ -284,7 +276,7 @@ class OverMesh(Division):
         that an optimizer needs.
         """
         known = like(params, specs)
-        return jax.tree_util.tree_map_with_path(lambda path, x: known(path, x.shape) or P(), state)
+        return jax.tree.map_with_path(lambda path, x: known(path, x.shape) or P(), state)
 
     def init_exchange(self, init: Callable[[Params], ExchangeState], params: Params) -> ExchangeState:
         shards = self.shards(params)
@@ -308,21 +300,16 @@ class OverMapped(OverMesh):
 
     def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         def run(*args: PyTree) -> PyTree:
-            leaves, tree = jax.tree_util.tree_flatten(args)
-            specs = tree.flatten_up_to(jax.tree_util.tree_broadcast(in_specs, args, is_leaf=is_spec))
+            leaves, tree = jax.tree.flatten(args)
+            specs = tree.flatten_up_to(jax.tree.broadcast(in_specs, args))
             each: Function = functools.partial(self._of_rank, lambda *leaves: function(*tree.unflatten(leaves)))
-            out_axes = jax.tree_util.tree_map(lambda spec: 0 if any(spec) else None, out_specs, is_leaf=is_spec)
+            out_axes = jax.tree.map(lambda spec: 0 if any(spec) else None, out_specs)
             for name in reversed(self.names):
                 axes = [0 if any(name in axes_of(part) for part in spec) else None for spec in specs]
                 each = jax.vmap(each, axes, out_axes, axis_name=name, axis_size=self.sizes[name], spmd_axis_name=name)
             found = each(*map(self._parts, leaves, specs))
             join = lambda x: self._placed(x.reshape(-1, *x.shape[len(self.names) + 1 :]), P(self.names))
-            return jax.tree_util.tree_map(
-                lambda spec, part: jax.tree_util.tree_map(join, part) if any(spec) else part,
-                out_specs,
-                found,
-                is_leaf=is_spec,
-            )
+            return jax.tree.map(lambda spec, part: jax.tree.map(join, part) if any(spec) else part, out_specs, found)
 
         if not self.explicit:
             return run
@@ -358,8 +345,8 @@ class OverMapped(OverMesh):
 
 def like(params: Params, specs: Specs) -> Any:
     """Returns a function (path, shape) -> the spec of the parameter with this shape whose path is the path's end."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    known = {(path, x.shape): spec for (path, x), (_, spec) in zip(leaves, flatten_specs(specs)[0])}
+    pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs))
+    known = {(path, x.shape): spec for (path, x), spec in pairs}
     return lambda path, shape: next(
         (known[end] for end in ((path[i:], shape) for i in range(len(path) + 1)) if end in known), None
     )

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.message import Carry
+from jaxcgx.exchange.message import Carry, fold
 from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
@@ -22,7 +22,7 @@ from jaxcgx.plan.plan import Phase, as_phases
 from jaxcgx.train.division import row, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
-from jaxcgx.typing import Params, PyTree
+from jaxcgx.typing import Key, Params, PyTree
 
 Number = float | jax.Array  # an array may be traced, as by optax.inject_hyperparams
 
@@ -37,6 +37,11 @@ class At:
     way: Way = Way()  # what the step wants of the gradients
     # For each leaf, the other axes of the mesh over which it is sharded, besides those that its type has; () without.
     shards: tuple[tuple[Any, ...], ...] = ()
+    center: tuple[jax.Array, ...] = ()  # the number of the center that the ranks are in, if it trains on its own
+
+    def noise(self, shared: Any, *numbers: int) -> Key | None:
+        """Returns the key of a step, folded with numbers. The centers of `Rounds` draw independent noise."""
+        return fold(shared.key, *self.center, shared.count, *numbers)
 
     @property
     def centers(self) -> tuple[Any, int]:
@@ -59,7 +64,7 @@ class At:
 
     def nonfinite(self, op: str, mean: PyTree) -> jax.Array | int:
         """Returns the number of shards with an element that is not finite, the same on all ranks and shards."""
-        each = [(~jnp.isfinite(x)).any().astype(jnp.int32) for x in jax.tree_util.tree_leaves(mean)]
+        each = [(~jnp.isfinite(x)).any().astype(jnp.int32) for x in jax.tree.leaves(mean)]
         bad = sum(self.of_shards(each))
         return plain_reduce(op, bad, self.net, mean=False) if self.way.dims else bad
 
@@ -128,7 +133,7 @@ def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> Out
         ticket, given = exchange.begin(None if exchange.early else grads, given, at)
         return exchange.end(ticket, given, at, grads if exchange.early else None)
 
-    if not jax.tree_util.tree_leaves(state.own):
+    if not jax.tree.leaves(state.own):
         return both(state.own, grads)
     # The function runs under vmap: reshaping a donated row to [...] makes XLA copy it.
     mean, new = jax.vmap(both)(state.own, row(grads))
@@ -140,7 +145,7 @@ def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> No
     if not isinstance(state, ExchangeState):
         raise wrong(op, "state", "what its init returns, an ExchangeState", type(state).__name__, kind=TypeError)
     other = "it was made with another plan or other options; go on with those, or take a new one from init"
-    flatten = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
+    flatten = functools.partial(jax.tree.flatten_with_path, is_leaf=lambda x: x is None)
     (wanted, structure), (found, got_structure) = flatten(expected), flatten(state)
     if structure != got_structure:
         paths = [{jax.tree_util.keystr(path) for path, _ in leaves} for leaves in (wanted, found)]
@@ -175,10 +180,10 @@ def keeps(own: PyTree) -> PyTree:
             raise TypeError(f"jaxcgx: {type(node).__name__} in the state of an exchange has no `per_rank`")
         rows = {"residuals": "sum", "momentum": "mean"} if isinstance(node, Carry) else node.per_rank()
         names = getattr(node, "_fields", None) or [field.name for field in dataclasses.fields(node)]
-        of_field = lambda name, x: jax.tree_util.tree_map(lambda _: rows[name], x) if name in rows else keeps(x)
+        of_field = lambda name, x: jax.tree.map(lambda _: rows[name], x) if name in rows else keeps(x)
         return type(node)(**{name: of_field(name, getattr(node, name)) for name in names})
 
-    return jax.tree_util.tree_map(of_node, own, is_leaf=says)
+    return jax.tree.map(of_node, own, is_leaf=says)
 
 
 def check_centers(op: str, name: Any, size: int) -> None:

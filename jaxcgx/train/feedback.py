@@ -1,7 +1,8 @@
-"""Feedback: a plan whose compression errors are sent later. LoCo's beta and reset_every, schedules, telemetry."""
+"""Feedback: a plan whose compression errors are sent later. LoCo's settings, schedules, telemetry; CGX's variables."""
 
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, check_integer, check_number, set_field, warn, wrong
 from jaxcgx.codecs.base import Codec, spell
-from jaxcgx.exchange.message import Carry, fold
+from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
@@ -66,11 +67,10 @@ class Shared(NamedTuple):
 
 
 class SentGradients(NamedTuple):
-    """Gradients on their way."""
-
     ticket: Ticket | None  # the sum that has begun; None: `end` sends the gradients
     grads: PyTree  # the gradients, if `end` needs them
     before: PyTree  # the residuals before, if `end` needs them
+    momentum: PyTree = None  # the momentum before, of `Momentum`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,22 +141,13 @@ class Feedback:
                 check_hyperparameter(self.op, name, getattr(self, name), *check)
 
     def init(self, params: Params) -> ExchangeState:
-        by_leaf = list(zip(*(routes.leaves for routes in routes_of(self.op, self.phases, params, self._argument))))
-        tree = jax.tree_util.tree_structure(params)
-        encoded = [any(route.encoded for route in routes) for routes in by_leaf]
-        residuals = [jnp.zeros(r.shape, jnp.float32) if has else None for (r, *_), has in zip(by_leaf, encoded)]
-        # Plans whose PowerSGD has different ranks share the largest factor. Each uses its first rows.
-        shapes = [max((r.factor for r in routes if r.factor), default=None) for routes in by_leaf]
-        factors = [shape and jnp.zeros(shape, jnp.float32) for shape in shapes]
-        scalars = tree.unflatten([jnp.zeros((), jnp.float32) for _ in by_leaf])
+        first, *others = routes_of(self.op, self.phases, params, self._argument)
+        carry = zeros(first.carry(others, residuals=self.keep))
         key = jax.random.key_data(jax.random.key(self.seed, impl="threefry2x32"))
-        shared = Shared(
-            jnp.zeros((), jnp.int32),
-            key,
-            tree.unflatten(factors) if any(shapes) else None,
-            telemetry=Telemetry(*[scalars] * 4) if self.telemetry else None,
-        )
-        return ExchangeState(Carry(tree.unflatten(residuals) if self.keep else None), shared)
+        scalars = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
+        telemetry = Telemetry(*[scalars] * 4) if self.telemetry else None
+        shared = Shared(jnp.zeros((), jnp.int32), key, carry.factors, telemetry=telemetry)
+        return ExchangeState(Carry(carry.residuals), shared)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
         own, shared = state.own, state.shared
@@ -168,7 +159,7 @@ class Feedback:
             return SentGradients(None, grads, before), state
         travel = self._travel(0, grads, own.residuals, at)
         given = Carry(own.residuals, own.momentum, shared.factors)
-        ticket, carry = begin(grads, given, travel, self._key(shared, travel))
+        ticket, carry = begin(grads, given, travel, at.noise(shared) if travel.routes.stochastic else None)
         sent = SentGradients(ticket, grads if self.telemetry else None, before)
         return sent, ExchangeState(Carry(carry.residuals, carry.momentum), shared._replace(factors=carry.factors))
 
@@ -184,7 +175,7 @@ class Feedback:
             if self.telemetry:
                 telemetry = measure(travel, at, sent.grads, sent.before, mean=mean, lost=carry.residuals)
         residuals, factors, count = carry.residuals, carry.factors, shared.count + 1
-        each = jax.tree_util.tree_map
+        each = jax.tree.map
         if (beta := self.beta) is not None:
             damp = lambda old, new: (1 - beta) * old + beta * new
             residuals = each(damp, sent.before, residuals)
@@ -197,7 +188,6 @@ class Feedback:
         return mean, ExchangeState(Carry(residuals, carry.momentum), shared)
 
     def _plan_over(self, phase: int, net: Transport) -> Plan:
-        """Returns the plan of a phase over these ranks."""
         return self.phases[phase].plan
 
     def _travel(self, phase: int, grads: PyTree, residuals: PyTree, at: At) -> Travel:
@@ -219,9 +209,6 @@ class Feedback:
                     remedy = "the axes of the ranks are listed outermost first"
                     warn(f"{self.op}: argument '{self._argument}': {why} for {lossy!r}; {remedy}")
 
-    def _key(self, shared: Shared, travel: Travel) -> Key | None:
-        return fold(shared.key, shared.count) if travel.routes.stochastic else None
-
     def _reduce(
         self, phase: int, shared: Shared, at: At, grads: PyTree, carry: Carry
     ) -> tuple[PyTree, Carry, Telemetry | None]:
@@ -236,7 +223,8 @@ class Feedback:
         if factors is not None:
             first = [s and q[: s[0]] for s, q in zip(shapes, routes.each(factors))]
             factors = routes.tree.unflatten(first)
-        mean, new = reduce(grads, Carry(given, carry.momentum, factors), travel, self._key(shared, travel))
+        key = at.noise(shared) if routes.stochastic else None
+        mean, new = reduce(grads, Carry(given, carry.momentum, factors), travel, key)
         telemetry = measure(travel, at, grads, given, mean=mean, lost=new.residuals) if self.telemetry else None
         if factors is not None:
             both = zip(shapes, routes.each(carry.factors), routes.each(new.factors))
@@ -291,11 +279,7 @@ def _turn(count: jax.Array, at: At) -> jax.Array:
 
 
 def measure(travel: Travel, at: At, grads: PyTree, before: PyTree, mean: PyTree, lost: PyTree) -> Telemetry:
-    """Returns the telemetry of one exchange.
-
-    `before` and `lost` are the residuals before and after it. `mean` has the mean of each leaf, or a rank's slice of
-    it.
-    """
+    """Returns the telemetry of an exchange: residuals were `before` and are `lost`. A rank may have slices of means."""
     routes, net = travel.routes, travel.net
     leaves, scalars = routes.each(grads), [jnp.zeros((), jnp.float32)] * len(routes.leaves)
     vnmse, saturation = list(scalars), list(scalars)
@@ -325,3 +309,52 @@ def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array
     gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
     sums = (lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32), jnp.float32(leaf.size)
     return jnp.stack(_compat.match_varying(*sums))
+
+
+@dataclasses.dataclass(frozen=True)
+class FromEnv(Feedback):
+    """A `Feedback` whose plan follows from CGX's variables and from the axes that it travels over."""
+
+    plan: Any = dataclasses.field(init=False, repr=False, compare=False)
+    _: dataclasses.KW_ONLY
+    variables: Mapping[str, str]  # those of CGX
+    options: Mapping[str, Any]  # the arguments of `Plan.from_env`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", Plan.from_env(None, self.variables, **self.options))
+        super().__post_init__()
+
+    @property
+    def op(self) -> str:
+        return "from_env"
+
+    def _plan_over(self, phase: int, net: Transport) -> Plan:
+        return Plan.from_env(tuple(net.parts) or None, self.variables, **self.options)
+
+
+def from_env(
+    environ: Mapping[str, str] | None = None,
+    *,
+    keep: bool = False,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    min_size: int | None = None,
+    skip_1d: bool = False,
+) -> Feedback:
+    """Returns the exchange that CGX's environment variables describe, for any ranks.
+
+        train = cgx.make_train_step(loss_fn, optimizer, cgx.mpi.hierarchy(), cgx.from_env())
+
+    It is `Feedback(Plan.from_env(axes), keep=False)` with the axes of the ranks: those of a mesh, or the nodes of
+    `jaxcgx.mpi.hierarchy()`. docs/plans.md has a table of the variables.
+
+    Args:
+      environ: the environment variables; None: those of this process.
+      keep: whether the errors of compression are kept and sent later, which CGX doesn't do. A ring, CGX's default
+        between nodes, keeps none: set CGX_CROSS_REDUCTION_TYPE=SRA.
+      bits, bucket_size, min_size, skip_1d: as in `Plan.from_env`.
+    """
+    given = os.environ if environ is None else environ
+    variables = {name: value for name, value in given.items() if name.startswith("CGX_")}
+    options = dict(bits=bits, bucket_size=bucket_size, min_size=min_size, skip_1d=skip_1d)
+    return FromEnv(variables=variables, options=options, keep=keep)

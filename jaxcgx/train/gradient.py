@@ -13,11 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxcgx import _programs
 from jaxcgx.checks import check_flag, spell_array, wrong
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.train.batch import OP, filled
 from jaxcgx.train.division import Division, after, wide
 from jaxcgx.train.outputs import ModelState, Outputs, added, as_model_state
-from jaxcgx.train.update import join, part
+from jaxcgx.train.update import part
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Batch, Key, Params, PyTree, Specs
 
@@ -25,8 +24,6 @@ FLAGS = "has_aux=True is for (loss, aux), weighted=True for (sum, weight)"
 
 
 class Given(NamedTuple):
-    """The arguments of a rank's loss function besides the parameters."""
-
     model_state: PyTree
     batch: Batch
     key: Key | None
@@ -80,17 +77,17 @@ class Loss:
 
     def __call__(self, params: Params, given: Given) -> tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]:
         """Returns ((loss, weight), (model state, aux)), with None for those that the function doesn't return."""
-        loss, weight, model_state, aux = self.call(params, given)
-        return (loss, weight if weight is None else _constant(weight)), (model_state, aux)
+        (loss, weight), rest = self.call(params, given)
+        return (loss, weight if weight is None else _constant(weight)), rest
 
-    def call(self, params: Params, given: Given) -> tuple[jax.Array, jax.Array | None, PyTree, PyTree]:
-        """Returns what the function returns: (loss, weight, model state, aux), with None for what it doesn't."""
+    def call(self, params: Params, given: Given) -> tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]:
+        """Returns the same, but the weight may depend on the parameters."""
         # The loss function gets a copy, because NNX variables can be changed only in the trace that made them.
-        states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if self.has_state else ()
+        states = (jax.tree.map(lambda x: x, given.model_state),) if self.has_state else ()
         keys = () if given.key is None else (given.key,)
         return self.parts(self.function(params, *states, given.batch, *keys))
 
-    def parts(self, found: Any) -> tuple[jax.Array, jax.Array | None, PyTree, PyTree]:
+    def parts(self, found: Any) -> tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]:
         """Returns the parts of what the function returns, as `call` does."""
         rest: Any = None
         weight, model_state, aux = None, None, None
@@ -111,7 +108,7 @@ class Loss:
         if self.weighted:
             loss = loss.astype(wide(loss.dtype))
             weight = self._scalar(weight, "weight").astype(loss.dtype)
-        return loss, weight, model_state, aux
+        return (loss, weight), (model_state, aux)
 
     def _scalar(self, x: Any, what: str) -> jax.Array:
         """Returns a loss, a sum or a weight as an array, after a check that it is a scalar that JAX can use."""
@@ -129,10 +126,7 @@ class Loss:
 
 @jax.custom_jvp
 def _constant(weight: jax.Array) -> jax.Array:
-    """Returns the weight, which must not depend on the parameters: its derivative is an error.
-
-    The sum of all weights is known only after the last micro-batch, so gradients can't include its derivative.
-    """
+    """Returns the weight. Its derivative is an error: the sum of weights is known only after the last micro-batch."""
     return weight
 
 
@@ -165,7 +159,7 @@ def forward(
     (value, weight), back, (model_state, aux) = jax.vjp(of_params, params, has_aux=True)
     of_plain = functools.cache(lambda: loss(params, plain)[1])
     if outputs is not None and aux is not None:
-        leaves, tree = jax.tree_util.tree_flatten(given.batch)
+        leaves, tree = jax.tree.flatten(given.batch)
         again = lambda leaves: loss(params, given._replace(batch=tree.unflatten(leaves)))[1][1]
         aux = outputs.learn(aux, again, list(zip(leaves, dims)), plain=lambda: of_plain()[1])
         aux = aux if weight is None else outputs.weighted(aux, weight)
@@ -196,12 +190,11 @@ class Gradient:
         net, (key, noise) = self.division.net(), keys
         whole, loss = self.division.open(params, self.loss, noise)
         trained, frozen = part(whole, self.skipped), part(whole, self.skipped, frozen=True)
-        of_trained = lambda trained, given: loss(join(trained, frozen), given)
+        of_trained = lambda trained, given: loss(filled(trained, frozen), given)
         of_rank = None if key is None else jax.random.fold_in(key, net.rank)
         given = Given(self.model_state.of_rank(model_state, net), batch, of_rank)
-        with without_constraints(OP, "loss_fn", net.names):
-            plain = Given(None if model_state is None else self.model_state.keys(model_state), None, key)
-            found, renewed = self._find(of_trained, trained, given, plain)
+        plain = Given(None if model_state is None else self.model_state.keys(model_state), None, key)
+        found, renewed = self._find(of_trained, trained, given, plain)
         if self.early:
             found = found._replace(loss=after(found.grads, found.loss))
         grads, value, aux = self._of_all(found, net)
@@ -217,10 +210,10 @@ class Gradient:
         at least float32. `plain` has the keys of plain JAX, in the model state with None in place of other leaves.
         """
         outputs, number = self.outputs, self.accumulate
-        leaves, tree = jax.tree_util.tree_flatten(given.batch)
+        leaves, tree = jax.tree.flatten(given.batch)
         renewed: list[bool] = []
-        has_keys = bool(jax.tree_util.tree_leaves(plain.model_state))
-        places = jax.tree_util.tree_leaves(plain.model_state, is_leaf=lambda x: x is None) if has_keys else []
+        has_keys = bool(jax.tree.leaves(plain.model_state))
+        places = jax.tree.leaves(plain.model_state, is_leaf=lambda x: x is None) if has_keys else []
 
         def of_part(given: Given, keys: PyTree) -> OfRank:
             nonlocal renewed
@@ -230,7 +223,7 @@ class Gradient:
             new, renewed = as_model_state(given.model_state, found.model_state)
             if has_keys and any(new for new, key in zip(renewed, places) if key is not None):
                 keys = self.model_state.keys(as_model_state(state, found.plain()[0])[0])
-            (grads,) = found.back(jax.tree_util.tree_map(jnp.ones_like, (found.loss, found.weight)))
+            (grads,) = found.back(jax.tree.map(jnp.ones_like, (found.loss, found.weight)))
             return OfRank(grads, found.loss, found.weight, new, keys=keys, aux=found.aux or [])
 
         if number == 1:
@@ -242,28 +235,25 @@ class Gradient:
             batch = tree.unflatten(x if d is None else x[i] for x, d in zip(split, self.dims))
             key = None if given.key is None else jax.random.fold_in(given.key, i)
             found = of_part(Given(state, batch, key), keys)
-            sums = jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), sums, found.grads)
+            sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), sums, found.grads)
             return (sums, found.model_state, found.keys), (found.loss, found.weight, found.aux)
 
-        zeros = jax.tree_util.tree_map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
         first = zeros, given.model_state, plain.model_state
         (sums, state, keys), (*each, aux) = lax.scan(add, first, jnp.arange(number))
-        grads = jax.tree_util.tree_map(lambda x, p: (x / number).astype(p.dtype), sums, params)
+        grads = jax.tree.map(lambda x, p: (x / number).astype(p.dtype), sums, params)
         value, weight = (None if x is None else added(x) / number for x in each)
         assert value is not None
         return OfRank(grads, value, weight, state, keys=keys, aux=outputs.joined(aux, number)), renewed
 
     def _of_all(self, found: OfRank, net: Transport) -> tuple[PyTree, jax.Array, dict[str, list[jax.Array]]]:
-        """Returns (the rank's gradients, the mean loss of all ranks, the outputs of all ranks).
-
-        With weights, all three are divided by the mean of the weights.
-        """
+        """Returns (gradients, the mean loss of all ranks, their outputs), each divided by the mean of the weights."""
         loss, weight, grads = plain_reduce(OP, found.loss, net, mean=True), None, found.grads
         if found.weight is not None:
             weight = plain_reduce(OP, found.weight, net, mean=True)
             loss = loss / weight
             divide = lambda x: (x.astype(wide(x.dtype)) / weight.astype(wide(x.dtype))).astype(x.dtype)
-            grads = jax.tree_util.tree_map(divide, grads)
+            grads = jax.tree.map(divide, grads)
         return grads, loss, self.outputs.of_all(found.aux, weight, net)
 
 
@@ -286,4 +276,4 @@ def backward_order(loss_fn: Callable[..., Any], params: Params, *args: PyTree) -
         return found[0] if isinstance(found, tuple) else found
 
     program = jax.make_jaxpr(jax.grad(loss, allow_int=True))(params, *args)
-    return _programs.ready(program, len(jax.tree_util.tree_leaves(params)))
+    return _programs.ready(program, len(jax.tree.leaves(params)))

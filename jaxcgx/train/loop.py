@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxcgx.checks import check_flag, check_integer, check_type, wrong
-from jaxcgx.train.batch import OP, axes_over
+from jaxcgx.train.batch import OP, axes_beside, axes_over, spell_axes
 from jaxcgx.train.division import Division, OverMesh
 from jaxcgx.train.exchange import AnyExchange, Exchange, ForMesh, is_rounds
 from jaxcgx.train.feedback import as_exchange
@@ -116,7 +116,6 @@ def make_train_step(
 
 
 def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Division:
-    """Returns the ranks of a mesh or of a communicator."""
     check_type(OP, "sharding", sharding, Sharding, "a jaxcgx.Sharding")
     gather = gather_plan(sharding)
     if is_communicator(mesh_or_comm):
@@ -137,11 +136,10 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
 def _check_mesh(mesh: Any, sharding: Sharding) -> None:
     """Checks a mesh, and the axes and the specs of a batch over it."""
     names = axes_over(OP, mesh, sharding.axis, "sharding.axis")
-    other = [name for name in mesh.shape if name not in names and mesh.shape[name] > 1]
+    other = axes_beside(mesh, names)
     if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes
-        plain = names[0] if len(names) == 1 else names
         expected = f"names of axes on a mesh with another axis, {other[0]!r}"
-        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {plain!r}")
+        raise wrong(OP, "sharding.axis", expected, repr(sharding.axis), f"write {spell_axes(names)}")
     if other and sharding.params is None:
         expected = f"PartitionSpecs of the parameters over the axes of the mesh that aren't {sharding.axis!r}"
         raise wrong(OP, "sharding.params", expected, None)

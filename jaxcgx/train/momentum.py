@@ -2,25 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_flag, check_number, set_field, wrong
 from jaxcgx.exchange.message import Carry
-from jaxcgx.train.division import choose
+from jaxcgx.train.division import choose, zeros
 from jaxcgx.train.exchange import At, Number, routes_of
-from jaxcgx.train.feedback import Feedback, SentGradients
+from jaxcgx.train.feedback import Feedback
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Params, PyTree
-
-
-class Moved(NamedTuple):
-    """Gradients on their way, after momentum. `before` is the momentum before, like the gradients."""
-
-    sent: SentGradients
-    before: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,24 +62,21 @@ class Momentum(Feedback):
             raise wrong(self.op, "masking", expected, True)
 
     def init(self, params: Params) -> ExchangeState:
-        state, phases = super().init(params), routes_of(self.op, self.phases, params)
-        by_leaf = list(zip(*(routes.leaves for routes in phases)))
-        leaves, tree = jax.tree_util.tree_flatten(params)
-        zeros_if = lambda x, has: jnp.zeros(x.shape, x.dtype) if has else None
-        encoded = [any(route.encoded for route in routes) for routes in by_leaf]
-        decays = self.weight_decay is not None
-        traced = [not routes[0].skipped and (decays or not has) for routes, has in zip(by_leaf, encoded)]
-        momentum, trace = ([zeros_if(*each) for each in zip(leaves, has)] for has in (encoded, traced))
-        own = Carry(state.own.residuals, tree.unflatten(momentum))
-        return ExchangeState(own, state.shared._replace(trace=tree.unflatten(trace)))
+        state, (first, *others) = super().init(params), routes_of(self.op, self.phases, params)
+        momentum = zeros(first.carry(others, momentum=True).momentum)
+        both = zip(first.leaves, first.each(momentum))
+        traced = [not route.skipped and (self.weight_decay is not None or u is None) for route, u in both]
+        trace = [jnp.zeros(route.shape, route.dtype) if has else None for route, has in zip(first.leaves, traced)]
+        own = Carry(state.own.residuals, momentum)
+        return ExchangeState(own, state.shared._replace(trace=first.tree.unflatten(trace)))
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
-        leaves, tree = jax.tree_util.tree_flatten(grads)
+        leaves, tree = jax.tree.flatten(grads)
         before = state.own.momentum
         both = [self._accelerate(u, g) for u, g in zip(tree.flatten_up_to(before), leaves)]
         moved, terms = (tree.unflatten(each) for each in (zip(*both) if both else ((), ())))
         sent, state = super().begin(terms, ExchangeState(Carry(state.own.residuals, moved), state.shared), at)
-        return Moved(sent, before), state
+        return sent._replace(momentum=before), state
 
     def end(self, ticket: Any, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         if self.weight_decay is not None and at.params is None:
@@ -94,9 +84,9 @@ class Momentum(Feedback):
             raise wrong(self.op, "params", expected, None, "call update(gradients, state, params)")
         moved, old = state.own.momentum, state.shared.trace
         given = Carry(state.own.residuals, moved if self.masking else None)
-        mean, new = super().end(ticket.sent, ExchangeState(given, state.shared), at)
-        leaves, tree = jax.tree_util.tree_flatten(mean)
-        before, after = map(tree.flatten_up_to, (ticket.before, new.own.momentum if self.masking else moved))
+        mean, new = super().end(ticket, ExchangeState(given, state.shared), at)
+        leaves, tree = jax.tree.flatten(mean)
+        before, after = map(tree.flatten_up_to, (ticket.momentum, new.own.momentum if self.masking else moved))
         held = [_hold(*each) for each in zip(before, after, leaves)]
         parts = zip(tree.flatten_up_to(old), held, leaves, self._decayed(tree, at.params))
         both = [self._accelerate_mean(*each) for each in parts]
@@ -104,14 +94,11 @@ class Momentum(Feedback):
         momentum = tree.unflatten(held)
         if self.skip_nonfinite:
             good = at.nonfinite(self.op, mean) == 0
-            momentum, trace = choose(good, (momentum, trace), (ticket.before, old))
+            momentum, trace = choose(good, (momentum, trace), (ticket.momentum, old))
         return final, ExchangeState(Carry(new.own.residuals, momentum), new.shared._replace(trace=trace))
 
     def _accelerate(self, u: Any, g: jax.Array) -> tuple[Any, jax.Array]:
-        """Adds a gradient to the momentum `u` of a leaf. Returns (the new momentum, what takes the gradient's place).
-
-        None: the leaf has no momentum, and the gradient is unchanged.
-        """
+        """Returns (the new momentum of a leaf, what is sent for its gradient). With None, the gradient is unchanged."""
         if u is None:
             return u, g
         rate, new = jnp.asarray(self.momentum, u.dtype), g.astype(u.dtype)
@@ -144,7 +131,7 @@ class Momentum(Feedback):
             return leaves
         mask = mask(params) if callable(mask) else mask
         try:
-            chosen = tree.flatten_up_to(jax.tree_util.tree_broadcast(mask, params))
+            chosen = tree.flatten_up_to(jax.tree.broadcast(mask, params))
         except ValueError as error:
             raise wrong(self.op, "weight_decay_mask", "a tree of bools like the parameters", repr(mask)) from error
         return [p if keep else None for p, keep in zip(leaves, chosen)]

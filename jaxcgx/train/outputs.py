@@ -48,7 +48,7 @@ class Outputs:
         `plain` returns the outputs as plain JAX has them, for keys in which no rank is folded. It is traced only for
         outputs that are random keys.
         """
-        found, self.structure = jax.tree_util.tree_flatten_with_path(aux)
+        found, self.structure = jax.tree.flatten_with_path(aux)
         examples = next((x.shape[d] for x, d in batch if d is not None), None)
         leaves = [jnp.asarray(x) for _, x in found]
         said = self._said(aux)
@@ -62,21 +62,19 @@ class Outputs:
             0 if rows else self._kind(path, x, s) for (path, _), x, rows, s in zip(found, leaves, joined, said)
         ]
         if "key" in self.kinds:
-            keys = jax.tree_util.tree_leaves(plain())
+            keys = jax.tree.leaves(plain())
             leaves = [key if kind == "key" else x for x, key, kind in zip(leaves, keys, self.kinds)]
         return leaves
 
     def _said(self, aux: PyTree) -> list[str | P | None]:
-        """Returns what the caller says of each output."""
         expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
         specs = self.specs(aux) if callable(self.specs) else self.specs
         return broadcast(self.op, "aux_specs", specs, aux, expected=expected)
 
     def _twice(self, again: Callable[[list[jax.Array]], PyTree], batch: Batched) -> list[jax.ShapeDtypeStruct] | None:
-        """Returns the shapes of the outputs for twice as many examples."""
         larger = lambda: again([x if d is None else jnp.concatenate([x, x], d) for x, d in batch])
         try:
-            return jax.tree_util.tree_leaves(jax.eval_shape(larger))
+            return jax.tree.leaves(jax.eval_shape(larger))
         except (TypeError, ValueError) as error:
             if self.guessed:  # a wrong guess is no error: the batch may have no examples
                 return None
@@ -132,7 +130,6 @@ class Outputs:
 
     @property
     def out_specs(self) -> dict[str, P]:
-        """The PartitionSpecs of the result of `of_all`."""
         return {"joined": self.rows, "shared": P()}
 
     def tree(self, found: dict[str, list[jax.Array]]) -> PyTree:
@@ -186,7 +183,7 @@ class ModelState:
         if not isinstance(state, PerRank):
             got = type(state).__name__
             raise wrong("train.step", "state", "a PerRank as model_state, which init returned", got)
-        for path, x in jax.tree_util.tree_leaves_with_path(state):
+        for path, x in jax.tree.leaves_with_path(state):
             if x.shape[:1] != (count,):
                 expected = f"{count} rows of the model state, one for each rank"
                 raise wrong("train.step", "state", expected, spell_array(x), remedy, path=path)
@@ -194,10 +191,10 @@ class ModelState:
     def first(self, state: PyTree, numbers: jax.Array) -> PyTree:
         """Returns the state before the first step: a copy, or a row for each of the ranks with these numbers."""
         if self.mode != "per_rank":
-            return jax.tree_util.tree_map(jnp.copy, state)
+            return jax.tree.map(jnp.copy, state)
         rows = lambda x: jnp.broadcast_to(x, (len(numbers), *x.shape))
         own = lambda x: rows(x) if addable(x) else jax.vmap(fold_keys)(rows(x), numbers)
-        return PerRank(jax.tree_util.tree_map(own, state))
+        return PerRank(jax.tree.map(own, state))
 
     def spec(self, rows: P) -> P:
         """Returns the PartitionSpec of the states that `first` and `of_all` return."""
@@ -207,11 +204,11 @@ class ModelState:
         """Returns the state that a rank's loss function gets. Each rank gets different random keys."""
         if self.mode == "per_rank":
             return without_row(state.rows)
-        return jax.tree_util.tree_map(lambda x: x if addable(x) else fold_keys(x, net.rank), state)
+        return jax.tree.map(lambda x: x if addable(x) else fold_keys(x, net.rank), state)
 
     def keys(self, state: PyTree) -> PyTree:
         """Returns the random keys that are the same on every rank, with None in place of other leaves, or of all."""
-        return None if self.mode == "per_rank" else jax.tree_util.tree_map(lambda x: None if addable(x) else x, state)
+        return None if self.mode == "per_rank" else jax.tree.map(lambda x: None if addable(x) else x, state)
 
     def of_all(self, state: PyTree, new: PyTree, renewed: list[bool], net: Transport) -> PyTree:
         """Returns the state after a step.
@@ -229,19 +226,15 @@ class ModelState:
                 return first_of(x, net)
             return plain_reduce(OP, x.astype(wide(x.dtype)), net, mean=True).astype(x.dtype)
 
-        leaves, structure = jax.tree_util.tree_flatten(state)
-        after = zip(leaves, jax.tree_util.tree_leaves(new), renewed)
+        leaves, structure = jax.tree.flatten(state)
+        after = zip(leaves, jax.tree.leaves(new), renewed)
         return structure.unflatten([of_all(x) if is_new else was for was, x, is_new in after])
 
 
 def as_model_state(old: PyTree, new: PyTree) -> tuple[PyTree, list[bool]]:
-    """Checks that the new state of a loss function is like the old one.
-
-    Returns (the new state without weak types, which would compile the next step anew; for each leaf whether it is
-    another array than before).
-    """
-    before, structure = jax.tree_util.tree_flatten_with_path(old)
-    after, other = jax.tree_util.tree_flatten_with_path(new)
+    """Returns (the checked state, without weak types, which would compile anew; whether each leaf is a new array)."""
+    before, structure = jax.tree.flatten_with_path(old)
+    after, other = jax.tree.flatten_with_path(new)
     if structure != other:
         paths = [{jax.tree_util.keystr(path) for path, _ in found} for found in (before, after)]
         changed = [f"without {name}" for name in sorted(paths[0] - paths[1])]

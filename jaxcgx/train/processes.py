@@ -27,7 +27,6 @@ class Processes(Division):
 
 
 def net_over(op: str, argument: str, comm: Any) -> Net:
-    """Returns the transport over the ranks of a communicator or a hierarchy."""
     if isinstance(comm, Net):
         return comm
     comm = as_communicator(op, argument, comm)

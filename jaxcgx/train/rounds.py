@@ -17,7 +17,6 @@ from jax.stages import Compiled
 
 from jaxcgx import _compat, _programs
 from jaxcgx.checks import check_real, wrong
-from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
@@ -113,8 +112,6 @@ class RoundsState(NamedTuple):
 
 
 class CentersTelemetry(NamedTuple):
-    """The telemetry of a step of centers."""
-
     inside: PyTree  # the Telemetry of the exchange inside a center. Its arrays have a row for each center
     outer: PyTree  # the telemetry of the last rounds, for each part of the parameters
 
@@ -129,11 +126,7 @@ class Ongoing(NamedTuple):
 
 
 def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: bool) -> TrainStep:
-    """Returns the functions of a training loop with rounds.
-
-    `training` has the rooms of a step of all ranks. `axis` are the axes of the ranks, some of them maybe marked as by
-    Tcp.
-    """
+    """Returns the functions of a training loop with rounds, from the rooms of all ranks. Axes may be marked."""
     division = training.division
     _check(rounds, training)
     assert isinstance(division, OverMesh)
@@ -197,17 +190,14 @@ class CentersTraining:
 
     @property
     def acts(self) -> list[Act]:
-        """Everything that is done in some step, in order."""
         return [act for turn in self.rounds.turns for act in turn]
 
     @property
     def parts(self) -> int:
-        """The number of parts of the parameters."""
         return 1 + max(act.part for act in self.acts)
 
     @property
     def part(self) -> ExchangeState:
-        """The specs of the state of a part."""
         return self.rounds.specs(self.rows, self.ranks.rows)
 
     @property
@@ -217,11 +207,9 @@ class CentersTraining:
         return TrainState(P(), rows, rows, sent(P(), rows, inside, (self.part,) * self.parts))
 
     def at(self) -> At:
-        """Returns the place of all ranks, inside of `over`."""
         return At(transport_over_axes(self.rounds.op, self.axis))
 
     def number(self) -> jax.Array:
-        """Returns the number of the center, inside of `over`."""
         return lax.axis_index(self.names)
 
     def skipped(self, params: Params) -> PyTree:
@@ -237,7 +225,7 @@ class CentersTraining:
 
         def of_rank(params: Params, model_state: PyTree) -> TrainState:
             fold_in = lambda x: x if addable(x) else fold_keys(x, self.number())
-            model_state = jax.tree_util.tree_map(fold_in, model_state)
+            model_state = jax.tree.map(fold_in, model_state)
             opt_state, _ = training.update.init(params, skipped)
             states = [with_row(each) for each in rounds.init(params, self.at())]
             own, inside = PerRank(row(params)), PerRank(row(training.exchange.init(params)))
@@ -280,10 +268,7 @@ class CentersTraining:
         return given._replace(parts=parts)
 
     def train(self, given: TrainState, batch: Batch, key: Key | None) -> tuple[TrainState, jax.Array, PyTree]:
-        """Returns (the state after a step before any act, the loss of each center, telemetry).
-
-        `given` is the state without what only acts change.
-        """
+        """Returns (the state before any act, losses of centers, telemetry). Only acts change what `given` lacks."""
         training, rows, specs = self.training, self.rows, inside(self.specs)
         batch, of_batch, _ = self.ranks.place(batch, training.accumulate)
 
@@ -292,17 +277,15 @@ class CentersTraining:
             params, shared, opt_state = without_row((sent.params.rows, state.shared, given.opt_state.rows))
             model_state = None if given.model_state is None else without_row(given.model_state.rows)
             skipped, center, number = self.skipped(params), self.center, self.number()
-            # Centers draw independent noise. Their keys in the state are equal, so there may be any number of centers.
-            state = ExchangeState(state.own, _map_keys(lambda key: fold(key, number), shared))
             gradient = training.gradient(center, skipped, dimensions(of_batch), Outputs(OP, None, P()))
-            rank = Rank(center, training.exchange, skipped, training.overlap)
+            rank = Rank(center, training.exchange, skipped, training.overlap, number=(number,))
             keys = None if key is None else jax.random.fold_in(key, number), None
             means, state, model_state, loss, _ = rank.step(
-                gradient, params, model_state, sent=state, batch=batch, keys=keys
+                gradient, params, model_state, sent=ExchangeState(state.own, shared), batch=batch, keys=keys
             )
             params, opt_state = self._updated(params, opt_state, means, loss)
             telemetry = row(getattr(state.shared, "telemetry", None))
-            state = ExchangeState(state.own, row(_map_keys(lambda _, key: key, state.shared, shared)))
+            state = ExchangeState(state.own, row(state.shared))
             # The mean of the losses is an exchange, too. Ranks that begin both in other orders would wait for one
             # another.
             sent = RoundsState(after(loss, sent.steps + 1), PerRank(row(params)), PerRank(state), ())
@@ -346,7 +329,6 @@ class CentersTraining:
         return Metrics(loss, None, None if telemetry is None and outer is None else CentersTelemetry(telemetry, outer))
 
     def check(self, state: Any) -> None:
-        """Checks the state that a step gets."""
         check_train_state(state)
         found = len(state.exchange.parts) if isinstance(state.exchange, RoundsState) else 0
         if found != self.parts:
@@ -366,16 +348,14 @@ class CentersTraining:
         plan = self.training.exchange.plan
         if self.center.names and isinstance(plan, Plan):
             inside = Routes.of(op, plan, params, argument="inside").skipped
-            for (path, one), two in zip(
-                jax.tree_util.tree_leaves_with_path(skipped), jax.tree_util.tree_leaves(inside)
-            ):
+            for (path, one), two in zip(jax.tree.leaves_with_path(skipped), jax.tree.leaves(inside)):
                 if one != two:
                     expected = "a plan that skips the same parameters as that inside a center"
                     remedy = "give both plans the same rules with jaxcgx.Skip()"
                     raise wrong(op, "plan", expected, "another", remedy, path=path)
         several = len({device.process_index for device in mesh.devices.flat}) > 1
         # While JAX traces, nothing can be compared.
-        if several and not any(isinstance(x, Tracer) for x in jax.tree_util.tree_leaves(params)):
+        if several and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
             check_same(op, self.rounds.settings(params), mesh)
 
 
@@ -413,11 +393,11 @@ class StepOfCenters(Step):
         self._last = self._arrays(state), number + 1
         metrics = centers.metrics(state, loss, telemetry)
         if self._donate:  # the state's own arrays may be donated to a later step
-            metrics = metrics._replace(telemetry=jax.tree_util.tree_map(jnp.copy, metrics.telemetry))
+            metrics = metrics._replace(telemetry=jax.tree.map(jnp.copy, metrics.telemetry))
         return state, metrics
 
     def _arrays(self, state: TrainState) -> list[Any]:
-        return [state.exchange.steps, *jax.tree_util.tree_leaves(state.params)]
+        return [state.exchange.steps, *jax.tree.leaves(state.params)]
 
     def _begin(self, state: TrainState) -> tuple[int, TrainState]:
         """Prepares a call with a state that the last call didn't return. Returns (the number of its steps, the state).
@@ -427,7 +407,7 @@ class StepOfCenters(Step):
         the first exchange.
         """
         state = self._centers.placed(state)
-        leaves, tree = jax.tree_util.tree_flatten(state)
+        leaves, tree = jax.tree.flatten(state)
         kind = tree, *((x.shape, x.dtype, x.sharding) for x in leaves)
         if kind not in self._known:
             self.acts(state)
@@ -457,20 +437,9 @@ def ongoing(state: TrainState, inner: TrainState) -> Ongoing:
 
 
 def joined(inner: TrainState, given: Ongoing) -> TrainState:
-    """Returns the state after acts."""
     *parts, _ = given.parts
     sent = inner.exchange._replace(steps=given.steps, params=PerRank(given.params), parts=tuple(parts))
     return inner.replace(params=given.outer, exchange=sent)
-
-
-def _map_keys(function: Callable[..., Any], shared: PyTree, *others: PyTree) -> PyTree:
-    """Returns a state of an exchange with new keys of noise: function(key, the keys of other states of its form)."""
-    has_key = lambda x: {"count", "key"} <= set(getattr(type(x), "_fields", ()))
-
-    def of_state(*states: Any) -> Any:
-        return states[0]._replace(key=function(*(x.key for x in states))) if has_key(states[0]) else states[0]
-
-    return jax.tree_util.tree_map(of_state, shared, *others, is_leaf=has_key)
 
 
 BYTES = 1024  # of the settings of a process, as JSON

@@ -17,7 +17,7 @@ from jaxcgx.train.division import addable
 from jaxcgx.train.exchange import keeps
 from jaxcgx.train.outputs import fold_keys
 from jaxcgx.train.state import ExchangeState, Pending, PerRank
-from jaxcgx.train.update import check_nesting, warn_of_momentum
+from jaxcgx.train.update import check_nesting, nodes, warn_of_momentum
 from jaxcgx.transports.axes import as_axis_names, is_communicator
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, PyTree, Specs
@@ -25,9 +25,7 @@ from jaxcgx.typing import AxisName, PyTree, Specs
 OP = "restore_state"
 
 
-def has_rows(node: Any) -> bool:
-    """Returns whether a node of a state has fields with a row for each rank."""
-    return isinstance(node, ExchangeState | PerRank | Pending)
+WITH_ROWS = ExchangeState, PerRank, Pending  # the nodes of a state that have fields with a row for each rank
 
 
 def rows_keep(tree: PyTree) -> PyTree:
@@ -35,7 +33,7 @@ def rows_keep(tree: PyTree) -> PyTree:
 
     It is the "sum" or the "mean" over the ranks, or "zeros": nothing. "" is for arrays without rows.
     """
-    all_of = lambda what, part: jax.tree_util.tree_map(lambda _: what, part)
+    all_of = lambda what, part: jax.tree.map(lambda _: what, part)
 
     def of_node(node: Any) -> Any:
         if isinstance(node, ExchangeState):
@@ -44,7 +42,7 @@ def rows_keep(tree: PyTree) -> PyTree:
             return Pending(all_of("mean", node.grads), all_of("zeros", node.ticket), "", node.order)
         return all_of("mean" if isinstance(node, PerRank) else "", node)
 
-    return jax.tree_util.tree_map(of_node, tree, is_leaf=has_rows)
+    return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, WITH_ROWS))
 
 
 def reshard_state(state: PyTree, new_size: int) -> PyTree:
@@ -67,25 +65,20 @@ def reshard_state(state: PyTree, new_size: int) -> PyTree:
       new_size: the new number of ranks.
     """
     size = check_integer("reshard_state", "new_size", new_size, 1)
-    is_pending = lambda node: isinstance(node, Pending)
-    for node in filter(is_pending, jax.tree_util.tree_leaves(state, is_leaf=is_pending)):
-        if node.ticket is not None:
-            expected, got = "a state whose gradients have arrived", "one whose gradients are on their way"
-            raise wrong("reshard_state", "state", expected, got, "call train.finish(state) before")
+    if any(node.ticket is not None for node in nodes(state, Pending)):
+        expected, got = "a state whose gradients have arrived", "one whose gradients are on their way"
+        raise wrong("reshard_state", "state", expected, got, "call train.finish(state) before")
     kept = rows_keep(state)
-    of_ranks = [x for keep, x in zip(*map(jax.tree_util.tree_leaves, (kept, state))) if keep]
+    of_ranks = [x for keep, x in zip(*map(jax.tree.leaves, (kept, state))) if keep]
     if of_ranks and all(x.shape[0] == size for x in of_ranks):
         return state
     # A step may donate the new state, so no array in it may be one of the given state's.
     own = lambda x: x.copy() if isinstance(x, np.ndarray | jax.Array) else x
-    return jax.tree_util.tree_map(lambda keep, x: spread(size, keep, x) if keep else own(x), kept, state)
+    return jax.tree.map(lambda keep, x: spread(size, keep, x) if keep else own(x), kept, state)
 
 
 def spread(size: int, keep: str, rows: Any) -> Any:
-    """Returns `size` equal rows with the same sum (`keep` "sum") or mean over ranks as `rows`, or zeros ("zeros").
-
-    `reshard_state` explains the rows of integers, flags and random keys.
-    """
+    """Returns `size` equal rows with the sum or mean of `rows`, or zeros: `keep`, as `reshard_state` explains."""
     if keep == "zeros":
         return (np if addable(rows) else jnp).zeros((size, *rows.shape[1:]), rows.dtype)
     if rows.shape[0] == size:
@@ -110,7 +103,7 @@ def state_specs(opt_state: PyTree, axis_name: AxisName) -> Specs:
       opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth. It may be an nnx.Optimizer of Flax.
       axis_name: the axis of the ranks, or the tuple of axes, that jaxcgx's transformations were given.
     """
-    if not any(map(has_rows, jax.tree_util.tree_leaves(opt_state, is_leaf=has_rows))):
+    if not nodes(opt_state, *WITH_ROWS):
         expected, got = "a state of jaxcgx, alone or inside of another", f"a {type(opt_state).__name__} without one"
         remedy = (
             "pass what init returned, or an nnx.Optimizer as it is: nnx.state(optimizer) has lost the types of the "
@@ -124,7 +117,7 @@ def state_specs(opt_state: PyTree, axis_name: AxisName) -> Specs:
     check_nesting("state_specs", opt_state)
     warn_of_momentum("state_specs", "opt_state", opt_state)
     rows = P(as_axis_names("state_specs", axis_name))
-    return jax.tree_util.tree_map(lambda keep: rows if keep else P(), rows_keep(opt_state))
+    return jax.tree.map(lambda keep: rows if keep else P(), rows_keep(opt_state))
 
 
 def gather_state(state: PyTree, comm: Any) -> PyTree:
@@ -152,7 +145,7 @@ def gather_state(state: PyTree, comm: Any) -> PyTree:
         net.comm.Gather(words, rows)
         return None if rows is None else rows.view(row.dtype)
 
-    whole = jax.tree_util.tree_map(lambda keep, x: gather(x) if keep else x, rows_keep(state), state)
+    whole = jax.tree.map(lambda keep, x: gather(x) if keep else x, rows_keep(state), state)
     return whole if net.rank == 0 else None
 
 
@@ -160,20 +153,16 @@ def gather_state(state: PyTree, comm: Any) -> PyTree:
 
 
 class SavedLeaf(NamedTuple):
-    """A leaf of the template."""
-
     path: KeyPath[Any]
     value: Any
     keep: str  # as from `rows_keep`
 
     @property
     def name(self) -> str:
-        """The path, as Orbax spells it."""
         return spell_path(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape, as Orbax stores the leaf."""
         return np.shape(_words(self.value))
 
 
@@ -245,24 +234,22 @@ def _net(comm: Any) -> Transport | None:
 
 
 def _flatten(template: PyTree, per_rank: Mapping[str, str]) -> tuple[list[SavedLeaf], PyTree]:
-    """Returns (the leaves of the template, its structure)."""
-    keep = jax.tree_util.tree_leaves(rows_keep(template))
-    leaves = [SavedLeaf(*leaf, keep) for leaf, keep in zip(jax.tree_util.tree_flatten_with_path(template)[0], keep)]
+    keep = jax.tree.leaves(rows_keep(template))
+    leaves = [SavedLeaf(*leaf, keep) for leaf, keep in zip(jax.tree.flatten_with_path(template)[0], keep)]
     for pattern, keep in per_rank.items():
         check_choice(OP, "per_rank", keep, ("sum", "mean"))
         matching = [not leaf.keep and re.search(pattern, leaf.name) is not None for leaf in leaves]
         if not any(matching):
             raise wrong(OP, "per_rank", "regular expressions of leaves' paths", f"{pattern!r}, which no leaf has")
         leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
-    has_state = any(map(has_rows, jax.tree_util.tree_leaves(template, is_leaf=has_rows)))
-    if not (per_rank or has_state):  # a state without compression counts, too
+    if not (per_rank or nodes(template, *WITH_ROWS)):  # a state without compression counts, too
         expected = "a tree with a state of jaxcgx"
         remedy = (
             "pass what train.init or optimizer.init returned; for other arrays with a row for each rank, also "
             "per_rank={'regular expression of their paths': 'sum'}; read others with Orbax alone"
         )
         raise wrong(OP, "template", expected, f"a {type(template).__name__} without one", remedy, kind=TypeError)
-    return leaves, jax.tree_util.tree_structure(template)
+    return leaves, jax.tree.structure(template)
 
 
 def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
@@ -271,7 +258,7 @@ def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
     if tree is None:
         remedy = "pass an absolute path; a CheckpointManager has it in folder/step/default"
         raise wrong(OP, "path", "the folder of a tree that Orbax wrote", path, remedy, kind=FileNotFoundError)
-    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found, _ = jax.tree.flatten_with_path(tree)
     return {spell_path(path): getattr(x, "shape", None) for path, x in found}
 
 
@@ -318,8 +305,5 @@ def _place(rows: np.ndarray, like: Any) -> Any:
 
 
 def _keys(words: Any, like: Any) -> jax.Array:
-    """Returns random keys like `like`, from their words.
-
-    JAX can tell the implementation of keys only for an array, not for a jax.ShapeDtypeStruct.
-    """
+    """Returns random keys like `like`, from their words. JAX tells the implementation of keys only for an array."""
     return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(jnp.empty((), like.dtype)))

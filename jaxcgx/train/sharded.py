@@ -5,7 +5,7 @@ whole ones. Over the other axes of the mesh, each shard is exchanged on its own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.batch import OP, Names, axes_of, filled, flatten_specs, is_spec, shortest
+from jaxcgx.train.batch import OP, Names, axes_of, check_axes, filled, shortest, spell_axes
 from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.train.update import part
@@ -44,8 +44,7 @@ def shard_specs(params: Params, mesh: Mesh, axis_name: AxisName = "data", *, min
       min_size: the smallest number of elements of a leaf that is sharded.
     """
     op, names = "shard_specs", as_axis_names("shard_specs", axis_name)
-    if missing := [name for name in names if name not in mesh.shape]:
-        raise wrong(op, "axis_name", f"axes of the mesh, {', '.join(map(repr, mesh.shape))}", repr(missing[0]))
+    check_axes(op, "axis_name", names, mesh)
     check_integer(op, "min_size", min_size, 0)
     ranks = math.prod(mesh.shape[name] for name in names)
 
@@ -56,52 +55,42 @@ def shard_specs(params: Params, mesh: Mesh, axis_name: AxisName = "data", *, min
         longest = max(fit, key=lambda d: x.shape[d])
         return P(*[None] * longest, names[0] if len(names) == 1 else names)
 
-    return jax.tree_util.tree_map(spec_of, params)
+    return jax.tree.map(spec_of, params)
 
 
 class Cut(NamedTuple):
     """For each leaf of the parameters, the dimension that is sharded over the ranks, or None."""
 
-    structure: PyTree  # that of the parameters; None: nothing is cut
+    structure: PyTree  # that of the parameters
     dimensions: tuple[int | None, ...]
 
     @classmethod
     def of(cls, specs: Specs, names: Names) -> "Cut":
-        """Returns the cut of a tree of specs over the axes of the ranks, `names`. Without specs, nothing is cut."""
-        if specs is None:
-            return cls(None, ())
-        found, structure = flatten_specs(specs)
-        return cls(structure, tuple(_dimension(spec, names) for _, spec in found))
+        """Returns the cut of a tree of specs over the axes of the ranks, `names`."""
+        found, structure = jax.tree.flatten(specs)
+        return cls(structure, tuple(_dimension(spec, names) for spec in found))
 
     def __bool__(self) -> bool:
-        """Returns whether any leaf is sharded."""
         return any(d is not None for d in self.dimensions)
-
-    def without(self, other: "Cut") -> "Cut":
-        """Returns the cut of only the leaves that are sharded here and whole in another cut."""
-        alone = [d if there is None else None for d, there in zip(self.dimensions, other.dimensions)]
-        return self._replace(dimensions=tuple(alone))
 
     def pick(self, tree: PyTree) -> PyTree:
         """Returns a tree like the parameters with None in place of whole leaves."""
         leaves = self.structure.flatten_up_to(tree)
-        return self.tree([None if d is None else x for d, x in zip(self.dimensions, leaves)])
-
-    def tree(self, values: Sequence[Any]) -> PyTree:
-        return self.structure.unflatten(values)
+        return self.structure.unflatten([None if d is None else x for d, x in zip(self.dimensions, leaves)])
 
     def specs(self, names: Names) -> Specs:
         """Returns the specs of a tree like the parameters, in a shard_map over the axes of the ranks."""
-        return self.tree([P() if d is None else P(*[None] * d, names) for d in self.dimensions]) if self else P()
+        spec = lambda d: P() if d is None else P(*[None] * d, names)
+        return self.structure.unflatten(map(spec, self.dimensions)) if self else P()
 
     def check(self, argument: str, params: Params, ranks: int) -> None:
         """Checks that `ranks` divides the sharded dimensions. Errors name `argument`, which has the specs."""
         if not self:
             return
-        if jax.tree_util.tree_structure(params) != self.structure:
-            expected = f"a tree like the parameters, {jax.tree_util.tree_structure(params)}"
+        if jax.tree.structure(params) != self.structure:
+            expected = f"a tree like the parameters, {jax.tree.structure(params)}"
             raise wrong(OP, argument, expected, self.structure)
-        for (path, x), d in zip(jax.tree_util.tree_flatten_with_path(params)[0], self.dimensions):
+        for (path, x), d in zip(jax.tree.leaves_with_path(params), self.dimensions):
             if d is not None and (d >= x.ndim or x.shape[d] % ranks):
                 remedy = "PartitionSpec() leaves it whole, and jaxcgx.shard_specs finds dimensions"
                 expected = f"a dimension that {ranks} ranks divide"
@@ -109,7 +98,6 @@ class Cut(NamedTuple):
 
 
 def named(spec: P) -> Names:
-    """Returns the axes of a mesh that a spec names."""
     return tuple(name for part in spec for name in axes_of(part))
 
 
@@ -125,30 +113,24 @@ def beside(spec: P, names: Names) -> P:
 
 def check_specs(argument: str, specs: Specs, names: Names) -> None:
     """Checks that each spec has the axes of the ranks for at most one dimension, which no other axis shards."""
-    for path, spec in flatten_specs(specs)[0]:
+    for path, spec in jax.tree.leaves_with_path(specs):
         if not isinstance(spec, P):
             raise wrong(OP, argument, "a jax.sharding.PartitionSpec", repr(spec), path=path, kind=TypeError)
         having = [axes_of(part) for part in spec if set(axes_of(part)) & set(names)]
         if having not in ([], [names]):
-            spelled = repr(names[0]) if len(names) == 1 else repr(names)
-            raise wrong(OP, argument, f"{spelled} for one dimension at most, and alone there", spec, path=path)
+            expected = f"{spell_axes(names)} for one dimension at most, and alone there"
+            raise wrong(OP, argument, expected, spec, path=path)
 
 
 def check_optimizer_specs(specs: Specs, param_specs: Specs, names: Names) -> None:
-    """Checks that the optimizer's state is sharded like the parameters.
-
-    Where a parameter is whole on every rank, its state may be sharded over the ranks, too.
-    """
-    found, tree = flatten_specs(specs)
-    params, like = ([((), P())] * len(found), tree) if param_specs is None else flatten_specs(param_specs)
+    """Checks that states are sharded like parameters or, where these are whole, over the ranks, too."""
+    param_specs = jax.tree.map(lambda _: P(), specs) if param_specs is None else param_specs
+    (found, tree), (params, like) = jax.tree.flatten_with_path(specs), jax.tree.flatten(param_specs)
     if like != tree:
         raise wrong(OP, "sharding.optimizer", f"a tree like sharding.params, {like}", tree)
-    for (path, spec), (_, param) in zip(found, params):
-        if _dimension(param, names) is None:
-            fits = beside(spec, names) == shortest(param)
-        else:
-            fits = shortest(spec) == shortest(param)
-        if not fits:
+    for (path, spec), param in zip(found, params):
+        whole = _dimension(param, names) is None
+        if (beside(spec, names) if whole else shortest(spec)) != shortest(param):
             expected = f"the spec of the parameter, {param}, or where that is whole, the same with {names[0]!r}"
             raise wrong(OP, "sharding.optimizer", expected, spec, path=path)
 
@@ -162,13 +144,13 @@ class ShardedMesh(OverMesh):
         # The specs of the optimizer's state, a tree like the parameters; those of whole parameters are over other axes.
         self.state: Specs = sharding.params if sharding.optimizer is None else sharding.optimizer
         self._check_specs(sharding)
-        self.whole: Specs = jax.tree_util.tree_map(lambda spec: beside(spec, self.names), self.state, is_leaf=is_spec)
+        self.whole: Specs = jax.tree.map(lambda spec: beside(spec, self.names), self.state)
         self.params: Specs = self.whole if sharding.params is None else sharding.params
         self.params_cut: Cut = Cut.of(self.params, self.names)
         self.state_cut: Cut = Cut.of(self.state, self.names)  # of gradients, updates and the optimizer's state
         self.dims: tuple[int | None, ...] = self.state_cut.dimensions if self.state_cut else ()
         self.params_specs: Specs = self.params_cut.specs(self.names)
-        self.shard_axes: tuple[tuple[Any, ...], ...] = tuple(named(spec) for _, spec in flatten_specs(self.whole)[0])
+        self.shard_axes: tuple[tuple[Any, ...], ...] = tuple(map(named, jax.tree.leaves(self.whole)))
         self.gather: Plan = gather  # of parameters or of updates
         self.regather: bool = sharding.regather
         self.keep: bool = keep  # whether the errors of gathered updates are kept
@@ -180,7 +162,7 @@ class ShardedMesh(OverMesh):
         if sharding.optimizer is not None:
             check_specs("sharding.optimizer", sharding.optimizer, self.names)
             check_optimizer_specs(sharding.optimizer, sharding.params, self.names)
-        for path, spec in flatten_specs(self.state)[0] if self.explicit else ():
+        for path, spec in jax.tree.leaves_with_path(self.state) if self.explicit else ():
             if auto := self.auto(spec):
                 expected = "axes that are all Auto, or all Explicit, where parameters or state are sharded"
                 remedy = f"make it with axis_types=(jax.sharding.AxisType.Explicit,) * {len(self.mesh.shape)}"
@@ -194,7 +176,7 @@ class ShardedMesh(OverMesh):
 
     def shards(self, params: Params) -> Params:
         shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-        return jax.tree_util.tree_map(shard, params, self.shardings(self.whole))
+        return jax.tree.map(shard, params, self.shardings(self.whole))
 
     def specs_of(self, params: Params) -> tuple[Specs, Specs]:
         return self.params, self.state
@@ -213,7 +195,7 @@ class ShardedMesh(OverMesh):
         An array like a parameter, with the parameter's path at the end of its own, is sharded like it over the other
         axes. So is each row of such arrays. The factors of shards are side by side along their long dimension.
         """
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         known, any_shape = like(params, self.whole), dict(zip(paths, self.shard_axes))
 
         def spec_of(first: tuple[Any, ...], path: KeyPath[Any], x: jax.Array) -> P:
@@ -229,7 +211,7 @@ class ShardedMesh(OverMesh):
                 raise wrong(OP, "exchange", expected, f"one with {spell_array(x)}", remedy, path=path)
             return P()
 
-        specs = lambda tree, *first: jax.tree_util.tree_map_with_path(lambda *leaf: spec_of(first, *leaf), tree)
+        specs = lambda tree, *first: jax.tree.map_with_path(lambda *leaf: spec_of(first, *leaf), tree)
         return ExchangeState(specs(sent.own, front), specs(sent.shared))
 
     def on_shards(self, function: Function, sent: ExchangeState) -> Function:
@@ -253,8 +235,8 @@ class ShardedMesh(OverMesh):
         if not cut:
             return params
         zeros = lambda x, d: jnp.concatenate([jnp.zeros_like(x)] * self.size, d)
-        values = jax.tree_util.tree_leaves(params)
-        return cut.tree([x if d is None else zeros(x, d) for x, d in zip(values, cut.dimensions)])
+        values = jax.tree.leaves(params)
+        return cut.structure.unflatten([x if d is None else zeros(x, d) for x, d in zip(values, cut.dimensions)])
 
     def open(self, params: Params, loss: Function, key: Key | None) -> tuple[Params, Function]:
         """Returns (parameters, a loss function of these parameters).
@@ -280,17 +262,15 @@ class ShardedMesh(OverMesh):
         return self.like_whole(params), _checkpointed(lambda like, *rest: loss(whole(shards, like), *rest))
 
     def _gather(self, shards: PyTree, cut: Cut, key: Key | None, to: str = "varying") -> PyTree:
-        """Returns the whole arrays, gathered from the shards of a cut."""
         # `check` checks with all leaves that each rule matches a leaf. Gathers have only some of the leaves.
         routes = Routes.of("compressed_all_gather", self.gather.loose, shards)
         dims = tuple(d for d in cut.dimensions if d is not None)
         return rows.gather(shards, routes.over(self.net(), Way(rows=True, dims=dims, join=True)), key, to=to)
 
     def _updates_cut(self, skipped: PyTree) -> Cut:
-        """Returns the cut of the leaves whose updates are gathered."""
-        cut = self.state_cut.without(self.params_cut)
-        dims = zip(cut.dimensions, jax.tree_util.tree_leaves(skipped))
-        return cut._replace(dimensions=tuple(None if skip else d for d, skip in dims))
+        each = zip(self.state_cut.dimensions, self.params_cut.dimensions, jax.tree.leaves(skipped))
+        dimensions = tuple(d if param is None and not skip else None for d, param, skip in each)
+        return Cut(self.state_cut.structure, dimensions)
 
     def specs_of_lost(self, skipped: PyTree) -> Specs:
         cut = self._updates_cut(skipped)
@@ -301,7 +281,7 @@ class ShardedMesh(OverMesh):
             return None
         updates = self._updates_cut(skipped).pick(params)
         check_real(OP, "sharding.gather", updates)
-        return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), updates)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), updates)
 
     def send_updates(self, updates: PyTree, lost: PyTree, skipped: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:
         cut = self._updates_cut(skipped)
@@ -322,13 +302,13 @@ class ShardedMesh(OverMesh):
         """Gathers updates on one device. Returns (whole updates, new errors)."""
         if lost is None:
             return self._gather(shards, cut, key, to="invarying"), None
-        leaves, tree = jax.tree_util.tree_flatten(shards)
-        before = jax.tree_util.tree_leaves(lost)
+        leaves, tree = jax.tree.flatten(shards)
+        before = jax.tree.leaves(lost)
         leaves, rest = carry_over(leaves, before)
         found = self._gather(tree.unflatten(leaves), cut, key, to="invarying")
         dims = [d for d in cut.dimensions if d is not None]
         rank, after = self.net().rank, list[jax.Array]()
-        for x, r, b, y, d in zip(leaves, rest, before, jax.tree_util.tree_leaves(found), dims):
+        for x, r, b, y, d in zip(leaves, rest, before, jax.tree.leaves(found), dims):
             arrived = lax.dynamic_slice_in_dim(y, rank * x.shape[d], x.shape[d], d)
             missing = r + (x.astype(jnp.float32) - arrived.astype(jnp.float32))
             after.append(jnp.where(jnp.isfinite(missing), missing, b))
@@ -336,7 +316,6 @@ class ShardedMesh(OverMesh):
 
 
 def gather_plan(sharding: Sharding) -> Plan:
-    """Returns the plan of the gather of a sharding."""
     plan = as_plan(OP, sharding.gather, "sharding.gather")
     check_flag(OP, "sharding.regather", sharding.regather)
     for codec in plan.codecs:
@@ -354,12 +333,12 @@ def _checkpointed(loss: Function) -> Function:
     policy = lambda op, *_, **__: str(op) != "all_gather"
 
     def run(params: Params, *rest: PyTree) -> PyTree:
-        given, of_rest = jax.tree_util.tree_flatten(rest)
+        given, of_rest = jax.tree.flatten(rest)
         known: Any = None
 
         def renewed(params: Params, given: list[Any]) -> list[Any]:
             nonlocal known
-            found, structure = jax.tree_util.tree_flatten(loss(params, *of_rest.unflatten(given)))
+            found, structure = jax.tree.flatten(loss(params, *of_rest.unflatten(given)))
             places = [next((i for i, y in enumerate(given) if y is x), None) for x in found]
             known = structure, places
             return [x for x, place in zip(found, places) if place is None]

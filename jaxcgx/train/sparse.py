@@ -101,7 +101,6 @@ class Sparse(Sending, Momentum, abc.ABC):
 
     @property
     def _how(self) -> dict[str, Any]:
-        """The fields of a plan that say how messages travel."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(Sending)}
 
     @abc.abstractmethod
@@ -167,8 +166,7 @@ class DGC(Sparse):
         return super().begin(self._clip(grads, at), state, at)
 
     def _clip(self, grads: PyTree, at: At) -> PyTree:
-        """Returns a rank's gradients, clipped."""
-        leaves, tree = jax.tree_util.tree_flatten(grads)
+        leaves, tree = jax.tree.flatten(grads)
         if (limit := self.clip_value) is not None:
             leaves = [jnp.clip(g, jnp.asarray(-limit, g.dtype), jnp.asarray(limit, g.dtype)) for g in leaves]
         if (norm := self.clip_norm) is not None:

@@ -19,13 +19,13 @@ from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path
-from jaxcgx.train.batch import OP, dimensions
-from jaxcgx.train.division import Division, addable, after, row, with_row, without_row
+from jaxcgx.train.batch import OP, dimensions, filled
+from jaxcgx.train.division import Division, addable, after, row, shapes, with_row, without_row
 from jaxcgx.train.exchange import At, Exchange, Outcome, check_state, send
 from jaxcgx.train.gradient import Gradient, Loss
 from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
-from jaxcgx.train.update import Update, join, nodes, part, warn_of_momentum
+from jaxcgx.train.update import Update, nodes, part, warn_of_momentum
 from jaxcgx.typing import Batch, Key, Params, PyTree
 
 GATHERED = 1  # the number that is folded into the key of a step, for the noise of gathers
@@ -63,7 +63,7 @@ class Step:
     def checked(self, batch: Batch) -> AbstractContextManager[None]:
         """Checks a batch, and returns the context of a call with it."""
         self._division.check_batch(batch)
-        return without_constraints(OP, "loss_fn", self._division.names)
+        return without_constraints(OP, self._division.names)
 
     def programs(self, state: TrainState, batch: Batch, key: Key | None = None) -> list[Compiled]:
         """Returns the compiled programs that calls with such a state, batch and key run. JAX keeps them.
@@ -90,7 +90,6 @@ class Training:
     _states: dict[Any, ExchangeState] = dataclasses.field(default_factory=dict, init=False)
 
     def functions(self, donate: bool) -> TrainStep:
-        """Returns the functions of a training loop."""
         jit = functools.partial(jax.jit, donate_argnums=0 if donate else ())
         jitted = jit(self.finish)
 
@@ -114,7 +113,7 @@ class Training:
         placed = division.specs_of(params)[0], of_optimizer, division.specs_of_lost(skipped)
 
         def fresh(params: Params) -> tuple[PyTree, ...]:
-            own = jax.tree_util.tree_map(jnp.copy, params)  # `step` must not donate the caller's arrays
+            own = jax.tree.map(jnp.copy, params)  # `step` must not donate the caller's arrays
             return own, *self.update.init(params, skipped)
 
         def make(params: Params, model_state: PyTree) -> tuple[PyTree, ...]:
@@ -189,10 +188,9 @@ class Training:
 
     def state_of(self, params: Params) -> ExchangeState:
         """Returns the shapes of the exchange's state for parameters. It remembers them."""
-        leaves, tree = jax.tree_util.tree_flatten(params)
-        key = tree, *((x.shape, x.dtype) for x in leaves)
+        like = shapes(params)
+        key = jax.tree.structure(like), *jax.tree.leaves(like)
         if key not in self._states:
-            like = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
             self._states[key] = jax.eval_shape(lambda params: with_row(self.exchange.init(params)), like)
         return self._states[key]
 
@@ -200,13 +198,12 @@ class Training:
         """Returns for each parameter whether it is frozen. All plans of a schedule skip the same parameters."""
         shards = self.division.shards(params)
         if self.exchange.plan is None:  # it makes its own plan, which skips nothing
-            return jax.tree_util.tree_map(lambda _: False, shards)
+            return jax.tree.map(lambda _: False, shards)
         plan = self.exchange.plan
         plan = plan if isinstance(plan, Plan) else next(iter(plan.values()))
         return Routes.of(OP, plan, shards, argument="exchange").skipped
 
     def _noise(self, state: TrainState) -> Key | None:
-        """Returns the key of a step's gathers, or None."""
         if not self.division.noisy:
             return None
         shared = state.exchange.shared
@@ -218,7 +215,7 @@ class Training:
 
     def check_trained(self, params: Params, trained: Params) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
-        for path, x in jax.tree_util.tree_leaves_with_path(trained):
+        for path, x in jax.tree.leaves_with_path(trained):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 rule = f'rules=[("{spell_path(path)}", jaxcgx.Skip())]'
                 remedy = f"freeze it: pass jaxcgx.Plan(codec, {rule})"
@@ -234,7 +231,6 @@ class Training:
 
 
 def check_train_state(state: Any) -> None:
-    """Checks that a step got a TrainState."""
     if not isinstance(state, TrainState):
         expected, got = "the TrainState that train.init or the step before returned", f"a {type(state).__name__}"
         raise wrong("train.step", "state", expected, got, "write train.step(state, batch)", kind=TypeError)
@@ -244,17 +240,14 @@ def as_arrays(argument: str, tree: PyTree) -> PyTree:
     """Returns a tree of parameters or of a model's state, an argument of `init`, as JAX arrays."""
     remedy = "leave it out; in Equinox, params, static = eqx.partition(model, eqx.is_inexact_array)"
     check = functools.partial(as_array, "train.init", argument, remedy=remedy)
-    return jax.tree_util.tree_map_with_path(lambda path, x: check(x, path), tree)
+    return jax.tree.map_with_path(lambda path, x: check(x, path), tree)
 
 
 def put(state: PyTree, sharding: Any) -> PyTree:
-    """Returns the state on all devices.
-
-    jax.device_put can't put random keys on devices of other processes. So their words are put there.
-    """
-    words = jax.tree_util.tree_map(lambda x: x if addable(x) else jax.random.key_data(x), state)
+    """Returns the state on all devices. jax.device_put can't put random keys on other processes' devices, but words."""
+    words = jax.tree.map(lambda x: x if addable(x) else jax.random.key_data(x), state)
     wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
-    return jax.tree_util.tree_map(wrap, jax.device_put(words, sharding), state)
+    return jax.tree.map(wrap, jax.device_put(words, sharding), state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -265,6 +258,7 @@ class Rank:
       order: the numbers of the leaves in the order in which their gradients are ready, or in which they are needed.
       state_of: a function from gradients to the shapes of the exchange's state, which it must fit. None: it isn't
         checked.
+      number: the number of the rank's center, if it is one of `Rounds`.
     """
 
     division: Division
@@ -273,6 +267,7 @@ class Rank:
     overlap: str | Priority | None
     order: tuple[int, ...] | None = None
     state_of: Callable[[Params], ExchangeState] | None = None
+    number: tuple[jax.Array, ...] = ()
 
     def step(
         self,
@@ -288,7 +283,7 @@ class Rank:
         if early:
             ticket, sent = self._begin(None, sent, params, None)
             # XLA begins the exchange before it computes anything from the batch.
-            batch = jax.tree_util.tree_map(lambda x: after(ticket, x) if addable(x) else x, batch)
+            batch = jax.tree.map(lambda x: after(ticket, x) if addable(x) else x, batch)
         find, args = gradient, (params, model_state, batch, keys)
         if self.overlap is not None:
             find = jax.jit(gradient)  # with jit, it is traced only once, for its order and for the step
@@ -297,7 +292,7 @@ class Rank:
         if isinstance(self.overlap, Priority):
             found, sent = rank._pend(grads, sent, params, loss)
         elif early:
-            ticket = jax.tree_util.tree_map(lambda x: after(grads, x), ticket)
+            ticket = jax.tree.map(lambda x: after(grads, x), ticket)
             found, sent = self._end(ticket, grads, sent, params, loss=loss)
         else:
             found, sent = rank.reduce(grads, sent, params, loss)
@@ -325,13 +320,13 @@ class Rank:
 
     def _whole(self, grads: PyTree, params: Params) -> PyTree:
         """Returns gradients for all leaves, as plans expect. Nothing reads those that the plan skips."""
-        return join(grads, part(self.division.like_whole(params), self.skipped, frozen=True))
+        return filled(grads, part(self.division.like_whole(params), self.skipped, frozen=True))
 
     def _at(self, params: Params, loss: jax.Array | None) -> At:
         way = Way(dims=self.division.dims, join=True, order=self.order)
         if isinstance(self.overlap, Priority):
             way = way._replace(slice_elements=self.overlap.slice_elements, later=True)
-        return At(self.division.net(), params, loss, way, shards=self.division.shard_axes)
+        return At(self.division.net(), params, loss, way, shards=self.division.shard_axes, center=self.number)
 
     def _begin(self, grads: PyTree, sent: ExchangeState, params: Params, loss: jax.Array | None) -> Outcome:
         at, grads = self._at(params, loss), None if grads is None else row(self._whole(grads, params))
@@ -353,7 +348,7 @@ class Rank:
 
     def _ready(self, find: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Returns the order of all leaves. Those that are skipped come last."""
-        skipped = jax.tree_util.tree_leaves(self.skipped)
+        skipped = jax.tree.leaves(self.skipped)
         trained = [i for i, skip in enumerate(skipped) if not skip]
         ends = _programs.ready(jax.make_jaxpr(find)(*args), len(trained))
         return *(trained[i] for i in ends), *(i for i, skip in enumerate(skipped) if skip)

@@ -77,7 +77,7 @@ def compress_gradients(
         net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _as_arrays("updates", updates)
         check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), remedy)
-        way = Way(order=as_order(OP, order, len(jax.tree_util.tree_leaves(grads))))
+        way = Way(order=as_order(OP, order, len(jax.tree.leaves(grads))))
         return send(exchange, grads, state, At(net, params, value, way))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -105,12 +105,10 @@ def _first(axis_name: AxisName, axis_size: int | None, exchange: Exchange, param
             size = axis_size
     state = exchange.init(params)
     of_ranks = lambda x: _compat.vary(jnp.broadcast_to(x[None], (size, *x.shape)), varying)
-    return ExchangeState(jax.tree_util.tree_map(of_ranks, state.own), state.shared)
+    return ExchangeState(jax.tree.map(of_ranks, state.own), state.shared)
 
 
 def _as_arrays(argument: str, tree: PyTree) -> PyTree:
     """Returns the tree, after a check that its leaves are arrays or jax.ShapeDtypeStructs. Numbers become arrays."""
     shaped = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if shaped(leaf) else as_array(OP, argument, leaf, path), tree
-    )
+    return jax.tree.map_with_path(lambda path, leaf: leaf if shaped(leaf) else as_array(OP, argument, leaf, path), tree)

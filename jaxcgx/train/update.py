@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxcgx import _programs
 from jaxcgx.checks import warn, wrong
 from jaxcgx.exchange.message import Carry
-from jaxcgx.train.batch import OP
+from jaxcgx.train.batch import OP, filled
 from jaxcgx.train.division import Division
 from jaxcgx.train.state import ExchangeState, TrainState
 from jaxcgx.typing import Key, Params, PyTree
@@ -52,21 +52,18 @@ class Update:
         updates, opt_state = run(means, state.opt_state, trained, loss)
         updates, lost = self.division.send_updates(updates, state.lost, skipped, key)
         moved = apply_updates(trained, updates)
-        params = join(moved, part(state.params, skipped, frozen=True))
+        params = filled(moved, part(state.params, skipped, frozen=True))
         return state.replace(params=params, opt_state=opt_state, lost=lost)
 
     def momentum(self, trained: Params) -> str | None:
-        """Returns the name of a state of optax whose first moment follows from the one before, or None.
-
-        The state of optax.adam(rate, b1=0) has a first moment, too, but it doesn't follow from the one before.
-        """
+        """Returns the name of a state whose first moment follows from the one before. With b1=0, Adam's doesn't."""
         state = jax.eval_shape(self.optimizer.init, trained)
         program = jax.make_jaxpr(self._run)(trained, state, trained, jax.ShapeDtypeStruct((), jnp.float32))
-        places = itertools.count(len(jax.tree_util.tree_leaves(trained)))  # of the state, behind gradients and updates
-        place = jax.tree_util.tree_map(lambda _: next(places), state)
-        for node in jax.tree_util.tree_leaves(place, is_leaf=lambda node: bool(_moments(node))):
+        places = itertools.count(len(jax.tree.leaves(trained)))  # of the state, behind gradients and updates
+        place = jax.tree.map(lambda _: next(places), state)
+        for node in jax.tree.leaves(place, is_leaf=lambda node: bool(_moments(node))):
             for moment in _moments(node).values():
-                first = next(iter(jax.tree_util.tree_leaves(moment)), None)
+                first = next(iter(jax.tree.leaves(moment)), None)
                 if first is not None and _programs.depends(program, {first})[first]:
                     return type(node).__name__
         return None
@@ -87,28 +84,16 @@ class Update:
 
 
 def part(tree: PyTree, skipped: PyTree, *, frozen: bool = False) -> PyTree:
-    """Returns the tree with its trained or its frozen leaves alone, and optax.MaskedNode() in place of the others."""
-    from optax import MaskedNode  # an optional dependency
-
-    hole = MaskedNode()
-    return jax.tree_util.tree_map(lambda x, skip: x if skip == frozen else hole, tree, skipped)
-
-
-def join(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the tree of both parts."""
-    from optax import MaskedNode
-
-    is_hole = lambda x: isinstance(x, MaskedNode)
-    return jax.tree_util.tree_map(lambda x, y: y if is_hole(x) else x, trained, frozen, is_leaf=is_hole)
+    """Returns the tree with None in place of its frozen leaves, or of its trained ones. `filled` joins the two."""
+    return jax.tree.map(lambda x, skip: x if skip == frozen else None, tree, skipped)
 
 
 SAME = "behind compress_gradients, where gradients are the same on every rank"
 
 
 def nodes(tree: PyTree, *kinds: type[Any]) -> list[Any]:
-    """Returns the nodes of these classes in a tree."""
     is_node = lambda x: isinstance(x, kinds)
-    return [x for x in jax.tree_util.tree_leaves(tree, is_leaf=is_node) if is_node(x)]
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_node) if is_node(x)]
 
 
 def check_nesting(function: str, opt_state: PyTree) -> None:
@@ -122,9 +107,9 @@ def check_nesting(function: str, opt_state: PyTree) -> None:
     is_state = lambda x: isinstance(x, ExchangeState)
     like_gradients = lambda leaf: len(leaf.shape) > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
     is_chain = lambda x: type(x) is tuple and any(map(is_state, x))
-    for chain in filter(is_chain, jax.tree_util.tree_leaves(opt_state, is_leaf=lambda x: is_chain(x) or is_state(x))):
+    for chain in filter(is_chain, jax.tree.leaves(opt_state, is_leaf=lambda x: is_chain(x) or is_state(x))):
         for node in itertools.takewhile(lambda x: not is_state(x), chain):
-            if isinstance(node, tuple) and any(map(like_gradients, jax.tree_util.tree_leaves(node))):
+            if isinstance(node, tuple) and any(map(like_gradients, jax.tree.leaves(node))):
                 expected = f"transformations with a state like the gradients {SAME}"
                 got = f"{type(node).__name__} before it"
                 remedy = "put it behind (in place of optax.trace before it, pass jaxcgx.Momentum to compress_gradients)"
@@ -149,10 +134,7 @@ def warn_of_momentum(
     exchange: ExchangeState | None = None,
     momentum: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Warns if an optimizer has momentum, and so do its gradients: in `exchange`, or in one inside `opt_state`.
-
-    `momentum` is `Update.momentum`. Without it, only optax.trace is found.
-    """
+    """Warns if gradients have momentum, and the optimizer, too: optax.trace, or what `Update.momentum` finds."""
     if all(carry.momentum is None for carry in nodes((opt_state, exchange), Carry)):
         return
     if found := "optax.trace" if nodes(opt_state, import_optax(function).TraceState) else momentum():

@@ -20,12 +20,12 @@ from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
-from jaxcgx.exchange.resolve import check_constraints, transport_over_axes, without_constraints
+from jaxcgx.exchange.resolve import transport_over_axes, without_constraints
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.arguments import Others, Split, as_nnx, assign, changes, check_aliases, closing, insert, notes, part
-from jaxcgx.train.batch import Ranks, as_specs
+from jaxcgx.train.arguments import OP, Others, Split, as_nnx, assign, changes, check_once, closing, joined, notes, part
+from jaxcgx.train.batch import as_specs, axes_beside, mesh_of, specs_of_params
 from jaxcgx.train.division import OverMapped, OverMesh, addable, row, shapes, without_row
 from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
 from jaxcgx.train.feedback import as_exchange, warn_of_loss
@@ -37,7 +37,6 @@ from jaxcgx.transports.axes import as_axis_names, axis_names
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
-OP = "value_and_grad"
 _CLOSED_OVER = "Closing over", "should match the aval mesh"  # in JAX's errors for closed-over arrays that are sharded
 _STATEFUL = "Old and new values have different structures"  # in Equinox's, for its stateful layers
 
@@ -111,7 +110,7 @@ def value_and_grad(
         rank's part in its place.
     """
     closes_over = closes_over if type(closes_over) is tuple else (closes_over,)
-    function = closing(OP, loss_fn, closes_over) if closes_over and callable(loss_fn) else loss_fn
+    function = closing(loss_fn, closes_over) if closes_over and callable(loss_fn) else loss_fn
     loss = Loss(OP, function, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     as_axis_names(OP, axis_name)
     check_choice(OP, "ranks", ranks, ("shard_map", "vmap"))
@@ -139,54 +138,14 @@ def value_and_grad(
     )
 
 
-def grad(
-    loss_fn: Callable[..., Any],
-    axis_name: AxisName,
-    exchange: AnyExchange,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    weighted: bool = False,
-    aux_specs: Specs = None,
-    batch_specs: Specs = None,
-    param_specs: Specs = None,
-    mesh: Any = None,
-    ranks: str = "shard_map",
-    closes_over: PyTree = (),
-) -> Callable[..., Any]:
+def grad(loss_fn: Callable[..., Any], axis_name: AxisName, exchange: AnyExchange, **options: Any) -> "ValueAndGrad":
     """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
-    The result has the `init` of `value_and_grad`, too.
-
     Args:
-      loss_fn, axis_name, exchange, argnums, weighted, aux_specs, batch_specs, param_specs, mesh, ranks, closes_over: as
-        in `value_and_grad`.
-      has_aux: whether `loss_fn` returns (loss, aux). The result is then (gradients, aux).
+      loss_fn, axis_name, exchange: as in `value_and_grad`.
+      options: the other arguments of `value_and_grad`. With `has_aux`, the result is (gradients, aux).
     """
-    both = value_and_grad(
-        loss_fn,
-        axis_name,
-        exchange,
-        argnums=argnums,
-        has_aux=has_aux,
-        weighted=weighted,
-        aux_specs=aux_specs,
-        batch_specs=batch_specs,
-        param_specs=param_specs,
-        mesh=mesh,
-        ranks=ranks,
-        closes_over=closes_over,
-    )
-
-    def gradients(*args: Any, **kwargs: Any) -> Any:
-        found = both(*args, **kwargs)
-        (value, grads), *state = found if both.stateful else (found,)
-        result = (grads, value[1]) if both.loss.has_aux else grads
-        return (result, *state) if both.stateful else result
-
-    functools.update_wrapper(gradients, loss_fn)
-    gradients.__dict__["init"] = both.init
-    return gradients
+    return dataclasses.replace(value_and_grad(loss_fn, axis_name, exchange, **options), valued=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +178,7 @@ class ValueAndGrad:
     Attributes:
       loss: the loss function, with `has_aux`, `weighted` and `aux_specs`.
       mapped: whether the ranks are a mapped axis (ranks="vmap").
+      valued: whether calls return the value, as those of `grad` don't.
       axis_name, exchange, argnums, batch_specs, param_specs, mesh, closes_over: as in `value_and_grad`.
     """
 
@@ -231,6 +191,7 @@ class ValueAndGrad:
     mesh: Any
     mapped: bool
     closes_over: tuple[Any, ...]
+    valued: bool = True
 
     @property
     def stateful(self) -> bool:
@@ -244,7 +205,9 @@ class ValueAndGrad:
             self._check_inside()
         sent = self._given_state(state, codec_key)
         value, aux, grads, sent = (self._inside if inside else self._outside)(args, kwargs, sent)
-        result = ((value, aux) if self.loss.has_aux else value), self._as_grads(grads)
+        with_aux = lambda first: (first, aux) if self.loss.has_aux else first
+        grads = self._as_grads(grads)
+        result = (with_aux(value), grads) if self.valued else with_aux(grads)
         return (result, sent) if self.stateful else result
 
     def local(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -280,14 +243,14 @@ class ValueAndGrad:
           value: the mean loss. A schedule of plans waits for it.
         """
         sent, (given, _) = self._given_state(state, codec_key), part(self._as_list(params))
-        ranks, division = self._ranks(given)
+        division = self._division(given)
         self._check_state(division, given, sent)
-        (wanted, tree), (found, got_tree) = map(jax.tree_util.tree_flatten, (given, self._as_list(rows)))
-        if tree != got_tree or [(ranks.size, *np.shape(x)) for x in wanted] != list(map(np.shape, found)):
-            got = jax.tree_util.tree_map(spell_array, rows)
-            raise wrong(OP, "rows", f"gradients with a row for each of {ranks.size} ranks, as from `local`", got)
+        (wanted, tree), (found, got_tree) = map(jax.tree.flatten, (given, self._as_list(rows)))
+        if tree != got_tree or [(division.size, *np.shape(x)) for x in wanted] != list(map(np.shape, found)):
+            got = jax.tree.map(spell_array, rows)
+            raise wrong(OP, "rows", f"gradients with a row for each of {division.size} ranks, as from `local`", got)
         run = lambda rows, sent, params, value: self._send(division, rows, sent, params=params, value=value)
-        grads, sent = _jitted(run, self._as_list(rows), sent, given, value, mesh=ranks.mesh)
+        grads, sent = _jitted(run, self._as_list(rows), sent, given, value, mesh=division.mesh)
         return (self._as_grads(grads), sent) if self.stateful else self._as_grads(grads)
 
     def init(self, params: Params) -> ExchangeState:
@@ -297,16 +260,15 @@ class ValueAndGrad:
           params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
         """
         given, _ = part(self._as_list(params))
-        _, division = self._ranks(given)
+        division = self._division(given)
         return jax.jit(lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(given))))()
 
     def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
         """Returns (value, aux, gradients, None) of a call inside of shard_map, pmap or vmap."""
-        places, params, (positional, keywords, fixed) = self._arguments(args, kwargs)
+        places, params, others = self._arguments(args, kwargs)
         net, none = transport_over_axes(OP, self.axis_name), Given(None, None, None)
-        arguments = lambda params, _: (insert(positional, places, params, fixed), keywords)
-        objective = functools.partial(self._objective, arguments, net)
-        with without_constraints(OP, "loss_fn", net.names):
+        objective = functools.partial(self._objective, lambda params, _: joined(others, places, params), net)
+        with without_constraints(OP, net.names):
             found = forward(objective, vary(params, net.names), none, none, outputs=None, dims=())
         (aux, changed), (value, grads, _) = found.aux, _of_all(found, net)
         if changed:
@@ -316,22 +278,19 @@ class ValueAndGrad:
         return value, aux, grads, None
 
     def _outside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState | None) -> tuple[Any, ...]:
-        """Splits the arguments over the ranks, and runs the step on all ranks.
-
-        Returns (value, aux, gradients, new state). Without `sent`, nothing is exchanged: gradients have rows.
-        """
+        """Runs the step on all ranks. Returns (value, aux, gradients, state). Without `sent`, gradients have rows."""
         places, params, others = self._arguments(args, kwargs)
-        ranks, division = self._ranks(params, others)
+        division = self._division(params, others)
         if sent is not None:
             self._check_state(division, params, sent)
-        with notes(OP, ranks, others):
-            split = Split.of(ranks, places, others=others, specs=self.batch_specs)
+        with notes(division, others), without_constraints(OP, division.names):
+            split = Split.of(division, places, others=others, specs=self.batch_specs)
             arrays = split.arrays(others)
             step = functools.partial(self._run, division, split)
-            value, (aux, changed), grads, sent = _jitted(step, params, arrays, sent, mesh=ranks.mesh)
+            value, (aux, changed), grads, sent = _jitted(step, params, arrays, sent, mesh=division.mesh)
         for i, new in changed.items():
             whole = [*args, *self.closes_over], kwargs
-            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
+            assign(whole, jax.tree.leaves_with_path(whole)[i][0], new)
         return value, aux, grads, sent
 
     def _run(
@@ -340,8 +299,6 @@ class ValueAndGrad:
         """Returns (value, (aux, changes of the arguments), gradients, new state), as `_outside`."""
         find = functools.partial(self._find, division, split)
         program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
-        if not self.mapped:
-            check_constraints(OP, "loss_fn", division.names, program)
         split.check_closure(program, params, arrays, self.closes_over)
         value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
         if sent is None:
@@ -364,13 +321,13 @@ class ValueAndGrad:
             value, grads, weight = _of_all(found, net)
             return value, outputs.of_all(found.aux, weight, net), row(grads)
 
-        arrays = [split.ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
+        if division.explicit:  # over Explicit axes, shard_map doesn't move arrays
+            arrays = list(map(jax.sharding.reshard, arrays, division.shardings(list(split.specs))))
         step = division.over(
             of_rank, in_specs=(P(), list(split.specs)), out_specs=(P(), outputs.out_specs, division.rows)
         )
         try:
-            with without_constraints(OP, "loss_fn", division.names):
-                value, aux, rows = step(params, arrays)
+            value, aux, rows = step(params, arrays)
         except Exception as error:
             if any(words in str(error) for words in _CLOSED_OVER):
                 expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
@@ -386,9 +343,9 @@ class ValueAndGrad:
     def _objective(self, arguments: Callable[..., Any], net: Transport, params: Params, given: Given) -> Any:
         """The loss as `forward` takes it, with (aux, the leaves of its arguments that it has changed) as outputs."""
         args, kwargs = arguments(params, given.batch)
-        before = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        value, weight, _, aux = self.loss.parts(self.loss.function(*args, **kwargs))
-        outputs = aux, changes(OP, before, (args, kwargs))
+        before = jax.tree.flatten_with_path((args, kwargs))
+        (value, weight), (_, aux) = self.loss.parts(self.loss.function(*args, **kwargs))
+        outputs = aux, changes(before, (args, kwargs))
         if weight is None:
             return (own(OP, "loss_fn", net.names, value), None), (None, outputs)
         return vary((value, weight), net.names), (None, outputs)
@@ -409,15 +366,15 @@ class ValueAndGrad:
         step = division.over(of_rank, in_specs=(division.rows, state, P(), P()), out_specs=(P(), state))
         return step(self._as_argument(rows), sent, self._as_argument(params), value)
 
-    def _ranks(self, params: list[Any], others: PyTree = ()) -> tuple[Ranks, OverMesh]:
-        """Returns the ranks, and their division of the parameters. `others` are the other arguments."""
-        arrays = jax.tree_util.tree_leaves((params, others))
-        ranks = Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=arrays)
-        specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
-        if not ranks.others:
-            return ranks, OverMesh(ranks.mesh, self.axis_name)
+    def _division(self, params: list[Any], others: PyTree = ()) -> OverMesh:
+        """Returns the ranks' division of the parameters. `others` are the other arguments."""
+        names = axis_names(self.axis_name)
+        mesh = mesh_of(OP, self.mesh, names, arrays=jax.tree.leaves((params, others)))
+        specs = specs_of_params(OP, mesh, names, params=params, given=self._as_list(self.param_specs))
+        if not axes_beside(mesh, names):
+            return OverMesh(mesh, self.axis_name)
         sharding = Sharding(self.axis_name, params=self._as_argument(specs))
-        return ranks, ShardedMesh(ranks.mesh, sharding, gather_plan(sharding))
+        return ShardedMesh(mesh, sharding, gather_plan(sharding))
 
     def _given_state(self, state: ExchangeState | None, codec_key: Key | None) -> ExchangeState:
         """Returns the state of the exchange, after a check that the caller passed what the exchange needs."""
@@ -439,13 +396,15 @@ class ValueAndGrad:
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], list[Any], Others]:
         """Returns (the positions of the differentiated arguments, these arguments, the other arguments)."""
         places, args = self._places(len(args)), [*args, *self.closes_over]
-        check_aliases(OP, (args, kwargs))
+        check_once((args, kwargs))
         params, fixed = part([args[i] for i in places])
-        if not jax.tree_util.tree_leaves(params):
+        if not jax.tree.leaves(params):
             expected = "arguments that have arrays of floating point"
             got = ", ".join(repr(type(args[i]).__name__) for i in places)
             raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
-        return places, params, ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
+        for i, x in zip(places, fixed):
+            args[i] = x
+        return places, params, (args, kwargs)
 
     def _check_inside(self) -> None:
         transport_over_axes(OP, self.axis_name)
@@ -503,9 +462,6 @@ def _bound(names: tuple[Any, ...]) -> bool:
 
 
 def _jitted(function: Callable[..., Any], *args: PyTree, mesh: Any) -> Any:
-    """Runs a function in a jit of its own: without, shard_map would run operation by operation.
-
-    Every call makes a new jit, because values that the loss closes over may have changed.
-    """
+    """Runs a function in a new jit, as values that the loss closes over may have changed since the last call."""
     program = jax.jit(function)
     return _programs.call(program.trace(*args), *args, mesh=mesh) if _compat.is_eager() else program(*args)

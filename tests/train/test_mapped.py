@@ -61,6 +61,13 @@ def test_sharding_constraints(how, parts):
     keeps_parts(mesh, functools.partial(constrained, CONSTRAINTS[how](mesh, P(*parts))))
 
 
+def test_shardings_of_a_jit():
+    """They are constraints, too, also in a loss without others."""
+    mesh = mesh_of(AxisType.Auto)
+    tanh = jax.jit(jnp.tanh, out_shardings=NamedSharding(mesh, P(None, "data")))
+    keeps_parts(mesh, lambda params, x: (tanh(x @ params["w"] + params["b"]) ** 2).mean())
+
+
 @pytest.mark.parametrize("how", CONSTRAINTS)
 @pytest.mark.parametrize("parts", [("data",), (None, "data"), (None, None)], ids=str)
 def test_sharding_constraints_of_a_weight(how, parts):

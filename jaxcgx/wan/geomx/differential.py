@@ -15,7 +15,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, set_field, wrong
 from jaxcgx.codecs import Codec, MaxMin, Raw
 from jaxcgx.codecs.base import spell
-from jaxcgx.exchange.message import Carry, carry_over, fold
+from jaxcgx.exchange.message import Carry, carry_over
 from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
@@ -303,7 +303,7 @@ class Transmission:
         """Returns the indices of each leaf's blocks, the most important first."""
         found = self.leaves_of(self.shared.contributions)
         if not self.how.ranked:
-            words = fold(self.shared.key, self.shared.count, CHOICE)
+            words = self.at.noise(self.shared, CHOICE)
             assert words is not None
             key = jax.random.wrap_key_data(words, impl="threefry2x32")
             keys = [jax.random.fold_in(key, i) for i in range(len(found))]
@@ -407,7 +407,7 @@ class Transmission:
         kept = Carry(self.tree.unflatten(given.residuals) if self.how.keep else None)
         of_blocks = Routes.of(OP, routes.plan, blocks, codecs)
         travel = travel_with(kept, of_blocks, self.at.net, way, x=blocks, argument="grads")
-        key = fold(self.shared.key, self.shared.count, part) if travel.routes.stochastic else None
+        key = self.at.noise(self.shared, part) if travel.routes.stochastic else None
         return blocks, kept, travel, key
 
     def _listed(self, means: PyTree, kept: Carry) -> Portion:
