@@ -267,7 +267,6 @@ class Topology:
         self.links.note(sent, busy)
 
     def _gathered(self, row: Rates) -> Rates:
-        """Returns the arrays of all processes, by process."""
         rows = self._gather(jax.make_array_from_process_local_data(self._every, row[None]))
         return np.asarray(rows.addressable_data(0))[np.argsort(self._processes, axis=None)]
 
@@ -278,7 +277,6 @@ class Topology:
         return self._gathered(words.reshape(count))[0]
 
     def _probe(self, pairs: list[tuple[int, int]]) -> None:
-        """Sends bytes between pairs of ranks, in both directions at once."""
         self._programs(*sorted(pairs))()
         self.probes += 1
 
