@@ -253,7 +253,6 @@ def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> Names | None:
 
 
 def _permuted(pairs: hlo.Groups, mesh: dict[Any, int]) -> Names:
-    """Returns the axes along which receivers differ from their senders."""
     places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # for each axis: [pairs, 2]
     return tuple(name for name, place in zip(mesh, places) if (place[:, 0] != place[:, 1]).any())
 
