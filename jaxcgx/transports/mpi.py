@@ -76,7 +76,6 @@ class Comm(Transport):
         return _exchange("permute", row, self, pairs=tuple(pairs))
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """Returns the array of rank `root`."""
         return _exchange("broadcast", x, self, root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
@@ -144,7 +143,6 @@ class Nodes(Transport):
         return self.everybody.permute(row, pairs)
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """Returns the array of rank `root`."""
         return self.everybody.broadcast(x, root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
@@ -162,11 +160,9 @@ Net = Comm | Nodes | SharedMemory
 
 
 class NodeLeaders(Leaders):
-    """The first ranks of the nodes.
+    """The first ranks of the nodes."""
 
-    Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
-    """
-
+    # Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
     def __init__(self, cross: Comm, inner: Comm | SharedMemory) -> None:
         self.cross: Comm = cross
         self.inner: Comm | SharedMemory = inner
@@ -203,7 +199,6 @@ def _check_count(count: int) -> None:
 
 
 def _is_short(dtype: Any, kind: Any, bits: int) -> bool:
-    """Returns whether a dtype is of this kind and has fewer bits."""
     return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
 
 
