@@ -272,4 +272,5 @@ def examine() -> Report:
     warnings += [_FEW_THREADS.format(threads=threads, devices=devices, enough=2 * devices)] * (
         1 < devices > threads / 2
     )
-    return Report(versions, _sections(native or {}, gpus, links, mpi=mpi, programs=programs), problems, notes, warnings)
+    sections = _sections(native or {}, gpus, links, mpi=mpi, programs=programs)
+    return Report(versions, sections, problems=problems, notes=notes, warnings=warnings)

@@ -364,7 +364,7 @@ class Member:
 
     def _common(self, version: Version, outer: Params, optimizer: PyTree, merged: np.ndarray) -> CommonState:
         arrays = jax.tree_util.tree_leaves((self._moves.packing.trained.take(outer), optimizer))
-        return CommonState(version, outer, optimizer, arrays, merged)
+        return CommonState(version, outer, optimizer, arrays=arrays, merged=merged)
 
     def _terms(self) -> Terms:
         given, held, packing = self._given, self._held, self._moves.packing

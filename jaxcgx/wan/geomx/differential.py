@@ -89,14 +89,14 @@ def each(function: Callable[..., T], *values: Sequence[Any]) -> list[T | None]:
     return [None if entries[0] is None else function(*entries) for entries in zip(*values)]
 
 
-def over(function: Callable[..., jax.Array], *values: Sequence[Any]) -> list[jax.Array | None]:
+def where_cut(function: Callable[..., jax.Array], *values: Sequence[Any]) -> list[jax.Array | None]:
     """Calls the function with the entries of each leaf. If one of them is None, the second one stays as it is."""
     return [entries[1] if any(x is None for x in entries) else function(*entries) for entries in zip(*values)]
 
 
 def take(places: Arrays, values: Arrays) -> list[jax.Array | None]:
     """Returns the blocks at these places. Whole leaves, which have None as places, stay as they are."""
-    return over(lambda at, x: x.at[at].get(mode="promise_in_bounds", unique_indices=True), places, values)
+    return where_cut(lambda at, x: x.at[at].get(mode="promise_in_bounds", unique_indices=True), places, values)
 
 
 class Unsent(NamedTuple):
@@ -262,7 +262,7 @@ class Transmission:
         self.residuals: Arrays = self._split(self.leaves_of(self.own.residuals))
 
     def _split(self, values: Arrays) -> Arrays:
-        return over(Blocks.split, self.cut, values)
+        return where_cut(Blocks.split, self.cut, values)
 
     def run(self, late: Late | None) -> tuple[PyTree, ExchangeState]:
         """Returns (the mean, the state after the step). `late` is the exchange that has begun, if one has."""
@@ -282,9 +282,9 @@ class Transmission:
         rest, pending = self._rest(ranked, level, self._after((arrived.means, now.means, contributions)))
         counts, inverse = self._counts(level), each(jnp.argsort, order)
         select = lambda b, x, y, count: jnp.where(jnp.arange(b.count)[:, None] < count, x, y)
-        both = (over(select, self.cut, x, y, counts) for x, y in zip(now, rest))
-        means, residuals = (over(operator.add, late, take(inverse, x)) for x, late in zip(both, arrived))
-        whole = lambda values: tree(over(Blocks.join, self.cut, values))
+        both = (where_cut(select, self.cut, x, y, counts) for x, y in zip(now, rest))
+        means, residuals = (where_cut(operator.add, late, take(inverse, x)) for x, late in zip(both, arrived))
+        whole = lambda values: tree(where_cut(Blocks.join, self.cut, values))
         defers = how.rest == "defer"
         own = self.own._replace(residuals=whole(residuals), pending=tree(pending) if defers else None)
         shared = shared._replace(
@@ -391,7 +391,7 @@ class Transmission:
 
     def _now(self, ranked: Portion, share: float) -> Portion:
         """Exchanges the important blocks of ranked blocks, and whole leaves. The places of other blocks have zeros."""
-        heads = (over(lambda b, x: x[: b.share(share)], self.cut, x) for x in ranked)
+        heads = (where_cut(lambda b, x: x[: b.share(share)], self.cut, x) for x in ranked)
         return self._in_line(self._send(Portion(*heads), NOW), first=True)
 
     def _in_line(self, given: Portion, first: bool) -> Portion:
@@ -401,7 +401,7 @@ class Transmission:
             missing = b.count - len(x)
             return jnp.pad(x, ((0, missing) if first else (missing, 0), (0, 0)))
 
-        return Portion(*(over(line, self.cut, x) for x in given))
+        return Portion(*(where_cut(line, self.cut, x) for x in given))
 
     def _counts(self, level: jax.Array | None) -> Sequence[Any]:
         shares = self.how.shares
@@ -416,7 +416,7 @@ class Transmission:
         blocks = Portion(*(each(lambda _, x: x, self.cut, x) for x in ranked))  # without whole leaves
 
         def send(codec: Codecs | None, share: float) -> Portion:
-            tails = (over(lambda b, x: x[b.share(share) :], self.cut, x) for x in blocks)
+            tails = (where_cut(lambda b, x: x[b.share(share) :], self.cut, x) for x in blocks)
             return self._in_line(self._send(Portion(*tails), REST, turn, codec), first=False)
 
         def hold(x: jax.Array, r: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
