@@ -269,8 +269,7 @@ def examine() -> Report:
         notes.append(Problem("mpi4jax is installed, and no mpirun is on the PATH or next to Python", remedy))
     warnings = [_WRONG_SUMS.format(**versions)] * _compat.GLOO_SCATTERS_WRONGLY
     warnings += [_WITHOUT_NVLINK] * ("PCIe" in links)
-    warnings += [_FEW_THREADS.format(threads=threads, devices=devices, enough=2 * devices)] * (
-        1 < devices > threads / 2
-    )
+    few = 1 < devices > threads / 2
+    warnings += [_FEW_THREADS.format(threads=threads, devices=devices, enough=2 * devices)] * few
     sections = _sections(native or {}, gpus, links, mpi=mpi, programs=programs)
     return Report(versions, sections, problems=problems, notes=notes, warnings=warnings)

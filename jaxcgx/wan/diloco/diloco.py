@@ -108,9 +108,7 @@ class Diloco:
         if self.forward is not None:
             check_choice(op, "forward", self.forward, ("bfloat16", "float16"))
             if not self.keep:
-                raise wrong(
-                    op, "keep", "True with 'forward', whose unseen elements wait", False, "leave out keep=False"
-                )
+                raise wrong(op, "keep", "True with 'forward', whose unseen elements wait", False, "leave it out")
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
