@@ -1,10 +1,7 @@
 """The native operations as JAX primitives. Each works on a message of many leaves in one call.
 
-Every primitive is written in the same order: function, abstract evaluation, attributes of the call,
-differentiation, registration. Its operands are a pytree from reference.py. `bind` gets the leaves of that pytree and
-its structure as the static parameter `tree`, and every rule gets the names back from `tree`. rules.py has the common
-rules.
-
+Every primitive is written in the same order: function, abstract evaluation, attributes of the call, differentiation,
+registration. `bind` gets the leaves of the operands (reference.py), and their structure as the static parameter `tree`.
 Operands have the axes of `batch` before their own axes, one message for each index. vmap adds an axis there, and one
 call handles all messages.
 """

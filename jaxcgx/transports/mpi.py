@@ -1,8 +1,7 @@
 """Ranks of an MPI communicator, one process each: mpi4jax moves the bytes.
 
 mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on
-every rank. A primitive that contains such an operation declares the effect (`effects`), and a program with it runs on a
-single device. Ranks and sizes are Python ints: every rank compiles its own program.
+every rank. Ranks and sizes are Python ints: every rank compiles its own program, which runs on a single device.
 
 mpi4jax's operations have no rules for vmap, and their derivatives differ from lax's. They take no floats shorter than
 32 bits and no integers shorter than 8 bits. So the operations that exchanges use are one primitive that is linear in
