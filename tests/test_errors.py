@@ -10,14 +10,10 @@ from errors import names
 from helpers import normal
 
 import jaxcgx as cgx
-from jaxcgx.native import ops, registration
-from jaxcgx.native.layout import Layout
+from jaxcgx.native import registration
 
 STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
-LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
-LEAVES = [jnp.zeros(100), jnp.zeros(7, jnp.bfloat16)]
 X, PAYLOAD, KEYS = jnp.zeros(3), jnp.zeros(32, jnp.uint8), jax.random.split(jax.random.key(0))
-PAYLOADS = jnp.zeros((3, LAYOUT.chunk_bytes), jnp.uint8)
 
 
 @dataclasses.dataclass
@@ -132,29 +128,6 @@ def decode(payload=PAYLOAD, shape=(9,), dtype="float32"):
 def test_calls(call, error, words):
     with names(error, words):
         call()
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: ops.encode(LAYOUT, LEAVES[:1]), "encode leaves 1"),
-        (lambda: ops.encode(LAYOUT, LEAVES[::-1]), "encode leaves leaf [0] bfloat16[7]"),
-        (lambda: ops.encode_fed(LAYOUT, LEAVES, LEAVES), "encode_fed residuals leaf [1] bfloat16[7]"),
-        (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES), "encode key None"),
-        (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES, jnp.zeros(4, jnp.uint32)), "encode key uint32[4]"),
-        (lambda: ops.decode(LAYOUT, PAYLOADS), f"decode payload uint8[3, {LAYOUT.chunk_bytes}]"),
-        (lambda: ops.decode(LAYOUT, PAYLOADS[:2].astype(jnp.float32)), "decode payload float32[2"),
-        (lambda: ops.reduce_encoded(LAYOUT, PAYLOADS[:, 1:]), "reduce_encoded payloads uint8[3, "),
-        (lambda: ops.reduce(LAYOUT, PAYLOADS), "reduce layout one of 2 reduce_encoded"),
-        (lambda: ops.reduce_encoded(LAYOUT, PAYLOADS, divisor=0), "reduce_encoded divisor 0"),
-        (lambda: ops.reduce_fed(LAYOUT, PAYLOADS, LEAVES, divisor=1e-38), "reduce_fed divisor 1e-38"),
-        (lambda: ops.reduce_encoded(LAYOUT, PAYLOADS, own=ops.Own(LEAVES[:1], 0)), "reduce_encoded own 1"),
-        (lambda: ops.reduce_fed(LAYOUT, PAYLOADS, LEAVES), "reduce_fed residuals leaf [1] bfloat16[7]"),
-    ],
-)
-def test_operations(call, words):
-    with names(ValueError, words):
-        jax.make_jaxpr(call)()
 
 
 def test_a_gpu_without_the_cuda_half_says_so():

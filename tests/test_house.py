@@ -20,7 +20,7 @@ MOST_BY_POSITION = 4  # arguments of a call inside the package
 # (module, class): why this module asks whether a codec has this class. Other code asks the contract of codecs.
 CLASSES = {
     ("jaxcgx.plan.adapt", "MaxMin"): "CGX's k-means chooses the bits and the bucket sizes of a MaxMin",
-    ("jaxcgx.plan.leaves", "LowRank"): "only these have factor_shape, which the type checker must know",
+    ("jaxcgx.plan.leaves", "PowerSGD"): "only it has factor_shape, which the type checker must know",
 }
 KIND_FILES = {f"xla_ffi/codec/{name}.h" for name in ("base", "dispatch", "traits")}
 UNREAD = re.compile(  # in C++: comments, strings, characters and preprocessor lines
@@ -155,7 +155,7 @@ def outside_codecs():
 
 def test_code_asks_the_contract_what_a_codec_can_do():
     """An argument `codec` may also be a plan or a dict by axis."""
-    known = members("Codec", "LowRank", "Plan", "Assignment", "Sending") | {"values"}
+    known = members("Codec", "PowerSGD", "Plan", "Assignment", "Sending") | {"values"}
     assert {"sparse", "of_sum", "sums_grow", "factor_shape", "network", "default"} <= known and "bits" not in known
     asked = [
         (module, node)
@@ -172,7 +172,7 @@ def test_code_asks_the_contract_what_a_codec_can_do():
 
 def test_code_does_not_ask_for_the_class_of_a_codec():
     classes, found = codec_classes(), set()
-    assert {"MaxMin", "Skip", "PowerSGD", "LowRank", "Lossless"} <= classes
+    assert {"MaxMin", "Skip", "PowerSGD", "Lossless"} <= classes
     for module, node in outside_codecs():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
             named = [getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.args[1])]

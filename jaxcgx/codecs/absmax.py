@@ -20,9 +20,7 @@ class AbsMax(GridCodec):
     Args:
       bits: the bits of an element, 2 to 8.
       bucket_size: the number of elements that share a scale.
-      rotate: whether each bucket is rotated first, with fixed random signs and a Hadamard transform. The error is then
-        the same as for normally distributed numbers, unless a few elements have most of a bucket's norm. `bucket_size`
-        must be a power of two from 128 to 4096.
+      rotate: whether each bucket is rotated first, as in `MaxMin`.
     """
 
     bits: int = 8

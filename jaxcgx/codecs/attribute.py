@@ -51,5 +51,4 @@ FIELDS: dict[str, type[np.generic]] = DENSE | _SPARSE | {f"values_{name}": dtype
 
 
 def attribute(fields: Mapping[str, Any]) -> dict[str, np.generic]:
-    """Returns the attribute with these fields. Others are 0."""
     return {name: dtype(fields.get(name, 0)) for name, dtype in FIELDS.items()}

@@ -1,7 +1,7 @@
 """The contract of a codec. docs/extend-codec.md shows a codec from the first line to its test."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Codec:
       raw: whether all elements travel raw.
       skips: whether no element is sent. Only plans have such a codec. It is raw, too, because it encodes nothing.
       sparse: whether only some elements are sent. `indices` returns their indices.
-      low_rank: whether the codec makes no bytes, and sums add up its factors (`LowRank`).
+      low_rank: whether the codec makes no bytes, and sums add up its factors (`PowerSGD`).
       carrier: the codec whose chunks this codec packs without loss. This codec then defines `pack_chunk` and
         `unpack_chunk` in place of `encode_buckets` and `decode_buckets`, and has the same `weight` as the carrier.
       contracts: whether the error is smaller than the input, as sums of squares of normally distributed numbers. Only
@@ -180,10 +180,6 @@ class Codec:
         """Whether a sum keeps only as many elements as one message. Then summing drops some of them."""
         return self.sparse and not self.sums_grow
 
-    def bucket_of(self, n: int) -> int:
-        """Returns the elements of a bucket if a chunk has n elements of a leaf, or 0 without buckets."""
-        return n if self.whole else self.bucket_size or 0
-
     def raw_tail(self, n: int) -> int:
         """Returns how many of n elements travel raw: the last ones. The first of the n elements begins a bucket."""
         if self.raw:
@@ -208,56 +204,6 @@ class Codec:
         If their number depends on the elements, it is estimated.
         """
         return self.wire_bytes(shape, dtype)
-
-
-class LowRank(Codec):
-    """A codec that makes no bytes, and sums matrices by summing their factors (exchange/low_rank.py).
-
-    Subclass it as a frozen dataclass, and also define `why_raw` and `wire_bytes`.
-
-    A matrix M of [m, n] has the factors P and Q. The number of their columns is the codec's rank. Factors are stored
-    with the long dimension last: P is [rank, m], Q is [rank, n]. Methods for factors alone take those of k matrices of
-    one shape at once.
-
-    Attributes:
-      momentum: the share of what is sent that stays in the residual.
-    """
-
-    low_rank = True
-    state: ClassVar[tuple[str, ...]] = ("residuals", "factors")
-    momentum: float = 0.0
-
-    def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns (m, n), the shape as a matrix of a leaf with two or more dimensions."""
-        raise NotImplementedError(f"{type(self).__name__}.matrix")
-
-    def factor_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the shape of Q for a leaf that doesn't travel raw."""
-        raise NotImplementedError(f"{type(self).__name__}.factor_shape")
-
-    def begin(self, q: jax.Array) -> jax.Array:
-        """Returns the Q to multiply with, [k, rank, n], from the `q` of the previous step."""
-        raise NotImplementedError(f"{type(self).__name__}.begin")
-
-    def left(self, matrix: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns the P of a matrix float32[m, n] and its `q`: [rank, m]. It is linear in the matrix."""
-        raise NotImplementedError(f"{type(self).__name__}.left")
-
-    def orthonormal(self, p: jax.Array) -> jax.Array:
-        """Returns orthonormal bases of the columns of each P, in the shape of `p`: [k, rank, m]."""
-        raise NotImplementedError(f"{type(self).__name__}.orthonormal")
-
-    def right(self, matrix: jax.Array, basis: jax.Array) -> jax.Array:
-        """Returns the new Q of a matrix and its `basis`: [rank, n]. It is linear in the matrix."""
-        raise NotImplementedError(f"{type(self).__name__}.right")
-
-    def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns the matrix of the factors `basis` and `q`: [m, n]."""
-        raise NotImplementedError(f"{type(self).__name__}.multiply")
-
-    def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns what a sum returns, [m, n], of its factors `basis` and `q`."""
-        return self.multiply(basis, q)
 
 
 def spell(value: Any) -> str:

@@ -21,7 +21,6 @@ def check_codec(function: str, codec: Any, argument: str = "codec") -> Codec:
 
 
 def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
-    """Checks that a codec makes bytes, and returns it."""
     if check_codec(function, codec, argument).low_rank:
         expected = "a codec that makes bytes of an array, such as jaxcgx.MaxMin(bits=4)"
         remedy = "pass it to compressed_psum, compressed_pmean or what is made of them"

@@ -145,10 +145,8 @@ def _starts(lengths: list[jax.Array]) -> list[jax.Array]:
 
 
 def _digit_at(at: jax.Array, alive: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (byte, bit), the position of each element's digit in a list of digits.
-
-    The list begins at byte `at`, has a digit for each element in `alive`, and is packed as in packing.py.
-    """
+    """Returns (byte, bit), the position of each element's digit in a list of digits."""
+    # The list begins at byte `at`, has a digit for each element in `alive`, and is packed as in packing.py.
     number = alive.sum(-1, keepdims=True)
     j = jnp.cumsum(alive, -1) - 1
     block, place = j // 128, j % 128

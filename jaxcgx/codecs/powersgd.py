@@ -2,9 +2,10 @@
 
     P = M Q        Q' = M^T B, where B is an orthonormal basis of P's columns        M is about B Q'^T
 
-Both products are linear in M, so the product of a sum of matrices is the sum of the ranks' products. Q comes from the
-previous step, so steps are iterations of the power method. Here, factors have their long dimension last: P is
-[rank, m], Q is [rank, n].
+Both products are linear in M, so the product of a sum of matrices is the sum of the ranks' products
+(exchange/low_rank.py). Q comes from the previous step, so steps are iterations of the power method. Here, factors have
+their long dimension last: P is [rank, m], Q is [rank, n]. Methods for factors alone take those of k matrices of one
+shape at once.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.checks import MOST, as_shape, check_integer, set_field
-from jaxcgx.codecs.base import LowRank
+from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import as_dtype
 from jaxcgx.typing import DType, DTypeLike
 
@@ -41,7 +42,7 @@ def _over(x: jax.Array, size: jax.Array, least: float = _TINY) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGD(LowRank):
+class PowerSGD(Codec):
     """Sums matrices by summing their factors, which have rank * (m + n) numbers in place of m * n.
 
     PowerSGD is only for sums and means. It makes no bytes, and needs residuals and `factors`. A leaf with more than two
@@ -50,9 +51,16 @@ class PowerSGD(LowRank):
 
     Args:
       rank: the number of columns of each factor.
+
+    Attributes:
+      momentum: the share of what is sent that stays in the residual.
     """
 
     rank: int = 4
+
+    low_rank = True
+    state = ("residuals", "factors")
+    momentum = 0.0
 
     def __post_init__(self) -> None:
         set_field(self, "rank", check_integer, 1, MOST)
@@ -74,6 +82,7 @@ class PowerSGD(LowRank):
         return 4 * self.factor_shape(shape)[0] * sum(self.matrix(shape))
 
     def factor_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the `shape` of Q for a leaf that doesn't travel raw."""
         return min(self.rank, *self.matrix(shape)), self.matrix(shape)[1]
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -88,33 +97,42 @@ class PowerSGD(LowRank):
     # The algebra of a sum
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns (m, n), the `shape` of a leaf as a matrix."""
         return min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
 
     # The basis doesn't depend on the norms of Q's columns. If the magnitudes of a column add up to 1, no element of its
     # product with a matrix is larger than all elements of the matrix. So numbers of any size neither overflow nor
     # vanish. A column of zeros (in the first step, or if the matrix has a lower rank) would stay zero, so it restarts.
     def begin(self, q: jax.Array) -> jax.Array:
+        """Returns the Q to multiply with, [k, rank, n], from the `q` of the previous step."""
         q = jnp.where(jnp.abs(q).max(-1, keepdims=True) < _TINY, _start(*q.shape[1:]), q)
         q = q / jnp.abs(q).max(-1, keepdims=True)
         return q / jnp.abs(q).sum(-1, keepdims=True)
 
     def left(self, matrix: jax.Array, q: jax.Array) -> jax.Array:
+        """Returns the P of a `matrix` float32[m, n] and its `q`."""
         # With the transposition after the product, XLA's matrix product takes half the time on CPUs.
         return jnp.einsum("mn,rn->mr", matrix, q, precision=lax.Precision.HIGHEST).T
 
     def right(self, matrix: jax.Array, basis: jax.Array) -> jax.Array:
+        """Returns the new Q of a `matrix` and its `basis`."""
         return jnp.einsum("rm,mn->rn", basis, matrix, precision=lax.Precision.HIGHEST)
 
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
+        """Returns the matrix of the factors `basis` and `q`."""
         if len(q) <= _FEW:
             return cast(jax.Array, sum(p[:, None] * row for p, row in zip(basis, q)))
         return jnp.einsum("mr,rn->mn", basis.T, q, precision=lax.Precision.HIGHEST)
+
+    def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
+        """Returns what a sum returns, of its factors `basis` and `q`."""
+        return self.multiply(basis, q)
 
     # The Gram-Schmidt process, with two projections per column: columns become orthogonal up to rounding, even if they
     # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error. An
     # iteration is one projection, which halves the time to compile.
     def orthonormal(self, p: jax.Array) -> jax.Array:
-        """Returns an orthonormal basis of the columns of `p`. A column in the span of those before it becomes 0."""
+        """Returns orthonormal bases of the columns of each `p`. A column in the span of those before it becomes 0."""
         p = _over(p, jnp.abs(p).max(-1, keepdims=True))
         p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

@@ -126,7 +126,6 @@ def check_parts(
 
 
 def read(layout: Layout, chunk: jax.Array) -> list[Quantized]:
-    """Returns the parts of each leaf of a payload of one chunk."""
     codec, found = layout.codec, list[Quantized]()
     for p in layout.pieces[0]:
         parts = [codec.parts(each.meta, each.codes, each.size) for each in reference.read(layout, chunk, p)]

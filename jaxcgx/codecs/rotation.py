@@ -65,10 +65,8 @@ def rotate(x: jax.Array, seed: ArrayLike) -> Rotated:
 
 
 def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Array | None, n: int) -> jax.Array:
-    """Returns the first n elements of buckets that are base + unit * value after the rotation.
-
-    Values are whole multiples of 2^-9 below 4, or whole numbers below 256. So their sums are exact.
-    """
+    """Returns the first n elements of buckets that are base + unit * value after the rotation."""
+    # Values are whole multiples of 2^-9 below 4, or whole numbers below 256. So their sums are exact.
     down, up = _halvings(value.shape[1])
     sums = _hadamard(value) * 2.0**-up
     x = ieee.multiply(unit, sums)
@@ -81,10 +79,8 @@ def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Ar
 
 
 def sum_in_order(x: jax.Array) -> jax.Array:
-    """Returns the sum of each bucket: float32[buckets, 1] from float32[buckets, padded(n)].
-
-    Rows are added in order, then neighbouring blocks, neighbouring pairs and so on, then lanes by halves.
-    """
+    """Returns the sum of each bucket: float32[buckets, 1] from float32[buckets, padded(n)]."""
+    # Rows are added in order, then neighbouring blocks, neighbouring pairs and so on, then lanes by halves.
     blocks = x.reshape(len(x), -1, ROWS, LANES)
     lanes = blocks[:, :, 0]
     for row in range(1, ROWS):
@@ -103,7 +99,6 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _flip(x: jax.Array, seed: ArrayLike) -> jax.Array:
-    """Returns the elements multiplied by the signs of the seed."""
     n = x.shape[1]
     draws = -(-n // _DRAWN)
     counter = jnp.arange(draws * LANES, dtype=jnp.uint32).reshape(draws, LANES)

@@ -51,10 +51,8 @@ def _add_in_order(x: jax.Array) -> jax.Array:
 
 
 def sum_of_magnitudes(x: jax.Array) -> jax.Array:
-    """Returns the sum of magnitudes of each bucket: float32[buckets, 1] from float32[buckets, n].
-
-    Magnitudes are added in the order of xla_ffi/codec/grid.h: rows, lanes by halves, blocks, groups of blocks.
-    """
+    """Returns the sum of magnitudes of each bucket: float32[buckets, 1] from float32[buckets, n]."""
+    # Magnitudes are added in the order of xla_ffi/codec/grid.h: rows, lanes by halves, blocks, groups of blocks.
     buckets, n = x.shape
     x = jnp.abs(x)
     whole, rest = divmod(n, BLOCK)

@@ -96,7 +96,6 @@ def check_pull(function: str, argument: str, value: Any) -> str:
 
 
 def check_values(function: str, argument: str, value: Any) -> Codec:
-    """Checks the codec of the elements that are sent, and returns it."""
     if check_encodes(function, value, argument).sparse:
         raise wrong(function, argument, "a codec that keeps every element", value)
     if value.correlated:
@@ -221,10 +220,8 @@ class TopK(Codec):
 
 
 def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:
-    """Returns the magnitude that k of n elements reach if all elements are distributed like the sample.
-
-    An exponential distribution is fitted to the sample, another one to its largest quarter, and so on.
-    """
+    """Returns the magnitude that k of n elements reach if all elements are distributed like the sample."""
+    # An exponential distribution is fitted to the sample, another one to its largest quarter, and so on.
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)
     x = scaled(ieee.as_float(sample), scale)

@@ -17,7 +17,8 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec, LowRank
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.message import Stage
 from jaxcgx.native.layout import DTYPES, Layout
@@ -186,7 +187,7 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Shaped], ranks:
         schedule = Overlay.tree(ranks)
     own = isinstance(schedule, Overlay) or (mover == "tcp" and schedule not in ("ring", "psum"))
     if own and codec.low_rank:
-        low = cast(LowRank, codec)
+        low = cast(PowerSGD, codec)
         q = [low.factor_shape(x.shape) for x in leaves]
         p = [(rank, low.matrix(x.shape)[0]) for (rank, _), x in zip(q, leaves)]
         factors = [[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes] for shapes in (p, q)]

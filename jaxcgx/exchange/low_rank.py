@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from jaxcgx import _compat
-from jaxcgx.codecs.base import LowRank
+from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import schedules, scopes
 from jaxcgx.exchange.message import BegunMessage, Message, Stage, Sum
@@ -51,7 +51,7 @@ def can_begin(stage: Stage) -> bool:
 
 def begin(stage: Stage, message: Message) -> BegunMessage:
     """Begins the sum of P. The leaves are those of this rank or, in a hierarchy, of its node: then with residuals."""
-    codec = cast(LowRank, stage.codec)
+    codec = cast(PowerSGD, stage.codec)
     stacks = _stacks(stage, message, [message.leaves, message.residuals])
     products = [stack.times(codec.left, codec.begin(stack.q)) for stack in stacks]
     return BegunMessage(_begin_sum(stage, message, products), more=True, leaves=message.leaves)
@@ -59,7 +59,7 @@ def begin(stage: Stage, message: Message) -> BegunMessage:
 
 def advance(stage: Stage, begun: BegunMessage, message: Message, inner: int, later: bool) -> BegunMessage:
     """Ends the sum of P, and begins that of Q. `inner`: the number of inner ranks. `later`: as in `schedules.end`."""
-    codec = cast(LowRank, stage.codec)
+    codec = cast(PowerSGD, stage.codec)
     stacks = _stacks(stage, message, _terms(begun, message, inner))
     bases = [codec.orthonormal(p) for p in _end_sum(stage, begun.outer, later)]
     mine = [stack.times(codec.right, basis) for basis, stack in zip(bases, stacks)]
@@ -68,7 +68,7 @@ def advance(stage: Stage, begun: BegunMessage, message: Message, inner: int, lat
 
 def end(stage: Stage, begun: BegunMessage, message: Message, how: Sum, *, inner: int, later: bool) -> Message:
     """Returns the divided sums of the leaves, and the new residuals and factors."""
-    codec = cast(LowRank, stage.codec)
+    codec = cast(PowerSGD, stage.codec)
     stacks = _stacks(stage, message, _terms(begun, message, inner))
     leaves: list[Any] = [None] * len(message.leaves)
     lost, factors = list(leaves), list(leaves)
@@ -93,7 +93,7 @@ def _terms(begun: BegunMessage, message: Message, inner: int) -> list[Any]:
 
 def _stacks(stage: Stage, message: Message, terms: list[list[Any] | None]) -> list[_Stack]:
     """Returns the leaves by the shapes of their matrices. `terms`: the leaves, and their residuals or None."""
-    codec, alike = cast(LowRank, stage.codec), dict[tuple[int, int], list[int]]()
+    codec, alike = cast(PowerSGD, stage.codec), dict[tuple[int, int], list[int]]()
     for i, x in enumerate(message.leaves):
         alike.setdefault(codec.matrix(x.shape), []).append(i)
     stacks: list[_Stack] = []

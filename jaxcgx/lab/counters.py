@@ -44,7 +44,6 @@ History = list[tuple[float, list[tuple[LinkTraffic, LinkTraffic]]]]  # (seconds,
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields (type, value) of every netlink attribute."""
     while len(data) >= 4:
         size, kind = struct.unpack_from("HH", data)
         yield kind & 0x3FFF, data[4:size]
@@ -79,7 +78,6 @@ class _Namespace:
         self.devices: list[int] = entered[1]
 
     def read(self) -> list[LinkTraffic]:
-        """Returns the traffic of every device, in the order of the names that were given."""
         self.socket.send(struct.pack("IHH28x", 36, GET_QDISC, REQUEST_DUMP))
         found: dict[int, LinkTraffic] = {}
         while True:
@@ -116,7 +114,6 @@ class Counters:
         return list(zip((up.read()[0] for up in self.ups), self.downs.read()))
 
     def note(self) -> None:
-        """Adds the current counters to the history."""
         self.history.append((time.monotonic() - self.start, self.read()))
 
 

@@ -24,7 +24,6 @@ class Change:
     cut: bool | None  # True takes the links down, False takes them up again. None: neither
 
     def apply(self, lab: Lab) -> None:
-        """Makes the change."""
         for host in self.hosts:
             if self.rates:
                 lab.change(host, dataclasses.replace(lab.links[host], **self.rates))

@@ -77,7 +77,6 @@ def _run(words: str) -> None:
 
 
 def _burst(rate: int) -> int:
-    """Returns the size of a bucket in bytes."""
     return max(16_000, int(rate / 8 * BURST))
 
 
@@ -86,19 +85,15 @@ def _limit(action: str, namespace: str, place: str, rate: int) -> None:
 
 
 def _send_whole(namespace: str, device: str, rate: int) -> None:
-    """Limits the size of a host's packets, so that they pass a link of this rate whole.
-
-    A bucket cuts longer packets into frames of 1,500 bytes, and the processor that all hosts share has to handle each
-    frame. A real host's network card would do that.
-    """
+    """Limits the size of a host's packets, so that they pass a link of this rate whole."""
+    # A bucket cuts longer packets into frames of 1,500 bytes, and the processor that all hosts share has to handle each
+    # frame. A real host's network card would do that.
     _run(f"ip -n {namespace} link set {device} gso_max_size {min(65_536, _burst(rate) * 9 // 10)}")
 
 
 def _use_cubic(namespace: str) -> bool:
-    """Makes a host's TCP use cubic, Linux's default. Returns False if the machine doesn't allow it.
-
-    bbr sends by timers, which are late if all hosts share the processors.
-    """
+    """Makes a host's TCP use cubic, Linux's default. Returns False if the machine doesn't allow it."""
+    # bbr sends by timers, which are late if all hosts share the processors.
     setting = f"echo {CONGESTION} >/proc/sys/net/ipv4/tcp_congestion_control"
     return not subprocess.run(["ip", "netns", "exec", namespace, "sh", "-c", setting], capture_output=True).returncode
 

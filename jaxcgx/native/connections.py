@@ -29,11 +29,9 @@ _wakeup: list[socket.socket] = []  # open as long as the process
 
 
 def connect(devices: int, timeout: float, links: Links = PLAIN) -> None:
-    """Connects the processes of jax.distributed, unless they are connected. It waits for at most `timeout` seconds.
-
-    There is no second try, because other processes may have given up. Later calls must pass the same links.
-    `devices` is the most devices of a process.
-    """
+    """Connects the processes of jax.distributed, unless they are connected. It waits for at most `timeout` seconds."""
+    # There is no second try, because other processes may have given up. Later calls must pass the same links. `devices`
+    # is the most devices of a process.
     global _why, _links
     if _compat.rendezvous()[0] is None:
         remedy = "call jax.distributed.initialize first"
@@ -90,11 +88,9 @@ def _connect(devices: int, timeout: float, links: Links) -> None:
 
 
 def _end_at_ctrl_c() -> None:
-    """Lets Ctrl-C end the exchanges under way, if Ctrl-C raises KeyboardInterrupt.
-
-    Python calls its handlers between two operations of the main thread, which may wait in XLA for an exchange as long
-    as another rank is late. Python's handler in C writes the signal's number to the wakeup descriptor at once.
-    """
+    """Lets Ctrl-C end the exchanges under way, if Ctrl-C raises KeyboardInterrupt."""
+    # Python calls its handlers between two operations of the main thread, which may wait in XLA for an exchange as long
+    # as another rank is late. Python's handler in C writes the signal's number to the wakeup descriptor at once.
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread may set the descriptor
     receiver, sender = socket.socketpair()
@@ -116,7 +112,6 @@ def _end_at_ctrl_c() -> None:
 
 
 def _host(coordinator: str) -> str:
-    """Returns the address of this host in the coordinator's network."""
     host, _, port = coordinator.rpartition(":")
     family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # no bytes are sent
@@ -125,11 +120,9 @@ def _host(coordinator: str) -> str:
 
 
 def _own(coordinator: str) -> list[str]:
-    """Returns the addresses of this host that belong to the coordinator's name or address.
-
-    The list is empty if other hosts reach this host through address translation, or if the name means loopback on the
-    host itself (as in Debian's /etc/hosts).
-    """
+    """Returns the addresses of this host that belong to the coordinator's name or address."""
+    # The list is empty if other hosts reach this host through address translation, or if the name means loopback on the
+    # host itself (as in Debian's /etc/hosts).
     found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(coordinator, 0, type=socket.SOCK_STREAM)))
     loopback = [ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found]
     if any(loopback) and coordinator != "localhost" and coordinator not in found:

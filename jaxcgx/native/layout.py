@@ -47,10 +47,8 @@ class Piece:
     tail: int  # the position of the raw tail
 
     def buckets(self) -> list[tuple[int, int, int]]:
-        """Returns [(first element, number of buckets, size of a bucket)] for the whole buckets, then for the short one.
-
-        Without buckets, all elements are one.
-        """
+        """Returns [(first element, number of buckets, size of a bucket)] for the whole buckets, then the short one."""
+        # Without buckets, all elements are one.
         if not self.bucket:
             return [(0, 1, self.coded)] if self.coded else []
         whole, rest = divmod(self.coded, self.bucket)
@@ -134,7 +132,7 @@ class Layout:
                 start, end = bounds[c] * unit, min(bounds[c + 1] * unit, size)
                 raw = codec.raw_tail(end - start)
                 coded = end - start - raw
-                bucket = codec.bucket_of(coded)
+                bucket = coded if codec.whole else codec.bucket_size or 0
                 pieces.append(Piece(i, start, coded=coded, raw=raw, bucket=bucket, meta=at, codes=0, tail=0))
                 if bucket:
                     at += -(-coded // bucket) * 4 * codec.meta

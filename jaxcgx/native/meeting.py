@@ -89,11 +89,10 @@ class _Connection:
 
 
 class Meeting:
-    """A process's part in the meeting of all processes. `with` closes the sockets that were not handed over.
+    """A process's part in the meeting of all processes. `with` closes the sockets that were not handed over."""
 
-    `hosts` are the addresses of this host to listen at. Empty: all addresses. `devices`: the most devices of a process.
-    """
-
+    # `hosts` are the addresses of this host to listen at. Empty: all addresses. `devices`: the most devices of a
+    # process.
     def __init__(
         self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN, devices: int = 1
     ) -> None:
@@ -139,7 +138,6 @@ class Meeting:
 
     @property
     def missing(self) -> list[int]:
-        """The processes that are not connected yet."""
         others = [p for p in range(self.processes) if p != self.process]
         return [p for p in others if any((p, channel) not in self.found for channel in self.channels)]
 
@@ -160,10 +158,8 @@ class Meeting:
                 handler()
 
     def hand_over(self) -> list[tuple[str, list[int], int]]:
-        """Returns, for each process, (its host, the descriptors for data, the descriptor for heartbeats).
-
-        The caller owns the descriptors from now on.
-        """
+        """Returns, for each process, (its host, the descriptors for data, the descriptor for heartbeats)."""
+        # The caller owns the descriptors from now on.
         handed: list[tuple[str, list[int], int]] = []
         for process, host in enumerate(self.hosts):
             found = [self.found[process, channel] for channel in self.channels] if process != self.process else []

@@ -1,10 +1,7 @@
 """The native operations as JAX primitives. Each works on a message of many leaves in one call.
 
-Every primitive is written in the same order: function, abstract evaluation, attributes of the call,
-differentiation, registration. Its operands are a pytree from reference.py. `bind` gets the leaves of that pytree and
-its structure as the static parameter `tree`, and every rule gets the names back from `tree`. rules.py has the common
-rules.
-
+Every primitive is written in the same order: function, abstract evaluation, attributes of the call, differentiation,
+registration. `bind` gets the leaves of the operands (reference.py), and their structure as the static parameter `tree`.
 Operands have the axes of `batch` before their own axes, one message for each index. vmap adds an axis there, and one
 call handles all messages.
 """
@@ -17,19 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import SequenceKey
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.checks import spell_array, wrong
+from jaxcgx.checks import wrong
 from jaxcgx.native import reference
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.reference import Clear, Decode, Encode, Reduce
 from jaxcgx.native.rng import kernel_key
 from jaxcgx.native.rules import batch_rule, define_impl, one_by_one, partitioned, register, zero_jvp
-from jaxcgx.typing import ArrayLike, DTypeLike
-
-_LEAST_DIVISOR = 2.0**-126  # for this divisor and larger ones, 1 / divisor is finite
+from jaxcgx.typing import ArrayLike
 
 
 def _bind(primitive: Any, operands: NamedTuple, **params: object) -> list[jax.Array]:
@@ -37,39 +31,9 @@ def _bind(primitive: Any, operands: NamedTuple, **params: object) -> list[jax.Ar
     return primitive.bind(*_compat.match_varying(*leaves), tree=tree, batch=(), **params)
 
 
-def _check_operand(function: str, argument: str, x: Any, shape: Sequence[int], dtype: DTypeLike, path: Any = ()) -> Any:
-    shape, dtype = tuple(shape), jnp.dtype(dtype)
-    if (getattr(x, "shape", None), getattr(x, "dtype", None)) != (shape, dtype):
-        raise wrong(function, argument, f"{dtype}{list(shape)}", spell_array(x), path=path)
-    return x
-
-
-def _leaves(function: str, argument: str, arrays: Iterable[Any], layout: Layout) -> list[Any]:
-    """Returns the arrays as a list, after a check: there must be one for each leaf of the layout, with its type.
-
-    Residuals are float32.
-    """
-    arrays = list(arrays)
-    if len(arrays) != len(layout.shapes):
-        raise wrong(function, argument, f"{len(layout.shapes)} arrays", len(arrays))
-    for i, (x, shape, dtype) in enumerate(zip(arrays, layout.shapes, layout.dtypes)):
-        dtype = jnp.float32 if argument == "residuals" else dtype
-        _check_operand(function, argument, x=x, shape=shape, dtype=dtype, path=(SequenceKey(i),))
-    return arrays
-
-
-def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
-    return _check_operand(function, "payload", x=payload, shape=(layout.chunks, layout.chunk_bytes), dtype="uint8")
-
-
-def _words(function: str, codec: Any, key: Any) -> jax.Array | None:
+def _key(codec: Any, key: Any) -> jax.Array | None:
     """Returns the key for the kernels if the codec draws noise, else None."""
-    if not codec.stochastic:
-        return None
-    if key is None:
-        raise wrong(function, "key", f"uint32[2], because {codec} draws random bits", None)
-    words = 3 if getattr(key, "shape", None) == (3,) else 2  # with an offset, or without
-    return kernel_key(_check_operand(function, "key", x=key, shape=(words,), dtype="uint32"))
+    return kernel_key(key) if codec.stochastic else None
 
 
 # encode: turns leaves into a payload and, with feedback, residuals into new residuals
@@ -82,10 +46,9 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
 
     The key is uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
-    leaves = _leaves("encode", "leaves", leaves, layout)
-    if not leaves:  # the payload is empty, and no operand says which axes it varies over
+    if not layout.shapes:  # the payload is empty, and no operand says which axes it varies over
         return jnp.zeros((layout.chunks, 0), jnp.uint8)
-    return _bind(encode_p, Encode(leaves, key=_words("encode", layout.codec, key)), layout=layout)[0]
+    return _bind(encode_p, Encode(list(leaves), key=_key(layout.codec, key)), layout=layout)[0]
 
 
 def encode_fed(
@@ -96,11 +59,9 @@ def encode_fed(
     Residuals are float32 arrays of the leaves' shapes. A new residual is the loss of encoding. Where the loss is not
     finite (an overflow, a NaN), the residual stays unchanged. Donated residuals are updated in place.
     """
-    leaves = _leaves("encode_fed", "leaves", leaves, layout)
-    residuals = _leaves("encode_fed", "residuals", residuals, layout)
-    if not leaves:
+    if not layout.shapes:
         return jnp.zeros((layout.chunks, 0), jnp.uint8), []
-    operands = Encode(leaves, residuals, _words("encode_fed", layout.codec, key))
+    operands = Encode(list(leaves), list(residuals), _key(layout.codec, key))
     payload, *residuals = _bind(encode_p, operands, layout=layout)
     return payload, residuals
 
@@ -139,10 +100,9 @@ register(
 decode_p: _compat.Primitive = _compat.Primitive("jaxcgx_decode")
 
 
-def decode(layout: Layout, payload: ArrayLike) -> list[jax.Array]:
+def decode(layout: Layout, payload: jax.Array) -> list[jax.Array]:
     """Returns the leaves of a payload uint8[layout.chunks, layout.chunk_bytes]."""
-    operands = Decode(_check_payload("decode", payload, layout))
-    return _bind(decode_p, operands, layout=layout) if layout.shapes else []
+    return _bind(decode_p, Decode(payload), layout=layout) if layout.shapes else []
 
 
 def _decode_abstract(operands: Decode, layout: Layout, batch: tuple[Any, ...]) -> Any:
@@ -150,14 +110,7 @@ def _decode_abstract(operands: Decode, layout: Layout, batch: tuple[Any, ...]) -
     return [result((*batch, *shape), dtype) for shape, dtype in zip(layout.shapes, layout.dtypes)]
 
 
-register(
-    decode_p,
-    "decode",
-    abstract=_decode_abstract,
-    attributes=lambda operands, layout: ({}, dict(payloads=1, encodes=False)),
-    function=reference.decode,
-    jvp=zero_jvp(decode_p),
-)
+register(decode_p, "decode", abstract=_decode_abstract, function=reference.decode)
 
 
 # reduce: sums payloads of one chunk. The sum is leaves or encoded again. With feedback, residuals become new residuals.
@@ -178,10 +131,8 @@ def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divis
     `layout` is that of each message, with one chunk. `payloads` are uint8[ranks, layout.chunk_bytes]. `own` replaces
     the payload of one rank. `divisor` is 2^-126 or more.
     """
-    if layout.chunks != 1:
-        raise wrong("reduce", "layout", "a layout of one chunk", f"one of {layout.chunks}", "reduce_encoded takes it")
-    operands, divisor = _operands("reduce", layout, payloads, divisor=divisor, own=own)
-    return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=False) if layout.shapes else []
+    operands = _operands(payloads, own=own)
+    return _bind(reduce_p, operands, layout=layout, divisor=float(divisor), encoded=False) if layout.shapes else []
 
 
 def reduce_encoded(
@@ -199,9 +150,10 @@ def reduce_encoded(
     `Own.rank`. The leaves of `own` are whole, not only the chunk's part. The sum is divided before it is encoded. The
     key is uint32[2], if the codec of the sum is stochastic.
     """
-    operands, divisor = _operands("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
-    operands = operands._replace(key=_words("reduce_encoded", layout.of_sum(len(payloads)).codec, key))
-    return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)[0] if layout.shapes else payloads[0]
+    if not layout.shapes:
+        return payloads[0]
+    operands = _operands(payloads, chunk=chunk, own=own, key=_key(layout.of_sum(len(payloads)).codec, key))
+    return _bind(reduce_p, operands, layout=layout, divisor=float(divisor), encoded=True)[0]
 
 
 def reduce_fed(
@@ -219,28 +171,19 @@ def reduce_fed(
     to the sum, before it is divided. Only these elements change. They become the loss of encoding, sum - divisor *
     decoded. Where the loss is not finite, they stay unchanged. Donated residuals are updated in place.
     """
-    operands, divisor = _operands("reduce_fed", layout, payloads=payloads, divisor=divisor, chunk=chunk)
-    key = _words("reduce_fed", layout.of_sum(len(payloads)).codec, key)
-    operands = operands._replace(residuals=_leaves("reduce_fed", "residuals", residuals, layout), key=key)
     if not layout.shapes:
         return payloads[0], []
-    payload, *residuals = _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)
+    key = _key(layout.of_sum(len(payloads)).codec, key)
+    operands = _operands(payloads, chunk=chunk, key=key)._replace(residuals=list(residuals))
+    payload, *residuals = _bind(reduce_p, operands, layout=layout, divisor=float(divisor), encoded=True)
     return payload, residuals
 
 
 def _operands(
-    function: str, layout: Layout, payloads: Any, divisor: float, chunk: ArrayLike = 0, own: Own | None = None
-) -> tuple[Reduce, float]:
-    """Returns (operands of a sum, the divisor as a static parameter), after checks."""
-    shape = *jnp.shape(payloads)[:1], layout.chunk_bytes
-    _check_operand(function, "payloads", x=payloads, shape=shape, dtype="uint8")
-    if not divisor >= _LEAST_DIVISOR:
-        raise wrong(function, "divisor", "a positive number, 2^-126 or more", divisor)
-    leaves, rank = (None, 0) if own is None else own
-    if leaves is not None:
-        leaves = _leaves(function, "own", leaves, layout)
-    where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
-    return Reduce(payloads, where, leaves), float(divisor)
+    payloads: jax.Array, *, chunk: ArrayLike = 0, own: Own | None = None, key: jax.Array | None = None
+) -> Reduce:
+    where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(0 if own is None else own.rank, jnp.int32)])
+    return Reduce(payloads, where, own=None if own is None else list(own.leaves), key=key)
 
 
 def _reduce_abstract(operands: Reduce, layout: Layout, batch: tuple[Any, ...], divisor: float, encoded: bool) -> Any:
@@ -295,28 +238,19 @@ register(
 clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 
 
-def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
+def clear(layout: Layout, payload: jax.Array, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
     """Returns the arrays with 0 in place of every element that the payload of a sparse codec has.
 
     The payload is uint8[layout.chunks, layout.chunk_bytes]. Donated arrays are updated in place.
     """
-    payload = _check_payload("clear", payload, layout)
-    arrays = _leaves("clear", "arrays", arrays, layout)
-    return _bind(clear_p, Clear(payload, arrays), layout=layout) if arrays else []
+    return _bind(clear_p, Clear(payload, list(arrays)), layout=layout) if layout.shapes else []
 
 
 def _clear_abstract(operands: Clear, layout: Layout, batch: tuple[Any, ...]) -> Any:
     return [_compat.result_aval([operands.payload, x], x.shape, x.dtype, rows=len(batch)) for x in operands.arrays]
 
 
-register(
-    clear_p,
-    "clear",
-    abstract=_clear_abstract,
-    attributes=lambda operands, layout: ({}, dict(payloads=1, encodes=False)),
-    function=reference.clear,
-    jvp=zero_jvp(clear_p),
-)
+register(clear_p, "clear", abstract=_clear_abstract, function=reference.clear)
 
 
 # roundtrip: encodes and decodes an array
@@ -331,7 +265,7 @@ class Roundtrip(NamedTuple):
 
 def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
     """Returns decode(encode(x)), where x is a separate message. The caller defines the derivative."""
-    return _bind(roundtrip_p, Roundtrip(x, _words("roundtrip", codec, key)), codec=codec)[0]
+    return _bind(roundtrip_p, Roundtrip(x, _key(codec, key)), codec=codec)[0]
 
 
 # The elements of x stay on their devices, so the result has the sharding of x's type (Explicit meshes).

@@ -49,7 +49,6 @@ def to_bytes(words: jax.Array) -> jax.Array:
 
 
 def from_bytes(raw: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `to_bytes`."""
     size = jnp.dtype(dtype).itemsize
     if size == 1:
         return lax.bitcast_convert_type(raw, dtype)
@@ -77,7 +76,6 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(raw: jax.Array, bits: int, n: int) -> jax.Array:
-    """The inverse of `pack`."""
     lead, at, parts = raw.shape[:-1], 0, []
     for first, number, lanes in _blocks(n):
         block = raw[..., at : at + number * lanes * bits].reshape(*lead, number, lanes * bits)

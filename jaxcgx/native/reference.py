@@ -199,12 +199,10 @@ class Stretch(NamedTuple):
     size: Any  # the elements of a bucket
 
     def of(self, array: jax.Array) -> jax.Array:
-        """Returns these elements of an array that has the shape of the leaf."""
         return array.reshape(-1)[self.first :][: self.length]
 
 
 def read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[Stretch]:
-    """Yields the stretches of a piece."""
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
     for first, number, size in p.buckets():
@@ -220,7 +218,6 @@ def read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[Stretch]:
 
 
 def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
-    """Returns the leaves of a payload."""
     if layout.codec.carrier is not None:
         chunks = [layout.codec.unpack_chunk(layout, c, chunk) for c, chunk in enumerate(operands.payload)]
         return decode(layout.carried, Decode(jnp.stack(chunks)))
@@ -242,7 +239,6 @@ def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
 
 
 def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
-    """Returns the arrays with 0 where the payload has an element."""
     flat = _flat(operands.arrays)
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:

@@ -53,10 +53,8 @@ def find() -> ModuleType:
 
 
 def load() -> ModuleType | None:
-    """Returns the native module, with its handlers registered, or None with JAXCGX_REFERENCE=1.
-
-    Also None if the module is missing and this is the command line, so that its doctor can run.
-    """
+    """Returns the native module, with its handlers registered, or None with JAXCGX_REFERENCE=1."""
+    # Also None if the module is missing and this is the command line, so that its doctor can run.
     if REFERENCE:
         return None
     try:
@@ -75,7 +73,6 @@ MODULE = load()
 
 
 def has_cuda() -> bool:
-    """Returns whether the native module has the CUDA half."""
     return hasattr(MODULE, "workspace_bytes")
 
 
@@ -87,12 +84,10 @@ def module() -> ModuleType:
 
 
 def at_exit(leave: Callable[[], object]) -> None:
-    """Calls `leave` when this process ends, before JAX's own functions, which were registered earlier.
-
-    So the other processes learn at once that this one has left. JAX and MPI may keep a process that ends with an
-    exception alive until the other processes end, too, which would wait for it. Exchanges under way are completed
-    first, unless the process ends with an exception: other ranks may then never take part in them.
-    """
+    """Calls `leave` when this process ends, before JAX's own functions, which were registered earlier."""
+    # So the other processes learn at once that this one has left. JAX and MPI may keep a process that ends with an
+    # exception alive until the other processes end, too, which would wait for it. Exchanges under way are completed
+    # first, unless the process ends with an exception: other ranks may then never take part in them.
 
     def end() -> None:
         if getattr(sys, "last_value", None) is None:
@@ -109,7 +104,6 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
 def _mallopt() -> Any:
-    """Returns glibc's mallopt, or None if the C library has none."""
     try:
         return ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # TypeError: Windows
@@ -117,7 +111,6 @@ def _mallopt() -> Any:
 
 
 def keeps_pages() -> bool:
-    """Returns whether `keep_pages` has an effect on this system."""
     return _mallopt() is not None
 
 

@@ -53,10 +53,8 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> tuple[jax.
 
 
 def noise(key: jax.Array, leaf: int, start: int, count: int) -> jax.Array:
-    """Returns the random bits of a leaf's elements from `start` on: int32[count] in [0, 65536).
-
-    The key's offset is added to them modulo 2^16.
-    """
+    """Returns the random bits of a leaf's elements from `start` on: int32[count] in [0, 65536)."""
+    # The key's offset is added to them modulo 2^16.
     k0, k1, offset = kernel_key(key)
     first, last = start // BLOCK, -(-(start + count) // BLOCK)
     index = np.arange(first * LANES, last * LANES, dtype=np.uint64)

@@ -43,11 +43,9 @@ def add(rows: jax.Array) -> jax.Array:
 
 
 def digest(*what: Any) -> np.int64:
-    """Returns a number that differs if any of the values differs. It is the same in every process.
-
-    The ranks of an exchange compare it before they use any bytes. Values without a plain form, such as functions in a
-    user's codec, count only as their types. Their texts would contain addresses, which differ between processes.
-    """
+    """Returns a number that differs if any of the values differs. It is the same in every process."""
+    # The ranks of an exchange compare it before they use any bytes. Values without a plain form, such as functions in a
+    # user's codec, count only as their types. Their texts would contain addresses, which differ between processes.
     return np.frombuffer(hashlib.sha256(repr(_plain(what)).encode()).digest(), "<i8")[0]
 
 
@@ -70,10 +68,8 @@ def _plain(value: Any) -> Any:
 
 
 def one_by_one(function: Rule) -> Rule:
-    """Maps a function over the first axis, like jax.vmap, which computes every branch of a lax.switch.
-
-    JAX can't do that under shard_map's check_vma.
-    """
+    """Maps a function over the first axis, like jax.vmap, which computes every branch of a lax.switch."""
+    # JAX can't do that under shard_map's check_vma.
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
@@ -229,7 +225,6 @@ def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] |
 
 
 def refuse(error: str) -> Rule:
-    """Returns a lowering rule for a platform that can't run an operation."""
 
     def rule(ctx: Any, *operands: Any, **params: object) -> Any:
         raise NotImplementedError(error)
@@ -247,10 +242,8 @@ def refuse_gpus(operation: str) -> Rule:
 
 
 def define_impl(primitive: Primitive) -> None:
-    """Runs a primitive outside jit as a separate compiled program, even under `jax.disable_jit`, as JAX's primitives.
-
-    With `jax.jit` alone, `jax.disable_jit` would make the implementation call itself forever.
-    """
+    """Runs a primitive outside jit as a compiled program of its own, also under `jax.disable_jit`, like JAX's."""
+    # With `jax.jit` alone, `jax.disable_jit` would make the implementation call itself forever.
 
     @functools.lru_cache
     def compiled(params: tuple[tuple[str, Any], ...]) -> Rule:
@@ -268,16 +261,16 @@ def register(
     target: str,
     *,
     abstract: Rule,
-    attributes: Rule,
     function: Rule,
-    jvp: Rule,
+    attributes: Rule = lambda operands, layout: ({}, dict(payloads=1, encodes=False)),
+    jvp: Rule | None = None,
     over: Rule = jax.vmap,
 ) -> None:
     """Gives a primitive with several results its rules. The handler is jaxcgx_`target`.
 
-    `abstract` returns the avals of the results, as a pytree. `attributes` returns a dict of the handler's attributes,
-    and a dict of values that determine the size of CUDA's workspace. `function` is the operation in jnp, which `over`
-    maps over an axis of the batch.
+    `abstract` returns the avals of the results, as a pytree. `function` is the operation in jnp, which `over` maps over
+    an axis of the batch. `attributes` returns a dict of the handler's attributes, and a dict of values that determine
+    the size of CUDA's workspace. Without `jvp`, derivatives are zero.
     """
     primitive.multiple_results = True
     define_impl(primitive)
@@ -287,7 +280,7 @@ def register(
 
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = functools.partial(batch_rule, primitive)
-    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_jvps[primitive] = jvp or zero_jvp(primitive)
     to_reference = _lower_to_reference(function, over)
     mlir.register_lowering(primitive, to_reference)  # for platforms without kernels: TPUs, AMD's GPUs
     if registration.MODULE is None:

@@ -22,16 +22,10 @@ exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, argument: int = 0) -> jax.Array:
-    """Returns the result of one exchange among the ranks.
-
-    Args:
-      operation: "all_to_all" sends row r of x = [ranks, ...] to rank r, and row r of the result came from rank r.
-        "all_gather" returns every rank's x, as [ranks, ...]. "shift" returns x of the rank that is `argument` before
-        this one. "broadcast" returns x of rank `argument`.
-      x: the array. Its elements must have whole bytes.
-      net: the transport.
-      argument: a rank or a distance.
-    """
+    """Returns the result of one exchange among the ranks of a transport."""
+    # "all_to_all" sends row r of x = [ranks, ...] to rank r, and row r of the result came from rank r. "all_gather"
+    # returns every rank's x, as [ranks, ...]. "shift" returns x of the rank that is `argument` before this one.
+    # "broadcast" returns x of rank `argument`.
     if operation == "all_to_all" and x.shape[:1] != (net.size,):
         raise wrong(operation, "rows", f"a row for each of {net.size} ranks", spell_array(x))
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:

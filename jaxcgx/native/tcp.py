@@ -34,14 +34,9 @@ tcp_exchange_p: Any = _compat.Primitive("jaxcgx_tcp_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = ()) -> jax.Array:
-    """Returns the result of one exchange of an array.
+    """Returns the result of one exchange: "all_to_all" and "all_gather" as in shm.py, or "permute".
 
-    Args:
-      operation: "all_to_all" sends row r of x = [ranks, ...] to rank r, and row r of the result came from rank r.
-        "all_gather" returns every rank's x, as [ranks, ...]. "permute" returns x of the rank whose target this rank is.
-      x: the array.
-      net: the transport.
-      targets: for "permute", the target of each rank, -1 for none.
+    "permute" returns x of the rank whose target this rank is. `targets` has the target of each rank, -1 for none.
     """
     return tcp_exchange_p.bind(vary(x, net), operation=operation, targets=targets, net=net)
 
@@ -52,12 +47,10 @@ def vary(x: Any, net: Any) -> jax.Array:
 
 
 def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
-    """Returns the attributes that say which devices exchange. It is for lowering rules.
-
-    They are the same on all devices: groups of places in the mesh, and for each place the process and the device's
-    number in it.
-    If this process isn't connected yet, it is connected now. That may take as long as the transport's timeout.
-    """
+    """Returns the attributes that say which devices exchange. It is for lowering rules."""
+    # They are the same on all devices: groups of places in the mesh, and for each place the process and the device's
+    # number in it. If this process isn't connected yet, it is connected now. That may take as long as the transport's
+    # timeout.
     mesh = _compat.mesh_of(ctx)
     if mesh is None:
         remedy = "pass jax.shard_map the mesh itself, or set it with jax.set_mesh"
@@ -80,7 +73,6 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
 
 
 def _ordinal(device: Any) -> int:
-    """Returns the number that XLA's handlers get for a device of this process."""
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
@@ -93,15 +85,17 @@ def _groups(ctx: Any, names: tuple[Any, ...]) -> np.ndarray:
     return np.moveaxis(places, along, range(-len(along), 0)).reshape(-1)
 
 
-def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
-    return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
+def _lower(ctx: Any, x: Any, *, operation: str, targets: tuple[int, ...] | None = None, net: Any) -> Sequence[Any]:
+    """The rule of a whole exchange, with `targets`, or of its first half."""
+    whole, aval = targets is not None, ctx.avals_in[0]
+    return _compat.lower_ordered("jaxcgx_tcp_exchange" if whole else "jaxcgx_tcp_exchange_begin", net.order)(
         ctx,
         x,
         **who_takes_part(ctx, net),
         operation=np.int64(OPERATIONS.index(operation)),
-        targets=np.array(targets, np.int64),
-        overtakes=False,
-        digest=digest(targets, ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
+        targets=np.array(targets or (), np.int64),
+        overtakes=not whole and net.slice_elements is not None,
+        digest=digest(*[targets] * whole, aval.shape, aval.dtype, net.label),
     )
 
 
@@ -132,18 +126,6 @@ def begin_exchange(operation: str, x: jax.Array, net: Any) -> jax.Array:
 def end_exchange(ticket: jax.Array, shape: tuple[int, ...], net: Any, later: bool) -> jax.Array:
     """Returns the result of an exchange: uint8 of this shape, [ranks, ...]. `later`: as in `end`."""
     return tcp_exchange_end_p.bind(ticket, shape=shape, net=net, later=later)
-
-
-def _lower_exchange_begin(ctx: Any, x: Any, *, operation: str, net: Any) -> Sequence[Any]:
-    return _compat.lower_ordered("jaxcgx_tcp_exchange_begin", net.order)(
-        ctx,
-        x,
-        **who_takes_part(ctx, net),
-        operation=np.int64(OPERATIONS.index(operation)),
-        targets=np.array([], np.int64),
-        overtakes=net.slice_elements is not None,
-        digest=digest(ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
-    )
 
 
 def _lower_exchange_end(ctx: Any, ticket: Any, *, shape: tuple[int, ...], net: Any, later: bool) -> Sequence[Any]:
@@ -190,7 +172,7 @@ tcp_exchange_begin_p.def_effectful_abstract_eval(_abstract_exchange_begin)
 tcp_exchange_end_p.def_effectful_abstract_eval(_abstract_exchange_end)
 batching.primitive_batchers[tcp_exchange_begin_p] = _batch_exchange_begin
 batching.primitive_batchers[tcp_exchange_end_p] = _batch_exchange_end
-lower(tcp_exchange_begin_p, _lower_exchange_begin)
+lower(tcp_exchange_begin_p, _lower)
 lower(tcp_exchange_end_p, _lower_exchange_end)
 
 
@@ -213,18 +195,14 @@ tcp_end_p: _compat.Primitive = _compat.Primitive("jaxcgx_tcp_end")
 
 
 class Inside(Protocol):
-    """A stage inside the ranks of a sum: ranks that add their leaves first, in float32 and in rank order.
+    """A stage inside the ranks of a sum: ranks that add their leaves first, in float32 and in rank order."""
 
-    Each gets a share of the sums: equal parts of each flattened leaf, the last one padded with the leaf's last number.
-    Devices of one process do this in memory, with the same bits.
-    """
-
+    # Each gets a share of the sums: equal parts of each flattened leaf, the last one padded with the leaf's last
+    # number. Devices of one process do this in memory, with the same bits.
     @property
     def net(self) -> Any: ...
     @property
-    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The types of the whole leaves."""
-        ...
+    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
 
     def inwards(self, leaves: list[Any]) -> list[Any]:
         """Returns this rank's share of the sum of each leaf, in float32."""
@@ -252,8 +230,6 @@ class Operands:
 
 
 class Started(NamedTuple):
-    """The results of the first primitive."""
-
     residuals: list[Any] | None
     ticket: Any
 
@@ -265,12 +241,10 @@ class Started(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """A sum that has begun: the operands of the second primitive.
+    """A sum that has begun: the operands of the second primitive."""
 
-    The ticket is two words. They are zeros if nothing has begun. The residuals are from the first encoding. If `own` is
-    "raw", an owner's residuals of its part become the loss of encoding the sum when the sum ends.
-    """
-
+    # The ticket is two words. They are zeros if nothing has begun. The residuals are from the first encoding. If `own`
+    # is "raw", an owner's residuals of its part become the loss of encoding the sum when the sum ends.
     ticket: jax.Array
     residuals: list[Any] | None
     layout: Layout
@@ -280,8 +254,6 @@ class Begun:
 
 
 class Ended(NamedTuple):
-    """The results of the second primitive."""
-
     sums: list[Any]
     residuals: list[Any] | None
 
@@ -337,7 +309,6 @@ def end(begun: Begun, later: bool) -> Ended:
 
 
 def _ended(begun: Begun) -> Any:
-    """Returns the structure of the results of the second primitive."""
     return jax.tree_util.tree_structure(Ended([0] * len(begun.layout.shapes), begun.residuals))
 
 
@@ -357,7 +328,6 @@ def _in_memory(ctx: Any, inside: Inside | None) -> bool:
 
 
 def _mapped(function: Any, batch: tuple[int, ...]) -> Any:
-    """Returns the function, mapped over the axes of the batch."""
     return functools.reduce(lambda mapped, _: jax.vmap(mapped), batch, function)
 
 
@@ -467,7 +437,6 @@ def _abstract_end(*avals: Any, tree: Any, batch: tuple[int, ...], later: bool) -
 
 
 def _residuals(layout: Layout, given: Operands | Begun) -> list[Any] | None:
-    """Returns the types of the new residuals, or None without feedback."""
     return None if given.residuals is None else [jax.ShapeDtypeStruct(s, jnp.float32) for s in layout.shapes]
 
 

@@ -165,7 +165,6 @@ class Subscriber:
         self.close()
 
     def _made(self, state: Snapshot) -> PyTree:
-        """Returns the tree of a version."""
         flat = [np.empty(x.size, x.dtype) for x in self._like]  # pages without a needed piece take no memory
         for number, elements in state.pieces:
             leaf, start, stop = state.cuts[number]

@@ -1,10 +1,11 @@
-"""Patches of trees: a header and a table of leaves, before what words.py makes of the leaves' words."""
+"""Patches of trees: a header and a table of leaves, before the blocks of the leaves' words."""
 
 import collections
 import ctypes
 import dataclasses
 import functools
 import struct
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,8 @@ from jax.sharding import Sharding
 
 from jaxcgx.checks import check_type, spell_array, wrong
 from jaxcgx.native import registration
-from jaxcgx.patch import device, words
-from jaxcgx.patch.device import device_of, has_words
-from jaxcgx.patch.words import BLOCK, HEAD, MASK, Part, Words, block_sizes, mix, refused, shape_of
+from jaxcgx.patch import words
+from jaxcgx.patch.words import BLOCK, HEAD, MASK, Part, Words, block_sizes, device_of, has_words, mix, refused, shape_of
 from jaxcgx.typing import KeyPath, PyTree
 
 _MAGIC, _FORMAT = b"cgxpatch", 1
@@ -28,8 +28,11 @@ _DIGESTED = 16  # where the bytes begin that the digest is of
 _LEAF = np.dtype([("words", "<u8"), ("bytes", "<u8")])
 _TAIL = bytes(8)
 
-# The native module has the functions of words.py, too.
-engine: Any = getattr(registration.MODULE, "patch", words)
+# What encodes arrays on the host
+REFERENCE = types.SimpleNamespace(
+    encode=words.encode_words, apply=words.apply_words, digest_of=words.digest_of, seal=words.seal
+)
+engine: Any = getattr(registration.MODULE, "patch", REFERENCE)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -147,7 +150,7 @@ def apply(old: PyTree, patch: Patch, *, donate: bool = False) -> PyTree:
 
 def _digests(leaves: Sequence[tuple[KeyPath, Any]]) -> list[int]:
     at = [(x, device_of(x)) for _, x in leaves]
-    return [device.digest_of(x, there) if there else engine.digest_of(_words(x)) for x, there in at]
+    return [words.digest_on(there, x) if there else engine.digest_of(_words(x)) for x, there in at]
 
 
 def _encode(pairs: list[tuple[Any, Any]]) -> list[Part]:
@@ -155,7 +158,7 @@ def _encode(pairs: list[tuple[Any, Any]]) -> list[Part]:
     at = [device_of(x, y) for x, y in pairs]
     here = [pair for pair, there in zip(pairs, at) if not there]
     found = iter(engine.encode([_words(x) for x, _ in here], [_words(y) for _, y in here]))
-    return [device.encode(x, y, there) if there else Part(*next(found)) for (x, y), there in zip(pairs, at)]
+    return [words.encode(x, y, there) if there else Part(*next(found)) for (x, y), there in zip(pairs, at)]
 
 
 def _apply(
@@ -171,7 +174,7 @@ def _apply(
     found = dict(zip(here, zip(made, *digests)))
     for i, there in enumerate(at):
         if there:
-            found[i] = device.apply(leaves[i], heads[i], blocks[i], there, donate=donate[i])
+            found[i] = words.apply(leaves[i], heads[i], blocks[i], there, donate=donate[i])
     new, old_digests, new_digests = zip(*map(found.__getitem__, range(len(leaves)))) if leaves else ((), (), ())
     return list(new), list(old_digests), list(new_digests)
 
@@ -257,7 +260,6 @@ def _words(x: Any) -> Words:
 
 
 def _like(leaf: Any, new: Words) -> Any:
-    """Returns words as an array like a leaf."""
     new = new.view(leaf.dtype).reshape(leaf.shape)
     return place(new, sharding_of(leaf)) if isinstance(leaf, jax.Array) else new
 

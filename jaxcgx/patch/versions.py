@@ -49,10 +49,8 @@ class File(NamedTuple):
 
 
 def shortest(sizes: dict[File, int], run: str, at: int) -> list[File]:
-    """Returns the files of a run that lead from version `at` to the newest one that can be made, with the fewest bytes.
-
-    `at` is 0 for a reader without a version.
-    """
+    """Returns the files of a run that lead from version `at` to the newest possible one, with the fewest bytes."""
+    # `at` is 0 for a reader without a version.
     ways: dict[int, tuple[int, list[File]]] = {at: (0, [])}  # by version
     for version in sorted({file.version for file in sizes if file.run == run and file.version > at}):
         anchor, patch = File(version, run, True), File(version, run, False)
@@ -66,8 +64,6 @@ def shortest(sizes: dict[File, int], run: str, at: int) -> list[File]:
 
 
 class Index(NamedTuple):
-    """The index of a file."""
-
     name: str  # of the file
     leaves: list[list[str]]  # path, dtype and shape of each leaf; only in anchors
     elements: int  # of a piece
@@ -107,7 +103,6 @@ class Index(NamedTuple):
 
 
 def cut(sizes: Sequence[int], elements: int) -> list[Piece]:
-    """Returns the pieces of leaves with these sizes."""
     return [
         (leaf, start, min(start + elements, size))
         for leaf, size in enumerate(sizes)

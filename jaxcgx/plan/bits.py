@@ -31,12 +31,8 @@ def lgreco(
     the sum of errors with `reference` for all leaves. With the budget "bytes", the sum of errors is the smallest. All
     leaves together send at most `alpha` times the bytes with `reference` for all leaves.
 
-    Args:
-      wire: [leaves][candidates], the bytes.
-      errors: [leaves][candidates], finite and at least 0.
-      reference: the number of a candidate.
-      alpha: a finite factor.
-      budget: one of `BUDGETS`.
+    `wire` has the bytes, [leaves][candidates], and `errors` finite numbers of at least 0. `reference` is the number of
+    a candidate, and `alpha` a finite factor.
 
     This is L-GreCo's dynamic program with the roles of bytes and errors exchanged: least[b] is the smallest sum of
     errors of the leaves so far, if they take b steps of bytes. Errors are integers, rounded up to units of at most
@@ -104,10 +100,6 @@ def kmeans(points: Sequence[Point], clusters: int) -> list[int]:
     sorted by their last coordinate, and points at evenly spaced places of that order are taken. Among equally near
     centers, a point takes the first. A cluster that loses all its points gets no number. There are never more clusters
     than different points.
-
-    Args:
-      points: [points][coordinates].
-      clusters: the largest number of clusters.
     """
     points = list(zip(*map(_standardised, zip(*points))))
     different = sorted(set(points), key=lambda point: point[::-1])

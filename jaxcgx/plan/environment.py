@@ -48,10 +48,8 @@ class Environment:
 
 
 def read(environ: Mapping[str, str] | None = None, op: str = "Plan.from_env") -> Environment:
-    """Returns the checked variables of an environment; None: of this process.
-
-    Values that CGX doesn't have, and unknown names that begin with CGX_, are errors. Errors name the function `op`.
-    """
+    """Returns the checked variables of an environment; None: of this process."""
+    # Values that CGX doesn't have, and unknown names that begin with CGX_, are errors. Errors name the function `op`.
     environ = os.environ if environ is None else environ
     fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
@@ -61,10 +59,8 @@ def read(environ: Mapping[str, str] | None = None, op: str = "Plan.from_env") ->
 
 
 def parse(op: str, text: str, variable: str, values: Texts, remedy: str) -> Any:
-    """Returns the value of a variable from its text. Errors name the function `op`, and have the remedy.
-
-    `values` is {text: value}, the smallest integer that is allowed, or the largest number, as a float.
-    """
+    """Returns the value of a variable from its text. Errors name the function `op`, and have the remedy."""
+    # `values` is {text: value}, the smallest integer that is allowed, or the largest number, as a float.
     if isinstance(values, dict):
         if text in values:
             return values[text]

@@ -14,10 +14,8 @@ from jaxcgx.plan.assignment import Rule
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.network import Network
 
-_EXPORTED: dict[str, Any] = {name: getattr(codecs, name) for name in codecs.__all__ if name != "Codec"}
-CODECS: dict[str, type[Codec]] = {
-    name: found for name, found in _EXPORTED.items() if isinstance(found, type) and issubclass(found, Codec)
-}
+_EXPORTED: list[Any] = [found for found in vars(codecs).values() if isinstance(found, type) and found is not Codec]
+CODECS: dict[str, type[Codec]] = {found.__name__: found for found in _EXPORTED if issubclass(found, Codec)}
 # The types of values that are written as a table with a name: codecs, and other values in fields of codecs and plans.
 PARTS: dict[str, type] = {**CODECS, "Sampled": codecs.Sampled, "Network": Network}
 

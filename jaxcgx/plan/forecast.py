@@ -97,7 +97,6 @@ def _spell_axes(axes: tuple[Any, ...]) -> str:
 def forecast(
     plan: Assignment, tree: PyTree, axis_size: int | dict[Any, int], *, limit: float, schedule: Any, leader: bool
 ) -> Forecast:
-    """Returns the codec, the message and the bytes of every leaf of a tree."""
     sizes = _as_sizes(axis_size)
     axes = tuple(name for name in sizes if name is not None)
     if isinstance(schedule, dict):
@@ -179,8 +178,6 @@ def _shares(sizes: dict[Any, int], n: int) -> Iterator[tuple[tuple[Any, ...], in
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """An exchange of a message over some axes."""
-
     axes: tuple[Any, ...]
     layout: Layout
     times: int = 1  # the number of messages with this layout: by shards, one for each rank of an inner exchange
@@ -209,7 +206,6 @@ class _Exchange:
 # exchange has whole leaves in float32, and the inner ranks get the bytes that their leader received. Factors are those
 # of whole leaves, too (exchange/low_rank.py).
 def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Route], leader: bool) -> Iterator[_Exchange]:
-    """Yields the exchanges of a message."""
     names = tuple(name for name in sizes if name is not None)
     if not isinstance(codec, dict):
         layout = Layout.of(codec, leaves, math.prod(sizes.values()))

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs import Codec, Raw
-from jaxcgx.codecs.base import LowRank
+from jaxcgx.codecs import Codec, PowerSGD, Raw
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.typing import DType, PyTree
@@ -71,14 +70,9 @@ class ByAxis(dict[Any, Any]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(f"a plan's {dict(self)} can't be changed: make another plan, of dict(...) of it")
 
-    __setitem__: Any = _refuse
-    __delitem__: Any = _refuse
-    __ior__: Any = _refuse
-    clear: Any = _refuse
-    pop: Any = _refuse
-    popitem: Any = _refuse
-    setdefault: Any = _refuse
-    update: Any = _refuse
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(ByAxis, _name, ByAxis._refuse)  # pyright: ignore[reportPrivateUsage]
 
 
 def by_axis(names: Sequence[Any], outer: Any, inner: Any) -> Any:
@@ -97,7 +91,6 @@ def compressing(given: Codecs) -> list[Codec]:
 
 
 def skips(given: Codecs) -> bool:
-    """Returns whether leaves with this codec are not sent at all."""
     return isinstance(given, Codec) and given.skips
 
 
@@ -114,8 +107,6 @@ def as_codecs(function: str, argument: str, given: Any, *, skip: bool = False) -
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The route of a leaf."""
-
     path: PyTree  # the JAX path of the leaf
     shape: tuple[int, ...]
     dtype: DType
@@ -130,7 +121,7 @@ class Route:
         skipped = skips(codec)
         codec = Raw() if skipped else codec
         why = None if skipped else guarded or why_raw(leaf, values(codec))
-        low_rank = None if why else next((each for each in values(codec) if isinstance(each, LowRank)), None)
+        low_rank = None if why else next((each for each in values(codec) if isinstance(each, PowerSGD)), None)
         factor = low_rank and low_rank.factor_shape(leaf.shape)
         return cls(path, tuple(leaf.shape), leaf.dtype, codec, why_raw=why, skipped=skipped, factor=factor)
 

@@ -379,11 +379,9 @@ class Case:
 
 
 def step_seconds(compute: float, messages: Sequence[tuple[float, Time]], overlap: bool) -> float:
-    """Returns the seconds of a step, `compute` of which are those of the forward and the backward pass.
-
-    `messages` are in the order in which they are sent: (the fraction of the backward pass that computes it, its time)
-    of each. With `overlap`, they are sent during the backward pass, but kernels still take turns with it.
-    """
+    """Returns the seconds of a step, `compute` of which are those of the forward and the backward pass."""
+    # `messages` are in the order in which they are sent: (the fraction of the backward pass that computes it, its time)
+    # of each. With `overlap`, they are sent during the backward pass, but kernels still take turns with it.
     if not overlap:
         return compute + sum(each.total for _, each in messages)
     computed, received = (1 - BACKWARD) * compute, 0.0

@@ -100,5 +100,4 @@ class Cluster:
         return PAYLOAD * parse_rate(f"Cluster: argument {name!r}", getattr(self, name), most=10**14)
 
     def _seconds(self) -> float | None:
-        """Returns the latency in seconds, or None."""
         return None if self.latency is None else parse_time("Cluster: argument 'latency'", self.latency)

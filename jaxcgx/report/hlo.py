@@ -14,19 +14,10 @@ from jaxcgx.native import shm, tcp
 Groups = tuple[tuple[int, ...], ...]  # groups of ranks that exchange with one another
 Operands = tuple[tuple[str, int], ...]  # (dtype, bytes) of each array
 
-OPERATIONS = (
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "reduce-scatter",
-    "collective-permute",
-    "collective-broadcast",
-)
-
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) .*-> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*)")
-_COLLECTIVE = re.compile(rf" ({'|'.join(OPERATIONS)})(?:-start)?(?=\()")
+_OPERATIONS = "all-reduce|all-gather|(?:ragged-)?all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+_COLLECTIVE = re.compile(rf" ({_OPERATIONS})(?:-start)?(?=\()")
 _CUSTOM = re.compile(r" custom-call\(")
 _CALLED = re.compile(r"\b(body|condition|\w*calls|to_apply|\w+_computations?)=(%[\w.-]+|\{[^}]*\})")
 _MESH = re.compile(r"@?mesh[\[<](.*?)[\]>](?:, device_ids=\((\[.*?|[\d,]+)\))? ?\{(.*?)\}")
@@ -34,16 +25,11 @@ _MOVED = re.compile(r" (?:copy|bitcast|reshape|copy-done|all-gather-done)\(%([\w
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # The collectives of XLA that send as many bytes as the operations of the transports and of mpi4jax.
 _ALIKE = {
-    "all_to_all": "all-to-all",
-    "all_gather": "all-gather",
-    "permute": "collective-permute",
-    "shift": "collective-permute",
-    "broadcast": "collective-broadcast",
-    "alltoall": "all-to-all",
-    "allgather": "all-gather",
+    **dict.fromkeys(("all_to_all", "alltoall"), "all-to-all"),
+    **dict.fromkeys(("all_gather", "allgather"), "all-gather"),
+    **dict.fromkeys(("permute", "shift", "sendrecv"), "collective-permute"),
+    **dict.fromkeys(("broadcast", "bcast"), "collective-broadcast"),
     "allreduce": "all-reduce",
-    "sendrecv": "collective-permute",
-    "bcast": "collective-broadcast",
 }
 
 
@@ -67,10 +53,8 @@ class _Array(NamedTuple):
 
 
 def collectives(text: str, results: Sequence[str] = ()) -> list[Instruction]:
-    """Returns every collective of a program. It is listed again for each place that calls its computation.
-
-    `results` are the names of the program's results. XLA gives a gather that jit's out_shardings cause no op_name.
-    """
+    """Returns every collective of a program. It is listed again for each place that calls its computation."""
+    # `results` are the names of the program's results. XLA gives a gather that jit's out_shardings cause no op_name.
     computations: dict[str, list[tuple[str, str]]] = {}
     shapes: dict[str, str] = {}
     entry, root, lines = "", "", list[tuple[str, str]]()
@@ -116,7 +100,6 @@ def _results(shapes: Mapping[str, str], root: str, results: Sequence[str]) -> di
 
 
 def ranks(text: str) -> int:
-    """Returns the number of devices that a program runs on."""
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
 
 
@@ -212,11 +195,9 @@ def _groups(attributes: str, ranks: int) -> Groups:
 
 
 def _mesh_groups(mesh: str, devices: str | None, axes: str) -> Groups:
-    """Returns the groups of a mesh and axes, as XLA writes them.
-
-    In mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}, the ranks of a group differ along 'a' and along the
-    outer half of 'b'.
-    """
+    """Returns the groups of a mesh and axes, as XLA writes them."""
+    # In mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}, the ranks of a group differ along 'a' and along the
+    # outer half of 'b'.
     sizes = {name.strip("'"): int(n) for name, n in (item.split("=") for item in mesh.split(","))}
     ids = np.arange(math.prod(sizes.values()))
     if devices and (m := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", devices)):
@@ -233,11 +214,9 @@ def _mesh_groups(mesh: str, devices: str | None, axes: str) -> Groups:
 def mesh_groups(
     sizes: Mapping[Any, int], axes: Sequence[tuple[Any, int, int]], ids: np.ndarray[Any, Any] | None = None
 ) -> Groups:
-    """Returns the groups of ranks that differ only along `axes` of a mesh, {axis name: size}.
-
-    `axes` has (name, outer, size) of each. The axis has outer * size * inner ranks, and ranks of a group differ only
-    along the middle part, `size`. `ids` has the rank at each place of the mesh; by default, they are in order.
-    """
+    """Returns the groups of ranks that differ only along `axes` of a mesh, {axis name: size}."""
+    # `axes` has (name, outer, size) of each. The axis has outer * size * inner ranks, and ranks of a group differ only
+    # along the middle part, `size`. `ids` has the rank at each place of the mesh; by default, they are in order.
     total = math.prod(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(total), tuple(sizes.values())))) if sizes else {}
     for name, outer, size in axes:

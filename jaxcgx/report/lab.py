@@ -15,11 +15,9 @@ POINTS = 400  # the most points of a line in the chart
 
 
 def run(links: Sequence[Link], changes: Sequence[Change], words: Sequence[str]) -> tuple[int, Data]:
-    """Runs a command in all hosts at the same time. Returns (worst exit status, results from the kernel's counters).
-
-    In the words of the command, {rank} becomes the number of the host, {hosts} the number of hosts, and {address} the
-    address of host 0. Links change while it runs. The changes are in the order of their times.
-    """
+    """Runs a command in all hosts at the same time. Returns (worst exit status, results from the kernel's counters)."""
+    # In the words of the command, {rank} becomes the number of the host, {hosts} the number of hosts, and {address} the
+    # address of host 0. Links change while it runs. The changes are in the order of their times.
     with signals_raise(), Lab(len(links), links) as lab, Counters(lab) as counters:
         for rank in range(lab.hosts):
             known = {"{rank}": str(rank), "{hosts}": str(lab.hosts), "{address}": lab.address(0)}
@@ -76,7 +74,6 @@ def describe(links: Sequence[Link], changes: Sequence[tuple[float, Change]], his
 
 
 def spell(data: Data) -> str:
-    """Returns the table of a run as text for people."""
     head = ["host", "direction", "rate", "bytes", "packets", "dropped", "busiest second", "share of the rate"]
     lines = [
         [

@@ -30,7 +30,6 @@ _MESSAGES, _ITERATIONS, _TURNS = 4, 4, 5
 
 
 def path(name: str) -> pathlib.Path:
-    """Returns the path of a file of measurements."""
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(folder) / "jaxcgx" / f"{name}.json"
 
@@ -61,13 +60,11 @@ def save(name: str, place: str, key: str, found: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The speed of a codec's kernels on all processors, in bytes of float32 per second.
+    """The speed of a codec's kernels on all processors, in bytes of float32 per second."""
 
-    For sparse codecs, `decode` and `reduce` are in compressed bytes per second, which exchange/costs.py counts.
-    `spread` is by how much the two runs that agree best differ, `busy` the share of the processors that other programs
-    took meanwhile, and `date` when that was.
-    """
-
+    # For sparse codecs, `decode` and `reduce` are in compressed bytes per second, which exchange/costs.py counts.
+    # `spread` is by how much the two runs that agree best differ, `busy` the share of the processors that other
+    # programs took meanwhile, and `date` when that was.
     encode: float
     encode_fed: float  # with feedback
     decode: float
@@ -87,10 +84,8 @@ class Kernels:
 
 
 def kernels(codec: Codec, again: bool = False) -> Kernels:
-    """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them.
-
-    With `again`, they are measured anyway. What was measured on a quiet machine is kept if the machine is busy now.
-    """
+    """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them."""
+    # With `again`, they are measured anyway. What was measured on a quiet machine is kept if the machine is busy now.
     place, name = _place(), spell(codec)
     entry = load("kernels").get(place, {}).get(name, {})
     fits = entry.keys() == {field.name for field in dataclasses.fields(Kernels)}  # and isn't of another version

@@ -52,7 +52,6 @@ def origin(command: str) -> Data:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns (lower quartile, median, upper quartile)."""
     low, middle, high = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
     return round(float(low), 4), round(float(middle), 4), round(float(high), 4)
 
@@ -107,7 +106,6 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def unit(name: str) -> str:
-    """Returns the unit in a cell's name, or "" if it has none."""
     return _split(name)[1]
 
 

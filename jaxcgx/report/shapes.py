@@ -113,10 +113,8 @@ MODELS: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
 
 
 def read(words: str, layers: int | None = None) -> Shapes:
-    """Returns the leaves for a word of the command line: a model, a number of parameters, or a file.
-
-    With `layers`, a number of parameters is divided into as many layers of a transformer.
-    """
+    """Returns the leaves for a word of the command line: a model, a number of parameters, or a file."""
+    # With `layers`, a number of parameters is divided into as many layers of a transformer.
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", words, re.IGNORECASE)
     if number:
         return _float32(_divide(round(float(number[1]) * _SUFFIX[number[2].lower()]), layers))

@@ -29,11 +29,9 @@ Assigned = list[tuple[Codec, str | None]]  # for each leaf: its codec, and the r
 
 
 def tune(gradients: Path, plan: Path | None, bits: Sequence[int] | None, **options: Any) -> tuple[Plan, str]:
-    """Returns (plan adapted to the gradients in an .npz file, text that describes it).
-
-    `plan` is a TOML file with the plan to adapt. None: Plan.cgx(). `bits` are candidates, in addition to the plan's
-    own. None: those from 2 to 8 that the plan's codec can have. `options` are those of Plan.adapt.
-    """
+    """Returns (plan adapted to the gradients in an .npz file, text that describes it)."""
+    # `plan` is a TOML file with the plan to adapt. None: Plan.cgx(). `bits` are candidates, in addition to the plan's
+    # own. None: those from 2 to 8 that the plan's codec can have. `options` are those of Plan.adapt.
     base = Plan.cgx() if plan is None else Plan.load(plan)
     found: list[Any] = compressing(base.default)
     if len(found) != 1 or not hasattr(found[0], "bits"):
@@ -91,7 +89,6 @@ def _load(path: Path) -> Step:
 
 
 def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatistics:
-    """Returns the sum of the statistics of all steps."""
     measure = jax.jit(functools.partial(gradient_statistics, codecs=tuple(codecs)))
     return functools.reduce(
         operator.add, (measure(step, key=jax.random.fold_in(jax.random.key(0), i)) for i, step in enumerate(steps))

@@ -23,11 +23,9 @@ Pairs = Sequence[tuple[int, int]]  # (sender, receiver); a rank sends at most on
 
 
 class PiecewiseSum(NamedTuple):
-    """A sum that a transport computes itself, piece by piece, with the same bits as a schedule.
+    """A sum that a transport computes itself, piece by piece, with the same bits as a schedule."""
 
-    With a stage `inside`, `leaves` are whole, and the layout and the residuals are of this rank's share.
-    """
-
+    # With a stage `inside`, `leaves` are whole, and the layout and the residuals are of this rank's share.
     layout: Layout  # with one chunk for each tree, or one chunk for one_shot; only passed on to `native`
     leaves: list[jax.Array]
     residuals: list[jax.Array] | None
@@ -149,7 +147,6 @@ class Transport:
         return self.where_received(self.permute(x, pairs), pairs)
 
     def where_received(self, x: jax.Array, pairs: Pairs) -> jax.Array:
-        """Returns x, or zeros on a rank to which no rank sends."""
         if len(pairs) == self.size:
             return x
         receives = np.zeros(self.size, bool)

@@ -1,8 +1,7 @@
 """Ranks of an MPI communicator, one process each: mpi4jax moves the bytes.
 
 mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on
-every rank. A primitive that contains such an operation declares the effect (`effects`), and a program with it runs on a
-single device. Ranks and sizes are Python ints: every rank compiles its own program.
+every rank. Ranks and sizes are Python ints: every rank compiles its own program, which runs on a single device.
 
 mpi4jax's operations have no rules for vmap, and their derivatives differ from lax's. They take no floats shorter than
 32 bits and no integers shorter than 8 bits. So the operations that exchanges use are one primitive that is linear in
@@ -76,7 +75,6 @@ class Comm(Transport):
         return _exchange("permute", row, self, pairs=tuple(pairs))
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """Returns the array of rank `root`."""
         return _exchange("broadcast", x, self, root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
@@ -144,7 +142,6 @@ class Nodes(Transport):
         return self.everybody.permute(row, pairs)
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """Returns the array of rank `root`."""
         return self.everybody.broadcast(x, root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
@@ -162,11 +159,9 @@ Net = Comm | Nodes | SharedMemory
 
 
 class NodeLeaders(Leaders):
-    """The first ranks of the nodes.
+    """The first ranks of the nodes."""
 
-    Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
-    """
-
+    # Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
     def __init__(self, cross: Comm, inner: Comm | SharedMemory) -> None:
         self.cross: Comm = cross
         self.inner: Comm | SharedMemory = inner
@@ -203,7 +198,6 @@ def _check_count(count: int) -> None:
 
 
 def _is_short(dtype: Any, kind: Any, bits: int) -> bool:
-    """Returns whether a dtype is of this kind and has fewer bits."""
     return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
 
 

@@ -93,7 +93,6 @@ class Shm(Transport):
         return exchange("shift", row, self, argument=1 % self.size)
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """Returns the array of rank `root`."""
         return exchange("broadcast", x, self, argument=root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:

@@ -30,12 +30,10 @@ class Stranger(Exception):
 
 
 class Wire(NamedTuple):
-    """How programs greet each other.
+    """How programs greet each other."""
 
-    No two programs may greet with the same magic and place: otherwise a stranger could send back what it gets as its
-    own proof.
-    """
-
+    # No two programs may greet with the same magic and place: otherwise a stranger could send back what it gets as its
+    # own proof.
     magic: bytes
     secret: str
     unknown: str  # what a program is that greets with other magic bytes than expected
@@ -70,12 +68,10 @@ class Wire(NamedTuple):
 
 
 class Listener:
-    """Accepts connections at an address, each in a thread of its own.
+    """Accepts connections at an address, each in a thread of its own."""
 
-    `meet` does the handshake, and returns the place of the other end, or None. `serve` gets the place, and runs until
-    the connection ends. Only `STRANGERS` connections are in `meet` at a time.
-    """
-
+    # `meet` does the handshake, and returns the place of the other end, or None. `serve` gets the place, and runs until
+    # the connection ends. Only `STRANGERS` connections are in `meet` at a time.
     def __init__(
         self,
         address: tuple[str, int],

@@ -41,11 +41,9 @@ def transport_over_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) 
 
 @dataclasses.dataclass(frozen=True)
 class TcpAxes(Axes):
-    """Named axes. The axes in `over` are marked as Tcp.
+    """Named axes. The axes in `over` are marked as Tcp."""
 
-    Exchanges over all axes together use the connections. Exchanges over a single axis use them if it is in `over`.
-    """
-
+    # Exchanges over all axes together use the connections. Exchanges over a single axis use them if it is in `over`.
     over: frozenset[Any]
     timeout: float
     links: Links

@@ -122,12 +122,10 @@ def split(names: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 class AxesLeaders(base.Leaders):
-    """The leaders are the ranks of `outer` that are first along `inner`.
+    """The leaders are the ranks of `outer` that are first along `inner`."""
 
-    The other ranks run the same operations, but the next gather discards their results. `everybody` is the transport
-    over `outer` and `inner` together.
-    """
-
+    # The other ranks run the same operations, but the next gather discards their results. `everybody` is the transport
+    # over `outer` and `inner` together.
     def __init__(self, everybody: Axes, outer: Axes, inner: Axes):
         self.everybody: Axes = everybody
         self.outer: Axes = outer
@@ -146,7 +144,6 @@ class AxesLeaders(base.Leaders):
         return self.inner.rank == 0
 
     def _send(self, row: jax.Array, distance: int) -> jax.Array:
-        """Returns the row of the leader that is `distance` ranks before."""
         pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
         return self.everybody.permute(row, pairs)
 

@@ -104,7 +104,6 @@ class Demo:
             raise wrong(OP, "values", expected, repr(self.values), remedy)
 
     def _codec(self, n: int) -> TopK:
-        """Returns the codec of the coefficients of a block with n elements."""
         return TopK(min(1.0, (self.k - 0.5) / n), values=self.values)
 
     def init(self, params: Params) -> ExchangeState:

@@ -55,7 +55,7 @@ def test_arrays_on_a_device(monkeypatch):
 
     old, new = tree(1), tree(2)
     patch = encode(old, new)
-    monkeypatch.setattr("jaxcgx.patch.device.HOST", "none")  # now the CPU counts as a device
+    monkeypatch.setattr("jaxcgx.patch.words.HOST", "none")  # now the CPU counts as a device
     assert encode(old, new) == patch and checksum(old) == patch.old
     got = apply(old, patch, donate=True)
     assert_same_bits(got, new)

@@ -28,7 +28,7 @@ from jaxcgx.patch.trees import encode
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.transports.sockets import as_host
 from jaxcgx.typing import Params, PyTree
-from jaxcgx.wan.decoupled.inbox import OP, Contribution, Inbox, Patches, Sendable
+from jaxcgx.wan.decoupled.inbox import OP, CommonState, Contribution, Inbox, Patches
 from jaxcgx.wan.decoupled.moves import WEIGHTS, Moves, Packing, number_of, on_auto_axes, put_like
 from jaxcgx.wan.decoupled.peers import Frame, Terms, Version
 from jaxcgx.wan.diloco.fragments import wide_zeros
@@ -172,16 +172,6 @@ class Round(NamedTuple):
     centers: tuple[int, ...]
 
 
-class _Held(NamedTuple):
-    """The state that is the same in all centers with this version."""
-
-    version: Version
-    outer: Params
-    optimizer: PyTree
-    merged: np.ndarray  # uint64[centers, 2]: the last outer gradient of each center in it, as `_named`; zeros: none
-    patches: Patches = ()
-
-
 class _Sent(NamedTuple):
     """The outer gradient that this center has sent for the next round, and its state at that time."""
 
@@ -225,7 +215,7 @@ class Member:
         fresh = DecoupledState(0, 0, optimizer, jax.jit(wide_zeros)(trained) if given.keep else None)
         number, merged, optimizer, self._residuals = fresh if state is None else _checked(state, fresh)
         version = Version(int(number), int(merged), number_of(self._moves.checksums(trained, optimizer)))
-        self._held = _Held(version, outer, optimizer, np.zeros((len(given.hosts), 2), np.uint64))
+        self._held = self._common(version, outer, optimizer, np.zeros((len(given.hosts), 2), np.uint64))
         self._compile()
         self._sent: _Sent | None = None
         self._waits = False
@@ -236,7 +226,7 @@ class Member:
         self._outcome: dict[int, Contribution] = {}  # of the round that has ended
         terms = self._terms()  # in every process, because it computes checksums of their common arrays
         # The other processes follow the first one.
-        self._inbox = Inbox(given, terms, packing.bytes, self._sendable) if jax.process_index() == 0 else None
+        self._inbox = Inbox(given, terms, packing.bytes, lambda: self._held) if jax.process_index() == 0 else None
         try:
             if self._inbox:
                 self._arrived = self._inbox.meet()
@@ -254,7 +244,7 @@ class Member:
     @property
     def state(self) -> DecoupledState:
         """The state that `join` needs, with `params`, to go on later."""
-        version, _, optimizer, *_ = self._held
+        version, optimizer = self._held.version, self._held.optimizer
         return DecoupledState(np.int32(version.round), np.int32(version.merged), optimizer, self._residuals)
 
     @property
@@ -308,7 +298,6 @@ class Member:
         return _Act.SEND if due and not (self._sent or self.waited) else _Act.GO_ON
 
     def _send(self, params: Params) -> PyTree:
-        """Sends this center's outer gradient."""
         version, outer, *_ = self._held
         numbers = np.array([self._given.place, version.round], np.int32)
         row, own, residuals = self._moves.encode(outer, params, self._residuals, numbers)
@@ -323,7 +312,7 @@ class Member:
     def _move(self, params: Params) -> PyTree:
         """Moves the outer parameters by the average of a round, and this center's own parameters by as much."""
         (rows, weights), included = self._nothing(), False
-        version, before, optimizer, merged, _ = self._held
+        version, before, optimizer, _, merged, _ = self._held
         merged = merged.copy()
         for place, each in self._outcome.items():
             rows[place], weights[place] = np.frombuffer(each.payload, np.uint8), each.weight
@@ -341,13 +330,13 @@ class Member:
         members = tuple(int(place) for place in np.flatnonzero(weights))
         self.last = Round(version.round + 1, members)
         version = Version(version.round + 1, version.merged + len(members), number_of(checksums))
-        self._hold(_Held(version, outer, optimizer, merged))
+        self._hold(self._common(version, outer, optimizer, merged))
         return params
 
     def _adopt(self, params: Params) -> PyTree:
         """Goes on from the outer parameters and the optimizer's state that another center has sent."""
-        _, outer, optimizer, merged, _ = self._held
-        size = self._sendable().nbytes
+        _, outer, optimizer, _, merged, _ = self._held
+        size = self._held.nbytes
         words, body, included = np.zeros(6, np.uint32), np.zeros(size, np.uint8), False
         if self._arrived:
             words[:] = np.array(self._arrived.version, np.uint64).view(np.uint32)
@@ -363,21 +352,19 @@ class Member:
         if self._sent and included:
             self._residuals = self._sent.residuals
         self._steps, self._tokens = 0, 0.0
-        self._hold(_Held(version, outer, optimizer, merged), adopted=True)
+        self._hold(self._common(version, outer, optimizer, merged), adopted=True)
         return self._moves.copy(outer)
 
-    def _hold(self, held: _Held, adopted: bool = False) -> None:
-        before, self._held, self._sent = self._sendable(), held, None
+    def _hold(self, held: CommonState, adopted: bool = False) -> None:
+        before, self._held, self._sent = self._held, held, None
         if self._inbox:
             self._inbox.advance(held.version, adopted)
             if not adopted and self._moves.packing.sparse:  # else rounds change nearly all bits
-                self._held = held._replace(patches=_longer(before, self._sendable()))
+                self._held = held._replace(patches=_longer(before, held))
 
-    def _sendable(self) -> Sendable:
-        """Returns the state that other centers fetch. Threads call it, so it reads `_held` once."""
-        version, outer, optimizer, merged, patches = self._held
+    def _common(self, version: Version, outer: Params, optimizer: PyTree, merged: np.ndarray) -> CommonState:
         arrays = jax.tree_util.tree_leaves((self._moves.packing.trained.take(outer), optimizer))
-        return Sendable(version, merged, arrays, patches)
+        return CommonState(version, outer, optimizer, arrays=arrays, merged=merged)
 
     def _terms(self) -> Terms:
         given, held, packing = self._given, self._held, self._moves.packing
@@ -447,7 +434,7 @@ def _check_like(function: str, argument: str, given: PyTree, wanted: PyTree, rem
             raise wrong(function, argument, spell_array(y), spell_array(x), remedy, path=path)
 
 
-def _longer(before: Sendable, after: Sendable) -> Patches:
+def _longer(before: CommonState, after: CommonState) -> Patches:
     """Returns the patches from older versions to the state `after`, as many as have fewer bytes than half of it."""
     old, new = ([np.asarray(x) for x in each.arrays] for each in (before, after))
     patches = *before.patches, (before.version, encode(old, new).tobytes())
@@ -457,7 +444,6 @@ def _longer(before: Sendable, after: Sendable) -> Patches:
 
 
 def _named(contribution: Contribution) -> tuple[int, int]:
-    """Returns the number of the round to which a contribution was sent, and its checksum."""
     return contribution.version.round + 1, contribution.check
 
 

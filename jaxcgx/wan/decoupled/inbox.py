@@ -22,6 +22,7 @@ import numpy as np
 from jaxcgx.checks import unexpected, warn, wrong
 from jaxcgx.patch.trees import Patch, apply
 from jaxcgx.transports.sockets import start_thread
+from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version
 
 OP = "Decoupled.join"
@@ -42,7 +43,6 @@ class Contribution:
 
     @functools.cached_property
     def check(self) -> int:
-        """The checksum of the payload."""
         return zlib.crc32(self.payload)
 
 
@@ -56,13 +56,15 @@ class Decision(NamedTuple):
 Patches = tuple[tuple[Version, bytes], ...]  # (an older version, the patch from there to the next one), in order
 
 
-class Sendable(NamedTuple):
-    """The state that other centers may fetch."""
+class CommonState(NamedTuple):
+    """The state that is the same in all centers with this version. Other centers may fetch it."""
 
     version: Version
-    merged: np.ndarray[Any, Any]  # the last outer gradient of each center in it
-    arrays: list[Any]  # the outer parameters and the outer optimizer's state
-    patches: Patches  # up to this version
+    outer: Params
+    optimizer: PyTree  # the state of the outer optimizer
+    arrays: list[Any]  # of both, without frozen parameters
+    merged: np.ndarray[Any, Any]  # uint64[centers, 2]: the last outer gradient of each center in it; zeros: none
+    patches: Patches = ()  # up to this version
 
     @property
     def nbytes(self) -> int:
@@ -71,12 +73,10 @@ class Sendable(NamedTuple):
 
 @dataclasses.dataclass
 class Assembly:
-    """The versions, contributions and decisions that a center knows.
+    """The versions, contributions and decisions that a center knows."""
 
-    A round needs `quorum` contributions. After that it waits at most `grace` seconds for further ones. A center waits
-    as long before it fetches the chair's state.
-    """
-
+    # A round needs `quorum` contributions. After that it waits at most `grace` seconds for further ones. A center waits
+    # as long before it fetches the chair's state.
     place: int
     quorum: int
     grace: float
@@ -90,12 +90,10 @@ class Assembly:
 
     @property
     def chair(self) -> int:
-        """The place of the chair."""
         everyone = {**self.others, self.place: self.version}
         return min(everyone, key=lambda place: (-everyone[place].merged, place))
 
     def present(self) -> dict[int, Contribution]:
-        """Returns the contributions to the next round, by place."""
         found = self._sent.get(self.version.round, {})
         return {place: each for place, each in sorted(found.items()) if each.version == self.version}
 
@@ -110,10 +108,8 @@ class Assembly:
             self._decided.setdefault(decision.version, decision)
 
     def _needs(self, number: int) -> bool:
-        """Returns whether this center may need messages of a round.
-
-        These are its own round and the next one. While it fetches a state, the state's round and later ones, too.
-        """
+        """Returns whether this center may need messages of a round."""
+        # These are its own round and the next one. While it fetches a state, the state's round and later ones, too.
         fetched = self.fetching is not None and number >= self.fetching
         return fetched or 0 <= number - self.version.round <= 1
 
@@ -164,13 +160,11 @@ class Assembly:
 
 
 class Inbox:
-    """What a center knows of the other centers, and its connections to them.
+    """What a center knows of the other centers, and its connections to them."""
 
-    The condition `changed` guards all attributes that change. Threads call `state()`. `payload` is the number of bytes
-    of an outer gradient.
-    """
-
-    def __init__(self, given: Any, terms: Terms, payload: int, state: Callable[[], Sendable]) -> None:
+    # The condition `changed` guards all attributes that change. Threads call `state()`. `payload` is the number of
+    # bytes of an outer gradient.
+    def __init__(self, given: Any, terms: Terms, payload: int, state: Callable[[], CommonState]) -> None:
         self._given, self._state = given, state
         size, version = state().nbytes, state().version
         # A round waits for half of the grace, so that its end reaches steps before they have waited for all of it.
@@ -218,7 +212,6 @@ class Inbox:
 
     @property
     def others(self) -> list[int]:
-        """The places of the connected centers."""
         with self.changed:
             return list(self.assembly.others)
 
@@ -250,7 +243,6 @@ class Inbox:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends all connections."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -289,11 +281,9 @@ class Inbox:
                 self.changed.wait(TICK if self.assembly.gathers(now) else None)
 
     def _beat(self) -> Frame:
-        """Returns a frame that says that this center is alive, with its version."""
         return Frame(FrameKind.BEAT, self.assembly.version)
 
     def _came(self, place: int) -> None:
-        """Handles the connection of a center."""
         with self.changed:
             self._asked = None if self._asked == place else self._asked  # a request over the old connection is lost
             self.peers.send(place, self._beat())
@@ -301,7 +291,6 @@ class Inbox:
                 self.peers.send(place, _frame(own))
 
     def _left(self, place: int) -> None:
-        """Handles the loss of a center."""
         with self.changed:
             self.assembly.others.pop(place, None)
             self._asked = None if self._asked == place else self._asked
@@ -321,7 +310,6 @@ class Inbox:
             self.changed.notify_all()
 
     def _got(self, place: int, frame: Frame) -> None:
-        """Handles a frame from a center."""
         kind, version, body = frame
         if kind == FrameKind.FETCH:
             self.peers.send(place, _frame_of(self._state(), version))
@@ -341,7 +329,7 @@ class Inbox:
             self.changed.notify_all()
 
 
-def _frame_of(state: Sendable, there: Version) -> Frame:
+def _frame_of(state: CommonState, there: Version) -> Frame:
     """Returns what a center with the version `there` needs to have a state."""
     merged, known = state.merged.tobytes(), [version for version, _ in state.patches]
     if there in known:
@@ -350,7 +338,7 @@ def _frame_of(state: Sendable, there: Version) -> Frame:
     return Frame(FrameKind.STATE, state.version, b"".join([merged, *(np.asarray(x).tobytes() for x in state.arrays)]))
 
 
-def _patched(state: Sendable, body: Any) -> bytes | None:
+def _patched(state: CommonState, body: Any) -> bytes | None:
     """Returns the body of a STATE, from that of PATCHES. None: they are cut, or this center has another state."""
     at, arrays = state.merged.nbytes, [np.asarray(x) for x in state.arrays]
     merged = body[:at]

@@ -85,7 +85,6 @@ class Packing:
 
     @property
     def bytes(self) -> int:
-        """The number of bytes of a center's outer gradients."""
         return sum(leaf.bytes for leaf in self.leaves)
 
     def pack(self, moved: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
@@ -97,11 +96,9 @@ class Packing:
         return row, tree.unflatten(self._unpack(row))
 
     def average(self, rows: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        """Returns (the average of each leaf, whether any center counts), from uint8[centers, bytes] and the weights.
-
-        Every center adds in the same order, so that all centers get the same bits. A center whose outer gradients
-        aren't finite counts as one with weight 0.
-        """
+        """Returns (the average of each leaf, whether any center counts), from uint8[centers, bytes] and the weights."""
+        # Every center adds in the same order, so that all centers get the same bits. A center whose outer gradients
+        # aren't finite counts as one with weight 0.
 
         def add(total: PyTree, given: PyTree) -> tuple[PyTree, None]:
             row, weight = given
@@ -122,10 +119,8 @@ class Packing:
         return means, weight > 0
 
     def _terms(self, parts: list[jax.Array], weight: jax.Array) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-        """Returns (weight, norms, leaves), which a center adds to the sums. Norms and leaves are times the weight.
-
-        Leaves with the radial average are unit vectors. The norms of the other leaves are 0.
-        """
+        """Returns (weight, norms, leaves), which a center adds to the sums. Norms and leaves are times the weight."""
+        # Leaves with the radial average are unit vectors. The norms of the other leaves are 0.
         norms = [weight * _norm(x) if leaf.radial else jnp.float32(0) for leaf, x in zip(self.leaves, parts)]
         return weight, norms, [weight * (_unit(x) if leaf.radial else x) for leaf, x in zip(self.leaves, parts)]
 
@@ -161,8 +156,6 @@ _program = functools.partial(jax.jit, static_argnums=0)
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """The compiled programs for some parameters."""
-
     packing: Packing
     optimizer: "optax.GradientTransformation"  # the outer one
     seed: int  # of the noise of codecs that round stochastically
@@ -182,10 +175,8 @@ class Moves:
     def encode(
         self, outer: PyTree, own: PyTree, residuals: PyTree, numbers: jax.Array
     ) -> tuple[jax.Array, PyTree, PyTree]:
-        """Returns (bytes of the outer gradient, a copy of the own parameters, residuals if it counts in the round).
-
-        The noise depends on `numbers`, the center's place and the round.
-        """
+        """Returns (bytes of the outer gradient, a copy of the own parameters, residuals if it counts in the round)."""
+        # The noise depends on `numbers`, the center's place and the round.
         take = self.packing.trained.take
         moved = jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
         if residuals is not None:
@@ -197,11 +188,9 @@ class Moves:
         return row, jax.tree_util.tree_map(jnp.copy, own), residuals
 
     def move(self, outer: PyTree, state: PyTree, rows: Array, weights: Array) -> tuple[PyTree, PyTree, Array]:
-        """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both).
-
-        The sums are computed on one device, because their order, and so their rounding, depends on shardings. The
-        results have the shardings of the arguments.
-        """
+        """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both)."""
+        # The sums are computed on one device, because their order, and so their rounding, depends on shardings. The
+        # results have the shardings of the arguments.
         before = self.packing.trained.take(outer), state
         whole = jax.tree_util.tree_map(np.asarray, before)
         *found, checksums = jax.tree_util.tree_map(np.asarray, self._move(*whole, rows, weights))
@@ -260,5 +249,4 @@ def _explicit(sharding: Sharding) -> TypeGuard[NamedSharding]:
 
 
 def number_of(checksums: Array | jax.Array) -> int:
-    """Returns a 64-bit digest of checksums."""
     return int.from_bytes(hashlib.blake2b(np.asarray(checksums).tobytes(), digest_size=8).digest(), "big")

@@ -80,12 +80,10 @@ class Events(NamedTuple):
 
 
 class Peers:
-    """The connections to other centers.
+    """The connections to other centers."""
 
-    `place` is the index of this center in `addresses`, the (host, port) of all centers. `sizes` are the sizes that the
-    body of each kind of frame may have.
-    """
-
+    # `place` is the index of this center in `addresses`, the (host, port) of all centers. `sizes` are the sizes that
+    # the body of each kind of frame may have.
     def __init__(
         self,
         place: int,
@@ -161,10 +159,8 @@ class Peers:
             self._why[place] = unreached(error)
 
     def _meet(self, sock: socket.socket, expected: int | None) -> int | None:
-        """Returns the place of the center at the other end, or None if the handshake fails.
-
-        `expected` is the place of the center that was called; None: the connection was accepted.
-        """
+        """Returns the place of the center at the other end, or None if the handshake fails."""
+        # `expected` is the place of the center that was called; None: the connection was accepted.
         known = expected
 
         def check(place: int) -> None:
@@ -186,10 +182,8 @@ class Peers:
         return place
 
     def _tell(self, sock: socket.socket, first: bool) -> Terms:
-        """Sends this center's terms, and returns those of the other center.
-
-        `first` says which end sends first: if both sent at once, large terms could fill the buffers and block both.
-        """
+        """Sends this center's terms, and returns those of the other center."""
+        # `first` says which end sends first: if both sent at once, large terms could fill the buffers and block both.
         text = json.dumps(self._terms).encode()
         mine = struct.pack("!I", len(text)) + text
         if first:
@@ -203,7 +197,6 @@ class Peers:
         return Terms(options, leaves)
 
     def _serve(self, sock: socket.socket, place: int) -> None:
-        """Reads the frames of a center until it has gone."""
         link = _Link(sock, self._events.beat)
         with self._lock:
             old, self._links[place] = self._links.get(place), link

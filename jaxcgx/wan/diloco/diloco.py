@@ -108,9 +108,7 @@ class Diloco:
         if self.forward is not None:
             check_choice(op, "forward", self.forward, ("bfloat16", "float16"))
             if not self.keep:
-                raise wrong(
-                    op, "keep", "True with 'forward', whose unseen elements wait", False, "leave out keep=False"
-                )
+                raise wrong(op, "keep", "True with 'forward', whose unseen elements wait", False, "leave it out")
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
             raise wrong(op, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
@@ -223,12 +221,10 @@ class Diloco:
 
 
 class Waiting(NamedTuple):
-    """A round that began in an earlier step.
+    """A round that began in an earlier step."""
 
-    The arrays are the mean of outer gradients that is still to be applied, or what ends its exchange. Only the process
-    that began an exchange can end it.
-    """
-
+    # The arrays are the mean of outer gradients that is still to be applied, or what ends its exchange. Only the
+    # process that began an exchange can end it.
     begun: jax.Array  # bool[]: whether one has begun
     arrays: PyTree
 
@@ -242,7 +238,6 @@ class OfCenter(NamedTuple):
 
     @staticmethod
     def per_rank() -> dict[str, str]:
-        """Returns what becomes of the rows of each field for another number of ranks."""
         return {"residuals": "sum", "start": "mean", "waiting": "zeros"}
 
 
@@ -264,13 +259,11 @@ class OfAll(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turn:
-    """What is done with a fragment. Arguments and results are its part of the parameters, and its state.
+    """What is done with a fragment. Arguments and results are its part of the parameters, and its state."""
 
-    All ranks of a center have the same outer gradients. The exchange takes those of the first rank, and zeros from the
-    other ranks. The same holds for residuals, unless each rank trains alone: then each rank keeps its own, and the sum
-    of all is that of the centers. Inside a center, the ranks share the work and exchange uncompressed arrays.
-    """
-
+    # All ranks of a center have the same outer gradients. The exchange takes those of the first rank, and zeros from
+    # the other ranks. The same holds for residuals, unless each rank trains alone: then each rank keeps its own, and
+    # the sum of all is that of the centers. Inside a center, the ranks share the work and exchange uncompressed arrays.
     how: Diloco
     whole: Routes  # of the whole parameters; parts of a leaf get its codec, whatever the fragments are
     net: Transport  # the centers and their ranks
@@ -313,11 +306,9 @@ class Turn:
         return ExchangeState(state.own, state.shared._replace(waiting=Waiting(jnp.ones((), bool), mean)))
 
     def end(self, outer: Params, own: Params, state: ExchangeState) -> tuple[Params, Params, ExchangeState]:
-        """Moves the outer parameters by the mean, and the center's own parameters to the outer parameters.
-
-        If the mean isn't finite, the outer parameters stay as they are, and the center goes back to them. If no
-        exchange has begun, nothing changes.
-        """
+        """Moves the outer parameters by the mean, and the center's own parameters to the outer parameters."""
+        # If the mean isn't finite, the outer parameters stay as they are, and the center goes back to them. If no
+        # exchange has begun, nothing changes.
         mean, begun, state = self._arrived(outer, state)
         good = begun & finite(mean)
         after, state = self._move(outer, state, mean, good)
@@ -336,10 +327,8 @@ class Turn:
         return after, new, ExchangeState(done.own, done.shared._replace(waiting=None))
 
     def eager(self, outer: Params, own: Params, state: ExchangeState) -> tuple[Params, Params, ExchangeState]:
-        """Moves the outer parameters by the mean of the round before, and exchanges this round's outer gradients.
-
-        The center goes on from a preliminary outer step with its own part of this round's mean alone.
-        """
+        """Moves the outer parameters by the mean of the round before, and exchanges this round's outer gradients."""
+        # The center goes on from a preliminary outer step with its own part of this round's mean alone.
         moved = self._moved(outer, own, state)
         mean, begun, done = self._arrived(outer, state)
         after, done = self._move(outer, done, mean, begun & finite(mean))
@@ -350,7 +339,6 @@ class Turn:
         return after, start, ExchangeState(done.own._replace(start=start), done.shared)
 
     def _moved(self, outer: Params, own: Params, state: ExchangeState) -> PyTree:
-        """Returns a center's outer gradients."""
         start = outer if state.own.start is None else state.own.start
         return jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), start, own)
 
@@ -388,10 +376,8 @@ class Turn:
         return sent, zeros(residuals), each(lambda t, s, r: None if r is None else t - s, total, sent, residuals)
 
     def _receive(self, begun: Begun, state: ExchangeState) -> tuple[PyTree, ExchangeState]:
-        """Ends an exchange. Returns (mean, state).
-
-        Residuals are multiplied by `decay`. If the mean isn't finite, the state stays as it is.
-        """
+        """Ends an exchange. Returns (mean, state)."""
+        # Residuals are multiplied by `decay`. If the mean isn't finite, the state stays as it is.
         own, shared, each = state.own, state.shared, jax.tree_util.tree_map
         ticket, carry, unseen = begun
         mean, carry = end(ticket, carry)

@@ -35,8 +35,6 @@ _WHOLE = slice(None)
 
 
 class _Piece(NamedTuple):
-    """Some or all rows of a leaf."""
-
     bytes: float
     leaf: int
     start: int
@@ -44,11 +42,9 @@ class _Piece(NamedTuple):
 
 
 def cut(op: str, params: Params, skipped: PyTree, number: int) -> tuple[Fragment, ...]:
-    """Divides the parameters into `number` fragments. Each piece goes to the fragment with the fewest bytes so far.
-
-    A leaf with more bytes than an equal share is cut into pieces along its first dimension. The result depends on
-    shapes and dtypes, not on values. Parameters that are `skipped` are in no fragment.
-    """
+    """Divides the parameters into `number` fragments. Each piece goes to the fragment with the fewest bytes so far."""
+    # A leaf with more bytes than an equal share is cut into pieces along its first dimension. The result depends on
+    # shapes and dtypes, not on values. Parameters that are `skipped` are in no fragment.
     leaves = jax.tree_util.tree_leaves(params)
     frozen = jax.tree_util.tree_leaves(skipped)
     sizes = [0 if skip else x.size * x.dtype.itemsize for x, skip in zip(leaves, frozen)]
@@ -78,15 +74,12 @@ def cut(op: str, params: Params, skipped: PyTree, number: int) -> tuple[Fragment
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """Returns an array in float32."""
     return x.astype(jnp.float32)
 
 
 def wide_zeros(tree: PyTree) -> PyTree:
-    """Returns zeros in float32, with the shapes of a tree's arrays."""
     return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
 def finite(tree: PyTree) -> jax.Array:
-    """Returns whether all numbers of a tree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()

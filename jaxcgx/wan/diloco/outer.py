@@ -106,6 +106,5 @@ class OuterTelemetry(NamedTuple):
 
 
 def _dot(x: PyTree, y: PyTree) -> jax.Array:
-    """Returns the scalar product of two trees, in float32."""
     products = jax.tree_util.tree_map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
     return jax.tree_util.tree_reduce(jnp.add, products, jnp.zeros((), jnp.float32))

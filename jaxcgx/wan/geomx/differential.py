@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -19,19 +22,81 @@ from jaxcgx.exchange.message import Carry, carry_over
 from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
 from jaxcgx.exchange.routes import Routes, Travel
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import Codecs, by_axis
+from jaxcgx.plan.leaves import Codecs, by_axis, why_unfit
 from jaxcgx.plan.plan import Phase, switch
 from jaxcgx.train.division import after
 from jaxcgx.train.exchange import At, Outcome, check_centers, check_hyperparameter, routes_of, set_phases
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.typing import Key, Params, PyTree
-from jaxcgx.wan.geomx.blocks import Arrays, Blocks, Cut, add, cut, each, head, line, select, tail, take
 
 T = TypeVar("T")
+Arrays = Sequence[jax.Array | None]  # an entry for each leaf
 OP = "Differential"
 LEVELS = 8  # the number of shares that an adaptive share is rounded to
 SHORT = MaxMin(4)  # the codec of the other blocks with rest="quantize"
 LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with these numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks that a leaf is cut into. The last block is padded with zeros."""
+
+    shape: tuple[int, ...]
+    size: int  # the number of elements in a block
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def count(self) -> int:
+        return -(-self.elements // self.size)
+
+    def share(self, k: float) -> int:
+        """Returns the number of blocks in the share `k` of all blocks. It is at least one."""
+        return max(1, round(k * self.count))
+
+    def split(self, x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1)
+        if missing := self.count * self.size - self.elements:
+            flat = jnp.pad(flat, (0, missing))
+        return flat.reshape(self.count, self.size)
+
+    def join(self, blocks: jax.Array) -> jax.Array:
+        return blocks.reshape(-1)[: self.elements].reshape(self.shape)
+
+    def magnitudes(self, blocks: jax.Array) -> jax.Array:
+        """Returns the mean magnitude of each block, float32[count]. The padding doesn't count."""
+        sizes = np.full(self.count, self.size, np.float32)
+        sizes[-1] -= self.count * self.size - self.elements
+        return jnp.abs(blocks.astype(jnp.float32)).sum(1) / sizes
+
+
+Cut = Sequence[Blocks | None]  # the blocks of each leaf; None for a leaf that is sent whole
+
+
+def cut(routes: Routes, block_bytes: int, share: float) -> Cut:
+    """Returns the blocks of each leaf, or None for one that is sent whole: skipped, unfit, or with too few blocks."""
+    found: list[Blocks | None] = []
+    for route in routes.leaves:
+        blocks = None if route.skipped or why_unfit(route) else Blocks(route.shape, block_bytes // route.dtype.itemsize)
+        found.append(blocks if blocks and blocks.share(share) < blocks.count else None)
+    return found
+
+
+def each(function: Callable[..., T], *values: Sequence[Any]) -> list[T | None]:
+    """Calls the function with the entries of each leaf. The result is None where the first list has None."""
+    return [None if entries[0] is None else function(*entries) for entries in zip(*values)]
+
+
+def where_cut(function: Callable[..., jax.Array], *values: Sequence[Any]) -> list[jax.Array | None]:
+    """Calls the function with the entries of each leaf. If one of them is None, the second one stays as it is."""
+    return [entries[1] if any(x is None for x in entries) else function(*entries) for entries in zip(*values)]
+
+
+def take(places: Arrays, values: Arrays) -> list[jax.Array | None]:
+    """Returns the blocks at these places. Whole leaves, which have None as places, stay as they are."""
+    return where_cut(lambda at, x: x.at[at].get(mode="promise_in_bounds", unique_indices=True), places, values)
 
 
 class Unsent(NamedTuple):
@@ -42,7 +107,6 @@ class Unsent(NamedTuple):
 
     @staticmethod
     def per_rank() -> dict[str, str]:
-        """Returns what becomes of the rows of each field for another number of ranks."""
         return {"residuals": "sum", "pending": "mean"}
 
 
@@ -58,11 +122,9 @@ class Ranking(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """The mean and the residual of each leaf after an exchange. For a leaf that is cut, both are blocks.
+    """The mean and the residual of each leaf after an exchange. For a leaf that is cut, both are blocks."""
 
-    Before an exchange, `means` has this rank's gradients. None: the leaf takes no part.
-    """
-
+    # Before an exchange, `means` has this rank's gradients. None: the leaf takes no part.
     means: Arrays
     residuals: Arrays  # None for a leaf without residuals
 
@@ -180,13 +242,11 @@ class Differential:
 
 
 class Transmission:
-    """One step for all leaves. Each list has an entry for each leaf; None means that the leaf has no such value.
+    """One step for all leaves. Each list has an entry for each leaf; None means that the leaf has no such value."""
 
-    XLA runs the exchanges of a conditional at the same time as other exchanges of the program, in an order that differs
-    from rank to rank, unless one needs a result of the other. So every conditional with exchanges depends on `turn`,
-    the number of steps so far, which depends on the exchanges before.
-    """
-
+    # XLA runs the exchanges of a conditional at the same time as other exchanges of the program, in an order that
+    # differs from rank to rank, unless one needs a result of the other. So every conditional with exchanges depends on
+    # `turn`, the number of steps so far, which depends on the exchanges before.
     def __init__(self, how: Differential, state: ExchangeState, at: At, tree: PyTree) -> None:
         """`tree` has the gradients, or arrays like them if the step only begins."""
         self.how: Differential = how
@@ -202,7 +262,7 @@ class Transmission:
         self.residuals: Arrays = self._split(self.leaves_of(self.own.residuals))
 
     def _split(self, values: Arrays) -> Arrays:
-        return [x if b is None or x is None else b.split(x) for b, x in zip(self.cut, values)]
+        return where_cut(Blocks.split, self.cut, values)
 
     def run(self, late: Late | None) -> tuple[PyTree, ExchangeState]:
         """Returns (the mean, the state after the step). `late` is the exchange that has begun, if one has."""
@@ -221,9 +281,10 @@ class Transmission:
         # while these bytes travel.
         rest, pending = self._rest(ranked, level, self._after((arrived.means, now.means, contributions)))
         counts, inverse = self._counts(level), each(jnp.argsort, order)
-        both = (select(self.cut, counts, x, y) for x, y in zip(now, rest))
-        means, residuals = (add(take(inverse, x), late) for x, late in zip(both, arrived))
-        whole = lambda values: tree([x if b is None or x is None else b.join(x) for b, x in zip(self.cut, values)])
+        select = lambda b, x, y, count: jnp.where(jnp.arange(b.count)[:, None] < count, x, y)
+        both = (where_cut(select, self.cut, x, y, counts) for x, y in zip(now, rest))
+        means, residuals = (where_cut(operator.add, late, take(inverse, x)) for x, late in zip(both, arrived))
+        whole = lambda values: tree(where_cut(Blocks.join, self.cut, values))
         defers = how.rest == "defer"
         own = self.own._replace(residuals=whole(residuals), pending=tree(pending) if defers else None)
         shared = shared._replace(
@@ -236,7 +297,6 @@ class Transmission:
         return whole(means), ExchangeState(own, shared)
 
     def begin_late(self) -> Late:
-        """Begins the exchange of the blocks that the last step deferred."""
         return begin(*self._given(self.routes[0], self._deferred(self.how.k), LATE))
 
     def _loss(self) -> jax.Array | None:
@@ -249,10 +309,8 @@ class Transmission:
         return None if self.how.adaptive is None else plain_reduce(OP, loss, self.at.net, mean=True)
 
     def _after(self, tree: PyTree) -> jax.Array:
-        """Returns the turn, which waits for the arrays of a tree.
-
-        A batched `turn` would make vmap run all branches of a conditional. So it waits for one row of them alone.
-        """
+        """Returns the turn, which waits for the arrays of a tree."""
+        # A batched `turn` would make vmap run all branches of a conditional. So it waits for one row of them alone.
         first = lambda x: _any_row(x.reshape(-1)[:1])
         return after(jax.tree_util.tree_map(first, tree), self.turn)
 
@@ -320,42 +378,46 @@ class Transmission:
 
     def _arrived(self, late: Late | None) -> Portion:
         """Returns the result of the exchange of deferred blocks, each at its place in the leaf, or Nones."""
-        nothing = [None] * len(self.cut)
         if self.how.rest != "defer":
-            return Portion(nothing, nothing)
+            return Portion(*[[None] * len(self.cut)] * 2)
 
         def receive(share: float) -> Portion:
             given = self._deferred(share)
             sent = self._send(given, LATE) if late is None else self._listed(*end(*late))
-            return Portion(*(line(self.cut, nothing, x) for x in sent))
+            return self._in_line(sent, first=False)
 
         places = each(jnp.argsort, self.leaves_of(self.shared.order))
         return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
     def _now(self, ranked: Portion, share: float) -> Portion:
         """Exchanges the important blocks of ranked blocks, and whole leaves. The places of other blocks have zeros."""
-        heads = (head(self.cut, share, x) for x in ranked)
-        return Portion(*(line(self.cut, x, [None] * len(self.cut)) for x in self._send(Portion(*heads), NOW)))
+        heads = (where_cut(lambda b, x: x[: b.share(share)], self.cut, x) for x in ranked)
+        return self._in_line(self._send(Portion(*heads), NOW), first=True)
+
+    def _in_line(self, given: Portion, first: bool) -> Portion:
+        """Returns the first or the last blocks of each leaf at their places among all blocks, which have zeros."""
+
+        def line(b: Blocks, x: jax.Array) -> jax.Array:
+            missing = b.count - len(x)
+            return jnp.pad(x, ((0, missing) if first else (missing, 0), (0, 0)))
+
+        return Portion(*(where_cut(line, self.cut, x) for x in given))
 
     def _counts(self, level: jax.Array | None) -> Sequence[Any]:
-        """Returns the number of important blocks of each leaf."""
         shares = self.how.shares
         if level is None:
             return each(lambda b: b.share(shares[0]), self.cut)
         return each(lambda b: jnp.asarray([b.share(k) for k in shares])[level], self.cut)
 
     def _rest(self, ranked: Portion, level: jax.Array | None, turn: jax.Array) -> tuple[Portion, Arrays]:
-        """Treats the other blocks as `rest` says. Returns (the result of their exchange, the blocks that are deferred).
-
-        ranked: the gradients and residuals of all blocks. The places of important ones in the result have no meaning.
-        """
+        """Treats the other blocks as `rest` says. Returns (the result of their exchange, the deferred blocks)."""
+        # ranked: the gradients and residuals of all blocks. The places of important ones in the result have no meaning.
         rest, first, shares = self.how.rest, turn == 0, self.how.shares
         blocks = Portion(*(each(lambda _, x: x, self.cut, x) for x in ranked))  # without whole leaves
-        nothing = [None] * len(self.cut)
 
         def send(codec: Codecs | None, share: float) -> Portion:
-            sent = self._send(Portion(*(tail(self.cut, share, x) for x in blocks)), REST, turn, codec)
-            return Portion(*(line(self.cut, nothing, x) for x in sent))
+            tails = (where_cut(lambda b, x: x[b.share(share) :], self.cut, x) for x in blocks)
+            return self._in_line(self._send(Portion(*tails), REST, turn, codec), first=False)
 
         def hold(x: jax.Array, r: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
             """Returns (the deferred blocks, their residuals)."""
@@ -397,10 +459,8 @@ class Transmission:
     def _given(
         self, routes: Routes, given: Portion, part: int, codec: Codecs | None = None
     ) -> tuple[PyTree, Carry, Travel, Key | None]:
-        """Returns (the blocks, their residuals, how they travel, the key of their noise).
-
-        Blocks get the codecs of the whole leaves: rules and guards of a plan are for the shapes of these.
-        """
+        """Returns (the blocks, their residuals, how they travel, the key of their noise)."""
+        # Blocks get the codecs of the whole leaves: rules and guards of a plan are for the shapes of these.
         blocks = self.tree.unflatten(given.means)
         codecs = [codec or own for x, own in zip(given.means, routes.codecs) if x is not None]
         way = self.at.way if part == NOW else self.at.way._replace(order=None)

@@ -143,7 +143,6 @@ def from_env(environ: Mapping[str, str] | None = None, exchange: AnyExchange = R
 
 
 def _read(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the checked values of all variables."""
     for name in environ:
         near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.9)
         if near and name not in VARIABLES:
@@ -162,7 +161,6 @@ def _read(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_overlaid(exchange: Any) -> None:
-    """Checks that an exchange takes a schedule: the overlay."""
     taken = {field.name for field in dataclasses.fields(exchange) if field.init} & {"plan", "schedule"}
     if not taken:
         expected = (

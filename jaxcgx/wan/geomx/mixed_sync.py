@@ -25,7 +25,6 @@ class Held(NamedTuple):
 
     @staticmethod
     def per_rank() -> dict[str, str]:
-        """Returns what becomes of the rows of each field for another number of ranks."""
         return {"grads": "mean"}
 
 

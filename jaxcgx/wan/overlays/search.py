@@ -46,11 +46,10 @@ def seconds(overlay: Overlay, rates: Rates) -> float:
 
 
 def trees(rates: Rates) -> Overlay:
-    """Returns trees that together keep the load of the busiest link or line low.
-
-    Every round adds the cheapest tree. The price of a link grows with the load from earlier rounds (Garg and Konemann's
-    packing). If all links have the same rate, the cheapest trees are stars around each rank in turn, as in two_shot.
-    """
+    """Returns trees that together keep the load of the busiest link or line low."""
+    # Every round adds the cheapest tree. The price of a link grows with the load from earlier rounds (Garg and
+    # Konemann's packing). If all links have the same rate, the cheapest trees are stars around each rank in turn, as in
+    # two_shot.
     n = len(rates)
     links, line = both(rates), lines(rates)
     load_of_link, load_of_line = np.zeros((n, n)), np.zeros(n)
@@ -150,11 +149,9 @@ def _by_swaps(links: Rates) -> list[int]:
 
 
 def owners(rates: Rates) -> Overlay:
-    """Returns owners with parts such that the lines of all owners are busy for the same time.
-
-    In each direction, a rank's line carries the message once, and the rank's own part n - 2 times more. If w is the
-    part of a rank, (1 + (n - 2) w) / rate is therefore the same for all ranks that own a part.
-    """
+    """Returns owners with parts such that the lines of all owners are busy for the same time."""
+    # In each direction, a rank's line carries the message once, and the rank's own part n - 2 times more. If w is the
+    # part of a rank, (1 + (n - 2) w) / rate is therefore the same for all ranks that own a part.
     line = lines(rates)
     n = len(line)
     if n == 2:

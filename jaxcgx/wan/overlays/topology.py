@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jaxcgx.checks import check_choice, check_integer, check_number, check_type,
 from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.native import connections
 from jaxcgx.plan.overlay import Overlay, Tree
+from jaxcgx.train.step import TrainStep
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.typing import ArrayLike, PyTree
 from jaxcgx.wan.overlays.search import SHAPES, Rates, seconds
@@ -104,20 +105,6 @@ class LinkRates:
         return found
 
 
-class Steps(NamedTuple):
-    """The functions of a training loop whose overlay may change. They are called as those of `make`.
-
-    Attributes:
-      init: the function `init` with the current overlay.
-      step: the function `step` with the current overlay. Every few calls, it updates the Topology first.
-      finish: the function `finish` with the current overlay.
-    """
-
-    init: Callable[..., Any]
-    step: Callable[..., Any]
-    finish: Callable[..., Any]
-
-
 class Topology:
     """Measures the links between the ranks of an axis over `Tcp`, and finds the best overlay for them.
 
@@ -199,7 +186,7 @@ class Topology:
         self.overlay, self.version = overlay, self.version + changed
         return changed
 
-    def steps(self, make: Callable[[Overlay], Any], every: int = 10) -> Steps:
+    def steps(self, make: Callable[[Overlay], Any], every: int = 10) -> TrainStep:
         """Returns `init`, `step` and `finish` of a training loop. Each step uses the overlay that is best at the time.
 
         Every overlay has its own compiled program. All programs are kept.
@@ -232,7 +219,8 @@ class Topology:
             return made(self.overlay).step(*args, **kwargs)
 
         init = lambda *args, **kwargs: made(self.overlay).init(*args, **kwargs)
-        return Steps(init, step, lambda *state: made(self.overlay).finish(*state))
+        chosen: Any = step  # TrainStep has the type of its own
+        return TrainStep(init, chosen, lambda state: made(self.overlay).finish(state))
 
     def __repr__(self) -> str:
         return f"Topology(version {self.version}, {len(self.overlay.trees)} trees, depth {self.overlay.depth})"
@@ -267,7 +255,6 @@ class Topology:
         self.links.note(sent, busy)
 
     def _gathered(self, row: Rates) -> Rates:
-        """Returns the arrays of all processes, by process."""
         rows = self._gather(jax.make_array_from_process_local_data(self._every, row[None]))
         return np.asarray(rows.addressable_data(0))[np.argsort(self._processes, axis=None)]
 
@@ -278,7 +265,6 @@ class Topology:
         return self._gathered(words.reshape(count))[0]
 
     def _probe(self, pairs: list[tuple[int, int]]) -> None:
-        """Sends bytes between pairs of ranks, in both directions at once."""
         self._programs(*sorted(pairs))()
         self.probes += 1
 
