@@ -10,7 +10,7 @@ shape at once.
 
 import dataclasses
 import math
-from typing import cast
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,16 +51,12 @@ class PowerSGD(Codec):
 
     Args:
       rank: the number of columns of each factor.
-
-    Attributes:
-      momentum: the share of what is sent that stays in the residual.
     """
 
     rank: int = 4
 
     low_rank = True
-    state = ("residuals", "factors")
-    momentum = 0.0
+    state: ClassVar[tuple[str, ...]] = ("residuals", "factors")
 
     def __post_init__(self) -> None:
         set_field(self, "rank", check_integer, 1, MOST)
@@ -128,6 +124,10 @@ class PowerSGD(Codec):
         """Returns what a sum returns, of its factors `basis` and `q`."""
         return self.multiply(basis, q)
 
+    def gone(self, basis: jax.Array, q: jax.Array) -> jax.Array:
+        """Returns what leaves the residual of a rank whose own factors are `basis` and `q`."""
+        return self.multiply(basis, q)
+
     # The Gram-Schmidt process, with two projections per column: columns become orthogonal up to rounding, even if they
     # were nearly parallel. A column has norm 1 before a projection, so a remainder below _NOTHING is rounding error. An
     # iteration is one projection, which halves the time to compile.
@@ -168,3 +168,6 @@ class PowerIteration(PowerSGD):
     def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         scale = math.sqrt(q.shape[-1] / basis.shape[-1])
         return scale * self.multiply(basis, _over(q, jnp.linalg.norm(q, axis=-1, keepdims=True)))
+
+    def gone(self, basis: jax.Array, q: jax.Array) -> jax.Array:
+        return (1 - self.momentum) * self.multiply(basis, q)

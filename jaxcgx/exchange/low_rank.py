@@ -80,7 +80,7 @@ def end(stage: Stage, begun: BegunMessage, message: Message, how: Sum, *, inner:
             sums = codec.result(basis[k], q[k]).reshape(x.shape)
             leaves[i], factors[i] = sums.astype(x.dtype), kept[k]
             if message.residuals is not None:
-                gone = (sum(stack.terms[k]) - codec.multiply(basis[k], (1 - codec.momentum) * mine[k])) / inner
+                gone = (sum(stack.terms[k]) - codec.gone(basis[k], mine[k])) / inner
                 lost[i] = jnp.where(jnp.isfinite(sums), gone.reshape(x.shape), message.residuals[i])
     residuals = None if message.residuals is None else lost
     return Message(message.ids, leaves, residuals=residuals, factors=message.factors and factors)
