@@ -211,11 +211,16 @@ def _check_carry(carry: Carry, travel: Travel) -> None:
                 _check_array(travel, kind, route, array)
     if carry.residuals is None and carry.sent is None:
         return
+    what = "residuals" if carry.sent is None else "differences"
     if carry.residuals is not None:
         travel.check_feedback()
+    if _compat.replicating_pmap():
+        warn(
+            f"{routes.op}: argument 'carry': {what} differ from rank to rank, but pmap's out_axes=None says that "
+            "its results don't; a checkpoint would have those of one device; write out_axes=0 for them"
+        )
     for codec in {each.stages[0].codec: None for each in travel.envelopes}:
         if not codec.contracts:
-            what = "residuals" if carry.sent is None else "differences"
             why = f"{what} of {spell(codec)} grow without bound, because its error is larger than its input"
             remedy = "take more bits, smaller buckets, rounding to nearest, or jaxcgx.Eden"
             warn(f"{routes.op}: argument '{routes.argument}': {why}; {remedy}")

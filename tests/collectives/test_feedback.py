@@ -208,3 +208,10 @@ def test_raw_leaves_of_16_bits_give_back_their_rounding(dtype):
     run = lambda x, r: psum(x, r, codec=cgx.Plan(cgx.MaxMin(4)), mean=True, key=None)
     results, after = on_ranks(run, mesh(4))(x, before)
     assert_conserved(x, before, results, after, axes=1, weight=4)
+
+
+def test_residuals_that_pmap_calls_replicated():
+    """They differ between ranks. Who saves one of them loses the others."""
+    run = jax.pmap(psum, axis_name="a", out_axes=None, devices=jax.devices()[:4])
+    with pytest.warns(UserWarning, match="out_axes"):
+        run(normal((4, 3000), 1), jnp.zeros((4, 3000)))
