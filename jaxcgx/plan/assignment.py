@@ -121,6 +121,7 @@ class Assignment:
 
     @property
     def raw(self) -> bool:
+        """Whether no leaf is compressed."""
         return all(codec.raw for codec in self.codecs)
 
     @property
@@ -134,9 +135,8 @@ class Assignment:
         return dataclasses.replace(self, rules=[dataclasses.replace(rule, optional=True) for rule in self.rules])
 
     def routes(self, op: str, argument: str, tree: PyTree) -> list[Route]:
-        """Returns the route of each leaf of a tree of arrays or shapes."""
-        # If no codec can take a leaf, or a guard keeps it raw, its codec is Raw(). Errors name the function `op` and
-        # its argument.
+        """Returns the route of each leaf of a `tree`. Errors name the function `op` and its `argument`."""
+        # If no codec can take a leaf, or a guard keeps it raw, its codec is Raw().
         found = jax.tree_util.tree_flatten_with_path(tree)[0]
         names = [spell_path(path) for path, _ in found]
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found]
