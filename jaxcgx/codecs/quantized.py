@@ -28,7 +28,8 @@ class Quantized:
 
     `scales` and `factors` have the dimensions of `values`. Along a dimension in which they are shorter, each is for
     several values: for consecutive ones along the last dimension, and for those of one shard along another one. They
-    have no derivative: where a loss that is differentiated reads them, it is an error.
+    have no derivative: where a loss that is differentiated reads them, it is an error. The leaves of `jax.tree.leaves`
+    have no such check, and derivative 0: JAX takes them, too, wherever a `Quantized` enters or leaves jit or scan.
 
     Attributes:
       sent: the values, the scales and the factors.

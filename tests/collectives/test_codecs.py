@@ -19,6 +19,7 @@ RANKS, SIZE = 3, 5000
 CODECS = [
     cgx.Eden(4, 1024),
     *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
+    *(cgx.Micro("nvfp4", rounding) for rounding in ("stochastic", "eden")),
     cgx.Lossless(),
     cgx.MaxMin(4, 512, rotate=True),
     cgx.AbsMax(4, 512, rotate=True),
