@@ -532,6 +532,8 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
     if (b.block < b.blocks) sent.store(codes + sent.at(q), q);
   });
   if (threadIdx.x == 0) store_meta(m, chunk, e.meta + static_cast<int64_t>(p.tile) * m.meta, g);
+  if (kForm == Form::kScaled && threadIdx.x == 0 && p.tile + 1 == e.count)  // other blocks have multiples of 16 bytes
+    pad(chunk, codes - chunk + bucket_bytes(m.codec, b.size));
   if constexpr (!kFeedback) return;
   // Each thread reads the codes that it wrote, and the thread block decodes them like every receiver.
   const float meta[2] = {unit_of(g), base_of(g)};

@@ -148,7 +148,7 @@ class Micro(GridCodec):
         top, largest = ieee.magnitude_bits(blocks).max(-1), self._format.elements.largest
         finite = top < 0x7F800000
         above = math.frexp(largest)[1] - 1
-        if up:  # the next power of two, if the mantissa of `top` is that of `largest` or more
+        if up:  # the next power of two, if `top` has a larger mantissa than `largest`
             top += 0x7FFFFF - (np.float32(largest).view(np.int32) & 0x7FFFFF)
         scales = jnp.where(finite, jnp.maximum((top >> 23) - above, 0), 255)
         power = lambda e: ieee.as_float(jnp.clip(e, 1, 254) << 23)[..., None]
