@@ -47,6 +47,8 @@ FAMILIES = {
     "TopK": [cgx.TopK(0.01), cgx.TopK(0.1)],
     "PowerSGD": [cgx.PowerSGD(rank) for rank in (1, 4)],
     "Micro": [cgx.Micro("nvfp4"), cgx.Micro("mxfp4"), cgx.Micro("mxfp8")],
+    "Micro, stochastic": [cgx.Micro(name, "stochastic") for name in ("nvfp4", "mxfp4", "mxfp8")],
+    "Micro, eden": [cgx.Micro("nvfp4", "eden")],
     "Lossless": [cgx.Lossless()],
 }
 KINDS = *RANDOM, *PART

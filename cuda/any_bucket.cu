@@ -6,9 +6,9 @@ namespace jaxcgx::cuda {
 namespace {
 
 // Finds the codes of a lane of a block with scales, and the scales of its rows. The first lane stores the codes of the
-// scales to `stored`. Every thread of the warp must call this, because it has shuffles.
-template <class C, int kBits>
-CGX_D void encode_scaled(const Lane& l, const float (&x)[kRows], const Grid& g, Words<Scalar, kBits>& w,
+// scales to `stored`. random(row) returns noise. Every thread of the warp must call this, because it has shuffles.
+template <class C, int kBits, bool kStochastic, class Random>
+CGX_D void encode_scaled(const Lane& l, const float (&x)[kRows], const Grid& g, Random random, Words<Scalar, kBits>& w,
                          float (&scales)[kRows], uint8_t* stored) {
 #pragma unroll
   for (int first = 0; first < kRows; first += C::kScaleRows) {
@@ -20,13 +20,17 @@ CGX_D void encode_scaled(const Lane& l, const float (&x)[kRows], const Grid& g, 
     }
 #pragma unroll
     for (uint32_t m = kLanes / 2; m > 0; m /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, m));
-    const int32_t code = g.finite ? C::template scale_code<Scalar>(largest) : 0;
+    const int32_t code = g.finite ? C::template scale_code<Scalar, kStochastic>(largest) : 0;
     const float inverse = C::template inverse<Scalar>(code);
 #pragma unroll
     for (int r = first; r < first + C::kScaleRows; ++r) {
       scales[r] = C::template scale<Scalar>(code);
-      if (r < l.rows && g.finite && C::template is_number<Scalar>(code))
-        w.put(r, C::template quantize<Scalar>(x[r] * g.scale * g.inv * inverse));
+      if (r >= l.rows || !g.finite || !C::template is_number<Scalar>(code)) continue;
+      const float y = x[r] * g.scale * g.inv * inverse;
+      if constexpr (kStochastic)
+        w.put(r, C::template quantize<Scalar>(y, random(r)));
+      else
+        w.put(r, C::template quantize<Scalar>(y));
     }
     if (l.coded && l.lane == 0) stored[first / C::kScaleRows] = static_cast<uint8_t>(code);
   }
@@ -124,16 +128,19 @@ __global__ void __launch_bounds__(kMostThreads)
   uint8_t* chunk = chunk_of(m, p);
   uint8_t* codes = chunk + e.codes + l.codes(m);
   float scales[kRows];
+  const auto random = [&](int r) -> int32_t {
+    if constexpr (kStochastic)
+      return noise.of[row.start + l.at(r) - first_noise];
+    else
+      return 0;
+  };
   if constexpr (traits_of(C::kKind).scales) {
-    encode_scaled<C, kBits>(l, x, g, w, scales, codes + kLanes * kBits);
+    encode_scaled<C, kBits, kStochastic>(l, x, g, random, w, scales, codes + kLanes * kBits);
   } else {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      int32_t random = 0;
       scales[r] = 1.0f;
-      if (r >= l.rows || !g.finite) continue;
-      if constexpr (kStochastic) random = noise.of[row.start + l.at(r) - first_noise];
-      w.put(r, code_of<C, kBits, kStochastic>(x[r], g, top, random));
+      if (r < l.rows && g.finite) w.put(r, code_of<C, kBits, kStochastic>(x[r], g, top, random(r)));
     }
   }
   if (!l.coded) return;

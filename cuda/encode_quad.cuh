@@ -140,10 +140,11 @@ CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint3
   philox<Scalar>(word, key[0], key[1]);
 }
 
-// Finds the codes of x, a quad, in a grid, and those of the scales of its block. Every thread of the warp must call
-// this, because it has shuffles.
-template <class C, int kBits>
-CGX_D void scaled_codes_of_quad(const Quad& q, const Grid& g, const float (&x)[kRows][4], QuadCodes<C, kBits>& codes) {
+// Finds the codes of x, a quad, in a grid, and those of the scales of its block. random(row, j) returns noise, which
+// makes the rounding stochastic. Every thread of the warp must call this, because it has shuffles.
+template <bool kStochastic, class C, int kBits, class Random>
+CGX_D void scaled_codes_of_quad(const Quad& q, const Grid& g, const float (&x)[kRows][4], Random random,
+                                QuadCodes<C, kBits>& codes) {
   constexpr int kOwn = C::kScales / 4;  // the scales that each of the block's four threads computes
   const auto place = static_cast<int>(q.place);
   float largest[kOwn] = {};
@@ -164,7 +165,7 @@ CGX_D void scaled_codes_of_quad(const Quad& q, const Grid& g, const float (&x)[k
   for (uint32_t& word : codes.scales) word = 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    const int32_t code = g.finite ? C::template scale_code<Scalar>(largest[i] * g.scale * g.inv) : 0;
+    const int32_t code = g.finite ? C::template scale_code<Scalar, kStochastic>(largest[i] * g.scale * g.inv) : 0;
     own[i] = C::template inverse<Scalar>(code);
 #pragma unroll
     for (int s = i; s < C::kScales; s += kOwn) {
@@ -185,10 +186,25 @@ CGX_D void scaled_codes_of_quad(const Quad& q, const Grid& g, const float (&x)[k
 #pragma unroll
     for (int r = s * C::kScaleRows; r < (s + 1) * C::kScaleRows; ++r) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        codes.lane[j].put(r, C::template quantize<Scalar>(x[r][j] * g.scale * g.inv * factor));
+      for (int j = 0; j < 4; ++j) {
+        const float y = x[r][j] * g.scale * g.inv * factor;
+        if constexpr (kStochastic)
+          codes.lane[j].put(r, C::template quantize<Scalar>(y, random(r, j)));
+        else
+          codes.lane[j].put(r, C::template quantize<Scalar>(y));
+      }
     }
   }
+}
+
+// Draws the random bits of lane j of a quad. Returns the offset of the key.
+template <class T>
+CGX_D uint32_t draw_lane(const T& t, const Place& p, const Quad& q, int j, int32_t (&word)[4]) {
+  const uint32_t* const key = t.message.keys + kKeyWords * p.row;
+  const Draws& draws = t.rows[p.index];
+  const uint64_t block = static_cast<uint64_t>(draws.start / kBlock + q.block);
+  draw(word, key, block * kLanes + q.place * 4 + j, draws.id);
+  return key[2];
 }
 
 // Finds the codes of x, a quad of the piece, in a grid. For codecs with scales, every thread of the warp must call
@@ -197,7 +213,14 @@ template <class C, int kBits, bool kStochastic, class T>
 CGX_D void codes_of_quad(const T& t, const Place& p, const Quad& q, const Grid& g, const float (&x)[kRows][4],
                          QuadCodes<C, kBits>& codes) {
   if constexpr (scales_of<C>() > 0) {
-    scaled_codes_of_quad(q, g, x, codes);
+    int32_t words[4][4];
+    uint32_t offset = 0;
+    if constexpr (kStochastic) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) offset = draw_lane(t, p, q, j, words[j]);
+    }
+    const auto random = [&](int r, int j) { return noise_of<Scalar>(words[j], r, offset); };
+    scaled_codes_of_quad<kStochastic>(q, g, x, random, codes);
   } else {
     const Message& m = t.message;
     auto& lanes = codes.lane;
@@ -214,13 +237,7 @@ CGX_D void codes_of_quad(const T& t, const Place& p, const Quad& q, const Grid& 
       }
       int32_t word[4];
       uint32_t offset = 0;
-      if constexpr (kStochastic) {
-        const uint32_t* const key = m.keys + kKeyWords * p.row;
-        offset = key[2];
-        const Draws& draws = t.rows[p.index];
-        const uint64_t block = static_cast<uint64_t>(draws.start / kBlock + q.block);
-        draw(word, key, block * kLanes + q.place * 4 + j, draws.id);
-      }
+      if constexpr (kStochastic) offset = draw_lane(t, p, q, j, word);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         int32_t noise = 0;

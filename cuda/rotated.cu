@@ -135,9 +135,14 @@ CGX_D void to_columns(const Bucket& b, const float (&quad)[kRows][4], Shared& s,
 // An attribute of lambdas. Without it, large lambdas are not inlined, and the variables that they use are in memory.
 #define CGX_INLINE __attribute__((always_inline))
 
+// What codes are: levels of a grid, levels of a table (codec/eden.h), or numbers in blocks with scales (codec/micro.h).
+enum class Form { kGrid, kTable, kScaled };
+template <Form kForm>
+using CodecOf = std::conditional_t<kForm == Form::kScaled, Micro<kNvfp4>, Levels>;
+
 // Calls f with the width of a code as a type. kTable: for codecs with a table, which have fewer widths.
 template <bool kTable, class Fn>
-CGX_D void with_bits(int bits, Fn f) {
+CGX_D void with_width(int bits, Fn f) {
   switch (bits) {
     case 1:
       return f(std::integral_constant<int, 1>());
@@ -160,10 +165,18 @@ CGX_D void with_bits(int bits, Fn f) {
   }
 }
 
+template <Form kForm, class Fn>
+CGX_D void with_bits(int bits, Fn f) {
+  if constexpr (kForm == Form::kScaled)
+    f(std::integral_constant<int, 4>());
+  else
+    with_width<kForm == Form::kTable>(bits, f);
+}
+
 // Writes the level of each code of a codec with a table to shared memory. They may be read after the next barrier. The
 // levels are constants of the code, because a GPU would copy a table that it indexes to each thread's memory.
 CGX_D void fill_levels(const Codec& c, Shared& s) {
-  with_bits<true>(c.bits, [&](auto bits) CGX_INLINE {
+  with_width<true>(c.bits, [&](auto bits) CGX_INLINE {
     constexpr int kBits = decltype(bits)::value, kHalf = 1 << (kBits - 1);
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -173,32 +186,40 @@ CGX_D void fill_levels(const Codec& c, Shared& s) {
   });
 }
 
-// Decodes a bucket from its metadata and codes, to columns. Every thread of the thread block must call this. kTable:
-// fill_levels was called.
-template <bool kTable>
+// Returns the value of a code of a quad with scales.
+CGX_D float value_of(const QuadCodes<Micro<kNvfp4>, 4>& codes, int r, int j) {
+  const float value = __fmul_rn(number_of<Micro<kNvfp4>::Element, 4>(codes.lane[j], r), codes.scale(r));
+  return fmaxf(fminf(value, kMostValue), -kMostValue);
+}
+
+// Decodes a bucket from its metadata and codes, to columns. Every thread of the thread block must call this. With a
+// table, fill_levels was called.
+template <Form kForm>
 CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[2], const uint8_t* codes, Shared& s,
                          float (&x)[kColumn]) {
-  const RotatedMeta back(meta[0], kTable ? 0.0f : meta[1], kTable ? seed_sent_as(meta[1]) : 0, b.log_size);
+  constexpr bool kSeeded = kForm != Form::kGrid;
+  const RotatedMeta back(meta[0], kSeeded ? 0.0f : meta[1], kSeeded ? seed_sent_as(meta[1]) : 0, b.log_size);
   float quad[kRows][4] = {};
   __syncthreads();  // wait until all threads have read the previous bucket from shared memory
   draw_signs(back.seed, s);
   __syncthreads();
   if (b.block < b.blocks) {
     const Quad q(threadIdx.x, 12);
-    with_bits<kTable>(m.codec.bits, [&](auto bits) CGX_INLINE {
+    with_bits<kForm>(m.codec.bits, [&](auto bits) CGX_INLINE {
       constexpr int kBits = decltype(bits)::value;
-      QuadCodes<Levels, kBits> sent;
+      QuadCodes<CodecOf<kForm>, kBits> sent;
       sent.load(codes + sent.at(q), q);
       const int32_t top = Levels::top(m.codec);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int32_t code = sent.lane[j].get(r);
-          if constexpr (kTable)
-            quad[r][j] = s.levels[code];
+          if constexpr (kForm == Form::kScaled)
+            quad[r][j] = value_of(sent, r, j);
+          else if constexpr (kForm == Form::kTable)
+            quad[r][j] = s.levels[sent.lane[j].get(r)];
           else
-            quad[r][j] = static_cast<float>(code - top);
+            quad[r][j] = static_cast<float>(sent.lane[j].get(r) - top);
         }
       }
     });
@@ -215,11 +236,11 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
 }
 
 // Decodes the bucket of a thread block: from one payload, or the sum of several payloads and the own rank's elements.
-template <bool kTable>
+template <Form kForm>
 CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const Bucket& b, Shared& s,
                         float (&x)[kColumn]) {
   const uint8_t* payloads = payloads_of(m, p);
-  const int64_t codes = static_cast<int64_t>(e.codes) + p.tile * packed_bytes(m.codec.bucket_size, code_bits(m.codec));
+  const int64_t codes = static_cast<int64_t>(e.codes) + p.tile * bucket_bytes(m.codec, m.codec.bucket_size);
 #pragma unroll
   for (int k = 0; k < kColumn; ++k) x[k] = p.rank == kNowhere ? float_of(kNaNBits) : 0.0f;
   if (p.rank == kNowhere) return;
@@ -235,7 +256,7 @@ CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const 
     const float* sent = reinterpret_cast<const float*>(payloads) + e.meta + static_cast<int64_t>(p.tile) * m.meta;
     const float meta[2] = {sent[0], m.meta == 2 ? sent[1] : 0.0f};
     float decoded[kColumn];
-    decode_bucket<kTable>(m, b, meta, payloads + codes, s, decoded);
+    decode_bucket<kForm>(m, b, meta, payloads + codes, s, decoded);
 #pragma unroll
     for (int k = 0; k < kColumn; ++k) x[k] += decoded[k];
   }
@@ -340,10 +361,9 @@ CGX_D void draw_noise(const Bucket& b, const Draws& draws, const uint32_t* key, 
   }
 }
 
-// Finds the codes of a quad for MaxMin or AbsMax. Returns the grid.
-template <int kBits>
-CGX_D Grid find_codes(const Message& m, const Bucket& b, const float (&x)[kRows][4], const QuadNoise& noise, Shared& s,
-                      QuadCodes<Levels, kBits>& codes) {
+// Returns the grid of a bucket.
+template <class C>
+CGX_D Grid grid_of_rotated(const Message& m, const Bucket& b, const float (&x)[kRows][4], Shared& s) {
   float lo = INFINITY, hi = -INFINITY;
   if (b.block < b.blocks) {
 #pragma unroll
@@ -357,7 +377,34 @@ CGX_D Grid find_codes(const Message& m, const Bucket& b, const float (&x)[kRows]
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) lo = fminf(lo, s.lo[w]), hi = fmaxf(hi, s.hi[w]);
-  const Grid g = Levels::grid({lo, hi}, 0.0f, b.size, m.codec);
+  return C::grid({lo, hi}, 0.0f, b.size, m.codec);
+}
+
+// Finds the codes of a quad for NVFP4, and those of its block's scales. Returns the unit.
+CGX_D float find_numbers(const Message& m, const Bucket& b, const float (&x)[kRows][4], Shared& s,
+                         QuadCodes<Micro<kNvfp4>, 4>& codes) {
+  const Grid g = grid_of_rotated<Micro<kNvfp4>>(m, b, x, s);
+  scaled_codes_of_quad<false>(Quad(threadIdx.x, 12), g, x, [](int, int) { return 0; }, codes);
+  float squares[4], products[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float v = x[r][j];
+      const float square = short_product<Scalar>(v, v), product = short_product<Scalar>(v, value_of(codes, r, j));
+      squares[j] = r == 0 ? square : squares[j] + square;
+      products[j] = r == 0 ? product : products[j] + product;
+    }
+  }
+  const float square = sum_of_quads(b, squares, s, 0), product = sum_of_quads(b, products, s, 1);
+  return square > 0.0f ? square / product : 0.0f;
+}
+
+// Finds the codes of a quad for MaxMin or AbsMax. Returns the grid.
+template <int kBits>
+CGX_D Grid find_codes(const Message& m, const Bucket& b, const float (&x)[kRows][4], const QuadNoise& noise, Shared& s,
+                      QuadCodes<Levels, kBits>& codes) {
+  const Grid g = grid_of_rotated<Levels>(m, b, x, s);
   const int32_t top = Levels::top(m.codec);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -392,7 +439,7 @@ CGX_D uint32_t largest_of_columns(const Bucket& b, const float (&x)[kColumn], Sh
   return largest;
 }
 
-template <bool kTable, bool kFeedback>
+template <Form kForm, bool kFeedback>
 __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_constant__ Table<EncodeRotatedRow> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
@@ -401,12 +448,12 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   const EncodeRotatedRow& row = t.rows[p.index];
   const Bucket b(m, e, row.last, p.tile);
   __shared__ Shared s;
-  if constexpr (kTable) fill_levels(m.codec, s);
+  if constexpr (kForm == Form::kTable) fill_levels(m.codec, s);
   const auto at = [](int k) { return k * kBlock + static_cast<int>(threadIdx.x); };
 
   float x[kColumn], y[kColumn];
   if (m.payloads != nullptr) {
-    decode_place<kTable>(m, e, p, b, s, x);
+    decode_place<kForm>(m, e, p, b, s, x);
   } else {
 #pragma unroll
     for (int k = 0; k < kColumn; ++k)
@@ -425,7 +472,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   const uint32_t* key = m.keys == nullptr ? nullptr : m.keys + kKeyWords * p.row;
   if (threadIdx.x == 0) {
     s.seed = 0;
-    if (kTable) {
+    if (kForm != Form::kGrid) {
       const auto first = static_cast<uint64_t>((row.start + b.element) / kBlock * kLanes);
       int32_t word[4], next[4];
       draw(word, key, first, row.id);
@@ -451,18 +498,21 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   transform_quads(quad, b.place);
 
   uint8_t* chunk = chunk_of(m, p);
-  uint8_t* codes = chunk + e.codes + p.tile * packed_bytes(m.codec.bucket_size, code_bits(m.codec));
+  uint8_t* codes = chunk + e.codes + p.tile * bucket_bytes(m.codec, m.codec.bucket_size);
   Grid g = {};
-  __shared__ std::conditional_t<kTable, char, QuadNoise> noise;  // not used with a table
-  if constexpr (!kTable) {
+  __shared__ std::conditional_t<kForm == Form::kGrid, QuadNoise, char> noise;  // else seeds are all the noise
+  if constexpr (kForm == Form::kGrid) {
     if (m.codec.stochastic) draw_noise(b, row, key, noise);
   }
-  with_bits<kTable>(m.codec.bits, [&](auto bits) CGX_INLINE {
-    QuadCodes<Levels, decltype(bits)::value> sent;
+  with_bits<kForm>(m.codec.bits, [&](auto bits) CGX_INLINE {
+    QuadCodes<CodecOf<kForm>, decltype(bits)::value> sent;
 #pragma unroll
     for (auto& lane : sent.lane) lane.clear();
-    if constexpr (kTable) {
+    if constexpr (kForm == Form::kTable) {
       g.unit = find_levels(b, quad, s, sent);
+      g.base = sent_seed(seed);
+    } else if constexpr (kForm == Form::kScaled) {
+      g.unit = find_numbers(m, b, quad, s, sent);
       g.base = sent_seed(seed);
     } else {
       g = find_codes(m, b, quad, noise, s, sent);
@@ -474,14 +524,20 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
     for (auto& lane : sent.lane) {
       if (!g.finite) lane.clear();
     }
+    if (!g.finite) {
+#pragma unroll
+      for (uint32_t& word : sent.scales) word = 0;
+    }
     const Quad q(threadIdx.x, 12);
     if (b.block < b.blocks) sent.store(codes + sent.at(q), q);
   });
   if (threadIdx.x == 0) store_meta(m, chunk, e.meta + static_cast<int64_t>(p.tile) * m.meta, g);
+  if (kForm == Form::kScaled && threadIdx.x == 0 && p.tile + 1 == e.count)  // other blocks have multiples of 16 bytes
+    pad(chunk, codes - chunk + bucket_bytes(m.codec, b.size));
   if constexpr (!kFeedback) return;
   // Each thread reads the codes that it wrote, and the thread block decodes them like every receiver.
   const float meta[2] = {unit_of(g), base_of(g)};
-  decode_bucket<kTable>(m, b, meta, codes, s, y);
+  decode_bucket<kForm>(m, b, meta, codes, s, y);
 #pragma unroll
   for (int k = 0; k < kColumn; ++k) {
     if (at(k) >= b.n) continue;
@@ -491,7 +547,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   }
 }
 
-template <bool kTable>
+template <Form kForm>
 __global__ void __launch_bounds__(kThreads, 4)
     decode_rotated_kernel(const __grid_constant__ Table<DecodeRotatedRow> t) {
   const Place p = place_of(t);
@@ -500,9 +556,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Entry& e = t.entries[p.index];
   const Bucket b(m, e, t.rows[p.index].last, p.tile);
   __shared__ Shared s;
-  if constexpr (kTable) fill_levels(m.codec, s);
+  if constexpr (kForm == Form::kTable) fill_levels(m.codec, s);
   float x[kColumn];
-  decode_place<kTable>(m, e, p, b, s, x);
+  decode_place<kForm>(m, e, p, b, s, x);
   divide(m, x);
 #pragma unroll
   for (int k = 0; k < kColumn; ++k) {
@@ -513,6 +569,15 @@ __global__ void __launch_bounds__(kThreads, 4)
     else
       store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), b.element + at, x[k]);
   }
+}
+
+// Calls f with the form of a codec's codes as a type.
+template <class Fn>
+Status with_form(const Codec& c, Fn f) {
+  const Traits traits = traits_of(c.kind);
+  if (traits.table) return f(std::integral_constant<Form, Form::kTable>());
+  if (traits.scales) return f(std::integral_constant<Form, Form::kScaled>());
+  return f(std::integral_constant<Form, Form::kGrid>());
 }
 
 template <class Row>
@@ -536,17 +601,17 @@ Status launch(const Call& call, void (*kernel)(Table<Row>), const char* name) {
 }  // namespace
 
 Status encode_rotated(const Call& call) {
-  const bool table = traits_of(call.layout.codec.kind).table, feedback = call.leaves.residuals != nullptr;
-  return launch(call,
-                table      ? feedback ? encode_rotated_kernel<true, true> : encode_rotated_kernel<true, false>
-                : feedback ? encode_rotated_kernel<false, true>
-                           : encode_rotated_kernel<false, false>,
-                "encode kernel of rotated buckets");
+  return with_form(call.layout.codec, [&](auto form) {
+    constexpr Form kForm = decltype(form)::value;
+    const auto kernel =
+        call.leaves.residuals != nullptr ? encode_rotated_kernel<kForm, true> : encode_rotated_kernel<kForm, false>;
+    return launch(call, kernel, "encode kernel of rotated buckets");
+  });
 }
 Status decode_rotated(const Call& call) {
-  const bool table = traits_of(call.layout.codec.kind).table;
-  return launch(call, table ? decode_rotated_kernel<true> : decode_rotated_kernel<false>,
-                "decode kernel of rotated buckets");
+  return with_form(call.layout.codec, [&](auto form) {
+    return launch(call, decode_rotated_kernel<decltype(form)::value>, "decode kernel of rotated buckets");
+  });
 }
 
 }  // namespace jaxcgx::cuda

@@ -53,12 +53,37 @@ def codec_of(cell):
     return eval(f"cgx.{cell.strip('`')}")
 
 
+def ms_eden(groups):
+    """Returns what MS-EDEN (Quartet II) loses of rotated blocks of 8 groups. Transcribes its formulas in NumPy."""
+    e4m3 = lambda x: x.astype(jnp.float8_e4m3fn).astype(np.float32)
+    largest = np.abs(groups).max(-1, keepdims=True) * np.float32(0.93 * 17 / 16 / 6)
+    unit = largest.max() / 256  # leaves room for the correction
+    scales = e4m3(largest / unit)
+    y = groups / (scales * unit)
+    sent = np.clip(y, -6, 6).astype(jnp.float4_e2m1fn).astype(np.float32)
+    total = lambda x: x.sum((1, 2), keepdims=True)
+    corrected = scales * total(y * y) / total(y * sent)
+    step = np.exp2(np.floor(np.log2(corrected)) - 3)
+    corrected = np.floor(corrected / step + np.random.default_rng(1).random(corrected.shape, np.float32)) * step
+    error = sent * corrected * unit - groups
+    return np.square(np.float64(error)).sum() / np.square(np.float64(groups)).sum()
+
+
 # Numbers in text.
 
 
 def numbers():
     """Returns {name: number}."""
     found = {f"Eden {n}": lost(cgx.Eden(n)) for n in (1, 2, 3, 4)}
+    fours = (
+        ("nvfp4", "nearest"),
+        ("nvfp4", "stochastic"),
+        ("nvfp4", "eden"),
+        ("mxfp4", "nearest"),
+        ("mxfp4", "stochastic"),
+    )
+    found |= {f"{name} {rounding}": lost(cgx.Micro(name, rounding)) for name, rounding in fours}
+    found["MS-EDEN"] = ms_eden(NORMAL.reshape(-1, 8, 16))
     found |= {f"two_shot at {ratio}": ranks_for_two_shots(ratio) for ratio in (0.001, 0.01)}
     leaf, half = jax.ShapeDtypeStruct((3000,), jnp.float32), cgx.Cast("float16")
     found["small one_shot"] = costs.sent("one_shot", half, [leaf], 8)

@@ -49,6 +49,9 @@ CODECS = [
     cgx.MaxMin(3, 128, "stochastic", rotate=True),
     cgx.AbsMax(8, 512, rotate=True),
     cgx.Lossless(),
+    cgx.Micro("nvfp4", "stochastic"),
+    cgx.Micro("mxfp8", "stochastic"),
+    cgx.Micro("nvfp4", "eden"),
 ]
 GRIDS = [c for c in CODECS if c.meta]  # codecs with buckets
 SPARSE = [
@@ -187,6 +190,16 @@ def vnmse(x, y):
     """Returns the error |y - x|^2 / |x|^2."""
     x, y = np.float64(x), np.float64(y)
     return np.square(y - x).sum() / np.square(x).sum()
+
+
+def bias(codec, x, draws=256):
+    """Returns the error of the mean over `draws` keys, times `draws`, over the error of one key.
+
+    Without a bias it is about 1.
+    """
+    keys = jax.random.split(jax.random.key(1), draws)
+    y = jax.jit(jax.vmap(lambda key: cgx.roundtrip(x, codec, key)))(keys)
+    return draws * vnmse(x, y.mean(0)) / vnmse(jnp.broadcast_to(x, y.shape), y)
 
 
 def native_key(codec):

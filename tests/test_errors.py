@@ -99,6 +99,7 @@ def decode(payload=PAYLOAD, shape=(9,), dtype="float32"):
         (lambda: cgx.MaxMin(4, 100, rotate=True), ValueError, "MaxMin bucket_size 100"),
         (lambda: cgx.MaxMin(4, 128, rotate=1), TypeError, "MaxMin rotate 1"),
         (lambda: cgx.Micro("fp4"), ValueError, "Micro format 'fp4'"),
+        (lambda: cgx.Micro("mxfp4", "eden"), ValueError, "Micro rounding 'eden'"),
         (lambda: cgx.Cast("float32"), ValueError, "Cast dtype 'float32'"),
         (lambda: cgx.Cast(3), ValueError, "Cast dtype 3"),
         (lambda: cgx.Sign(bucket_size=1.0), TypeError, "Sign bucket_size 1.0"),

@@ -56,6 +56,10 @@ FOR_REFERENCE = {
     "Micro-nvfp4-special_0-1",
     "Micro-mxfp4-special-1",
     "Micro-mxfp8-special-1",
+    "Micro-nvfp4-stochastic-special_0-1",
+    "Micro-mxfp4-stochastic-special-1",
+    "Micro-nvfp4-eden-short-3-feedback",
+    "Micro-nvfp4-eden-rank_1-1",  # reduce
     # By default test_reference.py has it, as its sums are those of Raw and its packing computes nothing in floats.
     *["Lossless-rank_1-1"] * FULL,
 }

@@ -10,7 +10,17 @@ import numpy as np
 from jaxcgx.checks import check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.rotation import check_block, padded, product, rotate, rotate_back, sum_in_order
+from jaxcgx.codecs.rotation import (
+    check_block,
+    drawn_seed,
+    padded,
+    product,
+    rotate,
+    rotate_back,
+    sent_seed,
+    sum_in_order,
+    unbiased,
+)
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import pack, packed_bytes, unpack
 from jaxcgx.typing import DType
@@ -73,26 +83,21 @@ class Eden(Codec):
 
     def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         assert noise is not None
-        second = min(1, x.shape[1] - 1)
-        seed = noise[:, :1] | (noise[:, second : second + 1] & 0x7F) << 16  # 23 bits
+        seed = drawn_seed(noise)
         rotated = rotate(x, seed)
-        y = jnp.abs(rotated.x)
-        square = sum_in_order(product(y, y))
+        y = rotated.x
         levels = self.levels
-        variance = square / y.shape[1]
+        variance = sum_in_order(product(y, y)) / y.shape[1]
         index = jnp.zeros(y.shape, jnp.int32)
         for bound in (levels[1:] + levels[:-1]) / 2:
             index += (y * y > bound * bound * variance).astype(jnp.int32)
         # <x, levels> / |levels|^2 would have a smaller error, but with this unit the error has no bias.
-        unit = ieee.divide(square, sum_in_order(product(y, jnp.asarray(levels)[index])))
-        unit = rotated.as_sent(jnp.where(square > 0, unit, 0))
-        finite = rotated.finite & jnp.isfinite(unit)
+        meta, finite = unbiased(rotated, seed, jnp.asarray(levels)[index])
         half = len(levels)
-        codes = jnp.where(ieee.bits(rotated.x) < 0, half - 1 - index, half + index)
-        meta = jnp.concatenate([unit, ieee.as_float(0x3F800000 | seed)], -1)  # the seed as a float in [1, 2)
-        return jnp.where(finite, meta, jnp.nan), pack(jnp.where(finite, codes, 0), self.bits)
+        codes = jnp.where(ieee.bits(y) < 0, half - 1 - index, half + index)
+        return meta, pack(jnp.where(finite, codes, 0), self.bits)
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
         levels = jnp.asarray(np.concatenate([-self.levels[::-1], self.levels]))
         value = levels[unpack(codes, self.bits, padded(n))]
-        return rotate_back(value, ieee.bits(meta[:, 1:]) & 0x7FFFFF, unit=meta[:, :1], base=None, n=n)
+        return rotate_back(value, sent_seed(meta), unit=meta[:, :1], base=None, n=n)

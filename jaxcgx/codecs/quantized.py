@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxcgx import _compat
 from jaxcgx.checks import as_whole, spell_array, unexpected, wrong
 from jaxcgx.codecs.base import Codec, spell
-from jaxcgx.codecs.checks import as_leaf, check_encodes
+from jaxcgx.codecs.checks import as_key, as_leaf, check_encodes
 from jaxcgx.native import ops, reference
 from jaxcgx.native.layout import Layout
 from jaxcgx.typing import ArrayLike, DType, KeyPath
@@ -28,7 +28,8 @@ class Quantized:
 
     `scales` and `factors` have the dimensions of `values`. Along a dimension in which they are shorter, each is for
     several values: for consecutive ones along the last dimension, and for those of one shard along another one. They
-    have no derivative: where a loss that is differentiated reads them, it is an error.
+    have no derivative: where a loss that is differentiated reads them, it is an error. The leaves of `jax.tree.leaves`
+    have no such check, and derivative 0: JAX takes them, too, wherever a `Quantized` enters or leaves jit or scan.
 
     Attributes:
       sent: the values, the scales and the factors.
@@ -56,19 +57,20 @@ class Quantized:
         return None if self.sent[2] is None else _constant(self.sent[2], self.straight)
 
     @classmethod
-    def of(cls, x: ArrayLike, codec: Codec) -> "Quantized":
+    def of(cls, x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> "Quantized":
         """Returns an array as a codec would send it.
 
         Args:
           x: an array whose last dimension has whole blocks.
           codec: one that `as_parts=True` takes.
+          key: a random key, for codecs that round stochastically.
         """
         x = as_whole("Quantized.of", "x", (), as_leaf("Quantized.of", x))
         check_parts("Quantized.of", "codec", check_encodes("Quantized.of", codec), x.shape, leaf=x)
         if not x.size:
             raise wrong("Quantized.of", "x", "an array with elements", spell_array(x))
-        layout = Layout.of(codec, [x])
-        found = read(layout, ops.encode(layout, [lax.stop_gradient(x)])[0])
+        layout, words = Layout.of(codec, [x]), as_key("Quantized.of", codec, key)
+        found = read(layout, ops.encode(layout, [lax.stop_gradient(x)], words)[0])
         return straight_through(lambda x, tangent: [tangent], x, found)[0]
 
     def dequantize(self) -> jax.Array:

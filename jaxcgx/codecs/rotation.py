@@ -66,7 +66,7 @@ def rotate(x: jax.Array, seed: ArrayLike) -> Rotated:
 
 def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Array | None, n: int) -> jax.Array:
     """Returns the first n elements of buckets that are base + unit * value after the rotation."""
-    # Values are whole multiples of 2^-9 below 4, or whole numbers below 256. So their sums are exact.
+    # Values are whole multiples of 2^-10 up to 3, of 2^-9 below 4, or whole numbers below 256. So their sums are exact.
     down, up = _halvings(value.shape[1])
     sums = _hadamard(value) * 2.0**-up
     x = ieee.multiply(unit, sums)
@@ -76,6 +76,32 @@ def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Ar
         reduced = ieee.multiply(unit * 2.0**-40, sums[:, :1]) + base * 2.0 ** (down - 40)
         x = x.at[:, :1].set(jnp.where(jnp.abs(base) >= 2.0**100, reduced * 2.0**40, first))
     return ieee.positive_zero(_flip(x, seed)[:, :n])
+
+
+def drawn_seed(noise: jax.Array) -> jax.Array:
+    """Returns seeds of 23 bits, int32[buckets, 1], from the noise of each bucket's first two elements."""
+    second = min(1, noise.shape[1] - 1)
+    return noise[:, :1] | (noise[:, second : second + 1] & 0x7F) << 16
+
+
+def sent_seed(meta: jax.Array) -> jax.Array:
+    """Returns the seeds in the metadata of `unbiased`."""
+    return ieee.bits(meta[:, 1:]) & 0x7FFFFF
+
+
+def unbiased(rotated: Rotated, seed: jax.Array, magnitudes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns metadata, (unit, seed), and whether each bucket is finite.
+
+    `magnitudes` are those of the numbers that are sent in place of the rotated ones. Any such numbers have no bias if
+    the unit makes <x, decoded> = |x|^2, because all rotations of the rest are equally likely (EDEN).
+    """
+    y = jnp.abs(rotated.x)
+    square = sum_in_order(product(y, y))
+    unit = ieee.divide(square, sum_in_order(product(y, magnitudes)))
+    unit = rotated.as_sent(jnp.where(square > 0, unit, 0))
+    finite = rotated.finite & jnp.isfinite(unit)
+    meta = jnp.concatenate([unit, ieee.as_float(0x3F800000 | seed)], -1)  # the seed as a float in [1, 2)
+    return jnp.where(finite, meta, jnp.nan), finite
 
 
 def sum_in_order(x: jax.Array) -> jax.Array:

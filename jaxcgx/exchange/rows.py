@@ -175,7 +175,7 @@ def _exchange(
             with travel.leaf_scope(i, why):
                 found[i] = plain(leaves[i], i)
                 if in_parts is not None and route.encoded:  # there is one rank
-                    found[i] = Quantized.of(found[i], route.codecs[0])
+                    found[i] = Quantized.of(found[i], route.codecs[0], fold(key, i))
     for envelope in travel.envelopes:
         message = Message(envelope.ids, [leaves[i] for i in envelope.ids], key if envelope.stochastic else None)
         with travel.scope(envelope.ids):

@@ -133,12 +133,22 @@ class Minifloat:
         """The position of the sign bit."""
         return self.exponent + self.mantissa
 
-    def encode(self, y: jax.Array) -> jax.Array:
-        """Returns the codes of the nearest numbers, ties to even."""
+    def encode(self, y: jax.Array, noise: jax.Array | int | None = None) -> jax.Array:
+        """Returns the codes of the nearest numbers, ties to even, or with noise those of one of the two neighbours.
+
+        `noise` is uniform in [0, 65536). With 65535, the code is that of the neighbour with the larger magnitude.
+        """
         drop = 23 - self.mantissa
         m = magnitude_bits(y)
-        normal = ((m + (1 << (drop - 1)) - 1 + ((m >> drop) & 1)) >> drop) - ((127 - self.bias) << self.mantissa)
-        denormal = round_int(as_float(m) * 2.0 ** (self.mantissa + self.bias - 1))
+        denormal = as_float(m) * 2.0 ** (self.mantissa + self.bias - 1)
+        if noise is None:
+            normal = (m + (1 << (drop - 1)) - 1 + ((m >> drop) & 1)) >> drop
+            denormal = round_int(denormal)
+        else:
+            drawn = jnp.int32(noise)
+            normal = (m + (drawn << (drop - 16)) + (1 << (drop - 17))) >> drop
+            denormal = (round_int(denormal * 65536) + drawn) >> 16
+        normal -= (127 - self.bias) << self.mantissa
         code = jnp.minimum(jnp.where(m < ((128 - self.bias) << 23), denormal, normal), self.top)
         return code | (shr(bits(y), 31 - self.sign) & (1 << self.sign))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import table
-from helpers import RANDOM_KEY, assert_same_bytes, native_key, normal, reference_decode, roundtrip, vnmse
+from helpers import RANDOM_KEY, assert_same_bytes, bias, native_key, normal, reference_decode, roundtrip, vnmse
 
 import jaxcgx as cgx
 from jaxcgx.exchange.errors import drawn
@@ -40,16 +40,6 @@ def test_the_kernel_has_the_levels_of_the_reference(bits):
     payload = ops.encode(layout, [x], native_key(codec))
     for got, expected in zip(ops.decode(layout, payload), reference_decode(layout)(payload), strict=True):
         assert_same_bytes(got, expected)
-
-
-def bias(codec, x, draws=256):
-    """Returns the error of the mean over `draws` keys, times `draws`, over the error of one key.
-
-    Without a bias it is about 1.
-    """
-    keys = jax.random.split(jax.random.key(1), draws)
-    y = jax.jit(jax.vmap(lambda key: cgx.roundtrip(x, codec, key)))(keys)
-    return draws * vnmse(x, y.mean(0)) / vnmse(jnp.broadcast_to(x, y.shape), y)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import table
-from helpers import each_codec, normal, planned
+from helpers import each_codec, normal, planned, vnmse
 from jax import lax
 from pages import programs
 from ranks import mesh, on_ranks
@@ -19,6 +19,7 @@ RANKS, SIZE = 3, 5000
 CODECS = [
     cgx.Eden(4, 1024),
     *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
+    *(cgx.Micro("nvfp4", rounding) for rounding in ("stochastic", "eden")),
     cgx.Lossless(),
     cgx.MaxMin(4, 512, rotate=True),
     cgx.AbsMax(4, 512, rotate=True),
@@ -153,6 +154,12 @@ def test_parts_of_trees_and_of_one_rank():
     assert bytes_of(program) == bytes_of(on_ranks(gather(), mesh(4)))
     one = on_ranks(gather(as_parts=True), mesh(1))({"w": tree["w"][:1], "b": tree["b"][:1]})
     np.testing.assert_array_equal(one["w"].values[0].astype(jnp.float32), found["w"].values[0, :2].astype(jnp.float32))
+    codec, key = cgx.Micro("nvfp4", "stochastic"), jax.random.key(3)
+    x = cgx.Quantized.of(tree["w"], codec, key).dequantize()
+    np.testing.assert_array_equal(x, cgx.roundtrip(tree["w"], codec, key))
+    for ranks in (1, 2):
+        gather = lambda x: cgx.compressed_all_gather(x, "a", codec, key=key, as_parts=True).dequantize()
+        assert vnmse(x[:ranks], on_ranks(gather, mesh(ranks))(x[:ranks])[0]) < 0.05
 
 
 def parts(exchange, codec, shape=(4, 8, 96)):
@@ -196,6 +203,7 @@ ERRORS = {
         (lambda: cgx.Quantized.of(jnp.zeros((0, 32)), cgx.Micro()), ValueError, "x", "float32[0, 32]"),
         (lambda: cgx.Quantized.of(jnp.zeros(32, jnp.int32), cgx.Micro()), TypeError, "x", "int32"),
         (lambda: cgx.Quantized.of(jnp.zeros(32), cgx.MaxMin(4)), ValueError, "codec", "MaxMin(", "parts"),
+        (lambda: cgx.Quantized.of(jnp.zeros(32), cgx.Micro("nvfp4", "stochastic")), ValueError, "key", "None"),
     ],
     "compressed_all_gather": [
         (parts(EXCHANGES["rows"], cgx.MaxMin(8)), ValueError, "plan", "MaxMin(", "parts Float8"),

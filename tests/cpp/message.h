@@ -320,7 +320,8 @@ inline std::vector<Codec> codecs(int64_t bucket) {
       for (int flags = 0; flags < 16; ++flags) {
         const bool stochastic = flags & 1, skips = flags & 2, compatible = flags & 4, rotate = flags & 8;
         if ((!stochastic || t.stochastic) && (!skips || t.skips) && (!compatible || t.compatible) &&
-            (!rotate || (t.rotates && bits % 4 == 0 && can_rotate)) && (!t.table || (stochastic && can_rotate)))
+            (!rotate || (t.rotates && can_rotate && (t.scales ? bits == kNvfp4 && stochastic : bits % 4 == 0))) &&
+            (!t.table || (stochastic && can_rotate)))
           all.push_back({kind, bits, bucket, stochastic, skips, compatible, rotate});
       }
     }
@@ -342,7 +343,7 @@ inline std::vector<Codec> codecs_without_buckets() {
   }
   all.push_back({Kind::kLossless, 0, 0, false, false, false});
   for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 0, 0, false, false, compatible});
-  all.push_back({Kind::kMicro, kNvfp4, 0, false, false, false});
+  for (const bool stochastic : {false, true}) all.push_back({Kind::kMicro, kNvfp4, 0, stochastic, false, false});
   return all;
 }
 

@@ -38,7 +38,7 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
         return (n + 127) / 128 * (16 * code_bits(codec) + (codec.bits == kNvfp4 ? 8 : 4));
       };
       if (traits_of(codec.kind).scales)
-        bytes = p.coded / p.bucket * scaled(p.bucket) + scaled(p.coded % p.bucket);
+        bytes = p.coded / p.bucket * scaled(p.bucket) + scaled(is_rotated(codec) ? rest : p.coded % p.bucket);
       else if (buckets == 0)
         bytes = is_lossless(codec.kind) ? lossless_bytes(leaf.dtype, p.coded)
                                         : p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));

@@ -29,9 +29,15 @@ GROUPS = {
         cgx.ByteGrad(),
         cgx.Float8("e5m2", 33),
         *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
+        *(cgx.Micro(name, "stochastic") for name in ("nvfp4", "mxfp8")),
         cgx.Sign(9000),
     ],
-    "rotated": [cgx.Eden(4), cgx.MaxMin(4, 256, rotate=True), cgx.MaxMin(3, 128, "stochastic", rotate=True)],
+    "rotated": [
+        cgx.Eden(4),
+        cgx.Micro("nvfp4", "eden"),
+        cgx.MaxMin(4, 256, rotate=True),
+        cgx.MaxMin(3, 128, "stochastic", rotate=True),
+    ],
     "floats": [cgx.Cast("bfloat16"), cgx.Cast("float16", "stochastic"), cgx.Raw(), cgx.Lossless()],
     "topk": [
         cgx.TopK(),

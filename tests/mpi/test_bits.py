@@ -36,6 +36,17 @@ def key(codec):
     return KEY if codec.stochastic else None
 
 
+def differences(x, axis, key, codec):
+    """Sends x around a ring, and then the difference of 2 x to what was sent."""
+    carry = cgx.init_carry(codec, x, ends=True)
+    for scale in (1, 2):
+        scaled = jax.tree.map(lambda y, s=scale: s * y, x)
+        moved, carry = cgx.compressed_ppermute(
+            scaled, axis, [(r, (r + 1) % N) for r in range(N)], codec, key=key, carry=carry
+        )
+    return moved, carry
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_every_collective(codec):
     k = key(codec)
@@ -50,6 +61,7 @@ def test_every_collective(codec):
             cgx.compressed_ppermute(x, axis, [(r, N - 1 - r) for r in range(N)], codec, key=k),
             cgx.compressed_ppermute(x, axis, [(r, r + 1) for r in range(N - 1)], codec, key=k),
             cgx.compressed_pbroadcast(x, axis, N - 1, codec, key=k),
+            differences(x, axis, k, codec),
         ]
     )
     x = tree(N)
@@ -62,6 +74,7 @@ def test_sums_of_codecs():
     """Of every width, for whole and short buckets, and of codecs that send seeds, scales of blocks or only digits."""
     widths = [cgx.MaxMin(bits, bucket) for bits, bucket in zip(range(1, 9), (64, 512, 2048, 33) * 2)]
     codecs = [cgx.Eden(3, 128), cgx.Micro(), cgx.Lossless(), cgx.MaxMin(4, 128, rotate=True)]
+    codecs += [cgx.Micro("nvfp4", rounding) for rounding in ("stochastic", "eden")]
     each = [(planned(codec, schedule=s), key(codec)) for codec in codecs for s in SCHEDULES]
     each += [(planned(codec, schedule="two_shot"), None) for codec in widths]
     x = {str(size): normal((N, size), size) ** 3 for size in (1, 2, 8, 17, 128, 700, 1025, 16384)}

@@ -58,6 +58,16 @@ def pmean(x):
     return cgx.compressed_pmean(inexact, AXES, cgx.Plan.every(cgx.Float8(), schedule="two_shot"))
 
 
+def differences(x):
+    """Sends x, and then the difference of 2 x to what was sent."""
+    codec, perm = cgx.MaxMin(4), [(0, 2), (3, 1), (1, 0)]
+    carry = cgx.init_carry(codec, x, ends=True)
+    for scale in (1, 2):
+        scaled = jax.tree.map(lambda y, s=scale: s * y, x)
+        moved, carry = cgx.compressed_ppermute(scaled, AXES, perm, codec, carry=carry)
+    return moved | {f"sent {name}": y for name, y in carry.sent.items() if y is not None}
+
+
 # Every case has the shapes of a rank's leaves, and the collective.
 CASES = {
     "psum two_shot": psum(schedule="two_shot"),
@@ -89,6 +99,7 @@ CASES = {
         lambda x: cgx.compressed_all_to_all(x, AXES, 0, 0, cgx.MaxMin(4, rounding="stochastic"), key=key()),
     ),
     "pbroadcast": (SHAPES, lambda x: cgx.compressed_pbroadcast(x, AXES, 2, cgx.MaxMin(4))),
+    "ppermute with a carry": (SHAPES, differences),
     "ppermute": (SHAPES, lambda x: cgx.compressed_ppermute(x, AXES, [(0, 2), (3, 1), (1, 0)], cgx.MaxMin(4))),
 }
 

@@ -31,9 +31,9 @@ from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.reference import Reduce
 
-# One layout for each kind of codec, and for each rounding of MaxMin.
+# One layout for each kind of codec, and for each rounding of MaxMin and Micro.
 KINDS = {
-    (type(one.codec), isinstance(one.codec, cgx.MaxMin) and one.codec.stochastic): one
+    (type(one.codec), isinstance(one.codec, cgx.MaxMin | cgx.Micro) and one.codec.stochastic): one
     for one in LAYOUTS
     if one.codec.rotate == isinstance(one.codec, cgx.Eden)
 }
@@ -262,7 +262,14 @@ def test_large_sums_are_the_same_written_around_the_caches(divisor):
 
 @pytest.mark.parametrize(
     "codec",
-    [cgx.MaxMin(4, 100_000, "stochastic"), cgx.Sign(100_000), cgx.ByteGrad(), cgx.AbsMax(8, 70_000), cgx.Micro()],
+    [
+        cgx.MaxMin(4, 100_000, "stochastic"),
+        cgx.Sign(100_000),
+        cgx.ByteGrad(),
+        cgx.AbsMax(8, 70_000),
+        cgx.Micro(),
+        cgx.Micro("nvfp4", "stochastic"),
+    ],
     ids=repr,
 )
 def test_buckets_larger_than_a_task(codec):

@@ -138,6 +138,15 @@ def ragged(axes, w):
     return cgx.compressed_ragged_all_to_all(w, 0 * w, *slices, axis_name=axes, plan=cgx.MaxMin(4), capacity=2)
 
 
+def differences(axes, x):
+    """Sends x, and then the difference of 2 x to what was sent."""
+    carry = cgx.init_carry(NOISY, x, ends=True)
+    for scale in (1, 2):
+        scaled = jax.tree.map(lambda y, s=scale: s * y, x)
+        moved, carry = cgx.compressed_ppermute(scaled, axes, PERM, NOISY, key=key(), carry=carry)
+    return moved, carry
+
+
 def derivative(axes, x):
     def loss(x):
         parts = (
@@ -227,6 +236,7 @@ CASES = {
     "ragged": (ROWS, "data", lambda axes, x: ragged(axes, x["w"])),
     "ppermute": (SHAPES, "data", lambda axes, x: cgx.compressed_ppermute(x, axes, PERM, NOISY, key=key())),
     "ppermute in both": (SHAPES, BOTH, lambda axes, x: cgx.compressed_ppermute(x, axes, PERM, cgx.MaxMin(4))),
+    "differences": (SHAPES, "data", differences),
     "scan": (ROWS, "data", in_a_scan),
     "vmap": (ROWS, "data", under_vmap(NOISY)),
     "lists under vmap": (ROWS, "data", under_vmap(cgx.TopK(0.1, cgx.MaxMin(3, 128, "stochastic"), pull="top"))),

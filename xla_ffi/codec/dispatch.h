@@ -112,7 +112,7 @@ auto with_encoder(const Codec& c, Fn f) {
   return with_grid_codec(c, [&](auto type) {
     using C = typename decltype(type)::Codec;
     if constexpr (traits_of(C::kKind).stochastic) {
-      if (c.stochastic) return with_variant<C, true>(c, f);
+      if (c.stochastic && !is_seeded(c)) return with_variant<C, true>(c, f);
     }
     return with_variant<C, false>(c, f);
   });

@@ -26,6 +26,21 @@ struct Minifloat {
     return code | (shr(bits(y), 31 - kSign) & V::splat(1 << kSign));
   }
 
+  // Returns the code of one of the two neighbours of y, chosen by 16 random bits: on average the number is y, within
+  // 2^-17 of the distance of its neighbours. With noise of 0xffff, it is the neighbour with the larger magnitude.
+  template <class V>
+  CGX_HD static typename V::I encode(typename V::F y, typename V::I noise) {
+    const auto magnitude = bits(y) & V::splat(0x7fffffff);
+    // A denormal is a whole number of the smallest one. It is rounded in 16.16 fixed point.
+    const auto small =
+        as_float(min(magnitude, V::splat(kNormal))) * V::splat(float_of((142u + kMantissa + kBias) << 23));
+    const auto denormal = shr(round_int(small) + noise, 16);
+    const auto normal = shr(magnitude + shl(noise, kDrop - 16) + V::splat(1 << (kDrop - 17)), kDrop) -
+                        V::splat((127 - kBias) << kMantissa);
+    return select(less(magnitude, V::splat(kNormal)), denormal, normal) |
+           (shr(bits(y), 31 - kSign) & V::splat(1 << kSign));
+  }
+
   // Returns the number of a code.
   template <class V>
   CGX_HD static typename V::F decode(typename V::I code) {

@@ -6,7 +6,7 @@
 // multiplies the norm of a bucket by 2^(k/2). The unit and the base that are sent are divided by 2^ceil(k/2).
 //
 // The order of the additions: elements size/2 apart, then size/4, and so on. The inverse transform adds multiples of
-// 2^-9 below 4, or integers below 256. Their sums are exact in any order.
+// 2^-10 up to 3, of 2^-9 below 4, or integers below 256. Their sums are exact in any order.
 //
 // The sign of element e, with row = e / 16 and lane = e % 16, is bit 31 - row % 32 of word row / 32 % 4 of philox at
 // the counter (16 * (row / 128) + lane, 0, 0, 0), with the key (seed, 0).

@@ -83,8 +83,8 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
       return t;
     case Kind::kMicro:
       t.least_bits = kNvfp4, t.most_bits = kMxfp8;
-      t.meta_floats = 1;
-      t.whole = t.floats = t.scales = true;
+      t.meta_floats = 2;
+      t.whole = t.stochastic = t.rotates = t.floats = t.scales = true;
       return t;
     case Kind::kLossless:
       t.lossless = true;
@@ -99,11 +99,14 @@ CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
 CGX_HD bool is_lossless(Kind kind) { return traits_of(kind).lossless; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
 CGX_HD bool is_rotated(const Dense& d) { return d.rotate || traits_of(d.kind).table; }
+// Returns whether buckets are rotated with random seeds, which are sent. Elements are then rounded without noise.
+CGX_HD bool is_seeded(const Dense& d) { return traits_of(d.kind).table || (d.rotate && traits_of(d.kind).scales); }
 
 // Returns the number of floats of metadata of a bucket. If it is 0, the unit is 1.
 CGX_HD int meta_floats(const Codec& c) {
   const Traits traits = traits_of(c.kind);
-  return traits.scales && c.bits != kNvfp4 ? 0 : traits.meta_floats;
+  if (traits.scales && !c.rotate) return c.bits == kNvfp4;
+  return traits.meta_floats;
 }
 
 // Returns the width of a packed code, for codecs that pack.

@@ -289,6 +289,19 @@ void normal_values_of(const uint8_t* codes, int64_t size, float* values) {
     }
   }
 }
+float unbiased_unit(const float* x, const float* values, int64_t size) {
+  F squares[kMostRotated / kBlock], products[kMostRotated / kBlock];
+  squares[0] = products[0] = splat_f(0.0f);  // avoids a warning, as in normal_codes_of
+  for (int64_t b = 0; b < size / kBlock; ++b) {
+    for (int row = 0; row < kRows; ++row, x += kLanes, values += kLanes) {
+      const F v = load(x), square = short_product<Vector>(v, v), product = short_product<Vector>(v, load(values));
+      squares[b] = row == 0 ? square : squares[b] + square;
+      products[b] = row == 0 ? product : products[b] + product;
+    }
+  }
+  const float square = sum_of_lanes(squares, size / kBlock);
+  return square == 0.0f ? 0.0f : square / sum_of_lanes(products, size / kBlock);
+}
 float normal_codes(const float* x, int64_t size, int bits, uint8_t* codes) {
   static constexpr decltype(&normal_codes_of<1>) kTable[] = {normal_codes_of<1>, normal_codes_of<2>,
                                                              normal_codes_of<3>, normal_codes_of<4>,

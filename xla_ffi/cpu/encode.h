@@ -167,37 +167,45 @@ class Encoder {
 
   // Rotates a bucket, then encodes it.
   void rotated(const Span& s, int64_t index, int64_t at, int64_t n) const {
-    alignas(64) float buffer[kBuffer], y[kMostRotated];
+    alignas(64) float buffer[kBuffer], y[kMostRotated], values[kMostRotated];
     alignas(64) uint16_t noise[kMostRotated + 2 * kBlock];
     const int64_t size = padded(n);
-    const bool table = traits_of(codec_.kind).table;
+    const bool seeded = is_seeded(codec_);
     const float* x = fetch_(s, at, n, buffer);
     uint8_t* codes = t_.chunk(s) + codes_at(t_.layout, *s.piece, index, 0);
     const float largest = k_.largest(x, n);
     Grid g{};
     if (is_finite(largest)) {  // the rotation spreads a NaN, so that the unit becomes NaN
-      const uint16_t* drawn = codec_.stochastic ? noise_of(s, at, table ? 2 : n, noise) : nullptr;
-      const uint32_t seed = table ? seed_of(drawn[0], drawn[n > 1]) : 0;
+      const uint16_t* drawn = codec_.stochastic ? noise_of(s, at, seeded ? 2 : n, noise) : nullptr;
+      const uint32_t seed = seeded ? seed_of(drawn[0], drawn[n > 1]) : 0;
       const Rotation rotation(largest);
       k_.rotate(x, n, rotation, seed, y);
-      if (table) {
+      if (traits_of(codec_.kind).table) {
         g.unit = k_.normal_codes(y, size, codec_.bits, codes);
-        g.base = sent_seed(seed);
       } else {
-        if (codec_.stochastic) {  // the padding repeats the bucket's noise; drawn == noise, as a bucket begins a block
+        if (codec_.stochastic &&
+            !seeded) {  // the padding repeats the bucket's noise; drawn == noise, as a bucket begins a block
           for (int64_t i = n; i < size; ++i) noise[i] = noise[i - n];
         }
         Stats stats = empty();
         k_.stats(y, size, &stats);
         g = grid_of(stats, 0.0f, size, codec_);
         if (g.finite) encode_(y, size, g, drawn, codes);
-        g.base = rotation.as_sent(g.base, log_of(size));
+        if (seeded) {
+          Terms terms;
+          terms.add(codes, 1.0f);
+          decode_(terms, size, 0.0f, values, Write::kOver);
+          g.unit = k_.unbiased_unit(y, values, size);
+        } else {
+          g.base = rotation.as_sent(g.base, log_of(size));
+        }
       }
+      if (seeded) g.base = sent_seed(seed);
       g.unit = rotation.as_sent(g.unit, log_of(size));
       g.finite = is_finite(g.unit) && is_finite(g.base);
     }
     put_meta(s, index, g);
-    if (!g.finite) std::memset(codes, 0, static_cast<size_t>(packed_bytes(size, code_bits(codec_))));
+    if (!g.finite) std::memset(codes, 0, static_cast<size_t>(bucket_bytes(codec_, size)));
     if (keeps_) {
       const float nan = float_of(kNaNBits), meta[2] = {g.finite ? g.unit : nan, g.finite ? g.base : nan};
       decode_rotated(k_, codec_, codes, meta, n, y, Write::kOver);

@@ -83,6 +83,8 @@ struct Kernels {
   // writes the level of each code. `size` is padded(n).
   float (*normal_codes)(const float* rotated, int64_t size, int bits, uint8_t* codes);
   void (*normal_values)(const uint8_t* codes, int64_t size, int bits, float* values);
+  // Returns the unit with which `values` in place of a rotated bucket are unbiased (codec/micro.h).
+  float (*unbiased_unit)(const float* rotated, const float* values, int64_t size);
   // `pack_blocks` writes the heads and planes of blocks of a Lossless piece, and their overflow: that of a group of
   // blocks has no gaps, and room for the most bytes. `unpack_block` is the inverse for one block, of n elements (at
   // most 512). `center` is the first byte of its head, `bytes` the bytes of its overflow.

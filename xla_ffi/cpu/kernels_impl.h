@@ -138,8 +138,8 @@ struct ToNumber<C, 4> {
 #endif
 
 // Encodes a bucket whose blocks have scales (codec/micro.h).
-template <class C, int kBits>
-void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* /*noise*/, uint8_t* codes) {
+template <class C, int kBits, bool kStochastic>
+void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes) {
   const F inv = splat_f(grid.inv);
   const ToNumber<C, kBits> to_number;
   for (; n > 0; n -= kBlock, x += kBlock, codes += block_bytes<C, kBits>()) {
@@ -157,7 +157,7 @@ void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* 
         most[s] = max(most[s], bits(y[row]) & splat_i(INT32_MAX));
     }
     const F largest = as_float(min(highest_of_each(most), splat_i(0x7f800000)));
-    const I scales = C::template scale_code<Vector>(largest);
+    const I scales = C::template scale_code<Vector, kStochastic>(largest);
     alignas(64) float inverse[kLanes];
     store(inverse, C::template inverse<Vector>(scales));
     alignas(64) int32_t kept[kLanes];
@@ -167,11 +167,20 @@ void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* 
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const int s = row / C::kScaleRows;
-      const I code = to_number(y[row] * splat_f(inverse[s]));
+      const F number = y[row] * splat_f(inverse[s]);
+      I code;
+      if constexpr (kStochastic) {
+        const uint16_t* p = noise + row * kLanes;
+        const I random = n >= kBlock ? load_halves(p) : load_halves(p, in_row(n, kLanes, row));
+        code = C::template quantize<Vector>(number, random);
+      } else {
+        code = to_number(number);
+      }
       words.put(row, C::kPower ? code & splat_i(kept[s]) : code);
     }
     put_block<kBits>(codes, words, kLanes);
     store_bytes(codes + kLanes * kBits, scales, C::kScales);
+    if constexpr (kStochastic) noise += kBlock;
   }
 }
 
@@ -180,7 +189,7 @@ EncodeFn encoder(const Codec& c) {
   return with_encoder(c, [](auto variant) -> EncodeFn {
     using V = decltype(variant);
     if constexpr (traits_of(V::Codec::kKind).scales)
-      return encode_scaled<typename V::Codec, V::bits>;
+      return encode_scaled<typename V::Codec, V::bits, V::stochastic>;
     else
       return encode<typename V::Codec, V::bits, V::stochastic>;
   });
@@ -220,6 +229,7 @@ const Kernels kKernels = {CGX_NAME(JAXCGX_ISA),
                           rotate_back,
                           normal_codes,
                           normal_values,
+                          unbiased_unit,
                           pack_blocks,
                           unpack_block,
                           digest,

@@ -52,8 +52,9 @@ inline std::string fault_of(const Codec& c) {
   if (c.compatible && !traits.compatible) return "this codec has no compatible mode";
   if (c.stochastic && !traits.stochastic) return "this codec has no stochastic rounding";
   if (c.rotate && !traits.rotates) return "this codec has no rotation";
-  if (traits.table && !c.stochastic) return "this codec draws a seed, and is stochastic";
-  if (is_rotated(c) && (c.bucket_size > kMostRotated || c.bucket_size != padded(c.bucket_size)))
+  if (is_seeded(c) && !c.stochastic) return "this codec draws a seed, and is stochastic";
+  if (traits.scales && c.rotate && c.bits != kNvfp4) return "only nvfp4 has a rotation";
+  if (is_rotated(c) && (c.bucket_size == 0 || c.bucket_size > kMostRotated || c.bucket_size != padded(c.bucket_size)))
     return "bucket_size of a rotated codec: " + std::to_string(c.bucket_size);
   if (!is_sparse(c.kind)) return "";
   const Sparse& s = c.sparse;
