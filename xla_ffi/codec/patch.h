@@ -1,4 +1,4 @@
-// The parts of a patch's blocks (docs/wire-format.md#patches), as jaxcgx/patch/words.py has them in NumPy.
+// The parts of a patch's blocks (docs/wire-format.md#patches), as jaxcgx/patch/words.py has them in jnp.
 #pragma once
 
 #include "codec/base.h"

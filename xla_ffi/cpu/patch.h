@@ -1,4 +1,4 @@
-// Patches of words on a CPU: docs/wire-format.md#patches, as jaxcgx/patch/words.py has it in NumPy.
+// Patches of words on a CPU: docs/wire-format.md#patches, as jaxcgx/patch/words.py has it in jnp.
 #pragma once
 
 #include <string_view>
