@@ -9,7 +9,7 @@ struct LargeBlocksRow : EncodeRow<kStochastic, kFeedback>, LargeBuckets {};
 
 // Like encode_kernel, but for the whole blocks of large buckets, whose grids are in the workspace.
 template <class C, int kBits, bool kStochastic, bool kFeedback>
-__global__ void __launch_bounds__(kThreads, kFeedback ? 5 : 8)
+__global__ void __launch_bounds__(kThreads, kFeedback || (kStochastic && scales_of<C>() > 0) ? 5 : 8)
     encode_blocks_kernel(const __grid_constant__ Table<LargeBlocksRow<kStochastic, kFeedback>> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
