@@ -8,6 +8,7 @@ something else of a value has a name that says what: `as_array`.
 import inspect
 import numbers
 import operator
+import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -110,6 +111,15 @@ def check_type(function: str, argument: str, value: Any, kind: Any, expected: st
 
 def check_flag(function: str, argument: str, value: object) -> bool:
     return bool(check_type(function, argument, value, BOOL, "True or False"))
+
+
+def check_pattern(function: str, argument: str, value: str | None) -> None:
+    if not isinstance(value, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise wrong(function, argument, "a regular expression as a string", repr(value), kind=TypeError)
+    try:
+        re.compile(value or "")
+    except re.error as error:
+        raise wrong(function, argument, "a regular expression", f"{value!r}: {error}") from None
 
 
 def check_integer(function: str, argument: str, value: Any, low: int | None = None, high: int | None = None) -> int:

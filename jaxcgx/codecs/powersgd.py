@@ -35,7 +35,7 @@ def _start(rank: int, n: int) -> jax.Array:
     return (lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32).astype(jnp.float32) / 2.0**31).reshape(rank, n)
 
 
-def _over(x: jax.Array, size: jax.Array, least: float = _TINY) -> jax.Array:
+def _over(x: jax.Array, size: jax.Array, least: jax.Array | float = _TINY) -> jax.Array:
     """Returns x / size; 0 where the size is below `least`, and NaN where the size is NaN."""
     none = size < least
     return jnp.where(none, 0, x / jnp.where(none, 1, size))
@@ -166,8 +166,10 @@ class PowerIteration(PowerSGD):
         return None if len(shape) == 2 else f"it has {len(shape)} dimensions, and Dion is for matrices"
 
     def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
+        # A column without a share of B is rounding error, and has no direction.
+        norms = jnp.linalg.norm(q, axis=-1, keepdims=True)
         scale = math.sqrt(q.shape[-1] / basis.shape[-1])
-        return scale * self.multiply(basis, _over(q, jnp.linalg.norm(q, axis=-1, keepdims=True)))
+        return scale * self.multiply(basis, _over(q, norms, jnp.maximum(_TINY, norms.max() * 2.0**-16)))
 
     def gone(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         return (1 - self.momentum) * self.multiply(basis, q)

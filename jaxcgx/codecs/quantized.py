@@ -118,7 +118,7 @@ def check_parts(
 ) -> None:
     """Checks that the codec, from this argument, has parts, and that no block of a row of this shape is cut."""
     if codec.block is None:
-        expected = "a codec with parts: Float8, Micro, or AbsMax without rotate"
+        expected = 'a codec with parts: Float8, Micro without rounding="eden", or AbsMax without rotate'
         remedy = "leave out as_parts" if argument == "plan" else ""
         raise wrong(function, argument, expected, spell(codec), remedy, path=path)
     if not shape or shape[-1] % codec.block:

@@ -33,6 +33,8 @@ def _bind(primitive: Any, operands: NamedTuple, **params: object) -> list[jax.Ar
 
 def _key(codec: Any, key: Any) -> jax.Array | None:
     """Returns the key for the kernels if the codec draws noise, else None."""
+    if codec.stochastic and key is None:
+        raise wrong(type(codec).__name__, "key", f"uint32[2], because {codec} draws random bits", None)
     return kernel_key(key) if codec.stochastic else None
 
 

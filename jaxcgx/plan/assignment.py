@@ -7,7 +7,17 @@ from typing import Any, Self
 
 import jax
 
-from jaxcgx.checks import BOOL, check_flag, check_hashable, check_integer, check_type, set_field, unexpected, wrong
+from jaxcgx.checks import (
+    BOOL,
+    check_flag,
+    check_hashable,
+    check_integer,
+    check_pattern,
+    check_type,
+    set_field,
+    unexpected,
+    wrong,
+)
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.codecs.base import spell
 from jaxcgx.plan.leaves import Codecs, Route, Shaped, as_codecs, compressing, skips, spell_path, values, why_unfit
@@ -41,12 +51,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec", as_codecs("Rule", "codec", self.codec, skip=True))
-        if not isinstance(self.path, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise wrong("Rule", "path", "a regular expression as a string", repr(self.path), kind=TypeError)
-        try:
-            re.compile(self.path or "")
-        except re.error as error:
-            raise wrong("Rule", "path", "a regular expression", f"{self.path!r}: {error}") from None
+        check_pattern("Rule", "path", self.path)
         if not (self.where is None or callable(self.where)):
             raise wrong("Rule", "where", "a function of a path and a leaf", repr(self.where), kind=TypeError)
         check_hashable("Rule", "where", self.where, "plans are static under jit")

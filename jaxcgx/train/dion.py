@@ -12,7 +12,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from jaxcgx.checks import MOST, check_flag, check_integer, check_number, set_field
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.checks import MOST, check_flag, check_integer, check_number, set_field, wrong
 from jaxcgx.codecs.powersgd import PowerIteration
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.routes import Routes
@@ -68,7 +71,12 @@ class Dion:
         set_field(self, "momentum", check_number, lambda x: 0 <= x < 1, "a number from 0 to below 1")
         set_field(self, "skip_nonfinite", check_flag)
         codec = PowerIteration(self.rank, float(self.momentum))
-        object.__setattr__(self, "plan", Plan(codec, self.rules, min_size=0))
+        plan = Plan(codec, self.rules, min_size=0)
+        for other in plan.codecs:
+            if other.low_rank and other is not codec:
+                raise wrong("Dion", "rules", "codecs that aren't of low rank, or Raw() or Skip()", repr(other))
+        object.__setattr__(self, "rules", plan.rules)
+        object.__setattr__(self, "plan", plan)
 
     @property
     def _sum(self) -> Feedback:
@@ -77,6 +85,7 @@ class Dion:
 
     def labels(self, params: Params) -> PyTree:
         """Returns "dion" for each leaf of `params` whose updates are Dion's, else "other", for optax.partition."""
+        params = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), params)  # in the dtypes that training has
         routes = Routes.of("Dion.labels", self.plan.loose, params, argument="rules")
         return routes.tree.unflatten(["dion" if route.factor else "other" for route in routes.leaves])
 

@@ -1,13 +1,12 @@
 """Stacks of matrices, so that ZeRO-1 keeps each matrix whole on one rank."""
 
-import math
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_integer
+from jaxcgx.checks import check_integer, check_pattern, spell_array, wrong
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.typing import Params
 
@@ -27,36 +26,51 @@ class Stacks:
       leave: a regular expression. Matrices whose path contains a match aren't stacked.
 
     Attributes:
-      names: the names of the stacks, such as "stack 256x1024", in the dicts that `stack` returns.
+      names: the names of the stacks, such as "stack 256x1024 float32", in the dicts that `stack` returns.
     """
 
     def __init__(self, params: Params, *, ranks: int = 1, leave: str | None = None) -> None:
         check_integer("Stacks", "ranks", ranks, 1)
-        leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
-        self._ranks: int = ranks
+        check_pattern("Stacks", "leave", leave)
+        leaves, self._structure = jax.tree.flatten_with_path(params)
+        self._types: list[str] = [_spell(x) for _, x in leaves]
         self._places: list[str] = []  # for each leaf, the name of its array in a dict
-        dtypes = dict[Any, Any]()
+        lengths = dict[str, int]()
         for path, x in leaves:
             name = spell_path(path)
-            if x.ndim == 2 and not (leave and re.search(leave, name)):
-                name = f"stack {'x'.join(map(str, x.shape))}"
-                if dtypes.setdefault(name, x.dtype) != x.dtype:
-                    name += f" {x.dtype}"
+            if stacked := getattr(x, "ndim", 0) == 2 and not (leave and re.search(leave, name)):
+                name = "stack {}x{} {}".format(*x.shape, x.dtype)
+            if name in self._places and not (stacked and name in lengths):
+                raise wrong("Stacks", "params", "leaves with other names", repr(name), "rename one of them", path=path)
             self._places.append(name)
-        self.names: tuple[str, ...] = tuple(dict.fromkeys(n for n in self._places if n.startswith("stack ")))
+            if stacked:
+                lengths[name] = lengths.get(name, 0) + 1
+        self.names: tuple[str, ...] = tuple(lengths)
+        self._zeros: dict[str, int] = {name: -length % ranks for name, length in lengths.items()}
 
     def stack(self, params: Params) -> dict[str, jax.Array]:
         """Returns {name of a stack, or path of another leaf: array} of `params`."""
-        rows = dict[str, list[jax.Array]]()
-        for name, x in zip(self._places, self._structure.flatten_up_to(params)):
+        leaves, structure = jax.tree.flatten(params)
+        if structure != self._structure or (got := [_spell(x) for x in leaves]) != self._types:
+            expected = f"the tree of Stacks, {self._structure.unflatten(self._types)}"
+            got = structure if structure != self._structure else structure.unflatten(got)
+            raise wrong("Stacks.stack", "params", expected, got)
+        rows = dict[str, list[Any]]()
+        for name, x in zip(self._places, leaves):
             rows.setdefault(name, []).append(x)
-        return {name: self._pile(found) if name in self.names else found[0] for name, found in rows.items()}
-
-    def _pile(self, rows: list[jax.Array]) -> jax.Array:
-        length = self._ranks * math.ceil(len(rows) / self._ranks)
-        return jnp.stack(rows + [jnp.zeros_like(rows[0])] * (length - len(rows)))
+        zeros = {name: [jnp.zeros_like(rows[name][0])] * count for name, count in self._zeros.items()}
+        return {name: jnp.stack(found + zeros[name]) if name in zeros else found[0] for name, found in rows.items()}
 
     def unstack(self, stacked: dict[str, jax.Array]) -> Params:
-        """Returns the parameters of `stacked`, which has the names of a dict that `stack` returned."""
+        """Returns the parameters of `stacked`, which has the names and shapes of a dict that `stack` returned."""
+        lengths = {name: self._places.count(name) + count for name, count in self._zeros.items()}
+        names = list(dict.fromkeys(self._places))
+        got = {name: len(stacked[name]) for name in self.names} if {*stacked} == {*names} else list(stacked)
+        if got != lengths:
+            raise wrong("Stacks.unstack", "stacked", f"a dict of {names}, with stacks of {lengths}", got)
         rows = {name: iter(stacked[name]) for name in self.names}
         return self._structure.unflatten([next(rows[n]) if n in rows else stacked[n] for n in self._places])
+
+
+def _spell(x: Any) -> str:
+    return spell_array(x if hasattr(x, "dtype") else jnp.asarray(x))

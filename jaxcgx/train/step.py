@@ -70,7 +70,8 @@ class Step:
 
         There is one, except with Rounds: the step of a center, followed by a program for each exchange.
         """
-        return [self._jitted.lower(state, batch, key).compile()]
+        with without_constraints(OP, self._division.names):
+            return [self._jitted.lower(state, batch, key).compile()]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_jitted"), name)  # a new copy has no `_jitted` yet

@@ -211,7 +211,7 @@ class ValueAndGrad:
         return (result, sent) if self.stateful else result
 
     def local(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        """Returns what a call returns, but with the gradients of each rank, of which nothing has been exchanged.
+        """Returns (value, gradients of each rank, of which nothing has been exchanged).
 
         They are a tree like the differentiated argument, with a row for each rank, [ranks, ...], sharded over the axis.
         Sums of them over micro-batches are for `mean`. The value and the auxiliary outputs are those of all ranks.
@@ -423,7 +423,10 @@ class ValueAndGrad:
         asked = self._as_list(self.argnums)
         if any(not -count <= i < count for i in asked):
             raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
-        return tuple(i % count for i in asked)
+        places = tuple(i % count for i in asked)
+        if len({*places}) < len(places):
+            raise wrong(OP, "argnums", "different positions", self.argnums)
+        return places
 
     def _as_list(self, value: Any) -> Any:
         """Returns the caller's value for the differentiated arguments as a list, or None if it is None."""

@@ -89,6 +89,18 @@ def test_numpy(ranks):
                 np.testing.assert_allclose(own, buffers[name], rtol=1e-3, atol=1e-4)
 
 
+def test_low_rank_gradients():
+    """Columns of P without a share of the gradient aren't in the update. Rounding decides their direction."""
+    params, x = {"w": normal((64, 128), 6)}, normal((4, 64), 7)
+    for ranks in (1, 4):
+        train = cgx.make_train_step(
+            lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean(), optax.sgd(1.0), mesh_of(ranks), cgx.Dion(16)
+        )
+        state, _ = train.step(train.init(params), x)
+        update = np.asarray(state.params["w"] - params["w"])
+        np.testing.assert_allclose(np.linalg.svd(update / 2**0.5, compute_uv=False)[:5], [1, 1, 1, 1, 0], atol=1e-4)
+
+
 def test_what_travels():
     """Only factors of matrices. Other leaves get their mean, raw or as their rule says, and frozen ones nothing."""
     rules = [("embed", cgx.MaxMin(4, 64)), ("small", cgx.Skip())]
@@ -125,6 +137,7 @@ test_errors = table(
         "Dion": [
             (lambda: cgx.Dion(0), ValueError, "rank", "0"),
             (lambda: cgx.Dion(momentum=1.0), ValueError, "momentum", "1.0"),
+            (lambda: cgx.Dion(rules=[("embed", cgx.PowerSGD(2))]), ValueError, "rules", "PowerSGD"),
         ]
     }
 )

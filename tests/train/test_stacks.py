@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from errors import table
 from helpers import normal
 from jax.sharding import PartitionSpec as P
 from training import mesh_of
@@ -95,12 +96,33 @@ def test_names_of_stacks():
     stacks = cgx.Stacks(tree, ranks=2, leave="^d$")
     stacked = stacks.stack(tree)
     assert {name: (x.shape, x.dtype.name) for name, x in stacked.items()} == {
-        "stack 2x3": ((2, 2, 3), "float32"),
+        "stack 2x3 float32": ((2, 2, 3), "float32"),
         "stack 2x3 bfloat16": ((2, 2, 3), "bfloat16"),
         "d": ((3, 2), "float32"),
         "e": ((1,), "float32"),
     }
     again = stacks.unstack(stacked)
     jax.tree.map(np.testing.assert_array_equal, again, tree)
-    with pytest.raises(ValueError, match="Stacks: argument 'ranks': expected a positive integer, got 0"):
-        cgx.Stacks(tree, ranks=0)
+
+
+MATRICES = dict(a=jnp.ones((2, 3)), b=jnp.ones((2, 3)), c=jnp.zeros(3))
+STACKS = cgx.Stacks(MATRICES, ranks=4)
+
+test_errors = table(
+    {
+        "Stacks": [
+            (lambda: cgx.Stacks(MATRICES, ranks=0), ValueError, "ranks", "0"),
+            (lambda: cgx.Stacks(MATRICES, leave="("), ValueError, "leave", "unterminated"),
+            (lambda: cgx.Stacks({"a/b": MATRICES["c"], "a": {"b": MATRICES["c"]}}), ValueError, "params", "rename"),
+            (lambda: cgx.Stacks({"stack 2x3 float32": MATRICES["c"], **MATRICES}), ValueError, "params", "rename"),
+        ],
+        "Stacks.stack": [
+            (lambda: STACKS.stack(MATRICES | dict(a=jnp.ones((5, 5)))), ValueError, "params", r"float32\[5, 5\]"),
+            (lambda: STACKS.stack({}), ValueError, "params", "PyTreeDef"),
+        ],
+        "Stacks.unstack": [
+            (lambda: STACKS.unstack(MATRICES), ValueError, "stacked", "stack 2x3 float32"),
+            (lambda: STACKS.unstack(cgx.Stacks(MATRICES).stack(MATRICES)), ValueError, "stacked", ": 2"),
+        ],
+    }
+)
