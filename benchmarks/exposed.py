@@ -1,6 +1,6 @@
 """Measures what an exchange adds to a training step between hosts, beside PyTorch's hooks.
 
-    python benchmarks/exposed.py [--torch PYTHON] [--hosts N ...] [--rates MBIT ...] [--repeats 5] [--out DIR]
+    python benchmarks/exposed.py --torch PYTHON [--hosts N ...] [--rates MBIT ...] [--repeats 7] [--out DIR]
 
 Model, methods and turns are those of training_speed.py, which also trains to a loss. The hosts (jaxcgx.lab) need root.
 Results are kept, so a run that was interrupted continues.
@@ -8,7 +8,7 @@ Results are kept, so a run that was interrupted continues.
 
 import argparse
 import pathlib
-import shutil
+import shlex
 import sys
 
 import training_speed as speed
@@ -41,9 +41,11 @@ def parse():
     parser.add_argument("--hosts", type=int, nargs="+", default=speed.HOSTS, metavar="N", help="(default: 2 4)")
     parser.add_argument("--rates", type=int, nargs="+", default=list(STEPS), choices=STEPS, metavar="MBIT")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="counted turns (default: 7)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
     args = parser.parse_args()
-    args.command, args.methods = "make bench-exposed", METHODS
+    chosen = any(getattr(args, name) != parser.get_default(name) for name in ("hosts", "rates", "repeats"))
+    args.command = shlex.join(["python", "benchmarks/exposed.py", *sys.argv[1:]]) if chosen else "make bench-exposed"
+    args.out, args.methods = args.out or (None if chosen else RESULTS), METHODS
     return args
 
 
@@ -88,8 +90,9 @@ def main():
     compare(report, "The method of each framework that adds least.", "", networks, BEST)
     compare(report, "PowerSGD(4).", "PowerSGD", networks, dict.fromkeys(BEST, SAME))
     report.show("", *NOTES.splitlines())
-    report.write(args.out, "exposed")
-    shutil.rmtree(speed.KEPT, ignore_errors=True)
+    if args.out:
+        report.write(args.out, "exposed")
+        speed.forget(args)
 
 
 if __name__ == "__main__":

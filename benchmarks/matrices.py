@@ -72,7 +72,7 @@ NOTES = f"""\
 - In every run, Adam updates the embedding, the positions, the head and all vectors. The last three rows send factors of
   rank {RANK} for the other matrices, and 4 bits for an element of the embedding, the positions and the head.
 - ZeRO-1: cgx.Stacks, with gather=MaxMin(8).
-- Each optimizer has one learning rate, chosen for its run in float32 (Dion's: Muon's).
+- Each optimizer has one learning rate, which wasn't searched.
 """
 
 

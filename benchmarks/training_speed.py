@@ -15,7 +15,6 @@ import json
 import pathlib
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -294,9 +293,20 @@ def parse():
     return args
 
 
+def ending(args):
+    """Returns how the names of the files end that keep the results of a command."""
+    return f"-{hashlib.sha256(args.command.encode()).hexdigest()[:8]}.json"
+
+
+def forget(args):
+    """Removes what an interrupted run of this command would have continued with."""
+    for path in KEPT.glob(f"*{ending(args)}"):
+        path.unlink()
+
+
 def kept(name, args, find):
     """Returns the result of find(), or the result of an earlier run of the same command that was interrupted."""
-    path = KEPT / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-{hashlib.sha256(args.command.encode()).hexdigest()[:8]}.json"
+    path = KEPT / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}{ending(args)}"
     if not path.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(find()))
@@ -381,7 +391,7 @@ def main():
     report.show(*claim(networks), "", *NOTES.splitlines())
     if args.out:
         report.write(args.out, "training-speed")
-        shutil.rmtree(KEPT, ignore_errors=True)
+        forget(args)
 
 
 if __name__ == "__main__":

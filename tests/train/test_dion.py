@@ -98,7 +98,7 @@ def test_low_rank_gradients():
         )
         state, _ = train.step(train.init(params), x)
         update = np.asarray(state.params["w"] - params["w"])
-        np.testing.assert_allclose(np.linalg.svd(update / 2**0.5, compute_uv=False)[:5], [1, 1, 1, 1, 0], atol=1e-4)
+        np.testing.assert_allclose((update**2).sum(), 4 * 128 / 64, rtol=1e-4)  # 4 columns have the norm sqrt(n / m)
 
 
 def test_what_travels():

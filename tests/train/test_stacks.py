@@ -106,23 +106,29 @@ def test_names_of_stacks():
 
 
 MATRICES = dict(a=jnp.ones((2, 3)), b=jnp.ones((2, 3)), c=jnp.zeros(3))
+TAKEN = {"stack 2x3 float32": jnp.zeros(4)}
 STACKS = cgx.Stacks(MATRICES, ranks=4)
 
 test_errors = table(
     {
         "Stacks": [
             (lambda: cgx.Stacks(MATRICES, ranks=0), ValueError, "ranks", "0"),
-            (lambda: cgx.Stacks(MATRICES, leave="("), ValueError, "leave", "unterminated"),
-            (lambda: cgx.Stacks({"a/b": MATRICES["c"], "a": {"b": MATRICES["c"]}}), ValueError, "params", "rename"),
-            (lambda: cgx.Stacks({"stack 2x3 float32": MATRICES["c"], **MATRICES}), ValueError, "params", "rename"),
+            (lambda: cgx.Stacks(MATRICES, leave="("), ValueError, "leave", "'('"),
+            (lambda: cgx.Stacks({"a/b": 1.0, "a": {"b": 2.0}}), ValueError, "params ['a/b']", "'a/b'", "rename"),
+            (lambda: cgx.Stacks(TAKEN | MATRICES), ValueError, "params ['stack 2x3 float32']", "'stack 2x3 float32'"),
         ],
         "Stacks.stack": [
-            (lambda: STACKS.stack(MATRICES | dict(a=jnp.ones((5, 5)))), ValueError, "params", r"float32\[5, 5\]"),
-            (lambda: STACKS.stack({}), ValueError, "params", "PyTreeDef"),
+            (lambda: STACKS.stack(MATRICES | dict(a=jnp.ones((5, 5)))), ValueError, "params", "{'a': 'float32[5, 5]'"),
+            (lambda: STACKS.stack({}), ValueError, "params", "PyTreeDef({})"),
         ],
         "Stacks.unstack": [
-            (lambda: STACKS.unstack(MATRICES), ValueError, "stacked", "stack 2x3 float32"),
-            (lambda: STACKS.unstack(cgx.Stacks(MATRICES).stack(MATRICES)), ValueError, "stacked", ": 2"),
+            (lambda: STACKS.unstack(MATRICES), ValueError, "stacked", "['a', 'b', 'c']"),
+            (
+                lambda: STACKS.unstack(cgx.Stacks(MATRICES).stack(MATRICES)),
+                ValueError,
+                "stacked",
+                "{'stack 2x3 float32': 2",
+            ),
         ],
     }
 )
