@@ -20,7 +20,6 @@ MODEL = "transformer"
 METHODS = r"^(Raw|MaxMin|Eden|ByteGrad|DGC|PowerSGD)|^PyTorch"  # those that exchange in every step
 STEPS = {100: 4, 1000: 8, 10_000: 8}  # {Mbit/s: steps of a turn}
 BEST = {100: 0.35, 1000: 0.35, 10_000: 0.8}  # {Mbit/s: the goal for jaxcgx's best method over PyTorch's best}
-KEPT = "kind", "ms", "quartiles", "exposed_ms", "sent_bytes", "ms_of_turns"
 SAME = 0.6  # the goal for PowerSGD(4) in both frameworks
 
 NOTES = f"""\

@@ -172,7 +172,9 @@ def apply_words(
 
 
 def _cpu() -> Any:
-    return jax.local_devices(backend="cpu")[0]
+    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
+        return jax.local_devices(backend="cpu")[0]
+    return jax.local_devices()[0]
 
 
 def _gathered(x: jax.Array, device: Any) -> jax.Array:
