@@ -260,7 +260,7 @@ def patches():
     found["patch memcpy ms"] = float(np.median([row["memcpy_ms_of_repetitions"] for row in result("patch")["speeds"]]))
     for (model, way), row in by("publishing", "model", "way").items():
         found |= {f"{model} {way} s": float(np.median(row["seconds"])), f"{model} {way} MB": row["mb"]}
-        found |= {f"{model} {way} behind": row["behind"], f"{model} {way} step": row["step"]}
+        found |= {f"{model} {way} behind": row["behind"]} | ({f"{model} step": row["step"]} if way == "patches" else {})
     return found
 
 
