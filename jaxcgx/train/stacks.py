@@ -51,10 +51,10 @@ class Stacks:
     def stack(self, params: Params) -> dict[str, jax.Array]:
         """Returns {name of a stack, or path of another leaf: array} of `params`."""
         leaves, structure = jax.tree.flatten(params)
-        if structure != self._structure or (got := [_spell(x) for x in leaves]) != self._types:
-            expected = f"the tree of Stacks, {self._structure.unflatten(self._types)}"
-            got = structure if structure != self._structure else structure.unflatten(got)
-            raise wrong("Stacks.stack", "params", expected, got)
+        types = [_spell(x) for x in leaves]
+        if structure != self._structure or types != self._types:
+            expected, got = self._structure.unflatten(self._types), structure.unflatten(types)
+            raise wrong("Stacks.stack", "params", f"the tree of Stacks, {expected}", got)
         rows = dict[str, list[Any]]()
         for name, x in zip(self._places, leaves):
             rows.setdefault(name, []).append(x)
