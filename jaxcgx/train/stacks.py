@@ -46,7 +46,7 @@ class Stacks:
             if stacked:
                 lengths[name] = lengths.get(name, 0) + 1
         self.names: tuple[str, ...] = tuple(lengths)
-        self._zeros: dict[str, int] = {name: -length % ranks for name, length in lengths.items()}
+        self._lengths: dict[str, int] = {name: length + -length % ranks for name, length in lengths.items()}
 
     def stack(self, params: Params) -> dict[str, jax.Array]:
         """Returns {name of a stack, or path of another leaf: array} of `params`."""
@@ -58,16 +58,16 @@ class Stacks:
         rows = dict[str, list[Any]]()
         for name, x in zip(self._places, leaves):
             rows.setdefault(name, []).append(x)
-        zeros = {name: [jnp.zeros_like(rows[name][0])] * count for name, count in self._zeros.items()}
-        return {name: jnp.stack(found + zeros[name]) if name in zeros else found[0] for name, found in rows.items()}
+        pile = lambda found, length: jnp.stack(found + [jnp.zeros_like(found[0])] * (length - len(found)))
+        lengths = self._lengths
+        return {name: pile(found, lengths[name]) if name in lengths else found[0] for name, found in rows.items()}
 
     def unstack(self, stacked: dict[str, jax.Array]) -> Params:
         """Returns the parameters of `stacked`, which has the names and shapes of a dict that `stack` returned."""
-        lengths = {name: self._places.count(name) + count for name, count in self._zeros.items()}
-        names = list(dict.fromkeys(self._places))
+        names = dict.fromkeys(self._places)
         got = {name: len(stacked[name]) for name in self.names} if {*stacked} == {*names} else list(stacked)
-        if got != lengths:
-            raise wrong("Stacks.unstack", "stacked", f"a dict of {names}, with stacks of {lengths}", got)
+        if got != self._lengths:
+            raise wrong("Stacks.unstack", "stacked", f"a dict of {list(names)}, with stacks of {self._lengths}", got)
         rows = {name: iter(stacked[name]) for name in self.names}
         return self._structure.unflatten([next(rows[n]) if n in rows else stacked[n] for n in self._places])
 
