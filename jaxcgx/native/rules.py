@@ -219,7 +219,12 @@ def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] |
             sharding_rule=" -> ".join(", ".join(map(" ".join, side)) for side in (ins, outs)),
             need_replication_factors=tuple(whole),
         )
-        return mlir.lower_fun(lambda *operands: call(*operands), multiple_results=True)(ctx, *operands)
+        out = mlir.lower_fun(lambda *operands: call(*operands), multiple_results=True)(ctx, *operands)
+        # Besides, a program has only an address, which another program may get later. JAX's compilation cache would take
+        # one for the other.
+        what = mlir.ir.StringAttr.get(f"{primitive.name}, {batch=}, {params}")
+        out[0].owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get({"jaxcgx": what})
+        return out
 
     return rule
 

@@ -66,6 +66,23 @@ def test_messages_stay_where_they_are(axis_type, codec):
     assert_same_bytes(np.asarray(decode(payload)), np.asarray(decode(jax.jit(encode)(X))))
 
 
+@pytest.fixture
+def same_addresses():
+    """Makes JAX's compilation cache see programs as if partitioned operations in all of them had the same address."""
+    option = "jax_remove_custom_partitioning_ptr_from_cache_key"
+    jax.config.update(option, True)
+    yield
+    jax.config.update(option, False)
+
+
+@pytest.mark.usefixtures("same_addresses")
+def test_cached_programs_are_told_apart():
+    x = sharded(AxisType.Auto, P("a"))
+    for codec in (GRID, cgx.MaxMin(4, 1024), cgx.MaxMin(8)):
+        check(lambda x, codec=codec: cgx.roundtrip(3 * x, codec), x, gathers=False)
+        check(lambda x, codec=codec: cgx.decode(cgx.encode(3 * x, codec), codec, x.shape, x.dtype), x, gathers=True)
+
+
 @MESHES
 def test_a_message_is_whole(axis_type):
     x = sharded(axis_type, P("a", "b"))

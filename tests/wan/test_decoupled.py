@@ -276,15 +276,19 @@ def test_a_center_comes_late_dies_and_comes_back():
     given = decoupled(3, quorum=1, grace=1.0, plan=cgx.MaxMin(4, 8), average="radial")
 
     def rounds(joined, *members):
-        """Steps until all centers are in the same last round, which has these centers."""
+        """Each center steps until a new round has had these centers. All of them find the same round so."""
         number = max(member.last.number if member.last else 0 for _, member in joined)
 
-        def done(now):
-            (last, *others) = {member.last for _, member in now}
-            settled = not others and all(member._steps == 0 for _, member in now)
-            return settled and last and last.number > number and last.centers == members
+        def train(params, member):
+            def step():
+                nonlocal params
+                params = member.step(learn(params, member._given.place))
+                return member.last
 
-        return until(lambda: together(joined, [member._given.place for _, member in joined], count=1), done)
+            until(step, lambda last: last and last.number > number and last.centers == members)
+            return params, member
+
+        return at_once(*(functools.partial(train, *each) for each in joined))
 
     joined = rounds(join(given), 0, 1, 2)
     assert_agree(joined)
