@@ -75,7 +75,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/wan/test_diloco.py::test_streaming_to_the_bit \
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs smoke test test-full test-chaos test-commands test-demos test-load test-next test-old test-ray \
+.PHONY: help demo recipe check docs smoke test test-full test-chaos test-clusters test-commands test-demos test-load test-next test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
 	house-check matrix matrix-short mutate wheels release-checks site-check choose clean interpreter \
 	gallery \
@@ -140,7 +140,7 @@ test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
 test-full: USUALLY_LEFT_OUT :=
-test-full: begin cpptest pytest test-recipes test-demos test-chaos test-ray test-old mpi mpich cuda matrix house-check slowest ## run every test in its full form, also those that take long
+test-full: begin cpptest pytest test-recipes test-demos test-chaos test-ray test-clusters test-old mpi mpich cuda matrix house-check slowest ## run every test in its full form, also those that take long
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
@@ -166,6 +166,10 @@ gates: $(INSTALLED) ## compare speeds with the band of `make bench-gates`, on an
 test-ray: $(INSTALLED) ## the tests of recipes/ray_train.py; installs Ray
 	@$(call EXTRA,ray)
 	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/ray_workers.py
+
+test-clusters: $(INSTALLED) ## as root, recipes/launching on a Slurm cluster of one node and as pods; needs slurm-wlm, munge
+	@.venv/bin/python $(PIP) kubernetes-validate
+	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/clusters.py
 
 test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository; builds it several times
 	@.venv/bin/python -m pytest -v -rs tests/heavy_commands.py

@@ -10,6 +10,7 @@ Each run has a folder in runs/. To continue an interrupted run, give the same co
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import sys
@@ -85,7 +86,7 @@ def _evaluate(job: Job, step: Any, run: RunFolder, world: launch.World) -> dict[
     if not start:
         raise Wrong(f"--evaluate: there is no checkpoint in {run.path / 'checkpoints'}; train first")
     found = Tester(job, world)(state)
-    run.say(f"step {start}: test accuracy {found['test_accuracy']:.1%}, test loss {found['test_loss']:.4f}")
+    run.say(f"step {start}: {_spelled(found)}")
     return found
 
 
@@ -186,16 +187,25 @@ class Tester:
             rest = jax.block_until_ready(self.mean(rest.rows))
         job = self.job
         batches = tested(job.dataset.test, job.examples, job.share, most=job.settings.test_examples)
-        score = lambda batch: self.world.total(self.score(params, rest, self.world.put(batch)))
-        loss, right, count = np.sum([score(batch) for batch in batches], axis=0)
-        return dict(test_loss=float(loss / count), test_accuracy=float(right / count))
+        each = [self.score(params, rest, self.world.put(batch)) for batch in batches]
+        sums = {name: sum(self.world.total(x[name]) for x in each) for name in each[0]}
+        count = sums.pop("examples")
+        found = {f"test_{name}": float(x / count) for name, x in sums.items()}
+        if job.dataset.name.endswith("text"):
+            found["test_perplexity"] = math.exp(found["test_loss"])
+        return found
 
-    def _score(self, params: Any, state: Any, batch: Any) -> jax.Array:
-        """Returns [loss, right predictions, examples], each summed over a batch."""
+    def _score(self, params: Any, state: Any, batch: Any) -> dict[str, jax.Array]:
+        """Returns the sums of all scores over a batch, and the number of its examples."""
         inputs, labels, weights = batch
         found = self.job.model.score(params, state, (inputs, labels))
-        losses, right = (x.reshape(len(x), -1).mean(1) for x in found)
-        return jnp.stack([(losses * weights).sum(), (right * weights).sum(), weights.sum()])
+        return {name: (x * weights).sum() for name, x in found.items()} | {"examples": weights.sum()}
+
+
+def _spelled(found: dict[str, float]) -> str:
+    """Returns the results of a test for the log."""
+    more = [f"test {name} {found[f'test_{name}']:.3f}" for name in ("perplexity", "f1") if f"test_{name}" in found]
+    return ", ".join([f"test accuracy {found['test_accuracy']:.1%}", f"test loss {found['test_loss']:.4f}", *more])
 
 
 def _finish(command: config.Command, job: Job, run: RunFolder, world: launch.World) -> dict[str, Any]:
@@ -219,8 +229,7 @@ def _finish(command: config.Command, job: Job, run: RunFolder, world: launch.Wor
     title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
     plot.draw(lines, title, run.path / "plot.png")
     run.say(
-        f"{data}, step {results['step']}: test accuracy {results['test_accuracy']:.1%}, "
-        f"test loss {results['test_loss']:.4f}\n"
+        f"{data}, step {results['step']}: {_spelled(results)}\n"
         f"a rank sends {sent}\n{warm}"
         f"plot: {run.path / 'plot.png'}   curves: tensorboard --logdir {run.path.parent}\n"
         f"next: {next_command}"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("name", DEMOS)
 def test_demonstration(name, tmp_path):
     """Its table has the bytes of every technique's steps and a finite loss, and its plot is a picture."""
-    command = [sys.executable, FOLDER / f"{name}.py", "--steps", "20", "--rate", "200mbit", "--out", tmp_path]
+    command = [sys.executable, FOLDER / f"{name}.py", "--epoch", "1", "--rate", "200mbit", "--out", tmp_path]
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # as in transports/test_tcp.py
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
     assert result.returncode == 0, result.stderr

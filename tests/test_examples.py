@@ -128,19 +128,20 @@ def test_wide_area(name, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "wan")
     import common
 
-    monkeypatch.setattr(common, "SIZES", (64, 128, 128, 10))
+    monkeypatch.setattr(common, "SIZES", (128, 128, 128, 10))
     mesh = jax.make_mesh((2, 2), common.AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    batch = np.zeros((8, 64), np.float32), np.zeros(8, np.int32)
+    batch, args = (np.zeros((8, 64), np.float32), np.zeros(8, np.int32)), types.SimpleNamespace(lr=0.1, ratio=0.5)
     with jax.numpy_dtype_promotion("standard"):
         for make in load_script(EXAMPLES / "wan" / f"{name}.py", monkeypatch).TECHNIQUES.values():
-            train = make(mesh, cgx.Sharding(common.AXES))
+            train = make(mesh, cgx.Sharding(common.AXES), args)
             train.step.lower(train.init(common.init_params()), batch)
 
 
 def test_wide_area_demonstration(tmp_path):
-    """Runs on virtual devices, and makes a table and a plot of loss against time."""
+    """Runs on virtual devices, which play GPUs, and makes a table and a plot of loss against time."""
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    result = run(sys.executable, EXAMPLES / "wan/fp16.py", "--local", "--steps", "2", "--out", tmp_path / "new")
+    options = "--local", "--gpu", "--epoch", "1", "--bs", "224", "--out", tmp_path / "new"
+    result = run(sys.executable, EXAMPLES / "wan/fp16.py", *options, env={"JAX_PLATFORMS": "cpu"})
     assert "float16" in result.stdout and "loss at end" in result.stdout
     assert (tmp_path / "new/fp16.png").read_bytes().startswith(b"\x89PNG")
 
@@ -152,7 +153,7 @@ def test_decoupled_centers(capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "wan")
     import common
 
-    monkeypatch.setattr(common, "SIZES", (64, 128, 128, 10))
+    monkeypatch.setattr(common, "SIZES", (128, 128, 128, 10))
     with jax.numpy_dtype_promotion("standard"):
         load_script(EXAMPLES / "wan/decoupled.py", monkeypatch).train(
             [f"127.0.0.1:{port}" for port in (28760, 28761)], 0, 41

@@ -11,24 +11,22 @@ from common import RAW, demonstrate, loss_fn
 
 import jaxcgx as cgx
 
-INNER = optax.adam(1e-3)
+
+def every_step(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.adam(args.lr), mesh, RAW, sharding=sharding)
 
 
-def every_step(mesh, sharding):
-    return cgx.make_train_step(loss_fn, INNER, mesh, RAW, sharding=sharding)
-
-
-def diloco(mesh, sharding):
+def diloco(mesh, sharding, args):
     rounds = cgx.wan.Diloco(cgx.MaxMin(4), every=20, outer="sgd")
-    return cgx.make_train_step(loss_fn, INNER, mesh, rounds, sharding=sharding)
+    return cgx.make_train_step(loss_fn, optax.adam(args.lr), mesh, rounds, sharding=sharding)
 
 
-def streaming(mesh, sharding):
+def streaming(mesh, sharding, args):
     rounds = cgx.wan.Diloco(cgx.MaxMin(4), every=20, outer="sgd", fragments=4, overlap=2, alpha=0.5)
-    return cgx.make_train_step(loss_fn, INNER, mesh, rounds, sharding=sharding)
+    return cgx.make_train_step(loss_fn, optax.adam(args.lr), mesh, rounds, sharding=sharding)
 
 
 TECHNIQUES = {"every step": every_step, "DiLoCo, H = 20": diloco, "DiLoCo, streaming": streaming}
 
 if __name__ == "__main__":
-    demonstrate(__doc__, TECHNIQUES)
+    demonstrate(__doc__, TECHNIQUES, lr=1e-3)

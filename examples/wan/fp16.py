@@ -12,12 +12,12 @@ from common import AXES, RAW, demonstrate, loss_fn
 import jaxcgx as cgx
 
 
-def full(mesh, sharding):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, RAW, sharding=sharding)
+def full(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, RAW, sharding=sharding)
 
 
-def fp16(mesh, sharding):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, cgx.Plan.fp16(axis_name=AXES), sharding=sharding)
+def fp16(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, cgx.Plan.fp16(axis_name=AXES), sharding=sharding)
 
 
 TECHNIQUES = {"float32": full, "float16": fp16}

@@ -11,16 +11,14 @@ from common import RAW, demonstrate, loss_fn
 
 import jaxcgx as cgx
 
-OPTIMIZER = optax.sgd(0.1)
+
+def every_step(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, RAW, sharding=sharding)
 
 
-def every_step(mesh, sharding):
-    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, RAW, sharding=sharding)
-
-
-def hfa(mesh, sharding):
+def hfa(mesh, sharding, args):
     rounds = cgx.wan.HFA(cgx.MaxMin(8), k1=5, k2=2)
-    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, rounds, sharding=sharding)
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, rounds, sharding=sharding)
 
 
 TECHNIQUES = {"every step": every_step, "K1 = 5, K2 = 2": hfa}

@@ -14,13 +14,15 @@ import jaxcgx as cgx
 PLAN = cgx.Plan({"dc": cgx.Cast("bfloat16"), "local": cgx.Raw()})
 
 
-def synchronous(mesh, sharding):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, PLAN, sharding=sharding)
+def synchronous(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, PLAN, sharding=sharding)
 
 
 def late(compensation):
     exchange = cgx.wan.MixedSync(PLAN, compensation=compensation)
-    return lambda mesh, sharding: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
+    return lambda mesh, sharding, args: cgx.make_train_step(
+        loss_fn, optax.sgd(args.lr), mesh, exchange, sharding=sharding
+    )
 
 
 TECHNIQUES = {"synchronous": synchronous, "late": late(0.0), "late, compensated": late(0.04)}

@@ -12,16 +12,16 @@ from common import RAW, demonstrate, loss_fn
 import jaxcgx as cgx
 
 
-def dense(mesh, sharding):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), mesh, RAW, sharding=sharding)
+def dense(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr, momentum=0.9), mesh, RAW, sharding=sharding)
 
 
-def mixed(mesh, sharding):
-    exchange = cgx.MPQ(0.01, warm_up=cgx.WarmUp(epochs=3, steps_per_epoch=10))
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
+def mixed(mesh, sharding, args):
+    exchange = cgx.MPQ(args.ratio, warm_up=cgx.WarmUp(epochs=3, steps_per_epoch=10))
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, exchange, sharding=sharding)
 
 
 TECHNIQUES = {"float32": dense, "mixed precision": mixed}
 
 if __name__ == "__main__":
-    demonstrate(__doc__, TECHNIQUES)
+    demonstrate(__doc__, TECHNIQUES, ratio=0.01)

@@ -15,16 +15,16 @@ import jaxcgx as cgx
 PLAN = cgx.Plan({"dc": cgx.Cast("bfloat16"), "local": cgx.Raw()})
 
 
-def plain(mesh, sharding):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, PLAN, sharding=sharding)
+def plain(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, PLAN, sharding=sharding)
 
 
-def backward(mesh, sharding):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, PLAN, sharding=sharding, overlap="backward")
+def backward(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, PLAN, sharding=sharding, overlap="backward")
 
 
-def priority(mesh, sharding):
-    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, PLAN, sharding=sharding, overlap=cgx.Priority())
+def priority(mesh, sharding, args):
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, PLAN, sharding=sharding, overlap=cgx.Priority())
 
 
 TECHNIQUES = {"at the end": plain, "behind the backward pass": backward, "until it is needed": priority}

@@ -14,24 +14,24 @@ from common import demonstrate, loss_fn
 import jaxcgx as cgx
 
 
-def maker(mesh, sharding):
+def maker(mesh, sharding, args):
     """Returns (a function from a schedule to a training step, a mesh of all ranks with one axis, this axis)."""
     mesh = jax.sharding.Mesh(mesh.devices.reshape(-1), ("rank",))
     axis = cgx.Tcp("rank") if isinstance(sharding.axis[0], cgx.Tcp) else "rank"
 
     def make(schedule):
         plan = cgx.Plan.every(cgx.MaxMin(8), schedule=schedule)
-        return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, plan, sharding=cgx.Sharding(axis))
+        return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, plan, sharding=cgx.Sharding(axis))
 
     return make, mesh, axis
 
 
 def fixed(schedule):
-    return lambda mesh, sharding: maker(mesh, sharding)[0](schedule)
+    return lambda mesh, sharding, args: maker(mesh, sharding, args)[0](schedule)
 
 
-def adaptive(mesh, sharding):
-    make, mesh, axis = maker(mesh, sharding)
+def adaptive(mesh, sharding, args):
+    make, mesh, axis = maker(mesh, sharding, args)
     if axis == "rank":
         print("Virtual devices have no links to measure: here, topology is a fixed tree.", flush=True)
         return make("tree")

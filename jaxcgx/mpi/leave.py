@@ -19,7 +19,7 @@ import jax
 from mpi4py import MPI
 
 from jaxcgx.mpi.agreement import part, patience
-from jaxcgx.transports.mpi import Comm, SharedMemory
+from jaxcgx.transports.mpi import Net, SharedMemory
 
 _threads: dict[int, "_Parting"] = {}  # by the communicator's MPI handle
 _shared: dict[int, SharedMemory] = {}  # by segment
@@ -45,7 +45,7 @@ class _Parting(threading.Thread):
             part(self.comm)
 
 
-def watch(net: Comm | SharedMemory) -> None:
+def watch(net: Net) -> None:
     """Registers a transport, so that this rank leaves it properly at its end. All its ranks do so before use."""
     if isinstance(net, SharedMemory):
         _shared[net.segment] = net
@@ -53,7 +53,7 @@ def watch(net: Comm | SharedMemory) -> None:
         _threads[net.handle] = _Parting(net.comm)
 
 
-def forget(net: Comm | SharedMemory) -> None:
+def forget(net: Net) -> None:
     """Unregisters a transport that is closed before the end of the rank."""
     if isinstance(net, SharedMemory):
         _shared.pop(net.segment, None)

@@ -7,6 +7,7 @@ use separate communicators. The user's communicator keeps these as attributes, a
 (`comm.Free()`).
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,18 +22,18 @@ from jaxcgx.checks import as_whole, check_integer, unexpected, wrong
 from jaxcgx.mpi.agreement import Communicator, agree, check_ready, compare, describe, greet, meet
 from jaxcgx.mpi.leave import forget, watch
 from jaxcgx.plan import environment
-from jaxcgx.transports.mpi import Comm, Net, Nodes, SharedMemory
+from jaxcgx.transports.mpi import Comm, Net, SharedMemory
 from jaxcgx.typing import PyTree
 
 
-def keyval(parts: Callable[[Any], Iterable[Comm | SharedMemory]]) -> int:
+def keyval(parts: Callable[[Any], Iterable[Net]]) -> int:
     """Makes a key for communicator attributes that keep transports. `parts` returns an attribute's transports."""
 
     def free(comm: Communicator, key: int, kept: Any) -> None:
         if comm == MPI.COMM_WORLD:  # MPI is ending, and frees everything
             return
         jax.effects_barrier()  # running programs may still send
-        for net in set(parts(kept)):
+        for net in parts(kept):
             forget(net)
             if isinstance(net, SharedMemory):
                 net.close()
@@ -43,7 +44,7 @@ def keyval(parts: Callable[[Any], Iterable[Comm | SharedMemory]]) -> int:
 
 _OWN = keyval(lambda kept: [kept])
 # The key of the hierarchies that a communicator keeps.
-_NODES = keyval(lambda made: [net for each in made.values() for net in (each.everybody, each.cross, each.inner)])
+_NODES = keyval(lambda made: [net for nodes in made.values() for net in _distinct(nodes)])
 
 
 def over(op: str, comm: Communicator) -> Comm:
@@ -69,7 +70,7 @@ def as_communicator(op: str, argument: str, comm: Any) -> Communicator:
     return comm
 
 
-def hierarchy(comm: Communicator | None = None, inner: Communicator | None = None) -> Nodes:
+def hierarchy(comm: Communicator | None = None, inner: Communicator | None = None) -> Net:
     """Groups the ranks of `comm` by nodes, for networks that are slower between nodes than inside them.
 
     Pass the result where a function takes a communicator.
@@ -102,11 +103,11 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
     places = ranks.allgather((node.bcast(ranks.rank), node.rank))
     if inner is None:
         node.Free()
-    made: dict[Any, Nodes] = ranks.Get_attr(_NODES) or {}
+    made: dict[Any, Net] = ranks.Get_attr(_NODES) or {}
     key = (*variables, *places)
     if key not in made:
         made[key] = _make(ranks, env, places)
-        for net in {made[key].everybody, made[key].cross, made[key].inner}:
+        for net in _distinct(made[key]):
             watch(net)
         ranks.Set_attr(_NODES, made)
     return made[key]
@@ -129,7 +130,7 @@ def _environment(comm: Communicator) -> tuple[environment.Environment, Iterable[
     return env, text.items()
 
 
-def _make(comm: Communicator, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:
+def _make(comm: Communicator, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Net:
     """Makes the hierarchy. `places` has for each rank the first rank of its node, and its own rank there."""
     firsts, (_, place) = [first for first, _ in places], places[comm.rank]
     nodes = sorted(set(firsts))
@@ -139,10 +140,15 @@ def _make(comm: Communicator, env: environment.Environment, places: Sequence[tup
         raise wrong("hierarchy", "comm", "as many ranks on every node", ", ".join(map(str, sizes)), remedy)
     number = nodes.index(firsts[comm.rank])
     cross, inner = Comm.over(comm.Split(place, number)), _within(comm, env, comm.Split(number, place))
-    return Nodes(inner if len(nodes) == 1 else Comm.over(comm.Split(0, number * sizes[0] + place)), cross, inner)
+    everybody = inner if len(nodes) == 1 else Comm.over(comm.Split(0, number * sizes[0] + place))
+    return dataclasses.replace(everybody, cross=cross, inner=inner)
 
 
-def _within(comm: Communicator, env: environment.Environment, inner: Communicator) -> Comm | SharedMemory:
+def _distinct(nodes: Net) -> Iterable[Net]:
+    return {net.handle: net for net in (nodes, *nodes.parts.values())}.values()
+
+
+def _within(comm: Communicator, env: environment.Environment, inner: Communicator) -> Net:
     """Makes the transport over the ranks of a node: shared memory or MPI, the same on all nodes of `comm`."""
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)

@@ -42,10 +42,40 @@ MOST = 2**31 - 1  # the most elements, because mpi4jax counts them in C's int
 
 
 @dataclasses.dataclass(frozen=True)
-class Comm(Transport):
-    """The ranks of a communicator. transports/base.py documents the members of a transport."""
+class _Ranks(Transport):
+    """The ranks of a communicator. transports/base.py documents the members of a transport.
 
-    handle: int  # MPI's handle of a communicator that nothing else uses
+    Attributes:
+      handle: MPI's handle of a communicator that nothing else uses.
+      cross: the ranks that have the same place in their nodes as this rank. None: nodes don't matter. Otherwise, all
+        nodes are of equal size, and the ranks are in the order of the nodes.
+      inner: then, the ranks of this rank's node.
+    """
+
+    handle: int = dataclasses.field(kw_only=True)
+    cross: "Comm | None" = dataclasses.field(default=None, kw_only=True)
+    inner: "Net | None" = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def comm(self) -> Any:
+        return MPI.Intracomm.fromhandle(self.handle)
+
+    @property
+    def parts(self) -> Mapping[Any, "Net"]:
+        return {"cross": self.cross, "inner": self.inner} if self.cross and self.inner else {}
+
+    def labelled(self, label: int) -> "Net":
+        parts = {name: part.labelled(label) for name, part in self.parts.items()}
+        return dataclasses.replace(super().labelled(label), **parts)
+
+    def leaders(self) -> "NodeLeaders":
+        return NodeLeaders(**self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm(_Ranks):
+    """The ranks of a communicator, among which MPI moves the bytes."""
+
     size: int
     rank: int
 
@@ -55,11 +85,7 @@ class Comm(Transport):
     @classmethod
     def over(cls, comm: Any) -> "Comm":
         """Returns the transport over an mpi4py communicator that nothing else uses."""
-        return cls(comm.handle, comm.size, comm.rank)
-
-    @property
-    def comm(self) -> Any:
-        return MPI.Intracomm.fromhandle(self.handle)
+        return cls(comm.size, comm.rank, handle=comm.handle)
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         return _exchange("all_to_all", rows, self)
@@ -68,8 +94,7 @@ class Comm(Transport):
         return _exchange("all_gather", row, self)
 
     def shift(self, row: jax.Array) -> jax.Array:
-        _check_count(row.size)
-        return mpi4jax.sendrecv(row, row, (self.rank - 1) % self.size, (self.rank + 1) % self.size, comm=self.comm)
+        return self.permute(row, [(rank, (rank + 1) % self.size) for rank in range(self.size)])
 
     def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
         return _exchange("permute", row, self, pairs=tuple(pairs))
@@ -82,89 +107,24 @@ class Comm(Transport):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedMemory(Shm):
+class SharedMemory(_Ranks, Shm):
     """The ranks of a communicator within a host. Exchanges through shared memory and of MPI share one order."""
-
-    handle: int
 
     @classmethod
     def over(cls, comm: Any, timeout: float = 1800.0, order: Any = ORDER) -> "SharedMemory":
         return cls(**vars(Shm.over(comm, timeout, order)), handle=comm.handle)
 
-    @property
-    def comm(self) -> Any:
-        return MPI.Intracomm.fromhandle(self.handle)
 
-
-@dataclasses.dataclass(frozen=True)
-class Nodes(Transport):
-    """The ranks of nodes of equal size, in the order of the nodes.
-
-    Attributes:
-      everybody: all ranks; the same as `inner` if there is only one node.
-      cross: the ranks that have the same place in their nodes as this rank.
-      inner: the ranks of this rank's node.
-    """
-
-    everybody: Comm | SharedMemory
-    cross: Comm
-    inner: Comm | SharedMemory
-
-    names: ClassVar[tuple[Any, ...]] = ()
-    effects: ClassVar[frozenset[Any]] = EFFECTS
-
-    def labelled(self, label: int) -> "Nodes":
-        parts = {part: getattr(self, part).labelled(label) for part in ("everybody", "cross", "inner")}
-        return dataclasses.replace(self, **parts)
-
-    @property
-    def size(self) -> int:
-        return self.everybody.size
-
-    @property
-    def rank(self) -> int:
-        return self.everybody.rank
-
-    @property
-    def comm(self) -> Any:
-        return self.everybody.comm
-
-    def all_to_all(self, rows: jax.Array) -> jax.Array:
-        return self.everybody.all_to_all(rows)
-
-    def all_gather(self, row: jax.Array) -> jax.Array:
-        return self.everybody.all_gather(row)
-
-    def shift(self, row: jax.Array) -> jax.Array:
-        return self.everybody.shift(row)
-
-    def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
-        return self.everybody.permute(row, pairs)
-
-    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        return self.everybody.broadcast(x, root)
-
-    def plain_psum(self, x: jax.Array) -> jax.Array:
-        return self.everybody.plain_psum(x)
-
-    @property
-    def parts(self) -> Mapping[Any, Comm | SharedMemory]:
-        return {"cross": self.cross, "inner": self.inner}
-
-    def leaders(self) -> "NodeLeaders":
-        return NodeLeaders(self.cross, self.inner)
-
-
-Net = Comm | Nodes | SharedMemory
+Net = Comm | SharedMemory
 
 
 class NodeLeaders(Leaders):
     """The first ranks of the nodes."""
 
     # Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
-    def __init__(self, cross: Comm, inner: Comm | SharedMemory) -> None:
-        self.cross: Comm = cross
-        self.inner: Comm | SharedMemory = inner
+    def __init__(self, cross: Net, inner: Net) -> None:
+        self.cross: Net = cross
+        self.inner: Net = inner
         self.size: int = cross.size
         self.rank: int = cross.rank
         self.speaks: bool = inner.rank == 0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from checks import call, choose
 
-from data import cifar, digits, fashion_mnist, imagenet, text
+from data import cifar, digits, fashion_mnist, imagenet, squad, text
 from data.split import Split
 
 SETS = {
@@ -17,6 +17,7 @@ SETS = {
     "digits": digits.Digits,
     "fashion_mnist": fashion_mnist.FashionMnist,
     "imagenet": imagenet.ImageNet,
+    "squad": squad.Squad,
     "text": text.Text,
 }
 

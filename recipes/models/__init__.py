@@ -9,14 +9,16 @@ from checks import call, choose
 from data import Dataset
 from flax import nnx
 
-from models import gpt, mlp, resnet, vgg
+from models import bert, gpt, mlp, resnet, transformer_xl, vgg
 
 MODELS = {
+    "bert": bert.Bert,
     "gpt": gpt.Gpt,
     "mlp": mlp.Mlp,
     "resnet": resnet.ResNet,
     "resnet18": resnet.ResNet18,
     "resnet50": resnet.ResNet50,
+    "transformer_xl": transformer_xl.TransformerXl,
     "vgg16": vgg.Vgg16,
 }
 
@@ -27,7 +29,7 @@ class Model(NamedTuple):
     params: Any
     state: Any  # statistics of batch norm, and random streams
     loss: Callable[..., Any]  # (params, state, batch) -> (mean loss, new state), in training
-    score: Callable[..., Any]  # (params, state, batch) -> (loss, whether the prediction is right), per example
+    score: Callable[..., Any]  # (params, state, batch) -> {"loss": ..., "accuracy": ..., ...}, each per example
     predict: Callable[..., Any]  # (params, state, inputs) -> logits, in tests
 
 
@@ -48,9 +50,12 @@ def make(data: Dataset, seed: int, name: str, **section: Any) -> Model:
         fixed = dict(deterministic=True, use_running_average=True)
         return nnx.view(nnx.merge(graph, params, state), **fixed, raise_if_not_found=False)(inputs)
 
-    def score(params: Any, state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    scores = getattr(module, "scores", lambda logits, labels: {"accuracy": logits.argmax(-1) == labels})
+
+    def score(params: Any, state: Any, batch: Any) -> dict[str, jax.Array]:
         inputs, labels = batch
         logits = predict(params, state, inputs)
-        return losses(logits, labels), logits.argmax(-1) == labels
+        found = {"loss": losses(logits, labels)} | scores(logits, labels)
+        return {name: x.reshape(len(x), -1).mean(1) for name, x in found.items()}
 
     return Model(nnx.to_pure_dict(params), nnx.to_pure_dict(state), loss, score, predict)

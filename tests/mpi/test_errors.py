@@ -56,7 +56,7 @@ def scattered(x):
     [
         (lambda x: psum(x, CODEC, "world"), NameError, f"{PSUM} axis_name 'world'"),
         (lambda x: psum(x, CODEC, MPI.COMM_NULL), TYPE, f"{PSUM} axis_name MPI.COMM_NULL"),
-        (lambda x: psum(x, cgx.mpi.hierarchy()), TYPE, f"{PSUM} plan Nodes("),
+        (lambda x: psum(x, cgx.mpi.hierarchy()), TYPE, f"{PSUM} plan handle="),
         (lambda x: psum(x, LEVELS), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
         (lambda x: psum(x, RINGS), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
         (lambda x: psum(x, planned(CODEC, leader=True)), VALUE, f"{PSUM} plan leader=True"),

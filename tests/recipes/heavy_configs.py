@@ -27,12 +27,12 @@ def test_gpt_as_written(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "files, devices", [("cifar/resnet20 dgc/wm5 dgc/fp16 dgc/int32", 8), ("imagenet/resnet50 dgc/wm0", 2)]
+    "files, devices, steps", [("cifar/resnet20 dgc/wm5 dgc/fp16 dgc/int32", 8, 2), ("imagenet/resnet50 dgc/wm0", 2, 20)]
 )
-def test_the_files_of_dgc(files, devices, train, tmp_path):
+def test_the_files_of_dgc(files, devices, steps, train, tmp_path):
     """They train, on as many ranks and on images of the same size as there, with few images for each rank."""
     paths = (f"configs/{name}.py" for name in files.split())
-    changes = "data=synthetic", "train.batch_size=2", "train.steps=2", "train.test_examples=2"
+    changes = "data=synthetic", "train.batch_size=2", f"train.steps={steps}", "train.test_examples=2"
     words = ["--configs", *paths, *(f"--config.{change}" for change in changes), f"--runs={tmp_path}"]
     results = train.train(train.config.parse(words), train.launch.over_devices(jax.devices()[:devices]))
-    assert results["step"] == 2 and results["test_loss"] > 0
+    assert results["step"] == steps and results["test_loss"] > 0

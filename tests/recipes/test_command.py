@@ -39,6 +39,17 @@ def test_a_first_run(train, tmp_path):
     assert ended.stderr.startswith("train.py: config.train.stepz: there is no such key")
 
 
+def test_benchmark(train):
+    options = "--ways", "none", "cgx4", "--turns=2", "--steps=1", "--devices=2"
+    done = run(sys.executable, RECIPES / "benchmark.py", f"--config={RECIPES}/configs/digits/mlp.py", *options)
+    head, none, cgx4, last = (line.split() for line in done.stdout.splitlines())
+    assert head[:4] == ["way", "ms", "a", "step"] and none[0] == "none" and cgx4[0] == "cgx4"
+    assert float(none[-1]) > 4 * float(cgx4[-1]) > 0
+    assert last[:2] == ["2", "ranks;"] and float(last[-2].replace(",", "")) > 0
+    ended = run(sys.executable, RECIPES / "benchmark.py", "--config=none.py", "--turns=0", status=None)
+    assert ended.stderr.startswith("benchmark.py: --turns, --steps: expected a turns of at least 1, got 0")
+
+
 def test_errors_are_one_line(train, tmp_path, monkeypatch):
     distributed = [f"--config={RECIPES}/configs/digits/mlp.py", "--launch=distributed"]
     monkeypatch.setattr(train.launch.cgx, "keep_pages", lambda: None)

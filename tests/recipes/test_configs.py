@@ -24,6 +24,16 @@ TINY = {
     "digits/resnet20": {"model.depth": 8},
     "fashion_mnist/mlp": {},
     "fashion_mnist/resnet20": {"model.depth": 8},
+    "qa/bert": {"data.length": 24, "data.tokens": 256, "model.layers": 1, "model.width": 16, "model.heads": 2},
+    "text/transformer_xl": {
+        "data.context": 16,
+        "data.tokens": 256,
+        "model.layers": 2,
+        "model.width": 16,
+        "model.heads": 2,
+        "model.inner": 16,
+        "model.segment": 8,
+    },
 }
 HEAVY = {"imagenet/resnet50", "imagenet/vgg16"}
 RESUMED = {"text/gpt"}  # these are in test_resume.py
@@ -45,7 +55,7 @@ def events(path):
         content = content[16 + size :]
 
 
-@pytest.mark.parametrize("name", TINY if FULL else ["cifar/resnet20", "digits/mlp"])
+@pytest.mark.parametrize("name", TINY if FULL else ["cifar/resnet20", "digits/mlp", "qa/bert", "text/transformer_xl"])
 def test_configs(name, run, tmp_path):
     results = run(name, TINY[name])
     assert results["step"] == 20 and results["test_loss"] > 0

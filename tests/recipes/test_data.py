@@ -2,9 +2,12 @@
 
 import gzip
 import hashlib
+import importlib
 import io
+import json
 import tarfile
 
+import jax
 import numpy as np
 import pytest
 
@@ -168,6 +171,35 @@ def test_byte_pairs(data, tmp_path, refuses):
     assert decoded == [bytes(text(split).tolist()) for split in (plain.train, plain.test)]
     assert b"".join(decoded) == "".join(texts).encode()
     refuses(r"config\.data: expected from 256 to 4096 tokens, got 100", load, 100)
+
+
+def test_squad(data, tmp_path, refuses):
+    """An answer is where it stands in the text, also behind letters of several bytes, or is left out behind the end."""
+    options = dict(name="squad", synthetic=False, tokens=300)
+    refuses("there is no .*train-v1.1.json: curl ", data.load, folder=str(tmp_path), length=40, **options)
+    text = "Łódź is a city in the middle of Poland, and Łódź has a river."
+    ask = lambda answer: {"question": "?", "answers": [{"text": answer, "answer_start": text.index(answer)}]}
+    found = [{"paragraphs": [{"context": text, "qas": [ask("city"), ask("Łódź"), ask("river")]}]}]
+    for name in data.squad.FILES:
+        (tmp_path / name).write_text(json.dumps({"data": found}))
+    train = data.load(folder=str(tmp_path), length=40, **options | dict(tokens=256)).train
+    assert [bytes(x[first : last + 1, 0].tolist()).decode() for x, (first, last) in zip(*every(train))] == [
+        "city",
+        "Łódź",
+    ]
+    train, test = data.load(folder="", length=400, **options)[3:]
+    assert len(train) > 5 * len(test) > 500
+    for inputs, (first, last) in zip(*(x[:50] for x in every(test))):
+        assert (inputs[[0, first, last], 1] == [data.squad.QUESTION, data.squad.TEXT, data.squad.TEXT]).all()
+
+
+def test_scores_of_answers(train):
+    """Exact match, and F1 of the tokens."""
+    bert = importlib.import_module("models.bert")
+    logits = jax.nn.one_hot(np.array([[2, 4], [2, 5], [7, 3]]), 9)
+    found = bert.Bert.scores(logits, np.array([[2, 4], [4, 5], [1, 2]]))
+    assert found["accuracy"].tolist() == [True, False, False]
+    np.testing.assert_allclose(found["f1"], [1, 2 * 2 / (4 + 2), 0], rtol=1e-6)
 
 
 def test_shares(data):

@@ -22,6 +22,9 @@ def load(train):
     return of
 
 
+WEIGHTS = "query", "key_value", "distance", "out"
+
+
 def make(dataset, name, **options):
     return importlib.import_module("models").make(dataset, 0, name, **options)
 
@@ -43,11 +46,49 @@ def test_parameters(name, parameters, load):
     assert sum(x.size for x in jax.tree.leaves(found)) == parameters
 
 
-def test_parameters_of_gpt(load):
-    """With GPT-2's options, tokens and context, it has the 124 million parameters of the smallest GPT-2."""
-    dataset = load("text/gpt")[1]._replace(shape=(1024,), classes=50_257)
-    found = jax.eval_shape(lambda: make(dataset, "gpt", layers=12, width=768, heads=12, dropout=0.1).params)
-    assert sum(x.size for x in jax.tree.leaves(found)) == 124_439_808
+# With the tokens and the context of GPT-2, of Transformer-XL on WikiText-103 (151 million with the biases of its
+# softmax) and of BERT without its pooling layer.
+@pytest.mark.parametrize(
+    "name, tokens, shape, changes, parameters",
+    [
+        ("text/gpt", 50_257, (1024,), dict(layers=12, width=768, heads=12), 124_439_808),
+        ("text/transformer_xl", 267_735, (150,), {}, 150_850_870),
+        ("qa/bert", 30_522, (512, 2), {}, 108_893_186),
+    ],
+)
+def test_parameters_of_transformers(name, tokens, shape, changes, parameters, load):
+    config, dataset = load(name)
+    dataset = dataset._replace(shape=shape, classes=tokens)
+    found = jax.eval_shape(lambda: make(dataset, **config.model.to_dict() | changes).params)
+    assert sum(x.size for x in jax.tree.leaves(found)) == parameters
+
+
+def test_attention_of_transformer_xl(load):
+    """Scores are the four terms of the paper's equation, and a segment sees the segment before."""
+    _, dataset = load("text/transformer_xl")
+    options = dict(layers=2, width=8, heads=2, inner=16, segment=3, dropout=0.0)
+    nnx, xl = (importlib.import_module(name) for name in ("flax.nnx", "models.transformer_xl"))
+    one = xl.Attention(8, 2, 0.0, rngs=nnx.Rngs(0))
+    x, before = (np.asarray(jax.random.normal(jax.random.key(i), (1, n, 8))) for i, n in enumerate((3, 2)))
+    seen, weights = np.concatenate([before, x], 1)[0], {k: np.asarray(getattr(one, k).kernel[...]) for k in WEIGHTS}
+    query, key, value = x[0] @ weights["query"], *np.split(seen @ weights["key_value"], 2, 1)
+    expected = np.zeros((3, 8))
+    for head in (slice(4), slice(4, 8)):
+        u, v = (np.asarray(bias[...])[(head.start or 0) // 4] for bias in (one.to_content, one.to_distance))
+        for i in range(3):
+            places = range(i + 3)
+            away = [np.asarray(xl.waves(i + 2 - j + 1, 8))[0] @ weights["distance"] for j in places]
+            scores = [(query[i, head] + u) @ key[j, head] + (query[i, head] + v) @ away[j][head] for j in places]
+            shares = np.exp(np.array(scores) / 2)
+            expected[i, head] = shares / shares.sum() @ value[: i + 3, head]
+    np.testing.assert_allclose(
+        one(jnp.asarray(x), jnp.asarray(before))[0], expected @ weights["out"], rtol=1e-4, atol=1e-6
+    )
+    model = make(dataset._replace(shape=(6,), classes=5), "transformer_xl", **options)
+    logits = lambda tokens: model.predict(model.params, model.state, jnp.array([tokens]))[0]
+    first, second = logits([0, 1, 2, 3, 4, 0]), logits([0, 1, 3, 3, 4, 0])
+    same = np.isclose(first, second).all(1)
+    assert same.tolist() == [True, True, False, False, False, False]
 
 
 def test_initial_weights(load):
