@@ -63,10 +63,10 @@ def main(arguments: list[str]) -> None:
 
 def network(world: launch.World) -> float:
     """Returns the bits a second that a rank sends in a large uncompressed sum. All ranks send at the same time."""
-    mesh, x = world.mesh, jnp.ones(PROBE)
+    mesh, x = world.mesh, world.put(jnp.ones(PROBE * world.here))
     axis = world.sharding.axis if mesh is not None else world.nodes or world.comm
     total = lambda x: cgx.compressed_psum(x, axis, cgx.Raw())
-    program = jax.jit(total if mesh is None else jax.shard_map(total, mesh=mesh, in_specs=P(), out_specs=P()))
+    program = jax.jit(total if mesh is None else jax.shard_map(total, mesh=mesh, in_specs=P(axis), out_specs=P()))
     run = program.lower(x).compile()
     seconds = [timed(lambda: run(x), world) for _ in range(4)][1:]
     return 8 * cgx.explain(run, show=False).bytes / float(np.median(seconds))

@@ -56,9 +56,10 @@ class World(NamedTuple):
         sharding = NamedSharding(self.mesh, P(self.sharding.axis))
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
-    def total(self, sums: jax.Array) -> np.ndarray:
-        """Returns the sum over all ranks of `sums`, which a program computed from the result of `put`."""
-        return np.asarray(sums) if self.comm is None else self.comm.allreduce(np.asarray(sums))
+    def total(self, sums: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+        """Returns the sums over all ranks of `sums`, which a program computed from the result of `put`."""
+        own = {name: np.asarray(x) for name, x in sums.items()}
+        return own if self.comm is None else {name: self.comm.allreduce(x) for name, x in own.items()}
 
     def mean(self, values: jax.Array) -> float:
         """Returns the mean of an array that a step returned, of which each rank may have a part."""

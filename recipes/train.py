@@ -187,8 +187,8 @@ class Tester:
             rest = jax.block_until_ready(self.mean(rest.rows))
         job = self.job
         batches = tested(job.dataset.test, job.examples, job.share, most=job.settings.test_examples)
-        each = [self.score(params, rest, self.world.put(batch)) for batch in batches]
-        sums = {name: sum(self.world.total(x[name]) for x in each) for name in each[0]}
+        each = [self.world.total(self.score(params, rest, self.world.put(batch))) for batch in batches]
+        sums = {name: sum(x[name] for x in each) for name in each[0]}
         count = sums.pop("examples")
         found = {f"test_{name}": float(x / count) for name, x in sums.items()}
         if job.dataset.name.endswith("text"):

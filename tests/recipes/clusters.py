@@ -63,7 +63,9 @@ def slurm(tmp_path, monkeypatch):
     key.chmod(0o400)
     text = CONFIG.format(controller=free_port(), daemon=free_port(), folder=tmp_path)
     (tmp_path / "slurm.conf").write_text(text)
-    (tmp_path / "gres.conf").write_text("NodeName=localhost Name=gpu Count=4\n")
+    for number in range(4):
+        (tmp_path / f"gpu{number}").touch()
+    (tmp_path / "gres.conf").write_text(f"NodeName=localhost Name=gpu File={tmp_path}/gpu[0-3]\n")
     (tmp_path / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     files = {name: tmp_path / f"munge/{name}" for name in ("socket", "pid-file", "log-file", "seed-file")}

@@ -269,4 +269,4 @@ def test_every_example_is_tested_once(run, train, data, monkeypatch):
     changes = {"data": "digits", "train.batch_size": 64, "train.steps": 1, "train.test_examples": 0}
     run("digits/mlp", changes, devices=3)
     split = data.load(name="digits", synthetic=False).test
-    assert sum(sums[2] for sums in counted) == len(split) and len(split) % 64
+    assert sum(sums["examples"] for sums in counted) == len(split) and len(split) % 64
