@@ -109,7 +109,7 @@ def compressed_psum_scatter(
     Args:
       x, axis_name, key: as in `compressed_psum`.
       plan: as in `compressed_psum`. With a dict of codecs, ranks scatter over the innermost axis first, so only a
-        share travels over each of the other axes. Every slice goes straight to its owner, except with the schedule
+        part is sent over each of the other axes. Every slice goes straight to its owner, except with the schedule
         "ring".
       carry: error feedback, as in `compressed_psum`: a `Carry` with residuals like `x`. The result is then a pair, the
         slices and the new carry. Summed over all ranks, slices + new residuals = x + residuals. The schedule must not
@@ -146,7 +146,7 @@ def compressed_all_gather(
     Args:
       x, axis_name, key: as in `compressed_psum`.
       plan: as in `compressed_psum`. With a dict of codecs, ranks gather over the outermost axis first. There, each
-        inner rank gathers a share.
+        inner rank gathers a part.
       axis, tiled, to: as in jax.lax. `axis` may be a tree like `x` with one for each leaf.
       as_parts: whether compressed leaves are returned as `Quantized`: the numbers and scales that were sent, with
         `dequantize()`. It is for `Float8`, `Micro` and `AbsMax`, and leaves whose last dimension has whole blocks.

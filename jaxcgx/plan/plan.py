@@ -77,9 +77,9 @@ class Plan(Sending, Assignment):
         which jaxcgx/exchange/costs.py explains; or {axis name: schedule}. Where each rank gets only its slice of a sum
         (`compressed_psum_scatter`), every slice goes straight to its owner unless the schedule is "ring", and there are
         no trees. Gathers and all-to-alls have one schedule, whatever the plan says.
-      own: how a rank adds its own part to the sum that it owns. "raw" adds the part itself, which loses less. "encoded"
-        adds the part as the other ranks decode it. The same key then gives the same bits for any division into messages
-        (except for `ByteGrad`, `Micro("nvfp4")` and `TopK`).
+      own: how a rank adds its own part to a sum that it computes for all. "raw" adds the part itself, which loses less.
+        "encoded" adds the part as the other ranks decode it. The same key then gives the same bits for any division
+        into messages (except for `ByteGrad`, `Micro("nvfp4")` and `TopK`).
       leader: whether only rank 0 of the inner axes takes part in the exchange over the outermost axis, and passes the
         result on. This needs fewer messages between nodes, but uses only one network card per node.
       strict: whether a leaf that can't be compressed is an error.

@@ -51,7 +51,7 @@ class Dion:
 
     Args:
       rank: the number of columns of the factors. Matrices with fewer rows or columns have full rank.
-      momentum: the share of the buffer's part in the span of P that a step keeps.
+      momentum: the factor by which a step multiplies the buffer's part in the span of P. The rest stays whole.
       rules: those of a `Plan`, for leaves that aren't Dion's: Raw() for embeddings and the last layer, Skip() for
         frozen leaves, or a codec. A codec's errors are kept and sent later.
       skip_nonfinite: as in `Feedback`.
