@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], add_help=False, allow_abbrev=False)
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="WORD", help="words for --compression")
     parser.add_argument("--turns", type=int, default=10, metavar="N", help="measurements of each way (default: 10)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps in a measurement (default: 10)")

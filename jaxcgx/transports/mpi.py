@@ -64,7 +64,7 @@ class _Ranks(Transport):
     def parts(self) -> Mapping[Any, "Net"]:
         return {"cross": self.cross, "inner": self.inner} if self.cross and self.inner else {}
 
-    def labelled(self, label: int) -> "Net":
+    def labelled(self, label: int) -> Any:
         parts = {name: part.labelled(label) for name, part in self.parts.items()}
         return dataclasses.replace(super().labelled(label), **parts)
 

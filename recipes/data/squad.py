@@ -141,8 +141,8 @@ def missing_words() -> tuple[list[Asked], list[Asked]]:
                 if words:
                     word = words[rng.integers(len(words))]
                     question = sentence[0][: word.start()] + b"?" + sentence[0][word.end() :]
-                    places = (sentence.start() + place for place in word.span())
-                    found[-1].append((question.strip(), paragraph, *places))
+                    begin, end = (sentence.start() + place for place in word.span())
+                    found[-1].append((question.strip(), paragraph, begin, end))
             paragraph = b""
     held_out = found[::10]
     return [asked for i, each in enumerate(found) if i % 10 for asked in each], list(itertools.chain(*held_out))

@@ -34,7 +34,8 @@ class Attention(nnx.Module):
         distance = in_heads(self.distance(waves(seen.shape[1], x.shape[-1])))
         scores = jnp.einsum("bthd,bshd->bhts", query + self.to_content[...], key)
         scores += shift(jnp.einsum("bthd,shd->bhts", query + self.to_distance[...], distance))
-        scores = jnp.where(jnp.tri(*scores.shape[2:], before.shape[1], bool), scores / query.shape[-1] ** 0.5, -jnp.inf)
+        visible = jnp.tri(x.shape[1], seen.shape[1], before.shape[1], bool)
+        scores = jnp.where(visible, scores / query.shape[-1] ** 0.5, -jnp.inf)
         found = jnp.einsum("bhts,bshd->bthd", self.dropout(jax.nn.softmax(scores)), value)
         return self.out(found.reshape(x.shape))
 
