@@ -34,7 +34,7 @@ tcp_exchange_p: Any = _compat.Primitive("jaxcgx_tcp_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = ()) -> jax.Array:
-    """Returns the result of one exchange: "all_to_all" and "all_gather" as in shm.py, or "permute".
+    """Returns the result of one exchange: "all_to_all" and "all_gather" as in processes.py, or "permute".
 
     "permute" returns x of the rank whose target this rank is. `targets` has the target of each rank, -1 for none.
     """

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcgx.native import shm, tcp
+from jaxcgx.native import tcp
+from jaxcgx.transports.shm import OPERATIONS
 
 Groups = tuple[tuple[int, ...], ...]  # groups of ranks that exchange with one another
 Operands = tuple[tuple[str, int], ...]  # (dtype, bytes) of each array
@@ -131,7 +132,7 @@ def _custom_call(line: str, bare: str, shapes: Mapping[str, str]) -> Instruction
         operation = _ALIKE[tcp.OPERATIONS[number("operation")]]
         return Instruction(operation, ((operand.dtype, operand.bytes),), _tcp_groups(line, number("ranks")), "Tcp")
     if target[1] == "jaxcgx_exchange":
-        name, over = shm.OPERATIONS[number("operation")], "shared memory"
+        name, over = OPERATIONS[number("operation")], "shared memory"
     elif (m := re.fullmatch(r"mpi_([a-z]+)(?:_ffi)?", target[1])) and m[1] in _ALIKE:
         name, over = m[1], "MPI"
     else:

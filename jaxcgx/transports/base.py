@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.processes import exchange
 from jaxcgx.native.rules import add
 from jaxcgx.native.tcp import Inside
 
@@ -152,6 +153,25 @@ class Transport:
         receives = np.zeros(self.size, bool)
         receives[[receiver for _, receiver in pairs]] = True
         return jnp.where(jnp.asarray(receives)[self.rank], x, jnp.zeros_like(x))
+
+
+class ProcessRanks(Transport):
+    """Ranks that are processes with one device each. Each compiles its own program, so its rank and size are ints."""
+
+    names: tuple[Any, ...] = ()
+
+    def lower(self, ctx: Any, x: Any, operation: str, argument: Any) -> Any:
+        """Lowers an exchange (native/processes.py)."""
+        raise NotImplementedError(f"{type(self).__name__}.lower")
+
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
+        return exchange("all_to_all", rows, self)
+
+    def all_gather(self, row: jax.Array) -> jax.Array:
+        return exchange("all_gather", row, self)
+
+    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
+        return exchange("broadcast", x, self, argument=root)
 
 
 class Leaders(Transport):

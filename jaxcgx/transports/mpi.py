@@ -1,11 +1,10 @@
 """Ranks of an MPI communicator, one process each: mpi4jax moves the bytes.
 
 mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on
-every rank. Ranks and sizes are Python ints: every rank compiles its own program, which runs on a single device.
+every rank.
 
 mpi4jax's operations have no rules for vmap, and their derivatives differ from lax's. They take no floats shorter than
-32 bits and no integers shorter than 8 bits. So the operations that exchanges use are one primitive that is linear in
-one array, as in native/shm.py.
+32 bits. So exchanges are a primitive of jaxcgx, which is lowered to these operations.
 """
 
 import dataclasses
@@ -20,10 +19,10 @@ from jax import lax
 from mpi4py import MPI
 
 from jaxcgx import _compat
-from jaxcgx._compat import ad, batching, mlir
+from jaxcgx._compat import mlir
 from jaxcgx.checks import unexpected
-from jaxcgx.native.rules import batch_exchange, define_impl, exchange_aval
-from jaxcgx.transports.base import Leaders, Pairs, Transport, countable
+from jaxcgx.native.processes import exchange
+from jaxcgx.transports.base import Leaders, Pairs, ProcessRanks, countable
 from jaxcgx.transports.shm import Shm
 
 # A release of mpi4jax warns about every JAX newer than itself. jaxcgx has its own bounds for JAX.
@@ -42,7 +41,7 @@ MOST = 2**31 - 1  # the most elements, because mpi4jax counts them in C's int
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ranks(Transport):
+class _Ranks(ProcessRanks):
     """The ranks of a communicator. transports/base.py documents the members of a transport.
 
     Attributes:
@@ -79,7 +78,6 @@ class Comm(_Ranks):
     size: int
     rank: int
 
-    names: ClassVar[tuple[Any, ...]] = ()
     effects: ClassVar[frozenset[Any]] = EFFECTS
 
     @classmethod
@@ -87,23 +85,18 @@ class Comm(_Ranks):
         """Returns the transport over an mpi4py communicator that nothing else uses."""
         return cls(comm.size, comm.rank, handle=comm.handle)
 
-    def all_to_all(self, rows: jax.Array) -> jax.Array:
-        return _exchange("all_to_all", rows, self)
-
-    def all_gather(self, row: jax.Array) -> jax.Array:
-        return _exchange("all_gather", row, self)
+    def lower(self, ctx: Any, x: Any, operation: str, argument: Any) -> Any:
+        run = functools.partial(_run, operation=operation, net=self, argument=argument)
+        return mlir.lower_fun(run, multiple_results=False)(ctx, x)
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self.permute(row, [(rank, (rank + 1) % self.size) for rank in range(self.size)])
 
     def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
-        return _exchange("permute", row, self, pairs=tuple(pairs))
-
-    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        return _exchange("broadcast", x, self, root)
+        return exchange("permute", row, self, argument=tuple(pairs))
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
-        return _exchange("psum", countable(x), self)
+        return exchange("psum", countable(x), self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,65 +137,29 @@ class NodeLeaders(Leaders):
         return self.cross.plain_psum(x)
 
 
-exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_mpi")
-
-
-def _exchange(operation: str, x: jax.Array, net: Comm, root: int = 0, pairs: Pairs = ()) -> jax.Array:
-    return exchange_p.bind(x, operation=operation, net=net, root=root, pairs=pairs)
-
-
 def _check_count(count: int) -> None:
     if count > MOST:
         expected = "at most 2^31 - 1 elements for each rank in one exchange"
         raise unexpected("jaxcgx.mpi", expected, count, "cut the leaf into several")
 
 
-def _is_short(dtype: Any, kind: Any, bits: int) -> bool:
-    return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
-
-
-def _run(x: jax.Array, operation: str, net: Comm, root: int, pairs: Pairs) -> jax.Array:
-    dtype = x.dtype
+def _run(x: jax.Array, operation: str, net: Comm, argument: Any) -> jax.Array:
+    short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     if operation == "psum":
         if net.size == 1:
             return x
         _check_count(x.size)
-        wide = jnp.float32 if _is_short(dtype, jnp.floating, 32) else dtype
-        wide = jnp.int8 if _is_short(dtype, jnp.integer, 8) else wide
-        return mpi4jax.allreduce(x.astype(wide), MPI.SUM, comm=net.comm).astype(dtype)
-    # The others only move elements.
-    if _is_short(dtype, jnp.floating, 32):
-        bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
-        return lax.bitcast_convert_type(_run(bits, operation, net, root=root, pairs=pairs), dtype)
-    if _is_short(dtype, jnp.integer, 8):
-        return _run(x.astype(jnp.int8), operation, net, root=root, pairs=pairs).astype(dtype)
+        return mpi4jax.allreduce(x.astype(jnp.float32) if short else x, MPI.SUM, comm=net.comm).astype(x.dtype)
+    if short:  # the others only move elements
+        bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(_run(bits, operation, net, argument), x.dtype)
     _check_count(x.size // net.size if operation == "all_to_all" else x.size)
     if operation == "all_to_all":
         return mpi4jax.alltoall(x, comm=net.comm)
     if operation == "all_gather":
         return mpi4jax.allgather(x, comm=net.comm)
     if operation == "permute":
-        target = dict(pairs).get(net.rank, MPI.PROC_NULL)
-        source = {receiver: sender for sender, receiver in pairs}.get(net.rank, MPI.PROC_NULL)
+        target = dict(argument).get(net.rank, MPI.PROC_NULL)
+        source = {receiver: sender for sender, receiver in argument}.get(net.rank, MPI.PROC_NULL)
         return mpi4jax.sendrecv(x, x, source, target, comm=net.comm)
-    return mpi4jax.bcast(x, root, comm=net.comm)
-
-
-# The cotangent of a row that went to one rank comes back the same way. If an array went to every rank, the cotangents
-# of all ranks are added. Every rank has its own cotangent of a sum, as in lax if it doesn't track which values vary.
-def _transpose(ct: jax.Array, x: Any, *, operation: str, net: Comm, root: int, pairs: Pairs) -> list[jax.Array]:
-    if operation == "all_to_all":
-        return [net.all_to_all(ct)]
-    if operation == "all_gather":
-        return [net.all_to_all(ct).sum(0)]
-    if operation == "permute":
-        return [net.plain_ppermute(ct, [(receiver, sender) for sender, receiver in pairs])]
-    total = net.plain_psum(ct)
-    return [total if operation == "psum" or net.rank == root else jnp.zeros_like(total)]
-
-
-define_impl(exchange_p)
-mlir.register_lowering(exchange_p, mlir.lower_fun(_run, multiple_results=False))
-exchange_p.def_effectful_abstract_eval(exchange_aval)
-batching.primitive_batchers[exchange_p] = functools.partial(batch_exchange, exchange_p)
-ad.deflinear2(exchange_p, _transpose)
+    return mpi4jax.bcast(x, argument, comm=net.comm)

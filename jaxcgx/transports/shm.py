@@ -1,25 +1,27 @@
 """Ranks that are processes of one host: they copy through shared memory, as xla_ffi/shm/ring.h describes.
 
-Exchanges run in the order of the program, which must be the same on every rank. Ranks and sizes are Python ints, not
-traced arrays: every rank compiles its own program, for one device.
+Exchanges run in the order of the program, which must be the same on every rank.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_number
+from jaxcgx.native.processes import exchange
 from jaxcgx.native.registration import at_exit, module
-from jaxcgx.native.rules import add
-from jaxcgx.native.shm import exchange
-from jaxcgx.transports.base import Transport, countable
+from jaxcgx.native.rules import add, digest, refuse
+from jaxcgx.transports.base import ProcessRanks, countable
 
 ORDER: Any = _compat.OrderedEffect()
+OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
+_ELSEWHERE = "memory is shared by processes that compute on CPUs; the computation is placed on another platform"
 
 
 def _together(comm: Any, step: Callable[[], Any]) -> list[Any]:
@@ -36,13 +38,12 @@ def _together(comm: Any, step: Callable[[], Any]) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shm(Transport):
+class Shm(ProcessRanks):
     """The processes of a communicator. transports/base.py documents the members of a transport."""
 
     segment: int  # the native module's number for the shared memory
     size: int
     rank: int
-    names: ClassVar[tuple[Any, ...]] = ()
     order: Any  # the ordered effect, shared by everything that must run in one order
     label: int = dataclasses.field(default=0, kw_only=True)
 
@@ -83,17 +84,20 @@ class Shm(Transport):
     def labelled(self, label: int) -> "Shm":
         return dataclasses.replace(self, label=label)
 
-    def all_to_all(self, rows: jax.Array) -> jax.Array:
-        return exchange("all_to_all", rows, self)
-
-    def all_gather(self, row: jax.Array) -> jax.Array:
-        return exchange("all_gather", row, self)
+    def lower(self, ctx: Any, x: Any, operation: str, argument: int) -> Any:
+        if ctx.module_context.platforms != ("cpu",):
+            return refuse(f"jaxcgx_exchange: {_ELSEWHERE}")(ctx)
+        return _compat.lower_ordered("jaxcgx_exchange", self.order)(
+            ctx,
+            x,
+            segment=np.int64(self.segment),
+            operation=np.int64(OPERATIONS.index(operation)),
+            argument=np.int64(argument),
+            digest=digest(ctx.avals_in[0].shape, ctx.avals_in[0].dtype, self.label),
+        )
 
     def shift(self, row: jax.Array) -> jax.Array:
         return exchange("shift", row, self, argument=1 % self.size)
-
-    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        return exchange("broadcast", x, self, argument=root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
         """Returns the sum, added in rank order. Every rank adds up one part of the array."""
