@@ -29,7 +29,6 @@ COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{PROGRAMS})(?= |$).*")
 FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 INLINE = re.compile(r"`([^`]+)`")
-OPTION = re.compile(r"(?:[A-Z_]+=\S+ )*[a-z.][\w./]* (?:\S+ )*--?[A-Za-z].*")  # words with an option are a command
 SHELL, PROMPT = "shell", "console"  # fences whose lines are commands, and whose lines after "$ " are
 
 # Reasons why `make test-commands` doesn't run a command. The first pattern that is found in the command counts.

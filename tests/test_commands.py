@@ -3,11 +3,9 @@
 `make test-commands` runs the commands (heavy_commands.py).
 """
 
-import ast
 import importlib.util
 import itertools
 import re
-import textwrap
 import tomllib
 
 import commands
@@ -24,8 +22,6 @@ SHOWN = [
     if commands.why_not_run(words) != commands.FOREIGN
 ]
 READERS = "train.py", "centers.py", "hosts"  # files that the reader has
-LANGUAGES = "python", "shell", "console", "text", "toml", "diff", "mermaid", "{eval-rst}"
-OTHERS_PROGRAMS = {"migration.md": "torch_cgx's program, before the change"}
 VARIABLE = re.compile(r"([A-Z_]+)=")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -115,38 +111,3 @@ def check_script(path, words, monkeypatch):
 def test_every_program_is_known(script):
     for words in script.commands:
         assert re.fullmatch(commands.PROGRAMS, commands.program_of(words)), f"add it to commands.py: {words}"
-
-
-@pytest.mark.parametrize("page", commands.PAGES, ids=lambda page: page.name)
-def test_no_program_and_no_command_escapes(page):
-    """Fences say what they have: Python, which tests run, a shell's commands, or neither."""
-    text = page.read_text()
-    for match in commands.FENCE.finditer(text):
-        assert match[2] in LANGUAGES, match[0]
-        if match[2] == "text":
-            assert page.name in OTHERS_PROGRAMS or not is_program(match[3]), match[0]
-    rest = commands.FENCE.sub(commands.blank, text)
-    assert "```" not in rest
-    for match in commands.INDENTED.finditer(rest):
-        assert not is_program(match[0]), match[0]
-    for match in commands.INLINE.finditer(commands.INDENTED.sub(commands.blank, rest)):
-        words = " ".join(match[1].split())
-        assert not commands.OPTION.fullmatch(words) or commands.COMMAND.fullmatch(words), words
-
-
-def is_program(text):
-    """Returns whether a block is Python, or has a line that is a command."""
-    text = textwrap.dedent(text)
-    if any(commands.COMMAND.match(line) for line in text.splitlines()):
-        return True
-    try:
-        return bool(ast.parse(text).body)
-    except SyntaxError:
-        return False
-
-
-def test_the_table_of_reasons():
-    """Every pattern in the table matches a command."""
-    shown = [" ".join(words) for script in commands.scripts() for words in script.commands]
-    assert all(any(re.search(pattern, command) for command in shown) for pattern in commands.NOT_RUN)
-    assert sum(commands.why_not_run(command.split()) is None for command in shown) > 30

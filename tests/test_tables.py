@@ -24,14 +24,6 @@ def test_no_figure_is_old(page, known):
     assert figures.render(page, known) == page.read_text(), "run `.venv/bin/python scripts/figures.py`"
 
 
-def test_every_figure_is_on_a_page(known):
-    texts = {page: page.read_text() for page in figures.PAGES}
-    assert set(known) == {name for text in texts.values() for *_, name in figures.MARKED.findall(text)}
-    docs = {page.stem: text for page, text in texts.items() if page.parent.name != "notes"}
-    for page, tables in figures.TABLES.items():
-        assert all(f"\n| {first} |" in docs[page] for first in tables)
-
-
 def test_the_error_of_stochastic_rounding_is_twice_as_large():
     nearest, stochastic = (figures.lost(cgx.MaxMin(4, rounding=rounding)) for rounding in ("nearest", "stochastic"))
     assert 1.95 < stochastic / nearest < 2.05

@@ -148,33 +148,25 @@ void deaths_before_they_attach() {
     CHECK(has(messages[rank], "rank 1 (process ") && has(messages[rank], ") has ended"), messages[rank]);
 }
 
-// The process is alive, and one of its threads is inside an exchange.
-void departures_at_exit() {
-  Processes processes;
-  processes.start(2, [](auto& segment, int64_t rank) {
-    std::string message = test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000);
-    if (rank == 1) segment->ring().leave();
-    return rank == 1 ? message : message + test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000);
-  });
-  const auto messages = processes.messages();
-  CHECK(messages[1].empty(), messages[1]);
-  CHECK(has(messages[0], "which has left"), messages[0]);
-}
-
+// One rank leaves, as at exit while one of its threads may be inside an exchange, or detaches. Its process is alive.
 void departures() {
-  Processes processes;
-  processes.start(2, [](auto& segment, int64_t rank) {
-    std::string message = test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000000);
-    if (!message.empty()) return message;
-    if (rank == 1) {
-      segment.reset();
+  for (const bool detaches : {false, true}) {
+    Processes processes;
+    processes.start(2, [=](auto& segment, int64_t rank) {
+      const std::string message = test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000000);
+      if (rank == 0) return message + test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000000);
+      if (detaches) {
+        segment.reset();
+      } else {
+        static const auto attached = segment;  // until the process ends
+        attached->ring().leave();
+      }
       return message;
-    }
-    return test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000000);
-  });
-  const auto messages = processes.messages();
-  CHECK(messages[1].empty(), messages[1]);
-  CHECK(has(messages[0], "waits for rank 1 (process ") && has(messages[0], "which has left"), messages[0]);
+    });
+    const auto messages = processes.messages();
+    CHECK(messages[1].empty(), messages[1]);
+    CHECK(has(messages[0], "waits for rank 1 (process ") && has(messages[0], "which has left"), messages[0]);
+  }
 }
 
 void lateness() {
@@ -319,7 +311,6 @@ int main() {
   exchanges();
   deaths();
   deaths_before_they_attach();
-  departures_at_exit();
   departures();
   lateness();
   disagreements();

@@ -68,39 +68,22 @@ def differences(x):
     return moved | {f"sent {name}": y for name, y in carry.sent.items() if y is not None}
 
 
-# Every case has the shapes of a rank's leaves, and the collective.
+# Every case has the shapes of a rank's leaves, and the collective. Their programs are those of one process, which other
+# tests compare with lax. So one case for each way of XLA's to move bytes is enough.
 CASES = {
     "psum two_shot": psum(schedule="two_shot"),
-    "psum one_shot": psum(schedule="one_shot"),
     "psum ring": psum(schedule="ring"),
-    "psum stochastic": psum(codec=cgx.MaxMin(3, 128, "stochastic"), keyed=True, schedule="two_shot"),
-    "psum encoded": psum(schedule="two_shot", own="encoded"),
-    "psum hierarchy": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}),
-    "psum hierarchy stochastic": psum(
-        codec={"node": cgx.MaxMin(2, rounding="stochastic"), "local": cgx.AbsMax(8)}, keyed=True
-    ),
+    "psum hierarchy": psum(codec={"node": cgx.MaxMin(2, rounding="stochastic"), "local": cgx.AbsMax(8)}, keyed=True),
     "psum leader": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}, leader=True),
-    "pmean": (SHAPES, pmean),
     "psum over node": psum(axes="node"),
-    "psum over local": psum(axes="local"),
-    "psum_scatter": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4))),
-    "psum_scatter ring": (
-        ROWS,
-        lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.Plan.every(cgx.MaxMin(4), schedule="ring")),
-    ),
+    "pmean": (SHAPES, pmean),
     "psum_scatter raw": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.Raw())),
     "gradient of all_gather raw": (
         ROWS,
         jax.grad(lambda x: sum_of_squares(cgx.compressed_all_gather(x, AXES, cgx.Raw()))),
     ),
-    "all_gather": (SHAPES, lambda x: cgx.compressed_all_gather(x, AXES, cgx.MaxMin(4))),
-    "all_to_all": (
-        ROWS,
-        lambda x: cgx.compressed_all_to_all(x, AXES, 0, 0, cgx.MaxMin(4, rounding="stochastic"), key=key()),
-    ),
     "pbroadcast": (SHAPES, lambda x: cgx.compressed_pbroadcast(x, AXES, 2, cgx.MaxMin(4))),
     "ppermute with a carry": (SHAPES, differences),
-    "ppermute": (SHAPES, lambda x: cgx.compressed_ppermute(x, AXES, [(0, 2), (3, 1), (1, 0)], cgx.MaxMin(4))),
 }
 
 

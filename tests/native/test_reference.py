@@ -10,8 +10,6 @@ import pytest
 from helpers import (
     CODECS,
     FULL,
-    GRIDS,
-    KEY,
     SPARSE,
     assert_same_bytes,
     assert_same_values,
@@ -27,7 +25,7 @@ from hypothesis import strategies as st
 from strategies import LAYOUTS, layouts, spaces, values
 
 import jaxcgx as cgx
-from jaxcgx.native import ops, registration
+from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.reference import Reduce
 
@@ -199,67 +197,6 @@ def test_any_bytes_decode(codec):
         assert_same_values(a, b)
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("codec", **each_codec(CODECS[::5]))
-def test_short_form(codec):
-    layout = Layout(codec, ((300,),), (jnp.dtype("float32"),))
-    leaves = [normal(300)]
-    key = native_key(codec)
-    payload = ops.encode(layout, leaves, key)
-    assert_same_bytes(payload, reference_encode(layout)(leaves, key))
-    assert_same_values(ops.decode(layout, payload)[0], reference_decode(layout)(payload)[0])
-
-
-@pytest.mark.parametrize("kernels", ("portable", "avx2", "avx512"))
-def test_every_kernel_gives_the_same_bytes(kernels):
-    best = registration.MODULE.build_info()["kernels"]
-    leaves = [normal((100, 53)), normal(77, dtype=jnp.bfloat16), normal(1001, dtype=jnp.float16)]
-    residuals = [normal(x.shape, seed=3, scale=0.1) for x in leaves]
-
-    def everything():
-        out = []
-        for codec in (*CODECS, *SPARSE):
-            layout = Layout.of(codec, leaves, chunks=3)
-            payload, new = ops.encode_fed(layout, leaves, residuals, native_key(codec))
-            key = native_key(layout.of_sum(3).codec)
-            payloads = jnp.stack([payload[1]] * 3)
-            summed, lost = ops.reduce_fed(layout, payloads, residuals, chunk=1, divisor=3, key=key)
-            out += [payload, *new, summed, *lost, *ops.decode(layout, payload)]
-        return [np.asarray(x) for x in out]
-
-    expected = everything()
-    try:
-        registration.MODULE.select_kernels(kernels)
-    except ValueError:
-        pytest.skip(f"this processor does not run {kernels} kernels")
-    try:
-        assert registration.MODULE.build_info()["kernels"] == kernels
-        for a, b in zip(everything(), expected):
-            assert_same_bytes(a, b)
-    finally:
-        registration.MODULE.select_kernels(best)
-
-
-@pytest.mark.parametrize("codec", **each_codec(GRIDS[:: 4 if FULL else 8]))
-def test_large_leaves_are_the_same_in_parallel(codec):
-    """Spans, tasks, and buckets larger than a span give the same as one small piece at a time."""
-    n = 300_001
-    layout, leaves = Layout(codec, ((n,),), (jnp.dtype("float32"),)), [normal(n)]
-    payload = ops.encode(layout, leaves, native_key(codec))
-    assert_same_bytes(payload, reference_encode(layout)(leaves, native_key(codec)))
-
-
-@pytest.mark.parametrize("divisor", [1.0, 3.0])
-def test_large_sums_are_the_same_written_around_the_caches(divisor):
-    leaves = [normal(2**21 + 5)]
-    layout = Layout.of(cgx.MaxMin(4), leaves)
-    payloads = jnp.concatenate([ops.encode(layout, leaves), ops.encode(layout, [leaves[0][::-1]])])
-    (total,) = ops.reduce(layout, payloads, divisor=divisor)
-    where = jnp.zeros(2, jnp.int32)
-    (expected,) = reference_reduce(layout, divisor, False)(Reduce(payloads, where))
-    assert_same_bytes(total, expected)
-
-
 @pytest.mark.parametrize(
     "codec",
     [
@@ -282,17 +219,3 @@ def test_buckets_larger_than_a_task(codec):
     assert_same_bytes(payload, expected)
     assert_same_values(new[0], expected_new[0])
     assert_same_values(ops.decode(layout, payload)[0], reference_decode(layout)(payload)[0])
-
-
-def test_key_leaf_and_element_make_the_noise_and_nothing_else():
-    codec = cgx.MaxMin(2, 128, "stochastic")
-    x, y = normal(1024), normal(640, seed=1)
-    alone = ops.decode(Layout.of(codec, [y], ids=[1]), ops.encode(Layout.of(codec, [y], ids=[1]), [y], KEY))[0]
-    for chunks in (1, 2, 3, 7):
-        layout = Layout.of(codec, [x, y], chunks=chunks)
-        together = ops.decode(layout, ops.encode(layout, [x, y], KEY))[1]
-        assert_same_bytes(alone, together)
-    other_leaf = Layout.of(codec, [y], ids=[2])
-    assert (np.asarray(ops.decode(other_leaf, ops.encode(other_leaf, [y], KEY))[0]) != np.asarray(alone)).any()
-    other_key = ops.encode(Layout.of(codec, [y], ids=[1]), [y], KEY + 1)
-    assert (np.asarray(other_key) != np.asarray(ops.encode(Layout.of(codec, [y], ids=[1]), [y], KEY))).any()

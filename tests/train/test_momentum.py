@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from errors import says
+from errors import check, says
 from exchanging import GRADS, compress, pmean, run
 from helpers import assert_same_trees
 from training import CODEC, PARAMS, loss_fn, mesh_of
@@ -93,5 +93,5 @@ def test_momentum_twice_is_a_warning(function):
             cgx.state_specs(optax.chain(compress(exchange), optimizer).init(PARAMS), "data")
     argument = "optimizer" if function == "make_train_step" else "opt_state"
     words = says(function, argument, got="optax.trace", remedy="write optax.sgd(rate)")
-    words.check(str(warned[0].message))
+    check(str(warned[0].message), words)
     assert len(warned) == 1 and warned[0].filename == __file__

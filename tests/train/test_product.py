@@ -76,7 +76,6 @@ SHAPES = {
     "low rank": (24, 20),
 }
 PARAMS = {k: np.random.RandomState(i).standard_normal(n).astype(np.float32) for i, (k, n) in enumerate(SHAPES.items())}
-RAW = dict.fromkeys(SHAPES, cgx.Raw())
 DENSE = cgx.MaxMin(3, 8)
 PLAN = {"dense": DENSE, "dense too": DENSE, "sparse": cgx.TopK(0.05), "low rank": cgx.PowerSGD(2)}
 # Leaves with residuals travel raw for a while, and change their codecs.

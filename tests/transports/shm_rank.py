@@ -50,21 +50,6 @@ class Comm:
         return [pickle.loads(bytes.fromhex(each)) for each in input().split()]
 
 
-class Early(Comm):
-    """A communicator in which the last rank dies before it attaches. The others then raise what they would send."""
-
-    calls = 0
-
-    def allgather(self, mine):
-        self.calls += 1
-        if self.calls == 4:
-            raise mine
-        every = super().allgather(mine)
-        if self.calls == 3 and self.rank == self.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return every
-
-
 def random(shape, dtype, *seed):
     x = np.random.RandomState(np.array(seed, np.uint32)).standard_normal(shape) * 50
     return np.asarray(jnp.asarray(x, jnp.float32).astype(dtype))
@@ -271,11 +256,6 @@ def die(net):
     return until_an_error(net)
 
 
-def differ(net):
-    """The last rank has longer rows."""
-    return until_an_error(net, 100_000 + net.rank // (net.size - 1))
-
-
 def stay_away(net):
     """The last rank is alive, but does not take part."""
     if net.rank == net.size - 1:
@@ -312,12 +292,6 @@ def main():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     if action == "fail":
         atexit.register(signal.pause)  # JAX and MPI may also wait for the other processes at the end
-    if action == "die_early":
-        try:
-            Shm.over(Early(rank, size), timeout=60)
-        except RuntimeError as error:
-            print(json.dumps(str(error)), flush=True)
-        signal.pause()
     net = Shm.over(Comm(rank, size), timeout=2 if action == "stay_away" else 60)
     print(json.dumps(globals()[action](net)), flush=True)
     signal.pause()  # stays alive as long as other ranks may read

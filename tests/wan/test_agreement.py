@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from errors import says
+from errors import check, says
 from started import Processes, free_port
 
 RANK = pathlib.Path(__file__).with_name("agreement_rank.py")
@@ -24,8 +24,8 @@ def test_settings_that_differ_are_an_error():
             ("k2", "HFA", (2, 3)),
         ):
             got = f"{values[rank]} in this process and {values[1 - rank]} in process {1 - rank}"
-            says(function, name, got=got, remedy="every process").check(found[name])
+            check(found[name], says(function, name, got=got, remedy="every process"))
         for name in ("outer", "rate"):
-            says("Diloco", "outer").check(found[name])
+            check(found[name], says("Diloco", "outer"))
         assert "same value in all processes" in found["form"]
         assert found["same"] == found["explicit"] == "none"
