@@ -220,8 +220,8 @@ def partitioned(primitive: Primitive, direct: Rule, keeps: Callable[..., bool] |
             need_replication_factors=tuple(whole),
         )
         out = mlir.lower_fun(lambda *operands: call(*operands), multiple_results=True)(ctx, *operands)
-        # Besides, a program has only an address, which another program may get later. JAX's compilation cache would take
-        # one for the other.
+        # Besides, a program has only an address, which another program may get later. JAX's compilation cache would
+        # take one for the other.
         what = mlir.ir.StringAttr.get(f"{primitive.name}, {batch=}, {params}")
         out[0].owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get({"jaxcgx": what})
         return out

@@ -73,6 +73,7 @@ CASES = {
     "psum two_shot": psum(schedule="two_shot"),
     "psum one_shot": psum(schedule="one_shot"),
     "psum ring": psum(schedule="ring"),
+    "psum gather": psum(schedule="gather"),
     "psum stochastic": psum(codec=cgx.MaxMin(3, 128, "stochastic"), keyed=True, schedule="two_shot"),
     "psum encoded": psum(schedule="two_shot", own="encoded"),
     "psum hierarchy": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}),
