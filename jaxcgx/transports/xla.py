@@ -96,6 +96,8 @@ class Axes(base.Transport):
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
         if tiled and x.shape[axis] == 0:  # XLA gathers no slices without elements
             return _compat.vary(x, _compat.tracked_axes(self.names)) if to == "varying" else lax.psum(x, self.names)
+        if not self.at_once:
+            return base.join_rows(self.all_gather(x), axis, tiled)
         if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
             rows = Axes(self.names).all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
             return base.join_rows(rows, axis, tiled)

@@ -80,7 +80,7 @@ def test_three_axes():
 
 
 # Under check_vma JAX has no collectives over an axis of vmap.
-@pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
+@pytest.mark.parametrize("codec", [EXACT, cgx.Raw(), {"a": EXACT, "b": cgx.Raw()}], ids=str)
 def test_axes_of_vmap(codec):
     compressed = twins(("a", "b"), codec)[0]
     assert_same(jax.jit(jax.vmap(jax.vmap(compressed, axis_name="b"), axis_name="a"))(PAIRS), expected(two=True))
