@@ -29,7 +29,7 @@ RANKS, BATCH = 2, 4  # windows per rank
 HELD_OUT = 256  # windows
 RANK = 4
 RATE = 3e-3  # Adam's largest learning rate, also for what Muon and Dion leave to Adam
-RATES = 0.01, 0.02, 0.04, 0.08, 0.16  # those that are tried for matrices at equal bytes, with a seed of their own
+RATES = 0.0025, 0.005, 0.01, 0.02, 0.04  # those that are tried for matrices at equal bytes, with a seed of their own
 SEARCHED = "Muon, PowerSGD", "Dion"
 OTHERS = "embed|position|head"  # matrices that are Adam's in every run
 RULES = [(OTHERS, cgx.MaxMin(4))]
@@ -62,8 +62,8 @@ RUNS = {
     "Muon, 4 bits": Run(muon, 0.02, cgx.Plan(cgx.MaxMin(4))),
     "Muon, 4 bits, ZeRO-1": Run(muon, 0.02, cgx.Plan(cgx.MaxMin(4)), "stacks", cgx.MaxMin(8)),
     "Adam, PowerSGD": Run(optax.adam, RATE, LOW_RANK),
-    "Muon, PowerSGD": Run(muon, 0.02, LOW_RANK),
-    "Dion": Run(optax.sgd, 0.02, cgx.Dion(RANK, rules=RULES)),
+    "Muon, PowerSGD": Run(muon, 0.01, LOW_RANK),
+    "Dion": Run(optax.sgd, 0.0025, cgx.Dion(RANK, rules=RULES)),
 }
 CHARTS = [dict(table="rows", title="Final loss", x="run", y=["loss"])]
 NOTES = f"""\

@@ -78,7 +78,7 @@ def mxfp4(n=32, power=True):
     """
     below = lambda x: np.vectorize(math.erf)(x / math.sqrt(2))  # the share of magnitudes below x
     density = lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-    m = np.arange(0.01, 6.5, 0.002)  # the largest magnitude of a block
+    m = np.arange(0.01, 6.5, 0.001)  # the largest magnitude of a block
     weights = below(m) ** (n - 1) * density(m)
     s = 2.0 ** (np.floor(np.log2(m)) - 2) if power else m / 6
     levels, found = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 6]), []
