@@ -121,11 +121,6 @@ def seconds(schedule: str, load: Load, network: Network) -> Time:
     return Time(kernels * network.sharing, wire, pieces)
 
 
-def seconds_of_factors(schedule: str, load: Load, raw: float, network: Network) -> Time:
-    """Returns the time of a low-rank sum: of two sums of raw factors, and of products with `raw` bytes in float32."""
-    return Time(raw / network.encode * network.sharing, 2 * seconds(schedule, load._replace(raw=0), network).wire)
-
-
 def plain_seconds(ranks: int, size: float, network: Network) -> float:
     """Returns the seconds of lax.psum of `size` bytes. Over Tcp, it still goes through Gloo."""
     if ranks == 1:

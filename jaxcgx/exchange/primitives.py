@@ -29,7 +29,7 @@ from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange import hierarchy, schedules
 from jaxcgx.exchange.message import ENDS, SHARED, STATE, Message, Stage, Sum, back_key
 from jaxcgx.native.rules import define_impl, in_front, places
-from jaxcgx.transports.base import Pairs, Transport, join_rows, split_rows
+from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.typing import PyTree
 
 Batch = tuple[tuple[int, Any], ...]
@@ -279,12 +279,6 @@ class Join(NamedTuple):
         return split
 
 
-def _all_gather(message: Message, *, stage: Stage, join: Join | None, **_: Any) -> Message:
-    """Gathers every rank's leaves, as rows or joined."""
-    gathered = schedules.all_gather(stage, message)
-    return Message(message.ids, gathered if join is None else join.join(gathered))
-
-
 # The primitive has the name of lax's primitive. So policies of jax.checkpoint treat the results of both alike.
 # Row r of every rank's result is rank r's leaf, so the leaf's cotangent is the sum of the cotangents of these rows:
 # psum_scatter. If the type of the result says that all ranks share one value ("invarying"), all ranks have the same
@@ -318,7 +312,9 @@ def _gathered_shape(shape: tuple[int, ...], i: int, *, ranks: int, join: Join | 
 
 all_gather_p: _compat.Primitive = define(
     "all_gather",
-    _all_gather,
+    lambda message, stage, join, **_: Message(
+        message.ids, (list if join is None else join.join)(schedules.all_gather(stage, message))
+    ),
     _all_gather_transpose,
     same=True,
     shape=_gathered_shape,
@@ -400,14 +396,11 @@ sum_to_p: _compat.Primitive = define(
 
 
 # Cotangents go back from receivers to senders.
-def _ppermute_transpose(message: Message, cts: list[Any], *, pairs: Pairs, **params: Any) -> list[Any]:
-    back = tuple((receiver, sender) for sender, receiver in pairs)
-    return _sent_back(ppermute_p, message, cts, pairs=back, **params)
-
-
 ppermute_p: _compat.Primitive = define(
     "jaxcgx_ppermute",
     lambda message, stage, pairs, **_: schedules.ppermute(stage, message, pairs),
-    _ppermute_transpose,
+    lambda message, cts, pairs, **params: _sent_back(
+        ppermute_p, message, cts, pairs=tuple((receiver, sender) for sender, receiver in pairs), **params
+    ),
     same=False,
 )

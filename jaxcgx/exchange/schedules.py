@@ -272,8 +272,7 @@ def place(share: jax.Array, at: Sequence[Any], sizes: Sequence[int]) -> jax.Arra
 
 
 def _of_rows(codec: Codec, message: Message) -> Layout:
-    shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
-    return Layout(codec, shapes, dtypes=dtypes, chunks=1, ids=message.ids)
+    return Layout.of(codec, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in message.leaves], ids=message.ids)
 
 
 def _encode_rows(layout: Layout, message: Message, key: Key | None) -> tuple[jax.Array, list[Any] | None]:

@@ -375,7 +375,9 @@ class Case:
                 by = "psum" if not known else costs.choose(load, network) if auto else schedule
                 time = costs.seconds(by, load, network)
             elif each.low_rank:
-                time = costs.seconds_of_factors(schedule, self._load(each, leaves, None), 4 * size, network)
+                load = self._load(each, leaves, None)._replace(raw=0)  # two sums of raw factors, and products
+                wire = 2 * costs.seconds(schedule, load, network).wire
+                time = Time(4 * size / network.encode * network.sharing, wire)
             else:
                 time = costs.seconds(schedule, self._load(each, leaves, network.mover), network)
             if self.each > 1:

@@ -77,9 +77,8 @@ class MixedSync:
     def __post_init__(self) -> None:
         object.__setattr__(self, "exchange", as_exchange(self.exchange, OP))
         if isinstance(self.exchange, Dion):
-            expected, got = "an exchange of gradients, which are compensated", "Dion, which returns updates"
             remedy = "pass Dion itself to make_train_step, or jaxcgx.PowerSGD with optax.contrib.muon here"
-            raise wrong(OP, "exchange", expected, got, remedy)
+            raise wrong(OP, "exchange", "one of gradients, which it compensates", "Dion, which returns updates", remedy)
         set_field(self, "staleness", check_integer, 1)
         at_least = lambda x: x >= 0
         check_hyperparameter(OP, "compensation", self.compensation, check_number, at_least, "a number of at least 0")
