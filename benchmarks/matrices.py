@@ -6,6 +6,7 @@ Rows that the same command has already written to the result file are not measur
 """
 
 import argparse
+import itertools
 import pathlib
 import re
 from collections.abc import Callable
@@ -28,6 +29,8 @@ RANKS, BATCH = 2, 4  # windows per rank
 HELD_OUT = 256  # windows
 RANK = 4
 RATE = 3e-3  # Adam's largest learning rate, also for what Muon and Dion leave to Adam
+RATES = 0.0025, 0.005, 0.01, 0.02, 0.04  # those that are tried for matrices at equal bytes, with a seed of their own
+SEARCHED = "Muon, PowerSGD", "Dion"
 OTHERS = "embed|position|head"  # matrices that are Adam's in every run
 RULES = [(OTHERS, cgx.MaxMin(4))]
 
@@ -59,8 +62,8 @@ RUNS = {
     "Muon, 4 bits": Run(muon, 0.02, cgx.Plan(cgx.MaxMin(4))),
     "Muon, 4 bits, ZeRO-1": Run(muon, 0.02, cgx.Plan(cgx.MaxMin(4)), "stacks", cgx.MaxMin(8)),
     "Adam, PowerSGD": Run(optax.adam, RATE, LOW_RANK),
-    "Muon, PowerSGD": Run(muon, 0.02, LOW_RANK),
-    "Dion": Run(optax.sgd, 0.02, cgx.Dion(RANK, rules=RULES)),
+    "Muon, PowerSGD": Run(muon, 0.01, LOW_RANK),
+    "Dion": Run(optax.sgd, 0.0025, cgx.Dion(RANK, rules=RULES)),
 }
 CHARTS = [dict(table="rows", title="Final loss", x="run", y=["loss"])]
 NOTES = f"""\
@@ -72,7 +75,8 @@ NOTES = f"""\
 - In every run, Adam updates the embedding, the positions, the head and all vectors. The last three rows send factors of
   rank {RANK} for the other matrices, and 4 bits for an element of the embedding, the positions and the head.
 - ZeRO-1: cgx.Stacks, with gather=MaxMin(8).
-- Each optimizer has one learning rate, which wasn't searched.
+- rates: final losses of the last two rows with other rates for matrices, with a seed of their own. The rows have the
+  best rate. All other rates weren't searched.
 """
 
 
@@ -132,6 +136,10 @@ def show(report):
             losses, sent = [row["loss"] for row in mine], mine[0]["sent_bytes"]
             each = " ".join(f"{loss:.3f}" for loss in losses)
             report.show(line([name, f"{np.mean(losses):.3f}", each, f"{sent:,}", f"{dense / sent:.1f}"]))
+    report.show("", *header("rates", *map(str, RATES)))
+    losses = {(row["run"], row["rate"]): row["loss"] for row in report.data["rates"]}
+    for name in SEARCHED:
+        report.show(line([name, *(f"{losses[name, rate]:.3f}" if (name, rate) in losses else "" for rate in RATES)]))
     report.show("", *header("Muon's state, float32", "bytes"))
     for row in report.data["forms"]:
         report.show(line([row["form"] or "whole", f"{row['sent_bytes']:,}"]))
@@ -152,9 +160,14 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", RANKS)
     report = Growing(
-        command, args.out / "matrices.json", ["rows", "forms"], ranks=RANKS, steps=args.steps, charts=CHARTS
+        command, args.out / "matrices.json", ["rows", "rates", "forms"], ranks=RANKS, steps=args.steps, charts=CHARTS
     )
-    for name in filter(re.compile(args.runs).search, RUNS):
+    names = list(filter(re.compile(args.runs).search, RUNS))
+    for name, rate in itertools.product(filter(names.__contains__, SEARCHED), RATES):
+        if not report.has("rates", run=name, rate=rate):
+            ((_, loss),) = measure(RUNS[name]._replace(rate=rate), [args.seeds], args.steps)
+            report.add("rates", dict(run=name, rate=rate, loss=loss))
+    for name in names:
         missing = [seed for seed in range(args.seeds) if not report.has("rows", run=name, seed=seed)]
         sent = bytes_of(RUNS[name], args.steps) if missing else None
         for seed, loss in measure(RUNS[name], missing, args.steps):

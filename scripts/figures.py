@@ -7,6 +7,7 @@ the digits that the page gives them. tests/test_tables.py checks that no page is
 """
 
 import json
+import math
 import pathlib
 import re
 
@@ -69,6 +70,27 @@ def ms_eden(groups):
     return np.square(np.float64(error)).sum() / np.square(np.float64(groups)).sum()
 
 
+def mxfp4(n=32, power=True):
+    """Returns what MXFP4 loses of normal numbers, as docs/error-bounds.md derives it, with any scale without `power`.
+
+    The parts are those of numbers that become 0, of all others that are no larger than the scale allows, and of larger
+    ones.
+    """
+    below = lambda x: np.vectorize(math.erf)(x / math.sqrt(2))  # the share of magnitudes below x
+    density = lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    m = np.arange(0.01, 6.5, 0.001)  # the largest magnitude of a block
+    weights = below(m) ** (n - 1) * density(m)
+    s = 2.0 ** (np.floor(np.log2(m)) - 2) if power else m / 6
+    levels, found = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 6]), []
+    ends = [0, *(levels[1:] + levels[:-1]) / 2, 8]
+    for low, q, high in zip(ends, np.outer(levels, s), ends[1:]):
+        a, b = np.minimum(low * s, m), np.minimum(high * s, m)
+        of_two_signs = (1 + q * q) * (below(b) - below(a)) + 2 * (a - 2 * q) * density(a) - 2 * (b - 2 * q) * density(b)
+        largest = np.where((low * s <= m) & (m < high * s), (m - q) ** 2, 0)
+        found.append(np.average((n - 1) / n * of_two_signs / below(m) + largest / n, weights=weights))
+    return found[0], sum(found[1:-1]), found[-1]
+
+
 # Numbers in text.
 
 
@@ -83,6 +105,8 @@ def numbers():
         ("mxfp4", "stochastic"),
     )
     found |= {f"{name} {rounding}": lost(cgx.Micro(name, rounding)) for name, rounding in fours}
+    found |= zip(("mxfp4 dead", "mxfp4 grid", "mxfp4 above"), mxfp4())
+    found["mxfp4 exact"] = sum(mxfp4(power=False))
     found["MS-EDEN"] = ms_eden(NORMAL.reshape(-1, 8, 16))
     found |= {f"two_shot at {ratio}": ranks_for_two_shots(ratio) for ratio in (0.001, 0.01)}
     leaf, half = jax.ShapeDtypeStruct((3000,), jnp.float32), cgx.Cast("float16")

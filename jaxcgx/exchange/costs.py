@@ -3,7 +3,8 @@
 W ranks sum a message of `raw` bytes in float32 and `wire` compressed bytes. Sums of a sparse codec may need more bytes
 (`back`), because they hold every element that was sent. The time to decode a sparse message depends on its bytes, not
 on its elements, most of which are 0. "auto" never chooses a ring, because it rounds at every step and allows no
-feedback. A plan with `prefer="bytes"` compares only bytes.
+feedback. Nor does it choose "gather", which pays only on networks about as fast as the kernels. A plan with
+`prefer="bytes"` compares only bytes.
 
 The constants come from a `Network` (transports/network.py): the network of the plan or, by default, 1 Gbit/s Ethernet
 between machines with a few cores. docs/planner.md has the formulas, and compares them with measurements.
@@ -28,7 +29,7 @@ from jaxcgx.plan.leaves import Shaped
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.network import Network
 
-SCHEDULES = "two_shot", "one_shot", "ring"
+SCHEDULES = "two_shot", "one_shot", "ring", "gather"
 ENOUGH = 1.1  # two_shot rounds twice, so it must be faster than one_shot by this factor
 
 
@@ -77,7 +78,7 @@ def schedules(codec: Codec, mover: str | None) -> tuple[str, ...]:
     """Returns the schedules of a codec. Factors of low rank are summed by "psum", except over Tcp."""
     if codec.low_rank:
         return ("two_shot", "one_shot") if mover == "tcp" else ("psum",)
-    return SCHEDULES
+    return SCHEDULES[:3] if codec.sparse else SCHEDULES
 
 
 def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> int:
@@ -87,7 +88,7 @@ def wire(codec: Codec, leaves: Sequence[Shaped], mover: str | None = None) -> in
 
 
 def seconds(schedule: str, load: Load, network: Network) -> Time:
-    """Returns the time of a sum to all ranks by "one_shot", "two_shot" or "ring"; or by "psum" for raw numbers."""
+    """Returns the time of a sum to all ranks by one of `SCHEDULES`, or by "psum" for raw numbers."""
     ranks, raw, others = load.ranks, load.raw, load.ranks - 1
     if ranks == 1:
         return Time(0, 0)
@@ -101,27 +102,23 @@ def seconds(schedule: str, load: Load, network: Network) -> Time:
         chunk = load.wire
     else:
         added = (load.wire if load.sparse else raw) / network.reduce
-        kernels = encoded + added + encoded / ranks + (load.both if load.sparse else raw) / network.decode
-        chunk = load.wire / ranks
+        kernels = added + encoded / ranks + (load.both if load.sparse else raw) / network.decode
+        kernels += 0 if schedule == "gather" else encoded
+        chunk = (raw if schedule == "gather" else load.wire) / ranks
         back = others * (load.both - load.wire) / ranks
         if ways.pieces and schedule == "two_shot":
             wire = network.wire(others * chunk + back, 2)
         else:
             first = (
-                network.wire(others * chunk, others, ways.exchange[more])
-                if schedule == "two_shot"
-                else others * network.wire(chunk, 1, ways.shift[more], ways.step_of_shift[more])
+                others * network.wire(chunk, 1, ways.shift[more], ways.step_of_shift[more])
+                if schedule == "ring"
+                else network.wire(others * chunk, others, ways.exchange[more])
             )
             wire = first + network.wire(back, others, ways.gather[more])
     pieces = None
-    if ways.pieces and schedule != "ring" and not load.sparse:
+    if ways.pieces and schedule not in ("ring", "gather") and not load.sparse:
         pieces = 1 if load.whole else pieces_of(int(chunk))
     return Time(kernels * network.sharing, wire, pieces)
-
-
-def seconds_of_factors(schedule: str, load: Load, raw: float, network: Network) -> Time:
-    """Returns the time of a low-rank sum: of two sums of raw factors, and of products with `raw` bytes in float32."""
-    return Time(raw / network.encode * network.sharing, 2 * seconds(schedule, load._replace(raw=0), network).wire)
 
 
 def plain_seconds(ranks: int, size: float, network: Network) -> float:
@@ -155,7 +152,9 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
     net, codec = outer.net, outer.codec
     if outer.schedule == "tree":
         outer = outer._replace(schedule=Overlay.tree(net.size))
-    elif codec.low_rank and (outer.schedule == "ring" or (net.begin_sum is None and isinstance(outer.schedule, str))):
+    elif codec.low_rank and (
+        outer.schedule in ("ring", "gather") or not (net.begin_sum or isinstance(outer.schedule, Overlay))
+    ):
         outer = outer._replace(schedule="psum")
     elif outer.schedule == "auto":
         share = 1 if plan.leader else math.prod(stage.net.size for stage in inner)  # every inner rank takes a share
@@ -178,14 +177,14 @@ def scheduled(stages: tuple[Stage, ...], leaves: Sequence[Shaped], plan: Plan) -
 def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Shaped], ranks: int, mover: str | None = None) -> int:
     """Returns the exact number of bytes that a rank sends to sum a message. If ranks differ, it is the largest.
 
-    The schedule is "one_shot", "two_shot" or "ring"; over Tcp (`mover` "tcp") also "tree" or an `Overlay`; "psum" for
-    Raw(). lax.psum sums factors of low-rank codecs and the leaves of Raw(), except over Tcp with a schedule other than
-    "ring", if codecs know their dtype, and along overlays.
+    The schedule is "one_shot", "two_shot", "ring" or "gather"; over Tcp (`mover` "tcp") also "tree" or an `Overlay`;
+    "psum" for Raw(). lax.psum sums factors of low-rank codecs and the leaves of Raw(), except over Tcp with a schedule
+    other than "ring" and "gather", if codecs know their dtype, and along overlays.
     """
     others = ranks - 1
     if schedule == "tree":
         schedule = Overlay.tree(ranks)
-    own = isinstance(schedule, Overlay) or (mover == "tcp" and schedule not in ("ring", "psum"))
+    own = isinstance(schedule, Overlay) or (mover == "tcp" and schedule not in ("ring", "gather", "psum"))
     if own and codec.low_rank:
         low = cast(PowerSGD, codec)
         q = [low.factor_shape(x.shape) for x in leaves]
@@ -198,6 +197,9 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Shaped], ranks:
     leaves = [x for x in leaves if not by_psum(x)]
     if not leaves:
         return plain
+    if schedule == "gather":
+        shares = [jax.ShapeDtypeStruct((-(-x.size // ranks),), jnp.float32) for x in leaves]
+        return plain + others * (4 * sum(x.size for x in shares) + Layout.of(codec, shares).chunk_bytes)
     if isinstance(schedule, Overlay):
         layout = dataclasses.replace(Layout.of(codec, leaves, chunks=len(schedule.trees)), shares=schedule.shares)
         return plain + max(schedule.sent(layout.ends, layout.of_sum(ranks).ends))

@@ -137,14 +137,14 @@ class Losses:
         """Returns the vNMSE of a sum over all ranks.
 
         Args:
-          schedule: "one_shot", "two_shot", "ring", "tree" or an `Overlay`. It doesn't matter for low-rank codecs.
+          schedule: "one_shot", "two_shot", "ring", "gather", "tree" or an `Overlay`. Low-rank codecs ignore it.
           ranks: the number of ranks that exchange.
           each: in a hierarchy, the number of ranks in each inner sum. Inner sums are assumed to lose nothing.
         """
         codec, total = self.codec, ranks * each
         if schedule == "tree" and not codec.low_rank:
             schedule = Overlay.tree(ranks)
-        if codec.low_rank:
+        if codec.low_rank or schedule == "gather":
             state = self.encoded(State(), total)
         elif isinstance(schedule, Overlay):
             states = [self._below(tree, tree.root, each) for tree in schedule.trees]

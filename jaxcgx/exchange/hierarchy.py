@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import low_rank, schedules, scopes
 from jaxcgx.exchange.message import BegunMessage, Message, Sent, Stage, Sum, Summed, carry_over, fold_stage
+from jaxcgx.exchange.schedules import cut, join, place
 from jaxcgx.native import tcp
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport, countable
@@ -135,7 +136,7 @@ def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Ar
     """Returns the uncompressed sum over transports, outermost first. `tracked`: whether JAX tracks what varies."""
     outer, *inner = nets
     whole = countable(x)
-    share = _cut(whole, [net.size for net in reversed(inner)], zeros=True)
+    share = cut(whole, [net.size for net in reversed(inner)], zeros=True)
     with jax.named_scope(scopes.INNER):
         for net in reversed(inner):
             share = net.plain_psum_scatter(share, 0, tiled=False)
@@ -143,7 +144,7 @@ def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Ar
     with jax.named_scope(scopes.INNER):
         for net in inner:
             share = net.plain_all_gather(share, 0, tiled=False, to="invarying" if tracked else "varying")
-    return _join([share], [whole])[0]
+    return join([share], [whole])[0]
 
 
 # Every leaf is cut into a share for each inner rank. A codec encodes each share as a separate leaf, so the bits of a
@@ -152,11 +153,12 @@ def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Ar
 def _inwards(stages: Stages, message: Message, how: Sum) -> Message:
     """Returns this rank's shard of the sums over the inner stages."""
     sizes = [stage.net.size for stage in reversed(stages[1:])]
-    leaves = [_cut(x, sizes, zeros=stages[0].codec.sparse) for x in message.leaves]
+    leaves = [cut(x, sizes, zeros=stages[0].codec.sparse) for x in message.leaves]
     shards = message.replace(leaves=leaves, residuals=None, momentum=None)
     for i, stage in reversed(list(enumerate(stages))[1:]):
         shards = shards.replace(key=fold_stage(message.key, i, stages[:i] + stages[i + 1 :]))
-        half = stage if stage.schedule == "ring" else stage._replace(schedule="one_shot")
+        half = stage._replace(codec=Raw()) if stage.schedule == "gather" else stage
+        half = half if half.schedule == "ring" else half._replace(schedule="one_shot")
         shards = shards.replace(leaves=schedules.reduce_scatter(half, shards, Sum(how.own)).leaves)
     return _of_shares(stages, message, shards.leaves)
 
@@ -210,10 +212,10 @@ def _outwards(stages: Stages, message: Message, summed: Summed, whole: bool = Fa
     leaves = summed.leaves if whole else _gather(stages, message, shards=summed.leaves)
     residuals, momentum = summed.residuals, message.momentum
     if residuals is not None:
-        place = [net.rank for net in inwards]
-        residuals = _join([_place(x, place, sizes) for x in residuals], message.leaves)
+        at = [net.rank for net in inwards]
+        residuals = join([place(x, at, sizes) for x in residuals], message.leaves)
     if momentum is not None:
-        momentum = _join(_clear_shards(summed.sent, stages[1:], momentum=momentum, sizes=sizes), message.leaves)
+        momentum = join(_clear_shards(summed.sent, stages[1:], momentum=momentum, sizes=sizes), message.leaves)
     return Message(message.ids, leaves, residuals=residuals, momentum=momentum)
 
 
@@ -223,7 +225,7 @@ def _gather(stages: Stages, message: Message, shards: list[Any]) -> list[Any]:
     for i, stage in list(enumerate(stages))[1:]:  # by now, ranks along the outer stages have the same numbers
         mine = mine.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
         mine = mine.replace(leaves=schedules.all_gather(stage, mine))
-    return _join(mine.leaves, message.leaves)
+    return join(mine.leaves, message.leaves)
 
 
 def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequence[int]) -> list[Any]:
@@ -234,30 +236,7 @@ def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequenc
     clear: Callable[..., list[Any]] = lambda payload, arrays: Sent(sent.layout, payload).clear(arrays)
     for _ in sizes:
         clear = jax.vmap(clear)
-    return clear(payload, [_cut(x, sizes) for x in momentum])
-
-
-def _cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
-    """Returns x cut into equal shares, [*sizes, share].
-
-    x is padded with its last number, which changes neither the minimum nor the maximum. A sparse codec might send the
-    padding, so its shares are padded with zeros (`zeros`).
-    """
-    share = -(-x.size // math.prod(sizes))
-    flat = x.reshape(-1)
-    if missing := math.prod(sizes) * share - x.size:
-        flat = lax.pad(flat, jnp.zeros_like(flat[-1]) if zeros else flat[-1], [(0, missing, 0)])
-    return flat.reshape(*sizes, share)
-
-
-def _join(shares: list[Any], leaves: list[Any]) -> list[Any]:
-    """The inverse of `_cut`."""
-    return [x.reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(shares, leaves)]
-
-
-def _place(share: jax.Array, place: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
-    """Returns [*sizes, share], which is zero except for the share at `place`."""
-    return jnp.zeros((*sizes, share.size), share.dtype).at[tuple(place)].set(share)
+    return clear(payload, [cut(x, sizes) for x in momentum])
 
 
 def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:

@@ -29,7 +29,7 @@ from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange import hierarchy, schedules
 from jaxcgx.exchange.message import ENDS, SHARED, STATE, Message, Stage, Sum, back_key
 from jaxcgx.native.rules import define_impl, in_front, places
-from jaxcgx.transports.base import Pairs, Transport, join_rows, split_rows
+from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.typing import PyTree
 
 Batch = tuple[tuple[int, Any], ...]
@@ -185,6 +185,13 @@ def _back(message: Message, cts: list[Any], batch: Batch) -> Message:
     return Message(message.ids, cts, back_key(message.key, len(batch)) if message.back is None else message.back)
 
 
+def _sent_back(
+    primitive: _compat.Primitive, message: Message, cts: list[Any], *, stage: Stage, batch: Batch, **params: Any
+) -> list[Any]:
+    """Returns the cotangents after the exchange back, with its own codec and noise."""
+    return bind(primitive, _back(message, cts, batch), stage=stage.transposed(), batch=batch, **params).leaves
+
+
 # psum
 
 
@@ -272,12 +279,6 @@ class Join(NamedTuple):
         return split
 
 
-def _all_gather(message: Message, *, stage: Stage, join: Join | None, **_: Any) -> Message:
-    """Gathers every rank's leaves, as rows or joined."""
-    gathered = schedules.all_gather(stage, message)
-    return Message(message.ids, gathered if join is None else join.join(gathered))
-
-
 # The primitive has the name of lax's primitive. So policies of jax.checkpoint treat the results of both alike.
 # Row r of every rank's result is rank r's leaf, so the leaf's cotangent is the sum of the cotangents of these rows:
 # psum_scatter. If the type of the result says that all ranks share one value ("invarying"), all ranks have the same
@@ -285,24 +286,23 @@ def _all_gather(message: Message, *, stage: Stage, join: Join | None, **_: Any) 
 # with mostly zero rows, and psum_scatter adds them. If ranks share a cotangent along another mesh axis,
 # psum_scatter counts it several times. The factor corrects this.
 def _all_gather_transpose(
-    message: Message, cts: list[Any], *, stage: Stage, to: str, join: Join | None, batch: Batch, **params: Any
+    message: Message, cts: list[Any], *, to: str, join: Join | None, batch: Batch, **params: Any
 ) -> list[Any]:
     if join is not None:
         split = join.split
         for _ in batch:
             split = jax.vmap(split)
         cts = split(cts)
-    share = _share(batch, params["ranks"], to)
-    if share is None:
+    shares = _shares(cts, batch, params["ranks"], to)
+    if shares is None:
         return [lax.dynamic_index_in_dim(ct, params["net"].rank, len(batch), keepdims=False) for ct in cts]
-    back = _back(message, [ct * share for ct in cts] if share != 1 else cts, batch)
-    return bind(psum_scatter_p, back, stage=stage.transposed(), how=Sum(), batch=batch, **params).leaves
+    return _sent_back(psum_scatter_p, message, shares, how=Sum(), batch=batch, **params)
 
 
-def _share(batch: Batch, ranks: int, to: str) -> float | None:
-    """Returns the factor of cotangents that the ranks add up, or None if all ranks have the same cotangent."""
+def _shares(cts: list[Any], batch: Batch, ranks: int, to: str) -> list[Any] | None:
+    """Returns the cotangents that the ranks add up, or None if all ranks have the same cotangents."""
     mapped = math.prod(size for size, name in batch if name is not None)
-    return 1.0 if to == "varying" else None if mapped == 1 else mapped / ranks
+    return cts if to == "varying" else None if mapped == 1 else [ct * (mapped / ranks) for ct in cts]
 
 
 def _gathered_shape(shape: tuple[int, ...], i: int, *, ranks: int, join: Join | None, **params: Any) -> tuple[int, ...]:
@@ -312,7 +312,9 @@ def _gathered_shape(shape: tuple[int, ...], i: int, *, ranks: int, join: Join | 
 
 all_gather_p: _compat.Primitive = define(
     "all_gather",
-    _all_gather,
+    lambda message, stage, join, **_: Message(
+        message.ids, (list if join is None else join.join)(schedules.all_gather(stage, message))
+    ),
     _all_gather_transpose,
     same=True,
     shape=_gathered_shape,
@@ -332,12 +334,8 @@ def _psum_scatter(message: Message, *, stage: Stage, how: Sum, **_: Any) -> Mess
 
 # Row r of every rank's leaf was added to the sum of rank r, so on every rank its cotangent is the cotangent of rank r's
 # sum.
-def _psum_scatter_transpose(
-    message: Message, cts: list[Any], *, stage: Stage, how: Sum, batch: Batch, **params: Any
-) -> list[Any]:
-    back = _back(message, [ct / how.divisor for ct in cts], batch)
-    params |= dict(stage=stage.transposed(), to="varying", join=None, batch=batch)
-    return bind(all_gather_p, back, **params).leaves
+def _psum_scatter_transpose(message: Message, cts: list[Any], *, how: Sum, **params: Any) -> list[Any]:
+    return _sent_back(all_gather_p, message, [ct / how.divisor for ct in cts], to="varying", join=None, **params)
 
 
 psum_scatter_p: _compat.Primitive = define(
@@ -353,14 +351,10 @@ psum_scatter_p: _compat.Primitive = define(
 
 
 # Row r went to rank r, so its cotangent comes back from rank r by the same exchange.
-def _all_to_all_transpose(message: Message, cts: list[Any], *, stage: Stage, batch: Batch, **params: Any) -> list[Any]:
-    return bind(all_to_all_p, _back(message, cts, batch), stage=stage.transposed(), batch=batch, **params).leaves
-
-
 all_to_all_p: _compat.Primitive = define(
     "jaxcgx_all_to_all",
     lambda message, stage, **_: Message(message.ids, schedules.all_to_all(stage, message)),
-    _all_to_all_transpose,
+    lambda message, cts, **params: _sent_back(all_to_all_p, message, cts, **params),
     same=False,
 )
 
@@ -371,14 +365,12 @@ all_to_all_p: _compat.Primitive = define(
 # The cotangent of the source's leaf is the sum of the cotangents of all ranks. If the type of the result says that all
 # ranks share one value, they have the same cotangent, and the source takes it, as with all_gather.
 def _pbroadcast_transpose(
-    message: Message, cts: list[Any], *, stage: Stage, source: int, to: str, batch: Batch, **params: Any
+    message: Message, cts: list[Any], *, source: int, to: str, batch: Batch, **params: Any
 ) -> list[Any]:
-    share = _share(batch, params["ranks"], to)
-    if share is None:
+    shares = _shares(cts, batch, params["ranks"], to)
+    if shares is None:
         return [jnp.where(params["net"].rank == source, ct, jnp.zeros_like(ct)) for ct in cts]
-    back = _back(message, [ct * share for ct in cts] if share != 1 else cts, batch)
-    params |= dict(stage=stage.transposed(), target=source, batch=batch)
-    return bind(sum_to_p, back, **params).leaves
+    return _sent_back(sum_to_p, message, shares, target=source, batch=batch, **params)
 
 
 pbroadcast_p: _compat.Primitive = define(
@@ -390,17 +382,12 @@ pbroadcast_p: _compat.Primitive = define(
 )
 
 
-def _sum_to_transpose(
-    message: Message, cts: list[Any], *, stage: Stage, target: int, batch: Batch, **params: Any
-) -> list[Any]:
-    params |= dict(stage=stage.transposed(), source=target, to="varying", batch=batch)
-    return bind(pbroadcast_p, _back(message, cts, batch), **params).leaves
-
-
 sum_to_p: _compat.Primitive = define(
     "jaxcgx_sum_to",
     lambda message, stage, target, **_: Message(message.ids, schedules.sum_to(stage, message, target)),
-    _sum_to_transpose,
+    lambda message, cts, target, **params: _sent_back(
+        pbroadcast_p, message, cts, source=target, to="varying", **params
+    ),
     same=False,
 )
 
@@ -409,16 +396,11 @@ sum_to_p: _compat.Primitive = define(
 
 
 # Cotangents go back from receivers to senders.
-def _ppermute_transpose(
-    message: Message, cts: list[Any], *, stage: Stage, pairs: Pairs, batch: Batch, **params: Any
-) -> list[Any]:
-    params |= dict(stage=stage.transposed(), pairs=tuple((receiver, sender) for sender, receiver in pairs), batch=batch)
-    return bind(ppermute_p, _back(message, cts, batch), **params).leaves
-
-
 ppermute_p: _compat.Primitive = define(
     "jaxcgx_ppermute",
     lambda message, stage, pairs, **_: schedules.ppermute(stage, message, pairs),
-    _ppermute_transpose,
+    lambda message, cts, pairs, **params: _sent_back(
+        ppermute_p, message, cts, pairs=tuple((receiver, sender) for sender, receiver in pairs), **params
+    ),
     same=False,
 )

@@ -21,7 +21,7 @@ from jaxcgx.exchange import costs, scopes
 from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
-from jaxcgx.plan.leaves import ByAxis, Codecs, Route, by_axis, skips, why_unfit
+from jaxcgx.plan.leaves import ByAxis, Codecs, Route, by_axis, skips, values, why_unfit
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
@@ -232,7 +232,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     hops = outermost == "tree" or isinstance(outermost, Overlay)
     _check_way(routes, way, hops)
     # Raw leaves also travel along an overlay. Over Tcp, their exchange overlaps with the program, unlike lax.psum.
-    join = not way.rows and (hops or ((way.fed or net.begin_sum is not None) and outermost != "ring"))
+    join = not way.rows and (hops or ((way.fed or net.begin_sum is not None) and outermost not in ("ring", "gather")))
     groups, plain = dict[tuple[bool, tuple[Stage, ...]], list[int]](), list[Plain]()
     for i in way.order if way.order is not None and way.slice_elements is None else range(len(routes.leaves)):
         route, cuts = routes.leaves[i], way.cuts(i)
@@ -371,6 +371,9 @@ def _check_way(routes: Routes, way: Way, hops: bool) -> None:
     if hops:
         expected = f'the schedule "auto", "two_shot", "one_shot" or "ring" {sliced}'
         raise routes.wrong(expected, plan.schedule, "every slice has one owner")
+    if "gather" in values(plan.schedule):
+        remedy = "the sums of slices are not gathered, so nothing would be compressed; write jaxcgx.Raw() as the plan"
+        raise routes.wrong(f'another schedule than "gather" {sliced}', plan.schedule, remedy)
     for i, route in enumerate(routes.leaves):
         if way.cuts(i) and any(codec.low_rank for codec in route.codecs):
             remedy = "take another codec, such as jaxcgx.MaxMin(4)"
@@ -378,10 +381,13 @@ def _check_way(routes: Routes, way: Way, hops: bool) -> None:
 
 
 def _check_hops(routes: Routes, stage: Stage) -> None:
-    """Checks that an overlay has as many ranks as the stage, and that the codec works with an overlay or a ring."""
+    """Checks that an overlay has as many ranks as the stage, and that the codec works with the schedule."""
     schedule, ranks = stage.schedule, stage.net.size
     if isinstance(schedule, Overlay) and schedule.ranks != ranks:
         raise routes.wrong(f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
+    if schedule == "gather" and stage.codec.sparse:
+        expected = f'the schedule "two_shot" or "one_shot" with {spell(stage.codec)}, which selects what a rank sends'
+        raise routes.wrong(expected, '"gather", which sends everything', 'write schedule="auto"')
     hops = schedule == "ring" or (isinstance(schedule, Overlay) and schedule.depth > 1)
     if hops and stage.codec.sums_grow:  # along hops, sums must take no more bytes than leaves
         expected = f'the schedule "two_shot" or "one_shot" with {spell(stage.codec)}, whose sums grow'

@@ -2,7 +2,8 @@
 
 A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
 half, which only psum needs, every rank gets the encoded sums of all parts. The parts of psum are chunks: the message is
-cut between buckets into parts of similar bytes. Those of psum_scatter are slices along the caller's dimension.
+cut between buckets into parts of similar bytes. Those of psum_scatter are slices along the caller's dimension. Those of
+the schedule "gather", whose first half is not compressed, are equal shares of each leaf.
 
 Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded" or
 sums have another codec than leaves, with room for every element that the ranks sent (`Codec.of_sum`). All ranks,
@@ -10,6 +11,7 @@ including the owner, decode the same bytes of a sum, so replicas are identical b
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +23,14 @@ from jax import lax
 from jaxcgx.codecs import quantized
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.quantized import Quantized
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import trees
 from jaxcgx.exchange.message import HOP, SUM, BegunMessage, Message, Sent, Stage, Sum, Summed, carry_over, first, fold
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import Own
+from jaxcgx.native.rules import add
 from jaxcgx.native.tcp import Inside
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Pairs, PiecewiseSum, Transport
@@ -82,7 +86,7 @@ def _owned(layout: Layout, leaves: list[Any], rank: jax.Array | int) -> list[jax
 def is_piecewise(stage: Stage) -> bool:
     """Returns whether the transport computes the sum itself, and overlaps the kernels with the exchange."""
     kernels = stage.codec.native is not None and not stage.codec.sparse
-    return bool(stage.net.begin_sum) and stage.schedule != "ring" and kernels
+    return bool(stage.net.begin_sum) and stage.schedule not in ("ring", "gather") and kernels
 
 
 def begin(
@@ -213,6 +217,8 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """Returns the divided sum of the leaves over all ranks of a stage. Every rank gets it."""
     if isinstance(stage.schedule, Overlay) and not is_piecewise(stage):
         summed = trees.allreduce(stage.compared(message, how), stage.schedule, message, _own_part(stage, how))
+    elif stage.schedule == "gather":
+        summed = _gather_sums(stage.compared(message, how), message, how)
     else:
         begun = begin(stage, message, how)
         begun = advance(stage, begun, message, how) if begun.more else begun
@@ -220,9 +226,53 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 
+def _gather_sums(stage: Stage, message: Message, how: Sum) -> Summed:
+    """Adds shares that are not compressed, and gathers encoded sums. A residual is the loss of a rank's own sum."""
+    net, codec, before = stage.net, stage.codec, message.residuals
+    whole = [x.astype(jnp.float32) for x in message.leaves]
+    whole = whole if before is None else [x + r for x, r in zip(whole, before)]
+    rows = [cut(x, [net.size]) for x in whole]
+    together = jnp.concatenate(rows, 1)
+    with scope(ExchangeScope.of(stage.schedule, message.layout(Raw()), sent=together.nbytes)):
+        # XLA's own reduce-scatter, except over connections of jaxcgx
+        own = add(net.all_to_all(together)) if net.begin_sum else net.plain_psum_scatter(together, 0, tiled=False)
+    sums = jnp.split(own / how.divisor, np.cumsum([row.shape[1] for row in rows])[:-1])
+    mine = message.replace(leaves=sums, residuals=None if before is None else [jnp.zeros_like(x) for x in sums])
+    layout = mine.layout(codec)
+    with scope(ExchangeScope.of(stage.schedule, message.layout(codec), sent=net.size * layout.chunk_bytes)):
+        payload, lost = mine.encode(layout, fold(message.key, SUM, net.rank))
+        leaves = join(_decode_rows(layout, net.all_gather(payload[0])), whole)
+    if lost is None or before is None:
+        return Summed(leaves)
+    placed = join([place(how.divisor * x, [net.rank], [net.size]) for x in lost], whole)
+    return Summed(leaves, [jnp.where(jnp.isfinite(x), new, old) for x, new, old in zip(leaves, placed, before)])
+
+
+def cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
+    """Returns x cut into equal shares, [*sizes, share].
+
+    x is padded with its last number, which changes neither the minimum nor the maximum. A sparse codec might send the
+    padding, so its shares are padded with zeros (`zeros`).
+    """
+    share = -(-x.size // math.prod(sizes))
+    flat = x.reshape(-1)
+    if missing := math.prod(sizes) * share - x.size:
+        flat = lax.pad(flat, jnp.zeros_like(flat[-1]) if zeros else flat[-1], [(0, missing, 0)])
+    return flat.reshape(*sizes, share)
+
+
+def join(shares: list[Any], leaves: list[Any]) -> list[Any]:
+    """The inverse of `cut`."""
+    return [x.reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(shares, leaves)]
+
+
+def place(share: jax.Array, at: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
+    """Returns [*sizes, share], which is zero except for the share at `at`."""
+    return jnp.zeros((*sizes, share.size), share.dtype).at[tuple(at)].set(share)
+
+
 def _of_rows(codec: Codec, message: Message) -> Layout:
-    shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
-    return Layout(codec, shapes, dtypes=dtypes, chunks=1, ids=message.ids)
+    return Layout.of(codec, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in message.leaves], ids=message.ids)
 
 
 def _encode_rows(layout: Layout, message: Message, key: Key | None) -> tuple[jax.Array, list[Any] | None]:

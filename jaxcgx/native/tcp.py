@@ -62,7 +62,7 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
         found[device.process_index] += 1
     connect(1 + max(numbers.values()), net.timeout, net.links)
     here = [device for device in everywhere if device.process_index == jax.process_index()]
-    registration.module().tcp_name_devices([_ordinal(device) for device in here])
+    registration.module().tcp_name_devices([d.id if d.platform == "cpu" else d.local_hardware_id for d in here])
     return dict(
         ranks=np.int64(net.size),
         groups=_groups(ctx, net.names),
@@ -70,10 +70,6 @@ def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
         devices=np.array([numbers[device.id] for device in devices], np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
     )
-
-
-def _ordinal(device: Any) -> int:
-    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _groups(ctx: Any, names: tuple[Any, ...]) -> np.ndarray:

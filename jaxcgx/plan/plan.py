@@ -35,7 +35,7 @@ from jaxcgx.transports.axes import as_axis_names
 from jaxcgx.transports.network import Network
 from jaxcgx.typing import AxisName, PyTree
 
-SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
+SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "gather", "tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,9 @@ class Plan(Sending, Assignment):
         0 turns this guard off.
       skip_1d: another guard: leaves of one dimension or none, such as biases and norms, travel raw. False turns this
         guard off.
-      schedule: how the bytes of a message travel: "two_shot", "one_shot", "ring", "tree", an `Overlay`, or "auto",
-        which jaxcgx/exchange/costs.py explains; or {axis name: schedule}. Where each rank gets only its slice of a sum
+      schedule: how the bytes of a message travel: "two_shot", "one_shot", "ring", "gather", "tree", an `Overlay`,
+        or "auto", which jaxcgx/exchange/costs.py explains; or {axis name: schedule}. "gather" adds uncompressed
+        numbers, and compresses only the sums, which ranks then gather. Where each rank gets only its slice of a sum
         (`compressed_psum_scatter`), every slice goes straight to its owner unless the schedule is "ring", and there are
         no trees. Gathers and all-to-alls have one schedule, whatever the plan says.
       own: how a rank adds its own part to a sum that it computes for all. "raw" adds the part itself, which loses less.
@@ -108,8 +109,8 @@ class Plan(Sending, Assignment):
             if not isinstance(schedule, Overlay):
                 check_choice("Plan", "schedule", schedule, SCHEDULES)
         set_field(self, "own", check_choice, ("raw", "encoded"))
-        if self.own == "encoded" and "ring" in values(self.schedule):
-            expected = '"raw" with the schedule "ring", which adds every rank\'s part as it is'
+        if self.own == "encoded" and any(each in ("ring", "gather") for each in values(self.schedule)):
+            expected = '"raw" with the schedules "ring" and "gather", which add every rank\'s part as it is'
             raise wrong("Plan", "own", expected, '"encoded"', 'write own="raw"')
         set_field(self, "leader", check_flag)
         set_field(self, "strict", check_flag)
@@ -259,8 +260,8 @@ class Plan(Sending, Assignment):
 
         str() of the result is a table. It has the bytes of each leaf in its message, and the bytes of the same elements
         uncompressed. With W ranks, "two_shot" and "ring" send 2 (W - 1) / W times the bytes of a message, and lax.psum
-        sends 2 (W - 1) / W times the uncompressed bytes. Sums of TopK are longer than messages. `jaxcgx.explain` finds
-        the bytes that a compiled step sends.
+        sends 2 (W - 1) / W times the uncompressed bytes. "gather" sends half of both, the uncompressed half in float32.
+        Sums of TopK are longer than messages. `jaxcgx.explain` finds the bytes that a compiled step sends.
 
         Args:
           tree: a pytree of arrays or jax.ShapeDtypeStruct.

@@ -70,6 +70,11 @@ class Choice:
     auto: bool
     off: float
 
+    @property
+    def candidate(self) -> bool:
+        """Whether the planner may recommend it. A ring allows no feedback, and "auto" knows the best of the others."""
+        return self.auto or self.schedule == "gather"
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -193,7 +198,7 @@ class Advice:
             self.break_even, f"Compression gains below {spell_rate(float(f'{self.break_even:.3g}'))}."
         )
         if self.plan is None or best is None:
-            least = min((row for row in self.rows[1:] if row.auto), key=lambda row: row.error)
+            least = min((row for row in self.rows[1:] if row.candidate), key=lambda row: row.error)
             if least.error > self.max_error:
                 words = (
                     f"No candidate has an error of at most max_error={self.max_error:g}; the smallest is "
@@ -358,7 +363,8 @@ class Case:
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
         """Returns (its fraction of all gradients, its time) of each message, in the order in which they are sent."""
         sizes = [sum(leaf.size for leaf in leaves) for _, leaves in self._messages(codec)]
-        own = network.mover == "tcp" and not codec.raw and schedule != "ring"  # whether Tcp adds up raw leaves
+        # Whether Tcp adds up raw leaves
+        own = network.mover == "tcp" and not codec.raw and schedule not in ("ring", "gather")
         auto = own and self._auto(codec, network) == schedule
         found: list[tuple[float, Time]] = []
         for size, (each, leaves) in zip(sizes, self._messages(codec)):
@@ -369,7 +375,9 @@ class Case:
                 by = "psum" if not known else costs.choose(load, network) if auto else schedule
                 time = costs.seconds(by, load, network)
             elif each.low_rank:
-                time = costs.seconds_of_factors(schedule, self._load(each, leaves, None), 4 * size, network)
+                load = self._load(each, leaves, None)._replace(raw=0)  # two sums of raw factors, and products
+                wire = 2 * costs.seconds(schedule, load, network).wire
+                time = Time(4 * size / network.encode * network.sharing, wire)
             else:
                 time = costs.seconds(schedule, self._load(each, leaves, network.mover), network)
             if self.each > 1:
@@ -409,7 +417,7 @@ def _sample(gradients: Any, matrix: bool) -> Any:
 def _advice(
     case: Case, rows: list[Choice], networks: dict[Choice, Network], max_error: float, constants: Any, measured: str
 ) -> Advice:
-    raw, candidates = rows[0], [row for row in rows[1:] if row.auto]
+    raw, candidates = rows[0], [row for row in rows[1:] if row.candidate]
     able = [row for row in candidates if row.error <= max_error]
     fastest = min(able or candidates, key=lambda row: row.step)
     # Among the rows that are nearly as fast as the fastest, take the one with the smallest error.
@@ -423,7 +431,8 @@ def _advice(
     if pays:
         codec = best.codec if case.each == 1 else dict(zip(AXES, (best.codec, Raw())))
         network = dataclasses.replace(networks[best], mover=None)  # None: the transport of the exchange
-        plan = Plan(codec, fusion_mb=case.fusion_mb, network=network)
+        schedule = "auto" if best.auto else best.schedule
+        plan = Plan(codec, schedule=schedule, fusion_mb=case.fusion_mb, network=network)
     best = best if pays else raw
     return Advice(
         rows=tuple(rows),
@@ -470,13 +479,15 @@ def _odd(rows: Sequence[Choice]) -> Iterator[str]:
 
 def _break_even(case: Case, best: Choice, network: Network) -> float:
     """Returns the bit/s at which compression breaks even: infinity if it gains at every rate, 0 if it gains at none."""
+    able = [each for each in costs.schedules(best.codec, best.mover) if each in (best.schedule, "gather")]
 
     def gain(rate: float) -> float:
         scale = rate * PAYLOAD / case.each / min(network.up, network.down or network.up)
         links = dataclasses.replace(network, up=network.up * scale, down=(network.down or network.up) * scale)
-        chosen = case.times(best.codec, best.schedule, network=links)
         plain = case.times(Raw(), "psum", network=links)
-        return step_seconds(case.compute, plain, case.overlap) - step_seconds(case.compute, chosen, case.overlap)
+        each = [case.times(best.codec, schedule, network=links) for schedule in able]
+        chosen = min(step_seconds(case.compute, times, case.overlap) for times in each)
+        return step_seconds(case.compute, plain, case.overlap) - chosen
 
     low, high = 4.0, 14.0  # exponents of ten
     if gain(10**high) > 0:

@@ -93,6 +93,10 @@ class Dion:
         return _outside(self._sum.init(params))
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
+        for route, axes in zip(Routes.of("Dion", self.plan, grads, argument="rules").leaves, at.shards):
+            if route.factor and axes:
+                expected, got = "a rule for every matrix that is sharded", f"none for one over {axes}"
+                raise wrong("Dion", "rules", expected, got, "Dion's updates are of whole matrices", path=route.path)
         ticket, state = self._sum.begin(grads, _inside(state), at)
         return ticket, _outside(state)
 

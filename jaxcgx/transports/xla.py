@@ -48,7 +48,7 @@ class Axes(base.Transport):
 
     @property
     def at_once(self) -> bool:
-        """Whether JAX can gather and permute over all axes at once. Under vmap, it takes one at a time."""
+        """Whether JAX can gather, scatter and permute over all axes at once. Under vmap, it takes one at a time."""
         return len(self.names) == 1 or self.on_mesh
 
     @property
@@ -88,7 +88,7 @@ class Axes(base.Transport):
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
         if tiled and x.shape[scatter_dimension] == 0:  # XLA scatters no slices without elements
             return _compat.vary(x, _compat.tracked_axes(self.names))
-        if _compat.reduce_scatter_is_wrong():
+        if _compat.reduce_scatter_is_wrong() or not self.at_once:
             # An all_to_all of XLA, also over Tcp, because it has derivatives
             return base.Transport.plain_psum_scatter(Axes(self.names), x, scatter_dimension, tiled)
         return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
@@ -96,6 +96,8 @@ class Axes(base.Transport):
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
         if tiled and x.shape[axis] == 0:  # XLA gathers no slices without elements
             return _compat.vary(x, _compat.tracked_axes(self.names)) if to == "varying" else lax.psum(x, self.names)
+        if not self.at_once:
+            return base.join_rows(self.all_gather(x), axis, tiled)
         if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
             rows = Axes(self.names).all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
             return base.join_rows(rows, axis, tiled)

@@ -1,10 +1,12 @@
 """Tests Micro against the standard formats of ml_dtypes."""
 
+import pathlib
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import bias, each_codec, normal, roundtrip, vnmse
+from helpers import bias, each_codec, load_script, normal, roundtrip, vnmse
 
 import jaxcgx as cgx
 from jaxcgx.exchange.errors import drawn
@@ -116,6 +118,15 @@ NEAREST, STOCHASTIC, EDEN = "nearest", "stochastic", "eden"
 def test_errors_of_normal_numbers(codec, least, most):
     x = np.asarray(normal(2**18))
     assert least < vnmse(x, roundtrip(x, codec)) < most
+
+
+def test_the_error_of_mxfp4_is_the_sum_that_the_docs_derive(monkeypatch):
+    x = np.asarray(normal(2**18), np.float64)
+    lost = np.square(roundtrip(x.astype(np.float32), cgx.Micro("mxfp4")) - x) / np.square(x).sum()
+    y = np.abs(x / np.repeat(2 ** np.floor(np.log2(np.abs(x).reshape(-1, 32).max(1)) - 2), 32))
+    parts = [lost[where].sum() for where in (y <= 0.25, (y > 0.25) & (y <= 6), y > 6)]
+    figures = load_script(pathlib.Path(__file__).parents[2] / "scripts/figures.py", monkeypatch)
+    np.testing.assert_allclose(figures.mxfp4(), parts, rtol=0.03)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def one_axis(t, codec=STOCHASTIC, **fields):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_replicas_are_identical_and_runs_reproducible(ranks):
     run = on_ranks(
-        lambda t: [one_axis(t, schedule=s) for s in ("two_shot", "one_shot", "ring", "auto")],
+        lambda t: [one_axis(t, schedule=s) for s in ("two_shot", "one_shot", "ring", "gather", "auto")],
         mesh(ranks),
         check_vma=False,
     )

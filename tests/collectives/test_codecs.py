@@ -25,7 +25,7 @@ CODECS = [
     cgx.AbsMax(4, 512, rotate=True),
     cgx.MaxMin(4, 512, "correlated", rotate=True),
 ]
-FED = "two_shot", "one_shot", "tree"  # a ring takes no residuals
+FED = "two_shot", "one_shot", "gather", "tree"  # a ring takes no residuals
 
 
 @pytest.mark.parametrize("codec", **each_codec(CODECS))

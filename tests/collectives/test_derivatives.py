@@ -96,7 +96,7 @@ def test_two_axes(codec, check_vma):
                     cgx.compressed_pmean(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
                 )
             )(x)
-            for schedule in ("two_shot", "one_shot", "ring")
+            for schedule in ("two_shot", "one_shot", "ring", "gather")
             for leader in ([False, True] if isinstance(codec, dict) else [False])
         }
 

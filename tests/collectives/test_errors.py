@@ -158,6 +158,7 @@ CALLS = {
         (lambda x, s: psum(x, plan=cgx.Plan(CODEC, schedule={"b": "ring"})), ValueError, "plan", "{'b'", "'a'"),
         (lambda x, s: psum(x, plan=cgx.Skip()), ValueError, "plan", "Skip()", "jaxcgx.Plan"),
         (lambda x, s: psum(x, plan=planned(ALL, schedule="ring")), ValueError, "plan", '"ring"', 'pull="top"'),
+        (lambda x, s: psum(x, plan=planned(ALL, schedule="gather")), ValueError, "plan", '"gather"', '"auto"'),
         # What the last step kept
         (lambda x, s: psum(x, plan=RING, carry=cgx.Carry(x)), ValueError, "plan", '"ring"', '"one_shot"'),
         (lambda x, s: fed(x, [x]), ValueError, "carry.residuals", "PyTreeDef([*])"),

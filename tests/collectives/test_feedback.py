@@ -37,7 +37,7 @@ def psum(x, residuals, axes="a", codec=STOCHASTIC, mean=False, key=KEY, **fields
 @pytest.mark.parametrize("ranks", range(1, 9) if FULL else (1, 2, 3, 8))
 def test_nothing_is_lost(ranks):
     x, before = tree(ranks), tree(ranks, seed=100)
-    f = lambda x, e: [psum(x, e, mean=True, schedule=schedule) for schedule in ("two_shot", "one_shot")]
+    f = lambda x, e: [psum(x, e, mean=True, schedule=schedule) for schedule in ("two_shot", "one_shot", "gather")]
     for results, after in on_ranks(f, mesh(ranks))(x, before):
         assert_conserved(x, before, results, after, 1, weight=ranks)
         if ranks > 1:
@@ -54,6 +54,29 @@ def test_nothing_is_lost_of_a_hierarchy(sizes, fields):
     run = lambda x, e: psum(x, e, NAMES[:levels], codecs, mean=True, **fields)
     results, after = on_ranks(run, mesh(*sizes))(x, before)
     assert_conserved(x, before, results, after, levels, weight=8)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_gathers_alone(ranks):
+    """A model in NumPy. Only sums are encoded, share by share, and a rank's residual is the loss of its own share."""
+    codec, x, before = cgx.MaxMin(4, 64), tree(ranks), tree(ranks, seed=100)
+    bad = {"bad": normal((ranks, 200)).at[0, 3].set(jnp.nan)}
+    x, before = ({**t, "h": normal((ranks, 70), 9, jnp.bfloat16), **bad} for t in (x, before))
+    before |= {"h": normal((ranks, 70), 8), "bad": bad["bad"] * 0 + 1}
+    run = lambda x, e: psum(x, e, codec=codec, key=None, schedule="gather")
+    results, after = on_ranks(run, mesh(ranks))(x, before)
+    for name in x:
+        meant = np.asarray(x[name].astype(jnp.float32) + before[name]).reshape(ranks, -1)
+        size = -(-meant.shape[1] // ranks)
+        padded = np.pad(meant, [(0, 0), (0, ranks * size - meant.shape[1])], mode="edge")
+        total = functools.reduce(np.add, padded).reshape(ranks, size)
+        sent = np.stack([cgx.roundtrip(share, codec) for share in total])
+        flat = lambda y, name=name, n=meant.shape[1]: y.reshape(-1)[:n].reshape(x[name].shape[1:])
+        np.testing.assert_array_equal(results[name], np.broadcast_to(flat(sent).astype(x[name].dtype), x[name].shape))
+        for rank in range(ranks):
+            lost = flat(np.where(np.arange(ranks)[:, None] == rank, total - sent, 0))
+            expected = np.where(np.isfinite(flat(sent)), lost, before[name][rank])
+            np.testing.assert_allclose(after[name][rank], expected, rtol=0, atol=1e-5)
 
 
 def test_nothing_is_lost_of_slices():

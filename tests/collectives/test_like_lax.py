@@ -80,7 +80,7 @@ def test_three_axes():
 
 
 # Under check_vma JAX has no collectives over an axis of vmap.
-@pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
+@pytest.mark.parametrize("codec", [EXACT, cgx.Raw(), {"a": EXACT, "b": cgx.Raw()}], ids=str)
 def test_axes_of_vmap(codec):
     compressed = twins(("a", "b"), codec)[0]
     assert_same(jax.jit(jax.vmap(jax.vmap(compressed, axis_name="b"), axis_name="a"))(PAIRS), expected(two=True))
@@ -134,7 +134,7 @@ def test_manual_over_one_axis_of_two(axis_type):
     assert_same(got, expected())
 
 
-@pytest.mark.parametrize("schedule", ["auto", "two_shot", "one_shot", "ring"])
+@pytest.mark.parametrize("schedule", ["auto", "two_shot", "one_shot", "ring", "gather"])
 def test_schedules_and_the_leader_form(schedule):
     """One program has all of them: one axis, two axes together, a codec for each, shards and leaders."""
     codecs = [EXACT, {"a": EXACT, "b": EXACT}, {"a": EXACT, "b": cgx.Raw()}, {"a": cgx.Raw(), "b": EXACT}]
@@ -149,7 +149,7 @@ def test_schedules_and_the_leader_form(schedule):
         ]
         scattered = [
             cgx.compressed_psum_scatter(x, ("a", "b"), planned(codec, schedule=schedule), tiled=True)
-            for codec in codecs
+            for codec in codecs[: 0 if schedule == "gather" else 4]
         ]
         return sums, scattered
 
@@ -205,7 +205,7 @@ def test_schedules_under_vmap():
     def body(x):
         return [
             cgx.compressed_psum(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
-            for schedule in ("two_shot", "one_shot", "ring", "tree")
+            for schedule in ("two_shot", "one_shot", "ring", "gather", "tree")
             for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))
         ]
 
@@ -264,7 +264,7 @@ def test_trees():
         "nothing": None,
         "complex": whole_numbers((4, 2), 5).astype(jnp.complex64),
     }
-    schedules = ("auto", "two_shot", "one_shot", "ring")
+    schedules = ("auto", "two_shot", "one_shot", "ring", "gather")
     run = lambda sum, mean: on_ranks(lambda t: [f(t, s) for s in schedules for f in (sum, mean)], mesh(4))(tree)
     got = run(
         lambda t, s: cgx.compressed_psum(t, "a", planned(EXACT, schedule=s)),

@@ -34,6 +34,7 @@ def measured(codec, x, schedule, axes="a", sizes=(RANKS,)):
         (CORRELATED, "normal", "one_shot"),
         (CORRELATED, "normal", "tree"),
         (cgx.Float8(), "student", "ring"),
+        (cgx.Float8(), "student", "gather"),
         (cgx.Sign(), "normal", "two_shot"),
         (cgx.Micro(), "student", "two_shot"),
         (cgx.Eden(2), "student", "two_shot"),

@@ -18,7 +18,7 @@ from jaxcgx.transports.shm import Shm
 
 N, KEY = COMM.size, jax.random.key(7)
 CODECS = [cgx.MaxMin(3, 33, "correlated"), cgx.ByteGrad()]
-SCHEDULES = ("two_shot", "one_shot", "ring")
+SCHEDULES = ("two_shot", "one_shot", "ring", "gather")
 
 
 def tree(ranks):

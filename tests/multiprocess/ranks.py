@@ -73,6 +73,7 @@ def differences(x):
 CASES = {
     "psum two_shot": psum(schedule="two_shot"),
     "psum ring": psum(schedule="ring"),
+    "psum gather": psum(schedule="gather"),
     "psum hierarchy": psum(codec={"node": cgx.MaxMin(2, rounding="stochastic"), "local": cgx.AbsMax(8)}, keyed=True),
     "psum leader": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}, leader=True),
     "psum over node": psum(axes="node"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import names
-from helpers import load_script, planned
+from helpers import load_script, planned, sent
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -162,10 +162,10 @@ def test_break_even_is_where_times_cross(overlap_mb):
     assert 1e8 < even < 1e12
     for factor, plan in ((0.8, True), (1.25, False)):
         found = advice(tree, link=f"{even * factor / 1e6:.6f}mbit", **options)
-        raw, best = found.rows[0], min((row for row in found.rows[1:] if row.auto), key=lambda row: row.step)
+        raw, best = found.rows[0], min((row for row in found.rows[1:] if row.candidate), key=lambda row: row.step)
         assert (best.step < raw.step) is plan
     exact = advice(tree, link=f"{even / 1e6:.6f}mbit", **options)
-    best = min((row for row in exact.rows[1:] if row.auto), key=lambda row: row.step)
+    best = min((row for row in exact.rows[1:] if row.candidate), key=lambda row: row.step)
     assert math.isclose(best.step, exact.rows[0].step, rel_tol=1e-3)
     assert exact.plan is None and "Don't compress" in str(exact)
 
@@ -178,6 +178,22 @@ def test_the_plan_is_the_one_that_was_predicted(tmp_path):
     assert found.plan.network.encode == 10e9
     assert "Compress with MaxMin(bits=4) by two_shot over gloo" in str(found)
     assert "e+" not in advice(shapes.read("gpt2"), link="10mbit").verdict  # a step takes minutes
+
+
+def test_gathers_alone_are_the_answer_between_two_rates(monkeypatch):
+    """The link is about as fast as the kernels: encoding everything takes longer than the bytes that it saves."""
+    speeds = machine.Kernels(encode_fed=10e9, encode=20e9, decode=40e9, reduce=80e9)
+    monkeypatch.setattr(machine, "kernels", lambda codec, again=False: speeds)
+    options = dict(codecs=[cgx.Float8()], world=8, over="duplex")
+    found = {gbit: advice(shapes.read("25M"), link=f"{gbit}gbit", **options) for gbit in (10, 60, 400)}
+    assert [each.plan and each.plan.schedule for each in found.values()] == ["auto", "gather", None]
+    best = found[60].best
+    assert "by gather over duplex" in found[60].verdict
+    two = next(row for row in found[60].rows if row.schedule == "two_shot")
+    assert two.bytes < best.bytes < found[60].rows[0].bytes and best.error < 0.6 * two.error
+    run = lambda x: cgx.compressed_pmean(x, "a", planned(found[60].plan))
+    program = on_ranks(run, mesh(4)).lower(jnp.zeros((4, 2048, 8))).compile().as_text()
+    assert sent(program) == {("reduce-scatter", "f32"), ("all-gather", "u8")}
 
 
 def test_a_small_last_message_changes_no_choice():
@@ -469,7 +485,7 @@ def test_encoding_is_measured_and_counted_with_feedback(monkeypatch):
     fast = advice(compute_ms=1).rows
     monkeypatch.setattr(machine, "kernels", lambda codec, again=False: machine.Kernels(20e9, 1e9, 10e9, 20e9))
     for before, row in zip(fast[1:], advice(compute_ms=1).rows[1:], strict=True):
-        assert (row.exchange > 1.01 * before.exchange) == (row.schedule != "ring")
+        assert (row.exchange > 1.002 * before.exchange) == (row.schedule != "ring")
     monkeypatch.undo()
     monkeypatch.setattr(machine, "SIZE", 2**14)
     results = []

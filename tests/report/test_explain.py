@@ -77,21 +77,25 @@ def test_what_auto_saves():
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
+@pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring", "gather"])
 def test_bytes_of_schedules(schedule):
     found = quiet(on(lambda x: cgx.compressed_pmean(x, "data", planned(CODEC, schedule=schedule)), FLAT), TREE)
     part, whole = chunk(CODEC, TREE, 8), chunk(CODEC, TREE, 1)
+    shares = [jnp.zeros(-(-x.size // 8)) for x in TREE.values()]
+    added = ("reduce-scatter", ("data",), "float32", 7 * 4 * sum(x.size for x in shares), "Raw()", "gather")
     expected = {
+        "gather": [("all-gather", 7 * chunk(CODEC, shares, 1))],
         "two_shot": [("all-to-all", 7 * part), ("all-gather", 7 * part)],
         "one_shot": [("all-gather", 7 * whole)],
         "ring": [*[("collective-permute", part)] * 7, ("all-gather", 7 * part)],
     }[schedule]
-    assert what(found) == [(name, ("data",), "uint8", size, SPELLED, schedule) for name, size in expected]
+    first = [added] * (schedule == "gather")
+    assert what(found) == first + [(name, ("data",), "uint8", size, SPELLED, schedule) for name, size in expected]
     assert {(c.function, c.leaves, c.ranks, c.times, c.branch) for c in found.collectives} == {
         ("compressed_pmean", ("['a']", "['b']"), 8, 1, False)
     }
     assert found.raw == ()
-    assert found.bytes == (7 * whole if schedule == "one_shot" else 14 * part)
+    assert found.bytes == sum(size for *_, size, _, _ in first) + sum(size for _, size in expected)
     assert found.raw_bytes == pytest.approx(2 * 7 / 8 * SIZE, abs=8)  # what lax.psum sends
     assert found.ratio == found.raw_bytes / found.bytes
 

@@ -8,6 +8,7 @@ import pytest
 from errors import table
 from helpers import normal
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from steps import run
 from training import mesh_of
 
@@ -132,12 +133,20 @@ def test_other_steps():
     jax.tree.map(np.testing.assert_array_equal, bad.exchange.shared.factors, state.exchange.shared.factors)
 
 
+def with_sharded_matrices():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    specs = jax.tree.map(lambda _: P(), PARAMS) | dict(wide=P(None, "model"))
+    train = cgx.make_train_step(loss_fn, optax.sgd(RATE), mesh, cgx.Dion(RANK), sharding=cgx.Sharding(params=specs))
+    train.step(train.init(PARAMS), X)
+
+
 test_errors = table(
     {
         "Dion": [
             (lambda: cgx.Dion(0), ValueError, "rank", "0"),
             (lambda: cgx.Dion(momentum=1.0), ValueError, "momentum", "1.0"),
             (lambda: cgx.Dion(rules=[("embed", cgx.PowerSGD(2))]), ValueError, "rules", "PowerSGD"),
+            (with_sharded_matrices, ValueError, "rules ['wide']", "none for one over ('model',)"),
         ]
     }
 )

@@ -190,6 +190,7 @@ CASES = {
     "two_shot": (SHAPES, "data", reduction(schedule="two_shot")),
     "one_shot": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="one_shot", fed=True)),
     "ring": (SHAPES, "data", reduction(schedule="ring")),
+    "gather": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="gather", fed=True)),
     "noise": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="two_shot")),
     "feedback encoded": (SHAPES, "data", reduction(schedule="two_shot", own="encoded", fed=True)),
     "several pieces": (LARGE, "data", reduction(schedule="two_shot", fed=True)),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_integer, check_number, set_field, wrong
 from jaxcgx.plan import Plan
+from jaxcgx.train.dion import Dion
 from jaxcgx.train.exchange import At, Number, check_centers, check_hyperparameter
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.state import ExchangeState
@@ -61,7 +62,7 @@ class MixedSync:
     The first `staleness` steps change nothing. The gradients of the last `staleness` steps stay in the state.
 
     Args:
-      exchange: a codec, {axis: codec}, a Plan or a schedule of these: a `Feedback`. Or another exchange.
+      exchange: a codec, {axis: codec}, a Plan or a schedule of these: a `Feedback`. Or another exchange, except `Dion`.
       staleness: the delay in steps, at least 1.
       compensation: DCASGD's lambda. 0: no compensation.
     """
@@ -75,6 +76,9 @@ class MixedSync:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exchange", as_exchange(self.exchange, OP))
+        if isinstance(self.exchange, Dion):
+            remedy = "pass Dion itself to make_train_step, or jaxcgx.PowerSGD with optax.contrib.muon here"
+            raise wrong(OP, "exchange", "one of gradients, which it compensates", "Dion, which returns updates", remedy)
         set_field(self, "staleness", check_integer, 1)
         at_least = lambda x: x >= 0
         check_hyperparameter(OP, "compensation", self.compensation, check_number, at_least, "a number of at least 0")
