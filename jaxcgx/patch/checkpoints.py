@@ -87,8 +87,7 @@ class _Handler(ocp.CheckpointHandler):
         """Publishes a tree. Returns its version and the files that lead there, none if one of them is missing."""
         version = self._publisher.publish(jax.device_get(tree))  # the publisher keeps it in host memory
         sizes = File.of(Directory(self._folder).names())
-        run = next((file.run for file in sizes if file.version == version), "")
-        files = shortest(sizes, run, 0)
+        files = shortest(sizes, next((file.run for file in sizes if file.version == version), ""), 0)
         return version, files if files and files[-1].version == version else []
 
 

@@ -112,7 +112,7 @@ class Publisher:
             name = str(File(self.version, self._run, anchor))
             olds = (zeros(x.size, x.dtype, device_of(x)) for x in new) if anchor else self._old
             bodies = [encode(old, x).tobytes() for old, x in zip(olds, new)]
-            index = Index(name, self._leaves if anchor else [], PIECE, self._every, [len(body) for body in bodies])
+            index = Index(name, self._leaves if anchor else [], PIECE, self._every, sizes=[*map(len, bodies)])
             self._store.write(name, [index.pack(), *bodies])
         self._old = new
 
@@ -129,8 +129,7 @@ class Publisher:
 
 def _pieces(x: Any) -> list[Array]:
     """Returns copies of a leaf's pieces, because steps may donate it and programs may change it."""
-    if isinstance(x, jax.Array) and x.is_fully_replicated:
-        x = x.addressable_data(0)
+    x = x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
     if home_of(x):
         return pieces_of(x, PIECE)
     whole = np.array(x, order="C").reshape(-1)

@@ -164,8 +164,8 @@ def zeros(size: int, dtype: Any, device: Any) -> Any:
 def pieces_of(x: jax.Array, elements: int) -> list[jax.Array]:
     """Returns copies of the parts of an array, of one dimension, with `elements` elements each. The last has fewer."""
     words, each = jnp.copy(_words(x)), elements * shape_of(x)[0] // x.size
-    parts = [words[at : at + each] for at in range(0, words.size, each)]
-    return [_like(part, jax.ShapeDtypeStruct((part.size * elements // each,), x.dtype)) for part in parts]
+    like = lambda words: jax.ShapeDtypeStruct((words.size * elements // each,), x.dtype)
+    return [_like(part, like(part)) for part in jnp.split(words, [*range(each, words.size, each)])]
 
 
 @numbers()
@@ -181,8 +181,7 @@ def encode_on(device: Any, old: jax.Array, new: jax.Array) -> Part:
     heads, slots, digests = _encode(_gathered(old, device), _gathered(new, device))
     heads, digests = jax.device_get((heads, digests))
     sizes = block_sizes(heads, *shape_of(old))
-    used = int(sizes.sum())
-    blocks = np.asarray(_pack(slots, sizes, _padded(used)))[:used]
+    blocks = np.asarray(_pack(slots, sizes, _padded(used := int(sizes.sum()))))[:used]
     return Part(heads.tobytes(), blocks.tobytes(), *map(int, digests))
 
 
@@ -197,14 +196,12 @@ def apply_on(device: Any, old: jax.Array, heads: Buffer, blocks: Buffer, *, dona
     sizes = block_sizes(table, *shape_of(old))
     if sizes.sum() != len(blocks):
         raise refused()
-    data = np.zeros(_padded(len(blocks)), np.uint8)
-    data[: len(blocks)] = np.frombuffer(blocks, np.uint8)
+    data = np.pad(np.frombuffer(blocks, np.uint8), (0, _padded(len(blocks)) - len(blocks)))
     new, fits, digests = run(_gathered(old, device), table, np.cumsum(sizes) - sizes, data)
-    fits, digests = jax.device_get((fits, digests))
+    fits, (before, after) = jax.device_get((fits, digests))
     if not fits:
         raise refused()
-    before, after = map(int, digests)
-    return new if old.sharding == new.sharding else jax.device_put(new, old.sharding), before, after
+    return new if old.sharding == new.sharding else jax.device_put(new, old.sharding), int(before), int(after)
 
 
 @numbers()
