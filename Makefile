@@ -83,7 +83,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
 	bench-matrices bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
-	bench-prediction bench-priority bench-publishing bench-recipes bench-selection bench-simulation bench-topology bench-training \
+	bench-prediction bench-priority bench-publishing bench-pulseloco bench-recipes bench-selection bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan bench-wan-few
 # Every target shares .venv.
 .NOTPARALLEL:
@@ -343,6 +343,9 @@ bench-patch: $(INSTALLED) ## measure patches of weights: their lengths, and how 
 
 bench-publishing: $(INSTALLED) ## as root, measure how soon a sampler behind 100 Mbit/s has new weights
 	@.venv/bin/python benchmarks/publishing.py
+
+bench-pulseloco: $(INSTALLED) ## fine-tune with few and sparse exchanges: losses and bytes; continues after an interruption
+	@.venv/bin/python benchmarks/pulseloco.py
 
 bench-priority: $(INSTALLED) ## as root, compare steps with the longer of computation and communication (P3)
 	@.venv/bin/python benchmarks/priority.py

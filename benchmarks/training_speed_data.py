@@ -69,10 +69,19 @@ def resnet_weights(rng):
     return weights | {"head_w": head, "head_bias": np.zeros(CLASSES, np.float32)}
 
 
-def text(rng, shape, held_out):
-    """Returns windows of the documentation that Python ships, and the byte that follows each of their bytes."""
-    text = "".join(text for _, text in sorted(pydoc_data.topics.topics.items())).encode()
-    text = np.frombuffer(text, np.uint8).astype(np.int32)
+def documentation():
+    """Returns the documentation that Python ships."""
+    return "".join(text for _, text in sorted(pydoc_data.topics.topics.items())).encode()
+
+
+def sources():
+    """Returns the modules of Python's library that are no packages."""
+    return b"".join(path.read_bytes() for path in sorted(pathlib.Path(gzip.__file__).parent.glob("*.py")))
+
+
+def text(rng, shape, held_out, read=documentation):
+    """Returns windows of a text, and the byte that follows each of their bytes."""
+    text = np.frombuffer(read(), np.uint8).astype(np.int32)
     end = len(text) * 9 // 10
 
     def windows(start, end, shape):

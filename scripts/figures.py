@@ -282,7 +282,9 @@ def patches():
     lengths = {f"patch {rate}": row["shorter"] for rate, row in by("patch", "rate", table="lengths").items()}
     found = lengths | {name: times[name] for name in kept} | {"space": result("publishing")["checkpoints"]}
     found["patch memcpy ms"] = float(np.median([row["memcpy_ms_of_repetitions"] for row in result("patch")["speeds"]]))
-    for (model, way), row in by("publishing", "model", "way").items():
+    published = by("publishing", "model", "way")
+    found["fine-tuning shorter"] = published["3.3 M", "whole"]["mb"] / published["3.3 M", "patches"]["mb"]
+    for (model, way), row in published.items():
         found |= {f"{model} {way} s": float(np.median(row["seconds"])), f"{model} {way} MB": row["mb"]}
         found |= {f"{model} {way} behind": row["behind"]} | ({f"{model} step": row["step"]} if way == "patches" else {})
     return found

@@ -101,15 +101,11 @@ class Server:
 
     def close(self) -> None:
         self._listener.close()
-        with self._lock:
-            self._closed = True
-            for sock in self._sockets:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        self._closed = True
+        _end(self._sockets)
 
     def _serve(self, sock: socket.socket, _: int) -> None:
-        with self._lock:
-            self._sockets.add(sock)
+        self._sockets.add(sock)
         with contextlib.suppress(OSError, ValueError):
             sock.settimeout(IDLE)
             while not self._closed:
@@ -119,8 +115,7 @@ class Server:
                 body = memoryview(file or b"")[start:stop]
                 self._send(sock, memoryview(SIZE.pack(-1 if file is None else len(body))))
                 self._send(sock, body)
-        with self._lock:
-            self._sockets.remove(sock)
+        self._sockets.remove(sock)
 
     def _send(self, sock: socket.socket, view: memoryview) -> None:
         piece = min(PIECE, int(BURST * self._pace)) if self._pace else PIECE
@@ -139,7 +134,7 @@ class Remote:
 
     def __init__(self, address: tuple[str, int], secret: str) -> None:
         self._address, self._wire = address, Wire(SUBSCRIBER, secret, UNKNOWN, PUBLISHER)
-        self._idle = collections.deque[socket.socket]()
+        self._idle, self._sockets, self._closed = collections.deque[socket.socket](), set[socket.socket](), False
 
     def names(self) -> dict[str, int]:
         names = json.loads(self.read("", 0, MOST))
@@ -153,6 +148,7 @@ class Remote:
                 sock, fresh = self._idle.pop(), False
             except IndexError:
                 sock, fresh = socket.create_connection(self._address, timeout=SILENCE), True
+                self._sockets.add(sock)
             try:
                 if fresh:
                     self._wire.meet(sock)
@@ -163,8 +159,9 @@ class Remote:
                     raise Stranger("it has sent more than it was asked for")
                 body = read(sock, max(size, 0))
             except (OSError, Stranger) as error:
+                self._sockets.remove(sock)
                 sock.close()
-                if fresh or isinstance(error, Stranger):
+                if fresh or self._closed or isinstance(error, Stranger):
                     raise
                 continue  # the publisher closes idle connections, and may be another one now
             self._idle.append(sock)
@@ -173,6 +170,14 @@ class Remote:
             return body
 
     def close(self) -> None:
-        """Closes the connections that no thread uses."""
+        """Ends all connections, also those that threads use."""
+        self._closed = True
+        _end(self._sockets)
         while self._idle:
             self._idle.pop().close()
+
+
+def _end(sockets: set[socket.socket]) -> None:
+    for sock in sockets.copy():
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

@@ -8,13 +8,13 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxcgx.checks import unexpected, wrong
 from jaxcgx.patch.carriers import Directory
-from jaxcgx.patch.publisher import Publisher, check_whole
+from jaxcgx.patch.publisher import Publisher
 from jaxcgx.patch.subscriber import Subscriber
+from jaxcgx.patch.trees import leaves_of
 from jaxcgx.patch.versions import File, shortest
 from jaxcgx.typing import PyTree
 
@@ -52,11 +52,7 @@ class _Handler(ocp.CheckpointHandler):
         self._publisher = self._begin()
 
     def save(self, directory: Any, args: "Save") -> None:
-        for path, x in jax.tree_util.tree_leaves_with_path(args.item):
-            if not isinstance(x, jax.Array | np.ndarray | np.generic):  # `Restore` refuses it
-                expected, remedy = "arrays of JAX or NumPy", f"pass np.asarray({x!r})"
-                raise wrong(SAVE, "item", expected, repr(x), remedy, path=path, kind=TypeError)
-            check_whole(SAVE, "item", path, x)
+        leaves_of(SAVE, "item", args.item)
         if jax.process_index() > 0:
             return
         version, files = self._published(args.item)
@@ -89,10 +85,9 @@ class _Handler(ocp.CheckpointHandler):
 
     def _published(self, tree: PyTree) -> tuple[int, list[File]]:
         """Publishes a tree. Returns its version and the files that lead there, none if one of them is missing."""
-        version = self._publisher.publish(tree)
+        version = self._publisher.publish(jax.device_get(tree))  # the publisher keeps it in host memory
         sizes = File.of(Directory(self._folder).names())
-        run = next((file.run for file in sizes if file.version == version), "")
-        files = shortest(sizes, run, 0)
+        files = shortest(sizes, next((file.run for file in sizes if file.version == version), ""), 0)
         return version, files if files and files[-1].version == version else []
 
 

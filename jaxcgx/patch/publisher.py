@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxcgx.checks import check_integer, spell_array, unexpected, wrong
 from jaxcgx.patch.carriers import UNFINISHED, Directory, Server, as_place
-from jaxcgx.patch.trees import encode, wanted
-from jaxcgx.patch.versions import Array, File, Index, cut
+from jaxcgx.patch.trees import encode, leaves_of
+from jaxcgx.patch.versions import Array, File, Index
+from jaxcgx.patch.words import device_of, home_of, pieces_of, zeros
 from jaxcgx.transports.axes import as_pace
 from jaxcgx.typing import PyTree
 
@@ -29,7 +30,7 @@ class Publisher:
 
     A version is a patch of the version before it. Every `anchor_every` versions there is also an anchor, the whole
     tree, for subscribers that start or come late. The publisher doesn't wait for subscribers, and they may come and go.
-    It keeps the last version in host memory.
+    It keeps the last version: on its device a leaf that one GPU has whole, other leaves in host memory.
 
     Args:
       where: "host:port", the address at which it listens; or a directory, such as the mount of a bucket. At an address,
@@ -59,7 +60,7 @@ class Publisher:
         self._lock, self._closed = threading.Lock(), False
         self._run = secrets.token_hex(8)
         self._leaves: list[list[str]] = []  # of the last version
-        self._old: list[Array] = []  # the arrays of the last version; none: the next is an anchor
+        self._old: list[Array] = []  # the pieces of the last version; none: the next is an anchor
         self.version: int = max((file.version for file in File.of(self._store.names())), default=0)
 
     def publish(self, tree: PyTree) -> int:
@@ -69,10 +70,8 @@ class Publisher:
           tree: a tree of arrays of JAX or NumPy. All versions have the same structure, shapes and dtypes.
         """
         op = f"{OP}.publish"
-        found = [
-            (jax.tree_util.keystr(path), _host(op, path, x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        leaves = [[path, spell_array(x)] for path, x in found]
+        found = leaves_of(op, "tree", tree)
+        leaves = [[jax.tree_util.keystr(tuple(path)), spell_array(x)] for path, x in found]
         with self._lock:
             if self._closed:
                 raise unexpected(op, "a publisher that is open", "one after 'close'", kind=RuntimeError)
@@ -85,7 +84,7 @@ class Publisher:
             self.version += 1
             self._leaves = leaves
             try:
-                self._write([x.reshape(-1) for _, x in found])
+                self._write([piece for _, x in found for piece in _pieces(x)])
             except BaseException:  # a part may have been seen, so that no patch may lead on from it
                 self._run, self._old = secrets.token_hex(8), []
                 raise
@@ -107,17 +106,13 @@ class Publisher:
         self.close()
 
     def _write(self, new: list[Array]) -> None:
-        pieces = cut([x.size for x in new], PIECE)
         due = not self._old or self.version % self._every == 0
         # The patch comes first, so that nobody who could follow fetches the anchor.
         for anchor in [False] * bool(self._old) + [True] * due:
-            name, bodies = str(File(self.version, self._run, anchor)), list[bytes]()
-            for number, start, stop in pieces:
-                part = new[number][start:stop]
-                old = np.zeros_like(part) if anchor else self._old[number][start:stop]
-                bodies.append(encode(old, part).tobytes())
-            leaves, sizes = self._leaves if anchor else [], [len(body) for body in bodies]
-            index = Index(name, leaves, elements=PIECE, anchor_every=self._every, sizes=sizes)
+            name = str(File(self.version, self._run, anchor))
+            olds = (zeros(x.size, x.dtype, device_of(x)) for x in new) if anchor else self._old
+            bodies = [encode(old, x).tobytes() for old, x in zip(olds, new)]
+            index = Index(name, self._leaves if anchor else [], PIECE, self._every, sizes=[*map(len, bodies)])
             self._store.write(name, [index.pack(), *bodies])
         self._old = new
 
@@ -132,21 +127,10 @@ class Publisher:
                     self._store.remove(name)
 
 
-def check_whole(op: str, argument: str, path: Any, x: Any) -> None:
-    """Checks that this process has all elements of a leaf."""
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-        remedy = f"pass jax.experimental.multihost_utils.process_allgather({argument}, tiled=True)"
-        raise wrong(op, argument, "arrays that this process has whole", "shards", remedy, path=path)
-
-
-def _host(op: str, path: Any, x: Any) -> Array:
-    """Returns a copy of a leaf in host memory, because steps may donate it and programs may change it."""
-    check_whole(op, "tree", path, x)
-    try:
-        found = np.array(x, order="C")
-    except (TypeError, ValueError):
-        found = None
-    expected, remedy = wanted(x if found is None else found)
-    if found is None or expected:
-        raise wrong(op, "tree", expected, spell_array(x), remedy, path=path, kind=TypeError)
-    return found
+def _pieces(x: Any) -> list[Array]:
+    """Returns copies of a leaf's pieces, because steps may donate it and programs may change it."""
+    x = x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
+    if home_of(x):
+        return pieces_of(x, PIECE)
+    whole = np.array(x, order="C").reshape(-1)
+    return [whole[at : at + PIECE] for at in range(0, whole.size, PIECE)]

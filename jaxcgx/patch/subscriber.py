@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 from jaxcgx.checks import check_integer, check_number, check_positive, spell_array, unexpected, warn, wrong
 from jaxcgx.patch.carriers import Directory, Remote, as_place
 from jaxcgx.patch.trees import Patch, apply, place, sharding_of
-from jaxcgx.patch.versions import Array, File, Index, Piece, Refused, cut, needed, shortest
+from jaxcgx.patch.versions import Array, File, Index, Refused, needed, shortest
+from jaxcgx.patch.words import home_of, joined, zeros
 from jaxcgx.transports.axes import MOST_CONNECTIONS
 from jaxcgx.transports.sockets import Stranger, start_thread, unreached
 from jaxcgx.typing import PyTree
@@ -29,13 +30,20 @@ HOLE = "a patch on the way is missing"
 TICK = 0.05  # seconds between two looks of `latest` while it waits
 
 
+class Piece(NamedTuple):
+    number: int  # in a file
+    leaf: int
+    start: int  # its first element in the leaf, in row-major order
+    elements: Array
+
+
 class Snapshot(NamedTuple):
-    """A version that is complete in host memory. Its arrays never change."""
+    """A version that is complete. Its arrays never change."""
 
     run: str = ""  # of the publisher
     version: int = 0  # 0: none yet
-    cuts: Sequence[Piece] = ()  # all pieces of the tree
-    pieces: tuple[tuple[int, Array], ...] = ()  # (number, elements) of the pieces that this process needs
+    total: int = 0  # pieces of the tree
+    pieces: tuple[Piece, ...] = ()  # those that this process needs
 
 
 class Subscriber:
@@ -47,8 +55,9 @@ class Subscriber:
             samples = generate(params, prompts)
 
     It may start late, be away and come back: it takes the shortest way from its version, or from an anchor, to the
-    newest one. A version is complete before `latest` returns it, and has the publisher's bits. Host memory has the
-    weights twice while a patch is applied, and three times on a way of several patches: only its end is shown.
+    newest one. A version is complete before `latest` returns it, and has the publisher's bits. Memory has the weights
+    twice while a patch is applied, and three times on a way of several patches: only its end is shown. This is host
+    memory, or that of a GPU for the leaves of `like` whose sharding has one GPU alone.
 
     If the arrays of `like` are spread over several processes of jax.distributed, each has a Subscriber, and they call
     `latest` together. They get the same version.
@@ -152,11 +161,11 @@ class Subscriber:
     def close(self) -> None:
         """Ends the thread and all connections."""
         self._closed.set()
+        if isinstance(self._source, Remote):
+            self._source.close()
         if self._thread:
             self._thread.join()
         self._readers.shutdown(cancel_futures=True)
-        if isinstance(self._source, Remote):
-            self._source.close()
 
     def __enter__(self) -> "Subscriber":
         return self
@@ -165,14 +174,8 @@ class Subscriber:
         self.close()
 
     def _made(self, state: Snapshot) -> PyTree:
-        flat = [np.empty(x.size, x.dtype) for x in self._like]  # pages without a needed piece take no memory
-        for number, elements in state.pieces:
-            leaf, start, stop = state.cuts[number]
-            flat[leaf][start:stop] = elements
-        whole = [values.reshape(x.shape) for values, x in zip(flat, self._like)]
-        for values, numpy in zip(whole, self._numpy):
-            values.flags.writeable = not numpy  # the next call may return it again
-        leaves = [x if numpy else place(x, like.sharding) for x, numpy, like in zip(whole, self._numpy, self._like)]
+        parts = {leaf: list(pieces) for leaf, pieces in itertools.groupby(state.pieces, lambda piece: piece.leaf)}
+        leaves = [_leaf(x, numpy, parts.get(i, [])) for i, (x, numpy) in enumerate(zip(self._like, self._numpy))]
         return self._structure.unflatten(leaves)
 
     def _agree(
@@ -262,42 +265,58 @@ class Subscriber:
 
         index, begin = Index.read(read, file)
         self._anchor_every = index.anchor_every
-        cuts, pieces = self._zeros(index, file.version) if file.anchor else (snapshot.cuts, snapshot.pieces)
-        if len(cuts) != len(index.sizes):
+        total, pieces = self._zeros(index, file.version) if file.anchor else (snapshot.total, snapshot.pieces)
+        if total != len(index.sizes):
             raise ValueError("it has other pieces than its anchor")
         ends = list(itertools.accumulate(index.sizes, initial=begin))
 
-        def patched(group: list[tuple[int, Array]]) -> list[tuple[int, Array]]:
-            first = ends[group[0][0]]
-            data = memoryview(read(first, ends[group[-1][0] + 1]))
+        def patched(group: list[Piece]) -> list[Piece]:
+            first = ends[group[0].number]
+            data = memoryview(read(first, ends[group[-1].number + 1]))
             part = lambda number: Patch.frombytes(data[ends[number] - first : ends[number + 1] - first])
             try:
-                return [(number, np.asarray(apply(x, part(number)))) for number, x in group]
+                return [piece._replace(elements=apply(piece.elements, part(piece.number))) for piece in group]
             except ValueError as error:  # it speaks to callers of `apply`
                 raise ValueError("a piece is corrupted") from error
 
         groups = _spans(pieces, ends)
         new = (self._readers.map if len(groups) > 1 else map)(patched, groups)
-        return Snapshot(file.run, file.version, cuts, tuple(itertools.chain.from_iterable(new)))
+        return Snapshot(file.run, file.version, total, tuple(itertools.chain.from_iterable(new)))
 
-    def _zeros(self, index: Index, version: int) -> tuple[Sequence[Piece], Sequence[tuple[int, Array]]]:
-        """Returns the pieces of a new anchor, before its patches."""
+    def _zeros(self, index: Index, version: int) -> tuple[int, Sequence[Piece]]:
+        """Returns (the number of pieces of a new anchor, those that this process needs, before their patches)."""
         for (path, array), (own, got) in itertools.zip_longest(index.leaves, self._leaves, fillvalue=("", "no leaf")):
             if (path, array) != (own, got):
                 leaf, expected = f"{LATEST}: argument 'like', leaf {own or path}", f"{array} of leaf {path}"
                 raise unexpected(leaf, f"{expected}, as version {version} has", got, "pass its model", kind=Refused)
-        marks = [needed(x.shape, x.sharding, index.elements) for x in self._like]
-        cuts = cut([x.size for x in self._like], index.elements)
-        wanted = np.flatnonzero(np.concatenate([np.zeros(0, bool), *marks])).tolist()
-        return cuts, [(n, np.zeros(cuts[n][2] - cuts[n][1], self._like[cuts[n][0]].dtype)) for n in wanted]
+        number, pieces, most = 0, list[Piece](), index.elements
+        for leaf, x in enumerate(self._like):
+            for at, mine in enumerate(needed(x.shape, x.sharding, most)):
+                if mine:
+                    elements = zeros(min(most, x.size - at * most), x.dtype, home_of(x))
+                    pieces.append(Piece(number, leaf, at * most, elements))
+                number += 1
+        return number, pieces
 
 
-def _spans(pieces: Sequence[tuple[int, Array]], ends: list[int]) -> list[list[tuple[int, Array]]]:
+def _leaf(like: jax.ShapeDtypeStruct, numpy: bool, pieces: Sequence[Piece]) -> Any:
+    """Returns a leaf of pieces, in memory of its own."""
+    if home_of(like):
+        return jax.device_put(joined([piece.elements for piece in pieces], like.shape), like.sharding)
+    whole = np.empty(like.shape, like.dtype)  # pages without a needed piece take no memory
+    for piece in pieces:
+        whole.reshape(-1)[piece.start :][: piece.elements.size] = piece.elements
+    whole.flags.writeable = not numpy  # the next call may return it again
+    return whole if numpy else place(whole, like.sharding)
+
+
+def _spans(pieces: Sequence[Piece], ends: list[int]) -> list[list[Piece]]:
     """Returns the pieces in groups that are adjacent in a file, of at most SPAN bytes or single."""
-    found = list[list[tuple[int, Array]]]()
-    for number, x in pieces:
-        if found and number == found[-1][-1][0] + 1 and ends[number + 1] - ends[found[-1][0][0]] <= SPAN:
-            found[-1].append((number, x))
+    found = list[list[Piece]]()
+    for piece in pieces:
+        number = piece.number
+        if found and number == found[-1][-1].number + 1 and ends[number + 1] - ends[found[-1][0].number] <= SPAN:
+            found[-1].append(piece)
         else:
-            found.append([(number, x)])
+            found.append([piece])
     return found

@@ -5,7 +5,6 @@ import ctypes
 import dataclasses
 import functools
 import struct
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +27,7 @@ _DIGESTED = 16  # where the bytes begin that the digest is of
 _LEAF = np.dtype([("words", "<u8"), ("bytes", "<u8")])
 _TAIL = bytes(8)
 
-# What encodes arrays on the host
-REFERENCE = types.SimpleNamespace(
-    encode=words.encode_words, apply=words.apply_words, digest_of=words.digest_of, seal=words.seal
-)
-engine: Any = getattr(registration.MODULE, "patch", REFERENCE)
+engine: Any = getattr(registration.MODULE, "patch", words)  # encodes arrays on the host
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -87,7 +82,7 @@ def checksum(tree: PyTree) -> int:
 
     The leaves of `tree` are arrays of JAX or NumPy. Their names and shardings don't count.
     """
-    leaves = _leaves("patch.checksum", "tree", tree)
+    leaves = leaves_of("patch.checksum", "tree", tree)
     return _checksum(leaves, _digests(leaves))
 
 
@@ -102,7 +97,7 @@ def encode(old: PyTree, new: PyTree) -> Patch:
       old: a tree of arrays of JAX or NumPy, of any dtype.
       new: a tree with the same structure, shapes and dtypes.
     """
-    before, after = _leaves("patch.encode", "old", old), _leaves("patch.encode", "new", new)
+    before, after = leaves_of("patch.encode", "old", old), leaves_of("patch.encode", "new", new)
     here, there = jax.tree_util.tree_structure(old), jax.tree_util.tree_structure(new)
     if here != there:
         raise wrong("patch.encode", "new", f"the structure of 'old', {here}", there)
@@ -130,22 +125,20 @@ def apply(old: PyTree, patch: Patch, *, donate: bool = False) -> PyTree:
         NumPy arrays are overwritten, JAX arrays are deleted.
     """
     check_type("patch.apply", "patch", patch, Patch, "what jaxcgx.patch.encode or jaxcgx.patch.Patch.frombytes returns")
-    leaves = _leaves("patch.apply", "old", old)
+    leaves = leaves_of("patch.apply", "old", old)
     heads, blocks = _parts(patch.data, leaves)
     if donate:
         _check_old(patch, leaves, _digests(leaves))
     uses = collections.Counter(_memory(x) for _, x in leaves)  # tied leaves share their memory
-    news, old_digests, new_digests = _apply(
-        [x for _, x in leaves], heads, blocks, [donate and uses[_memory(x)] == 1 for _, x in leaves]
-    )
+    made = _apply([x for _, x in leaves], heads, blocks, [donate and uses[_memory(x)] == 1 for _, x in leaves])
     if not donate:
-        _check_old(patch, leaves, old_digests)
-    if (found := _checksum(leaves, new_digests)) != patch.new:
+        _check_old(patch, leaves, [digest for _, digest, _ in made])
+    if (found := _checksum(leaves, [digest for *_, digest in made])) != patch.new:
         raise wrong("patch.apply", "patch", f"one that leads to the checksum {patch.new:016x}", f"{found:016x}")
     for _, x in leaves if donate else ():
         if isinstance(x, jax.Array):
             x.delete()  # also if JAX has copied it
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), news)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), [new for new, *_ in made])
 
 
 def _digests(leaves: Sequence[tuple[KeyPath, Any]]) -> list[int]:
@@ -158,13 +151,13 @@ def _encode(pairs: list[tuple[Any, Any]]) -> list[Part]:
     at = [device_of(x, y) for x, y in pairs]
     here = [pair for pair, there in zip(pairs, at) if not there]
     found = iter(engine.encode([_words(x) for x, _ in here], [_words(y) for _, y in here]))
-    return [words.encode(x, y, there) if there else Part(*next(found)) for (x, y), there in zip(pairs, at)]
+    return [words.encode_on(there, x, y) if there else Part(*next(found)) for (x, y), there in zip(pairs, at)]
 
 
 def _apply(
     leaves: list[Any], heads: list[memoryview], blocks: list[memoryview], donate: list[bool]
-) -> tuple[list[Any], list[int], list[int]]:
-    """Returns the new leaves, the digests of the old ones and those of the new ones."""
+) -> list[tuple[Any, int, int]]:
+    """Returns (the new leaf, the digest of the old one, that of the new one) of each leaf."""
     at = [device_of(x) for x in leaves]
     here = [i for i, there in enumerate(at) if not there]
     spaces = [_space(leaves[i], donate[i]) for i in here]
@@ -174,9 +167,8 @@ def _apply(
     found = dict(zip(here, zip(made, *digests)))
     for i, there in enumerate(at):
         if there:
-            found[i] = words.apply(leaves[i], heads[i], blocks[i], there, donate=donate[i])
-    new, old_digests, new_digests = zip(*map(found.__getitem__, range(len(leaves)))) if leaves else ((), (), ())
-    return list(new), list(old_digests), list(new_digests)
+            found[i] = words.apply_on(there, leaves[i], heads[i], blocks[i], donate=donate[i])
+    return [found[i] for i in range(len(leaves))]
 
 
 _donated: Any = jax.jit(lambda x: x, donate_argnums=0)  # the same bits, in the same memory if JAX can
@@ -228,17 +220,17 @@ def _parts(data: bytes, leaves: Sequence[tuple[KeyPath, Any]]) -> tuple[list[mem
     return heads, blocks
 
 
-def _leaves(function: str, argument: str, tree: PyTree) -> Sequence[tuple[KeyPath, Any]]:
+def leaves_of(function: str, argument: str, tree: PyTree) -> Sequence[tuple[KeyPath, Any]]:
     """Returns the paths and leaves of a tree, and checks that their bits can be read here."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     for path, x in leaves:
-        expected, remedy = wanted(x)
+        expected, remedy = _wanted(x)
         if expected:
             raise wrong(function, argument, expected, spell_array(x), remedy, path=path, kind=TypeError)
     return leaves
 
 
-def wanted(x: Any) -> tuple[str, str]:
+def _wanted(x: Any) -> tuple[str, str]:
     """Returns (what a leaf should be instead, the remedy), both empty if its bits can be read here."""
     if isinstance(x, Tracer):
         return "an array with values", "call it outside of jax.jit: the length of a patch depends on values"
@@ -249,8 +241,9 @@ def wanted(x: Any) -> tuple[str, str]:
     kind = x.dtype.kind in "biufcV" and not x.dtype.names and x.dtype.isnative
     if not kind or shape_of(x)[1] not in (1, 2, 4, 8):
         return "numbers of 1, 2, 4 or 8 bytes, in this machine's order, or complex numbers of two of these", ""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return "an array whose shards are all in this process", "gather it, or pass the shards of this process"
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        remedy = "gather it with jax.experimental.multihost_utils.process_allgather(..., tiled=True)"
+        return "an array that this process has whole", remedy
     return "", ""
 
 

@@ -10,9 +10,10 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import jax
 import numpy as np
 from jax.sharding import Sharding
 
@@ -23,8 +24,7 @@ HEAD = struct.Struct("!4sBxxxI")  # magic, format, bytes of the index
 MAGIC, FORMAT = b"cgxv", 1
 NAME = re.compile(r"(\d{12})-([0-9a-f]{16})\.(anchor|patch)")
 
-Array = np.ndarray[Any, Any]
-Piece = tuple[int, int, int]  # (leaf, start, stop): elements of a leaf in row-major order
+Array: TypeAlias = np.ndarray[Any, Any] | jax.Array
 
 
 class Refused(ValueError):
@@ -102,15 +102,7 @@ class Index(NamedTuple):
         return index, start
 
 
-def cut(sizes: Sequence[int], elements: int) -> list[Piece]:
-    return [
-        (leaf, start, min(start + elements, size))
-        for leaf, size in enumerate(sizes)
-        for start in range(0, size, elements)
-    ]
-
-
-def needed(shape: tuple[int, ...], sharding: Sharding | None, elements: int) -> Array:
+def needed(shape: tuple[int, ...], sharding: Sharding | None, elements: int) -> np.ndarray[Any, Any]:
     """Returns bool[pieces of a leaf]: whether a device of this process has elements of the piece."""
     pieces = -(-math.prod(shape) // elements)
     if sharding is None or not shape:

@@ -46,11 +46,7 @@ def mix(x: Any, number: Callable[[int], Any] = int) -> Any:
     return x ^ x >> 31
 
 
-def _from_one(first: int, count: int) -> Words:
-    return np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-
-
-FACTORS = mix(_from_one(0, GROUP)) | 1
+FACTORS = mix(np.arange(1, GROUP + 1, dtype=np.uint64) * np.uint64(GOLDEN)) | 1
 
 
 def digest_of(words: Words) -> int:
@@ -59,9 +55,14 @@ def digest_of(words: Words) -> int:
     for first in range(0, data.size, _PART):
         part = data[first : first + _PART]
         groups = np.concatenate([part, np.zeros(-part.size % size, np.uint8)]).view("<u8").reshape(-1, GROUP)
-        sums = ((groups ^ groups >> 32) * FACTORS).sum(1, dtype=np.uint64)
-        total += int(mix(sums + _from_one(first // size, len(sums))).sum(dtype=np.uint64))
+        total += int(_sum_of(groups, first // size, np))
     return total & MASK
+
+
+def _sum_of(groups: Any, first: int, xp: Any) -> Any:
+    """Returns what groups add to a digest. `first` is the number of the first group, `xp` is NumPy or jnp."""
+    sums, numbers = ((groups ^ groups >> 32) * FACTORS).sum(1), xp.arange(first + 1, first + len(groups) + 1)
+    return mix(sums + numbers.astype(np.uint64) * np.uint64(GOLDEN), np.uint64).sum()
 
 
 class Part(NamedTuple):
@@ -79,16 +80,38 @@ def seal(parts: Sequence[Buffer], at: int) -> bytes:
     return data[: at - 8] + digest_of(np.frombuffer(data, np.uint8)[at:]).to_bytes(8, "little") + data[at:]
 
 
+class Places(NamedTuple):
+    """Where the parts of a block are."""
+
+    low: Any  # the low bits of an index; 0 if the list isn't split
+    split: Any
+    row: Any  # bits of the list's first row
+    codes: Any  # the byte where the codes begin, as the next ones
+    small: Any
+    raw: Any
+    end: Any
+
+    @classmethod
+    def of(cls, n: Any, width: int, head: Sequence[Any], xp: Any) -> "Places":
+        """Returns those of blocks of n words, by their heads. `xp` is NumPy or jnp."""
+        changed, small, raw = head
+        row_bytes = lambda bits: (bits + 7) // 8
+        low = xp.maximum(xp.frexp(n // xp.maximum(changed, 1))[1] - 1, 0)
+        listed = (changed > 0) & (changed < n)
+        split = listed & (row_bytes((n >> low) + changed) + row_bytes(changed * low) < row_bytes(n))
+        low = xp.where(split, low, 0)
+        row = xp.where(listed, xp.where(split, (n >> low) + changed, n), 0)
+        codes = row_bytes(row) + row_bytes(changed * low)
+        smalls = codes + row_bytes(2 * changed)
+        raws = smalls + small * max(1, width // 2)
+        return cls(low, split, row, codes=codes, small=smalls, raw=raws, end=raws + raw * width)
+
+
 def block_sizes(heads: Words, size: int, width: int) -> Words:
     """Returns the bytes of each block of `size` words of `width` bytes, by its heads."""
-    row_bytes = lambda bits: -(-bits // 8)
-    changed, small, raw = heads.astype(np.int64).T
+    changed, *others = heads.astype(np.int64).T
     n = np.minimum(size - BLOCK * np.arange(len(heads)), BLOCK)
-    low = np.maximum(np.frexp(n // np.maximum(changed, 1))[1] - 1, 0)
-    split = row_bytes((n >> low) + changed) + row_bytes(changed * low)
-    listed = np.where((changed == 0) | (changed == n), 0, np.minimum(split, row_bytes(n)))
-    coded = listed + row_bytes(2 * changed) + small * max(1, width // 2) + raw * width
-    return np.where(changed == WHOLE, n * width, coded)
+    return np.where(changed == WHOLE, n * width, Places.of(n, width, (changed, *others), np).end)
 
 
 def refused() -> Exception:
@@ -99,9 +122,16 @@ def refused() -> Exception:
 # Arrays on a device
 
 
+@contextlib.contextmanager
+def numbers() -> Generator[None]:
+    """Makes programs use 64 bits, and the promotion of this file, whatever the user has chosen for others."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def has_words(x: Any) -> bool:
-    """Returns whether x is an array of JAX with elements of whole bytes. NumPy has a byte for 4 bits, JAX may not."""
-    if not isinstance(x, jax.Array) or x.size == 0:
+    """Returns whether JAX has whole bytes for the elements of x. NumPy has a byte for 4 bits, JAX may not."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or x.size == 0:
         return False
     info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
     return x.dtype == bool or info(x.dtype).bits >= 8
@@ -110,82 +140,96 @@ def has_words(x: Any) -> bool:
 def device_of(*leaves: Any) -> Any:
     """Returns the device on which these arrays are encoded, or None: the host."""
     # An array over several devices is gathered on one of them.
-    if not all(map(has_words, leaves)):
+    if not all(has_words(x) and x.sharding.is_fully_addressable for x in leaves):
         return None
-    device = min(leaves[0].devices(), key=lambda device: device.id)
+    device = min(leaves[0].sharding.device_set, key=lambda device: device.id)
     return None if device.platform == HOST else device
 
 
-def encode(old: jax.Array, new: jax.Array, device: Any) -> Part:
-    with _numbers():
-        heads, slots, digests = _encode(_gathered(old, device), _gathered(new, device))
-        heads, digests = jax.device_get((heads, digests))
-        sizes = block_sizes(heads, *shape_of(old))
-        used = int(sizes.sum())
-        blocks = np.asarray(_pack(slots, sizes, _padded(used)))[:used]
+def home_of(x: Any) -> Any:
+    """Returns the device that has all of an array, if it is encoded there. Without a sharding, it has no device yet."""
+    sharding = getattr(x, "sharding", None)
+    return device_of(x) if sharding and len(sharding.device_set) == 1 else None
+
+
+@numbers()
+def zeros(size: int, dtype: Any, device: Any) -> Any:
+    """Returns an array of one dimension on a device, or one of NumPy if the device is None."""
+    return np.zeros(size, dtype) if device is None else jnp.zeros(size, dtype, device=device)
+
+
+# As words, because XLA may change NaNs and denormal numbers while it copies bfloat16.
+@numbers()
+@functools.partial(jax.jit, static_argnums=1)
+def pieces_of(x: jax.Array, elements: int) -> list[jax.Array]:
+    """Returns copies of the parts of an array, of one dimension, with `elements` elements each. The last has fewer."""
+    words, each = jnp.copy(_words(x)), elements * shape_of(x)[0] // x.size
+    like = lambda words: jax.ShapeDtypeStruct((words.size * elements // each,), x.dtype)
+    return [_like(part, like(part)) for part in jnp.split(words, [*range(each, words.size, each)])]
+
+
+@numbers()
+@functools.partial(jax.jit, static_argnums=1)
+def joined(pieces: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """Returns an array of pieces, in memory of its own."""
+    words = jnp.concatenate(lax.optimization_barrier([*map(_words, pieces)]))  # or XLA makes them numbers before
+    return _like(jnp.copy(lax.optimization_barrier(words)), jax.ShapeDtypeStruct(shape, pieces[0].dtype))
+
+
+@numbers()
+def encode_on(device: Any, old: jax.Array, new: jax.Array) -> Part:
+    heads, slots, digests = _encode(_gathered(old, device), _gathered(new, device))
+    heads, digests = jax.device_get((heads, digests))
+    sizes = block_sizes(heads, *shape_of(old))
+    blocks = np.asarray(_pack(slots, sizes, _padded(used := int(sizes.sum()))))[:used]
     return Part(heads.tobytes(), blocks.tobytes(), *map(int, digests))
 
 
-def apply(old: jax.Array, heads: Buffer, blocks: Buffer, device: Any, *, donate: bool) -> tuple[jax.Array, int, int]:
+@numbers()
+def apply_on(device: Any, old: jax.Array, heads: Buffer, blocks: Buffer, *, donate: bool) -> tuple[jax.Array, int, int]:
     """Returns (the new array, the digest of the old one, the digest of the new one).
 
     The digest of an old one that is donated is 0.
     """
+    run = _apply_donated if donate else _apply
     table = np.frombuffer(heads, HEAD)
     sizes = block_sizes(table, *shape_of(old))
     if sizes.sum() != len(blocks):
         raise refused()
-    data = np.zeros(_padded(len(blocks)), np.uint8)
-    data[: len(blocks)] = np.frombuffer(blocks, np.uint8)
-    with _numbers():
-        run = _apply_donated if donate else _apply
-        new, fits, digests = run(_gathered(old, device), table, np.cumsum(sizes) - sizes, data)
-        fits, digests = jax.device_get((fits, digests))
+    data = np.pad(np.frombuffer(blocks, np.uint8), (0, _padded(len(blocks)) - len(blocks)))
+    new, fits, digests = run(_gathered(old, device), table, np.cumsum(sizes) - sizes, data)
+    fits, (before, after) = jax.device_get((fits, digests))
     if not fits:
         raise refused()
-    before, after = map(int, digests)
-    return new if old.sharding == new.sharding else jax.device_put(new, old.sharding), before, after
+    return new if old.sharding == new.sharding else jax.device_put(new, old.sharding), int(before), int(after)
 
 
+@numbers()
 def digest_on(device: Any, x: jax.Array) -> int:
-    with _numbers():
-        return int(_digest_of(_gathered(x, device)))
+    return int(_digest_of(_gathered(x, device)))
 
 
-def encode_words(olds: Sequence[Words], news: Sequence[Words]) -> list[Part]:
+@numbers()
+def encode(olds: Sequence[Words], news: Sequence[Words]) -> list[Part]:
     """Returns what a patch has of each leaf, as `encode` of the native module."""
-    with _numbers():
-        pairs = [(jnp.asarray(old), jnp.asarray(new)) for old, new in zip(olds, news)]
-        return [encode(old, new, _cpu()) if old.size else Part(b"", b"", 0, 0) for old, new in pairs]
+    pairs = [(jnp.asarray(old), jnp.asarray(new)) for old, new in zip(olds, news)]
+    return [encode_on(old.device, old, new) if old.size else Part(b"", b"", 0, 0) for old, new in pairs]
 
 
-def apply_words(
+@numbers()
+def apply(
     heads: Sequence[Buffer], blocks: Sequence[Buffer], olds: Sequence[Words], news: Sequence[Words]
 ) -> tuple[list[int], list[int]]:
     """Writes the new words to `news`, which may be `olds`. Returns the digests of the old and of the new ones."""
-    digests = [[0, 0] for _ in olds]
-    with _numbers():
-        for i, (head, block, old, new) in enumerate(zip(heads, blocks, olds, news, strict=True)):
-            if old.size:
-                new[:], *digests[i] = apply(jnp.asarray(old), head, block, _cpu(), donate=False)
-    return [old for old, _ in digests], [new for _, new in digests]
-
-
-def _cpu() -> Any:
-    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave CPUs out
-        return jax.local_devices(backend="cpu")[0]
-    return jax.local_devices()[0]
+    before, after = [0] * len(olds), [0] * len(olds)
+    for i, (head, block, old, new) in enumerate(zip(heads, blocks, map(jnp.asarray, olds), news, strict=True)):
+        if old.size:
+            new[:], before[i], after[i] = apply_on(old.device, old, head, block, donate=False)
+    return before, after
 
 
 def _gathered(x: jax.Array, device: Any) -> jax.Array:
     return x if x.devices() == {device} else jax.device_put(x, device)
-
-
-@contextlib.contextmanager
-def _numbers() -> Generator[None]:
-    """Makes programs use 64 bits, and the promotion of this file, whatever the user has chosen for others."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _padded(size: int) -> int:
@@ -204,7 +248,7 @@ def _words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
 
 
-def _like(words: jax.Array, x: jax.Array) -> jax.Array:
+def _like(words: jax.Array, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     if x.dtype == bool:
         return words.astype(bool).reshape(x.shape)
     if x.dtype.kind != "c":
@@ -219,44 +263,13 @@ def _like(words: jax.Array, x: jax.Array) -> jax.Array:
 def _digest(words: jax.Array) -> jax.Array:
     width = words.dtype.itemsize
     groups = jnp.pad(words, (0, -words.size % (8 * GROUP // width))).reshape(-1, GROUP, 8 // width)
-    long = groups[..., 0] if width == 8 else lax.bitcast_convert_type(groups, jnp.uint64)
-    sums = ((long ^ long >> 32) * FACTORS).sum(1)
-    return mix(sums + (jnp.arange(len(sums), dtype=jnp.uint64) + 1) * np.uint64(GOLDEN), np.uint64).sum()
+    return _sum_of(groups[..., 0] if width == 8 else lax.bitcast_convert_type(groups, jnp.uint64), 0, jnp)
 
 
-@jax.jit
-def _digest_of(x: jax.Array) -> jax.Array:
-    return _digest(_words(x))
+_digest_of = jax.jit(lambda x: _digest(_words(x)))
 
 
 # Blocks
-
-
-class _Places(NamedTuple):
-    """Where the parts of a block are."""
-
-    low: jax.Array  # the low bits of an index; 0 if the list isn't split
-    split: jax.Array
-    row: jax.Array  # bits of the list's first row
-    codes: jax.Array  # the byte where the codes begin, as the next ones
-    small: jax.Array
-    raw: jax.Array
-    end: jax.Array
-
-
-def _places(n: int, width: int, head: Sequence[jax.Array]) -> _Places:
-    changed, small, raw = head
-    row_bytes = lambda bits: (bits + 7) // 8
-    low = 31 - lax.clz(n // jnp.maximum(changed, 1))
-    listed = (changed > 0) & (changed < n)
-    split = listed & (row_bytes((n >> low) + changed) + row_bytes(changed * low) < row_bytes(n))
-    low = jnp.where(split, low, 0)
-    row = jnp.where(listed, jnp.where(split, (n >> low) + changed, n), 0)
-    codes = row_bytes(row) + row_bytes(changed * low)
-    smalls = codes + row_bytes(2 * changed)
-    raws = smalls + small * max(1, width // 2)
-    end = raws + raw * width
-    return _Places(low=low, split=split, row=row, codes=codes, small=smalls, raw=raws, end=end)
 
 
 def _count(marks: jax.Array) -> jax.Array:
@@ -264,8 +277,9 @@ def _count(marks: jax.Array) -> jax.Array:
     return jnp.cumsum(marks, dtype=jnp.int32) - marks
 
 
-def _encode_block(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (n,), width, bits = old.shape, old.dtype.itemsize, 8 * old.dtype.itemsize
+def _encode_block(old: jax.Array, new: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the head and the slot of a block of n words, behind which old and new words are the same."""
+    (most,), width, bits = old.shape, old.dtype.itemsize, 8 * old.dtype.itemsize
     half = max(1, width // 2)
     step, changed = new - old, old != new
     number = step << 1 ^ 0 - (step >> bits - 1)  # the rank + 1; 0: the same
@@ -273,8 +287,8 @@ def _encode_block(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]
     small = (number > 2) & ~raw
     code = jnp.where(raw, 3, jnp.minimum(number, 3).astype(jnp.int32) - 1)
     head = jnp.sum(changed, dtype=jnp.int32), jnp.sum(small, dtype=jnp.int32), jnp.sum(raw, dtype=jnp.int32)
-    at = _places(n, width, head)
-    i, j = jnp.arange(n, dtype=jnp.int32), _count(changed)
+    at = Places.of(n, width, head, jnp)
+    i, j = jnp.arange(most, dtype=jnp.int32), _count(changed)
     one, lows = jnp.where(at.split, (i >> at.low) + j, i), (i & (1 << at.low) - 1) << (j * at.low & 7)
     byte = lambda numbers, b: (numbers >> 8 * b).astype(jnp.uint8)
     parts = [  # which words have a byte, its place, the byte
@@ -284,35 +298,37 @@ def _encode_block(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]
         *((small, at.small + _count(small) * half + b, byte(number - 3, b)) for b in range(half)),
         *((raw, at.raw + _count(raw) * width + b, byte(new, b)) for b in range(width)),
     ]
-    to = jnp.concatenate([jnp.where(has, place, n * width) for has, place, _ in parts])
-    slot = jnp.zeros(n * width, jnp.uint8).at[to].add(jnp.concatenate([value for _, _, value in parts]), mode="drop")
+    to = jnp.concatenate([jnp.where(has, place, most * width) for has, place, _ in parts])
+    slot = jnp.zeros(most * width, jnp.uint8).at[to].add(jnp.concatenate([value for _, _, value in parts]), mode="drop")
     whole = at.end >= n * width
     head = jnp.where(whole, jnp.array([WHOLE, 0, 0]), jnp.stack(head)).astype(jnp.uint16)
     return head, jnp.where(whole, lax.bitcast_convert_type(new, jnp.uint8).reshape(-1), slot)
 
 
-def _apply_block(old: jax.Array, head: jax.Array, begin: jax.Array, data: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the new words of a block, and whether its bytes are as `_encode_block` writes them."""
-    (n,), width, half = old.shape, old.dtype.itemsize, max(1, old.dtype.itemsize // 2)
-    slot = data[jnp.minimum(begin + jnp.arange(n * width + 8), len(data) - 1)]
+def _apply_block(
+    data: jax.Array, old: jax.Array, n: jax.Array, head: jax.Array, begin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the new words of a block of n, and whether its bytes are as `_encode_block` writes them."""
+    (most,), width, half = old.shape, old.dtype.itemsize, max(1, old.dtype.itemsize // 2)
+    slot = data[jnp.minimum(begin + jnp.arange(most * width + 8), len(data) - 1)]
     head = head.astype(jnp.int32)
     changed, smalls, raws = head
     whole = changed == WHOLE
-    at = _places(n, width, (jnp.minimum(changed, n), smalls, raws))
+    at = Places.of(n, width, (jnp.minimum(changed, n), smalls, raws), jnp)
 
     def number(place: jax.Array, size: int) -> jax.Array:
         parts = [slot[jnp.minimum(place + b, len(slot) - 1)].astype(jnp.uint64) << 8 * b for b in range(size)]
         return functools.reduce(jnp.bitwise_or, parts)
 
-    i = jnp.arange(n, dtype=jnp.int32)
+    i = jnp.arange(most, dtype=jnp.int32)
     ones = (slot[i >> 3] >> (i & 7).astype(jnp.uint8) & 1).astype(bool) & (i < at.row)
     j = _count(ones)
     lows = number((at.row + 7) // 8 + (j * at.low >> 3), 3) >> (j * at.low & 7).astype(jnp.uint64)
-    index = jnp.where(ones, (i - j << at.low) | lows.astype(jnp.int32) & (1 << at.low) - 1, n)
-    listed = jnp.full(n, n, jnp.int32).at[jnp.where(ones, j, n)].set(index, mode="drop")
+    index = jnp.where(ones, (i - j << at.low) | lows.astype(jnp.int32) & (1 << at.low) - 1, most)
+    listed = jnp.full(most, most, jnp.int32).at[jnp.where(ones, j, most)].set(index, mode="drop")
     ascends = jnp.all((listed[1:] > listed[:-1]) | (i[1:] >= changed)) & (jnp.max(jnp.where(ones, index, 0)) < n)
-    found = jnp.zeros(n, bool).at[index].set(True, mode="drop")
-    marks = jnp.where(at.split, found, jnp.where(at.row == 0, changed == n, ones))
+    found = jnp.zeros(most, bool).at[index].set(True, mode="drop")
+    marks = jnp.where(at.split, found, jnp.where(at.row == 0, (changed == n) & (i < n), ones))
     fits = (jnp.where(at.row == 0, marks, ones).sum() == changed) & (ascends | ~at.split)
 
     j = _count(marks)
@@ -322,39 +338,35 @@ def _apply_block(old: jax.Array, head: jax.Array, begin: jax.Array, data: jax.Ar
     step = (rank >> 1 ^ 0 - (rank & 1)).astype(old.dtype)
     new = jnp.where(raw, number(at.raw + _count(raw) * width, width).astype(old.dtype), old + step)
     fits &= (small.sum() == smalls) & (raw.sum() == raws)
-    words = slot[: n * width].reshape(n, width)
+    words = slot[: most * width].reshape(most, width)
     words = words[:, 0] if width == 1 else lax.bitcast_convert_type(words, old.dtype)
     return jnp.where(whole, words, jnp.where(marks, new, old)), jnp.where(whole, (smalls == 0) & (raws == 0), fits)
 
 
+def _rows(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns blocks of words, and how many words each has. A short array is one short block."""
+    most = min(BLOCK, words.size)
+    rows = jnp.pad(words, (0, -words.size % most)).reshape(-1, most)
+    return rows, jnp.clip(words.size - most * jnp.arange(len(rows), dtype=jnp.int32), 0, most)
+
+
 def _encode_in_jnp(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the heads and the slots of all blocks of words."""
-    whole, width = old.size // BLOCK, old.dtype.itemsize
-    cut = lambda x: x[: whole * BLOCK].reshape(whole, BLOCK)
-    heads, slots = lax.map(lambda pair: _encode_block(*pair), (cut(old), cut(new)), batch_size=_AT_ONCE)
-    if old.size > whole * BLOCK:
-        head, slot = _encode_block(old[whole * BLOCK :], new[whole * BLOCK :])
-        heads = jnp.concatenate([heads, head[None]])
-        slots = jnp.concatenate([slots, jnp.pad(slot, (0, BLOCK * width - slot.size))[None]])
-    return heads, slots
+    blocks = _rows(old)[0], *_rows(new)
+    heads, slots = lax.map(lambda block: _encode_block(*block), blocks, batch_size=_AT_ONCE)
+    return heads, jnp.pad(slots, ((0, 0), (0, BLOCK * old.dtype.itemsize - slots.shape[1])))
 
 
 def _apply_in_jnp(old: jax.Array, heads: jax.Array, begins: jax.Array, data: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the new words, and whether the bytes of each block fit."""
-    whole = old.size // BLOCK
-    rows = old[: whole * BLOCK].reshape(whole, BLOCK), heads[:whole], begins[:whole]
-    new, fits = lax.map(lambda block: _apply_block(block[0], block[1], block[2], data), rows, batch_size=_AT_ONCE)
-    new = new.reshape(-1)
-    if old.size > whole * BLOCK:
-        words, fit = _apply_block(old[whole * BLOCK :], heads[whole], begins[whole], data)
-        new, fits = jnp.concatenate([new, words]), jnp.concatenate([fits, fit[None]])
-    return new, fits.astype(jnp.uint8)
+    blocks = *_rows(old), heads, begins
+    new, fits = lax.map(lambda block: _apply_block(data, *block), blocks, batch_size=_AT_ONCE)
+    return new.reshape(-1)[: old.size], fits.astype(jnp.uint8)
 
 
 def _encode_by_kernel(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-    blocks = -(-old.size // BLOCK)
-    results = (blocks, 3, jnp.uint16), (blocks, BLOCK * old.dtype.itemsize, jnp.uint8)
-    types = [jax.ShapeDtypeStruct(shape, dtype) for *shape, dtype in results]
+    blocks, slot = -(-old.size // BLOCK), BLOCK * old.dtype.itemsize
+    types = jax.ShapeDtypeStruct((blocks, 3), jnp.uint16), jax.ShapeDtypeStruct((blocks, slot), jnp.uint8)
     heads, slots = jax.ffi.ffi_call("jaxcgx_patch_encode", types)(old, new)
     return heads, slots
 

@@ -56,10 +56,15 @@ def main():
         late = cgx.patch.Subscriber(where, like, every=None, timeout=0)
         with contextlib.nullcontext() if where == path else pytest.raises(TimeoutError, match="there is no version"):
             late.latest(PUBLISHED)
+    if publisher:  # each process has this array whole
+        assert cgx.patch.Publisher(f"{path}/b").publish(found["b"]) == 1
+        with cgx.patch.Subscriber(f"{path}/b", tree["b"], every=None) as other:
+            assert (other.latest() == PUBLISHED).all()
+        assert cgx.patch.checksum(found["b"]) == cgx.patch.checksum(tree["b"] + PUBLISHED)
     if importlib.util.find_spec("orbax"):
         from jaxcgx.patch import checkpoints
 
-        with pytest.raises(ValueError, match="checkpoints.Save: argument 'item', leaf .*whole"):
+        with pytest.raises(TypeError, match="checkpoints.Save: argument 'item', leaf .*whole"):
             checkpoints.handler(f"{path}/patches").save(path, checkpoints.Save(found))
     jax.distributed.shutdown()
 

@@ -94,7 +94,7 @@ def test_what_is_not_saved(tmp_path, monkeypatch):
     handler = checkpoints.handler(tmp_path / "patches")
     for rank in 0, 1:  # in all processes, so that none waits for another one
         monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
-        with pytest.raises(TypeError, match=r"checkpoints.Save: argument 'item', leaf \['s'\]: expected arrays"):
+        with pytest.raises(TypeError, match=r"checkpoints.Save: argument 'item', leaf \['s'\]: expected an array"):
             handler.save(tmp_path, checkpoints.Save({"s": 2}))
     with pytest.raises(ValueError, match="checkpoints.handler: argument 'folder': expected a path, got 'gs://b/p'"):
         checkpoints.handler("gs://b/p")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, refused, rows, says
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from started import Processes, free_port
 
@@ -260,6 +260,33 @@ def test_only_the_pieces_of_its_devices(tmp_path, monkeypatch):
     assert 32_000 <= sum(map(len, read)) < 40_000 and len(read) == 2
     for each in subscriber, part:
         each.close()
+
+
+def test_leaves_that_one_device_has(tmp_path, monkeypatch):
+    """They are kept, encoded and applied there, in memory of their own. The files are those of NumPy arrays."""
+    monkeypatch.setattr(published, "PIECE", 16)
+    monkeypatch.setattr("jaxcgx.patch.words.HOST", "none")  # now the CPU counts as a device
+    device, rng, tree = jax.devices()[1], np.random.default_rng(0), TREE | {"rows": TREE["w"]}
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    at = dict.fromkeys(["fours", *tree], SingleDeviceSharding(device)) | {"rows": NamedSharding(mesh, P("a"))}
+    fours = lambda version: {"fours": np.full(3, version, jnp.int4)}
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at[name]) for name, x in (tree | fours(0)).items()}
+    publishers = [cgx.patch.Publisher(tmp_path / name, anchor_every=3) for name in ("device", "host")]
+    publishers[0]._run = publishers[1]._run
+    subscriber = cgx.patch.Subscriber(tmp_path / "device", like, every=None, timeout=0)
+    for version in range(1, 5):
+        tree = changed({name: tree[name] for name in ("w", "step", "rows")}, rng) | fours(version)
+        arrays = {name: jax.device_put(x, at[name]) for name, x in tree.items()}
+        for publisher, each in zip(publishers, (arrays, tree)):
+            publisher.publish(each)
+        found = subscriber.latest(version)
+        for name, x in found.items():
+            assert np.asarray(x).tobytes() == tree[name].tobytes() and x.sharding == at[name], name
+        jax.tree.map(lambda x: x.delete(), (arrays, found))  # as steps that donate them
+    for pieces in publishers[0]._old, [piece.elements for piece in subscriber._state.pieces]:
+        assert [getattr(x, "device", None) == device for x in pieces] == [False] * 3 + [True] * 3  # fours, rows
+    device_files, host_files = ({f.name: f.read_bytes() for f in p._store._path.glob("*")} for p in publishers)
+    assert device_files == host_files and len(host_files) == 5
 
 
 def test_processes_get_the_same_version(tmp_path):

@@ -24,8 +24,8 @@ LONG = 2 * BLOCK + 13
 def engine(request, monkeypatch):
     native = registration.MODULE
     if request.param == "jnp":
-        monkeypatch.setattr(trees, "engine", trees.REFERENCE)
-        yield trees.REFERENCE
+        monkeypatch.setattr(trees, "engine", words)
+        yield words
         return
     best = native.build_info()["kernels"]
     try:
@@ -54,12 +54,12 @@ def test_any_words(engine, width, kind):
     for share in (0, 0.0003, 0.01, 0.2, 0.45, 0.9, 1):
         # jnp compiles a program for each length, and takes long for long ones.
         in_jnp = (0, 300, LONG) if kind == "mixed" and share in (0.01, 0.9) else (0, 300)
-        lengths = in_jnp if engine is trees.REFERENCE else (0, 1, 2, 7, 300, BLOCK, LONG)
+        lengths = in_jnp if engine is words else (0, 1, 2, 7, 300, BLOCK, LONG)
         olds = [rng.integers(0, 256, n * width, np.uint8).view(f"u{width}") for n in lengths]
         news = [patches.change(rng, old, share, kind) for old in olds]
         parts = [words.Part(*part) for part in engine.encode(olds, news)]
-        compared = [i for i, n in enumerate(lengths) if n in in_jnp and engine is not trees.REFERENCE]
-        reference = trees.REFERENCE.encode([olds[i] for i in compared], [news[i] for i in compared])
+        compared = [i for i, n in enumerate(lengths) if n in in_jnp and engine is not words]
+        reference = words.encode([olds[i] for i in compared], [news[i] for i in compared])
         assert [parts[i] for i in compared] == reference
         digests = [words.digest_of(x) for x in olds], [words.digest_of(x) for x in news]
         assert digests == ([part.old for part in parts], [part.new for part in parts])
@@ -99,6 +99,6 @@ def test_bytes_that_no_encoder_wrote(engine):
             data[rng.integers(len(data))] ^= 1 << rng.integers(8)
         made = applied(engine, parts, olds)
         refused += made is None
-        if engine is not trees.REFERENCE and number < 100:
-            assert made == applied(trees.REFERENCE, parts, olds)
+        if engine is not words and number < 100:
+            assert made == applied(words, parts, olds)
     assert refused > 200
