@@ -155,7 +155,7 @@ MOST_COMPILED = 64  # the most programs that are kept
 _compiled: dict[Any, Any] = {}
 
 
-def call(function: Callable[..., Any], *args: PyTree, mesh: Any) -> PyTree:
+def jitted(function: Callable[..., Any], *args: PyTree, mesh: Any) -> PyTree:
     """Runs a new function under jit, and returns its result for these arguments.
 
     jax.jit would compile it at every call. Here, the text of a program is the key of the cache. Arrays that the

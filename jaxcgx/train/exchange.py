@@ -147,14 +147,7 @@ def first_state(division: OverMesh, exchange: Exchange, params: Params) -> Excha
 
 
 def send_rows(
-    division: OverMesh,
-    exchange: Exchange,
-    grads: PyTree,
-    sent: ExchangeState,
-    params: Params,
-    loss: Any,
-    *,
-    way: Way = Way(),
+    division: OverMesh, exchange: Exchange, rows: PyTree, sent: ExchangeState, params: Params, loss: Any, *, way: Way
 ) -> Outcome:
     """Exchanges gradients that have a row for each rank, outside of shard_map. Returns (mean, new state)."""
 
@@ -166,7 +159,7 @@ def send_rows(
 
     state = ExchangeState(division.rows, P())
     in_specs = division.rows, state, P(), P()
-    return division.over(of_rank, in_specs=in_specs, out_specs=(P(), state))(grads, sent, params, loss)
+    return division.over(of_rank, in_specs=in_specs, out_specs=(P(), state))(rows, sent, params, loss)
 
 
 def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:

@@ -22,18 +22,7 @@ from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.batch import (
-    OP,
-    Names,
-    axes_beside,
-    axes_of,
-    check_axes,
-    filled,
-    mesh_of,
-    shortest,
-    specs_of_params,
-    spell_axes,
-)
+from jaxcgx.train.batch import OP, Names, axes_of, check_axes, filled, mesh_of, shortest, specs_of_params, spell_axes
 from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.train.update import part
@@ -336,7 +325,7 @@ def over_axes(
     names = axis_names(axis)
     mesh = mesh_of(op, mesh, names, arrays=arrays)
     specs = specs_of_params(op, mesh, names, params=params, given=given)
-    if not axes_beside(mesh, names):
+    if specs is None:
         return OverMesh(mesh, axis)
     sharding = Sharding(axis, params=joined(specs))
     return ShardedMesh(mesh, sharding, gather_plan(sharding))

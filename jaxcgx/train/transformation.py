@@ -1,5 +1,6 @@
 """compress_gradients: an exchange as an optax transformation, from every rank's gradients to their mean."""
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -104,10 +105,8 @@ def compress_gradients(
             raise wrong(OP, "updates", expected, jax.tree.map(spell_array, rows), source)
         check_state(OP, state, jax.eval_shape(lambda: first_state(division, exchange, like)), remedy)
         way = Way(order=as_order(OP, order, len(jax.tree.leaves(rows))))
-        run = lambda rows, state, rest: send_rows(
-            division, exchange, rows, state, params=rest[0], loss=rest[1], way=way
-        )
-        return _programs.call(run, rows, state, (params, value), mesh=division.mesh)
+        run = functools.partial(send_rows, division, exchange, way=way)
+        return _programs.jitted(run, rows, state, params, value, mesh=division.mesh)
 
     def update(
         updates: PyTree, state: ExchangeState, params: Params = None, *, value: jax.Array | None = None, **_: Any

@@ -18,7 +18,7 @@ from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
 from jaxcgx.exchange.resolve import is_bound, transport_over_axes, without_constraints
-from jaxcgx.exchange.routes import Routes
+from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import OP, Others, Split, as_nnx, assign, changes, check_once, closing, joined, notes, part
@@ -233,7 +233,7 @@ class ValueAndGrad:
             split = Split.of(division, places, others=others, specs=self.batch_specs)
             arrays = split.arrays(others)
             step = functools.partial(self._run, division, split)
-            value, (aux, changed), grads = _programs.call(step, params, arrays, sent, mesh=division.mesh)
+            value, (aux, changed), grads = _programs.jitted(step, params, arrays, sent, mesh=division.mesh)
         for i, new in changed.items():
             whole = [*args, *self.closes_over], kwargs
             assign(whole, jax.tree.leaves_with_path(whole)[i][0], new)
@@ -247,7 +247,7 @@ class ValueAndGrad:
         value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
         grads, given = self._as_argument(rows), self._as_argument(params)
         if self.once is not None:
-            grads, _ = send_rows(division, self.once, grads, sent, params=given, loss=value)
+            grads, _ = send_rows(division, self.once, grads, sent, params=given, loss=value, way=Way())
         return value, extras, grads
 
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
@@ -274,7 +274,8 @@ class ValueAndGrad:
         except Exception as error:
             if any(words in str(error) for words in _CLOSED_OVER):
                 expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
-                raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
+                remedy = "pass it to the call, or if a library closes over it, take a mesh of Auto axes"
+                raise wrong(OP, "loss_fn", expected, f"{got}: {error}", remedy) from error
             # Diffrax has an error without words, because it computes constants while JAX traces them.
             wordless = isinstance(error, AssertionError) and not str(error)
             if not self.mapped and (wordless or _STATEFUL in str(error)):

@@ -1,6 +1,7 @@
 """Tests value_and_grad and grad: the gradients of jit programs over sharded batches."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -356,6 +357,10 @@ def test_stochastic_rounding_takes_a_key():
     assert np.any(one["w"] != other["w"])
     with raises(ValueError, says("value_and_grad", "codec_key", got="None", remedy="codec_key=")):
         f(PARAMS, X)
+
+
+def test_grad_has_the_signature_of_value_and_grad():
+    assert inspect.signature(cgx.grad) == inspect.signature(cgx.value_and_grad)
 
 
 def test_explain_counts_what_is_saved():
