@@ -47,28 +47,23 @@ def make_step(model, optimizer):
         logits = model.apply(params, texts[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
 
-    plan = cgx.Plan(cgx.MaxMin(4), rules=[("embedding", cgx.MaxMin(8))])
-    compressed = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(plan))
-
-    def init(params):
-        return params, compressed.init(params), optimizer.init(params)
+    local = cgx.value_and_grad(loss_fn, "data", None)  # gradients with a row for each rank; nothing is exchanged
 
     @jax.jit
     def step(state, texts):
-        params, sent, moments = state
+        params, moments = state
 
         def add(total, micro_batch):
-            loss, rows = compressed.local(params, micro_batch)  # a row for each rank; nothing is exchanged
+            loss, rows = local(params, micro_batch)
             return jax.tree.map(jnp.add, total, rows), loss
 
-        zeros = jax.tree.map(jnp.zeros_like, compressed.local(params, texts[0])[1])
+        zeros = jax.tree.map(jnp.zeros_like, local(params, texts[0])[1])
         total, losses = jax.lax.scan(add, zeros, texts)
         rows = jax.tree.map(lambda x: x / MICRO_BATCHES, total)
-        grads, sent = compressed.mean(rows, params, state=sent)
-        updates, moments = optimizer.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), sent, moments), losses.mean()
+        updates, moments = optimizer.update(rows, moments, params)
+        return (optax.apply_updates(params, updates), moments), losses.mean()
 
-    return init, step
+    return step
 
 
 def read_text():
@@ -80,12 +75,14 @@ def main(steps, folder=None):
     folder, text = pathlib.Path(folder or tempfile.mkdtemp()).absolute(), read_text()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, 20, max(steps, 21))
-    model, optimizer = Transformer(), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    init, step = make_step(model, optimizer)
+    exchange = cgx.Feedback(cgx.Plan(cgx.MaxMin(4), rules=[("embedding", cgx.MaxMin(8))]))
+    behind = optax.clip_by_global_norm(1.0), optax.adamw(schedule)
+    model, optimizer = Transformer(), optax.chain(cgx.compress_gradients("data", exchange), *behind)
+    step = make_step(model, optimizer)
     options = ocp.CheckpointManagerOptions(save_interval_steps=100, max_to_keep=2)
     with jax.set_mesh(mesh), ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints:
         params = jax.device_put(model.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32)), jax.P())
-        state, losses = init(params), []
+        state, losses = (params, optimizer.init(params)), []
         if (first := checkpoints.latest_step() or 0) > 0:
             like = dict(state=state, losses=np.zeros(first, np.float32))
             found = checkpoints.restore(first, args=ocp.args.StandardRestore(like))

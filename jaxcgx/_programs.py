@@ -155,13 +155,15 @@ MOST_COMPILED = 64  # the most programs that are kept
 _compiled: dict[Any, Any] = {}
 
 
-def call(traced: Any, *args: PyTree, mesh: Any) -> PyTree:
-    """Runs a function that jax.jit has traced, and returns its result for these arguments.
+def jitted(function: Callable[..., Any], *args: PyTree, mesh: Any) -> PyTree:
+    """Runs a new function under jit, and returns its result for these arguments.
 
-    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
-    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
-    program, so their values may change between calls.
+    jax.jit would compile it at every call. Here, the text of a program is the key of the cache. Arrays that the
+    function closes over are arguments of the program, so their values may change between calls.
     """
+    if not _compat.is_eager():
+        return jax.jit(function)(*args)
+    traced = jax.jit(function).trace(*args)
     flat = [*traced.jaxpr.consts, *jax.tree.leaves(args)]
     count, run = len(traced.jaxpr.consts), functools.partial(_compat.eval_jaxpr, _compat.open_jaxpr(traced.jaxpr))
     lowered = jax.jit(lambda *flat: run(flat[:count], *flat[count:])).lower(*flat)

@@ -71,7 +71,7 @@ def missing_arguments(name, function):
 
     Without a section `Args`, it may leave out *args and **kwargs.
     """
-    text = inspect.getdoc(function) or ""
+    text = inspect.getdoc(inspect.unwrap(function)) or ""
     listed = lines(text)
     explained = listed or {*re.findall(r"\w+", text)}
     several = () if listed else (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -66,9 +66,8 @@ def called(how, mesh, f, params, *batch):
     return f(params, *batch)
 
 
-def first(exchange, ranks=RANKS):
-    """Returns a first state."""
-    return cgx.value_and_grad(loss_fn, "data", exchange, mesh=mesh_of(AxisType.Auto, ("data", ranks))).init(PARAMS)
-
-
-FED, UNUSED = cgx.Feedback(CODEC), cgx.Feedback(cgx.Plan(CODEC, rules=[("none", CODEC)]))
+def fed(exchange, mesh=None, **options):
+    """Returns (what exchanges the gradients of all ranks, its first state)."""
+    mesh = mesh or mesh_of(AxisType.Auto)
+    exchanged = cgx.compress_gradients("data", exchange, mesh=mesh, **options)
+    return exchanged, exchanged.init(place(mesh, PARAMS, P()))

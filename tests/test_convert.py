@@ -4,7 +4,6 @@ import contextlib
 import functools
 import pathlib
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +90,7 @@ STYLES = {
 }
 # {title: number of changed lines}
 LOSSES = {"Weighted means": 2, "Losses across examples": 4, "Dropout": 1, "Auxiliary outputs": 1}
-LOSSES |= {"Frozen parameters": 2, "Small leaves": 2}
+LOSSES |= {"Frozen parameters": 2, "Small leaves": 2, "Feedback": 2}
 APART = {"FSDP", "mpirun", "Several processes", "Evaluation and checkpoints"}  # these have tests of their own
 LIBRARIES = {equinox: ("eqx", "equinox"), modules: ("nnx", "flax.nnx")}
 OTHER_LOSSES = {
@@ -115,7 +114,7 @@ def train(source, style, codec=None, kind=AxisType.Auto):
     x, y = on(mesh)
     context = contextlib.nullcontext() if style is replicated else jax.set_mesh(mesh)
     with context, jax.numpy_dtype_promotion("standard"):  # as programs of users have
-        args = style(x, y, optimizer)
+        args = style(x, y, names["optimizer"])
         found = codec and cgx.explain(step, *args, show=False)
         for _ in range(STEPS):
             result = step(*args)
@@ -205,11 +204,10 @@ def test_several_processes():
 def test_evaluation_and_checkpoints(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     mesh = mesh_of(RANKS)
-    compressed = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(cgx.MaxMin(2, 64)), mesh=mesh)
+    optimizer = optax.chain(cgx.compress_gradients("data", cgx.MaxMin(2, 64), mesh=mesh), optax.sgd(0.1))
     params, (x, y) = jax.device_put(PARAMS, NamedSharding(mesh, P())), on(mesh)
-    (_, grads), sent = compressed(params, x, y, state=compressed.init(params))
-    names = dict(jax=jax, cgx=cgx, loss_fn=loss_fn, params=params, state=grads, x=x, y=y)
-    names |= dict(sent=sent, compressed=compressed)
+    _, state = optimizer.update(cgx.grad(loss_fn, "data", None)(params, x, y), optimizer.init(params), params)
+    names = dict(jax=jax, cgx=cgx, loss_fn=loss_fn, optimizer=optimizer, params=params, state=state, x=x, y=y)
     found = []
     for i, source in enumerate(PAIRS["Evaluation and checkpoints"]):
         with ocp.StandardCheckpointer() as checkpointer:
@@ -217,9 +215,9 @@ def test_evaluation_and_checkpoints(tmp_path):
         found.append((local["test_loss"], local["found"]))
     (before, plain), (after, fed) = found
     assert before == after == pytest.approx(float(loss_fn(PARAMS, X, Y)), rel=1e-5)
-    assert_same_trees(plain, dict(params=params, state=grads))
-    assert_same_trees(fed, dict(plain, sent=sent))
-    assert jax.tree.map(lambda x: x.sharding, fed["sent"]) == jax.tree.map(lambda x: x.sharding, sent)
+    assert_same_trees(plain, dict(params=params, state=state))
+    assert_same_trees(fed, plain)
+    assert jax.tree.map(lambda x: x.sharding, fed["state"][0]) == jax.tree.map(lambda x: x.sharding, state[0])
 
 
 def last_program(title, **names):
@@ -229,33 +227,28 @@ def last_program(title, **names):
     return names
 
 
-@pytest.mark.parametrize("title", ["shard_map, gradient outside", "TrainState"])
-def test_feedback(title):
-    """Parameters and residuals are those of value_and_grad with a Feedback."""
+def test_feedback():
+    """With sync_in_backward, parameters and residuals are those of an optimizer with feedback."""
     optimizer, codec, mesh = optax.adam(3e-3), cgx.MaxMin(2), mesh_of(RANKS)
     x, y = on(mesh)
-    names = dict(jnp=jnp, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec, params=PARAMS)
-    flax = pytest.importorskip("flax.training.train_state", reason="needs the extra `test`")
-    names |= dict(optimizer=optimizer, loss_fn=loss_fn, TrainState=flax.TrainState, Any=Any, apply=None)
-    compressed = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(codec), mesh=mesh)
-    expected = PARAMS, compressed.init(PARAMS), optimizer.init(PARAMS)
+    names = dict(jnp=jnp, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
+    names |= dict(optimizer=optimizer, loss_fn=loss_fn)
+    fed = optax.chain(cgx.compress_gradients("data", codec, mesh=mesh), optimizer)
+    expected = PARAMS, fed.init(PARAMS)
 
     @jax.jit
-    def step(params, sent, state):
-        (_, grads), sent = compressed(params, x, y, state=sent)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), sent, state
+    def step(params, state):
+        updates, state = fed.update(cgx.grad(loss_fn, "data", None, mesh=mesh)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
 
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):  # as programs of users have
-        named, rows = last_program(title, **names), jax.tree.map(lambda x: jnp.zeros((RANKS, *x.shape)), PARAMS)
-        found = [named["state"]] if title == "TrainState" else [PARAMS, rows, optimizer.init(PARAMS)]
+        named = last_program("shard_map, gradient outside", **names)
+        found = [PARAMS, jax.tree.map(lambda x: jnp.zeros((RANKS, *x.shape)), PARAMS), optimizer.init(PARAMS)]
         for _ in range(5):
             *found, _ = named["step"](*found, x, y)
             expected = step(*expected)
-    if title == "TrainState":
-        found = found[0].params, found[0].sent.own.residuals
-    fed = expected[0], expected[1].own.residuals
-    for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(fed), strict=True):
+    same = expected[0], expected[1][0].own.residuals
+    for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(same), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert all(np.abs(r).max() > 1e-4 for r in jax.tree.leaves(found[1]))
 
@@ -264,10 +257,10 @@ def test_accumulated_gradients():
     """Four micro-batches are one step of the whole batch, with one exchange."""
     mesh, optimizer = mesh_of(RANKS), optax.sgd(0.1)
     split = [jax.device_put(a.reshape(4, -1, a.shape[-1]), NamedSharding(mesh, P(None, "data"))) for a in (X, Y)]
-    names = dict(jnp=jnp, optax=optax, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn)
+    names = dict(jnp=jnp, optax=optax, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn, mesh=mesh)
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
         names = last_program("Accumulated gradients", **names)
-        args = PARAMS, names["compressed"].init(PARAMS), optimizer.init(PARAMS), *split
+        args = PARAMS, names["optimizer"].init(PARAMS), *split
         params, *_, loss = names["step"](*args)
         found = cgx.explain(names["step"], *args, show=False).collectives
     value, grads = jax.value_and_grad(loss_fn)(PARAMS, X, Y)

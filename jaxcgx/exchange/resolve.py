@@ -44,19 +44,25 @@ def transport_over(
         return enter(op, axis_name, arrays, settings)
 
 
+def is_bound(names: tuple[Any, ...]) -> bool:
+    """Returns whether the caller is inside of shard_map, pmap or vmap over one of the axes."""
+    for name in names:
+        with contextlib.suppress(NameError):
+            return bool(lax.axis_size(name))
+    return False
+
+
 def transport_over_axes(op: str, axis_name: AxisName) -> Transport:
     """Returns the transport over the axes, all of which must be bound."""
     names = as_axis_names(op, axis_name)
     for name in names:
-        try:
-            lax.axis_size(name)
-        except NameError:
+        if not is_bound((name,)):
             raise NameError(
                 f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
                 f"a mesh with that axis (or pmap, or vmap with axis_name={name!r}); for the gradients of a program "
                 f"that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, {name!r}, plan) or "
                 "jaxcgx.make_train_step(loss_fn, optimizer, mesh, plan)"
-            ) from None
+            )
     marks = marked(axis_name)
     kinds = list(dict.fromkeys(type(mark) for mark in marks))
     if len(kinds) > 1:

@@ -194,12 +194,16 @@ def spec_of_batch(x: ArrayLike, names: Names) -> P | None:
     return None if sharding is None or sharding.mesh.empty else _over(sharding.spec, names)
 
 
-def specs_of_params(function: str, mesh: Any, names: Names, params: list[Params], given: Specs) -> list[Specs]:
-    """Returns the specs of parameters over the axes of a mesh beside `names`. `given` are the caller's, or None."""
+def specs_of_params(function: str, mesh: Any, names: Names, params: list[Params], given: Specs) -> list[Specs] | None:
+    """Returns the specs of parameters over the axes of a mesh beside `names`, or None if there are no such axes.
+
+    `given` are the caller's, or None.
+    """
     others = axes_beside(mesh, names)
     if given is not None:
         among = [name for name in mesh.shape if name not in names]
-        return jax.tree.map(lambda spec: _over(spec, others), _given_specs(function, params, given, among))
+        specs = _given_specs(function, params, given, among)
+        return jax.tree.map(lambda spec: _over(spec, others), specs) if others else None
 
     def spec_of(path: KeyPath[Any], x: ArrayLike) -> P:
         sharding = _sharding(x)
@@ -217,7 +221,8 @@ def specs_of_params(function: str, mesh: Any, names: Names, params: list[Params]
             raise wrong(function, "params", expected, got, remedy, path=path)
         return _over(sharding.spec, others)
 
-    return jax.tree.map_with_path(spec_of, params)
+    specs = jax.tree.map_with_path(spec_of, params)
+    return specs if others else None
 
 
 def _given_specs(function: str, params: list[Params], param_specs: Specs, among: list[Any]) -> list[Specs]:

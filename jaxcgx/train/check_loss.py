@@ -16,6 +16,7 @@ from jaxcgx.checks import spell_array, wrong
 from jaxcgx.train.batch import Words, axes_over, dimensions, split_batch
 from jaxcgx.train.division import addable
 from jaxcgx.train.gradient import Given, Loss
+from jaxcgx.train.outputs import Outputs, beside_a_state
 from jaxcgx.transports.axes import is_communicator
 from jaxcgx.transports.base import split_rows
 from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
@@ -98,6 +99,7 @@ def check_loss(
     axis: AxisName = "data",
     weighted: bool = False,
     has_aux: bool = False,
+    aux_specs: Specs = None,
     model_state: PyTree = None,
     key: Key | None = None,
     batch_specs: Specs = None,
@@ -123,12 +125,12 @@ def check_loss(
       mesh_or_comm: a mesh, or an MPI communicator or hierarchy.
       axis: the axis of the mesh over which the batch is split, or a tuple of axes.
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss.
-      has_aux: whether `loss_fn` returns auxiliary outputs.
+      has_aux, aux_specs: whether `loss_fn` returns auxiliary outputs, and what they are, as in `make_train_step`.
       model_state: the model's state, if `loss_fn` takes one. The new state is compared as with model_state="mean".
       key: a random key, if `loss_fn` takes one.
       batch_specs: a PartitionSpec, or a tree of them like the batch, as in `make_train_step`.
     """
-    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted)
+    loss = Loss(OP, loss_fn, model_state is not None, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     split = _divide(batch, mesh_or_comm, axis, batch_specs)
     if split.ranks == 1 or all(d is None for d in split.dims):
         return
@@ -155,7 +157,7 @@ def check_loss(
         raise wrong(OP, "loss_fn", expected, got, f"{CLOSURE}, and take real data, whose examples differ")
     if parts and not ordered and max(map(_apart, wholes, parts)) <= limit:
         for each, of_ranks in zip(wholes, parts):
-            _check_outputs(each, of_ranks, limit)
+            _check_outputs(Outputs(OP, beside_a_state(aux_specs), P()), each, of_ranks, limit)
         return
     for i in (i for i, d in enumerate(split.dims) if d is not None and len(split.dims) > 1):
         try:
@@ -293,26 +295,32 @@ def _cause(wholes: list[Results], parts: list[Results], weighted: bool, limit: f
     return wrong(OP, "loss_fn", expected, got, remedy)
 
 
-def _check_outputs(whole: Results, parts: Results, limit: float) -> None:
-    """Checks auxiliary outputs and the new model state: rows are joined, floats averaged, others the first rank's."""
-    shares = parts.weight / parts.weight.sum()
-    found = jax.tree.leaves_with_path(whole.outputs)
-    for ((field, *path), x), y in zip(found, jax.tree.leaves(parts.outputs)):
+def _check_outputs(outputs: Outputs, whole: Results, parts: Results, limit: float) -> None:
+    """Compares auxiliary outputs and the new model state with those of the parts, put together as training does."""
+    shares, found = parts.weight / parts.weight.sum(), jax.tree.leaves_with_path(whole.outputs)
+    for ((field, *path), x), y, said in zip(found, jax.tree.leaves(parts.outputs), outputs.said(whole.outputs)):
         what = "a new model state" if field.idx else "auxiliary outputs"
-        if y.shape[1:] == x.shape:
-            inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-            wide = np.asarray(y, np.float64) if inexact else y
-            of_all = np.tensordot(shares, wide, 1) if inexact else y[0]
-        else:  # rows of examples
-            of_all = y.reshape(-1, *y.shape[2:])
+        kind = outputs.kind(path, x, said) if said is not None or y.shape[1:] == x.shape else 0
+        if kind == "key":
+            continue
+        of_all = _together(y, kind, shares)
         if of_all.shape != x.shape:
             expected = f"{what} with a row for each example along the first dimension, or without"
             raise wrong(OP, "loss_fn", expected, spell_array(x), "take it out", path=path)
         differs = _most(np.asarray(of_all, np.float64) - np.asarray(x, np.float64))
         if differs > limit * max(_most(x), _most(y)):
-            expected = f"{what} of which the ranks' parts average to those of the whole batch, or are its rows"
-            remedy = "return means or rows; for a count or a sum, jax.lax.psum over the axis; else take it out"
+            expected = f"{what} of which the ranks' parts, put together, are those of the whole batch"
+            remedy = 'return means or rows; for a count or a sum, jax.lax.psum over the axis, or "sum" in aux_specs'
             raise wrong(OP, "loss_fn", expected, f"{spell_array(x)}, which differs by {differs:.3g}", remedy, path=path)
+
+
+def _together(y: Any, kind: str | int, shares: Any) -> Any:
+    """Returns an output of all ranks, from those of the parts, [parts, ...]."""
+    if kind == "mean":
+        return np.tensordot(shares, np.asarray(y, np.float64), 1)
+    if kind == "sum":
+        return y.sum(0)
+    return y[0] if kind == "first" else np.concatenate([*y], int(kind))
 
 
 def _most(x: Any) -> float:

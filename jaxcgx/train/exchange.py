@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
@@ -19,7 +20,7 @@ from jaxcgx.exchange.reduce import plain_reduce
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import Phase, as_phases
-from jaxcgx.train.division import row, without_row
+from jaxcgx.train.division import OverMesh, row, shapes, without_row
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import Key, Params, PyTree
@@ -138,6 +139,27 @@ def send(exchange: Exchange, grads: PyTree, state: ExchangeState, at: At) -> Out
     # The function runs under vmap: reshaping a donated row to [...] makes XLA copy it.
     mean, new = jax.vmap(both)(state.own, row(grads))
     return without_row(mean), ExchangeState(new.own, without_row(new.shared))
+
+
+def first_state(division: OverMesh, exchange: Exchange, params: Params) -> ExchangeState:
+    """Returns the state of an exchange before the first step, sharded: no device ever holds the rows of all ranks."""
+    return jax.jit(lambda: division.init_exchange(exchange.init, shapes(params)))()
+
+
+def send_rows(
+    division: OverMesh, exchange: Exchange, rows: PyTree, sent: ExchangeState, params: Params, loss: Any, *, way: Way
+) -> Outcome:
+    """Exchanges gradients that have a row for each rank, outside of shard_map. Returns (mean, new state)."""
+
+    def of_rank(rows: PyTree, sent: ExchangeState, params: Params, loss: Any) -> Outcome:
+        def of_shards(grads: PyTree, sent: ExchangeState, params: Params, loss: Any) -> Outcome:
+            return send(exchange, grads, sent, At(division.net(), params, loss, way, shards=division.shard_axes))
+
+        return division.on_shards(of_shards, sent)(without_row(rows), sent, params, loss)
+
+    state = ExchangeState(division.rows, P())
+    in_specs = division.rows, state, P(), P()
+    return division.over(of_rank, in_specs=in_specs, out_specs=(P(), state))(rows, sent, params, loss)
 
 
 def check_state(op: str, state: Any, expected: ExchangeState, remedy: str) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import as_array, check_choice, spell_array, wrong
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.train.batch import OP, broadcast, dimension
+from jaxcgx.train.batch import OP, broadcast, check_spec, dimension
 from jaxcgx.train.division import addable, first_of, row, wide, without_row
 from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport
@@ -51,7 +51,7 @@ class Outputs:
         found, self.structure = jax.tree.flatten_with_path(aux)
         examples = next((x.shape[d] for x, d in batch if d is not None), None)
         leaves = [jnp.asarray(x) for _, x in found]
-        said = self._said(aux)
+        said = self.said(aux)
         unsure = [s is None and x.ndim > 0 and x.shape[0] == examples for s, x in zip(said, leaves)]
         twice = self._twice(again, batch) if any(unsure) else None
         joined = [
@@ -59,14 +59,15 @@ class Outputs:
             for i, (doubt, x) in enumerate(zip(unsure, leaves))
         ]
         self.kinds = [
-            0 if rows else self._kind(path, x, s) for (path, _), x, rows, s in zip(found, leaves, joined, said)
+            0 if rows else self.kind(path, x, s) for (path, _), x, rows, s in zip(found, leaves, joined, said)
         ]
         if "key" in self.kinds:
             keys = jax.tree.leaves(plain())
             leaves = [key if kind == "key" else x for x, key, kind in zip(leaves, keys, self.kinds)]
         return leaves
 
-    def _said(self, aux: PyTree) -> list[str | P | None]:
+    def said(self, aux: PyTree) -> list[str | P | None]:
+        """Returns what the caller says of each leaf, or None."""
         expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
         specs = self.specs(aux) if callable(self.specs) else self.specs
         return broadcast(self.op, "aux_specs", specs, aux, expected=expected)
@@ -82,9 +83,10 @@ class Outputs:
             remedy = "take sizes from the shapes of the batch, or say in aux_specs what its outputs are"
             raise wrong(self.op, "loss_fn", expected, got, remedy) from error
 
-    def _kind(self, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
+    def kind(self, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
         """Returns the kind of an output that doesn't have the examples first, or of which the caller says `said`."""
         if isinstance(said, P):
+            check_spec(self.op, "aux_specs", said, x, path=path, among=None)
             return "first" if (d := dimension(said)) is None else d
         if said in WAYS:
             return said
@@ -139,6 +141,12 @@ class Outputs:
         joined, shared = iter(found["joined"]), iter(found["shared"])
         each = [jnp.moveaxis(next(joined), 0, k) if isinstance(k, int) else next(shared) for k in self.kinds]
         return self.structure.unflatten(each)
+
+
+def beside_a_state(aux_specs: Specs) -> Callable[[PyTree], Specs]:
+    """Returns what returns the specs of (aux, a new state), of which integers and flags are the first rank's."""
+    first = lambda x: "first" if addable(x) and not jnp.issubdtype(x.dtype, jnp.inexact) else None
+    return lambda found: (aux_specs, jax.tree.map(lambda x: first(jnp.asarray(x)), found[1]))
 
 
 def _joined(x: jax.Array, kind: str | int, parts: int) -> jax.Array:

@@ -22,11 +22,11 @@ from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
-from jaxcgx.train.batch import OP, Names, axes_of, check_axes, filled, shortest, spell_axes
+from jaxcgx.train.batch import OP, Names, axes_of, check_axes, filled, mesh_of, shortest, specs_of_params, spell_axes
 from jaxcgx.train.division import Function, OverMesh, like
 from jaxcgx.train.state import ExchangeState, Sharding
 from jaxcgx.train.update import part
-from jaxcgx.transports.axes import as_axis_names
+from jaxcgx.transports.axes import as_axis_names, axis_names
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 
@@ -313,6 +313,22 @@ class ShardedMesh(OverMesh):
             missing = r + (x.astype(jnp.float32) - arrived.astype(jnp.float32))
             after.append(jnp.where(jnp.isfinite(missing), missing, b))
         return found, tree.unflatten(after)
+
+
+def over_axes(
+    op: str, axis: AxisName, mesh: Any, params: list[Params], *, arrays: list[Any], given: Specs, joined: Any
+) -> OverMesh:
+    """Returns the ranks along axes of a mesh: the caller's, that in context, or that of arrays.
+
+    `given` are the caller's param_specs, or None. `joined` makes of a list like `params` what the exchange gets.
+    """
+    names = axis_names(axis)
+    mesh = mesh_of(op, mesh, names, arrays=arrays)
+    specs = specs_of_params(op, mesh, names, params=params, given=given)
+    if specs is None:
+        return OverMesh(mesh, axis)
+    sharding = Sharding(axis, params=joined(specs))
+    return ShardedMesh(mesh, sharding, gather_plan(sharding))
 
 
 def gather_plan(sharding: Sharding) -> Plan:

@@ -1,23 +1,28 @@
 """compress_gradients: an exchange as an optax transformation, from every rank's gradients to their mean."""
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxcgx import _compat
-from jaxcgx.checks import as_array, check_integer, wrong
-from jaxcgx.exchange.resolve import transport_over, transport_over_axes
+from jaxcgx import _compat, _programs
+from jaxcgx.checks import as_array, check_integer, spell_array, wrong
+from jaxcgx.exchange.resolve import is_bound, transport_over, transport_over_axes
 from jaxcgx.exchange.routes import Way, as_order
-from jaxcgx.train.division import Division, OverMesh, shapes, with_row
-from jaxcgx.train.exchange import AnyExchange, At, Exchange, Outcome, check_state, send
+from jaxcgx.train.arguments import part
+from jaxcgx.train.division import Division, OverMesh, with_row
+from jaxcgx.train.exchange import AnyExchange, At, Exchange, Outcome, check_state, first_state, send, send_rows
 from jaxcgx.train.feedback import as_exchange
+from jaxcgx.train.sharded import over_axes
 from jaxcgx.train.state import ExchangeState
 from jaxcgx.train.update import import_optax
 from jaxcgx.transports.axes import as_axis_names, axis_names, check_for_mesh, is_communicator
-from jaxcgx.typing import AxisName, Params, PyTree
+from jaxcgx.typing import AxisName, Params, PyTree, Specs
 
 if TYPE_CHECKING:
     import optax
@@ -30,11 +35,20 @@ class UnknownRanksError(ValueError):
 
 
 def compress_gradients(
-    axis_name: AxisName, exchange: AnyExchange, *, order: Sequence[int] | None = None, axis_size: int | None = None
+    axis_name: AxisName,
+    exchange: AnyExchange,
+    *,
+    order: Sequence[int] | None = None,
+    axis_size: int | None = None,
+    mesh: Any = None,
+    param_specs: Specs = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Makes an optax.GradientTransformation that replaces the gradients of each rank's own batch by their mean.
 
         optimizer = optax.chain(cgx.compress_gradients("data", cgx.MaxMin(4)), optax.adam(1e-3))
+
+    Inside of shard_map and pmap, and over MPI, `update` takes its own rank's gradients. In a program that leaves the
+    ranks to jit, it takes those of all ranks, with a row for each, as from `value_and_grad(loss_fn, axis_name, None)`.
 
     The mean is the same on all ranks. The state is an `ExchangeState`. Its arrays per rank have a leading axis of the
     ranks, and are sharded over it (`state_specs`). Inside shard_map, and over MPI, the size of this axis is 1. `update`
@@ -51,15 +65,17 @@ def compress_gradients(
         exchange, if there are several messages (the plan's `fusion_mb`, by default 4 MiB).
       axis_size: the number of ranks. It is needed if `init` is called outside shard_map and without a mesh in context
         (jax.set_mesh). For jax.pmap, pass 1 and replicate the state. Every device then has its own state.
+      mesh, param_specs: for gradients of all ranks, as in `value_and_grad`.
     """
     optax, exchange = import_optax(OP), as_exchange(exchange, OP)
     over_mpi = is_communicator(axis_name)
+    given = None if param_specs is None else [param_specs]
     if not over_mpi:
         as_axis_names(OP, axis_name)
     if axis_size is not None:
         check_integer(OP, "axis_size", axis_size, 1)
-    for name, given in dict(order=order, axis_size=axis_size).items():
-        check_for_mesh(OP, name, given, axis_name)
+    for name, value in dict(order=order, axis_size=axis_size, mesh=mesh, param_specs=param_specs).items():
+        check_for_mesh(OP, name, value, axis_name)
     remedy = Division.remedy
     if not over_mpi:
         remedy = (
@@ -67,15 +83,38 @@ def compress_gradients(
             "make it with axis_size=1; one of another number of ranks is for jaxcgx.reshard_state"
         )
 
+    def divide(params: Params, arrays: PyTree) -> OverMesh:
+        arrays = jax.tree.leaves(arrays)
+        return over_axes(OP, axis_name, mesh, [params], arrays=arrays, given=given, joined=operator.itemgetter(0))
+
     def init(params: Params) -> ExchangeState:
         params = _as_arrays("params", params)
-        return _first(axis_name, axis_size, exchange, params)
+        if mesh is None and given is None:
+            return _first(axis_name, axis_size, exchange, params)
+        return first_state(divide(params, params), exchange, params)
+
+    def of_all(rows: PyTree, state: ExchangeState, params: Params, value: jax.Array | None) -> Outcome:
+        """Exchanges the gradients of all ranks, outside of shard_map."""
+        (params,), _ = part([params])
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows) if params is None else params
+        division = divide(like, (rows, params))
+        spell = lambda tree, *lead: (jax.tree.structure(tree), [(*lead, *np.shape(x)) for x in jax.tree.leaves(tree)])
+        if spell(like, division.size) != spell(rows):
+            expected = f"gradients with a row for each of {division.size} ranks, outside of shard_map and pmap"
+            source = f"take them from jaxcgx.value_and_grad(loss_fn, {axis_name!r}, None), which exchanges nothing"
+            raise wrong(OP, "updates", expected, jax.tree.map(spell_array, rows), source)
+        check_state(OP, state, jax.eval_shape(lambda: first_state(division, exchange, like)), remedy)
+        way = Way(order=as_order(OP, order, len(jax.tree.leaves(rows))))
+        run = functools.partial(send_rows, division, exchange, way=way)
+        return _programs.jitted(run, rows, state, params, value, mesh=division.mesh)
 
     def update(
         updates: PyTree, state: ExchangeState, params: Params = None, *, value: jax.Array | None = None, **_: Any
     ) -> Outcome:
-        net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         grads = _as_arrays("updates", updates)
+        if not over_mpi and not is_bound(axis_names(axis_name)):
+            return of_all(grads, state, params, value)
+        net = transport_over(OP, axis_name, dict(updates=updates), dict(exchange=exchange))
         check_state(OP, state, jax.eval_shape(lambda: with_row(exchange.init(grads))), remedy)
         way = Way(order=as_order(OP, order, len(jax.tree.leaves(grads))))
         return send(exchange, grads, state, At(net, params, value, way))
@@ -87,21 +126,21 @@ def _first(axis_name: AxisName, axis_size: int | None, exchange: Exchange, param
     """Returns the state before the first step, with rows, sharded over the ranks if a mesh is in context."""
     size, varying = 1, frozenset[Any]()
     if not is_communicator(axis_name):
-        try:
+        names = axis_names(axis_name)
+        if is_bound(names):
             varying = _compat.tracked_axes(transport_over_axes(OP, axis_name).names)
-        except NameError:
-            names, mesh = axis_names(axis_name), jax.sharding.get_abstract_mesh()
+        else:
+            mesh = jax.sharding.get_abstract_mesh()
             found = math.prod(mesh.shape.get(name, 0) for name in names)
-            if found and axis_size in (None, found):  # no device ever holds the rows of all ranks
-                division = OverMesh(mesh, axis_name)
-                return jax.jit(lambda: division.init_exchange(exchange.init, shapes(params)))()
+            if found and axis_size in (None, found):
+                return first_state(OverMesh(mesh, axis_name), exchange, params)
             if axis_size is None:
                 remedy = (
                     "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "
                     "axis_size=1, and replicate the state"
                 )
                 expected = f"the number of ranks of {axis_name!r}, which init can't see"
-                raise wrong(OP, "axis_size", expected, None, remedy, kind=UnknownRanksError) from None
+                raise wrong(OP, "axis_size", expected, None, remedy, kind=UnknownRanksError)
             size = axis_size
     state = exchange.init(params)
     of_ranks = lambda x: _compat.vary(jnp.broadcast_to(x[None], (size, *x.shape)), varying)

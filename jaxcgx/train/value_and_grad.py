@@ -1,38 +1,35 @@
 """value_and_grad: jax.value_and_grad with compressed gradients, for programs in which jit distributes the batch."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx import _compat, _programs
-from jaxcgx.checks import check_choice, spell_array, wrong
+from jaxcgx import _programs
+from jaxcgx.checks import check_choice, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
 from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
-from jaxcgx.exchange.resolve import transport_over_axes, without_constraints
-from jaxcgx.exchange.routes import Routes
+from jaxcgx.exchange.resolve import is_bound, transport_over_axes, without_constraints
+from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_plan
 from jaxcgx.train.arguments import OP, Others, Split, as_nnx, assign, changes, check_once, closing, joined, notes, part
-from jaxcgx.train.batch import as_specs, axes_beside, mesh_of, specs_of_params
-from jaxcgx.train.division import OverMapped, OverMesh, addable, row, shapes, without_row
-from jaxcgx.train.exchange import AnyExchange, At, Exchange, check_state, send
-from jaxcgx.train.feedback import as_exchange, warn_of_loss
+from jaxcgx.train.batch import as_specs
+from jaxcgx.train.division import OverMapped, OverMesh, row
+from jaxcgx.train.exchange import At, send, send_rows
+from jaxcgx.train.feedback import warn_of_loss
 from jaxcgx.train.gradient import Forward, Given, Loss, forward
-from jaxcgx.train.outputs import Outputs
-from jaxcgx.train.sharded import ShardedMesh, gather_plan
-from jaxcgx.train.state import ExchangeState, Sharding
+from jaxcgx.train.outputs import Outputs, beside_a_state
+from jaxcgx.train.sharded import over_axes
+from jaxcgx.train.state import ExchangeState
 from jaxcgx.transports.axes import as_axis_names, axis_names
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
@@ -41,10 +38,13 @@ _CLOSED_OVER = "Closing over", "should match the aval mesh"  # in JAX's errors f
 _STATEFUL = "Old and new values have different structures"  # in Equinox's, for its stateful layers
 
 
+Arguments = ParamSpec("Arguments")
+
+
 def value_and_grad(
     loss_fn: Callable[..., Any],
     axis_name: AxisName,
-    exchange: AnyExchange,
+    plan: Codec | Plan | Mapping[AxisName, Codec] | None,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -78,10 +78,11 @@ def value_and_grad(
         that aren't floating point, such as functions, have the gradient None. So does a Python number that is an
         attribute of a module.
       axis_name: the axis of the mesh over which the batch is split, or a tuple of axes, outermost first.
-      exchange: a codec, {axis name: codec} or a `Plan` keeps nothing from call to call. If a codec rounds
+      plan: a codec, {axis name: codec} or a `Plan`, which keeps nothing from call to call. If a codec rounds
         stochastically, pass a random key, `codec_key=`, in each call. Leaves that a plan skips (`Skip`) have gradients
-        of zeros, as with jax.lax.stop_gradient. With an exchange, such as `Feedback`, `init(params)` makes its state. A
-        call then takes `state=` and returns ((value, grads), state).
+        of zeros, as with jax.lax.stop_gradient. None exchanges nothing: gradients have a row for each rank, [ranks,
+        ...], sharded over the axis. An optimizer that begins with `compress_gradients` takes such rows, or sums of them
+        over micro-batches. It has error feedback and other exchanges.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` with the examples along their first dimension are
         those of the whole batch. Other floating-point values are averaged over the ranks, weighted if weighted=True.
@@ -120,15 +121,17 @@ def value_and_grad(
             "cgx.Skip())], min_size=0)"
         )
         raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), remedy, kind=TypeError)
-    if isinstance(exchange, Codec | Plan | dict):
-        sent = Once(as_plan(OP, exchange, "exchange"))
-        warn_of_loss(OP, "exchange", sent.plan.codecs, "write jaxcgx.Feedback around it")
-    else:
-        sent = as_exchange(exchange, OP)
+    remedy = f"begin the optimizer with jaxcgx.compress_gradients({axis_name!r}, exchange), and pass None here"
+    if not isinstance(plan, Codec | Plan | dict | None):
+        expected, got = "a codec, {axis: codec}, a Plan or None", type(plan).__name__
+        raise wrong(OP, "plan", expected, got, remedy, kind=TypeError)
+    once = None if plan is None else Once(as_plan(OP, plan))
+    if once is not None:
+        warn_of_loss(OP, "plan", once.plan.codecs, remedy)
     return ValueAndGrad(
         loss=loss,
         axis_name=axis_name,
-        exchange=sent,
+        once=once,
         argnums=argnums,
         batch_specs=as_specs(batch_specs),
         param_specs=param_specs,
@@ -138,14 +141,19 @@ def value_and_grad(
     )
 
 
-def grad(loss_fn: Callable[..., Any], axis_name: AxisName, exchange: AnyExchange, **options: Any) -> "ValueAndGrad":
-    """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
+def _valueless(make: Callable[Arguments, "ValueAndGrad"]) -> Callable[Arguments, "ValueAndGrad"]:
+    @functools.wraps(make, assigned=())  # with its signature
+    def grad(*args: Arguments.args, **kwargs: Arguments.kwargs) -> "ValueAndGrad":
+        """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
-    Args:
-      loss_fn, axis_name, exchange: as in `value_and_grad`.
-      options: the other arguments of `value_and_grad`. With `has_aux`, the result is (gradients, aux).
-    """
-    return dataclasses.replace(value_and_grad(loss_fn, axis_name, exchange, **options), valued=False)
+        The arguments are those of `value_and_grad`. With `has_aux`, the result is (gradients, aux).
+        """
+        return dataclasses.replace(make(*args, **kwargs), valued=False)
+
+    return grad
+
+
+grad = _valueless(value_and_grad)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +171,7 @@ class Once:
         return grads, state
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        routes = Routes.of(OP, self.plan, ticket, argument="exchange")
+        routes = Routes.of(OP, self.plan, ticket, argument="plan")
         key = shared_key(routes, routes, state.shared, at.net, argument="codec_key")
         travel = travel_with(Carry(), routes, at.net, at.way, x=ticket, argument="params")
         return reduce(ticket, Carry(), travel, key)[0], state
@@ -173,18 +181,17 @@ class Once:
 class ValueAndGrad:
     """The result of `value_and_grad`: a function like the result of jax.value_and_grad.
 
-    `init` makes the state of an exchange. `local` and `mean` are the two halves of a call.
-
     Attributes:
       loss: the loss function, with `has_aux`, `weighted` and `aux_specs`.
       mapped: whether the ranks are a mapped axis (ranks="vmap").
       valued: whether calls return the value, as those of `grad` don't.
-      axis_name, exchange, argnums, batch_specs, param_specs, mesh, closes_over: as in `value_and_grad`.
+      once: the exchange of the plan, or None.
+      axis_name, argnums, batch_specs, param_specs, mesh, closes_over: as in `value_and_grad`.
     """
 
     loss: Loss
     axis_name: AxisName
-    exchange: Exchange
+    once: Once | None
     argnums: int | Sequence[int]
     batch_specs: Specs
     param_specs: Specs
@@ -193,78 +200,17 @@ class ValueAndGrad:
     closes_over: tuple[Any, ...]
     valued: bool = True
 
-    @property
-    def stateful(self) -> bool:
-        """Whether calls take and return a state."""
-        return not isinstance(self.exchange, Once)
-
-    def __call__(
-        self, *args: Any, state: ExchangeState | None = None, codec_key: Key | None = None, **kwargs: Any
-    ) -> Any:
-        if inside := _bound(axis_names(self.axis_name)):
-            self._check_inside()
-        sent = self._given_state(state, codec_key)
-        value, aux, grads, sent = (self._inside if inside else self._outside)(args, kwargs, sent)
-        with_aux = lambda first: (first, aux) if self.loss.has_aux else first
-        grads = self._as_grads(grads)
-        result = (with_aux(value), grads) if self.valued else with_aux(grads)
-        return (result, sent) if self.stateful else result
-
-    def local(self, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        """Returns (value, gradients of each rank, of which nothing has been exchanged).
-
-        They are a tree like the differentiated argument, with a row for each rank, [ranks, ...], sharded over the axis.
-        Sums of them over micro-batches are for `mean`. The value and the auxiliary outputs are those of all ranks.
-        """
-        if _bound(axis_names(self.axis_name)):
-            remedy = "take jaxcgx.local_value_and_grad and compressed_pmean"
-            raise wrong(OP, "local", "a call outside of shard_map and pmap", "one inside", remedy)
-        for name in {"state", "codec_key"} & kwargs.keys():
-            raise wrong(OP, name, "none in `local`, which exchanges nothing", "one", "pass it to `mean`")
-        value, aux, rows, _ = self._outside(args, kwargs, None)
-        return ((value, aux) if self.loss.has_aux else value), rows
-
-    def mean(
-        self,
-        rows: PyTree,
-        params: Params,
-        *,
-        state: ExchangeState | None = None,
-        codec_key: Key | None = None,
-        value: jax.Array | None = None,
-    ) -> Any:
-        """Exchanges gradients of ranks. Returns their mean, or (mean, state) if a call takes a state.
-
-        Args:
-          rows: gradients with a row for each rank, as from `local`.
-          params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
-          state: as in a call.
-          codec_key: as in a call.
-          value: the mean loss. A schedule of plans waits for it.
-        """
-        sent, (given, _) = self._given_state(state, codec_key), part(self._as_list(params))
-        division = self._division(given)
-        self._check_state(division, given, sent)
-        (wanted, tree), (found, got_tree) = map(jax.tree.flatten, (given, self._as_list(rows)))
-        if tree != got_tree or [(division.size, *np.shape(x)) for x in wanted] != list(map(np.shape, found)):
-            got = jax.tree.map(spell_array, rows)
-            raise wrong(OP, "rows", f"gradients with a row for each of {division.size} ranks, as from `local`", got)
-        run = lambda rows, sent, params, value: self._send(division, rows, sent, params=params, value=value)
-        grads, sent = _jitted(run, self._as_list(rows), sent, given, value, mesh=division.mesh)
-        return (self._as_grads(grads), sent) if self.stateful else self._as_grads(grads)
-
-    def init(self, params: Params) -> ExchangeState:
-        """Returns the state of the exchange, whose arrays per rank have a row for each rank, sharded over the axis.
-
-        Args:
-          params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
-        """
-        given, _ = part(self._as_list(params))
-        division = self._division(given)
-        return jax.jit(lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(given))))()
+    def __call__(self, *args: Any, codec_key: Key | None = None, **kwargs: Any) -> Any:
+        if codec_key is not None and self.once is None:
+            raise wrong(OP, "codec_key", "None without a plan", "one", "write seed= in the exchange")
+        run = self._inside if is_bound(axis_names(self.axis_name)) else self._outside
+        value, aux, grads = run(args, kwargs, ExchangeState(None, codec_key))
+        with_aux, grads = lambda first: (first, aux) if self.loss.has_aux else first, self._as_grads(grads)
+        return (with_aux(value), grads) if self.valued else with_aux(grads)
 
     def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
-        """Returns (value, aux, gradients, None) of a call inside of shard_map, pmap or vmap."""
+        """Returns (value, aux, gradients) of a call inside of shard_map, pmap or vmap."""
+        once = self._once_inside()
         places, params, others = self._arguments(args, kwargs)
         net, none = transport_over_axes(OP, self.axis_name), Given(None, None, None)
         objective = functools.partial(self._objective, lambda params, _: joined(others, places, params), net)
@@ -274,43 +220,40 @@ class ValueAndGrad:
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
-        grads, _ = send(self.exchange, self._as_argument(grads), sent, At(net))
-        return value, aux, grads, None
+        return value, aux, send(once, self._as_argument(grads), sent, At(net))[0]
 
-    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState | None) -> tuple[Any, ...]:
-        """Runs the step on all ranks. Returns (value, aux, gradients, state). Without `sent`, gradients have rows."""
+    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
+        """Runs the step on all ranks. Returns (value, aux, gradients)."""
         places, params, others = self._arguments(args, kwargs)
-        division = self._division(params, others)
-        if sent is not None:
-            self._check_state(division, params, sent)
+        arrays, given = jax.tree.leaves((params, others)), self._as_list(self.param_specs)
+        division = over_axes(
+            OP, self.axis_name, self.mesh, params, arrays=arrays, given=given, joined=self._as_argument
+        )
         with notes(division, others), without_constraints(OP, division.names):
             split = Split.of(division, places, others=others, specs=self.batch_specs)
             arrays = split.arrays(others)
             step = functools.partial(self._run, division, split)
-            value, (aux, changed), grads, sent = _jitted(step, params, arrays, sent, mesh=division.mesh)
+            value, (aux, changed), grads = _programs.jitted(step, params, arrays, sent, mesh=division.mesh)
         for i, new in changed.items():
             whole = [*args, *self.closes_over], kwargs
             assign(whole, jax.tree.leaves_with_path(whole)[i][0], new)
-        return value, aux, grads, sent
+        return value, aux, grads
 
-    def _run(
-        self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState | None
-    ) -> Any:
-        """Returns (value, (aux, changes of the arguments), gradients, new state), as `_outside`."""
+    def _run(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any], sent: ExchangeState) -> Any:
+        """Returns (value, (aux, changes of the arguments), gradients), as `_outside`."""
         find = functools.partial(self._find, division, split)
         program, shapes = jax.make_jaxpr(find, return_shape=True)(params, arrays)
         split.check_closure(program, params, arrays, self.closes_over)
         value, extras, rows = _programs.evaluate(program, shapes, params, arrays)
-        if sent is None:
-            return value, extras, self._as_argument(rows), None
-        return value, extras, *self._send(division, rows, sent, params=params, value=value)
+        grads, given = self._as_argument(rows), self._as_argument(params)
+        if self.once is not None:
+            grads, _ = send_rows(division, self.once, grads, sent, params=given, loss=value, way=Way())
+        return value, extras, grads
 
     def _find(self, division: OverMesh, split: Split, params: list[Any], arrays: list[Any]) -> Any:
         """Returns (value, (aux, changes of the arguments), gradients with a row for each rank)."""
         division = OverMapped(division) if self.mapped else division
-        counts = lambda x: addable(jnp.asarray(x)) and not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        of_changes = lambda changed: {i: "first" if counts(x) else None for i, x in changed.items()}
-        outputs = Outputs(OP, lambda found: (self.loss.aux_specs, of_changes(found[1])), division.rows)
+        outputs = Outputs(OP, beside_a_state(self.loss.aux_specs), division.rows)
 
         def of_rank(params: list[Any], plain: list[Any]) -> tuple[Any, ...]:
             net = division.net()
@@ -331,7 +274,8 @@ class ValueAndGrad:
         except Exception as error:
             if any(words in str(error) for words in _CLOSED_OVER):
                 expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
-                raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
+                remedy = "pass it to the call, or if a library closes over it, take a mesh of Auto axes"
+                raise wrong(OP, "loss_fn", expected, f"{got}: {error}", remedy) from error
             # Diffrax has an error without words, because it computes constants while JAX traces them.
             wordless = isinstance(error, AssertionError) and not str(error)
             if not self.mapped and (wordless or _STATEFUL in str(error)):
@@ -350,49 +294,6 @@ class ValueAndGrad:
             return (own(OP, "loss_fn", net.names, value), None), (None, outputs)
         return vary((value, weight), net.names), (None, outputs)
 
-    def _send(
-        self, division: OverMesh, rows: list[Any], sent: ExchangeState, params: list[Any], value: jax.Array | None
-    ) -> tuple[PyTree, ExchangeState]:
-        """Exchanges the rows of gradients. Returns (gradients, new state)."""
-
-        def of_rank(rows: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
-            def of_shards(grads: PyTree, sent: ExchangeState, params: Params, value: jax.Array) -> tuple[Any, Any]:
-                at = At(division.net(), params, value, shards=division.shard_axes)
-                return send(self.exchange, grads, sent, at)
-
-            return division.on_shards(of_shards, sent)(without_row(rows), sent, params, value)
-
-        state = ExchangeState(division.rows, P())
-        step = division.over(of_rank, in_specs=(division.rows, state, P(), P()), out_specs=(P(), state))
-        return step(self._as_argument(rows), sent, self._as_argument(params), value)
-
-    def _division(self, params: list[Any], others: PyTree = ()) -> OverMesh:
-        """Returns the ranks' division of the parameters. `others` are the other arguments."""
-        names = axis_names(self.axis_name)
-        mesh = mesh_of(OP, self.mesh, names, arrays=jax.tree.leaves((params, others)))
-        specs = specs_of_params(OP, mesh, names, params=params, given=self._as_list(self.param_specs))
-        if not axes_beside(mesh, names):
-            return OverMesh(mesh, self.axis_name)
-        sharding = Sharding(self.axis_name, params=self._as_argument(specs))
-        return ShardedMesh(mesh, sharding, gather_plan(sharding))
-
-    def _given_state(self, state: ExchangeState | None, codec_key: Key | None) -> ExchangeState:
-        """Returns the state of the exchange, after a check that the caller passed what the exchange needs."""
-        if (state is not None) != self.stateful:
-            expected = "what init(params) or the call before returned" if self.stateful else "none with a plan alone"
-            remedy = "" if self.stateful else "pass jaxcgx.Feedback(plan) to keep the errors of compression"
-            raise wrong(OP, "state", expected, "none" if state is None else "some", remedy)
-        if self.stateful and codec_key is not None:
-            expected = f"None with {type(self.exchange).__name__}, which has a key of its own"
-            raise wrong(OP, "codec_key", expected, "one", "write seed= in the exchange")
-        return ExchangeState(None, codec_key) if state is None else state
-
-    def _check_state(self, division: OverMesh, params: list[Any], sent: ExchangeState) -> None:
-        if self.stateful:
-            init = lambda: division.init_exchange(self.exchange.init, self._as_argument(shapes(params)))
-            remedy = "pass what init(params) or the call before returned; a checkpoint is for jaxcgx.restore_state"
-            check_state(OP, sent, jax.eval_shape(init), remedy)
-
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], list[Any], Others]:
         """Returns (the positions of the differentiated arguments, these arguments, the other arguments)."""
         places, args = self._places(len(args)), [*args, *self.closes_over]
@@ -406,7 +307,8 @@ class ValueAndGrad:
             args[i] = x
         return places, params, (args, kwargs)
 
-    def _check_inside(self) -> None:
+    def _once_inside(self) -> Once:
+        """Returns the exchange, after a check that the options are those of a call inside of shard_map and pmap."""
         transport_over_axes(OP, self.axis_name)
         specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
         rest = dict(mesh=self.mesh, ranks="vmap" if self.mapped else None, closes_over=self.closes_over or None)
@@ -414,9 +316,10 @@ class ValueAndGrad:
             if given is not None:
                 expected = "none inside of shard_map and pmap, where every rank has its part already"
                 raise wrong(OP, name, expected, repr(given), "leave it out")
-        if self.stateful:
+        if self.once is None:
             remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
-            raise wrong(OP, "exchange", "a plan inside of shard_map and pmap", type(self.exchange).__name__, remedy)
+            raise wrong(OP, "plan", "one inside of shard_map and pmap", None, remedy)
+        return self.once
 
     def _places(self, count: int) -> tuple[int, ...]:
         """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
@@ -454,17 +357,3 @@ def _of_all(found: Forward, net: Transport) -> tuple[jax.Array, list[Any], jax.A
     value = mean / weight
     (grads,) = found.back(vary((1 / weight, -value / weight), net.names))
     return value, grads, weight
-
-
-def _bound(names: tuple[Any, ...]) -> bool:
-    """Returns whether the caller is inside of shard_map, pmap or vmap over one of the axes."""
-    for name in names:
-        with contextlib.suppress(NameError):
-            return bool(lax.axis_size(name))
-    return False
-
-
-def _jitted(function: Callable[..., Any], *args: PyTree, mesh: Any) -> Any:
-    """Runs a function in a new jit, as values that the loss closes over may have changed since the last call."""
-    program = jax.jit(function)
-    return _programs.call(program.trace(*args), *args, mesh=mesh) if _compat.is_eager() else program(*args)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from errors import raises, refused, rows, says, table
-from gradients import CODEC, FED, PARAMS, UNUSED, X, errors_of, first, loss_fn, mesh_of, place
+from gradients import CODEC, PARAMS, RANKS, X, errors_of, fed, loss_fn, mesh_of, place
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,8 +27,8 @@ def asked(fun=loss_fn, axis="data", plan=CODEC, params=PARAMS, batch=(X,), given
     return f(params, *batch, **given or {})
 
 
-def of_eight():
-    asked(plan=FED, given=dict(state=first(FED, 8)))
+UNUSED = cgx.Plan(CODEC, rules=[("none", CODEC)])
+(EXCHANGE, STATE), ROWS = fed(CODEC), jax.tree.map(lambda x: jnp.stack([x] * RANKS), PARAMS)
 
 
 def constrained(sharding):
@@ -51,10 +51,10 @@ matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
 counted = lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()})
 BAD_CALLS = {
     "value_and_grad": [
-        (lambda: asked(plan=4), TypeError, "exchange", "4"),
-        (lambda: asked(plan=UNUSED.plan), ValueError, "exchange", "none"),
-        (lambda: asked(plan={"other": CODEC}), ValueError, "exchange", "{'other'"),
-        (lambda: asked(plan=cgx.wan.Diloco(CODEC, 4)), TypeError, "exchange", "Diloco", "make_train_step"),
+        (lambda: asked(plan=UNUSED), ValueError, "plan", "none"),
+        (lambda: asked(plan={"other": CODEC}), ValueError, "plan", "{'other'"),
+        (lambda: asked(plan=cgx.Feedback(CODEC)), TypeError, "plan", "Feedback", "jaxcgx.compress_gradients('data'"),
+        (lambda: asked(plan=None, given=dict(codec_key=jax.random.key(0))), ValueError, "codec_key", "one", "seed="),
         (
             lambda: jax.jit(cgx.value_and_grad(loss_fn, "data", CODEC))(PARAMS, X),
             ValueError,
@@ -82,15 +82,16 @@ BAD_CALLS = {
         (lambda: asked(batch=(X[:22],)), ValueError, "batch_specs [1]", "float32[22, 30]"),
         (lambda: asked(batch=()), ValueError, "batch_specs", "none", "argument"),
         (lambda: asked(params=SHARDED), ValueError, "params [0]", "one sharded", "docs/fsdp.md"),
-        (lambda: asked(plan=FED), ValueError, "state", "none"),
-        (of_eight, ValueError, "state .own.residuals['b']", "float32[8, 40]", "jaxcgx.restore_state"),
-        (lambda: asked(given=dict(state=PARAMS)), ValueError, "state", "some", "jaxcgx.Feedback(plan)"),
         (lambda: asked(batch_specs=P("model")), ValueError, "batch_specs [1]", "'model'"),
         (lambda: asked(batch_specs=P(None, None, "data")), ValueError, "batch_specs [1]", "P"),
         (lambda: asked(param_specs={"w": P()}), ValueError, "param_specs", "[{'w'"),
         (lambda: asked(param_specs=P("data")), ValueError, "param_specs [0]['b']", "'data'"),
     ],
-    "Feedback": [(lambda: first(UNUSED), ValueError, "plan", "none")],
+    "Feedback": [(lambda: fed(cgx.Feedback(UNUSED)), ValueError, "plan", "none")],
+    "compress_gradients": [
+        (lambda: EXCHANGE.update(PARAMS, STATE, PARAMS), ValueError, "updates", "{'b'", "jaxcgx.value_and_grad"),
+        (lambda: EXCHANGE.update(ROWS, STATE.own, PARAMS), TypeError, "state", ""),
+    ],
 }
 test_bad_calls = table(BAD_CALLS)
 
@@ -101,7 +102,7 @@ INSIDE = {
         (dict(loss_fn=averaged), ValueError, "loss_fn", "one", "pmean"),
         (dict(batch_specs=P("data")), ValueError, "batch_specs", "", "leave"),
         (dict(ranks="vmap"), ValueError, "ranks", "'vmap'", "leave"),
-        (dict(exchange=cgx.Feedback(CODEC)), ValueError, "exchange", "", "carry="),
+        (dict(plan=None), ValueError, "plan", "None", "carry="),
         (dict(axis_name=("data", "model")), NameError, "axis_name", "", "jax.shard_map"),
     ]
 }
@@ -110,7 +111,7 @@ INSIDE = {
 @pytest.mark.parametrize("row", rows(INSIDE))
 def test_bad_calls_inside_of_shard_map(row):
     def inside(options):
-        given = dict(loss_fn=loss_fn, axis_name="data", exchange=CODEC) | options
+        given = dict(loss_fn=loss_fn, axis_name="data", plan=CODEC) | options
         step = lambda x: cgx.value_and_grad(**given)(PARAMS, x)
         jax.eval_shape(jax.shard_map(step, mesh=mesh_of(AxisType.Auto), in_specs=P("data"), out_specs=P()), X)
 

@@ -101,11 +101,12 @@ CASES = {  # (loss, options, words of the remedy)
     "noise": (noisy, dict(key=jax.random.key(0)), "dropout"),
     "hidden noise": (lambda p, b: noisy(p, b, jax.random.key(0)), {}, "noise"),
     "batch norm": (normalized, {}, "batch norm"),
-    "aux count": (with_aux(lambda b: {"n": b["mask"].sum()}), OPTIONS, "psum"),
-    "aux count of one": (with_aux(lambda b: {"n": jnp.float32(len(b["x"]))}), OPTIONS | dict(ranks=8), "psum"),
-    "aux integer": (with_aux(lambda b: {"n": (b["mask"] == 1).sum()}), OPTIONS, "psum"),
+    "aux count": (with_aux(lambda b: {"n": b["mask"].sum()}), OPTIONS, "aux_specs"),
+    "aux count of one": (with_aux(lambda b: {"n": jnp.float32(len(b["x"]))}), OPTIONS | dict(ranks=8), "aux_specs"),
+    "aux integer": (with_aux(lambda b: {"n": (b["mask"] == 1).sum()}), OPTIONS, "aux_specs"),
+    "aux first": (with_aux(lambda b: (b["mask"] == 1).sum()), OPTIONS | dict(aux_specs="first"), "aux_specs"),
     "aux maximum": (with_aux(lambda b: {"n": b["x"].max()}), OPTIONS, "mean"),
-    "aux rows": (with_aux(lambda b: b["x"] / b["x"].sum()), OPTIONS, "take it out"),
+    "aux rows": (with_aux(lambda b: b["x"] / b["x"].sum()), OPTIONS, "means or rows"),
     "state count": (with_state(lambda s, b: {"mean": s["mean"] + b["x"].sum(0)}), dict(model_state=STATE), "psum"),
     "state integer": (with_state(lambda s, b: {"steps": s["steps"] + len(b["x"])}), dict(model_state=STATE), "psum"),
 }
@@ -132,7 +133,11 @@ GOOD = {
     "batch norm over all": (lambda p, b: normalized(p, b, lambda x: jax.lax.pmean(x, "data")), {}),
     "aux": (
         with_aux(lambda b: {"rows": b["x"] ** 2, "mean": b["mask"].mean(), "n": jax.lax.psum(len(b["x"]), "data")}),
-        OPTIONS,
+        OPTIONS | dict(aux_specs={"rows": None, "mean": "mean", "n": "first"}),
+    ),
+    "aux, declared": (
+        with_aux(lambda b: ((b["mask"] == 1).sum(), b["x"].T, jax.random.key_data(jax.random.key(b["y"][0])))),
+        OPTIONS | dict(aux_specs=("sum", P(None, "data"), "key")),
     ),
     "state": (
         with_state(lambda s, b: {"mean": 0.9 * s["mean"] + 0.1 * b["x"].mean(0), "steps": s["steps"] + 1}),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import KINDS, PARAMS, RANKS, X, close, loss_fn, mesh_of, place
+from gradients import KINDS, PARAMS, RANKS, X, close, fed, loss_fn, mesh_of, place
 from helpers import assert_same_trees, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -26,11 +26,10 @@ def test_the_bits_of_shard_map(kind):
     """Gradients, residuals and the state of an exchange."""
     mesh, found = mesh_of(kind), []
     for ranks in ("shard_map", "vmap"):
-        f = cgx.value_and_grad(products, "data", cgx.Feedback(cgx.MaxMin(2)), mesh=mesh, ranks=ranks)
-        state = f.init(PARAMS)
+        f, (exchange, state) = cgx.grad(products, "data", None, mesh=mesh, ranks=ranks), fed(cgx.MaxMin(2), mesh)
         for x in (X, X[::-1]):
-            value, state = f(PARAMS, place(mesh, x), state=state)
-        found.append((value, state))
+            grads, state = exchange.update(f(PARAMS, place(mesh, x)), state, PARAMS)
+        found.append((grads, state))
     assert_same_trees(*found)
     assert np.any(found[0][1].own.residuals["w"])
 

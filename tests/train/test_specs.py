@@ -30,11 +30,12 @@ def test_other_axes_stay_sharded(kind, ranks):
         return (h**2).mean()
 
     given = specs if kind == AxisType.Auto else None
-    f = cgx.value_and_grad(fun, "data", cgx.Feedback(cgx.MaxMin(8, 20)), param_specs=given, ranks=ranks)
+    f = cgx.value_and_grad(fun, "data", None, param_specs=given, ranks=ranks)
+    exchange = cgx.compress_gradients("data", cgx.MaxMin(8, 20), param_specs=specs)
     with jax.set_mesh(mesh):
-        state = f.init(params)
-        step = jax.jit(lambda p, x, s: f(p, x, state=s))
-        (value, grads), state = step(params, place(mesh, X), state)
+        state = exchange.init(params)
+        step = jax.jit(lambda p, x, s: (f(p, x)[0], exchange.update(f(p, x)[1], s, p)))
+        value, (grads, state) = step(params, place(mesh, X), state)
         text = step.lower(params, place(mesh, X), state).compile().as_text()
     expected = jax.value_and_grad(fun)(PARAMS, X)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)

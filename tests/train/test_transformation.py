@@ -57,6 +57,7 @@ def test_masked():
         train(alone, 1)
 
 
+@pytest.mark.filterwarnings("ignore:DGC")  # of keep=False
 def test_inject_hyperparams():
     """All numbers that don't choose codecs or shapes may change from step to step, also without feedback."""
 

@@ -1,16 +1,16 @@
 """Tests value_and_grad and grad: the gradients of jit programs over sharded batches."""
 
-import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from errors import raises, says
 from gradients import (
     CODEC,
-    FED,
     KINDS,
     MAPPED,
     MASK,
@@ -20,7 +20,7 @@ from gradients import (
     called,
     close,
     errors_of,
-    first,
+    fed,
     global_mean,
     loss_fn,
     mesh_of,
@@ -243,35 +243,34 @@ def by_hand(params, x, carry=None):
 @KINDS
 @pytest.mark.parametrize("how", ["jit", "arrays"])
 def test_feedback(kind, how):
+    """An optimizer's first part exchanges the gradients of all ranks."""
     mesh = mesh_of(kind)
-    f = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(CODEC))
-    state = f.init(place(mesh, PARAMS, P()))
+    exchange, state = fed(CODEC, mesh)
     residuals = state.own.residuals
     assert residuals["w"].sharding.shard_shape((RANKS, 30, 40)) == (1, 30, 40)
     expected = cgx.Carry(jax.tree.map(np.zeros_like, residuals))
     for _ in range(2):
-        (_, grads), state = called(how, mesh, lambda p, x, s=state: f(p, x, state=s), place(mesh, PARAMS, P()), X)
+        step = lambda p, x, s=state: exchange.update(cgx.grad(loss_fn, "data", None)(p, x), s, p)
+        grads, state = called(how, mesh, step, place(mesh, PARAMS, P()), X)
         mean, expected = by_hand(PARAMS, X, expected)
         assert_same_trees((grads, state.own.residuals), (mean, expected.residuals))
     assert state.shared.count == 2 and any(np.any(r) for r in jax.tree.leaves(state.own))
 
 
 def test_an_exchange_with_momentum():
-    """It is the exchange of a step by hand: compress_gradients."""
-    exchange, mesh = cgx.DGC(0.1, clip_norm=1.0), mesh_of(AxisType.Auto, ("data", RANKS))
-    f, transformation = cgx.value_and_grad(loss_fn, "data", exchange), cgx.compress_gradients("data", exchange)
+    """It is the exchange of a step by hand, inside of shard_map."""
+    mesh = mesh_of(AxisType.Auto)
+    transformation, state = fed(cgx.DGC(0.1, clip_norm=1.0), mesh)
 
     def step(params, x, state):
         return transformation.update(cgx.local_value_and_grad(loss_fn, "data")(params, x)[1], state, params)
 
-    with jax.set_mesh(mesh):
-        state, expected = f.init(PARAMS), transformation.init(PARAMS)
-        specs = cgx.state_specs(expected, "data")
-        step = jax.jit(jax.shard_map(step, in_specs=(P(), P("data"), specs), out_specs=(P(), specs)))
-        for _ in range(2):
-            (_, grads), state = f(PARAMS, place(mesh, X), state=state)
-            mean, expected = step(PARAMS, place(mesh, X), expected)
-            assert_same_trees((grads, state), (mean, expected))
+    expected, x, specs = state, place(mesh, X), cgx.state_specs(state, "data")
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs)))
+    for _ in range(2):
+        grads, state = transformation.update(cgx.grad(loss_fn, "data", None)(PARAMS, x), state, PARAMS)
+        mean, expected = step(PARAMS, x, expected)
+        assert_same_trees((grads, state), (mean, expected))
 
 
 @KINDS
@@ -297,9 +296,7 @@ def test_leaves_without_gradients(ranks):
         return (params["f"](x @ params["w"] + params["b"]) * params["scale"] * jnp.float32(params["steps"][2])).mean()
 
     floats = {k: params[k] for k in ("w", "b", "scale")}
-    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto), ranks=ranks)
-    f = dataclasses.replace(f, exchange=cgx.Feedback(cgx.Raw()))
-    (value, grads), _ = f(params, X, state=f.init(params))
+    value, grads = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto), ranks=ranks)(params, X)
     expected = jax.value_and_grad(lambda p: fun({**params, **p}, X))(floats)
     close((value, {k: grads[k] for k in floats}), expected)
     assert [k for k in params if grads[k] is None] == ["f", "steps"]
@@ -344,10 +341,7 @@ def test_skipped_leaves(kind, ranks):
     loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
     params, mesh = {"w": normal((30, 40), 1), "frozen": normal((30, 40), 2)}, mesh_of(kind)
     plan = cgx.Plan(cgx.MaxMin(8), [("^frozen$", cgx.Skip())])
-    f = cgx.value_and_grad(loss, "data", cgx.Feedback(plan), mesh=mesh, ranks=ranks)
-    (value, grads), state = f(params, place(mesh, X), state=f.init(params))
-    assert f.init(params).own.residuals["frozen"] is state.own.residuals["frozen"] is None
-    assert state.own.residuals["w"].any()
+    value, grads = cgx.value_and_grad(loss, "data", plan, mesh=mesh, ranks=ranks)(params, place(mesh, X))
     stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
     expected = jax.value_and_grad(stopped)(params, X)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
@@ -365,6 +359,10 @@ def test_stochastic_rounding_takes_a_key():
         f(PARAMS, X)
 
 
+def test_grad_has_the_signature_of_value_and_grad():
+    assert inspect.signature(cgx.grad) == inspect.signature(cgx.value_and_grad)
+
+
 def test_explain_counts_what_is_saved():
     with jax.set_mesh(mesh_of(AxisType.Auto)):
         step = jax.jit(cgx.value_and_grad(loss_fn, "data", cgx.Plan(CODEC, min_size=100)))
@@ -377,21 +375,21 @@ def test_explain_counts_what_is_saved():
 @MAPPED
 def test_micro_batches_share_an_exchange(kind, ranks):
     """Gradients of ranks are added up in a scan. Their mean is exchanged once."""
-    mesh, codec = mesh_of(kind), cgx.MaxMin(8, 64)
-    f = cgx.value_and_grad(loss_fn, "data", cgx.Feedback(codec), ranks=ranks)
+    mesh = mesh_of(kind)
+    f, (exchange, state) = cgx.value_and_grad(loss_fn, "data", None, ranks=ranks), fed(cgx.MaxMin(8, 64), mesh)
 
     def step(params, batches, state):
         def add(total, x):
-            loss, rows = f.local(params, x)
+            loss, rows = f(params, x)
             return jax.tree.map(jnp.add, total, rows), loss
 
-        total, losses = lax.scan(add, jax.tree.map(jnp.zeros_like, f.local(params, batches[0])[1]), batches)
+        total, losses = lax.scan(add, jax.tree.map(jnp.zeros_like, f(params, batches[0])[1]), batches)
         mean = jax.tree.map(lambda x: x / len(batches), total)
-        return losses.mean(), *f.mean(mean, params, state=state, value=losses.mean())
+        return losses.mean(), *exchange.update(mean, state, params, value=losses.mean())
 
     with jax.set_mesh(mesh):
         batches = place(mesh, X.reshape(3, 8, 30), P(None, "data"))
-        state, params = f.init(PARAMS), place(mesh, PARAMS, P())
+        params = place(mesh, PARAMS, P())
         value, grads, state = jax.jit(step)(params, batches, state)
         found = cgx.explain(jax.jit(step), params, batches, state, show=False).collectives
     assert [(c.operation, c.times) for c in found if c.codec] == [("all-gather", 1)]
@@ -402,22 +400,13 @@ def test_micro_batches_share_an_exchange(kind, ranks):
     assert state.shared.count == 1 and np.any(state.own.residuals["w"])
 
 
-def test_a_mean_of_gradients_by_hand():
-    """Without jit, and with a plan alone. Rows must be those of all ranks."""
-    f = cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto))
-    value, rows = f.local(PARAMS, X)
-    assert_same_trees((value, f.mean(rows, PARAMS)), f(PARAMS, X))
-    with raises(ValueError, says("value_and_grad", "rows", got="{'b'")):
-        f.mean(PARAMS, PARAMS)
-    with raises(ValueError, says("value_and_grad", "state", got="some")):
-        f.mean(rows, PARAMS, state=first(FED))
-    with raises(ValueError, says("value_and_grad", "state", got="one", remedy="mean")):
-        f.local(PARAMS, X, state=first(FED))
-
-
-def test_a_mean_of_gradients_of_modules():
+def test_an_optimizer_of_modules():
     nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
     model = nnx.Linear(30, 40, rngs=nnx.Rngs(0))
-    f = cgx.value_and_grad(lambda model, x: model(x).mean(), "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto))
-    _, rows = f.local(model, X)
-    assert_same_trees(f.mean(rows, model), f(model, X)[1])
+    before, loss = nnx.clone(model), lambda model, x: model(x).mean()
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        tx = optax.chain(cgx.compress_gradients("data", cgx.Raw()), optax.sgd(0.5))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        optimizer.update(model, cgx.grad(loss, "data", None)(model, X))
+    expected = jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(before), nnx.grad(loss)(before, X))
+    close(nnx.state(model), expected)
