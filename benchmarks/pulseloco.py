@@ -113,13 +113,14 @@ def show(report, rates):
     learned = lambda row: row["losses"][0] - row["losses"][-1]
     names = "seeds", "first", "loss", "learned", "of seeds", "bytes", "fewer", "seen (%)", ""
     report.show("", *header("rate, run", *names))
-    for rate, run in [(rate, run) for rate in rates for run in RUNS]:
+    for rate, run in dict.fromkeys((rate, run) for rate, run, _ in rows if rate in rates):
         mine = [row for key, row in rows.items() if key[:2] == (rate, run)]
         dense = [rows[rate, DENSE, row["seed"]] for row in mine]
         shares = [learned(row) / learned(other) for row, other in zip(mine, dense)]
         cells = len(mine), f"{mine[0]['losses'][0]:.4f}", f"{np.mean([x['losses'][-1] for x in mine]):.4f}"
         cells += f"{np.mean(shares):.3f}", f"{min(shares):.2f} to {max(shares):.2f}", f"{mine[0]['sent_bytes']:,}"
-        cells += f"{dense[0]['sent_bytes'] / mine[0]['sent_bytes']:.1f}", f"{np.mean([x['seen_percent'] for x in mine]):.1f}"
+        seen = np.mean([row["seen_percent"] for row in mine])
+        cells += f"{dense[0]['sent_bytes'] / mine[0]['sent_bytes']:.1f}", f"{seen:.1f}"
         report.show(line([f"{rate:g}, {run}", *cells, mark(min(shares) >= GAIN) * (run == GOOD)]))
     report.show("", *NOTES.splitlines())
 

@@ -114,6 +114,7 @@ def numbers():
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
     found |= derived() | predictions() | steps() | wide_area() | demonstration() | patches() | costs_of_runs()
+    found |= fine_tuning()
     return found | without_feedback() | bfloat16() | gpu()
 
 
@@ -287,6 +288,17 @@ def patches():
     for (model, way), row in published.items():
         found |= {f"{model} {way} s": float(np.median(row["seconds"])), f"{model} {way} MB": row["mb"]}
         found |= {f"{model} {way} behind": row["behind"]} | ({f"{model} step": row["step"]} if way == "patches" else {})
+    return found
+
+
+def fine_tuning():
+    """What forms of PULSELoCo learn and send, next to DiLoCo in float32."""
+    rows, found = by("pulseloco", "run", "seed"), {}
+    learned = lambda row: row["losses"][0] - row["losses"][-1]
+    for name in {run for run, _ in rows}:
+        pairs = [(row, rows["DiLoCo, float32", seed]) for (run, seed), row in rows.items() if run == name]
+        found[f"{name} learned"] = np.mean([learned(row) / learned(dense) for row, dense in pairs])
+        found[f"{name} fewer"] = pairs[0][1]["sent_bytes"] / pairs[0][0]["sent_bytes"]
     return found
 
 
