@@ -88,7 +88,7 @@ class _Connection:
                 self.need = self.talk.send(got)
 
 
-class Meeting:
+class Meeting(contextlib.AbstractContextManager["Meeting"]):
     """A process's part in the meeting of all processes. `with` closes the sockets that were not handed over."""
 
     # `hosts` are the addresses of this host to listen at. Empty: all addresses. `devices`: the most devices of a
@@ -121,9 +121,6 @@ class Meeting:
         os.register_at_fork(after_in_child=forget)
         self._listeners = self._listen(hosts)
         self.port: int = self._listeners[0].getsockname()[1]
-
-    def __enter__(self) -> "Meeting":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for sock in self._sockets:

@@ -1,6 +1,6 @@
-"""Exchanges among processes with one device each, as a JAX primitive that is linear in one array.
+"""Exchanges among processes with one device each, as JAX primitives that are linear in one array.
 
-The parts are in the same order as in ops.py. `net` is the transport, which lowers the primitive (transports/base.py).
+`net` is the transport, which has the primitive and lowers it (transports/base.py).
 """
 
 import functools
@@ -13,8 +13,6 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native.rules import add, batch_exchange, define_impl, exchange_aval
-
-exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, argument: Any = 0) -> jax.Array:
@@ -29,11 +27,7 @@ def exchange(operation: str, x: jax.Array, net: Any, argument: Any = 0) -> jax.A
         return exchange(operation, x.astype(jnp.int8), net, argument=argument).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype.name.endswith("e2m1fn"):
         raise wrong(operation, "x", "elements of whole bytes", spell_array(x), kind=TypeError)
-    return exchange_p.bind(x, operation=operation, argument=argument, net=net)
-
-
-def _lower(ctx: Any, x: Any, *, operation: str, argument: Any, net: Any) -> Any:
-    return net.lower(ctx, x, operation, argument)
+    return net.primitive.bind(x, operation=operation, argument=argument, net=net)
 
 
 # The cotangent of an array that went to one rank comes back the same way. If the array went to every rank, the
@@ -52,8 +46,12 @@ def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: Any, net: Any
     return [total if operation == "psum" or net.rank == argument else jnp.zeros_like(total)]
 
 
-define_impl(exchange_p)
-exchange_p.def_effectful_abstract_eval(exchange_aval)
-batching.primitive_batchers[exchange_p] = functools.partial(batch_exchange, exchange_p)
-ad.deflinear2(exchange_p, _transpose)
-mlir.register_lowering(exchange_p, _lower)
+def define(name: str) -> _compat.Primitive:
+    """Returns the primitive for the exchanges of a kind of transport."""
+    primitive: _compat.Primitive = _compat.Primitive(name)
+    define_impl(primitive)
+    primitive.def_effectful_abstract_eval(exchange_aval)
+    batching.primitive_batchers[primitive] = functools.partial(batch_exchange, primitive)
+    ad.deflinear2(primitive, _transpose)
+    mlir.register_lowering(primitive, lambda ctx, x, *, net, **how: net.lower(ctx, x, **how))
+    return primitive

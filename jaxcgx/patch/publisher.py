@@ -20,7 +20,7 @@ OP = "Publisher"
 PIECE = 1 << 22  # the elements of a leaf that are encoded together
 
 
-class Publisher:
+class Publisher(contextlib.AbstractContextManager["Publisher"]):
     """Publishes versions of a tree, such as parameters after a training step, bit for bit.
 
         publisher = cgx.patch.Publisher("0.0.0.0:7500", secret=secret)
@@ -98,9 +98,6 @@ class Publisher:
         self._closed = True
         if self._server:
             self._server.close()
-
-    def __enter__(self) -> "Publisher":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import itertools
 import threading
 import time
@@ -46,7 +47,7 @@ class Snapshot(NamedTuple):
     pieces: tuple[Piece, ...] = ()  # those that this process needs
 
 
-class Subscriber:
+class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
     """Follows the versions of a `Publisher`, and fetches them in the background.
 
         subscriber = cgx.patch.Subscriber("trainer.example:7500", like=params, secret=secret)
@@ -166,9 +167,6 @@ class Subscriber:
         if self._thread:
             self._thread.join()
         self._readers.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "Subscriber":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -9,12 +9,13 @@ A new transport subclasses `Transport` and defines `names`, `effects`, `size`, `
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcgx._compat import Primitive
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.processes import exchange
 from jaxcgx.native.rules import add
@@ -158,11 +159,9 @@ class Transport:
 class ProcessRanks(Transport):
     """Ranks that are processes with one device each. Each compiles its own program, so its rank and size are ints."""
 
+    # Subclasses also define `lower`, which lowers an exchange (native/processes.py).
     names: tuple[Any, ...] = ()
-
-    def lower(self, ctx: Any, x: Any, operation: str, argument: Any) -> Any:
-        """Lowers an exchange (native/processes.py)."""
-        raise NotImplementedError(f"{type(self).__name__}.lower")
+    primitive: ClassVar[Primitive]
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         return exchange("all_to_all", rows, self)

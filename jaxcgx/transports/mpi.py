@@ -21,7 +21,7 @@ from mpi4py import MPI
 from jaxcgx import _compat
 from jaxcgx._compat import mlir
 from jaxcgx.checks import unexpected
-from jaxcgx.native.processes import exchange
+from jaxcgx.native.processes import define, exchange
 from jaxcgx.transports.base import Leaders, Pairs, ProcessRanks, countable
 from jaxcgx.transports.shm import Shm
 
@@ -79,6 +79,7 @@ class Comm(_Ranks):
     rank: int
 
     effects: ClassVar[frozenset[Any]] = EFFECTS
+    primitive: ClassVar[_compat.Primitive] = define("jaxcgx_mpi")
 
     @classmethod
     def over(cls, comm: Any) -> "Comm":

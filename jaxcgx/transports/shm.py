@@ -6,7 +6,7 @@ Exchanges run in the order of the program, which must be the same on every rank.
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_number
-from jaxcgx.native.processes import exchange
+from jaxcgx.native.processes import define, exchange
 from jaxcgx.native.registration import at_exit, module
 from jaxcgx.native.rules import add, digest, refuse
 from jaxcgx.transports.base import ProcessRanks, countable
@@ -46,6 +46,7 @@ class Shm(ProcessRanks):
     rank: int
     order: Any  # the ordered effect, shared by everything that must run in one order
     label: int = dataclasses.field(default=0, kw_only=True)
+    primitive: ClassVar[_compat.Primitive] = define("jaxcgx_exchange")
 
     # comm: Any, because type checkers can't rely on mpi4py's types, and other communicators fit too.
     @classmethod

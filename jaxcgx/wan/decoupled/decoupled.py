@@ -1,5 +1,6 @@
 """Decoupled: every center is a separate program. Centers exchange outer gradients without waiting for a slow one."""
 
+import contextlib
 import dataclasses
 import enum
 import time
@@ -191,7 +192,7 @@ class _Act(enum.IntEnum):
     ADOPT = 3
 
 
-class Member:
+class Member(contextlib.AbstractContextManager["Member"]):
     """A center in decoupled training. `Decoupled.join` makes it. A `with` statement calls `leave` at its end.
 
     Attributes:
@@ -272,9 +273,6 @@ class Member:
         """Ends this center's connections. The other centers go on without it."""
         if self._inbox:
             self._inbox.close()
-
-    def __enter__(self) -> "Member":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.leave()
