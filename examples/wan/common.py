@@ -182,7 +182,7 @@ def demonstrate(doc, techniques, lr=0.1, ratio=None):
     parser.add_argument("--delay", default="5ms", help="from one data center to the other (default: 5ms)")
     parser.add_argument("--lr", type=float, default=lr, help=f"the learning rate (default: {lr})")
     parser.add_argument("--bs", type=int, default=32, help="examples per rank and step (default: 32)")
-    parser.add_argument("--epoch", type=int, default=5, help="how often to train on every image (default: 5)")
+    parser.add_argument("--epoch", type=int, default=3, help="how often to train on every image (default: 3)")
     if ratio is not None:
         says = f"the share of a gradient that travels, or travels at once (default: {ratio})"
         parser.add_argument("--ratio", type=float, default=ratio, help=says)
