@@ -85,7 +85,9 @@ def measure(command: config.Command, world: launch.World, turns: int, steps: int
         nonlocal state
         for _ in range(steps):
             state, _ = train.step(state, batch)
-            jax.block_until_ready(state)
+            if jax.default_backend() == "cpu":  # as train.py
+                jax.block_until_ready(state)
+        jax.block_until_ready(state)
 
     sent = job.sent(train.step.programs(state, batch), state, batch)["bytes"]
     timed(turn, world)

@@ -31,12 +31,8 @@ AXES = "dc", "local"
 RAW = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
 SIDE = 8  # pixels
 CHANNELS = 1, 16, 32  # of the image and of two layers of convolutions, each of which halves the sides
-SIZES = (
-    128,
-    1024,
-    1024,
-    10,
-)  # pixels and channels, two hidden layers, digits: 1,196,618 parameters with the convolutions
+# Pixels and channels, two hidden layers, digits: 1,196,746 parameters with the convolutions.
+SIZES = 128, 1024, 1024, 10
 EVALUATE_EVERY = 10  # steps
 PORT = 23456
 SEED = 0
@@ -147,6 +143,10 @@ def run(techniques, axes, args):
     """Trains with every technique on all devices. Process 0 prints the table and writes the plot."""
     if args.gpu and jax.default_backend() == "cpu" and jax.config.jax_platforms != "cpu":
         sys.exit("--gpu: JAX finds no GPU: see docs/install.md, or leave out --gpu")
+    if jax.device_count() < CENTERS * LOCAL:
+        sys.exit(
+            f"--local --gpu: expected {CENTERS * LOCAL} GPUs, got {jax.device_count()}; leave out --local or --gpu"
+        )
     cgx.keep_pages()
     mesh = jax.make_mesh((CENTERS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
     runs = {name: train(name, make, mesh, cgx.Sharding(axes), args) for name, make in techniques.items()}

@@ -155,6 +155,9 @@ def _digit_at(at: jax.Array, alive: jax.Array) -> tuple[jax.Array, jax.Array]:
     return at[:, None] + 32 * block + 2 * lane + row // 4, 2 * (row % 4)
 
 
+# A code is 4 * level + digit. At each level, the digits 0 and 1 mean the next two exponents, from the center downwards,
+# and the digit 2 means the next exponent above the center. Normally distributed numbers have about twice as many
+# exponents below as above. At level 2, the digit 2 means exponent 0, which zeros have.
 def _pack(bits: jax.Array, dtype: DType) -> _Packed:
     """Packs blocks from the bits of their elements, [blocks, n]."""
     mantissa, width = _MANTISSA[dtype.name], _EXPONENT[dtype.name]
@@ -165,7 +168,9 @@ def _pack(bits: jax.Array, dtype: DType) -> _Packed:
     number = (exponent > 0).sum(-1, dtype=jnp.int32)
     mean = exponent.sum(-1, dtype=jnp.int32) // jnp.maximum(number, 1)
     center = jnp.where(number > 0, jnp.minimum(mean + 1, 2**width - 1), 0)
-    code = _code_of(exponent, center[:, None])
+    down, up = center[:, None] - exponent, exponent - center[:, None]
+    code = jnp.where(down >= 0, (down >> 1) << 2 | (down & 1), (up << 2) + jnp.where(up > 2, 2, -2))
+    code = jnp.where((exponent == 0) & (center[:, None] > 0), _ZERO, code)
 
     def later(state: Any) -> Any:
         code, alive, at, out = state
@@ -223,24 +228,10 @@ def _unpack(packed: _Packed, n: int, dtype: DType) -> jax.Array:
     state = jnp.where(alive, 4, first), alive, jnp.zeros_like(packed.length)
     code = lax.while_loop(lambda state: state[1].any(), later, state)[0]
     upper = unpack(packed.overflow[:, : packed_bytes(n, width - 2)], width - 2, n)
-    exponent = jnp.where(full[:, None], first | upper << 2, _exponent_of(code, center)) & (2**width - 1)
+    level, digit = code >> 2, code & 3
+    above = jnp.where(level == 2, 0, center + level + jnp.where(level < 2, 1, 0))
+    exponent = jnp.where(digit == 2, above, center - 2 * level - digit)
+    exponent = jnp.where(full[:, None], first | upper << 2, exponent) & (2**width - 1)
     sign = (rest >> mantissa) << (mantissa + width)
     bits = (rest & (2**mantissa - 1)) | (exponent.astype(jnp.uint32) << mantissa) | sign
     return bits.astype(_WORD[dtype.itemsize])
-
-
-# A code is 4 * level + digit. At each level, the digits 0 and 1 mean the next two exponents, from the center downwards,
-# and the digit 2 means the next exponent above the center. Normally distributed numbers have about twice as many
-# exponents below as above. At level 2, the digit 2 means exponent 0, which zeros have.
-
-
-def _code_of(exponent: jax.Array, center: jax.Array) -> jax.Array:
-    down, up = center - exponent, exponent - center
-    code = jnp.where(down >= 0, (down >> 1) << 2 | (down & 1), (up << 2) + jnp.where(up > 2, 2, -2))
-    return jnp.where((exponent == 0) & (center > 0), _ZERO, code)
-
-
-def _exponent_of(code: jax.Array, center: jax.Array) -> jax.Array:
-    level, digit = code >> 2, code & 3
-    up = jnp.where(level == 2, 0, center + level + jnp.where(level < 2, 1, 0))
-    return jnp.where(digit == 2, up, center - 2 * level - digit)

@@ -150,6 +150,8 @@ class Remote:
                 sock, fresh = socket.create_connection(self._address, timeout=SILENCE), True
                 self._sockets.add(sock)
             try:
+                if self._closed:  # since then, nobody ends it
+                    raise ConnectionAbortedError("the subscriber is closed")
                 if fresh:
                     self._wire.meet(sock)
                     sock.settimeout(IDLE)  # others may have the pace before

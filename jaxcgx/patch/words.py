@@ -149,7 +149,8 @@ def device_of(*leaves: Any) -> Any:
 def home_of(x: Any) -> Any:
     """Returns the device that has all of an array, if it is encoded there. Without a sharding, it has no device yet."""
     sharding = getattr(x, "sharding", None)
-    return device_of(x) if sharding and len(sharding.device_set) == 1 else None
+    there = sharding and len(sharding.device_set) == 1 and sharding.memory_kind in (None, "device")
+    return device_of(x) if there else None
 
 
 @numbers()

@@ -260,7 +260,7 @@ class Plan(Sending, Assignment):
 
         str() of the result is a table. It has the bytes of each leaf in its message, and the bytes of the same elements
         uncompressed. With W ranks, "two_shot" and "ring" send 2 (W - 1) / W times the bytes of a message, and lax.psum
-        sends 2 (W - 1) / W times the uncompressed bytes. "gather" sends half of both, the uncompressed half in float32.
+        sends 2 (W - 1) / W times the uncompressed bytes. "gather" sends about half of both, the first in float32.
         Sums of TopK are longer than messages. `jaxcgx.explain` finds the bytes that a compiled step sends.
 
         Args:

@@ -157,7 +157,7 @@ def check_loss(
         raise wrong(OP, "loss_fn", expected, got, f"{CLOSURE}, and take real data, whose examples differ")
     if parts and not ordered and max(map(_apart, wholes, parts)) <= limit:
         for each, of_ranks in zip(wholes, parts):
-            _check_outputs(Outputs(OP, beside_a_state(aux_specs), P()), each, of_ranks, limit)
+            _check_outputs(Outputs(OP, beside_a_state(aux_specs), P(axis)), each, of_ranks, limit)
         return
     for i in (i for i, d in enumerate(split.dims) if d is not None and len(split.dims) > 1):
         try:

@@ -157,6 +157,9 @@ def send_rows(
 
         return division.on_shards(of_shards, sent)(without_row(rows), sent, params, loss)
 
+    if division.explicit and not division.shard_axes:  # over Explicit axes, shard_map doesn't move arrays
+        place = lambda x: jax.sharding.reshard(x, division.shardings(division.rows))
+        rows, sent = jax.tree.map(place, rows), ExchangeState(jax.tree.map(place, sent.own), sent.shared)
     state = ExchangeState(division.rows, P())
     in_specs = division.rows, state, P(), P()
     return division.over(of_rank, in_specs=in_specs, out_specs=(P(), state))(rows, sent, params, loss)

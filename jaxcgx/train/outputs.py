@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import as_array, check_choice, spell_array, wrong
 from jaxcgx.exchange.reduce import plain_reduce
-from jaxcgx.train.batch import OP, broadcast, check_spec, dimension
+from jaxcgx.train.batch import OP, axes_of, broadcast, check_spec, dimension
 from jaxcgx.train.division import addable, first_of, row, wide, without_row
 from jaxcgx.train.state import PerRank
 from jaxcgx.transports.base import Transport
@@ -86,7 +86,7 @@ class Outputs:
     def kind(self, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
         """Returns the kind of an output that doesn't have the examples first, or of which the caller says `said`."""
         if isinstance(said, P):
-            check_spec(self.op, "aux_specs", said, x, path=path, among=None)
+            check_spec(self.op, "aux_specs", said, x, path=path, among=[n for part in self.rows for n in axes_of(part)])
             return "first" if (d := dimension(said)) is None else d
         if said in WAYS:
             return said

@@ -89,6 +89,8 @@ def compress_gradients(
 
     def init(params: Params) -> ExchangeState:
         params = _as_arrays("params", params)
+        if not over_mpi and not is_bound(axis_names(axis_name)):  # as `update`, leaves without gradient have no state
+            params = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, params)
         if mesh is None and given is None:
             return _first(axis_name, axis_size, exchange, params)
         return first_state(divide(params, params), exchange, params)
@@ -103,7 +105,8 @@ def compress_gradients(
             expected = f"gradients with a row for each of {division.size} ranks, outside of shard_map and pmap"
             source = f"take them from jaxcgx.value_and_grad(loss_fn, {axis_name!r}, None), which exchanges nothing"
             raise wrong(OP, "updates", expected, jax.tree.map(spell_array, rows), source)
-        check_state(OP, state, jax.eval_shape(lambda: first_state(division, exchange, like)), remedy)
+        made = "take it from init with the same mesh= and param_specs=; one of other ranks is for jaxcgx.reshard_state"
+        check_state(OP, state, jax.eval_shape(lambda: first_state(division, exchange, like)), made)
         way = Way(order=as_order(OP, order, len(jax.tree.leaves(rows))))
         run = functools.partial(send_rows, division, exchange, way=way)
         return _programs.jitted(run, rows, state, params, value, mesh=division.mesh)

@@ -410,3 +410,17 @@ def test_an_optimizer_of_modules():
         optimizer.update(model, cgx.grad(loss, "data", None)(model, X))
     expected = jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(before), nnx.grad(loss)(before, X))
     close(nnx.state(model), expected)
+
+
+@KINDS
+def test_states_of_rows(kind):
+    """Leaves without gradient have no state, and rows and states may come without shardings."""
+    mesh, grads = mesh_of(kind), {"w": normal((RANKS, 6, 2), 1), "n": None}
+    params = {"w": normal((6, 2), 2), "n": jnp.int32(3)}
+    with jax.set_mesh(mesh):
+        for exchange in cgx.Momentum(cgx.MaxMin(8)), cgx.Feedback(cgx.MaxMin(8), telemetry=True):
+            made = cgx.compress_gradients("data", exchange)
+            mean, state = made.update(grads, made.init(params), params)
+            again, _ = jax.jit(made.update)(grads, jax.tree.map(np.asarray, state), params)
+            np.testing.assert_allclose(mean["w"], np.mean(grads["w"], 0), atol=0.05)
+            assert again["w"].shape == (6, 2)
