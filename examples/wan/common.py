@@ -167,7 +167,7 @@ def take_gpu(rank):
         os.environ |= dict(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="eth0", NCCL_IB_DISABLE="1", NCCL_MAX_CTAS="4")
 
 
-def demonstrate(doc, techniques, lr=0.1, ratio=None):
+def demonstrate(doc, techniques, lr=0.02, ratio=None):
     """Parses the command line of a demonstration, and runs the demonstration.
 
     Args:

@@ -169,7 +169,7 @@ def mesh_of(function: str, mesh: Any, names: Names, arrays: Sequence[Any]) -> An
     known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
     found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
     if found is None:
-        remedy = "pass mesh=, or call it under jax.set_mesh(mesh), also in place of the old `with mesh:`"
+        remedy = "pass mesh=, or call it under jax.set_mesh(mesh), not `with mesh:`, or inside jax.shard_map"
         raise wrong(function, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
     if not isinstance(found, Mesh | AbstractMesh):
         raise wrong(function, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)

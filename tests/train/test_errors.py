@@ -170,7 +170,7 @@ ERRORS = {
             "None",
             "jax.set_mesh jax.shard_map jax.pmap axis_size=1",
         ),
-        (lambda: compress(CODEC).update(PARAMS, compress(CODEC).init(PARAMS)), NameError, "axis_name"),
+        (lambda: compress(CODEC).update(PARAMS, compress(CODEC).init(PARAMS)), VALUE, "mesh", "jax.shard_map"),
         (lambda: compress(CODEC).init({"w": "big"}), TYPE, "params ['w']", "'big'"),
         (lambda: in_step(CODEC, order=[1]), VALUE, "order", "[1]", "jaxcgx.backward_order"),
         (lambda: in_step(CODEC, order=[0, 2]), VALUE, "order", "[0, 2]"),

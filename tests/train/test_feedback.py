@@ -156,7 +156,7 @@ def test_few_bits_without_feedback_are_a_warning(codec):
     ) as found:
         cgx.Feedback({0: cgx.Raw(), 9: codec}, keep=False)
     assert ("write keep=True" in str(found[0].message)) == (codec.contracts and not codec.diverges), "the other trap"
-    with pytest.warns(UserWarning, match="^value_and_grad: argument 'exchange': .* may lose too much"):
+    with pytest.warns(UserWarning, match="^value_and_grad: argument 'plan': .* may lose too much"):
         cgx.value_and_grad(loss_fn, "data", codec)
 
 
