@@ -86,7 +86,7 @@ class Outputs:
     def kind(self, path: PyTree, x: jax.Array, said: str | P | None) -> str | int:
         """Returns the kind of an output that doesn't have the examples first, or of which the caller says `said`."""
         if isinstance(said, P):
-            check_spec(self.op, "aux_specs", said, x, path=path, among=[n for part in self.rows for n in axes_of(part)])
+            check_spec(self.op, "aux_specs", said, x, path=path, among=axes_of(self.rows[0]) if self.rows else None)
             return "first" if (d := dimension(said)) is None else d
         if said in WAYS:
             return said
