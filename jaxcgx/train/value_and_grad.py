@@ -36,8 +36,6 @@ from jaxcgx.typing import AxisName, Key, Params, PyTree, Specs
 
 _CLOSED_OVER = "Closing over", "should match the aval mesh"  # in JAX's errors for closed-over arrays that are sharded
 _STATEFUL = "Old and new values have different structures"  # in Equinox's, for its stateful layers
-
-
 Arguments = ParamSpec("Arguments")
 
 
@@ -141,19 +139,20 @@ def value_and_grad(
     )
 
 
-def _valueless(make: Callable[Arguments, "ValueAndGrad"]) -> Callable[Arguments, "ValueAndGrad"]:
-    @functools.wraps(make, assigned=())  # with its signature
-    def grad(*args: Arguments.args, **kwargs: Arguments.kwargs) -> "ValueAndGrad":
-        """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
-
-        The arguments are those of `value_and_grad`. With `has_aux`, the result is (gradients, aux).
-        """
-        return dataclasses.replace(make(*args, **kwargs), valued=False)
-
-    return grad
+Made = Callable[Arguments, "ValueAndGrad"]
 
 
-grad = _valueless(value_and_grad)
+def _with_arguments_of(make: Made[Arguments]) -> Callable[[Callable[..., "ValueAndGrad"]], Made[Arguments]]:
+    return functools.wraps(make, assigned=())
+
+
+@_with_arguments_of(value_and_grad)
+def grad(*args: Any, **kwargs: Any) -> "ValueAndGrad":
+    """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
+
+    The arguments are those of `value_and_grad`. With `has_aux`, the result is (gradients, aux).
+    """
+    return dataclasses.replace(value_and_grad(*args, **kwargs), valued=False)
 
 
 @dataclasses.dataclass(frozen=True)
