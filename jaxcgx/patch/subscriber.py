@@ -31,7 +31,7 @@ HOLE = "a patch on the way is missing"
 TICK = 0.05  # seconds between two looks of `latest` while it waits
 
 
-class Piece(NamedTuple):
+class NeededPiece(NamedTuple):
     number: int  # in a file
     leaf: int
     start: int  # its first element in the leaf, in row-major order
@@ -44,7 +44,7 @@ class Snapshot(NamedTuple):
     run: str = ""  # of the publisher
     version: int = 0  # 0: none yet
     total: int = 0  # pieces of the tree
-    pieces: tuple[Piece, ...] = ()  # those that this process needs
+    pieces: tuple[NeededPiece, ...] = ()  # those that this process needs
 
 
 class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
@@ -268,7 +268,7 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
             raise ValueError("it has other pieces than its anchor")
         ends = list(itertools.accumulate(index.sizes, initial=begin))
 
-        def patched(group: list[Piece]) -> list[Piece]:
+        def patched(group: list[NeededPiece]) -> list[NeededPiece]:
             first = ends[group[0].number]
             data = memoryview(read(first, ends[group[-1].number + 1]))
             part = lambda number: Patch.frombytes(data[ends[number] - first : ends[number + 1] - first])
@@ -281,23 +281,23 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
         new = (self._readers.map if len(groups) > 1 else map)(patched, groups)
         return Snapshot(file.run, file.version, total, tuple(itertools.chain.from_iterable(new)))
 
-    def _zeros(self, index: Index, version: int) -> tuple[int, Sequence[Piece]]:
+    def _zeros(self, index: Index, version: int) -> tuple[int, Sequence[NeededPiece]]:
         """Returns (the number of pieces of a new anchor, those that this process needs, before their patches)."""
         for (path, array), (own, got) in itertools.zip_longest(index.leaves, self._leaves, fillvalue=("", "no leaf")):
             if (path, array) != (own, got):
                 leaf, expected = f"{LATEST}: argument 'like', leaf {own or path}", f"{array} of leaf {path}"
                 raise unexpected(leaf, f"{expected}, as version {version} has", got, "pass its model", kind=Refused)
-        number, pieces, most = 0, list[Piece](), index.elements
+        number, pieces, most = 0, list[NeededPiece](), index.elements
         for leaf, x in enumerate(self._like):
             for at, mine in enumerate(needed(x.shape, x.sharding, most)):
                 if mine:
                     elements = zeros(min(most, x.size - at * most), x.dtype, home_of(x))
-                    pieces.append(Piece(number, leaf, at * most, elements))
+                    pieces.append(NeededPiece(number, leaf, at * most, elements))
                 number += 1
         return number, pieces
 
 
-def _leaf(like: jax.ShapeDtypeStruct, numpy: bool, pieces: Sequence[Piece]) -> Any:
+def _leaf(like: jax.ShapeDtypeStruct, numpy: bool, pieces: Sequence[NeededPiece]) -> Any:
     """Returns a leaf of pieces, in memory of its own."""
     if home_of(like):
         return jax.device_put(joined([piece.elements for piece in pieces], like.shape), like.sharding)
@@ -308,9 +308,9 @@ def _leaf(like: jax.ShapeDtypeStruct, numpy: bool, pieces: Sequence[Piece]) -> A
     return whole if numpy else place(whole, like.sharding)
 
 
-def _spans(pieces: Sequence[Piece], ends: list[int]) -> list[list[Piece]]:
+def _spans(pieces: Sequence[NeededPiece], ends: list[int]) -> list[list[NeededPiece]]:
     """Returns the pieces in groups that are adjacent in a file, of at most SPAN bytes or single."""
-    found = list[list[Piece]]()
+    found = list[list[NeededPiece]]()
     for piece in pieces:
         number = piece.number
         if found and number == found[-1][-1].number + 1 and ends[number + 1] - ends[found[-1][0].number] <= SPAN:
