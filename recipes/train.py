@@ -10,6 +10,7 @@ Each run has a folder in runs/. To continue an interrupted run, give the same co
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import sys
@@ -191,7 +192,7 @@ class Tester:
         count = sums.pop("examples")
         found = {f"test_{name}": float(x / count) for name, x in sums.items()}
         if job.dataset.name.endswith("text"):
-            found["test_perplexity"] = float(np.exp(np.float64(min(found["test_loss"], 700))))  # else it is infinite
+            found["test_perplexity"] = math.exp(min(found["test_loss"], 700))  # more is no float
         return found
 
     def _score(self, params: Any, state: Any, batch: Any) -> dict[str, jax.Array]:

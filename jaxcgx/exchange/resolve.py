@@ -48,7 +48,8 @@ def is_bound(names: tuple[Any, ...]) -> bool:
     """Returns whether the caller is inside of shard_map, pmap or vmap over one of the axes."""
     for name in names:
         with contextlib.suppress(NameError):
-            return bool(lax.axis_size(name))
+            lax.axis_size(name)
+            return True
     return False
 
 

@@ -7,6 +7,12 @@ MOST = 4096  # tokens: learning needs memory for a count of each pair of tokens
 LEARNED = 2**22  # pairs are learned from this many bytes
 
 
+def check(tokens: int) -> None:
+    """Raises a ValueError if there can't be so many tokens."""
+    if not BYTES <= tokens <= MOST:
+        raise ValueError(f"expected from {BYTES} to {MOST} tokens, got {tokens}")
+
+
 def learn(text: np.ndarray, tokens: int) -> list[tuple[int, int]]:
     """Returns the pairs that become tokens 256, 257 and so on.
 

@@ -56,8 +56,7 @@ class Squad:
 
     def __post_init__(self) -> None:
         check_least(8, length=self.length)
-        if not bpe.BYTES <= self.tokens <= bpe.MOST:
-            raise ValueError(f"expected from {bpe.BYTES} to {bpe.MOST} tokens, got {self.tokens}")
+        bpe.check(self.tokens)
 
     @property
     def classes(self) -> int:

@@ -63,8 +63,7 @@ class Text:
 
     def __post_init__(self) -> None:
         check_least(1, context=self.context)
-        if not bpe.BYTES <= self.tokens <= bpe.MOST:
-            raise ValueError(f"expected from {bpe.BYTES} to {bpe.MOST} tokens, got {self.tokens}")
+        bpe.check(self.tokens)
 
     @property
     def classes(self) -> int:
