@@ -24,7 +24,6 @@ def doctor(_: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace) -> None:
-    """Runs python -m jaxcgx tune."""
     from jaxcgx.report import tune
 
     how = dict(method=options.method, budget=options.budget, alpha=options.alpha)
@@ -78,7 +77,6 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def link(options: argparse.Namespace) -> None:
-    """Runs python -m jaxcgx link."""
     import socket
 
     from jaxcgx.report import link, machine
@@ -118,7 +116,6 @@ def lab(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Runs python -m jaxcgx report."""
     from jaxcgx.report import figures, results
 
     names = [path.stem for path in options.files]

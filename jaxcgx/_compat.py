@@ -211,7 +211,6 @@ class _CalledByPython(effects.Effect):
 
 
 def effects_in_order(order: OrderedEffect) -> frozenset[Any]:
-    """Returns the effects of operations that run in the order of an ordered effect."""
     return frozenset({order, _CalledByPython()})
 
 

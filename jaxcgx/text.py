@@ -81,7 +81,6 @@ def parse_rate(place: str, text: Any, most: int = 10**11) -> int:
 
 
 def parse_time(place: str, text: Any) -> float:
-    """Returns a time such as "40ms" in seconds. Errors name the text's `place`."""
     return _parse(place, text, TIMES, "40ms")
 
 

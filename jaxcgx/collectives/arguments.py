@@ -142,7 +142,6 @@ def shared_key(routes: Routes, backward: Routes, key: Key | None, net: Transport
 
 
 def as_pairs(op: str, perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
-    """Returns the checked pairs (sender, receiver) of a permutation."""
     expected = f"pairs (sender, receiver) of two of the {size} ranks, as in [(0, 1), (1, 0)]"
     try:
         pairs = tuple((operator.index(sender), operator.index(receiver)) for sender, receiver in perm)

@@ -34,8 +34,6 @@ ENOUGH = 1.1  # two_shot rounds twice, so it must be faster than one_shot by thi
 
 
 class Load(NamedTuple):
-    """The ranks and bytes of an exchange."""
-
     ranks: int
     raw: float  # bytes of the message in float32
     wire: float  # compressed bytes of the message

@@ -93,7 +93,6 @@ class Losses:
         return Encoding(*((1 - part) * a + part * b for a, b in pairs))
 
     def encoded(self, state: State, ranks: int) -> State:
-        """Returns the state after encoding the estimate of a sum over some ranks."""
         power = self.power(ranks)
         by = self.of(ranks, round(state.noise / (state.gain**2 * power), 3))
         noise = by.gain**2 * state.noise + by.noise * (state.gain**2 * power + state.noise)

@@ -109,7 +109,6 @@ def _advance(ticket: Ticket, kept: _Kept, later: bool = False) -> None:
 
 
 def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
-    """Ends the sum. Returns (sums, carry)."""
     travel = ticket.travel
     routes, found, kept = travel.routes, dict[int, jax.Array](), _Kept(carry, travel.routes)
     ticket = dataclasses.replace(ticket, begun=dict(ticket.begun))

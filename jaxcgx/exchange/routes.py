@@ -351,7 +351,6 @@ def _scheduled(
 
 
 def as_order(op: str, order: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
-    """Returns a caller's order of `count` leaves, for `Way.order`."""
     if order is None:
         return None
     # not every caller is typed

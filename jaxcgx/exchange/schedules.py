@@ -142,7 +142,6 @@ def _begin_rounds(stage: Stage, message: Message, how: Sum) -> BegunMessage:
 
 
 def _sum_by_ring(stage: Stage, message: Message, how: Sum) -> jax.Array:
-    """Returns the encoded sum of this rank's part."""
     layout = _layout(stage, message)
 
     def add(payloads: jax.Array, part: jax.Array, place: int, key: Key | None, divisor: float = 1.0) -> jax.Array:

@@ -46,8 +46,6 @@ class Level:
 
 
 class _Climb:
-    """A sum on its way up the trees."""
-
     def __init__(self, stage: Stage, overlay: Overlay, message: Message, how: Sum) -> None:
         self.net, self.overlay, self.message, self.how = stage.net, overlay, message, how
         self.layout = message.layout(stage.codec, len(overlay.trees), overlay.shares)

@@ -16,8 +16,6 @@ Path = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change of some links at a point in time."""
-
     at: float  # the seconds after the start of the commands
     hosts: tuple[int, ...]  # the hosts whose links change
     rates: Mapping[str, int]  # the new rates, {"up": bit/s, "down": bit/s}, or only one of them

@@ -150,7 +150,6 @@ class Traffic(NamedTuple):
 
 
 def sent() -> list[Traffic]:
-    """Returns the traffic from this process to each process, including itself."""
     return [_traffic(data) for data in _data]
 
 

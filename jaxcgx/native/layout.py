@@ -151,7 +151,6 @@ class Layout:
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of each chunk."""
         return self._placed[0]
 
     @property
@@ -176,7 +175,6 @@ class Layout:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes that describe the message to native operations."""
         return dict(
             codec=self.codec.native,
             sizes=np.array(self.sizes, np.int64),
@@ -189,5 +187,4 @@ class Layout:
 
 @functools.lru_cache
 def layout_of(codec: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
-    """Returns the layout of a message of one array."""
     return Layout(codec, (shape,), (jnp.dtype(dtype),))

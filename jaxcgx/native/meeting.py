@@ -253,7 +253,6 @@ class Meeting(contextlib.AbstractContextManager["Meeting"]):
             )
 
     def _answer(self, sock: socket.socket, mine: bytes) -> Talk:
-        """The handshake with a process that calls this one."""
         hello = yield HELLO.size
         magic, _, other, channel, *links = HELLO.unpack(hello)
         if magic != MAGIC:
@@ -273,7 +272,6 @@ class Meeting(contextlib.AbstractContextManager["Meeting"]):
         self._keep(sock, other, channel)
 
     def _ask(self, sock: socket.socket, other: Other, channel: int) -> Talk:
-        """The handshake with a process that this one calls."""
         mine = self._hello(channel)
         with contextlib.suppress(OSError):  # the next read has the same error
             sock.send(mine)

@@ -20,12 +20,10 @@ _WORDS = {8: jnp.uint32, 4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}  # by the b
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Returns the bytes of n codes of one bucket."""
     return -(-n // ROWS) * bits
 
 
 def _fields(bits: int) -> Iterator[tuple[int, int]]:
-    """Yields (width, first bit) of the fields of a code."""
     at = 0
     for width in (8, 4, 2, 1):
         if bits & width:

@@ -47,7 +47,6 @@ def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: Any, net: Any
 
 
 def define(name: str) -> _compat.Primitive:
-    """Returns the primitive for the exchanges of a kind of transport."""
     primitive: _compat.Primitive = _compat.Primitive(name)
     define_impl(primitive)
     primitive.def_effectful_abstract_eval(exchange_aval)

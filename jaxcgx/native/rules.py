@@ -104,7 +104,6 @@ def batch_rule(
 
 
 def exchange_aval(x: Any, *, operation: str, net: Any, **params: object) -> tuple[Any, frozenset[Any]]:
-    """The abstract evaluation of an engine's exchange of x among the ranks of the transport `net`."""
     shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
     return _compat.result_aval([x], shape, x.dtype), net.effects
 
@@ -163,7 +162,6 @@ def _lower_to_handler(target: str, attributes: Rule, workspace_bytes: Callable[.
 
 
 def _spec(x: Any) -> tuple[Any, ...]:
-    """Returns the spec of a value that the partitioner asks about, with an entry for each axis of the value."""
     spec = getattr(x.sharding, "spec", ())
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
 

@@ -217,8 +217,6 @@ class Inside(Protocol):
 )
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands of the first primitive."""
-
     leaves: list[Any]
     residuals: list[Any] | None
     keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums

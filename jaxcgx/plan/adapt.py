@@ -67,7 +67,6 @@ _BUCKETS = {2: 128, 3: 256, 4: None}  # {bits: bucket size} of the clusters, as 
 def adapt(
     plan: Assignment, statistics: Any, method: str, budget: str, alpha: float, reference: Codec | None
 ) -> list[Rule]:
-    """Returns the rules that `Plan.adapt` adds to a plan."""
     check_type(_OP, "statistics", statistics, GradientStatistics, "what jaxcgx.gradient_statistics returns")
     check_choice(_OP, "method", method, _METHODS)
     check_choice(_OP, "budget", budget, bits.BUDGETS)

@@ -48,7 +48,6 @@ class Environment:
 
 
 def read(environ: Mapping[str, str] | None = None, op: str = "Plan.from_env") -> Environment:
-    """Returns the checked variables of an environment; None: of this process."""
     # Values that CGX doesn't have, and unknown names that begin with CGX_, are errors. Errors name the function `op`.
     environ = os.environ if environ is None else environ
     fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}

@@ -81,7 +81,6 @@ def by_axis(names: Sequence[Any], outer: Any, inner: Any) -> Any:
 
 
 def values(given: Any) -> list[Any]:
-    """Returns the values as a list, outermost first."""
     return list(given.values()) if isinstance(given, dict) else [given]
 
 

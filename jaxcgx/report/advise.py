@@ -333,7 +333,6 @@ class Case:
         return [jax.ShapeDtypeStruct((-(-x.size // self.each),), jnp.float32) for x in leaves]
 
     def sent(self, codec: Codec, schedule: str, mover: str | None) -> int:
-        """Returns the bytes that a rank sends to other nodes."""
         found = 0.0
         for each, whole in self._messages(codec):
             leaves = self._shares(each, whole)
@@ -448,7 +447,6 @@ def _advice(
 
 
 def _measured(speeds: Iterable[machine.Kernels]) -> str:
-    """Says when kernels were measured, and how well."""
     spread, busy = (max(values) for values in zip(*((each.spread, each.busy) for each in speeds)))
     others = f" while other programs took {busy:.0%} of the processors" if busy >= machine.QUIET else ""
     dates = sorted({each.date[:10] for each in speeds})

@@ -183,7 +183,6 @@ def _arrays(definition: str) -> list[_Array]:
 
 
 def _groups(attributes: str, ranks: int) -> Groups:
-    """Returns the groups of ranks, which XLA writes in several forms. `ranks` is the number of all ranks."""
     m = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)
     text = m[1] if m else "{}"
     if m := _MESH.match(text):
@@ -196,7 +195,6 @@ def _groups(attributes: str, ranks: int) -> Groups:
 
 
 def _mesh_groups(mesh: str, devices: str | None, axes: str) -> Groups:
-    """Returns the groups of a mesh and axes, as XLA writes them."""
     # In mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}, the ranks of a group differ along 'a' and along the
     # outer half of 'b'.
     sizes = {name.strip("'"): int(n) for name, n in (item.split("=") for item in mesh.split(","))}

@@ -159,7 +159,6 @@ def _loop(step: Callable[..., tuple[Any, Any]], *carry: Any) -> Callable[[], Any
 
 
 def _measure(programs: Sequence[tuple[int, Callable[[], Any]]]) -> Kernels:
-    """Measures the programs of a codec once."""
     before = _taken()
     seconds = [_time(program) for _, program in programs]
     others, passed = (now - then for now, then in zip(_taken(), before))

@@ -35,7 +35,6 @@ def _transformer(layers: int, matrices: dict[str, tuple[int, int]], vectors: int
 
 
 def _layers(d: int, layers: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of layers of width `d`, whose inner width is 4 d."""
     matrices = {"attention/qkv": (d, 3 * d), "attention/out": (d, d), "mlp/up": (d, 4 * d), "mlp/down": (4 * d, d)}
     return _transformer(layers, matrices, 13 * d)
 

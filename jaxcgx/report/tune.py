@@ -56,7 +56,6 @@ def _can_have(codec: Any, bits: int) -> bool:
 
 
 def read(path: Path) -> list[Step]:
-    """Returns the steps of an .npz file, in their order."""
     found: dict[int, Step] = {}
     for key, leaf in _load(path).items():
         name, step = re.findall(r"\A(.*?)(?:@([0-9]+))?\Z", key, re.DOTALL)[0]

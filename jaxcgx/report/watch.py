@@ -53,8 +53,6 @@ def watch(step: Callable[..., Any], seconds: float, *, end: float | None = None)
 
 
 class WatchedCall:
-    """A call of a watched function."""
-
     def __init__(self, number: int) -> None:
         self.number = number  # counts from 1
         self.begun: float = time.monotonic()

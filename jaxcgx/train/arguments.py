@@ -43,7 +43,6 @@ class Split:
 
     @classmethod
     def of(cls, division: OverMesh, places: tuple[int, ...], others: Others, specs: Specs) -> "Split":
-        """Makes the split of a call. `specs` are the caller's batch_specs."""
         found, tree = jax.tree.flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
         rest = [x for i, x in enumerate(others[0]) if i not in places], others[1]
@@ -235,7 +234,6 @@ def notes(division: OverMesh, others: Others) -> Generator[None]:
 
 
 def joined(others: Others, places: Sequence[int], params: Sequence[Any]) -> Others:
-    """Returns the arguments of a loss, from both parts."""
     args, kwargs = list(others[0]), others[1]
     for i, x in zip(places, params):
         args[i] = filled(x, args[i])
@@ -329,5 +327,4 @@ def as_nnx(grads: PyTree) -> PyTree:
 
 
 def _is_raw_key(x: Any) -> bool:
-    """Returns whether an array has the type of a single raw random key: two words."""
     return x.dtype == np.uint32 and x.shape == (2,)

@@ -35,7 +35,6 @@ def axes_of(part: Any) -> Names:
 
 
 def shortest(spec: P) -> P:
-    """Returns the spec without its last dimensions that no axis shards."""
     parts = list(spec)
     while parts and parts[-1] in (None, ()):
         parts.pop()
@@ -152,7 +151,6 @@ def _leaves(*found: tuple[Any, Any]) -> str:
 
 
 def dimensions(specs: Specs) -> list[int | None]:
-    """Returns for each leaf of a batch the dimension of the examples, or None if the leaf is whole."""
     return list(map(dimension, jax.tree.leaves(specs)))
 
 
@@ -269,7 +267,6 @@ def _by_path(specs: Specs, params: Params) -> Specs:
 
 
 def _sharding(x: ArrayLike) -> NamedSharding | None:
-    """Returns the sharding of an array, or None if it isn't known, as under jit on an Auto mesh."""
     if isinstance(x, Tracer):
         sharding: Any = jax.typeof(x).sharding
         explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types

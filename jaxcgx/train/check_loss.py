@@ -200,7 +200,6 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
 
 
 def _one(loss: Loss, tree: PyTree, params: Params, given: Given, arrays: list[jax.Array]) -> Results:
-    """Returns what the loss finds for the examples in `arrays`."""
     leaves, of_params = jax.tree.flatten(params)
     trained = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
 
@@ -222,7 +221,6 @@ def _vector(found: Results) -> np.ndarray[Any, Any]:
 
 
 def _norms(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns the sizes of the loss and of the gradients, [..., 2]."""
     return np.stack([np.abs(vector[..., 0]), np.linalg.norm(vector[..., 1:], axis=-1)], -1)
 
 
@@ -315,7 +313,6 @@ def _check_outputs(outputs: Outputs, whole: Results, parts: Results, limit: floa
 
 
 def _together(y: Any, kind: str | int, shares: Any) -> Any:
-    """Returns an output of all ranks, from those of the parts, [parts, ...]."""
     if kind == "mean":
         return np.tensordot(shares, np.asarray(y, np.float64), 1)
     if kind == "sum":

@@ -143,7 +143,6 @@ def without_row(tree: PyTree) -> PyTree:
 
 
 def with_row(state: ExchangeState) -> ExchangeState:
-    """Returns the state of a rank with a row, as a step has it."""
     return ExchangeState(row(state.own), state.shared)
 
 
@@ -285,7 +284,6 @@ class OverMesh(Division):
         return jax.shard_map(fresh, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False)()
 
     def specs_of_exchange(self, fresh: Callable[[], ExchangeState], params: Params) -> Specs:
-        """Returns the specs of the state that `fresh` makes for shards of parameters."""
         return ExchangeState(self.rows, P())
 
 

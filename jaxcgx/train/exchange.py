@@ -122,7 +122,6 @@ Outcome: TypeAlias = tuple[Any, ExchangeState]  # (a ticket or the mean, the sta
 
 
 def is_rounds(given: object) -> bool:
-    """Returns whether a value is Rounds (rounds.py), which move parameters instead of gradients."""
     return callable(getattr(given, "act", None)) and not isinstance(given, type)
 
 

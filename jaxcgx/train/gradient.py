@@ -88,7 +88,6 @@ class Loss:
         return self.parts(self.function(params, *states, given.batch, *keys))
 
     def parts(self, found: Any) -> tuple[tuple[jax.Array, Any], tuple[PyTree, PyTree]]:
-        """Returns the parts of what the function returns, as `call` does."""
         rest: Any = None
         weight, model_state, aux = None, None, None
         try:
@@ -141,7 +140,6 @@ _constant.defjvp(_constant_jvp, symbolic_zeros=True)
 
 
 def _split(x: jax.Array, d: int, parts: int) -> jax.Array:
-    """Returns [parts, ...]: the array, split into equal parts along dimension `d`."""
     if x.shape[d] % parts:
         expected = f"batches that every rank can split into {parts}"
         raise wrong(OP, "accumulate", expected, f"{spell_array(x)} on a rank")
@@ -168,8 +166,6 @@ def forward(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Gradient:
-    """The gradients of one rank for the parameters that are not skipped."""
-
     division: Division
     loss: Loss
     model_state: ModelState

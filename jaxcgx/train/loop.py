@@ -134,7 +134,6 @@ def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Divisi
 
 
 def _check_mesh(mesh: Any, sharding: Sharding) -> None:
-    """Checks a mesh, and the axes and the specs of a batch over it."""
     names = axes_over(OP, mesh, sharding.axis, "sharding.axis")
     other = axes_beside(mesh, names)
     if other and crosses(sharding.axis):  # XLA crashes on ordered effects in a shard_map over the other axes

@@ -67,7 +67,6 @@ class Outputs:
         return leaves
 
     def said(self, aux: PyTree) -> list[str | P | None]:
-        """Returns what the caller says of each leaf, or None."""
         expected = f"a tree of {', '.join(map(repr, WAYS))} and PartitionSpecs like the auxiliary outputs"
         specs = self.specs(aux) if callable(self.specs) else self.specs
         return broadcast(self.op, "aux_specs", specs, aux, expected=expected)
@@ -109,7 +108,6 @@ class Outputs:
         return [times(x) if kind == "mean" else x for x, kind in zip(leaves, self.kinds)]
 
     def joined(self, stacked: list[jax.Array], parts: int) -> list[jax.Array]:
-        """Returns the outputs of a rank from those of its micro-batches, [parts, ...]."""
         return [_joined(x, kind, parts) for x, kind in zip(stacked, self.kinds)]
 
     def of_all(self, leaves: list[jax.Array], weight: jax.Array | None, net: Transport) -> dict[str, list[jax.Array]]:
@@ -205,7 +203,6 @@ class ModelState:
         return PerRank(jax.tree.map(own, state))
 
     def spec(self, rows: P) -> P:
-        """Returns the PartitionSpec of the states that `first` and `of_all` return."""
         return rows if self.mode == "per_rank" else P()
 
     def of_rank(self, state: PyTree, net: Transport) -> PyTree:

@@ -295,12 +295,10 @@ class CentersTraining:
         return self.ranks.over(of_rank, (specs, of_batch, P()), (specs, rows, rows))(given, batch, key)
 
     def act(self, act: Act, given: Ongoing) -> Ongoing:
-        """Does an act in all centers. `given` has the state of its part alone."""
         specs = Ongoing(P(), P(), self.rows, [None if act.part < 0 else self.part])
         return self.ranks.over(functools.partial(self._of_rank, act, 0), (specs,), specs)(given)
 
     def _of_rank(self, act: Act, place: int, given: Ongoing) -> Ongoing:
-        """Does an act in a rank. `place` is that of the part's state in `given.parts`."""
         parts, state = list(given.parts), given.parts[place]
         state = state and ExchangeState(without_row(state.own), state.shared)
         outer, own, state = self.rounds.act(act, given.outer, without_row(given.params), state=state, at=self.at())
@@ -337,7 +335,6 @@ class CentersTraining:
             raise wrong("train.step", "state", expected, got, f"pass fragments={found}" * (found > 0))
 
     def placed(self, state: TrainState) -> TrainState:
-        """Returns a state where a step leaves it."""
         return put(state, self.ranks.shardings(self.specs))
 
     def _check(self, params: Params, skipped: PyTree) -> None:
@@ -426,7 +423,6 @@ class StepOfCenters(Step):
 
 
 def inside(state: TrainState) -> TrainState:
-    """Returns the state without what only acts change."""
     return state.replace(params=None, exchange=state.exchange._replace(parts=()))
 
 

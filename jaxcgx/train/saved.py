@@ -253,7 +253,6 @@ def _flatten(template: PyTree, per_rank: Mapping[str, str]) -> tuple[list[SavedL
 
 
 def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
-    """Returns {path: shape} of the leaves of a checkpoint. The shape of text is None."""
     tree = getattr(checkpointer.metadata(path).item_metadata, "tree", None)
     if tree is None:
         remedy = "pass an absolute path; a CheckpointManager has it in folder/step/default"
@@ -284,7 +283,6 @@ def _check(leaves: list[SavedLeaf], saved: dict[str, Any]) -> None:
 
 
 def _words(x: Any) -> Any:
-    """Returns a leaf as Orbax stores it: random keys are arrays of words."""
     is_key = hasattr(x, "dtype") and not addable(x)
     return jax.eval_shape(jax.random.key_data, x) if is_key else x
 

@@ -66,7 +66,6 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, specs: Specs, names: Names) -> "Cut":
-        """Returns the cut of a tree of specs over the axes of the ranks, `names`."""
         found, structure = jax.tree.flatten(specs)
         return cls(structure, tuple(_dimension(spec, names) for spec in found))
 
@@ -84,7 +83,6 @@ class Cut(NamedTuple):
         return self.structure.unflatten(map(spec, self.dimensions)) if self else P()
 
     def check(self, argument: str, params: Params, ranks: int) -> None:
-        """Checks that `ranks` divides the sharded dimensions. Errors name `argument`, which has the specs."""
         if not self:
             return
         if jax.tree.structure(params) != self.structure:

@@ -185,7 +185,6 @@ def _scale(limit: Number, square: jax.Array | int) -> jax.Array:
 
 
 def _squares(leaves: Sequence[jax.Array], at: At) -> list[jax.Array]:
-    """Returns the sum of each leaf's squares over all of its shards."""
     real: Callable[[jax.Array], jax.Array] = lambda g: jnp.abs(g) if jnp.iscomplexobj(g) else g
     return at.of_shards([jnp.square(real(g).astype(jnp.float32)).sum() for g in leaves])
 

@@ -175,7 +175,6 @@ class Training:
         return self.update(state, means, pending.loss, skipped, key=noise)
 
     def gradient(self, division: Division, skipped: PyTree, dims: Sequence[int | None], outputs: Outputs) -> Gradient:
-        """Returns the gradient of a rank of this division, whose batch is split along these dimensions."""
         return Gradient(
             division=division,
             loss=self.loss,
@@ -238,7 +237,6 @@ def check_train_state(state: Any) -> None:
 
 
 def as_arrays(argument: str, tree: PyTree) -> PyTree:
-    """Returns a tree of parameters or of a model's state, an argument of `init`, as JAX arrays."""
     remedy = "leave it out; in Equinox, params, static = eqx.partition(model, eqx.is_inexact_array)"
     check = functools.partial(as_array, "train.init", argument, remedy=remedy)
     return jax.tree.map_with_path(lambda path, x: check(x, path), tree)

@@ -29,11 +29,9 @@ class Update:
     division: Division
 
     def init(self, params: Params, skipped: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns (the optimizer's state, the errors of the gather of updates)."""
         return self.optimizer.init(part(params, skipped)), self.division.init_lost(params, skipped)
 
     def specs(self, params: Params, skipped: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the PartitionSpecs of (updates, the optimizer's state)."""
         trained = part(params, skipped)
         specs = part(self.division.specs_of(params)[1], skipped)
         state = jax.eval_shape(self.optimizer.init, trained)

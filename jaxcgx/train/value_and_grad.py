@@ -294,7 +294,6 @@ class ValueAndGrad:
         return vary((value, weight), net.names), (None, outputs)
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], list[Any], Others]:
-        """Returns (the positions of the differentiated arguments, these arguments, the other arguments)."""
         places, args = self._places(len(args)), [*args, *self.closes_over]
         check_once((args, kwargs))
         params, fixed = part([args[i] for i in places])
@@ -321,7 +320,6 @@ class ValueAndGrad:
         return self.once
 
     def _places(self, count: int) -> tuple[int, ...]:
-        """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
         asked = self._as_list(self.argnums)
         if any(not -count <= i < count for i in asked):
             raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)

@@ -92,7 +92,6 @@ def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
 
 
 def marked(axis_name: AxisName) -> list[Mark]:
-    """Returns the marks among an axis or a tuple of axes."""
     axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
     return [axis for axis in axes if isinstance(axis, Mark)]
 

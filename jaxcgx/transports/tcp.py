@@ -24,7 +24,6 @@ ORDER: Any = _compat.OrderedOnEachDevice()
 
 
 def transport_over_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAxes":
-    """Returns the transport over named axes, some of which are marked as Tcp."""
     links = list(dict.fromkeys(axis.links for axis in marks))
     if len(links) > 1:
         got = " and ".join(map(str, links))

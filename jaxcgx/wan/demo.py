@@ -42,14 +42,12 @@ class CosineBlocks:
         return tuple(max(d for d in range(1, self.side + 1) if n % d == 0) for n in self.matrix)
 
     def coefficients(self, x: jax.Array) -> jax.Array:
-        """Returns the coefficients of each block, [blocks, elements]."""
         (m, n), (a, b) = self.matrix, self.block
         parts = x.reshape(m // a, a, n // b, b)
         found = jnp.einsum("aibj,ki,lj->abkl", parts, *map(_cosines, (a, b)), precision="highest")
         return found.reshape(-1, a * b)
 
     def restore(self, coefficients: jax.Array) -> jax.Array:
-        """Returns the leaf that has these coefficients."""
         (m, n), (a, b) = self.matrix, self.block
         parts = coefficients.reshape(m // a, n // b, a, b)
         return jnp.einsum("abkl,ki,lj->aibj", parts, *map(_cosines, (a, b)), precision="highest").reshape(self.shape)

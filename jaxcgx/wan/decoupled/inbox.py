@@ -228,7 +228,6 @@ class Inbox:
             return self._arrived, self.assembly.outcome() or {}, self.assembly.gathers(time.monotonic())
 
     def contribute(self, contribution: Contribution) -> None:
-        """Sends this center's contribution to all centers."""
         with self.changed:
             self.assembly.contribute(self._given.place, contribution)
             self.peers.send_all(_frame(contribution))
@@ -270,7 +269,6 @@ class Inbox:
     # The threads: one that decides, and those of `Peers`, which call the methods below it.
 
     def _preside(self) -> None:
-        """Decides rounds whenever this center is the chair. It runs until the center leaves."""
         with self.changed:
             while not self._closed:
                 now = time.monotonic()

@@ -64,7 +64,6 @@ class Packing:
 
     @classmethod
     def of(cls, op: str, plan: Plan, params: PyTree, average: Any) -> Self:
-        """Returns the packing for these parameters. `Decoupled` explains the arguments. Errors name `op`."""
         routes, found = Routes.of(op, plan, params), list[Packed]()
         for x, route in zip(jax.tree_util.tree_leaves(params), routes.leaves):
             if route.skipped:
@@ -130,7 +129,6 @@ class Packing:
 
 
 def _how(op: str, average: Any, path: PyTree, x: jax.Array) -> str:
-    """Returns the kind of a parameter's average: "mean" or "radial"."""
     name = spell_path(path)
     if average == "radial":
         return "mean" if "embed" in name.lower() else "radial"
@@ -210,7 +208,6 @@ class Moves:
 
     @_program
     def checksums(self, trained: PyTree, state: PyTree) -> jax.Array:
-        """Returns checksums of the outer parameters and of the outer optimizer's state."""
         return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree_util.tree_leaves((trained, state)))])
 
     @_program

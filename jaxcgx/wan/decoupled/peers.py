@@ -119,14 +119,12 @@ class Peers:
         return {place: self._why.get(place, "not reached") for place in places}
 
     def send(self, place: int, frame: Frame) -> None:
-        """Queues a frame for a center, if the center is connected."""
         with self._lock:
             link = self._links.get(place)
         if link:
             link.put(frame)
 
     def send_all(self, frame: Frame) -> None:
-        """Queues a frame for all connected centers."""
         for place in range(len(self._addresses)):
             self.send(place, frame)
 
@@ -182,7 +180,6 @@ class Peers:
         return place
 
     def _tell(self, sock: socket.socket, first: bool) -> Terms:
-        """Sends this center's terms, and returns those of the other center."""
         # `first` says which end sends first: if both sent at once, large terms could fill the buffers and block both.
         text = json.dumps(self._terms).encode()
         mine = struct.pack("!I", len(text)) + text

@@ -23,7 +23,6 @@ class Fragment(NamedTuple):
         return structure.unflatten(rows)
 
     def put(self, tree: PyTree, part: PyTree) -> PyTree:
-        """Returns the tree in which `part` replaces this fragment."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
         new = structure.flatten_up_to(part)
         return structure.unflatten(
