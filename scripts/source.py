@@ -97,14 +97,12 @@ def origin(module, name):
 
 
 def public():
-    """Yields (module, name) for everything in __all__ of the packages that users import."""
+    """Yields (module, name) for everything that the packages that users import import `as` itself."""
     for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.patch", "jaxcgx.wan"):
-        for node in modules().get(package, ast.Module([], [])).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names = ast.literal_eval(node.value)
-                # Without the packages, whose names are yielded separately.
-                names = [name for name in names if package != "jaxcgx" or name not in ("patch", "wan")]
-                yield from (origin(package, name) for name in names)
+        for node in ast.walk(modules().get(package, ast.Module([], []))):
+            names = [alias.name for alias in node.names if alias.asname] if isinstance(node, ast.ImportFrom) else []
+            # Without the packages, whose names are yielded separately.
+            yield from (origin(package, name) for name in names if package != "jaxcgx" or name not in ("patch", "wan"))
 
 
 def parameters(function):

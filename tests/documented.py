@@ -27,11 +27,17 @@ PROTOCOLS = [
 ]
 
 
-def undocumented(module):
-    """Returns the names of a module's `__all__`, and of their arguments and members, that have no documentation."""
+def public(module):
+    """Returns {name: value} of what a package imports `as` itself, which makes it public."""
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    names = [each for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names]
+    return {each.asname: getattr(module, each.asname) for each in names if each.asname == each.name}
+
+
+def undocumented(things):
+    """Returns the names of {name: value}, and of their arguments and members, that have no documentation."""
     found = []
-    for name in module.__all__:
-        thing = getattr(module, name)
+    for name, thing in things.items():
         found += [name] * (not inspect.getdoc(thing))
         if inspect.isfunction(thing):
             found += missing_arguments(name, thing)
@@ -42,13 +48,13 @@ def undocumented(module):
 
 def results(module):
     """Returns the classes of jaxcgx that a module's public functions, and the methods of its classes, return."""
-    public = [getattr(module, name) for name in module.__all__]
-    members = [member for thing in public if inspect.isclass(thing) for member in vars(thing).items()]
+    own = public(module).values()
+    members = [member for thing in own if inspect.isclass(thing) for member in vars(thing).items()]
     methods = [getattr(member, "__func__", member) for name, member in members if not name.startswith("_")]
-    functions = filter(inspect.isfunction, [*public, *methods])
+    functions = filter(inspect.isfunction, [*own, *methods])
     hints = [typing.get_type_hints(each, localns=dict(jax=jax, optax=optax)).get("return") for each in functions]
     found = {kind for hint in hints for kind in (hint, *typing.get_args(hint)) if inspect.isclass(kind)}
-    return {kind for kind in found if kind.__module__.startswith("jaxcgx.")} - {*public}
+    return {kind for kind in found if kind.__module__.startswith("jaxcgx.")} - {*own}
 
 
 def named_on_pages(module):

@@ -31,7 +31,8 @@ _MISMATCH = (
 try:
     from mpi4py import MPI
 
-    from jaxcgx.mpi.ranks import broadcast, hierarchy
+    from jaxcgx.mpi.ranks import broadcast as broadcast
+    from jaxcgx.mpi.ranks import hierarchy as hierarchy
 except ModuleNotFoundError as _error:
     raise ImportError(f"jaxcgx.mpi: {_error}; {_MISSING}") from _error
 except (ImportError, RuntimeError) as _error:
@@ -64,8 +65,6 @@ def _number(variable: str) -> int:
 
 
 _check_launch()
-
-__all__ = ["broadcast", "hierarchy"]
 
 CHECK = False
 WAIT = 60.0

@@ -1,33 +1,20 @@
 """Techniques for training over wide-area networks."""
 
-from jaxcgx.plan.overlay import Overlay, Tree
-from jaxcgx.wan.decoupled.decoupled import Decoupled, DecoupledState, Member
-from jaxcgx.wan.demo import Demo
-from jaxcgx.wan.diloco.diloco import Diloco
-from jaxcgx.wan.diloco.forms import HFA, MuLoCo, Pier, PULSELoCo, SparseLoCo
-from jaxcgx.wan.diloco.outer import matched_nesterov
-from jaxcgx.wan.geomx.differential import Differential
-from jaxcgx.wan.geomx.environment import GeoMX, from_env
-from jaxcgx.wan.geomx.mixed_sync import MixedSync
-from jaxcgx.wan.overlays.topology import Topology
-
-__all__ = [
-    "HFA",
-    "Decoupled",
-    "DecoupledState",
-    "Demo",
-    "Differential",
-    "Diloco",
-    "GeoMX",
-    "Member",
-    "MixedSync",
-    "MuLoCo",
-    "Overlay",
-    "PULSELoCo",
-    "Pier",
-    "SparseLoCo",
-    "Topology",
-    "Tree",
-    "from_env",
-    "matched_nesterov",
-]
+from jaxcgx.plan.overlay import Overlay as Overlay
+from jaxcgx.plan.overlay import Tree as Tree
+from jaxcgx.wan.decoupled.decoupled import Decoupled as Decoupled
+from jaxcgx.wan.decoupled.decoupled import DecoupledState as DecoupledState
+from jaxcgx.wan.decoupled.decoupled import Member as Member
+from jaxcgx.wan.demo import Demo as Demo
+from jaxcgx.wan.diloco.diloco import Diloco as Diloco
+from jaxcgx.wan.diloco.forms import HFA as HFA
+from jaxcgx.wan.diloco.forms import MuLoCo as MuLoCo
+from jaxcgx.wan.diloco.forms import Pier as Pier
+from jaxcgx.wan.diloco.forms import PULSELoCo as PULSELoCo
+from jaxcgx.wan.diloco.forms import SparseLoCo as SparseLoCo
+from jaxcgx.wan.diloco.outer import matched_nesterov as matched_nesterov
+from jaxcgx.wan.geomx.differential import Differential as Differential
+from jaxcgx.wan.geomx.environment import GeoMX as GeoMX
+from jaxcgx.wan.geomx.environment import from_env as from_env
+from jaxcgx.wan.geomx.mixed_sync import MixedSync as MixedSync
+from jaxcgx.wan.overlays.topology import Topology as Topology
