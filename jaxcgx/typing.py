@@ -16,3 +16,4 @@ Batch: TypeAlias = PyTree
 Specs: TypeAlias = PyTree  # a tree of PartitionSpecs, or a prefix of one
 Key: TypeAlias = jax.Array
 KeyPath: TypeAlias = Sequence[Any]  # the place of a leaf in a tree
+STATIC: dict[Any, bool] = dict(static=True)  # metadata of the fields of a dataclass that JAX takes for its structure

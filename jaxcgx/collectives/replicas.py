@@ -1,7 +1,6 @@
 """check_replicas: checks that all ranks have the same bits, and names the ranks and leaves that differ."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.exchange import scopes
 from jaxcgx.exchange.resolve import transport_over_axes
-from jaxcgx.typing import AxisName, PyTree
+from jaxcgx.typing import STATIC, AxisName, PyTree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["differs"], meta_fields=["paths", "axis_name"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replicas:
     """The result of check_replicas. It is a pytree, so a jitted step can return it.
@@ -27,8 +26,8 @@ class Replicas:
     """
 
     differs: jax.Array
-    paths: tuple[str, ...]
-    axis_name: AxisName
+    paths: tuple[str, ...] = dataclasses.field(metadata=STATIC)
+    axis_name: AxisName = dataclasses.field(metadata=STATIC)
 
     @property
     def agree(self) -> jax.Array:

@@ -1,7 +1,6 @@
 """The values that travel through an exchange: a message with its keys and its state, its stages, and its sum."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from jaxcgx.native.ops import Own
 from jaxcgx.native.rules import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
-from jaxcgx.typing import ArrayLike, PyTree
+from jaxcgx.typing import STATIC, ArrayLike, PyTree
 
 # The state that a sum keeps from call to call, as fields of `Carry` and `Message`. Each rank has its own residuals and
 # momentum. Factors are the same on every rank: like sums, they don't vary over the axes of the exchange. A permutation
@@ -49,9 +48,7 @@ class Carry:
     received: PyTree = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["leaves", "key", "back", *STATE, *ENDS], meta_fields=["ids"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Message:
     """Leaves that travel together, with their key and their state. A pytree.
@@ -61,7 +58,7 @@ class Message:
     of state is a list with one array per leaf, or None.
     """
 
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = dataclasses.field(metadata=STATIC)
     leaves: list[Any]
     key: jax.Array | None = None
     back: jax.Array | None = None  # the key of the transpose; None: it is made from `key`
@@ -146,11 +143,7 @@ class Sent(NamedTuple):
         return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["outer", "residuals", "before", "payload", "leaves", "factors"],
-    meta_fields=["more"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BegunMessage:
     """A message on its way over its outermost stage, in one round or two. None in place of what isn't needed.
@@ -166,7 +159,7 @@ class BegunMessage:
     """
 
     outer: Any
-    more: bool = False
+    more: bool = dataclasses.field(default=False, metadata=STATIC)
     residuals: list[Any] | None = None
     before: list[Any] | None = None
     payload: jax.Array | None = None

@@ -1,7 +1,6 @@
 """begin, end and reduce: the sum or the mean of a tree over ranks, in one program or in two."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,10 +19,10 @@ from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Route
 from jaxcgx.transports.base import Transport
-from jaxcgx.typing import Key, PyTree
+from jaxcgx.typing import STATIC, Key, PyTree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["begun", "held", "key"], meta_fields=["travel"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ticket:
     """A sum that has begun. It must be ended once, in this program or, with `Way.later`, in a later one."""
@@ -31,7 +30,7 @@ class Ticket:
     begun: dict[int, BegunMessage]  # {number of the envelope: its message on its way}
     held: dict[int, jax.Array]  # {number of the leaf: leaf that `end` sends}
     key: Key | None  # the key of the noise
-    travel: Travel
+    travel: Travel = dataclasses.field(metadata=STATIC)
 
 
 class _Kept:

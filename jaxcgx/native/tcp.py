@@ -27,6 +27,7 @@ from jaxcgx.native.connections import connect
 from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.rng import kernel_key
 from jaxcgx.native.rules import batch_exchange, batch_rule, digest, exchange_aval, places, refuse, refuse_gpus
+from jaxcgx.typing import STATIC
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
@@ -212,15 +213,13 @@ class Inside(Protocol):
 # The operands and the results of both primitives, in the order in which the handlers have them.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["leaves", "residuals", "keys"], meta_fields=["inside"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
     leaves: list[Any]
     residuals: list[Any] | None
     keys: list[Any]  # for the encodings of a rank's own leaves, of a root's sum, and of other sums
-    inside: Inside | None  # ranks that add their leaves first
+    inside: Inside | None = dataclasses.field(metadata=STATIC)  # ranks that add their leaves first
 
 
 class Started(NamedTuple):
@@ -228,11 +227,7 @@ class Started(NamedTuple):
     ticket: Any
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["ticket", "residuals"],
-    meta_fields=["layout", "two_shot", "net", "inside"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Begun:
     """A sum that has begun: the operands of the second primitive."""
@@ -241,10 +236,10 @@ class Begun:
     # is "raw", an owner's residuals of its part become the loss of encoding the sum when the sum ends.
     ticket: jax.Array
     residuals: list[Any] | None
-    layout: Layout
-    two_shot: bool  # whether the sum goes along trees
-    net: Any
-    inside: Inside | None  # as in `Operands`; the results are then whole leaves
+    layout: Layout = dataclasses.field(metadata=STATIC)
+    two_shot: bool = dataclasses.field(metadata=STATIC)  # whether the sum goes along trees
+    net: Any = dataclasses.field(metadata=STATIC)
+    inside: Inside | None = dataclasses.field(metadata=STATIC)  # as in `Operands`; the results are then whole leaves
 
 
 class Ended(NamedTuple):

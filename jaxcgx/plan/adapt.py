@@ -1,7 +1,6 @@
 """The errors of each codec on the gradients of each leaf, and Plan.adapt, which chooses codecs by these errors."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -18,13 +17,10 @@ from jaxcgx.codecs.checks import check_codec
 from jaxcgx.plan import bits
 from jaxcgx.plan.assignment import Assignment, Rule
 from jaxcgx.plan.leaves import compressing
+from jaxcgx.typing import STATIC
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["errors", "norms", "tops"],
-    meta_fields=["paths", "shapes", "dtypes", "codecs"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientStatistics:
     """Statistics of gradients: sums over ranks and, if statistics were added, over steps.
@@ -44,10 +40,10 @@ class GradientStatistics:
     errors: jax.Array
     norms: jax.Array
     tops: jax.Array
-    paths: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    codecs: tuple[Codec, ...]
+    paths: tuple[str, ...] = dataclasses.field(metadata=STATIC)
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata=STATIC)
+    dtypes: tuple[str, ...] = dataclasses.field(metadata=STATIC)
+    codecs: tuple[Codec, ...] = dataclasses.field(metadata=STATIC)
 
     def __add__(self, other: "GradientStatistics") -> "GradientStatistics":
         # not every caller is typed

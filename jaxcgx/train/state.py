@@ -9,7 +9,7 @@ import jax
 from jaxcgx.checks import check_integer, set_field
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.plan import Plan
-from jaxcgx.typing import AxisName, Params, PyTree, Specs
+from jaxcgx.typing import STATIC, AxisName, Params, PyTree, Specs
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,7 @@ class Pending:
     grads: PyTree
     ticket: PyTree
     loss: PyTree
-    order: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+    order: tuple[int, ...] = dataclasses.field(metadata=STATIC)
 
 
 @jax.tree_util.register_dataclass
