@@ -39,7 +39,6 @@ if TYPE_CHECKING or not COMMAND:  # every command imports what it needs
     from jaxcgx.collectives.compressed import compressed_psum_scatter as compressed_psum_scatter
     from jaxcgx.collectives.compressed import compressed_ragged_all_to_all as compressed_ragged_all_to_all
     from jaxcgx.collectives.compressed import init_carry as init_carry
-    from jaxcgx.collectives.gradients import local_value_and_grad as local_value_and_grad
     from jaxcgx.collectives.replicas import check_replicas as check_replicas
     from jaxcgx.collectives.statistics import all_finite as all_finite
     from jaxcgx.collectives.statistics import gradient_statistics as gradient_statistics

@@ -34,6 +34,8 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
+from jaxcgx.typing import PyTree
+
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the manual mesh axes that `x` varies over, as shard_map's check_vma tracks them."""
@@ -81,6 +83,12 @@ def vary(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
 def tracked_axes(names: Iterable[Any]) -> frozenset[Any]:
     """Returns the axes among `names` for which JAX tracks which values vary: mesh axes under check_vma."""
     return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
+
+
+def vary_over(tree: PyTree, names: Iterable[Any]) -> PyTree:
+    """Returns the arrays, marked as varying over the axes `names` if JAX tracks this for them."""
+    tracked = tracked_axes(names)
+    return jax.tree.map(lambda x: vary(x, tracked), tree)
 
 
 # No type and no context of JAX has these axes, so jaxcgx wraps the rule with which JAX transposes a shard_map. The

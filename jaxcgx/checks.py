@@ -24,7 +24,7 @@ BOOL = bool | np.bool_
 MOST_SHOWN = 600  # the most characters of a wrong value in an error
 REDUCED = (
     "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over that axis: "
-    "take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
+    "take it with jaxcgx.value_and_grad(loss_fn, axis_name, None), or differentiate with respect to "
     "jax.lax.pcast(params, axis_name, to='varying')"
 )
 MOST = 2**40  # the most elements of a bucket, a leaf or a message; a limit that none reaches

@@ -77,7 +77,7 @@ def compress_gradients():
             return params, tx.init(params)
 
     def step(params, state, batch):
-        grads = cgx.local_value_and_grad(loss, "data")(params, batch)[1]
+        grads = cgx.grad(loss, "data", None)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

@@ -56,14 +56,14 @@ def gradients_inside(style, loss, axes, codec):
             return lax.pmean(value, axes), grads
 
         return found
-    local = cgx.local_value_and_grad(loss, axes)
+    local = cgx.value_and_grad(loss, axes, None)
 
     def both(params, batch):
         value, grads = local(params, batch)
         if style == "compressed_pmean":
-            return lax.pmean(value, axes), cgx.compressed_pmean(grads, axes, codec)
+            return value, cgx.compressed_pmean(grads, axes, codec)
         exchange = cgx.compress_gradients(axes, codec, axis_size=1)
-        return lax.pmean(value, axes), exchange.update(grads, exchange.init(params), params)[0]
+        return value, exchange.update(grads, exchange.init(params), params)[0]
 
     return both
 

@@ -31,9 +31,9 @@ def local_step(optimizer, loss_fn=loss_fn):
     """Returns a step of one rank."""
 
     def step(params, state, x):
-        loss, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
+        loss, grads = cgx.value_and_grad(loss_fn, "data", None)(params, x)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+        return optax.apply_updates(params, updates), state, loss
 
     return step
 

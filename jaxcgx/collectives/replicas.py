@@ -95,7 +95,7 @@ def check_replicas(tree: PyTree, axis_name: AxisName) -> Replicas:
     sums = [checksum(jnp.asarray(leaf)) for _, leaf in found]
     if not sums:
         return Replicas(jnp.zeros((0, net.size), bool), (), axis_name)
-    every = _compat.vary(jnp.stack(_compat.match_varying(*sums)), _compat.tracked_axes(net.names))
+    every = _compat.vary_over(jnp.stack(_compat.match_varying(*sums)), net.names)
     with scopes.scope(scopes.MessageScope("check_replicas", net.names, paths)):
         for name in reversed(net.names):
             every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")

@@ -98,4 +98,4 @@ def all_finite(grads: PyTree, axis_name: AxisName) -> jax.Array:
     # The axes of the mesh over which the gradients are sharded, in the same order in every process.
     if shards := tuple(sorted(_compat.varying_axes(bad) - set(net.names), key=str)):
         bad = lax.psum(bad, shards)
-    return net.plain_psum(_compat.vary(bad, _compat.tracked_axes(net.names))) == 0
+    return net.plain_psum(_compat.vary_over(bad, net.names)) == 0

@@ -11,7 +11,6 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
 from jaxcgx.collectives.arguments import Call
-from jaxcgx.collectives.gradients import vary
 from jaxcgx.exchange.message import Carry, Message, carry_over
 from jaxcgx.exchange.primitives import psum
 from jaxcgx.exchange.reduce import plain_sum, travel_with
@@ -128,7 +127,7 @@ def _in_backward(message: Message, travel: Travel, exchange: Callable[[Message],
 
     @jax.custom_vjp
     def identity(message: Message) -> list[jax.Array]:
-        return vary(message.leaves, names)
+        return _compat.vary_over(message.leaves, names)
 
     def forward(message: Message) -> tuple[list[jax.Array], Message]:
         return identity(message), message.replace(leaves=[])

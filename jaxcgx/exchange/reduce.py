@@ -143,7 +143,7 @@ def reduce(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Py
 
 def plain_reduce(op: str, x: PyTree, net: Transport, *, mean: bool) -> PyTree:
     """Returns the uncompressed sum or mean over the ranks of a step's own numbers, such as its loss."""
-    x = jax.tree.map(lambda leaf: _compat.vary(jnp.asarray(leaf), _compat.tracked_axes(net.names)), x)
+    x = _compat.vary_over(jax.tree.map(jnp.asarray, x), net.names)
     mesh = jax.sharding.get_abstract_mesh()
     manual = all(name in mesh.manual_axes for name, size in mesh.shape.items() if size > 1)
     if net.begin_sum and manual:  # over Tcp, numbers travel like gradients: errors of lax's collectives name no rank

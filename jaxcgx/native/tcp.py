@@ -39,12 +39,7 @@ def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = 
 
     "permute" returns x of the rank whose target this rank is. `targets` has the target of each rank, -1 for none.
     """
-    return tcp_exchange_p.bind(vary(x, net), operation=operation, targets=targets, net=net)
-
-
-def vary(x: Any, net: Any) -> jax.Array:
-    """Returns an operand, marked as varying over the axes of its exchange."""
-    return _compat.vary(x, _compat.tracked_axes(net.names))
+    return tcp_exchange_p.bind(_compat.vary_over(x, net.names), operation=operation, targets=targets, net=net)
 
 
 def who_takes_part(ctx: Any, net: Any) -> dict[str, Any]:
@@ -116,8 +111,7 @@ tcp_exchange_end_p: Any = _compat.Primitive("jaxcgx_tcp_exchange_end")
 
 
 def begin_exchange(operation: str, x: jax.Array, net: Any) -> jax.Array:
-    """Begins the exchange "all_to_all" or "all_gather" of `exchange`, and returns its ticket."""
-    return tcp_exchange_begin_p.bind(vary(x, net), operation=operation, net=net)
+    return tcp_exchange_begin_p.bind(_compat.vary_over(x, net.names), operation=operation, net=net)
 
 
 def end_exchange(ticket: jax.Array, shape: tuple[int, ...], net: Any, later: bool) -> jax.Array:
@@ -161,7 +155,7 @@ def _batch_exchange_end(
     (tickets,), (dim,) = operands, dims
     shape = (shape[0], tickets.shape[dim], *shape[1:])
     if tickets.shape[dim] == 0:
-        return vary(jnp.zeros(shape, jnp.uint8), params["net"]), 1
+        return _compat.vary_over(jnp.zeros(shape, jnp.uint8), params["net"].names), 1
     return tcp_exchange_end_p.bind(jnp.moveaxis(tickets, dim, 0)[0], shape=shape, **params), 1
 
 
@@ -279,7 +273,7 @@ def begin(asked: Any, net: Any) -> Begun:
         sum_feedback=raw and feedback,
         divisor=float(asked.divisor),
     )
-    flat = _compat.match_varying(vary(flat[0], net), *flat[1:])
+    flat = _compat.match_varying(_compat.vary_over(flat[0], net.names), *flat[1:])
     found = tcp_begin_p.bind(*flat, tree=tree, layout=layout, batch=(), how=how, net=net)
     started = jax.tree_util.tree_structure(Started(asked.residuals, ticket=0)).unflatten(found)
     return Begun(started.ticket, started.residuals, layout, two_shot=how.two_shot, net=net, inside=asked.inside)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx import _programs
+from jaxcgx import _compat, _programs
 from jaxcgx.checks import check_choice, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.collectives.arguments import shared_key
-from jaxcgx.collectives.gradients import own, vary
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.reduce import plain_reduce, reduce, travel_with
 from jaxcgx.exchange.resolve import is_bound, transport_over_axes, without_constraints
@@ -69,7 +68,10 @@ def value_and_grad(
     same on every rank. The rank is folded into random keys, so every rank draws its own noise.
 
     Inside of shard_map, pmap or vmap(axis_name=...), the arguments and aux are this rank's own. The value and the
-    gradients are means over the ranks there, too.
+    gradients are means over the ranks there, too. With plan=None the gradients are this rank's own: JAX doesn't sum
+    them, as it would sum those of parameters that are the same on every rank. Take their mean with `compressed_pmean`
+    or `compress_gradients`. `loss_fn` must return this rank's loss: averaging over ranks inside it divides the
+    gradients by the number of ranks twice. Under check_vma this is an error. Without check_vma nothing detects it.
 
     Args:
       loss_fn: a function as for jax.value_and_grad. The differentiated arguments must be the same on every rank. Leaves
@@ -78,9 +80,9 @@ def value_and_grad(
       axis_name: the axis of the mesh over which the batch is split, or a tuple of axes, outermost first.
       plan: a codec, {axis name: codec} or a `Plan`, which keeps nothing from call to call. If a codec rounds
         stochastically, pass a random key, `codec_key=`, in each call. Leaves that a plan skips (`Skip`) have gradients
-        of zeros, as with jax.lax.stop_gradient. None exchanges nothing: gradients have a row for each rank, [ranks,
-        ...], sharded over the axis. An optimizer that begins with `compress_gradients` takes such rows, or sums of them
-        over micro-batches. It has error feedback and other exchanges.
+        of zeros, as with jax.lax.stop_gradient. None exchanges no gradients: outside of shard_map they have a row for
+        each rank, [ranks, ...], sharded over the axis. An optimizer that begins with `compress_gradients` takes such
+        rows, or sums of them over micro-batches. It has error feedback and other exchanges.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` with the examples along their first dimension are
         those of the whole batch. Other floating-point values are averaged over the ranks, weighted if weighted=True.
@@ -208,18 +210,18 @@ class ValueAndGrad:
         return (with_aux(value), grads) if self.valued else with_aux(grads)
 
     def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
-        """Returns (value, aux, gradients) of a call inside of shard_map, pmap or vmap."""
-        once = self._once_inside()
-        places, params, others = self._arguments(args, kwargs)
         net, none = transport_over_axes(OP, self.axis_name), Given(None, None, None)
+        self._check_inside()
+        places, params, others = self._arguments(args, kwargs)
         objective = functools.partial(self._objective, lambda params, _: joined(others, places, params), net)
         with without_constraints(OP, net.names):
-            found = forward(objective, vary(params, net.names), none, none, outputs=None, dims=())
+            found = forward(objective, _compat.vary_over(params, net.names), none, none, outputs=None, dims=())
         (aux, changed), (value, grads, _) = found.aux, _of_all(found, net)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
-        return value, aux, send(once, self._as_argument(grads), sent, At(net))[0]
+        grads = self._as_argument(grads)
+        return value, aux, grads if self.once is None else send(self.once, grads, sent, At(net))[0]
 
     def _outside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
         """Runs the step on all ranks. Returns (value, aux, gradients)."""
@@ -290,8 +292,8 @@ class ValueAndGrad:
         (value, weight), (_, aux) = self.loss.parts(self.loss.function(*args, **kwargs))
         outputs = aux, changes(before, (args, kwargs))
         if weight is None:
-            return (own(OP, "loss_fn", net.names, value), None), (None, outputs)
-        return vary((value, weight), net.names), (None, outputs)
+            value = _own(net.names, value)
+        return _compat.vary_over((value, weight), net.names), (None, outputs)
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], list[Any], Others]:
         places, args = self._places(len(args)), [*args, *self.closes_over]
@@ -305,19 +307,13 @@ class ValueAndGrad:
             args[i] = x
         return places, params, (args, kwargs)
 
-    def _once_inside(self) -> Once:
-        """Returns the exchange, after a check that the options are those of a call inside of shard_map and pmap."""
-        transport_over_axes(OP, self.axis_name)
+    def _check_inside(self) -> None:
         specs = dict(batch_specs=self.batch_specs, param_specs=self.param_specs, aux_specs=self.loss.aux_specs)
         rest = dict(mesh=self.mesh, ranks="vmap" if self.mapped else None, closes_over=self.closes_over or None)
         for name, given in (specs | rest).items():
             if given is not None:
                 expected = "none inside of shard_map and pmap, where every rank has its part already"
                 raise wrong(OP, name, expected, repr(given), "leave it out")
-        if self.once is None:
-            remedy = "take jaxcgx.local_value_and_grad, and compress_gradients or compressed_pmean(..., carry=...)"
-            raise wrong(OP, "plan", "one inside of shard_map and pmap", None, remedy)
-        return self.once
 
     def _places(self, count: int) -> tuple[int, ...]:
         asked = self._as_list(self.argnums)
@@ -343,14 +339,29 @@ class ValueAndGrad:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _own(names: tuple[Any, ...], loss: jax.Array) -> jax.Array:
+    """Returns the loss. If it is differentiated, its type must vary over the ranks. A constant isn't checked."""
+    return loss
+
+
+@_own.defjvp
+def _own_jvp(names: tuple[Any, ...], primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    varying = _compat.varying_axes(primals[0])
+    if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
+        got = f"one that is the same on every rank of {', '.join(map(repr, same))}"
+        raise wrong(OP, "loss_fn", "this rank's own loss", got, "take the pmean out of the loss")
+    return primals[0], tangents[0]
+
+
 def _of_all(found: Forward, net: Transport) -> tuple[jax.Array, list[Any], jax.Array | None]:
     """Returns (the value of all ranks, the rank's gradients, the mean of all weights or None)."""
     if found.weight is None:
-        (grads,) = found.back(vary((jnp.ones_like(found.loss), None), net.names))
+        (grads,) = found.back(_compat.vary_over((jnp.ones_like(found.loss), None), net.names))
         return plain_reduce(OP, found.loss, net, mean=True), grads, None
     # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its differential is
     # the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
     mean, weight = plain_reduce(OP, (found.loss, found.weight), net, mean=True)
     value = mean / weight
-    (grads,) = found.back(vary((1 / weight, -value / weight), net.names))
+    (grads,) = found.back(_compat.vary_over((1 / weight, -value / weight), net.names))
     return value, grads, weight

@@ -87,7 +87,7 @@ class Axes(base.Transport):
 
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
         if tiled and x.shape[scatter_dimension] == 0:  # XLA scatters no slices without elements
-            return _compat.vary(x, _compat.tracked_axes(self.names))
+            return _compat.vary_over(x, self.names)
         if _compat.reduce_scatter_is_wrong() or not self.at_once:
             # An all_to_all of XLA, also over Tcp, because it has derivatives
             return base.Transport.plain_psum_scatter(Axes(self.names), x, scatter_dimension, tiled)
@@ -95,7 +95,7 @@ class Axes(base.Transport):
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
         if tiled and x.shape[axis] == 0:  # XLA gathers no slices without elements
-            return _compat.vary(x, _compat.tracked_axes(self.names)) if to == "varying" else lax.psum(x, self.names)
+            return _compat.vary_over(x, self.names) if to == "varying" else lax.psum(x, self.names)
         if not self.at_once:
             return base.join_rows(self.all_gather(x), axis, tiled)
         if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
@@ -111,7 +111,7 @@ class Axes(base.Transport):
     def plain_pbroadcast(self, x: jax.Array, source: int, to: str) -> jax.Array:
         # lax.pbroadcast is for GPUs alone. This is what its documentation says that it is equivalent to.
         total = lax.psum(jnp.where(self.rank == source, x, jnp.zeros_like(x)), self.names).astype(x.dtype)
-        return total if to == "invarying" else _compat.vary(total, _compat.tracked_axes(self.names))
+        return total if to == "invarying" else _compat.vary_over(total, self.names)
 
     def plain_ppermute(self, x: jax.Array, pairs: base.Pairs) -> jax.Array:
         return base.Transport.plain_ppermute(Axes(self.names), x, pairs)  # over Tcp, too, because it has derivatives

@@ -211,12 +211,9 @@ CALLS = {
         (lambda x, s: sync(s, plan=planned(CODEC, strict=True)), TypeError, "plan ['n']", "one that can't"),
         (lambda x, s: cgx.sync_in_backward(s, "data", CODEC), NameError, "axis_name"),
     ],
-    "local_value_and_grad": [
-        (lambda x, s: cgx.local_value_and_grad(3, "a"), TypeError, "fun", "3"),
-        (lambda x, s: cgx.local_value_and_grad(jnp.sum, "data")(x), NameError, "axis_name"),
-        # Its gradients would be divided by the number of ranks twice.
-        (lambda x, s: cgx.local_value_and_grad(averaged(x), "a")(s), ValueError, "fun", SAME, "pmean"),
-        (lambda x, s: cgx.local_value_and_grad(averaged(x, 1), "a", has_aux=True)(s), ValueError, "fun", SAME, "pmean"),
+    "value_and_grad": [  # its gradients would be divided by the number of ranks twice
+        (lambda x, s: cgx.value_and_grad(averaged(x), "a", None)(s), ValueError, "loss_fn", SAME, "pmean"),
+        (lambda x, s: cgx.grad(averaged(x, 1), "a", CODEC, has_aux=True)(s), ValueError, "loss_fn", SAME, "pmean"),
     ],
     "check_replicas": [(lambda x, s: cgx.check_replicas(s, "data"), NameError, "axis_name")],
 }

@@ -1,4 +1,4 @@
-"""Tests local_value_and_grad, and exchanges in the backward pass, their feedback and their order."""
+"""Tests gradients of one rank, and exchanges in the backward pass, their feedback and their order."""
 
 import functools
 
@@ -60,31 +60,31 @@ def assert_near_plain(found):
 @CHECKS
 def test_local_gradients_are_not_reduced(check_vma):
     def step(params, x):
-        value, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats(params))
+        value, grads = cgx.value_and_grad(lambda p: loss(p, x), "data", None)(floats(params))
         return jax.tree.map(lambda a: a[None], (value, grads))
 
     value, grads = on_mesh(step, check_vma, P("data"))(PARAMS, X)
     for r in range(RANKS):
         shard = X[8 * r : 8 * r + 8]
-        np.testing.assert_allclose(value[r], loss(PARAMS, shard), rtol=1e-6)
+        np.testing.assert_allclose(value[r], loss(PARAMS, X), rtol=1e-6)
         for k, g in plain(PARAMS, shard).items():
             np.testing.assert_allclose(np.float32(grads[k][r]), np.float32(g), rtol=1e-2, atol=1e-5)
 
 
 @CHECKS
-def test_local_value_and_grad_takes_what_value_and_grad_takes(check_vma):
+def test_gradients_of_a_rank_take_what_value_and_grad_takes(check_vma):
     def f(a, b, x):
         return (a * b * x).sum(), {"aux": x.sum()}
 
     def step(params, x):
-        (value, aux), (da, db) = cgx.local_value_and_grad(f, ("data",), argnums=(0, -2), has_aux=True)(
+        (value, aux), (da, db) = cgx.value_and_grad(f, ("data",), None, argnums=(0, -2), has_aux=True)(
             params["a"], params["b"], x
         )
         return jax.tree.map(lambda y: y[None], (value, aux["aux"], da, db))
 
     x = jnp.arange(4.0)
     value, aux, da, db = on_mesh(step, check_vma, P("data"))({"a": jnp.float32(3), "b": jnp.float32(5)}, x)
-    np.testing.assert_array_equal(value, 15 * x)
+    np.testing.assert_array_equal(value, np.full(RANKS, 15 * x.mean()))
     np.testing.assert_array_equal(aux, x)
     np.testing.assert_array_equal(da, 5 * x)
     np.testing.assert_array_equal(db, 3 * x)
@@ -103,7 +103,7 @@ def test_local_value_and_grad_takes_what_value_and_grad_takes(check_vma):
 @CHECKS
 def test_as_at_the_end(check_vma, arguments):
     def at_the_end(params, x):
-        _, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats(params))
+        grads = cgx.grad(lambda p: loss(p, x), "data", None)(floats(params))
         return cgx.compressed_pmean(
             {**grads, "z": lax.pcast(params["z"], "data", to="varying") if check_vma else params["z"]},
             "data",
@@ -203,7 +203,7 @@ def test_a_loss_that_is_constant(check_vma):
     ]
 
     def step(w, x):
-        return [cgx.compressed_pmean(cgx.local_value_and_grad(f, "data")(w, x)[1], "data", CODEC) for f in constants]
+        return [cgx.compressed_pmean(cgx.grad(f, "data", None)(w, x), "data", CODEC) for f in constants]
 
     for gradient in on_mesh(step, check_vma)(jnp.ones((30, 40)), X):
         np.testing.assert_array_equal(gradient, jnp.zeros((30, 40)))
@@ -242,7 +242,7 @@ def on_the_way(residuals, x, plan=CODEC, axes="data", wrap=lambda loss: loss, **
 
 
 def at_the_end(residuals, x, plan=CODEC, axes="data", **arguments):
-    _, grads = cgx.local_value_and_grad(lambda given: loss({**PARAMS, **given}, x), axes)(floats(PARAMS))
+    grads = cgx.grad(lambda given: loss({**PARAMS, **given}, x), axes, None)(floats(PARAMS))
     grads, new = cgx.compressed_pmean(grads, axes, plan, carry=cgx.Carry(residuals=floats(residuals)), **arguments)
     return grads, {**new.residuals, "z": None}
 

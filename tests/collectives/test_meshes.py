@@ -58,7 +58,7 @@ def test_model_axis_left_to_the_partitioner(axis_type):
     def program(pmean):
         @functools.partial(jax.shard_map, mesh=mesh, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=P())
         def step(params, x):
-            _, grads = cgx.local_value_and_grad(loss_on(axis_type), "data")(params, x)
+            grads = cgx.grad(loss_on(axis_type), "data", None)(params, x)
             return jax.shard_map(pmean, in_specs=(SPECS,), out_specs=SPECS, axis_names={"model"})(grads)
 
         return step
@@ -83,7 +83,7 @@ def test_all_axes_manual():
             y = jax.lax.psum(jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"], "model")
             return y.var()
 
-        _, grads = cgx.local_value_and_grad(tensor_parallel, "data")(params, x)
+        grads = cgx.grad(tensor_parallel, "data", None)(params, x)
         return cgx.compressed_pmean(grads, "data", CODEC)
 
     found = check(step, mesh, place(mesh, PARAMS, SPECS), place(mesh, X, P("data")))
@@ -96,7 +96,7 @@ def test_without_the_inner_shard_map_explicit_shards_are_refused():
 
     @functools.partial(jax.shard_map, mesh=mesh, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=P())
     def step(params, x):
-        _, grads = cgx.local_value_and_grad(loss_on(AxisType.Explicit), "data")(params, x)
+        grads = cgx.grad(loss_on(AxisType.Explicit), "data", None)(params, x)
         return cgx.compressed_pmean(grads, "data", CODEC)
 
     given = place(mesh, PARAMS, SPECS), place(mesh, X, P("data"))

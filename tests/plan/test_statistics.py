@@ -81,7 +81,7 @@ def test_gradients_that_jax_has_reduced():
         return cgx.gradient_statistics(jax.grad(lambda params: (params["w"] * x).sum())(params), "a", CODECS)
 
     run = jax.shard_map(measure, mesh=mesh(2), in_specs=(P(), P("a")), out_specs=P())
-    words = says("gradient_statistics", "grads", at="leaf ['w']", remedy="jaxcgx.local_value_and_grad")
+    words = says("gradient_statistics", "grads", at="leaf ['w']", remedy="jaxcgx.value_and_grad(loss_fn")
     with raises(ValueError, words):
         run({"w": normal((8, 30))}, normal((16, 30)))
 

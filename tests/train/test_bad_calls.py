@@ -102,7 +102,6 @@ INSIDE = {
         (dict(loss_fn=averaged), ValueError, "loss_fn", "one", "pmean"),
         (dict(batch_specs=P("data")), ValueError, "batch_specs", "", "leave"),
         (dict(ranks="vmap"), ValueError, "ranks", "'vmap'", "leave"),
-        (dict(plan=None), ValueError, "plan", "None", "carry="),
         (dict(axis_name=("data", "model")), NameError, "axis_name", "", "jax.shard_map"),
     ]
 }

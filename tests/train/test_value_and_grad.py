@@ -78,7 +78,7 @@ def every_way(place, params, *batch):
     found = {
         "value_and_grad": asked(params, *batch),
         "and the mean that was there": lax.pmean(asked(params, *batch), "data"),
-        "local_value_and_grad": mean(cgx.local_value_and_grad(own_fn, "data")(params, *batch)[1]),
+        "without a plan": mean(cgx.grad(own_fn, "data", None)(params, *batch)),
         "sync_in_backward": jax.grad(synchronised)(params, *batch),
     }
     if place != "check_vma":  # under check_vma JAX has summed these already, and compressed_pmean raises an error
@@ -229,7 +229,7 @@ def test_a_loop_outside_of_jit():
 
 def by_hand(params, x, carry=None):
     def step(params, x, carry):
-        _, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
+        grads = cgx.grad(loss_fn, "data", None)(params, x)
         if carry is None:
             return cgx.compressed_pmean(grads, "data", CODEC), None
         mean, kept = cgx.compressed_pmean(grads, "data", CODEC, carry=jax.tree.map(lambda r: r[0], carry))
@@ -263,7 +263,7 @@ def test_an_exchange_with_momentum():
     transformation, state = fed(cgx.DGC(0.1, clip_norm=1.0), mesh)
 
     def step(params, x, state):
-        return transformation.update(cgx.local_value_and_grad(loss_fn, "data")(params, x)[1], state, params)
+        return transformation.update(cgx.grad(loss_fn, "data", None)(params, x), state, params)
 
     expected, x, specs = state, place(mesh, X), cgx.state_specs(state, "data")
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs)))
