@@ -678,8 +678,8 @@ ACT = {**PARAMS, "act": jnp.tanh}
 ERRORS = {
     "SparseLoCo": [(lambda: cgx.wan.SparseLoCo(rate=0), ValueError, "rate", "0")],
     "Pier": [(lambda: cgx.wan.Pier(cgx.Raw(), every=9, rounds=4, rate=0.0), ValueError, "rate", "0.0")],
+    "MuLoCo": [(lambda: cgx.wan.MuLoCo(every=0), ValueError, "every", "0")],
     "Diloco": [
-        (lambda: cgx.wan.MuLoCo(every=0), ValueError, "every", "0"),
         (lambda: diloco(every=0), ValueError, "every", "0"),
         (lambda: diloco(every=10, fragments=4), ValueError, "every", "10", "every=8"),
         (lambda: diloco(every=8, fragments=4, overlap=2), ValueError, "overlap", "2", "overlap=1"),

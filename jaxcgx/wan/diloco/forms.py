@@ -1,4 +1,4 @@
-"""Forms of Diloco: GeoMX's HFA, SparseLoCo, PULSELoCo, MuLoCo and Pier."""
+"""Forms of Diloco: GeoMX's HFA, SparseLoCo, PULSELoCo, MuLoCo and Pier. They take its other fields, too."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -77,26 +77,35 @@ class HFA(Diloco):
         return outer, jax.tree_util.tree_map(inside.plain_pmean, own), state
 
 
-def SparseLoCo(
-    plan: Any = TopK(0.01, values=MaxMin(2)), every: int = 30, *, rate: float = 1.0, decay: float = 0.95, **fields: Any
-) -> Diloco:
-    """Returns SparseLoCo's `Diloco`.
+@dataclasses.dataclass(frozen=True)
+class SparseLoCo(Diloco):
+    """SparseLoCo, a form of `Diloco`. Centers send the largest elements of their outer gradients at few bits.
 
-    Centers send the largest elements of their outer gradients at few bits. Feedback takes the place of outer momentum.
+    Feedback takes the place of outer momentum.
 
     Args:
       plan: as in `Diloco`. By default, it sends the largest 1 % of each parameter's elements, with values of 2 bits.
         Their indices take further bits.
       every, decay: as in `Diloco`.
       rate: the learning rate of the outer SGD.
-      **fields: other fields of `Diloco`.
     """
-    check_positive("SparseLoCo", "rate", rate)
-    return Diloco(plan, every, outer=import_optax("SparseLoCo").sgd(rate), decay=decay, **fields)
+
+    plan: Any = TopK(0.01, values=MaxMin(2))
+    every: int = 30
+    _: dataclasses.KW_ONLY
+    outer: Any = dataclasses.field(init=False, repr=False, compare=False)
+    rate: float = 1.0
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_positive(self.op, "rate", self.rate)
+        object.__setattr__(self, "outer", import_optax(self.op).sgd(self.rate))
+        super().__post_init__()
 
 
-def PULSELoCo(plan: Any = TopK(0.05), every: int = 8, *, forward: str = "bfloat16", **fields: Any) -> Diloco:
-    """Returns PULSELoCo's `Diloco`, for fine-tuning with small learning rates.
+@dataclasses.dataclass(frozen=True)
+class PULSELoCo(Diloco):
+    """PULSELoCo, a form of `Diloco` for fine-tuning with small learning rates.
 
     Centers send only those elements of their outer gradients that change the outer parameters in the dtype of the
     forward pass. The other elements add up in the residuals until they do.
@@ -105,37 +114,31 @@ def PULSELoCo(plan: Any = TopK(0.05), every: int = 8, *, forward: str = "bfloat1
       plan: as in `Diloco`. By default, up to 5 % of each parameter's elements, in float32. A message always has this
         length. If the forward pass sees more elements, the largest of them are sent, and the others in later rounds.
       every, forward: as in `Diloco`.
-      **fields: other fields of `Diloco`.
     """
-    return Diloco(plan, every, forward=forward, **fields)
+
+    plan: Any = TopK(0.05)
+    every: int = 8
+    forward: str | None = "bfloat16"
 
 
-def MuLoCo(plan: Any = MaxMin(2), every: int = 30, **fields: Any) -> Diloco:
-    """Returns the `Diloco` of MuLoCo, whose inner optimizer is Muon (optax.contrib.muon).
+@dataclasses.dataclass(frozen=True)
+class MuLoCo(Diloco):
+    """MuLoCo, a form of `Diloco` whose inner optimizer is Muon (optax.contrib.muon).
 
     Args:
       plan: as in `Diloco`. By default, 2 bits for each element.
       every: as in `Diloco`.
-      **fields: other fields of `Diloco`.
     """
-    return Diloco(plan, every, **fields)
+
+    plan: Any = MaxMin(2)
+    every: int = 30
 
 
-def Pier(
-    plan: Any,
-    every: int,
-    *,
-    rounds: int,
-    rate: float = 0.7,
-    momentum: float = 0.9,
-    warmup: float = 0.1,
-    decay_from: float = 0.8,
-    **fields: Any,
-) -> Diloco:
-    """Returns Pier's `Diloco`.
+@dataclasses.dataclass(frozen=True)
+class Pier(Diloco):
+    """Pier, a form of `Diloco` whose outer optimizer has Nesterov's momentum.
 
-    The outer optimizer has Nesterov's momentum. The momentum rises linearly from 0 at the beginning of the training,
-    and falls linearly to 0 at the end.
+    The momentum rises linearly from 0 at the beginning of the training, and falls linearly to 0 at the end.
 
     Args:
       plan, every: as in `Diloco`.
@@ -144,16 +147,27 @@ def Pier(
       momentum: the largest momentum, from 0 to below 1.
       warmup: the share of the rounds in which momentum rises, at the beginning.
       decay_from: the share of the rounds after which momentum falls.
-      **fields: other fields of `Diloco`.
     """
-    rounds = check_integer("Pier", "rounds", rounds, 1)
-    check_positive("Pier", "rate", rate)
-    check_number("Pier", "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-    check_number("Pier", "warmup", warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-    check_number("Pier", "decay_from", decay_from, lambda x: warmup <= x <= 1, "a number from warmup to 1")
-    optax, rises, falls = import_optax("Pier"), round(warmup * rounds), round(decay_from * rounds)
-    rising = optax.linear_schedule(0.0, momentum, rises)
-    falling = optax.linear_schedule(momentum, 0.0, rounds - falls)
-    momenta = optax.join_schedules([rising, optax.constant_schedule(momentum), falling], [rises, falls])
-    sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
-    return Diloco(plan, every, outer=sgd(rate, momentum=momenta, nesterov=True), **fields)
+
+    _: dataclasses.KW_ONLY
+    outer: Any = dataclasses.field(init=False, repr=False, compare=False)
+    rounds: int
+    rate: float = 0.7
+    momentum: float = 0.9
+    warmup: float = 0.1
+    decay_from: float = 0.8
+
+    def __post_init__(self) -> None:
+        op = self.op
+        rounds = check_integer(op, "rounds", self.rounds, 1)
+        check_positive(op, "rate", self.rate)
+        check_number(op, "momentum", self.momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        check_number(op, "warmup", self.warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+        check_number(op, "decay_from", self.decay_from, lambda x: self.warmup <= x <= 1, "a number from warmup to 1")
+        optax, rises, falls = import_optax(op), round(self.warmup * rounds), round(self.decay_from * rounds)
+        rising = optax.linear_schedule(0.0, self.momentum, rises)
+        falling = optax.linear_schedule(self.momentum, 0.0, rounds - falls)
+        momenta = optax.join_schedules([rising, optax.constant_schedule(self.momentum), falling], [rises, falls])
+        sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
+        object.__setattr__(self, "outer", sgd(self.rate, momentum=momenta, nesterov=True))
+        super().__post_init__()
