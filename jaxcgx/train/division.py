@@ -34,6 +34,7 @@ class Division:
     A function of one rank runs on all ranks by `over`. Specs are PartitionSpecs.
     """
 
+    op: str = OP  # the public function that errors name
     rows: P = P()  # the spec of arrays with a row for each rank
     size: int = 1  # the number of rows that a program has of such arrays
     # For each parameter, the dimension along which a rank gets only its slice of the mean; () for whole means.
@@ -192,8 +193,9 @@ def _zero(x: jax.Array) -> jax.Array:
 class OverMesh(Division):
     """The ranks along axes of a mesh. `Division` documents the members."""
 
-    def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None) -> None:
-        super().__init__(lambda: transport_over_axes(OP, axis), batch_specs, axis)
+    def __init__(self, mesh: Any, axis: AxisName, batch_specs: Specs = None, *, op: str = OP) -> None:
+        super().__init__(lambda: transport_over_axes(op, axis), batch_specs, axis)
+        self.op: str = op
         self.mesh: Any = mesh
         self.rows: P = P(self.names)
         self.sizes: dict[Any, int] = {name: mesh.shape[name] for name in self.names}
@@ -294,7 +296,7 @@ class OverMapped(OverMesh):
     """
 
     def __init__(self, division: OverMesh) -> None:
-        super().__init__(division.mesh, division.names)
+        super().__init__(division.mesh, division.names, op=division.op)
 
     def over(self, function: Function, in_specs: Specs, out_specs: Specs) -> Function:
         def run(*args: PyTree) -> PyTree:

@@ -124,7 +124,7 @@ class Outputs:
             elif kind == "sum":
                 found["shared"].append(net.plain_psum(x))
             else:
-                mean = plain_reduce(OP, x, net, mean=True)
+                mean = plain_reduce(self.op, x, net, mean=True)
                 found["shared"].append(mean if weight is None else mean / weight.astype(mean.dtype))
         return found
 

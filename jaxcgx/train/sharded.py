@@ -17,6 +17,7 @@ from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_flag, check_integer, check_real, spell_array, wrong
 from jaxcgx.codecs.base import spell
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import carry_over
 from jaxcgx.exchange.routes import Routes, Way
@@ -136,8 +137,8 @@ def check_optimizer_specs(specs: Specs, param_specs: Specs, names: Names) -> Non
 class ShardedMesh(OverMesh):
     """The ranks of a mesh with sharded parameters or optimizer states. `Division` documents the members."""
 
-    def __init__(self, mesh: Mesh, sharding: Sharding, gather: Plan, *, keep: bool = True) -> None:
-        super().__init__(mesh, sharding.axis, sharding.batch)
+    def __init__(self, mesh: Mesh, sharding: Sharding, gather: Plan, *, keep: bool = True, op: str = OP) -> None:
+        super().__init__(mesh, sharding.axis, sharding.batch, op=op)
         self.spread: bool = True
         # The specs of the optimizer's state, a tree like the parameters; those of whole parameters are over other axes.
         self.state: Specs = sharding.params if sharding.optimizer is None else sharding.optimizer
@@ -165,7 +166,7 @@ class ShardedMesh(OverMesh):
                 expected = "axes that are all Auto, or all Explicit, where parameters or state are sharded"
                 remedy = f"make it with axis_types=(jax.sharding.AxisType.Explicit,) * {len(self.mesh.shape)}"
                 got = f"one with {auto[0]!r} Auto and others Explicit"
-                raise wrong(OP, "mesh_or_comm", expected, got, remedy, path=path)
+                raise wrong(self.op, "mesh_or_comm" if self.op == OP else "mesh", expected, got, remedy, path=path)
 
     def check(self, params: Params) -> None:
         self.params_cut.check("sharding.params", params, self.size)
@@ -206,7 +207,7 @@ class ShardedMesh(OverMesh):
             if first:
                 expected = "an exchange whose state is like the parameters, where these are sharded over the mesh"
                 remedy = "pass a plan, or leave parameters whole"
-                raise wrong(OP, "exchange", expected, f"one with {spell_array(x)}", remedy, path=path)
+                raise wrong(self.op, "exchange", expected, f"one with {spell_array(x)}", remedy, path=path)
             return P()
 
         specs = lambda tree, *first: jax.tree.map_with_path(lambda *leaf: spec_of(first, *leaf), tree)
@@ -324,9 +325,8 @@ def over_axes(
     mesh = mesh_of(op, mesh, names, arrays=arrays)
     specs = specs_of_params(op, mesh, names, params=params, given=given)
     if specs is None:
-        return OverMesh(mesh, axis)
-    sharding = Sharding(axis, params=joined(specs))
-    return ShardedMesh(mesh, sharding, gather_plan(sharding))
+        return OverMesh(mesh, axis, op=op)
+    return ShardedMesh(mesh, Sharding(axis, params=joined(specs)), Plan.every(Raw()), op=op)
 
 
 def gather_plan(sharding: Sharding) -> Plan:

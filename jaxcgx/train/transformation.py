@@ -136,7 +136,7 @@ def _first(axis_name: AxisName, axis_size: int | None, exchange: Exchange, param
             mesh = jax.sharding.get_abstract_mesh()
             found = math.prod(mesh.shape.get(name, 0) for name in names)
             if found and axis_size in (None, found):
-                return first_state(OverMesh(mesh, axis_name), exchange, params)
+                return first_state(OverMesh(mesh, axis_name, op=OP), exchange, params)
             if axis_size is None:
                 remedy = (
                     "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "

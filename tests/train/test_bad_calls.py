@@ -44,6 +44,12 @@ def closing_over_shards(**options):
     jax.jit(outer).trace(*place(mesh_of(AxisType.Explicit), (X, X)))
 
 
+def two_kinds_of_axes():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    specs = {"w": P(None, "model"), "b": P("model")}
+    cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh, param_specs=specs)(PARAMS, X)
+
+
 SHARDED = place(mesh_of(AxisType.Auto), jnp.ones(8))
 pair = lambda p, x: (loss_fn(p, x), 1.0)
 vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
@@ -86,6 +92,7 @@ BAD_CALLS = {
         (lambda: asked(batch_specs=P(None, None, "data")), ValueError, "batch_specs [1]", "P"),
         (lambda: asked(param_specs={"w": P()}), ValueError, "param_specs", "[{'w'"),
         (lambda: asked(param_specs=P("data")), ValueError, "param_specs [0]['b']", "'data'"),
+        (two_kinds_of_axes, ValueError, "mesh ['b']", "'model'"),
     ],
     "Feedback": [(lambda: fed(cgx.Feedback(UNUSED)), ValueError, "plan", "none")],
     "compress_gradients": [
