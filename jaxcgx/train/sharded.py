@@ -4,6 +4,7 @@ Gradients go straight to the owners of the shards. Sharded parameters are gather
 whole ones. Over the other axes of the mesh, each shard is exchanged on its own.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -289,12 +290,9 @@ class ShardedMesh(OverMesh):
         shards, whole = cut.pick(self.state), cut.pick(self.whole)
         kept = P() if lost is None else shards
         exchange = jax.shard_map(
-            lambda shards, lost: self._send(cut, shards, lost, key),
-            mesh=self.mesh,
-            in_specs=(shards, kept),
-            out_specs=(whole, kept),
+            functools.partial(self._send, cut), mesh=self.mesh, in_specs=(shards, kept, P()), out_specs=(whole, kept)
         )
-        found, lost = exchange(cut.pick(updates), lost)
+        found, lost = exchange(cut.pick(updates), lost, key)
         return filled(found, updates), lost
 
     def _send(self, cut: Cut, shards: PyTree, lost: PyTree, key: Key | None) -> tuple[PyTree, PyTree]:
