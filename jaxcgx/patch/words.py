@@ -221,7 +221,7 @@ def encode(olds: Sequence[Words], news: Sequence[Words]) -> list[Part]:
 def apply(
     heads: Sequence[Buffer], blocks: Sequence[Buffer], olds: Sequence[Words], news: Sequence[Words]
 ) -> tuple[list[int], list[int]]:
-    """Writes the new words to `news`. Returns the digests of the old words (0: they are `news`) and of the new ones."""
+    """Writes the new words to `news`. Returns the digests of the old words, 0 if overwritten, and of the new ones."""
     before, after = [0] * len(olds), [0] * len(olds)
     for i, (head, block, old, new) in enumerate(zip(heads, blocks, map(jnp.asarray, olds), news, strict=True)):
         if old.size:
