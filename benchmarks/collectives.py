@@ -418,6 +418,7 @@ def predicted(name, ranks, size, rate):
 
 def compare_gathers(args):
     """Measures `schedule="gather"` beside the other schedules on fast networks."""
+    jax.config.update("jax_platforms", "cpu")
     kernels = {str(codec): machine.kernels(codec) for codec in GATHERED}
     speeds = {name: [round(x / 1e9, 3) for x in (k.encode, k.decode, k.reduce)] for name, k in kernels.items()}
     report = Report(args.command, args.repeats, rows=[], kernels_gbs=speeds)
