@@ -80,7 +80,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	house-check matrix matrix-short mutate wheels release-checks site-check choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
-	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gpu-training bench-lab bench-long-links \
+	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gather bench-gpu-training bench-lab bench-long-links \
 	bench-matrices bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
 	bench-prediction bench-priority bench-publishing bench-pulseloco bench-recipes bench-selection bench-simulation bench-topology bench-training \
@@ -277,6 +277,9 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-gather: $(INSTALLED) ## measure sums whose second half alone is compressed, between processes and, as root, between hosts
+	@.venv/bin/python benchmarks/collectives.py --gather
 
 bench-gates: $(INSTALLED) ## measure the ratios of speeds that `make gates` compares
 	@.venv/bin/python benchmarks/gates.py --write

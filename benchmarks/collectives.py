@@ -7,6 +7,8 @@ Every process has one device. The hosts (jaxcgx.lab) need root. Without root, on
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import os
 import pathlib
@@ -28,6 +30,7 @@ import jaxcgx as cgx
 from jaxcgx.exchange import costs
 from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.lab import Lab, signals_raise, why_not
+from jaxcgx.report import machine
 from jaxcgx.report.results import quartiles
 
 CODEC = cgx.MaxMin(4)
@@ -35,6 +38,8 @@ SCHEDULES = "two_shot", "one_shot", "ring"
 TCP = "Tcp"  # "auto" over jaxcgx's own connections
 SPEEDUP, SHARE = 4.0, 0.9  # goals: speed-up over psum on loopback, and share of the ideal ratio between hosts with Tcp
 LARGE = 16  # MiB from which exchanges are also measured as separate calls, and have a goal between hosts
+GATHERED = cgx.Float8(), CODEC  # codecs that `--gather` compares
+GATHER_SCHEDULES = "two_shot", "one_shot", "gather"
 ITERATIONS = {0.0625: 50, 1: 20, 16: 8, 64: 4}  # in one program, by the size in MiB
 LIMIT = 900  # seconds that the processes of a network may take
 
@@ -59,6 +64,15 @@ NETWORKS = [
     Network("1 Gbit/s, 4 hosts, pages kept", 4, 1000, [16, 64], keep=True),
     Network("1 Gbit/s, 8 hosts, pages kept", 8, 1000, [16, 64], keep=True),
 ]
+
+FAST = [
+    Network("loopback, 2 processes", 2, None, [16, 64]),
+    Network("loopback, 4 processes", 4, None, [16, 64]),
+    Network("25 Gbit/s, 2 hosts", 2, 25_000, [16, 64]),
+    Network("10 Gbit/s, 2 hosts", 2, 10_000, [16, 64]),
+    Network("10 Gbit/s, 4 hosts", 4, 10_000, [16, 64]),
+    Network("1 Gbit/s, 2 hosts", 2, 1000, [16]),
+]  # of `--gather`
 
 PROGRAMS = "psum", *SCHEDULES, TCP
 CHARTS = [
@@ -88,6 +102,16 @@ NOTES = f"""\
 - All hosts share the processors of one machine. So their kernels take turns, unlike those of real hosts.
 - predicted: the time of "auto" by the cost model (costs.py), with the constants for 1 Gbit/s that "auto" uses.
   prediction.py predicts with the constants of these networks.
+"""
+
+GATHER_HEAD = *(f"{s} ms" for s in GATHER_SCHEDULES), *(f"predicted {s}" for s in GATHER_SCHEDULES), "fastest", "model"
+GATHER_NOTES = """\
+- ms: as in [collectives.md](collectives.md), in a loop.
+- Gbit/s of psum: 2 (W - 1) / W times the bytes over its time. All hosts share two processors, which move all bytes. So
+  links of 10 and 25 Gbit/s are not full, and this rate is the one that counts.
+- predicted: by the planner's model (costs.py), with this rate, the latencies of the transports, and the speeds of the
+  kernels above, which W ranks share.
+- fastest, model: the fastest of the three and psum, measured and by the model.
 """
 
 
@@ -149,6 +173,19 @@ def reductions():
     )
 
 
+def gathers():
+    """Returns the programs that `--gather` compares, over Gloo and over Tcp."""
+    programs = {"psum": lambda x: lax.psum(x, "data")}
+    for codec, (mover, axis), schedule in itertools.product(
+        GATHERED, (("Gloo", "data"), ("Tcp", cgx.Tcp("data"))), GATHER_SCHEDULES
+    ):
+        plan = cgx.Plan.every(codec, schedule=schedule)
+        programs[f"{type(codec).__name__}, {schedule}, {mover}"] = functools.partial(
+            cgx.compressed_psum, axis_name=axis, plan=plan
+        )
+    return programs
+
+
 def parts(mesh, x, ranks, iterations):
     """Returns the parts of an exchange, each in its own loop."""
     wire = CODEC.wire_bytes(x.shape, x.dtype) // (4 * ranks) * 4 * ranks
@@ -188,7 +225,7 @@ def parts(mesh, x, ranks, iterations):
     }
 
 
-def run_rank(address, rank, processes, repeats, sizes, keep):
+def run_rank(address, rank, processes, repeats, sizes, keep, gather):
     """Measures everything together with the other ranks, and prints the times."""
     if keep:
         cgx.keep_pages()
@@ -212,6 +249,10 @@ def run_rank(address, rank, processes, repeats, sizes, keep):
     for size in sizes:
         x = np.random.default_rng(rank).standard_normal(int(size * 2**18), np.float32)
         iterations = ITERATIONS.get(size, 4)
+        if gather:
+            loops = {name: Loop(mesh, step, (x, x), iterations) for name, step in gathers().items()}
+            results.append(measure(size, loops, "loop"))
+            continue
         results.append(
             measure(size, {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}, "loop")
         )
@@ -225,7 +266,7 @@ def run_rank(address, rank, processes, repeats, sizes, keep):
 # In the process that starts the other ones
 
 
-def measure(network, repeats):
+def measure(network, repeats, gather=False):
     """Returns the output of rank 0: [{size, what, ms of every repetition of every program}]."""
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -240,6 +281,7 @@ def measure(network, repeats):
                 repeats=repeats,
                 sizes=network.sizes,
                 keep=network.keep,
+                gather=gather,
             )
             command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", json.dumps(worker)]
             start = lab.start if lab else lambda host, command, **options: subprocess.Popen(command, **options)
@@ -362,6 +404,59 @@ HEAD = (
 )
 
 
+def predicted(name, ranks, size, rate):
+    """Returns the ms of a program of `gathers` by the planner's model, if a link moves `rate` bytes per second."""
+    codec_name, schedule, mover = name.split(", ")
+    codec = next(codec for codec in GATHERED if type(codec).__name__ == codec_name)
+    kernels = machine.kernels(codec)
+    network = cgx.Network(
+        up=rate, mover=mover.lower(), sharing=ranks, encode=kernels.encode, decode=kernels.decode, reduce=kernels.reduce
+    )
+    load = costs.Load(ranks, size, codec.wire_bytes((size // 4,), jnp.float32))
+    return round(costs.seconds(schedule, load, network).total * 1e3, 4)
+
+
+def compare_gathers(args):
+    """Measures `schedule="gather"` beside the other schedules on fast networks."""
+    jax.config.update("jax_platforms", "cpu")
+    kernels = {str(codec): machine.kernels(codec) for codec in GATHERED}
+    speeds = {name: [round(x / 1e9, 3) for x in (k.encode, k.decode, k.reduce)] for name, k in kernels.items()}
+    report = Report(args.command, args.repeats, rows=[], kernels_gbs=speeds)
+    for name, (encode, decode, reduce) in speeds.items():
+        report.show("", f"{name}: encode {encode:g} GB/s, decode {decode:g}, reduce {reduce:g}.")
+    for network in FAST:
+        if not re.search(args.networks or "", network.name) or (network.mbit and why_not()):
+            continue
+        network.sizes = args.size or network.sizes
+        for r in measure(network, args.repeats, gather=True):
+            size, times = int(r["size"] * 2**20), {name: median(ms) for name, ms in r["ms"].items()}
+            rate = 2 * (network.processes - 1) / network.processes * size / times["psum"] * 1e3
+            models = {name: predicted(name, network.processes, size, rate) for name in times if name != "psum"}
+            report.data["rows"].append(
+                dict(
+                    network=network.name,
+                    processes=network.processes,
+                    size_bytes=size,
+                    psum_gbit=round(rate * 8e-9, 3),
+                    ms=times,
+                    predicted_ms=models,
+                    ms_of_repetitions={name: rounded(ms) for name, ms in r["ms"].items()},
+                )
+            )
+            title = f"{network.name}, {megabytes(r['size'])}: psum {times['psum']:.2f} ms, {rate * 8e-9:.1f} Gbit/s."
+            report.show("", title, "", *header("codec, transport", *GATHER_HEAD))
+            for codec, mover in itertools.product(GATHERED, ("Gloo", "Tcp")):
+                names = [f"{type(codec).__name__}, {schedule}, {mover}" for schedule in GATHER_SCHEDULES]
+                fastest = min((*names, "psum"), key=times.get)
+                known = min((*names, "psum"), key=lambda each: models.get(each, times["psum"]))
+                said = [each.split(", ")[1] if ", " in each else each for each in (fastest, known)]
+                figures = [f"{table[each]:.2f}" for table in (times, models) for each in names]
+                report.show(line([f"{type(codec).__name__}, {mover}", *figures, *said]))
+    report.show("", *GATHER_NOTES.splitlines())
+    if args.out:
+        report.write(args.out, "gather")
+
+
 def parse():
     parser = argparse.ArgumentParser(description="compressed_psum against lax.psum between processes.")
     parser.add_argument("--networks", metavar="REGEX", help="only the networks whose names match")
@@ -369,6 +464,7 @@ def parse():
     parser.add_argument(
         "--size", type=float, nargs="+", metavar="MIB", help="float32 input in MiB (default: 1/16 to 64)"
     )
+    parser.add_argument("--gather", action="store_true", help='compare schedule="gather" on fast networks')
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -387,7 +483,9 @@ def parse():
                 f"--{name}",
                 *(f"{v:g}" if isinstance(v, float) else str(v) for v in (value if name == "size" else [value])),
             ]
-    args.command = shlex.join(["python", "benchmarks/collectives.py", *given]) if given else "make bench-collectives"
+    target = "make bench-gather" if args.gather else "make bench-collectives"
+    given = ["--gather"] * (args.gather and bool(given)) + given
+    args.command = shlex.join(["python", "benchmarks/collectives.py", *given]) if given else target
     args.out = args.out or (None if given else RESULTS)
     return args
 
@@ -396,6 +494,9 @@ def main():
     args = parse()
     if args.rank:
         run_rank(**json.loads(args.rank))
+        return
+    if args.gather:
+        compare_gathers(args)
         return
     networks = [n for n in NETWORKS if re.search(args.networks or "", n.name)]
     if not networks:

@@ -114,7 +114,7 @@ def numbers():
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
     found |= derived() | predictions() | steps() | wide_area() | demonstration() | patches() | costs_of_runs()
-    found |= fine_tuning()
+    found |= fine_tuning() | gathers()
     return found | without_feedback() | bfloat16() | gpu()
 
 
@@ -167,6 +167,30 @@ def predictions():
         if (row["network"], row["what"], row["size_bytes"]) == ("loopback, 2 processes", "calls", 2**24)
     )
     return found | fast(old, new) | {"16 MiB over Tcp": calls["Tcp"] / calls["one_shot"]}
+
+
+def gathers():
+    """How `schedule="gather"` does beside lax.psum and the other schedules, and what the model names."""
+    found, rates, cases = [], [], []
+    for row in result("gather")["rows"]:
+        rates.append(row["psum_gbit"])
+        for group in {name.replace(", gather", "") for name in row["ms"] if "gather" in name}:
+            codec, mover = group.split(", ")
+            names = ["psum", *(f"{codec}, {schedule}, {mover}" for schedule in ("two_shot", "one_shot", "gather"))]
+            ms = [row["ms"][name] for name in names]
+            said = [row["predicted_ms"].get(name, row["ms"][name]) for name in names]
+            cases.append((ms, int(np.argmin(said))))
+            found += [min(ms[:3]) / ms[3] - 1] * (ms[3] < min(ms[:3]))
+    assert all(said != 3 for _, said in cases)
+    return {
+        "gather rate": max(rates),
+        "gather cases": len(cases),
+        "gather below psum": sum(ms[3] < ms[0] for ms, _ in cases),
+        "gather fastest": len(found),
+        "gather by least": 100 * min(found),
+        "gather by most": 100 * max(found),
+        "gather regret": 100 * max(ms[said] / min(ms) - 1 for ms, said in cases),
+    }
 
 
 def fast(old, new):
@@ -282,6 +306,9 @@ def patches():
     kept = [f"patch ms {rate}, {do}" for rate in ("1e-06", "0.0001") for do in ("encode", "apply")]
     lengths = {f"patch {rate}": row["shorter"] for rate, row in by("patch", "rate", table="lengths").items()}
     found = lengths | {name: times[name] for name in kept} | {"space": result("publishing")["checkpoints"]}
+    shares = {name: row["share"] for name, row in by("patch", "name", table="speeds").items()}
+    found |= {f"patch share {name}": share for name, share in shares.items() if name.startswith(("1e-06", "0.0001"))}
+    found["patch share copy"] = float(np.median([share for name, share in shares.items() if name.endswith("copy")]))
     found["patch memcpy ms"] = float(np.median([row["memcpy_ms_of_repetitions"] for row in result("patch")["speeds"]]))
     published = by("publishing", "model", "way")
     found["fine-tuning shorter"] = published["3.3 M", "whole"]["mb"] / published["3.3 M", "patches"]["mb"]

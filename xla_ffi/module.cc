@@ -278,8 +278,11 @@ NB_MODULE(_native, m) {
   nb::module_ patch = m.def_submodule("patch", "Patches of words, as jaxcgx/patch/words.py has them.");
   patch.def("encode", encode_patch, "The heads, the blocks, and the digests of the old and of the new words of leaves.",
             nb::arg("olds"), nb::arg("news"));
-  patch.def("apply", apply_patch, "Writes the new words. Returns the digests of the old leaves and of the new ones.",
-            nb::arg("heads"), nb::arg("blocks"), nb::arg("olds"), nb::arg("news"));
+  patch.def(
+      "apply", apply_patch,
+      "Writes the new words. Returns the digests of the old leaves, 0 for those that are overwritten, and of the new "
+      "ones.",
+      nb::arg("heads"), nb::arg("blocks"), nb::arg("olds"), nb::arg("news"));
   patch.def("seal", seal_patch,
             "The parts as one, with the digest of the bytes from `at` on in the 8 bytes before them.", nb::arg("parts"),
             nb::arg("at"));

@@ -21,7 +21,7 @@ from jaxcgx.typing import ArrayLike, DType, KeyPath
 Operand = TypeVar("Operand")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["sent", "straight"], meta_fields=["dtype"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["sent", "straight"], meta_fields=["kinds", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """An array as small numbers and the scales that these share: value * scale * factor is an element.
@@ -29,32 +29,35 @@ class Quantized:
     `scales` and `factors` have the dimensions of `values`. Along a dimension in which they are shorter, each is for
     several values: for consecutive ones along the last dimension, and for those of one shard along another one. They
     have no derivative: where a loss that is differentiated reads them, it is an error. The leaves of `jax.tree.leaves`
-    have no such check, and derivative 0: JAX takes them, too, wherever a `Quantized` enters or leaves jit or scan.
+    are no numbers but their bits, as unsigned integers.
 
     Attributes:
-      sent: the values, the scales and the factors.
+      sent: the bits of the values, the scales and the factors.
       straight: zeros, through which `dequantize` has its derivative.
+      kinds: the dtypes of the values, the scales and the factors.
       dtype: the dtype of the array.
     """
 
     sent: tuple[jax.Array, jax.Array, jax.Array | None]
     straight: jax.Array | None
+    kinds: tuple[DType, DType, DType | None]
     dtype: DType
 
     @property
     def values(self) -> jax.Array:
         """float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8, in the shape of the array."""
-        return _constant(self.sent[0], self.straight)
+        return _constant(self._numbers()[0], self.straight)
 
     @property
     def scales(self) -> jax.Array:
         """float32, or float8_e8m0fnu (`Micro("mxfp8")`, `Micro("mxfp4")`), or float8_e4m3fn (`Micro("nvfp4")`)."""
-        return _constant(self.sent[1], self.straight)
+        return _constant(self._numbers()[1], self.straight)
 
     @property
     def factors(self) -> jax.Array | None:
         """float32, of each shard (`Micro("nvfp4")`), or None."""
-        return None if self.sent[2] is None else _constant(self.sent[2], self.straight)
+        factors = self._numbers()[2]
+        return None if factors is None else _constant(factors, self.straight)
 
     @classmethod
     def of(cls, x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> "Quantized":
@@ -78,12 +81,14 @@ class Quantized:
 
         A zero may have another sign, and numbers below the normal ones may differ.
         """
-        values, scales, factors = self.sent
-        x = values.astype(jnp.float32) * _spread(scales.astype(jnp.float32), values.shape)
-        if factors is not None:
-            x = x * _spread(factors, values.shape)
+        x, *scales = (part.astype(jnp.float32) for part in jax.tree.leaves(self._numbers()))
+        for each in scales:
+            x = x * _spread(each, x.shape)
         x = reference.narrow(x, self.dtype)
         return x if self.straight is None else x + self.straight
+
+    def _numbers(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        return jax.tree.map(lax.bitcast_convert_type, self.sent, self.kinds)
 
 
 @jax.custom_jvp
@@ -129,21 +134,16 @@ def check_parts(
 
 def read(layout: Layout, chunk: jax.Array) -> list[Quantized]:
     codec, found = layout.codec, list[Quantized]()
+    size = lambda dtype: (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
+    bits = lambda x: lax.bitcast_convert_type(x, f"uint{size(x.dtype)}")
     for p in layout.pieces[0]:
         parts = [codec.parts(each.meta, each.codes, each.size) for each in reference.read(layout, chunk, p)]
         values, scales = (jnp.concatenate([part[k].reshape(-1) for part in parts]) for k in (0, 1))
         shape, factors = layout.shapes[p.leaf], parts[0][2]
-        found.append(
-            Quantized(
-                (
-                    values.reshape(shape),
-                    scales.reshape(*shape[:-1], -1),
-                    None if factors is None else factors.reshape([1] * len(shape)),
-                ),
-                straight=None,
-                dtype=layout.dtypes[p.leaf],
-            )
-        )
+        factors = None if factors is None else factors.reshape([1] * len(shape))
+        numbers = values.reshape(shape), scales.reshape(*shape[:-1], -1), factors
+        kinds = jax.tree.map(lambda x: x.dtype, numbers)
+        found.append(Quantized(jax.tree.map(bits, numbers), None, kinds, dtype=layout.dtypes[p.leaf]))
     return found
 
 

@@ -221,12 +221,12 @@ def encode(olds: Sequence[Words], news: Sequence[Words]) -> list[Part]:
 def apply(
     heads: Sequence[Buffer], blocks: Sequence[Buffer], olds: Sequence[Words], news: Sequence[Words]
 ) -> tuple[list[int], list[int]]:
-    """Writes the new words to `news`, which may be `olds`. Returns the digests of the old and of the new ones."""
+    """Writes the new words to `news`. Returns the digests of the old words, 0 if overwritten, and of the new ones."""
     before, after = [0] * len(olds), [0] * len(olds)
     for i, (head, block, old, new) in enumerate(zip(heads, blocks, map(jnp.asarray, olds), news, strict=True)):
         if old.size:
             new[:], before[i], after[i] = apply_on(old.device, old, head, block, donate=False)
-    return before, after
+    return [x * (old is not new) for x, old, new in zip(before, olds, news)], after
 
 
 def _gathered(x: jax.Array, device: Any) -> jax.Array:

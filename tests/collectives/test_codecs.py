@@ -121,6 +121,7 @@ def test_parts(codec):
         for name, exchange in EXCHANGES.items():
             parts = exchange(x, axis_name="a", plan=codec, as_parts=True)
             assert (parts.values.dtype, parts.scales.dtype) == (values, scales)
+            assert all(jnp.issubdtype(x.dtype, jnp.unsignedinteger) for x in jax.tree.leaves(parts.sent))
             assert parts.scales.shape == (*parts.values.shape[:-1], parts.values.shape[-1] // block)
             whole = cgx.Quantized.of(LAX[name](x), codec)
             loss = lambda x, exchange=exchange, **parts: exchange(x, axis_name="a", plan=codec, **parts)
@@ -187,6 +188,8 @@ def test_parts_are_constants_where_no_gradient_is_wanted():
     (value, tangent), x = differentiated(forward, lambda q: q.dequantize(), FLOAT8)(), normal((4, 8, 96))
     for found in value, tangent:
         np.testing.assert_allclose(found, x.sum() + x.sum((1, 2)), rtol=0.02)
+    with pytest.raises(TypeError, match="got uint8"):
+        jax.grad(lambda q: q.dequantize().sum())(cgx.Quantized.of(x, FLOAT8))
 
 
 ERRORS = {

@@ -69,7 +69,7 @@ def test_any_words(engine, width, kind):
             assert sizes.sum() == len(part.blocks)
         made = [x.copy() for x in olds]
         heads, blocks = [part.heads for part in parts], [part.blocks for part in parts]
-        assert engine.apply(heads, blocks, made, made) == digests  # in place
+        assert engine.apply(heads, blocks, made, made) == ([0] * len(olds), digests[1])  # in place
         for got, expected in zip(made, news):
             np.testing.assert_array_equal(got, expected)
 

@@ -40,9 +40,9 @@ std::vector<Block> blocks_of(const std::vector<PatchLeaf>& leaves) {
   return blocks;
 }
 
-// Calls change(number of a block, its length, width, old words, new words) for all blocks. Returns the digests after
-// that.
-template <class F>
+// Calls change(number of a block, its length, width, old words, new words) for all blocks. Returns the digests. With
+// kMade, the new words are there before. Otherwise the digest of old words that are overwritten is 0.
+template <bool kMade, class F>
 PatchDigests each_block(const std::vector<PatchLeaf>& leaves, const Pool& pool, F change) {
   const std::vector<Block> blocks = blocks_of(leaves);
   std::vector<uint64_t> olds(blocks.size()), nows(blocks.size());
@@ -52,9 +52,10 @@ PatchDigests each_block(const std::vector<PatchLeaf>& leaves, const Pool& pool, 
     const int64_t at = first * x.width, bytes = words * x.width, group = at / kDigestBytes;
     const uint8_t* const old = static_cast<const uint8_t*>(x.old) + at;
     uint8_t* const now = static_cast<uint8_t*>(x.now) + at;
-    olds[i] = digest_part(old, bytes, group);
-    change(i, words, x.width, old, now);
+    if (kMade || old != now) olds[i] = digest_part(old, bytes, group);
+    if (!kMade) change(i, words, x.width, old, now);
     nows[i] = digest_part(now, bytes, group);
+    if (kMade) change(i, words, x.width, old, now);
   };
   constexpr size_t kTogether = 8;  // neighbours, because the kernels prefetch the next block
   parallel_for(pool, div_up(static_cast<int64_t>(blocks.size()), kTogether), [&](int64_t number) {
@@ -74,7 +75,7 @@ PatchDigests each_block(const std::vector<PatchLeaf>& leaves, const Pool& pool, 
 PatchDigests encode_patch(const std::vector<PatchLeaf>& leaves, const Pool& pool, PatchParts* parts) {
   parts->heads.resize(blocks_of(leaves).size());
   parts->blocks.resize(parts->heads.size());
-  return each_block(leaves, pool, [&](size_t i, int64_t n, int64_t width, const void* old, const void* now) {
+  return each_block<true>(leaves, pool, [&](size_t i, int64_t n, int64_t width, const void* old, const void* now) {
     PatchScratch& s = scratch();
     parts->heads[i] = kernels().encode_patch_block(width, old, now, n, &s);
     parts->blocks[i].assign(s.bytes, s.bytes + s.used);
@@ -98,7 +99,7 @@ bool apply_patch(const std::vector<PatchLeaf>& leaves, const Pool& pool, PatchDi
     if (end != static_cast<int64_t>(x.blocks.size())) return false;
   }
   std::atomic<bool> fits{true};
-  *digests = each_block(leaves, pool, [&](size_t i, int64_t n, int64_t width, const void* old, void* now) {
+  *digests = each_block<false>(leaves, pool, [&](size_t i, int64_t n, int64_t width, const void* old, void* now) {
     if (now != old) std::memcpy(now, old, static_cast<size_t>(n * width));
     const auto* const in = reinterpret_cast<const uint8_t*>(places[i].second);
     if (!kernels().apply_patch_block(width, places[i].first, in, n, &scratch(), now)) fits = false;

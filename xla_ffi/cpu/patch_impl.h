@@ -81,15 +81,15 @@ int64_t mark_changes(const T* old, const T* now, int64_t n, uint64_t* marks) {
   return k + __builtin_popcountll(marks[at / 64]);
 }
 
-// Lists the indices of the marked words, and up to 7 numbers more.
+// Lists the indices of the marked words, and up to 8 numbers more.
 void list_marks(const uint64_t* marks, int64_t n, uint16_t* index) {
   for (int64_t at = 0; at < n; at += 64) {
     uint64_t left = marks[at / 64];
     uint16_t* const end = index + __builtin_popcountll(left);
-    for (uint16_t* to = index; to < end; to += 8) {  // always 8, because a branch for each costs more
+    do {  // always 8, because a branch for each costs more, and one that asks for none, too
       for (int i = 0; i < 8; ++i, left &= left - 1)
-        to[i] = static_cast<uint16_t>(at + __builtin_ctzll(left | 1ull << 63));
-    }
+        index[i] = static_cast<uint16_t>(at + __builtin_ctzll(left | 1ull << 63));
+    } while ((index += 8) < end);
     index = end;
   }
 }
@@ -101,24 +101,19 @@ void put_indices(const PatchIndices& l, PatchScratch* s, uint8_t* out) {
     memcpy(out, s->marks, static_cast<size_t>(rows - out));
     return;
   }
-  memset(out, 0, static_cast<size_t>(rows - out));
-  uint64_t row = 0;
-  int64_t word = 0;  // of the row
-  for (int64_t j = 0; j < l.k; ++j) {
-    const int64_t one = (s->index[j] >> l.low) + j;
-    if (one / 64 != word) {
-      store_as(out + 8 * word, row);
-      word = one / 64, row = 0;
-    }
-    row |= uint64_t{1} << one % 64;
-  }
-  store_as(out + 8 * word, row);
-  memset(s->index + l.k, 0, 8 * sizeof(uint16_t));
+  constexpr uint8_t kZeros[64] = {};
+  auto* const ones = reinterpret_cast<uint8_t*>(s->kept);  // a byte for each bit of the first row
+  memset(ones, 0, static_cast<size_t>(l.row + 64));
+  for (int64_t j = 0; j < l.k; ++j) ones[(s->index[j] >> l.low) + j] = 1;
+  for (int64_t at = 0; at < l.row; at += 64) store_as(out + at / 8, differing(ones + at, kZeros));
+  memset(s->index + l.k, 0, 16 * sizeof(uint16_t));
   const uint64_t mask = (1u << l.low) - 1;
   for (int64_t j = 0; j < l.k; j += 8, rows += l.low) {  // 8 numbers have as many bytes as one has bits: at most 14
-    uint64_t of[2] = {};
+    uint64_t of[2];
     for (int half = 0; half < 2; ++half) {
-      for (int i = 0; i < 4; ++i) of[half] |= (s->index[j + 4 * half + i] & mask) << i * l.low;
+      const uint64_t four = load_as<uint64_t>(s->index + j + 4 * half) & mask * 0x0001000100010001;
+      const uint64_t two = (four & 0x0000ffff0000ffff) | (four >> 16 & 0x0000ffff0000ffff) << l.low;
+      of[half] = (two & 0xffffffff) | two >> 32 << 2 * l.low;
     }
     store_as(rows, of[0] | of[1] << 4 * l.low);
     store_as(rows + 8, of[1] >> (64 - 4 * l.low));
@@ -134,7 +129,7 @@ CGX_HD uint64_t bits_at(const uint8_t* row, int64_t at, int64_t end) {
 // The inverse of put_indices: a split list becomes indices, another one marks. Returns false if there are not k
 // ascending indices below n.
 bool get_indices(const PatchIndices& l, const uint8_t* in, PatchScratch* s) {
-  int64_t found = 0, last = -1;
+  int64_t found = 0;
   if (!l.split) {
     for (int64_t at = 0; at < l.n; at += 64) {
       const uint64_t all = l.n - at < 64 ? (uint64_t{1} << (l.n - at)) - 1 : ~uint64_t{0};
@@ -144,17 +139,20 @@ bool get_indices(const PatchIndices& l, const uint8_t* in, PatchScratch* s) {
     return found == l.k;
   }
   const uint8_t* lows = in + row_bytes(l.row);
-  for (int64_t at = 0; at < l.row; at += 64) {
-    uint64_t bits = bits_at(in, at, l.row);
-    if (found + __builtin_popcountll(bits) > l.k) return false;
-    for (; bits != 0; bits &= bits - 1, ++found) {
-      const uint64_t low = load_as<uint64_t>(lows + found * l.low / 8) >> found * l.low % 8 & ((1u << l.low) - 1);
-      const int64_t i = (at + __builtin_ctzll(bits) - found) << l.low | static_cast<int64_t>(low);
-      if (i <= last || i >= l.n) return false;
-      s->index[found] = static_cast<uint16_t>(last = i);
+  for (int64_t at = 0; at < l.row; at += 64) found += __builtin_popcountll(s->marks[at / 64] = bits_at(in, at, l.row));
+  if (found != l.k) return false;
+  list_marks(s->marks, l.row, s->index);
+  const uint64_t mask = (1u << l.low) - 1;
+  for (int64_t j = 0; j < l.k; j += 8, lows += l.low) {
+    const uint64_t of[2] = {load_as<uint64_t>(lows), load_as<uint64_t>(lows + l.low / 2) >> l.low % 2 * 4};
+    for (int i = 0; i < 8; ++i) {
+      uint16_t& index = s->index[j + i];
+      index = static_cast<uint16_t>((index - (j + i)) << l.low | (of[i / 4] >> i % 4 * l.low & mask));
     }
   }
-  return found == l.k;
+  bool fits = s->index[l.k - 1] < l.n;
+  for (int64_t j = 1; j < l.k; ++j) fits &= s->index[j - 1] < s->index[j];
+  return fits;
 }
 
 struct Written {
@@ -178,7 +176,6 @@ CGX_HD void store_words_at(void* words, int64_t i, int64_t n, I x) {
   return kWidth == 1 ? store_bytes(p, x) : kWidth == 2 ? store_halves(p, x) : store_words(p, x);
 }
 
-CGX_HD M is_set(I x) { return less(x, splat_i(0)) | less(splat_i(0), x); }
 CGX_HD M has_bit(I x, int bit) { return less(shl(x, 31 - bit), splat_i(0)); }
 
 // Stores a list as words of kWidth bytes, and up to 15 more. Returns their end.
@@ -200,28 +197,26 @@ CGX_HD uint64_t spread(uint64_t x) {
   return (x | x << 1) & 0x5555555555555555;
 }
 
-// Writes the codes, small steps and raw words of the marked words.
-template <class T>
-Written put_marked(const T* old, const T* now, int64_t n, PatchScratch* s, uint8_t* out) {
-  constexpr int kWidth = sizeof(T), kUnused = 32 - 8 * kWidth;  // kUnused: bits of a lane
-  const I most = splat_i(static_cast<int32_t>(most_small(kWidth)));
-  int64_t k = 0, raw = 0, small = 0;
-  for (int64_t at = 0; at < n; at += 64) {
-    if (s->marks[at / 64] == 0) continue;
-    for (int64_t i = at; i < at + 64 && i < n; i += 16) {
-      const I word = load_words_at<kWidth>(now, i, n);
-      const I step = shl(word - load_words_at<kWidth>(old, i, n), kUnused);
-      const I number = shr(shl(step, 1) ^ sign_of(step), kUnused);
-      k += compress(is_set(number), number, s->numbers + k);
-      const M is_raw = less(most, number) | less(number, splat_i(0));
-      if (any(is_raw)) raw += compress(is_raw, word, s->raw + raw);
-    }
-  }
+template <int kWidth>
+CGX_HD I numbers_of(I old, I now) {
+  constexpr int kUnused = 32 - 8 * kWidth;  // bits of a lane
+  const I step = shl(now - old, kUnused);
+  return shr(shl(step, 1) ^ sign_of(step), kUnused);
+}
+template <int kWidth>
+CGX_HD M are_raw(I number) {
+  const M much = less(splat_i(static_cast<int32_t>(most_small(kWidth))), number);
+  return kWidth < 4 ? much : much | less(number, splat_i(0));
+}
+
+// Writes the codes, small steps and raw words of the k words with s->numbers, of which `raw` are in s->raw.
+template <int kWidth>
+Written put_numbers(int64_t k, int64_t raw, PatchScratch* s, uint8_t* out) {
+  int64_t small = 0;
   store_words(s->numbers + k, splat_i(1));  // behind the last: code 0
   for (int64_t j = 0; j < k; j += 16) {
     const I number = load_words(s->numbers + j);
-    const M is_raw = less(most, number) | less(number, splat_i(0));
-    const I code = select(is_raw, splat_i(3), min(number, splat_i(3)) - splat_i(1));
+    const I code = select(are_raw<kWidth>(number), splat_i(3), min(number, splat_i(3)) - splat_i(1));
     const M is_high = less(splat_i(1), code), is_small = is_high & less(code, splat_i(3));
     if (any(is_small)) small += compress(is_small, number - splat_i(3), s->small + small);
     const uint64_t both = spread(lanes(has_bit(code, 0)) | uint64_t{lanes(is_high)} << 32);
@@ -231,14 +226,53 @@ Written put_marked(const T* old, const T* now, int64_t n, PatchScratch* s, uint8
   return {small, raw, put_list<kWidth>(s->raw, raw, end)};
 }
 
-// Makes new words of the marked old ones, in place: the inverse of put_marked.
-template <class T>
-void change_marked(const PatchHead& h, const uint8_t* codes, PatchScratch* s, int64_t n, T* words) {
-  constexpr int kWidth = sizeof(T);
+// Writes the codes, small steps and raw words of the marked words.
+template <int kWidth>
+Written put_marked(const void* old, const void* now, int64_t n, PatchScratch* s, uint8_t* out) {
+  int64_t k = 0, raw = 0;
+  for (int64_t at = 0; at < n; at += 64) {
+    if (s->marks[at / 64] == 0) continue;
+    for (int64_t i = at; i < at + 64 && i < n; i += 16) {
+      const I word = load_words_at<kWidth>(now, i, n);
+      const I number = numbers_of<kWidth>(load_words_at<kWidth>(old, i, n), word);
+      k += compress(mask_of(static_cast<uint32_t>(s->marks[at / 64] >> (i - at) & 0xffff)), number, s->numbers + k);
+      const M is_raw = are_raw<kWidth>(number);
+      if (any(is_raw)) raw += compress(is_raw, word, s->raw + raw);
+    }
+  }
+  return put_numbers<kWidth>(k, raw, s, out);
+}
+
+// Returns the words with these indices. It reads whole groups of 4 bytes.
+template <int kWidth>
+CGX_HD I gather_words_at(const void* words, I i) {
+  constexpr int kMany = 4 / kWidth, kBits = 8 * kWidth;
+  const I group = gather_words(words, shr(i, kMany / 2));
+  const I left = splat_i(kMany - 1) - (i & splat_i(kMany - 1));  // words of the group after this one
+  return shr(shl(group, kBits == 8 ? shl(left, 3) : shl(left, 4)), 32 - kBits);
+}
+
+// Writes the codes, small steps and raw words of the k words of s->index, behind which it has 16 zeros.
+template <int kWidth>
+Written put_gathered(const void* old, const void* now, int64_t k, PatchScratch* s, uint8_t* out) {
+  int64_t raw = 0;
+  for (int64_t j = 0; j < k; j += 16) {
+    const I i = load_halves(s->index + j), word = gather_words_at<kWidth>(now, i);
+    const I number = numbers_of<kWidth>(gather_words_at<kWidth>(old, i), word);
+    store_words(s->numbers + j, number);
+    const M is_raw = are_raw<kWidth>(number) & less(iota(), splat_i(static_cast<int32_t>(k - j)));
+    if (any(is_raw)) raw += compress(is_raw, word, s->raw + raw);
+  }
+  return put_numbers<kWidth>(k, raw, s, out);
+}
+
+// Reads the steps of the changed words to s->numbers and, if any are raw, what is kept of the old words to s->kept.
+template <int kWidth>
+void get_steps(const PatchHead& h, const uint8_t* codes, PatchScratch* s) {
   const uint8_t* const small = codes + row_bytes(2 * h.changed);
   get_list<small_bytes(kWidth)>(small, h.small, s->small);
   get_list<kWidth>(small + h.small * small_bytes(kWidth), h.raw, s->raw);
-  int32_t *next_small = s->small, *next_raw = s->raw, *step = s->numbers, *kept = s->kept;
+  int32_t *next_small = s->small, *next_raw = s->raw;
   for (int64_t j = 0; j < h.changed; j += 16) {
     const I bits = splat_i(load_as<int32_t>(codes + j / 4));
     const I code = shr(shl(bits, splat_i(30) - iota() - iota()), 30);
@@ -252,15 +286,22 @@ void change_marked(const PatchHead& h, const uint8_t* codes, PatchScratch* s, in
     if (h.raw > 0) {
       next = select(is_raw, expand(is_raw, next_raw), next);
       next_raw += __builtin_popcount(lanes(is_raw));
-      store_words(kept + j, select(is_raw, splat_i(0), splat_i(-1)));
+      store_words(s->kept + j, select(is_raw, splat_i(0), splat_i(-1)));
     }
-    store_words(step + j, next);
+    store_words(s->numbers + j, next);
   }
+}
+
+// Makes new words of the marked old ones, in place.
+template <class T>
+void change_marked(const PatchHead& h, PatchScratch* s, int64_t n, T* words) {
+  constexpr int kWidth = sizeof(T);
+  int32_t *step = s->numbers, *kept = s->kept;
   for (int64_t at = 0; at < n; at += 64) {
     if (s->marks[at / 64] == 0) continue;
     for (int64_t i = at; i < at + 64 && i < n; i += 16) {
-      const auto bits = static_cast<int32_t>(s->marks[at / 64] >> (i - at) & 0xffff);
-      const M here = less(shl(splat_i(bits), splat_i(31) - iota()), splat_i(0));
+      const auto bits = static_cast<uint32_t>(s->marks[at / 64] >> (i - at) & 0xffff);
+      const M here = mask_of(bits);
       I word = load_words_at<kWidth>(words, i, n);
       if (h.raw > 0) word = select(here, word & expand(here, kept), word);
       store_words_at<kWidth>(words, i, n, word + expand(here, step));
@@ -268,10 +309,20 @@ void change_marked(const PatchHead& h, const uint8_t* codes, PatchScratch* s, in
     }
   }
 }
+
+// Makes new words of the old ones of s->index, in place.
+template <class T>
+void change_some(const PatchHead& h, const PatchScratch& s, T* words) {
+  for (int64_t j = 0; j < h.changed; ++j) {
+    T& word = words[s.index[j]];
+    word = static_cast<T>((h.raw > 0 ? word & s.kept[j] : word) + s.numbers[j]);
+  }
+}
+
 template <class T>
 using Half = std::conditional_t<sizeof(T) == 8, uint32_t, std::conditional_t<sizeof(T) == 4, uint16_t, uint8_t>>;
 
-// Whether blocks of bitmaps are processed in vectors. Those of split lists are not: few of their words change.
+// Whether words are processed in vectors.
 template <class T>
 constexpr bool kVectors =
 #if defined(__AVX2__)
@@ -347,7 +398,8 @@ PatchHead encode_patch_block(int64_t width, const void* old, const void* now, in
     put_indices(list, s, s->bytes);
     const auto put = [&](uint8_t* out) {
       if constexpr (kVectors<T>) {
-        if (!list.split) return put_marked(x, y, n, s, out);
+        if (!list.split) return put_marked<sizeof(T)>(x, y, n, s, out);
+        if (n * sizeof(T) % 4 == 0) return put_gathered<sizeof(T)>(x, y, list.k, s, out);
       }
       return put_listed(x, y, list.k, s, out);
     };
@@ -374,7 +426,8 @@ bool apply_patch_block(int64_t width, const PatchHead& h, const uint8_t* in, int
   with_word(width, [=](auto word) {
     auto* const x = static_cast<decltype(word)*>(words);
     if constexpr (kVectors<decltype(word)>) {
-      if (!list.split) return change_marked(h, codes, s, n, x);
+      get_steps<sizeof word>(h, codes, s);
+      return list.split ? change_some(h, *s, x) : change_marked(h, s, n, x);
     }
     if (!list.split) list_marks(s->marks, n, s->index);
     change_listed(h, codes, s, x);

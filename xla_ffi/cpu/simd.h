@@ -79,7 +79,8 @@ CGX_HD M operator|(M a, M b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 CGX_HD M operator&(M a, M b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 CGX_HD bool any(M m) { return m.v != 0; }
 CGX_HD M none() { return {0}; }
-CGX_HD uint32_t lanes(M m) { return m.v; }  // one bit per lane
+CGX_HD uint32_t lanes(M m) { return m.v; }                                  // one bit per lane
+CGX_HD M mask_of(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }  // the inverse
 CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD F multiply_where(M m, F a, F b) { return {_mm512_maskz_mul_ps(m.v, a.v, b.v)}; }  // m ? a * b : 0
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
@@ -161,6 +162,8 @@ CGX_HD int compress(M m, I x, int32_t* to) {
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(m.v, x.v));
   return __builtin_popcount(m.v);
 }
+// Returns the words of 4 bytes with these indices.
+CGX_HD I gather_words(const void* p, I i) { return {_mm512_i32gather_epi32(i.v, p, 4)}; }
 // The inverse of compress: loads consecutive elements into the lanes that the mask selects. The other lanes are 0.
 CGX_HD I expand(M m, const int32_t* from) { return {_mm512_maskz_expandloadu_epi32(m.v, from)}; }
 
@@ -299,6 +302,9 @@ CGX_HD void mul_wide(PhiloxWord x, uint32_t b, PhiloxWord* high, PhiloxWord* low
   }
 }
 CGX_HD I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
+CGX_HD M mask_of(uint32_t bits) {
+  return less(shl(splat_i(static_cast<int32_t>(bits)), splat_i(31) - iota()), splat_i(0));
+}
 CGX_HD I choose(I i, const int32_t (&of)[3]) {
   const __m256 table = _mm256_castsi256_ps(_mm256_setr_epi32(of[0], of[1], of[2], 0, of[0], of[1], of[2], 0));
   return bits(F{_mm256_permutevar_ps(table, i.a), _mm256_permutevar_ps(table, i.b)});
@@ -359,6 +365,10 @@ CGX_HD int compress(M m, I x, int32_t* to) {
 CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   compress(m, i, to_i);
   return compress(m, bits(x), reinterpret_cast<int32_t*>(to_x));
+}
+CGX_HD I gather_words(const void* p, I i) {
+  const int* words = static_cast<const int*>(p);
+  return {_mm256_i32gather_epi32(words, i.a, 4), _mm256_i32gather_epi32(words, i.b, 4)};
 }
 CGX_HD I expand(M m, const int32_t* from) {
   const uint32_t all = lanes(m), low = all & 255, high = all >> 8;
@@ -499,6 +509,9 @@ using PhiloxWord = I;
 CGX_HD I philox_word(I x) { return x; }
 CGX_HD I lanes_in_order(I x) { return x; }
 CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{12, 13, 14, 15}}}; }
+CGX_HD M mask_of(uint32_t bits) {
+  return less(shl(splat_i(static_cast<int32_t>(bits)), splat_i(31) - iota()), splat_i(0));
+}
 #undef CGX_EACH
 
 #endif
@@ -586,6 +599,12 @@ CGX_HD int compress(M m, I x, int32_t* to) {
     stored += static_cast<int>(all >> i & 1);
   }
   return stored;
+}
+CGX_HD I gather_words(const void* p, I i) {
+  int32_t at[16], b[16];
+  store_words(at, i);
+  for (int j = 0; j < 16; ++j) memcpy(b + j, static_cast<const char*>(p) + 4 * int64_t{at[j]}, 4);
+  return load_words(b);
 }
 CGX_HD I expand(M m, const int32_t* from) {
   int32_t b[16];
