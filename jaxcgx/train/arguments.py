@@ -166,10 +166,7 @@ def _remedy(division: OverMesh, rest: Others) -> str:
 
 
 def closing(function: Any, closes_over: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns (a function of the arguments of `function` and then of what it closes over, values of the latter).
-
-    `closes_over` is the caller's: such values, or names of variables of the function.
-    """
+    """Returns (a function whose last arguments are what `function` closes over, the values of `closes_over`)."""
     if not (closes_over and callable(function)):
         return function, closes_over
     is_function = isinstance(function, types.FunctionType)
