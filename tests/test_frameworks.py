@@ -1,5 +1,6 @@
 """Tests docs/frameworks.md: each pair of programs runs. With Raw() both find the same parameters."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -251,18 +252,21 @@ class Named:
 
 def levanter(source, codec):
     eqx, mesh = needs("equinox"), mesh_of(RANKS)
-    tree_map = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Named))
-    hax = types.SimpleNamespace(NamedArray=Named, named=Named.of, tree_util=types.SimpleNamespace(tree_map=tree_map))
-    trainer = programs(source, codec, eqx=eqx, hax=hax, mesh=mesh, Trainer=object)["MyTrainer"]()
+    util = types.SimpleNamespace(tree_map=functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Named)))
+    hax = dict(NamedArray=Named, named=Named.of, tree_util=util, axis_mapping=contextlib.nullcontext)
+    names = programs(source, codec, eqx=eqx, hax=types.SimpleNamespace(**hax), mesh=mesh, Trainer=object)
+    trainer = names["MyTrainer"]()
+    trainer.compute_axis_mapping = {}
 
-    def loss_fn(model, x, y):
-        assert all(each.array.shape == tuple(axis.size for axis in each.axes) for each in (x, y))
+    def loss_fn(model, x, y, key):
+        assert all(each.array.shape == tuple(axis.size for axis in each.axes) for each in (x, y)) and key.shape == (2,)
         hidden = jax.lax.with_sharding_constraint(jax.vmap(model)(x.array), NamedSharding(mesh, P("data")))
         return ((hidden - y.array) ** 2).mean()
 
     model = eqx.nn.MLP(8, 3, 16, 1, key=jax.random.key(0))
     x, y = (Named.of(each, ("batch", "feature")) for each in on(mesh, X, Y))
-    return eqx.filter_jit(trainer._compute_gradients_microbatched)(loss_fn, model, x, y)
+    gradients = eqx.filter_jit(trainer._compute_gradients_microbatched)
+    return gradients(loss_fn, model, x, y, key=jax.random.PRNGKey(0))
 
 
 PROGRAMS = {
