@@ -1,9 +1,12 @@
 """Tests docs/frameworks.md: each pair of programs runs. With Raw() both find the same parameters."""
 
+import contextlib
+import dataclasses
 import functools
 import pathlib
 import re
 import types
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -229,16 +232,41 @@ def diffrax(source, codec):
     return losses, eqx.filter(model, eqx.is_inexact_array)
 
 
+class Axis(typing.NamedTuple):
+    name: str
+    size: int
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axes"])
+@dataclasses.dataclass
+class Named:
+    """As a NamedArray of haliax: an array with axes of fixed sizes."""
+
+    array: jax.Array
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def of(cls, array, names):
+        return cls(array, tuple(map(Axis, names, array.shape)))
+
+
 def levanter(source, codec):
     eqx, mesh = needs("equinox"), mesh_of(RANKS)
-    trainer = programs(source, codec, eqx=eqx, mesh=mesh, Trainer=object)["MyTrainer"]()
+    util = types.SimpleNamespace(tree_map=functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Named)))
+    hax = dict(NamedArray=Named, named=Named.of, tree_util=util, axis_mapping=contextlib.nullcontext)
+    names = programs(source, codec, eqx=eqx, hax=types.SimpleNamespace(**hax), mesh=mesh, Trainer=object)
+    trainer = names["MyTrainer"]()
+    trainer.compute_axis_mapping = {}
 
-    def loss_fn(model, x, y):
-        hidden = jax.lax.with_sharding_constraint(jax.vmap(model)(x), NamedSharding(mesh, P("data")))
-        return ((hidden - y) ** 2).mean()
+    def loss_fn(model, x, y, key):
+        assert all(each.array.shape == tuple(axis.size for axis in each.axes) for each in (x, y)) and key.shape == (2,)
+        hidden = jax.lax.with_sharding_constraint(jax.vmap(model)(x.array), NamedSharding(mesh, P("data")))
+        return ((hidden - y.array) ** 2).mean()
 
     model = eqx.nn.MLP(8, 3, 16, 1, key=jax.random.key(0))
-    return eqx.filter_jit(trainer._compute_gradients_microbatched)(loss_fn, model, *on(mesh, X, Y))
+    x, y = (Named.of(each, ("batch", "feature")) for each in on(mesh, X, Y))
+    gradients = eqx.filter_jit(trainer._compute_gradients_microbatched)
+    return gradients(loss_fn, model, x, y, key=jax.random.PRNGKey(0))
 
 
 PROGRAMS = {

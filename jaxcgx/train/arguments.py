@@ -164,8 +164,17 @@ def _remedy(division: OverMesh, rest: Others) -> str:
     )
 
 
-def closing(function: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns a function of the arguments of `function`, and then of what it closes over instead of `given`."""
+def closing(function: Any, closes_over: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns (a function whose last arguments are what `function` closes over, the values of `closes_over`)."""
+    if not (closes_over and callable(function)):
+        return function, closes_over
+    is_function = isinstance(function, types.FunctionType)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ())) if is_function else {}
+    for name in closes_over:
+        if isinstance(name, str) and name not in cells:
+            expected = f"arrays, or names of variables that loss_fn closes over: {sorted(cells)}"
+            raise wrong(OP, "closes_over", expected, repr(name), "pass a Python function, without jax.jit")
+    given = tuple(cells[x].cell_contents if isinstance(x, str) else x for x in closes_over)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -180,7 +189,7 @@ def closing(function: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..
                 raise wrong(OP, "closes_over", expected, got, remedy)
         return closed(*args[: len(args) - len(given)], **kwargs)
 
-    return called
+    return called, given
 
 
 def _closed(function: Any, values: dict[int, Any], found: set[int], known: dict[int, Any]) -> Any:

@@ -179,15 +179,11 @@ def wide(dtype: DType) -> DType:
 
 def after(tree: PyTree, x: jax.Array) -> jax.Array:
     """Returns x. XLA computes the arrays in the tree before it computes anything from the result."""
-    zeros = [_zero(y) for y in jax.tree.leaves(tree) if y.size]
-    return jnp.where(sum(zeros) > 0, jnp.zeros_like(x), x) if zeros else x
-
-
-def _zero(x: jax.Array) -> jax.Array:
-    """Returns 0. Nothing is above infinity, but XLA doesn't know this, so it computes x first."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return (jnp.real(x.reshape(-1)[0]).astype(jnp.float32) > jnp.inf).astype(jnp.uint32)
+    # Nothing is above infinity, but XLA doesn't know this, so it computes each array first.
+    numbers = lambda y: y if addable(y) else jax.random.key_data(y)
+    first = lambda y: jnp.real(numbers(y).reshape(-1)[0]).astype(jnp.float32)
+    above = [(first(y) > jnp.inf).astype(jnp.uint32) for y in jax.tree.leaves(tree) if y.size]
+    return jnp.where(sum(above) > 0, jnp.zeros_like(x), x) if above else x
 
 
 class OverMesh(Division):

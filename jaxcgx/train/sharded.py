@@ -122,19 +122,6 @@ def check_specs(argument: str, specs: Specs, names: Names) -> None:
             raise wrong(OP, argument, expected, spec, path=path)
 
 
-def check_optimizer_specs(specs: Specs, param_specs: Specs, names: Names) -> None:
-    """Checks that states are sharded like parameters or, where these are whole, over the ranks, too."""
-    param_specs = jax.tree.map(lambda _: P(), specs) if param_specs is None else param_specs
-    (found, tree), (params, like) = jax.tree.flatten_with_path(specs), jax.tree.flatten(param_specs)
-    if like != tree:
-        raise wrong(OP, "sharding.optimizer", f"a tree like sharding.params, {like}", tree)
-    for (path, spec), param in zip(found, params):
-        whole = _dimension(param, names) is None
-        if (beside(spec, names) if whole else shortest(spec)) != shortest(param):
-            expected = f"the spec of the parameter, {param}, or where that is whole, the same with {names[0]!r}"
-            raise wrong(OP, "sharding.optimizer", expected, spec, path=path)
-
-
 class ShardedMesh(OverMesh):
     """The ranks of a mesh with sharded parameters or optimizer states. `Division` documents the members."""
 
@@ -161,7 +148,16 @@ class ShardedMesh(OverMesh):
             check_specs("sharding.params", sharding.params, self.names)
         if sharding.optimizer is not None:
             check_specs("sharding.optimizer", sharding.optimizer, self.names)
-            check_optimizer_specs(sharding.optimizer, sharding.params, self.names)
+            # States are sharded like parameters or, where these are whole, over the ranks, too.
+            params = jax.tree.map(lambda _: P(), self.state) if sharding.params is None else sharding.params
+            (found, tree), (each, other) = jax.tree.flatten_with_path(self.state), jax.tree.flatten(params)
+            if other != tree:
+                raise wrong(OP, "sharding.optimizer", f"a tree like sharding.params, {other}", tree)
+            for (path, spec), param in zip(found, each):
+                whole = _dimension(param, self.names) is None
+                if (beside(spec, self.names) if whole else shortest(spec)) != shortest(param):
+                    expected = f"the spec of the parameter, {param}, or where it is whole, with {self.names[0]!r}, too"
+                    raise wrong(OP, "sharding.optimizer", expected, spec, path=path)
         for path, spec in jax.tree.leaves_with_path(self.state) if self.explicit else ():
             if auto := self.auto(spec):
                 expected = "axes that are all Auto, or all Explicit, where parameters or state are sharded"

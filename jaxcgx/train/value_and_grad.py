@@ -107,11 +107,10 @@ def value_and_grad(
         the partitioner distributes. This works for losses that JAX refuses in shard_map, such as Diffrax's, and with
         sharding constraints over the axis. For convolutions, the partitioner gathers activations.
       closes_over: the arrays of the batch, or trees of them, that `loss_fn` closes over, as in closes_over=(x, y) for a
-        `loss_fn(params)` that is defined inside of a step. Each counts as one more positional argument: the loss gets a
-        rank's part in its place.
+        `loss_fn(params)` that is defined inside of a step; or the names of its variables, as in ("x", "y"), where a
+        library gets the loss. Each counts as one more positional argument: the loss gets a rank's part in its place.
     """
-    closes_over = closes_over if type(closes_over) is tuple else (closes_over,)
-    function = closing(loss_fn, closes_over) if closes_over and callable(loss_fn) else loss_fn
+    function, closes_over = closing(loss_fn, closes_over if type(closes_over) is tuple else (closes_over,))
     loss = Loss(OP, function, has_aux=has_aux, weighted=weighted, aux_specs=aux_specs)
     as_axis_names(OP, axis_name)
     check_choice(OP, "ranks", ranks, ("shard_map", "vmap"))

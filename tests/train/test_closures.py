@@ -27,10 +27,9 @@ def test_a_loss_that_closes_over_the_batch(kind, ranks):
         def loss(params, power=2, *, shift=1.0):
             return (errors(params) ** power * batch["y"][:, None]).mean() + shift
 
-        options = dict(ranks=ranks, closes_over=(batch, x))
-        rows = cgx.grad(loss, "data", None, **options)(params)
+        rows = cgx.grad(loss, "data", None, ranks=ranks, closes_over="batch")(params)
         mean = jax.tree.map(lambda x: x.mean(0), rows)
-        return mean, cgx.value_and_grad(loss, "data", cgx.Raw(), **options)(params)
+        return mean, cgx.value_and_grad(loss, "data", cgx.Raw(), ranks=ranks, closes_over=(batch, x))(params)
 
     mesh, batch = mesh_of(kind), {"x": X, "y": jnp.arange(24.0)}
     with jax.set_mesh(mesh):
@@ -45,6 +44,9 @@ def test_what_a_loss_does_not_close_over():
     f = cgx.value_and_grad(loss, "data", CODEC, mesh=mesh_of(AxisType.Auto), closes_over=(X + 0,))
     with raises(ValueError, says("value_and_grad", "closes_over", got="something", remedy="argument")):
         f(PARAMS)
+    for function in loss, jax.jit(loss):
+        with raises(ValueError, says("value_and_grad", "closes_over", got="'X'", remedy="without jax.jit")):
+            cgx.value_and_grad(function, "data", CODEC, closes_over="X")
 
 
 def test_a_loss_that_holds_the_batch_elsewhere_too():

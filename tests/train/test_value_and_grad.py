@@ -413,6 +413,26 @@ def test_an_optimizer_of_modules():
 
 
 @KINDS
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_step_with_feedback_is_compiled_once(kind, within):
+    """If its parameters are placed as the page says. `init` finds the mesh in context."""
+    tx = optax.chain(cgx.compress_gradients("data", cgx.Feedback(cgx.MaxMin(8))), optax.sgd(0.1, momentum=0.9))
+
+    @jax.jit
+    def step(params, state, x):
+        updates, state = tx.update(cgx.grad(loss_fn, "data", None)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh_of(kind)):
+        spell = lambda x: P(*[None] * x.ndim) if kind == AxisType.Explicit else P()
+        params = jax.tree.map(lambda x: jax.device_put(x, spell(x)), PARAMS)
+        state, x = within(tx.init)(params), jax.device_put(X, P("data"))
+        for _ in range(3):
+            params, state = step(params, state, x)
+    assert step._cache_size() == 1
+
+
+@KINDS
 def test_states_of_rows(kind):
     """Leaves without gradient have no state, and rows and states may come without shardings."""
     mesh, grads = mesh_of(kind), {"w": normal((RANKS, 6, 2), 1), "n": None}
