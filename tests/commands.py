@@ -69,7 +69,8 @@ class Script(NamedTuple):
     @property
     def lines(self):
         """The lines without comments, with continued lines joined."""
-        return [re.sub(r"\s+#.*", "", line) for line in re.sub(r"\\\n\s*", "", self.text).splitlines()]
+        lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
+        return [line for line in (re.sub(r"(^|\s+)#.*", "", line) for line in lines) if line]
 
     @property
     def commands(self):
