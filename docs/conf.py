@@ -29,7 +29,7 @@ PAGES = {
     "Does it pay?": "when-not planner costs lab speed simulation results ../benchmarks/README",
     "Coming from": "compared features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed "
     "from-horovod",
-    "Reference": "api collectives error-bounds wire-format promises references",
+    "Reference": "api collectives error-bounds wire-format glossary promises references",
     "Develop": "architecture extend-codec extend-transport ../CONTRIBUTING",
 }
 
