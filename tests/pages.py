@@ -4,6 +4,7 @@ As a program it is one of two processes that run the pages between processes: `p
 With "variables" in place of pages, it is one of four that run docs/wan's program with GeoMX's variables.
 """
 
+import ast
 import functools
 import os
 import pathlib
@@ -35,6 +36,12 @@ def pairs(text):
     """Returns {title: (program before, program after)} of the sections of a page that begin with two programs."""
     pair = rf"^## ([^\n]+)\n(?:(?!^## ).)*?{CODE}\n{CODE}"
     return {name: (before, after) for name, before, after in re.findall(pair, text, re.DOTALL | re.MULTILINE)}
+
+
+def new_lines(before, after):
+    """Returns the lines of a program that the one before it lacks, if no statement was broken into several."""
+    lines = lambda program: {*ast.unparse(ast.parse(program)).splitlines()} - {""}
+    return lines(after) - lines(before)
 
 
 def make_mesh(sizes=(4,), names=("data",)):

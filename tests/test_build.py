@@ -1,11 +1,13 @@
-"""Tests CMake's JAXCGX_CUDA without a CUDA compiler."""
+"""Tests CMake's JAXCGX_CUDA without a CUDA compiler, and the files of a release that has an address."""
 
 import os
 import pathlib
+import re
 import shutil
+import tomllib
 
 import pytest
-from helpers import run
+from helpers import load_script, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 PATH = f"{ROOT / '.venv/build/bin'}:{os.environ['PATH']}"
@@ -41,3 +43,20 @@ def test_without_a_cuda_compiler_that_is_new_enough(tmp_path, value, nvcc, statu
     found = [f"-DCMAKE_CUDA_COMPILER={compiler}"] if nvcc else []
     env = {} if nvcc else dict(CUDACXX="/bin/false")
     assert words in configure(tmp_path / "build", f"-DJAXCGX_CUDA={value}", *found, status=status, **env)
+
+
+def test_a_release_has_the_address_of_the_repository(tmp_path, monkeypatch):
+    wheels = load_script(ROOT / "scripts/wheels.py", monkeypatch)
+    for name in "README.md", "pyproject.toml":
+        shutil.copy(ROOT / name, tmp_path)
+    wheels.publish(tmp_path, "https://example.org/of/jaxcgx")
+    text = (tmp_path / "README.md").read_text()
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)", text)
+    before = re.findall(r"!?\[[^\]]*\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    for (picture, link), path in zip(links, before, strict=True):
+        kind = "raw" if picture else "blob"
+        assert (ROOT / path).exists() and link == f"https://example.org/of/jaxcgx/{kind}/HEAD/{path}"
+    assert text.index('pip install "jaxcgx[optax]"') < text.index('pip install ".[optax]"')
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == "https://example.org/of/jaxcgx"
+    assert project["scripts"] == {"jaxcgx": "jaxcgx.__main__:main"} and project["optional-dependencies"]

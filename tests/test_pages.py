@@ -111,7 +111,9 @@ def test_pages_of_several_processes(what):
 
 def test_readme():
     whole, jit, shard_map, _ = pages.programs("README")  # the last one is of mpirun
-    printed = subprocess.run([sys.executable, "-P", "-c", whole], check=True, capture_output=True, text=True).stdout
+    explained = f"{whole}\ncgx.explain(train.step, state, batch)"
+    run = [sys.executable, "-P", "-c", explained]
+    printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     assert float(re.match(r"loss ([\d.]+)\n", printed)[1]) < 0.1 and "MaxMin(bits=4)" in printed
     names = names_of()
     with jax.set_mesh(names["mesh"]):

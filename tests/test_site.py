@@ -5,6 +5,7 @@ import pathlib
 import pkgutil
 import re
 
+import commands
 import pytest
 from documented import named_on_pages, public, results, undocumented
 from helpers import load_script
@@ -22,6 +23,15 @@ def test_every_page_is_in_the_contents():
     names = " ".join(ast.literal_eval(contents).values()).split()
     others = DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "benchmarks/README.md"
     assert sorted((DOCS / f"{name}.md").resolve() for name in names) == sorted([*DOCS.glob("*.md"), *others])
+
+
+@pytest.mark.parametrize("page", commands.PAGES, ids=lambda page: page.stem)
+def test_code_is_at_most_88_columns_wide(page):
+    """As wide as a page of the site. What programs print may be wider."""
+    fences = [(match[2], match[3]) for match in commands.FENCE.finditer(page.read_text())]
+    code = "".join(code for kind, code in fences if kind in ("python", "shell") and not code.startswith(">>>"))
+    wide = [line for line in code.splitlines() if len(line) > 88]
+    assert not wide, f"write comments above their lines, and break lines: {wide}"
 
 
 def test_outputs_are_those_of_examples(monkeypatch):

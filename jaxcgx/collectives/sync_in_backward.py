@@ -51,9 +51,9 @@ def sync_in_backward(
 
     If the gradient is taken inside `shard_map`, as above, the loss must be this rank's own: averaging over ranks inside
     it divides the gradients by the number of ranks twice. If the gradient is taken outside of `shard_map`, the loss
-    itself sets the weight of each rank, by `lax.pmean` inside or by a mean of the ranks' losses outside. The gradients
-    are then the same as in plain JAX. This needs shard_map's check_vma: without it, JAX adds its own sum in full
-    precision. In the backward rule of a custom_vjp, don't take a whole gradient of such a loss while the shard_map
+    itself sets the weight of each rank, by `jax.lax.pmean` inside or by a mean of the ranks' losses outside. The
+    gradients are then the same as in plain JAX. This needs shard_map's check_vma: without it, JAX adds its own sum in
+    full precision. In the backward rule of a custom_vjp, don't take a whole gradient of such a loss while the shard_map
     around it is differentiated from outside: it would be too large by the number of ranks.
 
     With error feedback, the new carry is the gradient of the old one, so differentiate with respect to both:

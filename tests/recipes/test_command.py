@@ -24,8 +24,9 @@ def test_a_first_run(train, tmp_path):
     arguments = config, "--compression=dgc-wm0", "--config.train.steps=20", f"--runs={tmp_path}"
     line = [sys.executable, RECIPES / "train.py", *arguments]
     done = run(*line)
-    first, accuracy, sent, files, following = done.stdout.splitlines()
+    first, few, accuracy, sent, files, following = done.stdout.splitlines()
     assert first == "digits-mlp-dgc-wm0: digits, 33,738 parameters, 4 ranks, 20 steps"
+    assert few.startswith("20 steps are few for a ratio of 0.001 without a warm-up: --compression=dgc")
     assert float(accuracy.split()[5].rstrip("%,")) > 60
     numbers = [int(word.replace(",", "")) for word in sent.split() if word[0].isdigit()]
     assert numbers[1] > 50 * numbers[0]
