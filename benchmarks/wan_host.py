@@ -56,7 +56,7 @@ OWNERS = cgx.wan.Overlay.owners(4, 2)
 ANY = {
     "float32": step(RAW),
     "4 bits": step(BITS4),
-    "FP16": step(cgx.Plan.every(dict.fromkeys(AXES, cgx.Cast("float16")), prefer="bytes")),
+    "FP16": step(cgx.Plan.fp16(axis_name=AXES)),
     "BSC": step(cgx.BSC(), momentum=False),
     "MPQ": step(cgx.MPQ(), momentum=False),
     "DGT, defer": step(DGT(RAW)),

@@ -17,8 +17,7 @@ def full(mesh, sharding, args):
 
 
 def fp16(mesh, sharding, args):
-    plan = cgx.Plan.every(dict.fromkeys(AXES, cgx.Cast("float16")), prefer="bytes")
-    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, plan, sharding=sharding)
+    return cgx.make_train_step(loss_fn, optax.sgd(args.lr), mesh, cgx.Plan.fp16(axis_name=AXES), sharding=sharding)
 
 
 TECHNIQUES = {"float32": full, "float16": fp16}

@@ -84,14 +84,18 @@ class Sampled:
 _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="exponential")}
 
 
-def _as_select(function: str, argument: str, value: Any) -> str | Sampled:
+def as_select(function: str, argument: str, value: Any) -> str | Sampled:
     """Checks a selection, and returns "exact" or a `Sampled`. Selections other than "exact" have names, too."""
     if isinstance(value, Sampled):
         return value
     return _SELECTIONS[check_choice(function, argument, value, _SELECTIONS)] or "exact"
 
 
-def _check_values(function: str, argument: str, value: Any) -> Codec:
+def check_pull(function: str, argument: str, value: Any) -> str:
+    return check_choice(function, argument, value, ("all", "top"))
+
+
+def check_values(function: str, argument: str, value: Any) -> Codec:
     if check_encodes(function, value, argument).sparse:
         raise wrong(function, argument, "a codec that keeps every element", value)
     if value.correlated:
@@ -131,9 +135,9 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         set_field(self, "ratio", _check_share, 0, 1)
-        set_field(self, "values", _check_values)
-        set_field(self, "select", _as_select)
-        set_field(self, "pull", check_choice, ("all", "top"))
+        set_field(self, "values", check_values)
+        set_field(self, "select", as_select)
+        set_field(self, "pull", check_pull)
         set_field(self, "lists", check_integer, 1, MOST)
 
     @property

@@ -16,16 +16,19 @@ from jaxcgx.checks import (
     check_choice,
     check_flag,
     check_integer,
+    check_number,
     check_positive,
     check_type,
     is_integer,
     set_field,
     wrong,
 )
-from jaxcgx.codecs import Codec, MaxMin, Raw
+from jaxcgx.codecs import ByteGrad, Cast, Codec, MaxMin, Raw, Sampled, TopK
+from jaxcgx.codecs.checks import check_codec
+from jaxcgx.codecs.topk import as_select, check_pull
 from jaxcgx.plan import adapt, environment, file, forecast
 from jaxcgx.plan.adapt import GradientStatistics
-from jaxcgx.plan.assignment import Assignment
+from jaxcgx.plan.assignment import Assignment, Rule
 from jaxcgx.plan.leaves import ByAxis, Codecs, as_codecs, by_axis, values
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.axes import as_axis_names
@@ -141,6 +144,67 @@ class Plan(Sending, Assignment):
           bits, bucket_size, rounding: as in MaxMin.
         """
         return cls(MaxMin(bits, bucket_size, rounding))
+
+    @classmethod
+    def bytegrad(cls, axis_name: AxisName = None) -> Self:
+        """Returns the plan of Bagua's ByteGrad: 8 bits for all leaves.
+
+        Args:
+          axis_name: a name, or a tuple of names, outermost first. With a tuple, leaves are compressed only over the
+            outermost axis.
+        """
+        names = as_axis_names("Plan.bytegrad", axis_name, optional=True)
+        return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
+
+    @classmethod
+    def fp16(cls, axis_name: AxisName = None) -> Self:
+        """Returns the plan of GeoMX's FP16: all leaves travel as float16.
+
+        Args:
+          axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
+            axis after another.
+        """
+        names, half = as_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
+        return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
+
+    @classmethod
+    def mixed_precision(
+        cls, codec: Codec = TopK(0.01, select="sampled"), size_bound: int = 200_000, axis_name: AxisName = None
+    ) -> Self:
+        """Returns the plan of GeoMX's mixed-precision quantization: large leaves are sparse, in float32.
+
+        `jaxcgx.MPQ` is the exchange with this plan and GeoMX's momentum.
+
+        Args:
+          codec: the codec of large leaves.
+          size_bound: the most elements of leaves that travel as float16, over all axes.
+          axis_name: a name, or a tuple of names, outermost first. With a tuple, large leaves travel raw over all axes
+            except the outermost.
+        """
+        op = "Plan.mixed_precision"
+        return cls(**_by_size(op, size_bound, axis_name, large=check_codec(op, codec), tiny=Cast("float16")))
+
+    @classmethod
+    def bsc(
+        cls,
+        threshold: float = 0.01,
+        size_bound: int = 200_000,
+        axis_name: AxisName = None,
+        pull: str = "all",
+        select: str | Sampled = "sampled",
+    ) -> Self:
+        """Returns the plan of GeoMX's bidirectional sparsification.
+
+        `jaxcgx.BSC` is the exchange with this plan and GeoMX's momentum.
+
+        Args:
+          threshold: the fraction of elements that is sent, above 0. The largest elements are sent.
+          size_bound: the most elements of leaves that travel raw.
+          axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
+            axis after another, and travel raw over all axes except the outermost.
+          pull, select: as in TopK.
+        """
+        return cls(**sparsification("Plan.bsc", threshold, size_bound, axis_name=axis_name, pull=pull, select=select))
 
     @classmethod
     def from_env(
@@ -279,3 +343,29 @@ def switch(phases: Sequence[Phase], count: jax.Array, branches: Sequence[Callabl
         return branches[0](*operands)
     now = sum((count >= phase.start).astype(jnp.int32) for phase in phases[1:])
     return lax.switch(now, branches, *operands)
+
+
+def sparsification(
+    function: str,
+    threshold: float,
+    size_bound: int,
+    axis_name: AxisName,
+    *,
+    pull: str,
+    select: str | Sampled,
+    tiny: Codec = Raw(),
+) -> dict[str, Any]:
+    """Returns the fields of the plan `Plan.bsc`, but with the codec `tiny` for small leaves. Errors name `function`."""
+    remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
+    check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
+    select, pull = as_select(function, "select", select), check_pull(function, "pull", pull)
+    # If every element is sent, momentum must not be masked. Raw() masks nothing.
+    codec = Raw() if threshold == 1 else TopK(threshold, select=select, pull=pull)
+    return _by_size(function, size_bound, axis_name, large=codec, tiny=tiny)
+
+
+def _by_size(function: str, size_bound: int, axis_name: AxisName, *, large: Codec, tiny: Codec) -> dict[str, Any]:
+    """Returns the fields of GeoMX's plans. Leaves with up to `size_bound` elements are `tiny`, over all axes."""
+    names = as_axis_names(function, axis_name, optional=True)
+    rule = Rule(by_axis(names, tiny, tiny), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
+    return dict(default=by_axis(names, large, Raw()), rules=[rule], min_size=0, skip_1d=False, prefer="bytes")

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import MOST, check_integer, check_number, check_positive, check_type, set_field, wrong
+from jaxcgx.checks import check_integer, check_number, check_positive, check_type, set_field, wrong
 from jaxcgx.codecs import Cast, Codec, Raw, Sampled, TopK
-from jaxcgx.plan import Plan, Rule
+from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import by_axis
-from jaxcgx.plan.plan import Sending
+from jaxcgx.plan.plan import Sending, sparsification
 from jaxcgx.train.exchange import At, Number
 from jaxcgx.train.momentum import Momentum
 from jaxcgx.train.state import ExchangeState
@@ -215,21 +215,15 @@ class BSC(Sparse):
     prefer: str = "bytes"
     _tiny: ClassVar[Codec] = Raw()  # of small leaves, over all axes
 
-    def __post_init__(self) -> None:
-        remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
-        set_field(self, "threshold", check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
-        set_field(self, "size_bound", check_integer, 0, MOST)
-        super().__post_init__()
-
     @property
     def _share(self) -> float:
         return self.threshold
 
     def _plan_of(self, share: float, names: tuple[Any, ...]) -> Plan:
-        # If every element is sent, momentum must not be masked. Raw() masks nothing.
-        large = Raw() if share == 1 else TopK(share, select=self.select, pull=self.pull)
-        small = Rule(by_axis(names, self._tiny, self._tiny), max_size=self.size_bound)
-        return Plan(by_axis(names, large, Raw()), [small], min_size=0, skip_1d=False, **self._how)
+        fields = sparsification(
+            self.op, share, self.size_bound, names or None, pull=self.pull, select=self.select, tiny=self._tiny
+        )
+        return Plan(**fields | self._how)
 
 
 @dataclasses.dataclass(frozen=True)

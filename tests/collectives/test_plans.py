@@ -164,14 +164,17 @@ def test_raw_leaves_with_a_codec_for_each_axis_go_by_axis(check_vma):
     }
 
 
-@pytest.mark.parametrize("codec", [cgx.Cast("float16"), cgx.Raw()])
-def test_presets_send_a_share_between_centers(codec):
-    def sent(codec):
-        plan = cgx.Plan.every(codec, schedule="two_shot")
-        f = on_ranks(lambda t: cgx.compressed_pmean(t, ("a", "b"), plan), mesh(2, 4))
+@pytest.mark.parametrize(
+    "preset", [cgx.Plan.fp16, lambda axes: cgx.Plan.bsc(axis_name=axes)], ids=["fp16", "tiny leaves of bsc"]
+)
+def test_presets_send_a_share_between_centers(preset):
+    def sent(axes):
+        f = on_ranks(
+            lambda t: cgx.compressed_pmean(t, ("a", "b"), planned(preset(axes), schedule="two_shot")), mesh(2, 4)
+        )
         return cgx.explain(f, normal((2, 4, 64, 64)), show=False)
 
-    flat, by_axis = sent(codec), sent({"a": codec, "b": codec})
+    flat, by_axis = sent(None), sent(("a", "b"))
     ((axes, (total, _)),) = flat.totals.items()
     # 4 of the 7 other ranks are in the other center
     assert axes == ("a", "b") and total * 4 / 7 == 4 * by_axis.totals["a",][0]

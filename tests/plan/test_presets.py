@@ -21,10 +21,6 @@ FOUR, HALF, RAW = cgx.MaxMin(4), cgx.Cast("float16"), cgx.Raw()
 SPARSE = cgx.TopK(0.01, select="sampled")
 
 
-def of_exchange(exchange, axes=()):
-    return exchange._plan_of(exchange.threshold, axes)
-
-
 def codecs(plan):
     return [route.codec for route in plan.routes("test", "x", TREE)]
 
@@ -37,18 +33,26 @@ def codecs(plan):
             cgx.Plan.cgx(2, 128, "stochastic"),
             [RAW, cgx.MaxMin(2, 128, "stochastic"), RAW, cgx.MaxMin(2, 128, "stochastic")],
         ),
-        (of_exchange(cgx.MPQ()), [HALF, SPARSE, HALF, HALF]),
+        (cgx.Plan.bytegrad(), [cgx.ByteGrad()] * 4),
+        (cgx.Plan.bytegrad("data"), [cgx.ByteGrad()] * 4),
+        (cgx.Plan.bytegrad(("node", "local")), [{"node": cgx.ByteGrad(), "local": RAW}] * 4),
+        (cgx.Plan.fp16(), [HALF] * 4),
+        (cgx.Plan.fp16(("dc", "local")), [{"dc": HALF, "local": HALF}] * 4),
+        (cgx.Plan.mixed_precision(), [HALF, SPARSE, HALF, HALF]),
+        (cgx.Plan.mixed_precision(cgx.Float8(), size_bound=199_999), [HALF, cgx.Float8(), HALF, cgx.Float8()]),
+        (cgx.Plan.mixed_precision(size_bound=0), [SPARSE] * 4),
         (
-            of_exchange(cgx.MPQ(), ("dc", "rack", "local")),
+            cgx.Plan.mixed_precision(axis_name=("dc", "rack", "local")),
             [
                 {"dc": HALF, "rack": HALF, "local": HALF},
                 {"dc": SPARSE, "rack": RAW, "local": RAW},
                 *[{"dc": HALF, "rack": HALF, "local": HALF}] * 2,
             ],
         ),
-        (of_exchange(cgx.BSC()), [RAW, SPARSE, RAW, RAW]),
+        (cgx.Plan.mixed_precision(FOUR), [HALF, FOUR, HALF, HALF]),
+        (cgx.Plan.bsc(), [RAW, cgx.TopK(0.01, select="sampled"), RAW, RAW]),
         (
-            of_exchange(cgx.BSC(0.1, 199_999, pull="top", select="exact"), ("dc", "rack", "local")),
+            cgx.Plan.bsc(0.1, 199_999, ("dc", "rack", "local"), "top", "exact"),
             [
                 {"dc": RAW, "rack": RAW, "local": RAW},
                 {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW},
@@ -56,7 +60,7 @@ def codecs(plan):
                 {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW},
             ],
         ),
-        (of_exchange(cgx.BSC(size_bound=0)), [SPARSE] * 4),
+        (cgx.Plan.bsc(size_bound=0, select="exact"), [cgx.TopK(0.01)] * 4),
     ],
     ids=str,
 )
@@ -66,6 +70,21 @@ def test_presets(plan, found):
 
 BAD_ARGUMENTS = {
     "MaxMin": [(lambda: cgx.Plan.cgx(9), ValueError, "bits", "9")],
+    "Plan.bytegrad": [(lambda: cgx.Plan.bytegrad(()), ValueError, "axis_name", "()")],
+    "Plan.mixed_precision": [
+        (lambda: cgx.Plan.mixed_precision(axis_name=("a", "a")), ValueError, "axis_name", "('a', 'a')"),
+        (lambda: cgx.Plan.mixed_precision(size_bound=-1), ValueError, "size_bound", "-1"),
+        (lambda: cgx.Plan.mixed_precision(size_bound=100000.0), TypeError, "size_bound", "100000.0"),
+        (lambda: cgx.Plan.mixed_precision({"a": FOUR}), TypeError, "codec", "{'a'"),
+        (lambda: cgx.Plan.mixed_precision({"a": FOUR, "b": RAW}, axis_name=("a", "b")), TypeError, "codec", "{'a'"),
+    ],
+    "Plan.bsc": [
+        (lambda: cgx.Plan.bsc(2), ValueError, "threshold", "2"),
+        (lambda: cgx.Plan.bsc(0), ValueError, "threshold", "0", "0.01"),
+        (lambda: cgx.Plan.bsc(size_bound=-1), ValueError, "size_bound", "-1"),
+        (lambda: cgx.Plan.bsc(axis_name=()), ValueError, "axis_name", "()"),
+        (lambda: cgx.Plan.bsc(pull="push"), ValueError, "pull", "'push'"),
+    ],
     "Plan.from_env": [
         (lambda: cgx.Plan.from_env([]), ValueError, "axis_name", "[]"),
         (lambda: cgx.Plan.from_env(("inner", "cross")), ValueError, "axis_name", "('inner'", '("cross",'),

@@ -62,8 +62,6 @@ VALUE, TYPE = ValueError, TypeError
         (functools.partial(cgx.WarmUp, 1, 9), "coeff", VALUE, [[2], [0.1, 0.1]]),
         (cgx.BSC, "threshold", VALUE, [2, 0]),
         (cgx.BSC, "size_bound", VALUE, [-1]),
-        (cgx.BSC, "size_bound", TYPE, [1e5]),
-        (cgx.BSC, "pull", VALUE, ["push"]),
         (cgx.BSC, "beta", VALUE, [2]),
         (cgx.MPQ, "threshold", VALUE, [0]),
         (COMPRESS, "exchange", TYPE, [None, "MaxMin", cgx.DGC, optax.sgd(0.1), {"data": 4}, {0: CODEC, 9: "raw"}]),
@@ -152,7 +150,7 @@ ERRORS = {
     "DGC": [
         (lambda: in_step(cgx.DGC(weight_decay=0.1)), VALUE, "params", "None", "update(gradients"),
         (lambda: in_step(DECAY, update=decay), VALUE, "weight_decay_mask", "{'x': True}"),
-        (of_reduced_gradients, VALUE, "grads ['b']", "", "jaxcgx.value_and_grad(loss_fn, axis_name, None)"),
+        (of_reduced_gradients, VALUE, "grads ['b']", "", "jaxcgx.local_value_and_grad"),
         # It chooses codecs, so it can't be traced.
         (lambda: jax.jit(lambda ratio: cgx.DGC(ratio).init(PARAMS))(0.1), TYPE, "ratio"),
     ],

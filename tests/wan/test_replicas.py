@@ -21,7 +21,6 @@ from jaxcgx.wan.geomx import differential
 AXES = "dc", "local"
 CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
 BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
-HALF = cgx.Plan.every(dict.fromkeys(AXES, cgx.Cast("float16")), prefer="bytes")
 INNER = optax.sgd(0.1, momentum=0.9)
 CENTERS = 3
 TREES = Overlay((Tree((-1, 0, 1), 2), Tree((1, -1, 1), 1)))  # the first one is a chain
@@ -47,8 +46,8 @@ TECHNIQUES = {
     "BSC": (cgx.BSC(0.1, 100), {}),
     "BSC along trees": (cgx.BSC(0.1, 100, pull="top", schedule={"dc": TREES, "local": "auto"}), {}),
     "MPQ, the top of sums": (cgx.MPQ(0.1, 100, pull="top"), {}),
-    "FP16": (HALF, {}),
-    "FP16, P3": (HALF, P3),
+    "FP16": (cgx.Plan.fp16(axis_name=AXES), {}),
+    "FP16, P3": (cgx.Plan.fp16(axis_name=AXES), P3),
     "trees": (along(TREES), {}),
     "trees, P3": (along(TREES), P3),
     "trees that change": (along(*OVERLAYS), {}),
