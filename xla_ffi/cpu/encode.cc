@@ -1,5 +1,4 @@
-#include "cpu/encoder.h"
-#include "cpu/lossless.h"
+#include "cpu/encode.h"
 #include "cpu/pages.h"
 #include "cpu/topk.h"
 
@@ -46,7 +45,7 @@ void encode(const Encode& a, const Pool& pool, int64_t only, const Source& sourc
   }
   const bool lossless = is_lossless(l.codec.kind), whole = !feedback && !source;
   const bool as_is = whole && (is_raw(l.codec.kind) || lossless);
-  if (!as_is) encode_spans(target, spans, fetch, feedback ? Keep(keep) : Keep(), pool);
+  if (!as_is) Encoder(target, fetch, keep, feedback).run(spans, pool);
   if (as_is || (l.codec.skip_incomplete && whole)) {
     // Elements that stay raw are copied bitwise, including NaNs.
     spans.each(pool, [&](const Span& s) {

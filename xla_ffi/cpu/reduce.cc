@@ -1,7 +1,5 @@
-#include "cpu/encoder.h"
-#include "cpu/lossless.h"
+#include "cpu/encode.h"
 #include "cpu/pages.h"
-#include "cpu/rotated.h"
 #include "cpu/topk.h"
 
 namespace jaxcgx::cpu {
@@ -36,8 +34,8 @@ class Reducer {
     const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
       keep_lost({s, at, n}, x, decoded);
     };
-    const Target target{l_, a_.payload, l_.chunk_bytes, true, a_.leaf_ids, a_.keys};
-    encode_spans(target, spans_, sum_in, a_.residuals != nullptr ? Keep(keep) : Keep(), pool);
+    Encoder(Target{l_, a_.payload, l_.chunk_bytes, true, a_.leaf_ids, a_.keys}, sum_in, keep, a_.residuals != nullptr)
+        .run(spans_, pool);
     if (overflow_.empty()) return;
     close_up(l_, a_.batch, [&](int64_t row) { return a_.where[2 * row]; }, a_.payload, pool);
   }

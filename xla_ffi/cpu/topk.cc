@@ -3,7 +3,7 @@
 #include <memory>
 #include <numeric>
 
-#include "cpu/encoder.h"
+#include "cpu/encode.h"
 #include "cpu/pages.h"
 
 namespace jaxcgx::cpu {
@@ -144,11 +144,10 @@ struct Piecewise {
 
 const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + kKeyWords * row; }
 
-using Told = std::function<void(int64_t first, int64_t n, const float* decoded)>;
-
-// Writes the list of indices and the values of a piece, and extends `sent` to the length of the list. If `told` is not
-// empty, calls told(first, n, decoded), where `decoded` has the decoded numbers of the n values from `first` on.
-void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, const Told& told) {
+// Writes the list of indices and the values of a piece, and extends `sent` to the length of the list. If `keeps`, calls
+// keep(first, n, decoded), where `decoded` has the decoded numbers of the n values from `first` on.
+template <class Keep>
+void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, bool keeps, Keep keep) {
   const Codec& c = to.layout.codec;
   const IndexList list(p.coded, capacity(c.sparse, p.coded));
   uint8_t* out = to.chunk + p.codes;
@@ -164,13 +163,12 @@ void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, 
   const auto fetch = [&](const Span&, int64_t first, int64_t, float*) -> const float* {
     return sent.values.data() + first;
   };
-  const auto keep = [&](const Span&, int64_t first, int64_t n, const float*, const float* decoded) {
-    told(first, std::min(n, count - first), decoded);
+  const auto told = [&](const Span&, int64_t first, int64_t n, const float*, const float* decoded) {
+    keep(first, std::min(n, count - first), decoded);
   };
   const Target target{layout, out + at, layout.chunk_bytes, false, to.leaf_ids + p.leaf, to.key, p.start};
   clear_gaps(layout, 0, out + at);
-  const Spans spans(layout, 1, [](int64_t) { return int64_t{0}; }, 1);
-  encode_spans(target, spans, fetch, told ? Keep(keep) : Keep(), pool);
+  Encoder(target, fetch, told, keeps).run(Spans(layout, 1, [](int64_t) { return int64_t{0}; }, 1), pool);
 }
 
 // Selects the elements of a piece that are sent.
@@ -242,10 +240,9 @@ void encode_topk(const Encode& a, const Pool& pool) {
         float* residual = feedback ? a.new_residuals[i] + first : nullptr;
         const Piecewise to{l, a.payload + l.chunk_at(row, p.chunk), a.leaf_ids, key_of(a.keys, row)};
         Elements sent = choose(to, p, numbers, residual, pool);
-        const auto told = [&](int64_t at, int64_t n, const float* decoded) {
+        put(to, p, sent, pool, feedback, [&](int64_t at, int64_t n, const float* decoded) {
           update_sent(sent, at, n, sent.values.data() + at, decoded, residual);
-        };
-        put(to, p, sent, pool, feedback ? Told(told) : Told());
+        });
       });
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + l.chunk_at(row, c));
@@ -309,13 +306,12 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
         update_unsent(total.get() + at, residual + at, at, n, sent, residual + at);
       });
     }
-    const auto told = [&](int64_t at, int64_t n, const float* decoded) {
+    put(to, p, sent, pool, residual != nullptr, [&](int64_t at, int64_t n, const float* decoded) {
       alignas(64) float x[kTile], multiplied[kTile];
       for (int64_t i = 0; i < n; ++i) x[i] = total[static_cast<size_t>(sent.index[static_cast<size_t>(at + i)])];
       k.scale(decoded, n, a.divisor, multiplied);
       update_sent(sent, at, n, x, multiplied, residual);
-    };
-    put(to, p, sent, pool, residual != nullptr ? Told(told) : Told());
+    });
   });
   for (int64_t row = 0; row < a.batch; ++row) clear_gaps(sum, first_chunk(row), a.payload + row * sum.chunk_bytes);
 }

@@ -1,23 +1,66 @@
-#include "cpu/encoder.h"
+// Encodes fp32 numbers from any source: leaves (encode.cc), the sum of payloads (reduce.cc) or TopK's values (topk.cc).
+#pragma once
 
 #include "codec/dispatch.h"
 #include "cpu/lossless.h"
 #include "cpu/rotated.h"
+#include "cpu/spans.h"
 
 namespace jaxcgx::cpu {
-namespace {
 
-Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
+inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
   return with_grid_codec(c, [&](auto type) { return decltype(type)::Codec::grid(s, sum, n, c); });
 }
 
+// The destination of encoded numbers, and the source of their noise.
+struct Target {
+  const Layout& layout;
+  uint8_t* payload;  // row r, chunk c is at payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
+  int64_t row_bytes;
+  bool one_chunk;
+  const int64_t* leaf_ids;
+  const uint32_t* keys;
+  int64_t noise_from = 0;  // element 0 of a leaf draws the noise of this element
+
+  uint8_t* chunk(const Span& s) const {
+    return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
+  }
+  const uint32_t* key(int64_t row) const { return keys + kKeyWords * row; }
+};
+
+// Sets the padding of chunk c to 0: all bytes of `chunk` that no bucket writes.
+inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
+  int64_t at = l.meta_end[static_cast<size_t>(c)];
+  const auto clear_to = [&](int64_t end) {
+    if (end > at) std::memset(chunk + at, 0, static_cast<size_t>(end - at));  // an empty message may have no memory
+  };
+  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
+    const Piece& p = l.pieces[static_cast<size_t>(k)];
+    const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
+    clear_to(p.codes);
+    at = p.codes + code_bytes(l.codec, dtype, p);
+    clear_to(p.tail);
+    at = p.tail + p.raw * size_of(dtype);
+  }
+  clear_to(is_lossless(l.codec.kind) ? l.overflow[static_cast<size_t>(c)] : l.chunk_bytes);  // close_up clears the rest
+}
+
+// The size of the buffer that `fetch` gets. The first half is for the numbers. The second half is for other data that
+// `keep` needs: in reduce.cc, the undivided sum.
+constexpr int64_t kBuffer = 2 * kMostTogether;
+
+// Encodes the numbers of all spans. `fetch(span, element, n, buffer)` returns a pointer to n numbers of the leaf from
+// `element` on: in `buffer` or in place. If `keeps`, `keep(span, element, n, numbers, decoded)` is called with the
+// pointer that `fetch` returned last, and the decoded numbers.
+template <class Fetch, class Keep>
 class Encoder {
  public:
-  Encoder(const Target& target, const Fetch& fetch, const Keep& keep)
+  Encoder(const Target& target, const Fetch& fetch, const Keep& keep, bool keeps)
       : t_(target),
         codec_(target.layout.codec),
         fetch_(fetch),
         keep_(keep),
+        keeps_(keeps),
         needs_sums_(traits_of(codec_.kind).sums),
         k_(kernels()),
         encode_(k_.encoder(codec_)),
@@ -163,7 +206,7 @@ class Encoder {
     }
     put_meta(s, index, g);
     if (!g.finite) std::memset(codes, 0, static_cast<size_t>(bucket_bytes(codec_, size)));
-    if (keep_) {
+    if (keeps_) {
       const float nan = float_of(kNaNBits), meta[2] = {g.finite ? g.unit : nan, g.finite ? g.base : nan};
       decode_rotated(k_, codec_, codes, meta, n, y, Write::kOver);
       keep_(s, at, n, x, y);
@@ -191,7 +234,7 @@ class Encoder {
     } else {
       std::memset(codes, 0, static_cast<size_t>(bucket_bytes(codec_, n)));
     }
-    if (keep_) {
+    if (keeps_) {
       const float nan = float_of(kNaNBits);
       Terms decoded;
       decoded.add(codes, g.finite ? g.unit : nan);
@@ -226,7 +269,7 @@ class Encoder {
       else
         cast(x, n, codec_.stochastic ? noise_of(s, at, n, noise) : nullptr, out);
       if (lossless) pack_elements(t_.layout, *s.piece, place, n, out, t_.chunk(s));
-      if (keep_) {
+      if (keeps_) {
         k_.load(dtype, out, n, decoded);
         keep_(s, at, n, x, decoded);
       }
@@ -237,32 +280,10 @@ class Encoder {
   const Codec codec_;
   const Fetch& fetch_;
   const Keep& keep_;
-  const bool needs_sums_;
+  const bool keeps_, needs_sums_;
   const Kernels& k_;
   const EncodeFn encode_;
   const DecodeFn decode_;
 };
-
-}  // namespace
-
-void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
-  int64_t at = l.meta_end[static_cast<size_t>(c)];
-  const auto clear_to = [&](int64_t end) {
-    if (end > at) std::memset(chunk + at, 0, static_cast<size_t>(end - at));  // an empty message may have no memory
-  };
-  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
-    const Piece& p = l.pieces[static_cast<size_t>(k)];
-    const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
-    clear_to(p.codes);
-    at = p.codes + code_bytes(l.codec, dtype, p);
-    clear_to(p.tail);
-    at = p.tail + p.raw * size_of(dtype);
-  }
-  clear_to(is_lossless(l.codec.kind) ? l.overflow[static_cast<size_t>(c)] : l.chunk_bytes);  // close_up clears the rest
-}
-
-void encode_spans(const Target& target, const Spans& spans, const Fetch& fetch, const Keep& keep, const Pool& pool) {
-  Encoder(target, fetch, keep).run(spans, pool);
-}
 
 }  // namespace jaxcgx::cpu
