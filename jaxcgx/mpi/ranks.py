@@ -153,8 +153,7 @@ def _within(comm: Communicator, env: environment.Environment, inner: Communicato
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)
     wanted = env.inner_communicator == "SHM"
-    # Shared memory is for computations on CPUs. A program may place computations there even if CPUs aren't the default,
-    # but only the program knows.
+    # Shared memory has not run with GPUs, and serves no others.
     if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
         return Comm.over(inner)
     shared = error = None
