@@ -78,8 +78,7 @@ TRANSFORMERS = {
     "BERT on sentences that lack a word": Task(
         "qa/bert",
         {
-            "data.length": 192,
-            "data.tokens": 2048,
+            "data.length": 128,
             "model.layers": 2,
             "model.width": 64,
             "model.heads": 4,

@@ -64,8 +64,7 @@ def as_communicator(op: str, argument: str, comm: Any) -> Communicator:
     if comm is None:
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
-        got = "MPI.COMM_NULL" if null else repr(comm)
+        got = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
         raise wrong(op, argument, "an mpi4py communicator (MPI.Intracomm)", got, kind=TypeError)
     return comm
 

@@ -21,7 +21,6 @@ from jaxcgx.transports.base import ProcessRanks, countable
 
 ORDER: Any = _compat.OrderedEffect()
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
-_ELSEWHERE = "it is for processes that compute on CPUs or NVIDIA's GPUs; the computation is placed on another platform"
 
 
 def _together(comm: Any, step: Callable[[], Any]) -> list[Any]:
@@ -88,7 +87,8 @@ class Shm(ProcessRanks):
     def lower(self, ctx: Any, x: Any, operation: str, argument: int) -> Any:
         platforms = ctx.module_context.platforms
         if platforms not in (("cpu",), ("cuda",)):
-            return refuse(f"jaxcgx_exchange: {_ELSEWHERE}")(ctx)
+            where = "it is for CPUs and NVIDIA's GPUs; the computation is placed on another platform"
+            return refuse(f"jaxcgx_exchange: {where}")(ctx)
         if platforms == ("cuda",) and not has_cuda():
             return refuse_gpus("exchange")(ctx)
         return _compat.lower_ordered("jaxcgx_exchange", self.order)(

@@ -157,7 +157,7 @@ def test_without_the_native_module(monkeypatch):
 
 @pytest.mark.skipif(registration.has_cuda(), reason="this build has the CUDA half")
 @pytest.mark.parametrize(
-    ("platform", "words"), [("cuda", "this build has no CUDA half; build it"), ("tpu", "on CPUs or NVIDIA's GPUs")]
+    ("platform", "words"), [("cuda", "this build has no CUDA half; build it"), ("tpu", "for CPUs and NVIDIA's GPUs")]
 )
 def test_platforms_that_it_can_not_serve(alone, platform, words):
     with pytest.raises(NotImplementedError, match=f"jaxcgx_exchange: .*{words}"):
