@@ -8,7 +8,6 @@ is already in the result file is not run again. Remove the file to run all.
 
 import argparse
 import json
-import math
 import pathlib
 import re
 import subprocess
@@ -234,7 +233,7 @@ def main():
 
 def write(file, tasks, notes, wanted, args):
     """Runs the rows of a report that are wanted and missing, and writes the report."""
-    charts = [dict(table="rows", title="Accuracy or F1 in %, or perplexity", x="compression", y=["value"], panel="task")]
+    charts = [dict(table="rows", title="Accuracy or F1 in %, perplexity", x="compression", y=["value"], panel="task")]
     tables = ["rows", "curves"]
     report = Growing("make bench-recipes", args.out / f"{file}.json", tables, ranks=RANKS, charts=charts)
     for number, (name, task) in enumerate(tasks.items()):

@@ -55,7 +55,7 @@ class Job(NamedTuple):
     def sent(self, programs: list[Any], *args: Any) -> dict[str, float]:
         """Returns {"bytes": ..., "raw_bytes": ...}: the bytes a rank sends per step, with and without compression.
 
-        Both are for steps after any warm-up. If some programs don't run in every step, "bytes" is the mean over all steps.
+        Both are for steps after any warm-up. If not every step runs all programs, "bytes" is the mean over all steps.
 
         Args:
           programs: the compiled programs of this job's step.

@@ -158,7 +158,10 @@ def several_processes():
     mode = smi("compute_mode")
     wrong = "one process at a time (nvidia-smi -c DEFAULT)" if mode.startswith("Exclusive") else None
     return Assumption(
-        "compute mode", mode, wrong, ("graphs", "memcheck", "racecheck", "synccheck", "nccl", "tcp", "shm", "table", "mpi")
+        "compute mode",
+        mode,
+        wrong,
+        ("graphs", "memcheck", "racecheck", "synccheck", "nccl", "tcp", "shm", "table", "mpi"),
     )
 
 

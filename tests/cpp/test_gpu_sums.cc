@@ -377,8 +377,8 @@ std::string on_gpu(shm::Ring& ring, const shm::Exchange& e, bool fails) {
   cudaStream_t stream = nullptr;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "");
   cuda_emulator::fail(fails, cudaErrorLaunchFailure);
-  const auto [status, cuda] = shm::run(
-      ring, {e.operation, e.argument, e.bytes, from.as<uint8_t>(), to.as<uint8_t>()}, tcp::pinned_workspaces(), stream);
+  const auto [status, cuda] = shm::run(ring, {e.operation, e.argument, e.bytes, from.as<uint8_t>(), to.as<uint8_t>()},
+                                       tcp::pinned_workspaces(), stream);
   cudaStreamDestroy(stream);
   const Memory found = to.copy();
   if (found.size() > 0) std::memcpy(e.out, found.data(), found.size());
@@ -397,7 +397,8 @@ void test_shared_memory() {
     return test::run(ring, rank, shm::Operation::kAllGather, 0, 300000, 0, rank == 1 ? failing : run_here);
   };
   const auto messages = on_ranks(2, fails);
-  CHECK(messages[0].find("has left") != std::string::npos && messages[1].rfind("cuda", 0) == 0, messages[0] + messages[1]);
+  CHECK(messages[0].find("has left") != std::string::npos && messages[1].rfind("cuda", 0) == 0,
+        messages[0] + messages[1]);
 }
 
 }  // namespace

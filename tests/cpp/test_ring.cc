@@ -6,7 +6,9 @@ using namespace jaxcgx;
 
 int main() {
   for (int64_t ranks = 1; ranks <= 4; ++ranks) {
-    for (const std::string& message : test::on_ranks(ranks, [](auto& ring, int64_t rank) { return test::run_all(ring, rank); })) CHECK(message.empty(), message);
+    for (const std::string& message :
+         test::on_ranks(ranks, [](auto& ring, int64_t rank) { return test::run_all(ring, rank); }))
+      CHECK(message.empty(), message);
   }
   const auto many = [](shm::Ring& ring, int64_t rank) {
     std::string message;

@@ -31,7 +31,9 @@ class Ranks(Processes):
 
     def __init__(self, action, size, **env):
         kept = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true")  # each rank has programs of its own
-        super().__init__(*([RANK, action, rank, size] for rank in range(size)), JAX_ENABLE_COMPILATION_CACHE=kept, **env)
+        super().__init__(
+            *([RANK, action, rank, size] for rank in range(size)), JAX_ENABLE_COMPILATION_CACHE=kept, **env
+        )
 
     def result(self, rank):
         """Returns the result of the action on a rank. Rank 0 must be asked first, while all ranks gather values."""

@@ -39,12 +39,9 @@ ffi::ErrorOr<SharedExchange> read_shared(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi
   const bool scatters = kind == shm::Operation::kAllToAll, gathers = scatters || kind == shm::Operation::kAllGather;
   const auto bytes = check_rows(kOp, x, y, scatters ? ranks : 1, gathers ? ranks : 1);
   if (bytes.has_error()) return refused(bytes.error());
-  const shm::Exchange exchange{kind,
-                               argument,
-                               *bytes,
-                               static_cast<const uint8_t*>(x.untyped_data()),
-                               static_cast<uint8_t*>(y.untyped_data()),
-                               digest};
+  const shm::Exchange exchange{
+      kind,  argument, *bytes, static_cast<const uint8_t*>(x.untyped_data()), static_cast<uint8_t*>(y.untyped_data()),
+      digest};
   return SharedExchange{std::move(found), exchange};
 }
 
