@@ -118,9 +118,10 @@ OF_TRANSFORMERS = f"""\
 - The networks are small: Transformer-XL has 3 layers of width 64 in place of 16 of width 410, and BERT 2 layers of
   width 64 in place of 12 of width 768. Their text is the documentation of the Python language, 0.76 MB: neither
   WikiText-103 nor SQuAD was there.
-- The curves have the mean loss of every 20th batch, and the loss of the test after each epoch. The perplexity is that
+- The curves have the loss of every 20th batch, and the loss of the test after each epoch. The perplexity is that
   of a token, which is a sequence of bytes. F1, in %, compares tokens, and "accuracy" in the data is the share of
-  answers that match exactly. All weights begin at random, so the F1 of so short a training is far from that of BERT.
+  answers that match exactly. All weights begin at random. BERT learns in so few steps only where answers tend to
+  be, with float32, too. So its rows compare the bytes, and say nothing about what compression costs.
 - lost: points of F1 against `none`; for text, the increase of the perplexity in %.
 - published: from float32 to compressed, in CGX's paper, with the whole networks on WikiText-103 and SQuAD.
 - dgc: 1 % of the elements, after a warm-up of one epoch. It applies Adam's momentum before the exchange.\

@@ -87,8 +87,7 @@ class Shm(ProcessRanks):
     def lower(self, ctx: Any, x: Any, operation: str, argument: int) -> Any:
         platforms = ctx.module_context.platforms
         if platforms not in (("cpu",), ("cuda",)):
-            where = "it is for CPUs and NVIDIA's GPUs; the computation is placed on another platform"
-            return refuse(f"jaxcgx_exchange: {where}")(ctx)
+            return refuse("jaxcgx_exchange: it is for CPUs and NVIDIA's GPUs; the computation is placed elsewhere")(ctx)
         if platforms == ("cuda",) and not has_cuda():
             return refuse_gpus("exchange")(ctx)
         return _compat.lower_ordered("jaxcgx_exchange", self.order)(
