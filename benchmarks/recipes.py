@@ -98,7 +98,7 @@ EACH = f"""\
   times fewer than uncompressed. They include the loss and the statistics of batch norm, which travel uncompressed.
 - hours: the time of the steps, without compiling, tests and checkpoints. Other programs ran on the same cores. So hours
   show the size of a run, and don't compare methods.
-  Where the machine paused, they include the pause, which is named.
+  Where a run paused, they include the pause, which is named.
 """
 NOTES = f"""\
 {EACH}\
