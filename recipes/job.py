@@ -55,7 +55,7 @@ class Job(NamedTuple):
     def sent(self, programs: list[Any], *args: Any) -> dict[str, float]:
         """Returns {"bytes": ..., "raw_bytes": ...}: the bytes a rank sends per step, with and without compression.
 
-        Both are for steps after any warm-up. If not every step exchanges, "bytes" is the mean over all steps.
+        Both are for steps after any warm-up. If not every step runs all programs, "bytes" is the mean over all steps.
 
         Args:
           programs: the compiled programs of this job's step.
@@ -63,9 +63,9 @@ class Job(NamedTuple):
         """
         if self.exchange.settled:
             programs = self.make_step(self.exchange.settled).step.programs(*args)
-        found = [cgx.explain(each, show=False) for each in programs]
-        sent, raw = sum(each.bytes for each in found), sum(each.raw_bytes for each in found)
-        return dict(bytes=sent / self.exchange.every, raw_bytes=raw)
+        first, *others = (cgx.explain(each, show=False) for each in programs)
+        sent = first.bytes + sum(each.bytes for each in others) / self.exchange.every
+        return dict(bytes=sent, raw_bytes=sum(each.raw_bytes for each in (first, *others)))
 
 
 def check_same(content: dict[str, int], world: World) -> None:

@@ -158,7 +158,10 @@ def several_processes():
     mode = smi("compute_mode")
     wrong = "one process at a time (nvidia-smi -c DEFAULT)" if mode.startswith("Exclusive") else None
     return Assumption(
-        "compute mode", mode, wrong, ("graphs", "memcheck", "racecheck", "synccheck", "nccl", "tcp", "mpi")
+        "compute mode",
+        mode,
+        wrong,
+        ("graphs", "memcheck", "racecheck", "synccheck", "nccl", "tcp", "shm", "table", "mpi"),
     )
 
 
@@ -206,6 +209,7 @@ def look():
         jaxlib=version("jaxlib"),
         nvcc=next(a.found.split()[0] for a in assumptions if a.name == "nvcc"),
         driver=smi("driver_version"),
+        NCCL=version("nvidia-nccl-cu13") or version("nvidia-nccl-cu12") or "none",
     )
     probed = probed or {}
     return Machine(probed.get("device"), probed.get("compute_capability"), versions, assumptions)

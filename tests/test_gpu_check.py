@@ -104,6 +104,7 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
     (tmp_path / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     (tmp_path / "test_small.py").write_text(TESTS)
+    (tmp_path / "small.py").write_text("import pathlib, sys; pathlib.Path(sys.argv[2]).mkdir()")
     Part = gpu_check.Part
 
     class Popen(subprocess.Popen):
@@ -129,6 +130,7 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
             bad=Part(60, ("test_small.py::test_hangs", "test_small.py::test_fails", "test_small.py::test_skips"), 3),
             skipped=Part(60, ("test_small.py::test_skips",)),
             some=Part(60, ("test_small.py::test_first", "test_small.py::test_skips")),
+            table=Part(60, script=("small.py",)),
             slow=Part(60, ("test_small.py::test_slow",)),
             mpi=Part(60, ("test_small.py::test_first",)),
         ),
@@ -165,8 +167,16 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     status, found = parts()
     assert status == 1
     assert {name: data["state"] for name, data in found.items()} == dict(
-        build="passed", good="passed", bad="failed", skipped="not run", some="in part", slow="unfinished", mpi="not run"
+        build="passed",
+        good="passed",
+        bad="failed",
+        skipped="not run",
+        some="in part",
+        slow="unfinished",
+        table="passed",
+        mpi="not run",
     )
+    assert (tmp_path / "out/gpu-nvidia-h200/table").is_dir()
     bad = found["bad"]["tests"]
     assert bad["test_small.py::test_hangs"] == dict(outcome="failed", why="it did not end")
     assert bad["test_small.py::test_fails"]["why"] == "assert 1 == 2"  # it ran after the test that hangs

@@ -18,7 +18,6 @@
 #include "handlers/cpu.h"
 #include "handlers/shm.h"
 #include "handlers/tcp.h"
-#include "shm/segments.h"
 #include "tcp/process.h"
 #ifdef JAXCGX_CUDA
 #include "cuda/cuda.h"
@@ -187,6 +186,7 @@ NB_MODULE(_native, m) {
         cuda["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cuda);
         cuda["jaxcgx_patch_encode"] = capsule(jaxcgx::jaxcgx_patch_encode_cuda);
         cuda["jaxcgx_patch_apply"] = capsule(jaxcgx::jaxcgx_patch_apply_cuda);
+        cuda["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cuda);
         cuda["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cuda);
         cuda["jaxcgx_tcp_allreduce_end"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_end_cuda);
         cuda["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cuda);

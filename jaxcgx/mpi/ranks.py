@@ -64,8 +64,7 @@ def as_communicator(op: str, argument: str, comm: Any) -> Communicator:
     if comm is None:
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
-        got = "MPI.COMM_NULL" if null else repr(comm)
+        got = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
         raise wrong(op, argument, "an mpi4py communicator (MPI.Intracomm)", got, kind=TypeError)
     return comm
 
@@ -153,8 +152,7 @@ def _within(comm: Communicator, env: environment.Environment, inner: Communicato
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)
     wanted = env.inner_communicator == "SHM"
-    # Shared memory is for computations on CPUs. A program may place computations there even if CPUs aren't the default,
-    # but only the program knows.
+    # Shared memory has not run with GPUs, and serves no others.
     if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
         return Comm.over(inner)
     shared = error = None

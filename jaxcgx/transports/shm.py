@@ -15,13 +15,12 @@ import numpy as np
 from jaxcgx import _compat
 from jaxcgx.checks import check_number
 from jaxcgx.native.processes import define, exchange
-from jaxcgx.native.registration import at_exit, module
-from jaxcgx.native.rules import add, digest, refuse
+from jaxcgx.native.registration import at_exit, has_cuda, module
+from jaxcgx.native.rules import add, digest, refuse, refuse_gpus
 from jaxcgx.transports.base import ProcessRanks, countable
 
 ORDER: Any = _compat.OrderedEffect()
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
-_ELSEWHERE = "memory is shared by processes that compute on CPUs; the computation is placed on another platform"
 
 
 def _together(comm: Any, step: Callable[[], Any]) -> list[Any]:
@@ -86,8 +85,11 @@ class Shm(ProcessRanks):
         return dataclasses.replace(self, label=label)
 
     def lower(self, ctx: Any, x: Any, operation: str, argument: int) -> Any:
-        if ctx.module_context.platforms != ("cpu",):
-            return refuse(f"jaxcgx_exchange: {_ELSEWHERE}")(ctx)
+        platforms = ctx.module_context.platforms
+        if platforms not in (("cpu",), ("cuda",)):
+            return refuse("jaxcgx_exchange: it is for CPUs and NVIDIA's GPUs; the computation is placed elsewhere")(ctx)
+        if platforms == ("cuda",) and not has_cuda():
+            return refuse_gpus("exchange")(ctx)
         return _compat.lower_ordered("jaxcgx_exchange", self.order)(
             ctx,
             x,

@@ -1,11 +1,13 @@
 // Sums over TCP of messages that a GPU has, on the emulator: the bytes of the same sums of messages in this process's
-// memory, and the errors if a call of CUDA fails or another process does.
+// memory, and the errors if a call of CUDA fails or another process does. And exchanges over shared memory.
 #include <cuda_runtime.h>
 
 #include <thread>
 
 #include "cuda_message.h"
+#include "exchanges.h"
 #include "nets.h"
+#include "shm/gpu.h"
 #include "tcp/gpu.h"
 
 using namespace jaxcgx;
@@ -365,6 +367,40 @@ void test_a_process_that_leaves() {
   }
 }
 
+// Runs an exchange over shared memory of arrays in the GPU's memory. `fails`: its first call of CUDA fails.
+std::string on_gpu(shm::Ring& ring, const shm::Exchange& e, bool fails) {
+  const bool scatters = e.operation == shm::Operation::kAllToAll,
+             gathers = scatters || e.operation == shm::Operation::kAllGather;
+  Memory in(e.bytes * (scatters ? ring.ranks() : 1)), out(e.bytes * (gathers ? ring.ranks() : 1));
+  if (in.size() > 0) std::memcpy(in.data(), e.in, in.size());
+  const OnGpu from(in), to(out);
+  cudaStream_t stream = nullptr;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "");
+  cuda_emulator::fail(fails, cudaErrorLaunchFailure);
+  const auto [status, cuda] = shm::run(ring, {e.operation, e.argument, e.bytes, from.as<uint8_t>(), to.as<uint8_t>()},
+                                       tcp::pinned_workspaces(), stream);
+  cudaStreamDestroy(stream);
+  const Memory found = to.copy();
+  if (found.size() > 0) std::memcpy(e.out, found.data(), found.size());
+  return status ? status->message : cuda.call != nullptr ? cuda.call : "";
+}
+
+// A call of CUDA that fails is an error of its rank, which leaves the other one.
+void test_shared_memory() {
+  const Runner runner = [](shm::Ring& ring, const shm::Exchange& e) { return on_gpu(ring, e, false); };
+  for (int64_t ranks = 1; ranks <= 3; ++ranks) {
+    const auto all = [&](shm::Ring& ring, int64_t rank) { return run_all(ring, rank, runner); };
+    for (const std::string& message : on_ranks(ranks, all)) CHECK(message.empty(), message);
+  }
+  const auto fails = [](shm::Ring& ring, int64_t rank) {
+    const Runner failing = [](shm::Ring& ring, const shm::Exchange& e) { return on_gpu(ring, e, true); };
+    return test::run(ring, rank, shm::Operation::kAllGather, 0, 300000, 0, rank == 1 ? failing : run_here);
+  };
+  const auto messages = on_ranks(2, fails);
+  CHECK(messages[0].find("has left") != std::string::npos && messages[1].rfind("cuda", 0) == 0,
+        messages[0] + messages[1]);
+}
+
 }  // namespace
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -374,6 +410,7 @@ extern "C" __attribute__((visibility("default"))) const char* __lsan_default_sup
 #endif
 
 int main() {
+  test_shared_memory();
   test_bytes();
   test_orders();
   check_memory();

@@ -80,7 +80,7 @@ def test_the_line_for_several_hosts(train, tmp_path):
     pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
     page = (RECIPES.parent / "docs/from-dgc.md").read_text()
     (line,) = re.findall(r"^mpirun -np 32 .*?(?=\n```)", page, re.DOTALL | re.MULTILINE)
-    here = re.sub(r"-np 32 -H \S+", "-np 2 -H localhost:2", line.replace("\\\n", " "))
+    here = re.sub(r"-np 32 -H \S+", "-np 4 -H localhost:4", line.replace("\\\n", " "))
     here = here.replace("imagenet/resnet50", "cifar/resnet20")
     changes = "data=synthetic", "model.depth=8", "train.batch_size=2", "train.steps=2", "train.test_examples=2"
     words = [*shlex.split(here), *(f"--config.{change}" for change in changes), f"--runs={tmp_path}"]
@@ -89,7 +89,7 @@ def test_the_line_for_several_hosts(train, tmp_path):
     env = dict(LD_LIBRARY_PATH="") | os.environ | root | {"PATH": bin_first}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end([subprocess.Popen(words, env=env, cwd=RECIPES.parent, **pipes)])
-    assert "2 ranks, 2 steps" in next(tmp_path.glob("cifar-resnet20-wm0/log.txt")).read_text()
+    assert "4 ranks, 2 steps" in next(tmp_path.glob("cifar-resnet20-wm0/log.txt")).read_text()
 
 
 def test_the_loss_of_ranks_that_train_on_their_own(train, tmp_path):

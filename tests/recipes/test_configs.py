@@ -268,12 +268,14 @@ def test_evaluate(train, run, tmp_path, capsys):
     assert run("digits/mlp", {}, runs=tmp_path / "b", more=["--evaluate"])["test_loss"] == results["test_loss"]
 
 
-def test_nodes(train, run):
+@pytest.mark.parametrize("word", ["bytegrad", "dgc-wm0", "diloco"])
+def test_nodes(word, train, run):
     """Between nodes, every word compresses. Inside of a node, gradients travel raw."""
     world = train.launch.over_devices(jax.devices()[:4], locals=2)
     assert dict(world.mesh.shape) == {"node": 2, "local": 2}
-    results = run("digits/mlp", {"compression": "bytegrad"}, world=world)
-    assert 0.5 * results["raw_bytes"] < results["bytes"] < 0.9 * results["raw_bytes"]
+    changes = {"compression": word} | ({"compression.every": 10} if word == "diloco" else {})
+    results = run("digits/mlp", changes, world=world)
+    assert 4 * 33_738 < results["bytes"] < 0.9 * results["raw_bytes"]  # the parameters, over the ranks of a node
     for sizes in (3, None), (2, 3), (0, None):
         with pytest.raises(train.Wrong, match="--nodes, --locals: expected two numbers whose product is 4"):
             train.launch.over_devices(jax.devices()[:4], *sizes)

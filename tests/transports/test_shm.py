@@ -29,9 +29,11 @@ RANK = pathlib.Path(__file__).with_name("shm_rank.py")
 class Ranks(Processes):
     """Runs shm_rank.py in some processes."""
 
-    def __init__(self, action, size):
+    def __init__(self, action, size, **env):
         kept = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true")  # each rank has programs of its own
-        super().__init__(*([RANK, action, rank, size] for rank in range(size)), JAX_ENABLE_COMPILATION_CACHE=kept)
+        super().__init__(
+            *([RANK, action, rank, size] for rank in range(size)), JAX_ENABLE_COMPILATION_CACHE=kept, **env
+        )
 
     def result(self, rank):
         """Returns the result of the action on a rank. Rank 0 must be asked first, while all ranks gather values."""
@@ -153,6 +155,15 @@ def test_without_the_native_module(monkeypatch):
     monkeypatch.setattr(registration, "MODULE", None)
     with names(RuntimeError, "Shm.over - native module JAXCGX_REFERENCE=1 unset it"):
         Shm.over(Alone())
+
+
+@pytest.mark.skipif(registration.has_cuda(), reason="this build has the CUDA half")
+@pytest.mark.parametrize(
+    ("platform", "words"), [("cuda", "this build has no CUDA half; build it"), ("tpu", "for CPUs and NVIDIA's GPUs")]
+)
+def test_platforms_that_it_can_not_serve(alone, platform, words):
+    with pytest.raises(NotImplementedError, match=f"jaxcgx_exchange: .*{words}"):
+        jax.jit(alone.all_gather).trace(jnp.zeros(3)).lower(lowering_platforms=(platform,))
 
 
 def test_one_device_only(alone):

@@ -119,6 +119,23 @@ ffi::Error error_of(const std::string& op, const cuda::Status& status) {
   }
 }
 
+ffi::Error engine_error_of(const std::string& op, const cuda::Status& status) {
+  const std::string failed = "jaxcgx_" + op + ": " + (status.call == nullptr ? "" : status.call);
+  if (status.error == cudaErrorMemoryAllocation) {
+    return ffi::Error(
+        ffi::ErrorCode::kResourceExhausted,
+        failed +
+            ": no memory; leave more of the GPU's to jaxcgx (XLA_PYTHON_CLIENT_MEM_FRACTION), and let the "
+            "host pin more (ulimit -l)");
+  }
+  if (status.error == cudaErrorNotSupported) {
+    return ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        failed + ": this GPU and its driver have no memory pools; update the driver, or give the axis's name alone");
+  }
+  return error_of(op, status);
+}
+
 #define CGX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});

@@ -9,12 +9,16 @@ namespace jaxcgx {
 // Returns the error of a call of CUDA, if it failed.
 xla::ffi::Error error_of(const std::string& op, const cuda::Status& status);
 
+// The same for exchanges, which allocate memory that isn't XLA's. The message says what limits it.
+xla::ffi::Error engine_error_of(const std::string& op, const cuda::Status& status);
+
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_encode_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_decode_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_reduce_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_clear_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_patch_encode_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_patch_apply_cuda);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_exchange_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_begin_cuda);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cuda);

@@ -3,37 +3,47 @@
 #include "cpu/pages.h"
 #include "handlers/buffers.h"
 #include "handlers/engine_error.h"
-#include "shm/segments.h"
 
 namespace jaxcgx {
 namespace {
 
+const char* const kOp = "exchange";
+
 // Runs an exchange over shared memory. The tokens only order the exchanges of a program.
 ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Token>,
                     ffi::Dictionary dictionary) {
-  const std::string op = "exchange";
-  Attributes attributes(op, dictionary);
-  const auto segment = attributes.get<int64_t>("segment"), operation = attributes.get<int64_t>("operation"),
-             argument = attributes.get<int64_t>("argument"), digest = attributes.get<int64_t>("digest");
-  CGX_RETURN_IF_ERROR(attributes.error());
-  const auto found = shm::find(segment);
-  if (!found) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_exchange: this transport was closed");
-  shm::Ring& ring = found->ring();
-  CGX_RETURN_IF_ERROR(expect_operation(op, operation, shm::kOperations));
-  if (argument < 0 || argument >= ring.ranks()) {
-    return invalid(op, "argument " + std::to_string(argument) + " of " + std::to_string(ring.ranks()) + " ranks");
-  }
-  const auto kind = static_cast<shm::Operation>(operation);
-  const bool scatters = kind == shm::Operation::kAllToAll, gathers = scatters || kind == shm::Operation::kAllGather;
-  const auto bytes = check_rows(op, x, *y, scatters ? ring.ranks() : 1, gathers ? ring.ranks() : 1);
-  if (bytes.has_error()) return bytes.error();
-  auto* const out = static_cast<uint8_t*>(y->untyped_data());
-  cpu::ask_for_large_pages(out, static_cast<int64_t>(y->size_bytes()));
-  const Status error = ring.run({kind, argument, *bytes, static_cast<const uint8_t*>(x.untyped_data()), out, digest});
-  return error ? error_of(op, *error) : ffi::Error::Success();
+  const auto asked = read_shared(x, *y, dictionary);
+  if (asked.has_error()) return asked.error();
+  cpu::ask_for_large_pages(asked->exchange.out, static_cast<int64_t>(y->size_bytes()));
+  const Status error = asked->segment->ring().run(asked->exchange);
+  return error ? error_of(kOp, *error) : ffi::Error::Success();
 }
 
 }  // namespace
+
+ffi::ErrorOr<SharedExchange> read_shared(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Dictionary dictionary) {
+  const auto refused = [](ffi::Error error) { return ffi::Unexpected(std::move(error)); };
+  Attributes attributes(kOp, dictionary);
+  const auto segment = attributes.get<int64_t>("segment"), operation = attributes.get<int64_t>("operation"),
+             argument = attributes.get<int64_t>("argument"), digest = attributes.get<int64_t>("digest");
+  if (attributes.error().failure()) return refused(attributes.error());
+  auto found = shm::find(segment);
+  if (!found)
+    return refused(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_exchange: this transport was closed"));
+  const int64_t ranks = found->ring().ranks();
+  if (auto error = expect_operation(kOp, operation, shm::kOperations); error.failure()) return refused(error);
+  if (argument < 0 || argument >= ranks) {
+    return refused(invalid(kOp, "argument " + std::to_string(argument) + " of " + std::to_string(ranks) + " ranks"));
+  }
+  const auto kind = static_cast<shm::Operation>(operation);
+  const bool scatters = kind == shm::Operation::kAllToAll, gathers = scatters || kind == shm::Operation::kAllGather;
+  const auto bytes = check_rows(kOp, x, y, scatters ? ranks : 1, gathers ? ranks : 1);
+  if (bytes.has_error()) return refused(bytes.error());
+  const shm::Exchange exchange{
+      kind,  argument, *bytes, static_cast<const uint8_t*>(x.untyped_data()), static_cast<uint8_t*>(y.untyped_data()),
+      digest};
+  return SharedExchange{std::move(found), exchange};
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxcgx_exchange_cpu, exchange,

@@ -17,30 +17,14 @@ ffi::Error leaving(ffi::Error error) {
   return error;
 }
 
-ffi::Error as_error(const std::string& op, const cuda::Status& status) {
-  const std::string failed = "jaxcgx_" + op + ": " + (status.call == nullptr ? "" : status.call);
-  if (status.error == cudaErrorMemoryAllocation) {
-    return ffi::Error(
-        ffi::ErrorCode::kResourceExhausted,
-        failed +
-            ": no memory; leave more of the GPU's to jaxcgx (XLA_PYTHON_CLIENT_MEM_FRACTION), and let the "
-            "host pin more (ulimit -l)");
-  }
-  if (status.error == cudaErrorNotSupported) {
-    return ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        failed + ": this GPU and its driver have no memory pools; update the driver, or give the axis's name alone");
-  }
-  return error_of(op, status);
-}
 ffi::Error as_error(const std::string& op, const tcp::Gpu::Trouble& trouble) {
   if (trouble.status) return error_of("tcp", *trouble.status);
-  return trouble ? as_error(op, trouble.cuda) : ffi::Error::Success();
+  return trouble ? engine_error_of(op, trouble.cuda) : ffi::Error::Success();
 }
 
 #define CGX_LEAVE_IF_FAILED(op, call, ...)                               \
   if (const cudaError_t error = call(__VA_ARGS__); error != cudaSuccess) \
-  return leaving(as_error(op, cuda::Status{#call, error}))
+  return leaving(engine_error_of(op, cuda::Status{#call, error}))
 
 // The bytes go through pinned memory, and the stream waits for them.
 ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
@@ -53,7 +37,7 @@ ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::
   const auto in = memory.take(static_cast<int64_t>(x.size_bytes()));
   const auto out = memory.take(static_cast<int64_t>(y->size_bytes()));
   if (in == nullptr || out == nullptr)
-    return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
+    return leaving(engine_error_of(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
   if (x.size_bytes() > 0)
     CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, in.get(), asked->collective.in, x.size_bytes(), cudaMemcpyDefault, stream);
   CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
@@ -71,7 +55,7 @@ ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::
 // Reads a ticket from the GPU's memory.
 ffi::Error read_ticket(const std::string& op, const uint32_t* words, cudaStream_t stream, uint64_t* ticket) {
   const auto here = tcp::pinned_workspaces().take(tcp::kTicketBytes);
-  if (here == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
+  if (here == nullptr) return leaving(engine_error_of(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
   CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, here.get(), words, tcp::kTicketBytes, cudaMemcpyDefault, stream);
   CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
   *ticket = tcp::ticket_of(reinterpret_cast<const uint32_t*>(here.get()));
@@ -85,7 +69,7 @@ ffi::Error exchange_begin(int32_t device, cudaStream_t stream, ffi::AnyBuffer x,
   const auto asked = read_transfer(device, x, *ticket, dictionary, memory, "; let the host pin more (ulimit -l)");
   if (asked.has_error()) return leaving(asked.error());
   const auto words = memory.take(tcp::kTicketBytes);
-  if (words == nullptr) return leaving(as_error(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
+  if (words == nullptr) return leaving(engine_error_of(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
   if (asked->bytes > 0)
     CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->transfer->in(), x.untyped_data(), x.size_bytes(), cudaMemcpyDefault,
                         stream);
@@ -107,7 +91,7 @@ ffi::Error exchange_end(int32_t device, cudaStream_t stream, ffi::RemainingArgs 
   CGX_RETURN_IF_ERROR(read_ticket(op, asked->words, stream, &ticket));
   if (ticket == 0) {
     const cudaError_t error = bytes > 0 ? cudaMemsetAsync(asked->out, 0, bytes, stream) : cudaSuccess;
-    return error == cudaSuccess ? ffi::Error::Success() : as_error(op, cuda::Status{"cudaMemsetAsync", error});
+    return error == cudaSuccess ? ffi::Error::Success() : engine_error_of(op, cuda::Status{"cudaMemsetAsync", error});
   }
   const auto transfer = transfer_of(*asked, ticket, device);
   if (transfer.has_error()) return transfer.error();
@@ -134,7 +118,7 @@ ffi::Error begin(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, f
   auto [running, trouble] = tcp::Gpu::begin(tcp::the_net(), asked->group, std::move(asked->sum), asked->first);
   if (trouble) return as_error(op, trouble);
   const cuda::Status written = gpu->write(tcp::keep(std::move(running), device), batch, asked->words);
-  return written.call == nullptr ? ffi::Error::Success() : leaving(as_error(op, written));
+  return written.call == nullptr ? ffi::Error::Success() : leaving(engine_error_of(op, written));
 }
 
 ffi::Error end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -149,7 +133,7 @@ ffi::Error end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi
     each_output(*asked, [&](void* out, int64_t bytes) {
       if (error == cudaSuccess && bytes > 0) error = cudaMemsetAsync(out, 0, static_cast<size_t>(bytes), stream);
     });
-    return error == cudaSuccess ? ffi::Error::Success() : as_error(op, cuda::Status{"cudaMemsetAsync", error});
+    return error == cudaSuccess ? ffi::Error::Success() : engine_error_of(op, cuda::Status{"cudaMemsetAsync", error});
   }
   auto running = sum_of(*asked, ticket, device);
   if (running.has_error()) return running.error();
