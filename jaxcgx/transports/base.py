@@ -83,6 +83,15 @@ class Transport:
         """
         return self
 
+    def until(self, deadline: float) -> Any:
+        """Returns this transport for sums by trees whose pieces may be late.
+
+        They travel behind all others. Pieces on their way to the sum that have not begun to leave `deadline` seconds
+        after its begin are zeros in the sum, and with feedback go back to the residuals. A transport without deadlines
+        sends everything.
+        """
+        return self
+
     def end_sum(self, begun: Any, later: bool = False) -> tuple[list[Any], list[Any] | None]:
         """Returns (sums, new residuals or None). `later`: the program may be later than the one that began the sum."""
         raise NotImplementedError(f"{type(self).__name__}.end_sum")
