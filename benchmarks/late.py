@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from report import Growing, between_hosts, free_port, header, line, mark
 
 import jaxcgx as cgx
+from jaxcgx.codecs.base import spell
 from jaxcgx.lab import Lab, Link, signals_raise
 from jaxcgx.native import connections
 from jaxcgx.text import parse_rate
@@ -30,8 +31,8 @@ from jaxcgx.text import parse_rate
 TASK = TASKS["digits"]
 RATE = "100mbit"
 LINK = Link(parse_rate("late.py", RATE), parse_rate("late.py", RATE), delay=0.02, jitter=0.02, loss=0.005)
-CHANNELS, K, DEADLINE = 3, 0.8, 0.1
-STEPS, SEEDS = 60, 5
+CHANNELS, K, DEADLINE = 3, 0.8, 0.06
+STEPS, SEEDS = 50, 5
 PLAN = cgx.MaxMin(8)
 RELIABLE = "reliable"
 DGT = functools.partial(cgx.wan.Differential, PLAN, K, rest="late-is-lost", deadline=DEADLINE)
@@ -45,12 +46,12 @@ RUNS = {
 }
 CHARTS = [dict(table="rows", title="The longest steps", x="seed", y=["ms_95"], by="run")]
 NOTES = f"""\
-- Two hosts with links of {RATE}. Every packet is {LINK.delay * 1e3:g} to {(LINK.delay + LINK.jitter) * 1e3:g} ms late,
-  and {LINK.loss:.1%} of the frames are lost. Tcp with {1 + CHANNELS} connections.
-- The network for digits of `differential.py`, {PLAN}, {STEPS} steps for each of {SEEDS} seeds. A step before them
-  compiles the program. reliable: the plain exchange. The others are DGT with K = {K} and rest="late-is-lost". never
-  late: the deadline never passes. fixed and adaptive: with a deadline of {DEADLINE * 1e3:g} ms, which was set before
-  the measurement, and a fixed or an adaptive K. "random" chooses as many blocks at random.
+- Two hosts with links of {RATE}. Every packet is {LINK.delay} s late, and up to {LINK.jitter} s more.
+  {LINK.loss:.1%} of the frames are lost. Tcp has {1 + CHANNELS} connections.
+- The network for digits of `differential.py`, {spell(PLAN)}, {STEPS} steps for each of {SEEDS} seeds. A step before
+  them compiles the program. reliable: the plain exchange. The others are DGT with K = {K} and rest="late-is-lost".
+  never late: the deadline never passes. fixed and adaptive: with a deadline of {DEADLINE} s, and a fixed or an adaptive
+  K. "random" chooses as many blocks at random.
 - ms, 95 %, 99 %: the mean and quantiles of the times of all steps. MB/step: what a rank sends, as the kernel counts it.
 - shorter: by which share the steps of a seed are shorter than those of the reliable exchange, and the slowest 5 %: the
   means over seeds, with their standard errors. Goal: above 0 by two standard errors.
@@ -99,6 +100,7 @@ def run_rank(address, rank, todo):
         params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.params)
         row = dict(run=name, seed=seed, ms=times, ms_95=float(np.quantile(times, 0.95)))
         row |= dict(sent_bytes=round((sent() - before) / STEPS), loss=round(float(evaluate(params, held_out)), 4))
+        row["load"] = round(os.getloadavg()[0], 1)
         print("ROW", json.dumps(row), flush=True)
 
 
@@ -128,6 +130,8 @@ def with_error(values):
 
 def show(report):
     rows = {(row["run"], row["seed"]): row for row in report.data["rows"]}
+    loads = [row["load"] for row in rows.values()]
+    report.show("", f"Load average of the machine: {min(loads)} to {max(loads)}, on {os.cpu_count()} processors.")
     columns = "ms", "95 %", "99 %", "MB/step", "shorter", "goal", "slowest 5 %", "goal", "loss", "below"
     report.show("", *header("run", *columns, width=18))
     slowest = lambda row: float(np.mean(sorted(row["ms"])[-max(1, STEPS // 20) :]))

@@ -123,7 +123,7 @@ OVERLAYS = TSENGINE | {"DMLC_NUM_GLOBAL_SERVER": "2", "DMLC_NUM_SERVER": "2"}
 DGT = {"ENABLE_DGT": "2", "DMLC_UDP_CHANNEL_NUM": "3", "DMLC_K": "0.8", "ADAPTIVE_K_FLAG": "1"}
 VARIABLES = dict(  # of runs of docs/wan's program, with the values of GeoMX's documentation
     dgt=OVERLAYS | DGT | {"ENABLE_P3": "1"},
-    channels=DGT | {"ENABLE_DGT": "1"},
+    channels=DGT | {"ENABLE_DGT": "1", "ENABLE_P3": "1"},
     hfa=OVERLAYS | {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K1": "1", "MXNET_KVSTORE_HFA_K2": "1"},
 )
 

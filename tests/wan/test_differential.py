@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import types
 
 import jax
@@ -229,10 +230,11 @@ def test_an_adaptive_share_compiles_few_exchanges():
 
 @pytest.fixture(scope="module", params=[2, 3])
 def late(request):
-    """Returns what each of several processes has printed (differential_rank.py)."""
+    """Returns {"RESULT" or "ERROR": what each of several processes has printed after it} (differential_rank.py)."""
     rank, port = pathlib.Path(__file__).with_name("differential_rank.py"), free_port()
     with Processes(*([rank, port, i, request.param] for i in range(request.param))) as started:
-        return [dict(line.rstrip().split(" ", 1) for line in process.stdout) for process in started.running]
+        printed = [process.stdout.read() for process in started.running]
+    return [dict(re.findall("^(RESULT|ERROR) (.*)$", text, re.MULTILINE)) for text in printed]
 
 
 def test_late_blocks_are_lost(late):
@@ -251,9 +253,9 @@ def test_late_blocks_are_lost(late):
 
 
 def test_a_rank_that_dies_among_late_blocks(late):
-    *others, dead = late
-    assert "ERROR" not in dead
-    assert all("UNAVAILABLE: jaxcgx_tcp:" in each["ERROR"] for each in others)
+    errors = [each["ERROR"] for each in late if "ERROR" in each]  # JAX may kill a rank as soon as the first has ended
+    assert "ERROR" in late[0] and "ERROR" not in late[-1]
+    assert all("UNAVAILABLE: jaxcgx_tcp:" in error for error in errors)
 
 
 HOW = Differential(cgx.Raw(), block_bytes=256)
@@ -289,9 +291,9 @@ BAD_INPUT = {
         (lambda: Differential(cgx.Raw(), alpha=1), ValueError, "alpha", "1"),
         (lambda: Differential(cgx.Raw(), rest="later"), ValueError, "rest", "'later'"),
         (lambda: Differential(cgx.Raw(), deadline=-1), ValueError, "deadline", "-1"),
-        (lambda: over("a"), ValueError, "rest", "others", "jaxcgx.Tcp('a')"),
-        (lambda: over(cgx.Tcp("a"), cgx.TopK(0.1)), ValueError, "plan", "TopK"),
-        (lambda: over(cgx.Tcp("a"), cgx.Plan(cgx.MaxMin(4), schedule="one_shot")), ValueError, "plan", "one_shot"),
+        (lambda: over("a"), ValueError, "rest", "over ('a',)", "jaxcgx.Tcp(axis)"),
+        (lambda: over(cgx.Tcp("a"), cgx.TopK(0.1)), ValueError, "rest", "TopK", "another plan"),
+        (lambda: over(cgx.Tcp("a"), cgx.Plan(cgx.MaxMin(4), schedule="one_shot")), ValueError, "rest", "one_shot"),
         (lambda: Differential(cgx.Raw(), adaptive=0.9), ValueError, "adaptive", "0.9"),
         (lambda: Differential(cgx.PowerSGD(2)), ValueError, "plan", "PowerSGD", "jaxcgx.MaxMin"),
         (without_a_loss, TypeError, "value", "nothing", "value=loss"),

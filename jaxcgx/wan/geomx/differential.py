@@ -486,28 +486,24 @@ class Transmission:
         # Blocks get the codecs of the whole leaves: rules and guards of a plan are for the shapes of these.
         blocks = self.tree.unflatten(given.means)
         codecs = [codec or own for x, own in zip(given.means, routes.codecs) if x is not None]
-        lossy = self.how.rest == LOST and part == REST
         way = self.at.way if part == NOW else self.at.way._replace(order=None)
-        if self.how.rest == LOST:  # both parts begin and end in this program
-            way = way._replace(later=False, deadline=self.how.deadline if lossy else None)
+        if self.how.rest == LOST and part == REST:
+            way = way._replace(deadline=self.how.deadline)
         kept = Carry(self.tree.unflatten(given.residuals) if self.how.keep else None)
         of_blocks = Routes.of(OP, routes.plan, blocks, codecs)
         travel = travel_with(kept, of_blocks, self.at.net, way, x=blocks, argument="grads")
-        if lossy:
+        if way.deadline is not None:
             self._check_lossy(travel)
         key = self.at.noise(self.shared, part) if travel.routes.stochastic else None
         return blocks, kept, travel, key
 
     def _check_lossy(self, travel: Travel) -> None:
-        """Checks that the transport can give up late blocks."""
-        if self.at.net.begin_sum is None:
-            remedy = f"write jaxcgx.Tcp({travel.net.names[0]!r}) in place of the axis" if travel.net.names else ""
-            raise wrong(OP, "rest", f"connections of jaxcgx.Tcp with {LOST!r}", "others", remedy)
-        for stage, *_ in (envelope.stages for envelope in travel.envelopes):
-            if not schedules.is_piecewise(stage) or stage.schedule == "one_shot":
-                expected = 'jaxcgx.Tcp over the outermost axis, a codec that is not sparse, and schedule="auto"'
-                got = f"{spell(stage.codec)}, {stage.schedule!r}, over {stage.net.names}"
-                raise wrong(OP, "plan", f"{expected} with {LOST!r}", got)
+        """Checks that late blocks can be given up."""
+        stages, over_tcp = [envelope.stages[0] for envelope in travel.envelopes], self.at.net.begin_sum is not None
+        if not over_tcp or not all(schedules.is_piecewise(s) and s.schedule != "one_shot" for s in stages):
+            expected = f'jaxcgx.Tcp as the outermost axis, no sparse codec, and schedule="auto", with {LOST!r}'
+            remedy = "take another plan" if over_tcp else "write jaxcgx.Tcp(axis) in place of the axis"
+            raise wrong(OP, "rest", expected, f"{spell(travel.routes.plan)} over {self.at.net.names}", remedy)
 
     def _listed(self, means: PyTree, kept: Carry) -> Portion:
         return Portion(self.leaves_of(means), self.leaves_of(kept.residuals))
