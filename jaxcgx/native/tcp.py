@@ -176,8 +176,7 @@ lower(tcp_exchange_end_p, _lower_exchange_end)
 
 # The fewest bytes of a piece, and the most pieces of a chunk (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**17, 16
-# The same for overlays: their links are slow, and a level of a tree waits for the level below. With a deadline, whole
-# pieces are given up.
+# The same for overlays, where a level of a tree waits for the level below, and for deadlines, which give up pieces.
 SMALL_PIECE, MOST_SMALL_PIECES = 2**14, 64
 
 

@@ -84,11 +84,9 @@ class Transport:
         return self
 
     def until(self, deadline: float) -> Any:
-        """Returns this transport for sums by trees whose pieces may be late.
+        """Returns this transport for sums by trees that give up pieces, which then go back to the residuals.
 
-        They travel behind all others. Pieces on their way to the sum that have not begun to leave `deadline` seconds
-        after its begin are zeros in the sum, and with feedback go back to the residuals. A transport without deadlines
-        sends everything.
+        These are pieces that have not begun to leave `deadline` seconds after the begin. Only `TcpAxes` does so.
         """
         return self
 

@@ -400,13 +400,10 @@ class Transmission:
         return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
     def _now(self, ranked: Portion, share: float) -> Portion:
-        """Exchanges the important blocks of ranked blocks, and whole leaves. The places of other blocks have zeros.
-
-        Where late blocks are lost, the others travel at the same time.
-        """
+        """Exchanges the important blocks of ranked blocks, and whole leaves; where late blocks are lost, all blocks."""
         heads = Portion(*(where_cut(lambda b, x: x[: b.share(share)], self.cut, x) for x in ranked))
         if self.how.rest != LOST or not any(self.cut):
-            return self._in_line(self._send(heads, NOW), first=True)
+            return self._in_line(self._send(heads, NOW), first=True)  # zeros at the places of others
         tails = Portion(*(each(lambda b, x: None if x is None else x[b.share(share) :], self.cut, x) for x in ranked))
 
         def run(routes: Routes) -> list[Portion]:

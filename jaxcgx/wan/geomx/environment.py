@@ -106,10 +106,8 @@ def from_env(environ: Mapping[str, str] | None = None, exchange: AnyExchange = R
     """Reads GeoMX's environment variables.
 
         env = cgx.wan.from_env(exchange=cgx.MaxMin(4))
-        axis = cgx.Tcp("dc", connections=env.connections)
-        train = cgx.make_train_step(
-            loss_fn, optimizer, mesh, env.exchange, sharding=cgx.Sharding(axis), overlap=env.overlap
-        )
+        how = dict(sharding=cgx.Sharding(cgx.Tcp("dc", connections=env.connections)), overlap=env.overlap)
+        train = cgx.make_train_step(loss_fn, optimizer, mesh, env.exchange, **how)
 
     A value that GeoMX doesn't have is an error. So is a variable whose name is nearly that of one of GeoMX's variables,
     and two techniques that don't combine. A value of which nothing in jaxcgx makes use is a warning. All ranks must
