@@ -80,7 +80,8 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	house-check matrix matrix-short mutate wheels release-checks site-check choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
-	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gather bench-gpu-training bench-lab bench-long-links \
+	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gather bench-gpu-training bench-lab bench-late \
+	bench-long-links \
 	bench-matrices bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
 	bench-prediction bench-priority bench-publishing bench-pulseloco bench-recipes bench-selection bench-simulation bench-topology bench-training \
@@ -376,6 +377,9 @@ bench-failures: $(INSTALLED) ## measure how soon the others get an error if a ra
 
 bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's bytes against the kernel's counters
 	@.venv/bin/python benchmarks/lab.py
+
+bench-late: $(INSTALLED) ## as root, measure DGT's channels on links with jitter and loss; continues after an interruption
+	@.venv/bin/python benchmarks/late.py
 
 bench-long-links: $(INSTALLED) ## as root, measure exchanges over Tcp on long links: several connections, and a pace
 	@.venv/bin/python benchmarks/long_links.py

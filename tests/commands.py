@@ -46,7 +46,7 @@ OTHER_MPI = "would take the place of Open MPI"
 NOT_RUN = {
     r"bagua|horovodrun|pytorch-cgx|mpirun -np \d+ (python train.py|\.\.\.)": FOREIGN,
     r"^(sudo|sysctl|tc) |--measure|MEASURE=|\d hosts|(exposed|training_speed|wan)\.py": ROOT_NEEDED,
-    r"bench-(exposed|lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
+    r"bench-(exposed|lab|late|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
     r"cuda1[23]|gpu": GPU,
     r"make cuda": COMPILER,
     r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example": CLUSTER,

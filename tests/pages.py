@@ -1,7 +1,7 @@
 """The Python programs of README and docs, and the names that their pages leave to the reader.
 
 As a program it is one of two processes that run the pages between processes: `python tests/pages.py PORT RANK PAGE...`.
-With "variables" in place of pages, it is one of four that run docs/wan's program with GeoMX's variables.
+With names of `VARIABLES` in place of pages, it is one of four that run docs/wan's program with GeoMX's variables.
 """
 
 import ast
@@ -128,13 +128,14 @@ def run_pages(*pages):
 TSENGINE = {"ENABLE_INTER_TS": "1", "ENABLE_INTRA_TS": "1", "MAX_GREED_RATE_TS": "0.9"}
 OVERLAYS = TSENGINE | {"DMLC_NUM_GLOBAL_SERVER": "2", "DMLC_NUM_SERVER": "2"}
 DGT = {"ENABLE_DGT": "2", "DMLC_UDP_CHANNEL_NUM": "3", "DMLC_K": "0.8", "ADAPTIVE_K_FLAG": "1"}
-VARIABLES = [  # of runs of docs/wan's program, with the values of GeoMX's documentation
-    OVERLAYS | DGT | {"ENABLE_P3": "1"},
-    OVERLAYS | {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K1": "1", "MXNET_KVSTORE_HFA_K2": "1"},
-]
+VARIABLES = dict(  # of runs of docs/wan's program, with the values of GeoMX's documentation
+    dgt=OVERLAYS | DGT | {"ENABLE_P3": "1"},
+    channels=DGT | {"ENABLE_DGT": "1", "ENABLE_P3": "1"},
+    hfa=OVERLAYS | {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K1": "1", "MXNET_KVSTORE_HFA_K2": "1"},
+)
 
 
-def run_with_variables():
+def run_with_variables(*runs):
     """Runs docs/wan's program with GeoMX's variables, in two centers of two. The bias travels raw."""
     names = given_to_all((2, 2), ("dc", "local"))
     (program,) = (each for each in programs("docs/wan") if "from_env" in each)
@@ -142,7 +143,7 @@ def run_with_variables():
     plain = params
     for _ in names["batches"]:  # every rank has these examples
         plain = jax.tree.map(lambda p, g: p - 0.05 * g, plain, jax.grad(biased_loss)(plain, given()["batch"]))
-    for variables in VARIABLES:
+    for variables in map(VARIABLES.get, runs):
         os.environ |= variables
         exec(program, found := names | dict(params=jax.tree.map(jnp.copy, params), loss_fn=biased_loss))
         for name in variables:
@@ -169,6 +170,6 @@ def sum_over(mesh, program, names):
 
 if __name__ == "__main__":
     port, rank, *what = sys.argv[1:]
-    join(port, rank, 4 if what == ["variables"] else 2)
-    run_with_variables() if what == ["variables"] else run_pages(*what)
+    join(port, rank, 4 if what[0] in VARIABLES else 2)
+    run_with_variables(*what) if what[0] in VARIABLES else run_pages(*what)
     jax.distributed.shutdown()

@@ -102,7 +102,7 @@ def test_gpus_on_ethernet(tmp_path):
             assert all(float(loss) < 0.6 for _, loss in lines), printed
 
 
-@pytest.mark.parametrize("what", [BETWEEN_PROCESSES, ["variables"]], ids=["pages", "variables"])
+@pytest.mark.parametrize("what", [BETWEEN_PROCESSES, ["dgt", "channels"], ["hfa"]], ids=["pages", "dgt", "hfa"])
 def test_pages_of_several_processes(what):
     processes, port = 2 if what == BETWEEN_PROCESSES else 4, free_port()
     with Processes(*([pages.__file__, port, rank, *what] for rank in range(processes)), limit=600) as ranks:

@@ -44,6 +44,7 @@ class Way(NamedTuple):
       order: the numbers of the leaves, in the order in which they are ready. Messages are made and sent in this order.
       slice_elements: the elements of a slice of a message. Slices of later messages may overtake earlier messages.
         Messages are then made in the order of the tree, so the bits don't depend on `order`.
+      deadline: the seconds after which parts of a message may be late (`Transport.until`), or None.
       later: whether a later program may end a sum that `begin` began. No later exchange then begins before its end.
       fed: whether raw leaves of 16 bits have residuals. All raw leaves then share messages, as over Tcp, because the
         uncompressed collectives round partial sums, and no residual gets the loss.
@@ -56,6 +57,7 @@ class Way(NamedTuple):
     join: bool = False
     order: tuple[int, ...] | None = None
     slice_elements: int | None = None
+    deadline: float | None = None
     later: bool = False
     fed: bool = False
 
@@ -262,6 +264,8 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         chosen = _scheduled(routes, stages, net, leaves=leaves, way=way, cuts=cuts)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
+        if way.deadline is not None:
+            chosen = (chosen[0]._replace(net=chosen[0].net.until(way.deadline)), *chosen[1:])
         envelopes += [Envelope(tuple(ids[k] for k in part), chosen) for part in messages(leaves, limit)]
     if way.order is not None:
         turns = {i: turn for turn, i in enumerate(way.order)}
@@ -342,8 +346,9 @@ def _scheduled(
         if parts and len(stages) < len(net.parts) and stages[0].net is net and stages[0].codec.raw:
             stages = tuple(stages[0]._replace(net=part) for part in net.parts.values())
         named = [s._replace(schedule=parts.get(s.net, "auto" if j else asked[0])) for j, s in enumerate(stages)]
-        if way.fed and stages[0].codec.raw and named[0].schedule == "auto":
-            named[0] = named[0]._replace(schedule="two_shot")  # a residual gets the rounding of the owner's sum
+        owned = way.deadline is not None or (way.fed and stages[0].codec.raw)
+        if owned and named[0].schedule == "auto":  # a residual gets what is late, or the rounding of the owner's sum
+            named[0] = named[0]._replace(schedule="two_shot")
         chosen = costs.scheduled(tuple(named), leaves, routes.plan)
     for stage in chosen:
         _check_hops(routes, stage)

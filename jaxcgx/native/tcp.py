@@ -171,13 +171,13 @@ lower(tcp_exchange_end_p, _lower_exchange_end)
 
 # The fewest bytes of a piece, and the most pieces of a chunk (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**17, 16
-# The same for overlays: their links are slow, and a level of a tree waits for the level below.
-TREE_PIECE, MOST_TREE_PIECES = 2**14, 64
+# The same for overlays, where a level of a tree waits for the level below, and for deadlines, which give up pieces.
+SMALL_PIECE, MOST_SMALL_PIECES = 2**14, 64
 
 
-def pieces_of(size: int, trees: bool = False) -> int:
-    """Returns the number of pieces of a chunk of `size` bytes. `trees` says whether an overlay moves it."""
-    piece, most = (TREE_PIECE, MOST_TREE_PIECES) if trees else (PIECE, MOST_PIECES)
+def pieces_of(size: int, small: bool = False) -> int:
+    """Returns the number of pieces of a chunk of `size` bytes. `small`: for overlays and deadlines."""
+    piece, most = (SMALL_PIECE, MOST_SMALL_PIECES) if small else (PIECE, MOST_PIECES)
     return max(1, min(most, size // piece))
 
 
@@ -258,7 +258,7 @@ def begin(asked: Any, net: Any) -> Begun:
     if layout.codec.whole:
         pieces = 1
     elif net.slice_elements is None:
-        pieces = pieces_of(layout.chunk_bytes, trees=layout.shares is not None)
+        pieces = pieces_of(layout.chunk_bytes, small=layout.shares is not None or net.deadline is not None)
     else:
         pieces = -(-sum(layout.sizes) // (layout.chunks * net.slice_elements))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
@@ -355,6 +355,7 @@ def _lower_begin(
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
         overtakes=net.slice_elements is not None,
+        deadline=np.int64(-1 if net.deadline is None else net.deadline * 1e6),
         divisor=np.float32(how.divisor),
         digest=digest(layout, messages, how),
         bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`

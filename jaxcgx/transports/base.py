@@ -83,6 +83,13 @@ class Transport:
         """
         return self
 
+    def until(self, deadline: float) -> Any:
+        """Returns this transport for sums by trees that give up pieces, which then go back to the residuals.
+
+        These are pieces that have not begun to leave `deadline` seconds after the begin. Only `TcpAxes` does so.
+        """
+        return self
+
     def end_sum(self, begun: Any, later: bool = False) -> tuple[list[Any], list[Any] | None]:
         """Returns (sums, new residuals or None). `later`: the program may be later than the one that began the sum."""
         raise NotImplementedError(f"{type(self).__name__}.end_sum")

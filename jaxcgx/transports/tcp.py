@@ -48,6 +48,7 @@ class TcpAxes(Axes):
     links: Links
     label: int = 0
     slice_elements: int | None = None  # elements of a slice; None: sums travel in pieces of a default size, in order
+    deadline: float | None = None  # that of `until`
 
     order: ClassVar[Any] = ORDER
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)
@@ -61,6 +62,9 @@ class TcpAxes(Axes):
 
     def sliced(self, elements: int) -> "TcpAxes":
         return dataclasses.replace(self, slice_elements=elements)
+
+    def until(self, deadline: float) -> "TcpAxes":
+        return dataclasses.replace(self, deadline=deadline)
 
     def labelled(self, label: int) -> "TcpAxes":
         return dataclasses.replace(self, label=label)

@@ -64,6 +64,7 @@ struct Asked {
   std::vector<int64_t> parents = {};  // empty: one_shot
   bool own = false, feedback = false, sum_feedback = false;
   float divisor = 1.0f;
+  bool late = false;  // all payloads on their way to a sum are
 
   int64_t parts() const { return parents.empty() ? 1 : static_cast<int64_t>(parents.size()) / ranks; }
 };
@@ -110,6 +111,7 @@ struct Rank {
     tcp::Allreduce a{m.layout, k.ranks, k.batch, !k.parents.empty()};
     a.parents = k.parents;
     a.own = k.own, a.feedback = k.feedback, a.sum_feedback = k.sum_feedback, a.divisor = k.divisor;
+    if (k.late) a.deadline = std::chrono::microseconds(0);
     a.ids = m.ids;
     a.workspace = memory.take(a.workspace_bytes(rank));
     return a;
@@ -280,6 +282,7 @@ void test_bytes() {
         if (kind == 3) k.parents = all_roots(ranks), k.own = true;
         k.feedback = kind < 3 && r.below(2) == 0;
         k.sum_feedback = k.feedback && kind > 0;
+        k.late = kind > 0 && r.below(2) == 0;
         compare_sums(k, nets, r.below(2) == 0);
       }
     }

@@ -229,6 +229,39 @@ void test_overtaking() {
   pace = 0;
 }
 
+// Messages that may be late let a later exchange pass. Past the deadline, those that are left arrive as zeros, and
+// their sender knows which.
+void test_late_messages() {
+  constexpr int64_t kMessages = 40, kBytes = 200'000;
+  pace = 4e6;  // takes two seconds
+  std::vector<bool> late[2], zeros[2];
+  together(2, [&](Net& net, int64_t rank) {
+    std::vector<bool>&mine = late[rank], &theirs = zeros[1 - rank];
+    mine.resize(kMessages), theirs.resize(kMessages);
+    std::vector<uint8_t> data(kBytes, 7), got(kMessages * kBytes, 0xee), nothing(kBytes);
+    Waiter waiter;
+    tcp::Exchange e{"late", 1, 0, group(first(2), rank), {}, kMessages, {}, waiter.done()};
+    e.trims = true;
+    e.deadline = 500ms;
+    e.late = [&](int64_t slot) { mine[slot] = true; };
+    for (int64_t i = 0; i < kMessages; ++i) e.receives.push_back({1 - rank, i, got.data() + i * kBytes, kBytes});
+    const auto running = net.begin(std::move(e));
+    for (int64_t i = 0; i < kMessages; ++i) net.send(running, 1 - rank, i, data.data(), kBytes, true);
+    AllToAll passes(net, first(2), rank, 200'000, 1, 2);
+    CHECK(passes.result() + waiter.wait() == "" && passes.waiter.turn() < waiter.turn(), "late");
+    for (int64_t i = 0; i < kMessages; ++i) {
+      const uint8_t* const message = got.data() + i * kBytes;
+      theirs[i] = std::memcmp(message, nothing.data(), kBytes) == 0;
+      CHECK(theirs[i] || std::memcmp(message, data.data(), kBytes) == 0, "a part of a late message");
+    }
+  });
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto given_up = std::count(late[rank].begin(), late[rank].end(), true);
+    CHECK(late[rank] == zeros[rank] && given_up > 0 && given_up < kMessages, std::to_string(given_up) + " are late");
+  }
+  pace = 0;
+}
+
 void test_one_way() {
   together(3, [](Net& net, int64_t rank) {  // 0 sends to 1 several times while 1 is late; 2 does nothing
     std::vector<uint8_t> data(100000, 7), got(100000);
@@ -555,6 +588,7 @@ int main() {
     test_devices_that_differ();
     test_trims();
     test_overtaking();
+    test_late_messages();
     test_one_way();
     test_one_leaves();
     test_one_leaves_before_another_begins();

@@ -1,6 +1,10 @@
 """Tests differential transmission: what travels when, what is conserved, and what is refused."""
 
+import dataclasses
 import functools
+import json
+import pathlib
+import re
 import types
 
 import jax
@@ -11,7 +15,8 @@ import pytest
 from errors import table
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from ranks import whole_numbers
+from ranks import mesh, on_ranks, whole_numbers
+from started import Processes, free_port
 
 import jaxcgx as cgx
 from jaxcgx.wan.geomx import differential
@@ -223,7 +228,45 @@ def test_an_adaptive_share_compiles_few_exchanges():
     assert found[0] > 0 and found[1] <= found[0] / 3 * (2 * differential.LEVELS + 1)
 
 
+@pytest.fixture(scope="module", params=[2, 3])
+def late(request):
+    """Returns {"RESULT" or "ERROR": what each of several processes has printed after it} (differential_rank.py)."""
+    rank, port = pathlib.Path(__file__).with_name("differential_rank.py"), free_port()
+    with Processes(*([rank, port, i, request.param] for i in range(request.param))) as started:
+        printed = [process.stdout.read() for process in started.running]
+    return [dict(re.findall("^(RESULT|ERROR) (.*)$", text, re.MULTILINE)) for text in printed]
+
+
+def test_late_blocks_are_lost(late):
+    """Replicas agree bit for bit. What a rank didn't send is in its residuals, so nothing is lost for good."""
+    found, ranks = [json.loads(each["RESULT"]) for each in late], len(late)
+    for case in found[0]:
+        assert len({each[case]["digest"] for each in found}) == 1, case
+        wide, half, bias = np.max([each[case]["lost"] for each in found], 0)
+        exact = case in ("never", "always", "some")  # otherwise, decoded means are rounded to bfloat16
+        assert wide < 1e-3 and half < (1e-3 if exact else 3) and bias < 1e-3, case
+    never, always, some = ([each[case] for each in found] for case in ("never", "always", "some"))
+    assert all(each["plain"] and each["late"] == 0 for each in never)
+    # Half of the blocks are important. Of the others, a rank owns the sum of a part, which its own gradients reach.
+    np.testing.assert_allclose([each["late"] for each in always], 0.5 * (ranks - 1) / ranks, atol=0.05)
+    assert len({each[0]["digest"] for each in (never, always, some)}) == 3
+
+
+def test_a_rank_that_dies_among_late_blocks(late):
+    errors = [each["ERROR"] for each in late if "ERROR" in each]  # JAX may kill a rank as soon as the first has ended
+    assert "ERROR" in late[0] and "ERROR" not in late[-1]
+    assert all("UNAVAILABLE: jaxcgx_tcp:" in error for error in errors)
+
+
 HOW = Differential(cgx.Raw(), block_bytes=256)
+LATE = Differential(cgx.Raw(), k=0.5, block_bytes=256, rest="late-is-lost")
+
+
+def over(axis, plan=cgx.Raw()):
+    """Traces an exchange whose late blocks are lost."""
+    transformation = cgx.compress_gradients(axis, dataclasses.replace(LATE, plan=plan), axis_size=2)
+    update = lambda g: transformation.update(g, transformation.init(g))[0]
+    jax.jit(on_ranks(update, mesh(2))).trace({"w": jnp.ones((2, 64, 32))})
 
 
 def without_a_loss():
@@ -247,6 +290,10 @@ BAD_INPUT = {
         (lambda: Differential(cgx.Raw(), block_bytes=0), ValueError, "block_bytes", "0"),
         (lambda: Differential(cgx.Raw(), alpha=1), ValueError, "alpha", "1"),
         (lambda: Differential(cgx.Raw(), rest="later"), ValueError, "rest", "'later'"),
+        (lambda: Differential(cgx.Raw(), deadline=-1), ValueError, "deadline", "-1"),
+        (lambda: over("a"), ValueError, "rest", "over ('a',)", "jaxcgx.Tcp(axis)"),
+        (lambda: over(cgx.Tcp("a"), cgx.TopK(0.1)), ValueError, "rest", "TopK", "another plan"),
+        (lambda: over(cgx.Tcp("a"), cgx.Plan(cgx.MaxMin(4), schedule="one_shot")), ValueError, "rest", "one_shot"),
         (lambda: Differential(cgx.Raw(), adaptive=0.9), ValueError, "adaptive", "0.9"),
         (lambda: Differential(cgx.PowerSGD(2)), ValueError, "plan", "PowerSGD", "jaxcgx.MaxMin"),
         (without_a_loss, TypeError, "value", "nothing", "value=loss"),

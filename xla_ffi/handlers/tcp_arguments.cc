@@ -207,6 +207,7 @@ ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args
              feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback"),
              overtakes = attributes.get<bool>("overtakes");
   const auto divisor = attributes.get<float>("divisor");
+  const auto deadline = attributes.get<int64_t>("deadline");
   const auto inside = attributes.get<int64_t>("inside");
   const std::vector<Leaf> whole = attributes.leaves("whole_sizes", "whole_dtypes");
   const auto message = attributes.message();
@@ -226,6 +227,7 @@ ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args
   if (own && (feedback || !two_shot)) return ffi::Unexpected(invalid(op, "own is for two_shot without feedback"));
   if (sum_feedback && !(feedback && two_shot))
     return ffi::Unexpected(invalid(op, "sum_feedback is for two_shot with feedback"));
+  if (deadline >= 0 && !two_shot) return ffi::Unexpected(invalid(op, "a deadline is for two_shot"));
   if (!(divisor >= kLeastDivisor))
     return ffi::Unexpected(invalid(op, "the divisor is not a positive number, 2^-126 or more"));
 
@@ -236,6 +238,7 @@ ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args
   a.sum_feedback = sum_feedback;
   a.divisor = divisor;
   a.overtakes = overtakes;
+  if (deadline >= 0) a.deadline = std::chrono::microseconds(deadline);
   a.digest = digest;
   a.ids.assign(message->ids.begin(), message->ids.end());
   a.whole = whole;

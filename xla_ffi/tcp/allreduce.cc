@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -124,6 +125,20 @@ class Part {
     }
   }
 
+  // Adds the finite elements of a chunk of whole float32 leaves to this copy, which is float32, too.
+  void add(int64_t chunk, const std::vector<float*>& leaves) const {
+    const std::vector<int64_t>& first = layout_->first;
+    const cpu::IeeeMode mode;
+    for (int64_t k = first[static_cast<size_t>(chunk)]; k < first[static_cast<size_t>(chunk) + 1]; ++k) {
+      const Piece& p = layout_->pieces[static_cast<size_t>(k)];
+      const auto i = static_cast<size_t>(p.leaf);
+      for (int64_t at = p.start; at < p.start + p.coded + p.raw; ++at) {
+        const float x = leaves[i][at];
+        if (std::isfinite(x)) static_cast<float*>(whole_[i])[at] += x;
+      }
+    }
+  }
+
   // Returns the copies of all elements between whole leaves and this memory.
   template <class T>
   std::vector<Device::Copy> copies(const std::vector<T*>& leaves) const {
@@ -155,15 +170,14 @@ class Part {
 
 // Inputs of a message's sum that it needs after begin() has returned.
 struct Kept {
-  std::vector<Part> own, residuals;  // by part of the message; empty where this rank sums nothing
+  std::vector<Part> own, residuals;  // by part of the message; empty where they aren't needed
   uint32_t *sum_key = nullptr, *hop_key = nullptr;
 
   Kept(const Allreduce& a, int64_t rank) : own(static_cast<size_t>(a.parts())), residuals(own.size()) {
     for (int64_t part = 0; part < a.parts(); ++part) {
-      if (a.summed(part, rank).empty()) continue;
       const auto p = static_cast<size_t>(part);
-      if (a.own) own[p] = Part(a.layout, part * a.pieces(), a.pieces());
-      if (a.sum_feedback) residuals[p] = Part(a.layout, part * a.pieces(), a.pieces(), DType::kF32);
+      if (a.own && !a.summed(part, rank).empty()) own[p] = Part(a.layout, part * a.pieces(), a.pieces());
+      if (a.keeps_residuals(part, rank)) residuals[p] = Part(a.layout, part * a.pieces(), a.pieces(), DType::kF32);
     }
   }
 
@@ -242,8 +256,9 @@ class Running : public std::enable_shared_from_this<Running> {
       payloads_.push_back(a_.workspace.get() + at);
       at += rows * all_ * bytes_;
       for (int64_t piece = 0; piece < all_; ++piece) missing_[index(part, piece)] = rows;
-      if (rows > 0) unsummed_ += all_;
+      if (rows > 0 && a_.sum_feedback) unsettled_ += all_;
     }
+    if (a_.deadline && a_.feedback) ++unsettled_;
     outgoing_ = a_.workspace.get() + at;
     encoded_ = outgoing_ + parts_ * all_ * bytes_;
     if (a_.two_shot) at += 2 * parts_ * all_ * bytes_;
@@ -261,6 +276,7 @@ class Running : public std::enable_shared_from_this<Running> {
     e.digest = a_.digest;
     e.group = std::move(group);
     e.overtakes = a_.overtakes;
+    e.deadline = a_.deadline.value_or(e.deadline);
     e.trims = true;
     for (int64_t piece = 0; piece < all_; ++piece) {
       for (int64_t part = 0; part < parts_; ++part) {
@@ -280,7 +296,11 @@ class Running : public std::enable_shared_from_this<Running> {
     }
     const auto self = shared_from_this();
     e.received = [self, receives = e.receives](size_t i) { self->received(receives[i].slot); };
-    e.done = [self](const Status& status) { self->share_.part(status); };
+    e.late = [self](int64_t slot) { self->late(slot); };
+    e.done = [self](const Status& status) {
+      if (self->a_.deadline && self->a_.feedback) self->settle();  // no more payloads are late
+      self->share_.part(status);
+    };
     running_ = net_->begin(std::move(e));
   }
 
@@ -345,13 +365,13 @@ class Running : public std::enable_shared_from_this<Running> {
         const auto p = static_cast<size_t>(part);
         const bool sums = !summed_[p].empty();
         std::vector<Device::Copy> copies;
-        if (sums && piece % pieces_ == 0) {
+        if (piece % pieces_ == 0) {
           const auto add = [&](std::vector<Device::Copy> more) {
             copies.insert(copies.end(), more.begin(), more.end());
           };
-          if (a_.own) add(kept.own[p].copies(m.leaves));
-          if (a_.sum_feedback) add(kept.residuals[p].copies(m.new_residuals));
-          const bool first_part = !std::exchange(keyed, true);
+          add(kept.own[p].copies(m.leaves));
+          add(kept.residuals[p].copies(m.new_residuals));
+          const bool first_part = sums && !std::exchange(keyed, true);
           for (const auto& [from, to] : {std::pair{m.sum_key, kept.sum_key}, {m.hop_key, kept.hop_key}}) {
             if (from != nullptr && first_part)
               add({{const_cast<uint32_t*>(from), reinterpret_cast<uint8_t*>(to), kKeyWords * int64_t{sizeof *from}}});
@@ -499,7 +519,7 @@ class Running : public std::enable_shared_from_this<Running> {
   // Tells that this rank's own payload of a piece is in the workspace, and what it keeps.
   void ready(int64_t part, int64_t piece) {
     if (summed_[static_cast<size_t>(part)].empty()) {
-      send(a_.parent(part, rank_), slot(false, part, piece), place(outgoing_, part, piece), sent_bytes(part, piece));
+      send_up(part, piece);
       return;
     }
     if (!a_.two_shot) send_to_all(slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
@@ -548,6 +568,11 @@ class Running : public std::enable_shared_from_this<Running> {
 
   void send(int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes) {
     if (bytes > 0) net_->send(running_, rank, slot, data, bytes);
+  }
+  void send_up(int64_t part, int64_t piece) {
+    const int64_t bytes = sent_bytes(part, piece), to = slot(false, part, piece);
+    if (bytes > 0)
+      net_->send(running_, a_.parent(part, rank_), to, place(outgoing_, part, piece), bytes, a_.deadline.has_value());
   }
   void send_to_all(int64_t slot, const uint8_t* data, int64_t bytes) {
     for (int64_t i = 1; i < ranks_; ++i) send((rank_ + i) % ranks_, slot, data, bytes);
@@ -637,12 +662,44 @@ class Running : public std::enable_shared_from_this<Running> {
     if (parent < 0)
       send_on(part, piece);
     else
-      send(parent, slot(false, part, piece), r.payload, sent_bytes(part, piece));
+      send_up(part, piece);
     if (parent < 0) decode_at_last(part, piece);
-    if (!a_.sum_feedback || a_.device) return;
+    if (a_.sum_feedback) settle();
+  }
+
+  // Counts something that the residuals waited for. After the last one, they are written.
+  void settle() {
+    if (a_.device) return;
     at_last([this] {
-      if (--unsummed_ == 0) give_residuals();
+      if (--unsettled_ == 0) give_residuals();
     });
+  }
+
+  // Takes back a payload that has been given up.
+  void late(int64_t slot) {
+    if (!a_.feedback) return;
+    ++unsettled_;
+    later(share_, [this, part = slot / all_, piece = slot % all_] {
+      take_back(part, piece);
+      settle();
+    });
+  }
+
+  // Adds the numbers of a payload, those that are finite, to this rank's residuals.
+  void take_back(int64_t part, int64_t piece) {
+    Part part_of(a_.layout, chunk(part, piece), 1, DType::kF32);
+    std::vector<uint8_t> memory(static_cast<size_t>(part_of.bytes()));
+    part_of.put(memory.data());
+    const std::vector<float*> numbers = floats(part_of.whole());
+    const int32_t where[2] = {static_cast<int32_t>(chunk(part, piece)), 0};
+    Reduce r{a_.layout, 1, 1};
+    r.payloads = place(outgoing_, part, piece);
+    r.where = where;
+    r.leaves = numbers.data();
+    r.leaf_ids = a_.ids.data();
+    cpu::reduce(r, alone());
+    const Kept& kept = kept_[static_cast<size_t>(piece / pieces_)];
+    kept.residuals[static_cast<size_t>(part)].add(chunk(part, piece), numbers);
   }
 
   void sum_to_leaves(int64_t piece, const Running& to) {
@@ -731,7 +788,7 @@ class Running : public std::enable_shared_from_this<Running> {
   std::vector<uint8_t*> payloads_;
   uint8_t *outgoing_, *encoded_;
   std::vector<std::atomic<int64_t>> missing_;  // by part and piece: number of payloads that are not ready
-  std::atomic<int64_t> unsummed_{0};           // number of pieces that this rank has yet to sum
+  std::atomic<int64_t> unsettled_{0};          // number of sums and late payloads that the residuals wait for
   std::vector<Kept> kept_;                     // by message
   std::vector<Allreduce::Outputs> outputs_;
   std::shared_ptr<Net::Running> running_;

@@ -9,6 +9,10 @@
 // which decode it. The schedule "two_shot" has a tree for each rank, in which this rank is the parent of all other
 // ranks. An overlay may have any trees.
 //
+// With a deadline, payloads for a parent that have not begun to leave when it passes are given up: they count as zeros
+// in the sum, and with feedback they go back to the residuals of the rank that would have sent them. Payloads on the
+// way down always arrive. So all ranks have the same sum, and nothing is lost.
+//
 // Several devices of a process may first add their leaves to one another, in memory. Then the ranks above are the
 // processes: the leaves are cut into equal shares, one for each of these devices, and the layout is of a share. Each
 // device adds the devices' numbers of its share while it encodes them, sums its share with the same devices of other
@@ -48,7 +52,9 @@ struct Allreduce {
   bool sum_feedback = false;  // error feedback for the encoding of the sum, too
   float divisor = 1.0f;
   bool overtakes = false;  // Exchange::overtakes
-  int64_t digest = 0;      // a hash of everything else that must be the same on all ranks
+  // two_shot: Exchange::deadline for payloads that go to a parent. None: all arrive.
+  std::optional<std::chrono::microseconds> deadline = std::nullopt;
+  int64_t digest = 0;  // a hash of everything else that must be the same on all ranks
   std::vector<int64_t> ids = {};
   // If several devices add their leaves first: the whole leaves, of which each device has its own. Leaf i of the layout
   // is float32, and has 1 / devices of the elements of leaf i, rounded up. The last share is padded with the leaf's
@@ -68,6 +74,10 @@ struct Allreduce {
   // Returns the ranks whose payloads of a part `rank` sums, in ascending order. They include `rank`. If `rank` sums
   // nothing, there are none.
   std::vector<int64_t> summed(int64_t part, int64_t rank) const;
+  // Returns whether the residuals of a part may still change when begin() has returned.
+  bool keeps_residuals(int64_t part, int64_t rank) const {
+    return (sum_feedback && !summed(part, rank).empty()) || (deadline && feedback && parent(part, rank) >= 0);
+  }
   int64_t workspace_bytes(int64_t rank) const;
 };
 

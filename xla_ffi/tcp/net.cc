@@ -145,6 +145,7 @@ void Net::post(std::function<void()> command) {
 std::shared_ptr<Net::Running> Net::begin(Exchange exchange) {
   auto running = std::make_shared<Running>();
   running->deadline = Clock::now() + exchange.group.timeout;
+  running->late_from = Clock::now() + exchange.deadline;
   running->steps = static_cast<int64_t>(exchange.receives.size()) + exchange.sends;
   running->slices.resize(exchange.receives.size());
   running->coming.resize(exchange.group.processes.size());
@@ -156,8 +157,8 @@ std::shared_ptr<Net::Running> Net::begin(Exchange exchange) {
   return running;
 }
 
-void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data,
-               int64_t bytes) {
+void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes,
+               bool may_be_late) {
   if (running->exchange.trims) bytes = without_zeros(data, bytes);
   post([=] {
     if (running->over) return;
@@ -169,12 +170,14 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     if (peer.process != process_ && unsent_++ == 0) pace_.wake();
     ++running->going[r];
     auto& outs = peer.streams[static_cast<size_t>(e.group.devices[static_cast<size_t>(e.group.rank)])].outs;
+    if (e.overtakes || may_be_late) peer.keep_little_in_sockets();
     auto place = outs.end();
-    if (e.overtakes) {
-      peer.keep_little_in_sockets();
-      place = std::find_if(outs.begin(), outs.end(), [&](const auto& out) { return out->of->order < running->order; });
+    if (!may_be_late && (e.overtakes || (!outs.empty() && outs.back()->may_be_late))) {  // those are always the last
+      place = std::find_if(outs.begin(), outs.end(), [&](const auto& out) {
+        return out->may_be_late || (e.overtakes && out->of->order < running->order);
+      });
     }
-    outs.insert(place, std::make_shared<Out>(Out{header, data, running, rank, header.slices()}));
+    outs.insert(place, std::make_shared<Out>(Out{header, data, running, rank, header.slices(), may_be_late}));
   });
 }
 
@@ -187,6 +190,10 @@ void Net::run() {
   while (true) {
     auto nap = running_.empty() ? silence_ / kBeats : std::min(kNap, silence_ / kBeats);
     if (pace_.limits() && unsent_ > 0) nap = kPaced;
+    for (const auto& running : running_) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(running->late_from - Clock::now());
+      if (left.count() > 0) nap = std::min(nap, left);
+    }
     const int n = epoll_wait(events_.number(), events, kEvents, static_cast<int>(nap.count()));
     for (int i = 0; i < n; ++i) {
       auto* lane = static_cast<Lane*>(events[i].data.ptr);
@@ -250,17 +257,30 @@ void Net::start(const std::shared_ptr<Running>& running) {
   }
 }
 
+// Gives a lane the next slice that no lane has taken. Returns whether there is one for this lane.
+bool Net::take(Stream& stream, Lane& lane) {
+  if (stream.outs.empty()) return false;
+  lane.out = stream.outs.front();
+  Out& out = *lane.out;
+  if (out.may_be_late && out.header.at == 0 && Clock::now() >= out.of->late_from) {
+    out.header.bytes = 0;
+    out.unsent = 1;
+    out.of->exchange.late(out.header.slot);
+  } else if (out.may_be_late && stream.lanes.size() > 1 && &lane == &stream.lanes.front()) {
+    lane.out = nullptr;
+    return false;
+  }
+  lane.leaving = out.header;
+  lane.sent = 0;
+  if ((out.header.at += kSlice) >= lane.leaving.bytes) stream.outs.pop_front();
+  return true;
+}
+
 // Sends bytes on a lane: the rest of its slice, or the next slice that no lane has taken. Returns whether to try again.
 // A short write is normal, so a slice may take several calls.
 bool Net::push(Peer& peer, Stream& stream, Lane& lane) {
   if (!lane.writable || !peer.gone.empty() || trouble_) return false;
-  if (!lane.out) {
-    if (stream.outs.empty()) return false;
-    lane.out = stream.outs.front();
-    lane.leaving = lane.out->header;
-    lane.sent = 0;
-    if ((lane.out->header.at += kSlice) >= lane.leaving.bytes) stream.outs.pop_front();
-  }
+  if (!lane.out && !take(stream, lane)) return false;
   const int64_t header = sizeof(Header), length = lane.leaving.length(), at = std::max(lane.sent - header, int64_t{0});
   const int64_t of_header = header - std::min(lane.sent, header);
   const int64_t most = pace_.allows(of_header + length - at);

@@ -109,6 +109,11 @@ struct Exchange {
 
   // Zeros at the end of a message are not sent. The receiver writes them.
   bool trims = false;
+
+  // The time from begin() until messages with `may_be_late` (Net::send) are given up: of those that have not begun to
+  // leave, the receiver gets zeros. It needs `trims`. The thread that moves the bytes calls `late` with their slots.
+  std::chrono::microseconds deadline{};
+  std::function<void(int64_t slot)> late;
 };
 
 constexpr int64_t kMostProcesses = 1024;
@@ -140,8 +145,10 @@ class Net {
   // Begins an exchange. After the first error, every exchange fails with the same error, because the processes may be
   // at different exchanges.
   std::shared_ptr<Running> begin(Exchange exchange);
-  // Sends a message to another rank. `data` is in use until the exchange is done.
-  void send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes);
+  // Sends a message to another rank. `data` is in use until the exchange is done. If it `may_be_late`, all messages
+  // that may not be precede it, and the first of several connections is left to them.
+  void send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes,
+            bool may_be_late = false);
 
  private:
   struct Header;
@@ -160,6 +167,7 @@ class Net {
   void post(std::function<void()> command);
   void run();
   void start(const std::shared_ptr<Running>& running);
+  bool take(Stream& stream, Lane& lane);
   bool push(Peer& peer, Stream& stream, Lane& lane);
   bool pull(Peer& peer, Lane& lane);
   bool expect(Peer& peer, Lane& lane);

@@ -65,13 +65,13 @@ class Net::Running {
   std::vector<int64_t> going;    // by rank: number of sends that have been asked for and are not complete
   int64_t order = 0;             // this exchange's number among all exchanges of this process
   int64_t steps = 0;             // number of receives and sends that are not complete
-  Clock::time_point deadline;
+  Clock::time_point deadline, late_from;
   bool over = false;
 
   void finish(const Status& status) {
     over = true;
     std::exchange(exchange.done, nullptr)(status);
-    exchange.received = nullptr;  // breaks a cycle: the functions may own this object
+    exchange.received = nullptr, exchange.late = nullptr;  // breaks cycles: the functions may own this object
   }
 };
 
@@ -82,6 +82,7 @@ struct Net::Out {
   std::shared_ptr<Running> of;
   int64_t rank;    // to which it goes
   int64_t unsent;  // number of slices that are not completely sent
+  bool may_be_late;
 };
 
 // A data connection, and the slices that it is sending and receiving.

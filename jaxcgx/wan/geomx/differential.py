@@ -18,6 +18,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, set_field, wrong
 from jaxcgx.codecs import Codec, MaxMin, Raw
 from jaxcgx.codecs.base import spell
+from jaxcgx.exchange import schedules
 from jaxcgx.exchange.message import Carry, carry_over
 from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
 from jaxcgx.exchange.routes import Routes, Travel
@@ -34,6 +35,7 @@ Arrays = Sequence[jax.Array | None]  # an entry for each leaf
 OP = "Differential"
 LEVELS = 8  # the number of shares that an adaptive share is rounded to
 SHORT = MaxMin(4)  # the codec of the other blocks with rest="quantize"
+LOST = "late-is-lost"  # a value of `rest`
 LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with these numbers
 
 
@@ -138,7 +140,7 @@ class Differential:
 
         train = cgx.make_train_step(loss_fn, optimizer, mesh, cgx.wan.Differential(cgx.MaxMin(8), k=0.5))
 
-    In the first step, all blocks are sent at once. Leaves with so few blocks that the share rounds to all of them, and
+    In the first step, all blocks are important. Leaves with so few blocks that the share rounds to all of them, and
     leaves that no codec can take, are always sent whole.
 
     A block's contribution is a moving average of its mean magnitude, averaged over the ranks. It becomes
@@ -152,8 +154,12 @@ class Differential:
       block_bytes: the bytes of a block, a multiple of 4.
       alpha: the weight of the old contribution, from 0 to below 1.
       rest: the treatment of the other blocks. "defer": they are sent while the next step computes, and their mean is
-        added to the mean of the next step. "quantize": they are sent at once, at 4 bits. "drop": they are not sent. A
-        rank adds dropped blocks and quantization errors to its next gradients. With keep=False they are lost for good.
+        added to the mean of the next step. "quantize": they are sent at once, at 4 bits. "drop": they are not sent.
+        "late-is-lost": over `jaxcgx.Tcp` alone, they are sent at once, also in the first step, behind the important
+        ones and not on the first connection; what has not begun to leave at the deadline is not sent. A rank adds
+        blocks that it didn't send, and quantization errors, to its next gradients. With keep=False they are lost.
+      deadline: with rest="late-is-lost", the seconds from the begin of a step's exchange on this rank, at least 0. The
+        sums of what was sent always arrive on all ranks.
       adaptive: the smallest share K_min of an adaptive share, below k. The share is max(k * loss / first loss, K_min),
         at most k, rounded up to one of 8 values from K_min to k. The loss is the mean loss of all ranks, which
         make_train_step passes. None: the share is always k.
@@ -171,6 +177,7 @@ class Differential:
     block_bytes: int = 4096
     alpha: float = 0.3
     rest: str = "defer"
+    deadline: float = 0.5
     adaptive: float | None = None
     ranked: bool = True
     keep: bool = True
@@ -187,7 +194,8 @@ class Differential:
             remedy = f"write {self.block_bytes // 4 * 4 + 4}; GeoMX's is 4096"
             raise wrong(OP, "block_bytes", "a multiple of 4", self.block_bytes, remedy)
         set_field(self, "alpha", check_number, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-        set_field(self, "rest", check_choice, ("defer", "quantize", "drop"))
+        set_field(self, "rest", check_choice, ("defer", "quantize", "drop", LOST))
+        set_field(self, "deadline", check_number, lambda x: 0 <= x < 1e9, "a number of seconds, at least 0")
         if self.adaptive is not None:
             remedy = "it is the smallest share, which k * loss / first loss doesn't go below"
             expected = f"None, or a number above 0 and below k, {self.k}"
@@ -279,10 +287,12 @@ class Transmission:
         contributions = self._contributions(now.means if conditional else None)
         # The late blocks arrive before these blocks, whose bytes are behind them on the same links. So they are decoded
         # while these bytes travel.
-        rest, pending = self._rest(ranked, level, self._after((arrived.means, now.means, contributions)))
-        counts, inverse = self._counts(level), each(jnp.argsort, order)
-        select = lambda b, x, y, count: jnp.where(jnp.arange(b.count)[:, None] < count, x, y)
-        both = (where_cut(select, self.cut, x, y, counts) for x, y in zip(now, rest))
+        both, pending, inverse = now, None, each(jnp.argsort, order)
+        if how.rest != LOST:
+            rest, pending = self._rest(ranked, level, self._after((arrived.means, now.means, contributions)))
+            counts = self._counts(level)
+            select = lambda b, x, y, count: jnp.where(jnp.arange(b.count)[:, None] < count, x, y)
+            both = (where_cut(select, self.cut, x, y, counts) for x, y in zip(now, rest))
         means, residuals = (where_cut(operator.add, late, take(inverse, x)) for x, late in zip(both, arrived))
         whole = lambda values: tree(where_cut(Blocks.join, self.cut, values))
         defers = how.rest == "defer"
@@ -390,9 +400,19 @@ class Transmission:
         return Portion(*(take(places, x) for x in self._with_share(self.shared.level, receive)))
 
     def _now(self, ranked: Portion, share: float) -> Portion:
-        """Exchanges the important blocks of ranked blocks, and whole leaves. The places of other blocks have zeros."""
-        heads = (where_cut(lambda b, x: x[: b.share(share)], self.cut, x) for x in ranked)
-        return self._in_line(self._send(Portion(*heads), NOW), first=True)
+        """Exchanges the important blocks of ranked blocks, and whole leaves; where late blocks are lost, all blocks."""
+        heads = Portion(*(where_cut(lambda b, x: x[: b.share(share)], self.cut, x) for x in ranked))
+        if self.how.rest != LOST or not any(self.cut):
+            return self._in_line(self._send(heads, NOW), first=True)  # zeros at the places of others
+        tails = Portion(*(each(lambda b, x: None if x is None else x[b.share(share) :], self.cut, x) for x in ranked))
+
+        def run(routes: Routes) -> list[Portion]:
+            begun = [begin(*self._given(routes, part, i)) for part, i in ((heads, NOW), (tails, REST))]
+            return [self._listed(*end(*each)) for each in begun]
+
+        now, rest = switch(self.how.phases, self.turn, [functools.partial(run, routes) for routes in self.routes])
+        join = lambda _, x, y: jnp.concatenate([x, y])
+        return Portion(*(where_cut(join, self.cut, x, y) for x, y in zip(now, rest)))
 
     def _in_line(self, given: Portion, first: bool) -> Portion:
         """Returns the first or the last blocks of each leaf at their places among all blocks, which have zeros."""
@@ -464,11 +484,23 @@ class Transmission:
         blocks = self.tree.unflatten(given.means)
         codecs = [codec or own for x, own in zip(given.means, routes.codecs) if x is not None]
         way = self.at.way if part == NOW else self.at.way._replace(order=None)
+        if self.how.rest == LOST and part == REST:
+            way = way._replace(deadline=self.how.deadline)
         kept = Carry(self.tree.unflatten(given.residuals) if self.how.keep else None)
         of_blocks = Routes.of(OP, routes.plan, blocks, codecs)
         travel = travel_with(kept, of_blocks, self.at.net, way, x=blocks, argument="grads")
+        if way.deadline is not None:
+            self._check_lossy(travel)
         key = self.at.noise(self.shared, part) if travel.routes.stochastic else None
         return blocks, kept, travel, key
+
+    def _check_lossy(self, travel: Travel) -> None:
+        """Checks that late blocks can be given up."""
+        stages, over_tcp = [envelope.stages[0] for envelope in travel.envelopes], self.at.net.begin_sum is not None
+        if not over_tcp or not all(schedules.is_piecewise(s) and s.schedule != "one_shot" for s in stages):
+            expected = f'jaxcgx.Tcp as the outermost axis, no sparse codec, and schedule="auto", with {LOST!r}'
+            remedy = "take another plan" if over_tcp else "write jaxcgx.Tcp(axis) in place of the axis"
+            raise wrong(OP, "rest", expected, f"{spell(travel.routes.plan)} over {self.at.net.names}", remedy)
 
     def _listed(self, means: PyTree, kept: Carry) -> Portion:
         return Portion(self.leaves_of(means), self.leaves_of(kept.residuals))

@@ -21,11 +21,11 @@ from jaxcgx.train.state import Priority
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.diloco.forms import HFA
-from jaxcgx.wan.geomx.differential import Differential
+from jaxcgx.wan.geomx.differential import LOST, Differential
 from jaxcgx.wan.overlays.topology import Topology
 
 OP = "wan.from_env"
-RESTS = {1: "drop", 2: "defer", 3: "quantize"}  # by the value of ENABLE_DGT
+RESTS = {1: LOST, 2: "defer", 3: "quantize"}  # by the value of ENABLE_DGT
 
 
 # {variable: (default, the texts that it may have, as `parse` takes them)}
@@ -48,7 +48,6 @@ VARIABLES: dict[str, tuple[Any, Texts]] = {
 REMEDY = "unset it for GeoMX's default"
 # {variable: why a value other than its default changes no training step}
 UNUSED = {
-    "DMLC_UDP_CHANNEL_NUM": "deferred blocks are kept in the state of the exchange, not in channels",
     "ENABLE_INTRA_TS": "only the outermost axis takes an overlay",
     "DMLC_NUM_SERVER": "only the outermost axis takes an overlay",
 }
@@ -95,17 +94,20 @@ class GeoMX(NamedTuple):
     Attributes:
       exchange: the exchange or the rounds.
       overlap: a `Priority`; None without P3.
+      connections: those of a `Tcp` between two centers: with DGT, one for important blocks alone and the channels.
     """
 
     exchange: Any  # Exchange | Rounds | Overlaid
     overlap: Priority | None
+    connections: int = 1
 
 
 def from_env(environ: Mapping[str, str] | None = None, exchange: AnyExchange = Raw()) -> GeoMX:
     """Reads GeoMX's environment variables.
 
         env = cgx.wan.from_env(exchange=cgx.MaxMin(4))
-        train = cgx.make_train_step(loss_fn, optimizer, mesh, env.exchange, overlap=env.overlap)
+        how = dict(sharding=cgx.Sharding(cgx.Tcp("dc", connections=env.connections)), overlap=env.overlap)
+        train = cgx.make_train_step(loss_fn, optimizer, mesh, env.exchange, **how)
 
     A value that GeoMX doesn't have is an error. So is a variable whose name is nearly that of one of GeoMX's variables,
     and two techniques that don't combine. A value of which nothing in jaxcgx makes use is a warning. All ranks must
@@ -139,7 +141,8 @@ def from_env(environ: Mapping[str, str] | None = None, exchange: AnyExchange = R
     if owners is not None or greed is not None:
         _check_overlaid(found)
         found = Overlaid(found, owners, greed)
-    return GeoMX(found, Priority() if said["ENABLE_P3"] else None)
+    connections = 1 + said["DMLC_UDP_CHANNEL_NUM"] if said["ENABLE_DGT"] else 1
+    return GeoMX(found, Priority() if said["ENABLE_P3"] else None, connections)
 
 
 def _read(environ: Mapping[str, str]) -> dict[str, Any]:
