@@ -32,7 +32,7 @@ TASK = TASKS["digits"]
 RATE = "100mbit"
 LINK = Link(parse_rate("late.py", RATE), parse_rate("late.py", RATE), delay=0.02, jitter=0.02, loss=0.005)
 CHANNELS, K, DEADLINE = 3, 0.8, 0.06
-STEPS, SEEDS = 50, 5
+STEPS, SEEDS = 40, 5
 PLAN = cgx.MaxMin(8)
 RELIABLE = "reliable"
 DGT = functools.partial(cgx.wan.Differential, PLAN, K, rest="late-is-lost", deadline=DEADLINE)
