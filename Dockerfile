@@ -1,4 +1,5 @@
-# Images with jaxcgx and its recipes. Nobody has built them, or run `make test-image`, which tries their steps. The compilers are the distribution's newest.
+# Images with jaxcgx and its recipes. Nobody has built them, or run `make test-image`, which tries their steps. The
+# compilers are the distribution's newest.
 #
 #     docker build --target cpu -t jaxcgx:cpu .
 #     docker build --target cuda -t jaxcgx:cuda .

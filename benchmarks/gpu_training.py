@@ -319,6 +319,8 @@ def main():
         with contextlib.suppress(ImportError):  # matplotlib is optional
             for png in list(figures.plots(report.data).values())[:1]:
                 (args.out / "gpu-training.png").write_bytes(png)
+    if failed := [row["method"] for row in report.data["rows"] if "why_not" in row]:
+        sys.exit(f"gpu_training.py: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

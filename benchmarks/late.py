@@ -79,7 +79,8 @@ def make_train(name):
 
 def run_rank(address, rank, todo):
     """Trains the runs of a list of [run, seed]. Prints a row for each."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[rank % len(processors)]})
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, 2, rank)
     evaluate, sent = jax.jit(TASK.loss), lambda: connections.sent()[1 - rank].bytes

@@ -47,7 +47,7 @@ def make_step(model, optimizer):
         logits = model.apply(params, texts[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
 
-    local = cgx.value_and_grad(loss_fn, "data", None)  # gradients with a row for each rank; nothing is exchanged
+    local = cgx.value_and_grad(loss_fn, "data", None)  # gradients with a row for each rank, not exchanged yet
 
     @jax.jit
     def step(state, texts):

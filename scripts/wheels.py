@@ -53,6 +53,8 @@ def publish(folder, repository):
 def sdist():
     """Builds the sdist and unpacks it. Returns the folder with its files."""
     make = f"from scikit_build_core.build import build_sdist; build_sdist({str(DIST)!r})"
+    for old in DIST.glob("*.tar.gz"):
+        old.unlink()
     build = lambda folder: matrix.run(cuda.BUILD_ENV / "bin/python", "-c", make, check=True, cwd=folder)
     build(matrix.ROOT)
     (made,) = DIST.glob("*.tar.gz")
@@ -138,10 +140,9 @@ def without_compilers(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cuda", action="store_true", help="with the CUDA half, for every supported GPU (minutes more)"
-    )
-    parser.add_argument("--arm", action="store_true", help="for 64-bit Arm, tested in emulation")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--cuda", action="store_true", help="with the CUDA half, for every supported GPU (minutes more)")
+    kind.add_argument("--arm", action="store_true", help="for 64-bit Arm, tested in emulation")
     options = parser.parse_args()
     compiler = (cuda.nvcc() or cuda.nvcc_from_pypi()) if options.cuda else None
     if options.cuda and not compiler:
@@ -173,7 +174,7 @@ def main():
     if not options.arm:
         matrix.show(rows, {version: "not found: no wheel" for version in matrix.PYTHONS if version not in found})
     print("", *sorted(f"{file.stat().st_size / 1e6:6.1f} MB  {file}" for file in DIST.iterdir()), sep="\n")
-    sys.exit(not all(row["ok"] for row in rows))
+    sys.exit(not rows or not all(row["ok"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Quantized:
     `scales` and `factors` have the dimensions of `values`. Along a dimension in which they are shorter, each is for
     several values: for consecutive ones along the last dimension, and for those of one shard along another one. They
     have no derivative: where a loss that is differentiated reads them, it is an error. The leaves of `jax.tree.leaves`
-    are no numbers but their bits, as unsigned integers.
+    are the bits of these numbers, as unsigned integers, and the zeros of `straight`.
 
     Attributes:
       sent: the bits of the values, the scales and the factors.

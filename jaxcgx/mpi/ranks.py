@@ -152,7 +152,7 @@ def _within(comm: Communicator, env: environment.Environment, inner: Communicato
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)
     wanted = env.inner_communicator == "SHM"
-    # Shared memory has not run with GPUs, and serves no others.
+    # Shared memory has not run with GPUs, so they use it only if SHM is set.
     if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
         return Comm.over(inner)
     shared = error = None

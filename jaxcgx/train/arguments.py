@@ -173,7 +173,8 @@ def closing(function: Any, closes_over: tuple[Any, ...]) -> tuple[Callable[..., 
     for name in closes_over:
         if isinstance(name, str) and name not in cells:
             expected = f"arrays, or names of variables that loss_fn closes over: {sorted(cells)}"
-            raise wrong(OP, "closes_over", expected, repr(name), "pass a Python function, without jax.jit")
+            remedy = "" if is_function else "pass a Python function, without jax.jit"
+            raise wrong(OP, "closes_over", expected, repr(name), remedy)
     given = tuple(cells[x].cell_contents if isinstance(x, str) else x for x in closes_over)
 
     @functools.wraps(function)

@@ -103,7 +103,7 @@ def compress_gradients(
         spell = lambda tree, *lead: (jax.tree.structure(tree), [(*lead, *np.shape(x)) for x in jax.tree.leaves(tree)])
         if spell(like, division.size) != spell(rows):
             expected = f"gradients with a row for each of {division.size} ranks, outside of shard_map and pmap"
-            source = f"take them from jaxcgx.value_and_grad(loss_fn, {axis_name!r}, None), which exchanges nothing"
+            source = f"take them from jaxcgx.value_and_grad(loss_fn, {axis_name!r}, None), which exchanges no gradients"
             raise wrong(OP, "updates", expected, jax.tree.map(spell_array, rows), source)
         made = "take it from init with the same mesh= and param_specs=; one of other ranks is for jaxcgx.reshard_state"
         check_state(OP, state, jax.eval_shape(lambda: first_state(division, exchange, like)), made)

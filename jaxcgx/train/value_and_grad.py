@@ -70,8 +70,8 @@ def value_and_grad(
     Inside of shard_map, pmap or vmap(axis_name=...), the arguments and aux are this rank's own. The value and the
     gradients are means over the ranks there, too. With plan=None the gradients are this rank's own: JAX doesn't sum
     them, as it would sum those of parameters that are the same on every rank. Take their mean with `compressed_pmean`
-    or `compress_gradients`. `loss_fn` must return this rank's loss: averaging over ranks inside it divides the
-    gradients by the number of ranks twice. Under check_vma this is an error. Without check_vma nothing detects it.
+    or `compress_gradients`. `loss_fn` must return this rank's loss: under check_vma, a loss that is averaged over the
+    ranks is an error. Without check_vma, that mean changes no gradient.
 
     Args:
       loss_fn: a function as for jax.value_and_grad. The differentiated arguments must be the same on every rank. Leaves
@@ -215,7 +215,7 @@ class ValueAndGrad:
         objective = functools.partial(self._objective, lambda params, _: joined(others, places, params), net)
         with without_constraints(OP, net.names):
             found = forward(objective, _compat.vary_over(params, net.names), none, none, outputs=None, dims=())
-        (aux, changed), (value, grads, _) = found.aux, _of_all(found, net)
+        (aux, changed), (value, grads, _) = found.aux, _of_all(found, net, self.valued)
         if changed:
             expected, got = "a function that leaves modules as they are inside of shard_map", "one that changes them"
             raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
@@ -353,11 +353,14 @@ def _own_jvp(names: tuple[Any, ...], primals: tuple[Any], tangents: tuple[Any]) 
     return primals[0], tangents[0]
 
 
-def _of_all(found: Forward, net: Transport) -> tuple[jax.Array, list[Any], jax.Array | None]:
-    """Returns (the value of all ranks, the rank's gradients, the mean of all weights or None)."""
+def _of_all(found: Forward, net: Transport, valued: bool = True) -> tuple[jax.Array, list[Any], jax.Array | None]:
+    """Returns (the value of all ranks, the rank's gradients, the mean of all weights or None).
+
+    If nobody asks for the value, none is exchanged. Over Tcp, XLA wouldn't leave out an exchange without a use.
+    """
     if found.weight is None:
         (grads,) = found.back(_compat.vary_over((jnp.ones_like(found.loss), None), net.names))
-        return plain_reduce(OP, found.loss, net, mean=True), grads, None
+        return plain_reduce(OP, found.loss, net, mean=True) if valued else found.loss, grads, None
     # Rank r of n returns (s_r, w_r). The value is S / W, with the means S and W of all s_r and w_r. Its differential is
     # the mean over r of ds_r / W - S / W^2 dw_r, so a rank's gradients are its term.
     mean, weight = plain_reduce(OP, (found.loss, found.weight), net, mean=True)

@@ -59,10 +59,17 @@ def assert_near_plain(found):
 @pytest.mark.short
 @CHECKS
 def test_local_gradients_are_not_reduced(check_vma):
+    """Without check_vma, a mean over the ranks in the loss changes nothing. `grad` exchanges nothing at all."""
+
     def step(params, x):
-        value, grads = cgx.value_and_grad(lambda p: loss(p, x), "data", None)(floats(params))
+        of_rank = (lambda p: loss(p, x)) if check_vma else lambda p: lax.pmean(loss(p, x), "data")
+        value, grads = cgx.value_and_grad(of_rank, "data", None)(floats(params))
         return jax.tree.map(lambda a: a[None], (value, grads))
 
+    def grad(params, x):
+        return jax.tree.map(lambda a: a[None], cgx.grad(lambda p: loss(p, x), "data", None)(floats(params)))
+
+    assert "psum" not in str(jax.make_jaxpr(on_mesh(grad, check_vma, P("data")))(PARAMS, X))
     value, grads = on_mesh(step, check_vma, P("data"))(PARAMS, X)
     for r in range(RANKS):
         shard = X[8 * r : 8 * r + 8]

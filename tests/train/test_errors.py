@@ -150,7 +150,7 @@ ERRORS = {
     "DGC": [
         (lambda: in_step(cgx.DGC(weight_decay=0.1)), VALUE, "params", "None", "update(gradients"),
         (lambda: in_step(DECAY, update=decay), VALUE, "weight_decay_mask", "{'x': True}"),
-        (of_reduced_gradients, VALUE, "grads ['b']", "", "jaxcgx.local_value_and_grad"),
+        (of_reduced_gradients, VALUE, "grads ['b']", "", "jaxcgx.value_and_grad(loss_fn, axis_name, None)"),
         # It chooses codecs, so it can't be traced.
         (lambda: jax.jit(lambda ratio: cgx.DGC(ratio).init(PARAMS))(0.1), TYPE, "ratio"),
     ],

@@ -157,9 +157,15 @@ def test_without_the_native_module(monkeypatch):
         Shm.over(Alone())
 
 
-@pytest.mark.skipif(registration.has_cuda(), reason="this build has the CUDA half")
+WITHOUT_CUDA = pytest.mark.skipif(registration.has_cuda(), reason="this build has the CUDA half")
+
+
 @pytest.mark.parametrize(
-    ("platform", "words"), [("cuda", "this build has no CUDA half; build it"), ("tpu", "for CPUs and NVIDIA's GPUs")]
+    ("platform", "words"),
+    [
+        pytest.param("cuda", "this build has no CUDA half; build it", marks=WITHOUT_CUDA),
+        ("tpu", "for CPUs and NVIDIA's GPUs"),
+    ],
 )
 def test_platforms_that_it_can_not_serve(alone, platform, words):
     with pytest.raises(NotImplementedError, match=f"jaxcgx_exchange: .*{words}"):

@@ -3,7 +3,7 @@
     python differential_rank.py PORT RANK PROCESSES
 
 It prints what becomes of six steps, with different deadlines and over one or two axes. Then the last process kills
-itself during a step, and the others print their error.
+itself before another step, and the others print their error.
 """
 
 import hashlib

@@ -250,23 +250,27 @@ def test_late_blocks_are_lost(late):
     # Half of the blocks are important. Of the others, a rank owns the sum of a part, which its own gradients reach.
     np.testing.assert_allclose([each["late"] for each in always], 0.5 * (ranks - 1) / ranks, atol=0.05)
     assert len({each[0]["digest"] for each in (never, always, some)}) == 3
+    assert 0 < sum(each["late"] for each in some) < sum(each["late"] for each in always)
 
 
 def test_a_rank_that_dies_among_late_blocks(late):
     errors = [each["ERROR"] for each in late if "ERROR" in each]  # JAX may kill a rank as soon as the first has ended
     assert "ERROR" in late[0] and "ERROR" not in late[-1]
     assert all("UNAVAILABLE: jaxcgx_tcp:" in error for error in errors)
+    assert f"rank {len(late) - 1}" in late[0]["ERROR"]
 
 
 HOW = Differential(cgx.Raw(), block_bytes=256)
+LED = cgx.Plan({"a": cgx.MaxMin(8), "b": cgx.Raw()}, leader=True)
 LATE = Differential(cgx.Raw(), k=0.5, block_bytes=256, rest="late-is-lost")
 
 
 def over(axis, plan=cgx.Raw()):
     """Traces an exchange whose late blocks are lost."""
-    transformation = cgx.compress_gradients(axis, dataclasses.replace(LATE, plan=plan), axis_size=2)
+    sizes = (2, 2) if isinstance(axis, tuple) else 2
+    transformation = cgx.compress_gradients(axis, dataclasses.replace(LATE, plan=plan), axis_size=sizes)
     update = lambda g: transformation.update(g, transformation.init(g))[0]
-    jax.jit(on_ranks(update, mesh(2))).trace({"w": jnp.ones((2, 64, 32))})
+    jax.jit(on_ranks(update, mesh(*np.atleast_1d(sizes)))).trace({"w": jnp.ones((np.prod(sizes), 64, 32))})
 
 
 def without_a_loss():
@@ -294,6 +298,7 @@ BAD_INPUT = {
         (lambda: over("a"), ValueError, "rest", "over ('a',)", "jaxcgx.Tcp(axis)"),
         (lambda: over(cgx.Tcp("a"), cgx.TopK(0.1)), ValueError, "rest", "TopK", "another plan"),
         (lambda: over(cgx.Tcp("a"), cgx.Plan(cgx.MaxMin(4), schedule="one_shot")), ValueError, "rest", "one_shot"),
+        (lambda: over((cgx.Tcp("a"), "b"), LED), ValueError, "rest", "leader=True", "another plan"),
         (lambda: Differential(cgx.Raw(), adaptive=0.9), ValueError, "adaptive", "0.9"),
         (lambda: Differential(cgx.PowerSGD(2)), ValueError, "plan", "PowerSGD", "jaxcgx.MaxMin"),
         (without_a_loss, TypeError, "value", "nothing", "value=loss"),

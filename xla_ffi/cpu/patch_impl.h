@@ -86,7 +86,7 @@ void list_marks(const uint64_t* marks, int64_t n, uint16_t* index) {
   for (int64_t at = 0; at < n; at += 64) {
     uint64_t left = marks[at / 64];
     uint16_t* const end = index + __builtin_popcountll(left);
-    do {  // always 8, because a branch for each costs more, and one that asks for none, too
+    do {  // always 8 numbers, at least once: branches on the count cost more
       for (int i = 0; i < 8; ++i, left &= left - 1)
         index[i] = static_cast<uint16_t>(at + __builtin_ctzll(left | 1ull << 63));
     } while ((index += 8) < end);
@@ -108,7 +108,7 @@ void put_indices(const PatchIndices& l, PatchScratch* s, uint8_t* out) {
   for (int64_t at = 0; at < l.row; at += 64) store_as(out + at / 8, differing(ones + at, kZeros));
   memset(s->index + l.k, 0, 16 * sizeof(uint16_t));
   const uint64_t mask = (1u << l.low) - 1;
-  for (int64_t j = 0; j < l.k; j += 8, rows += l.low) {  // 8 numbers have as many bytes as one has bits: at most 14
+  for (int64_t j = 0; j < l.k; j += 8, rows += l.low) {  // 8 numbers have as many bytes as one has bits
     uint64_t of[2];
     for (int half = 0; half < 2; ++half) {
       const uint64_t four = load_as<uint64_t>(s->index + j + 4 * half) & mask * 0x0001000100010001;

@@ -3,10 +3,11 @@
 namespace jaxcgx::shm {
 namespace {
 
-cudaError_t copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-  if (bytes == 0) return cudaSuccess;
+cuda::Status copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+  if (bytes == 0) return {};
   const cudaError_t error = cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream);
-  return error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
+  if (error != cudaSuccess) return {"cudaMemcpyAsync", error};
+  return {"cudaStreamSynchronize", cudaStreamSynchronize(stream)};
 }
 
 }  // namespace
@@ -16,19 +17,19 @@ Trouble run(Ring& ring, Exchange exchange, tcp::Workspaces& pinned, cudaStream_t
   const bool gathers = scatters || exchange.operation == Operation::kAllGather;
   const int64_t in_bytes = exchange.bytes * (scatters ? ring.ranks() : 1);
   const int64_t out_bytes = exchange.bytes * (gathers ? ring.ranks() : 1);
-  const auto failed = [&](const char* call, cudaError_t error) {
+  const auto failed = [&](cuda::Status status) {
     ring.leave();
-    return Trouble{std::nullopt, {call, error}};
+    return Trouble{std::nullopt, status};
   };
   const auto in = pinned.take(in_bytes), out = pinned.take(out_bytes);
-  if (in == nullptr || out == nullptr) return failed("cudaHostAlloc", cudaErrorMemoryAllocation);
-  cudaError_t error = copy(in.get(), exchange.in, in_bytes, stream);
-  if (error != cudaSuccess) return failed("cudaMemcpyAsync", error);
+  if (in == nullptr || out == nullptr) return failed({"cudaHostAlloc", cudaErrorMemoryAllocation});
+  if (const auto copied = copy(in.get(), exchange.in, in_bytes, stream); copied.error != cudaSuccess)
+    return failed(copied);
   uint8_t* const to = std::exchange(exchange.out, out.get());
   exchange.in = in.get();
   if (const Status status = ring.run(exchange)) return {status, {}};
-  error = copy(to, out.get(), out_bytes, stream);
-  return error == cudaSuccess ? Trouble{} : failed("cudaMemcpyAsync", error);
+  const auto copied = copy(to, out.get(), out_bytes, stream);
+  return copied.error == cudaSuccess ? Trouble{} : failed(copied);
 }
 
 }  // namespace jaxcgx::shm

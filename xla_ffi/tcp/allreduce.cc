@@ -276,7 +276,7 @@ class Running : public std::enable_shared_from_this<Running> {
     e.digest = a_.digest;
     e.group = std::move(group);
     e.overtakes = a_.overtakes;
-    e.deadline = a_.deadline.value_or(e.deadline);
+    if (a_.deadline) e.deadline = *a_.deadline;
     e.trims = true;
     for (int64_t piece = 0; piece < all_; ++piece) {
       for (int64_t part = 0; part < parts_; ++part) {

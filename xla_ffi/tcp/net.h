@@ -110,10 +110,11 @@ struct Exchange {
   // Zeros at the end of a message are not sent. The receiver writes them.
   bool trims = false;
 
-  // The time from begin() until messages with `may_be_late` (Net::send) are given up: of those that have not begun to
-  // leave, the receiver gets zeros. It needs `trims`. The thread that moves the bytes calls `late` with their slots.
+  // The time from begin() until messages with `may_be_late` (Net::send) are given up: the receiver gets zeros in place
+  // of those that have not begun to leave. It needs `trims`. The thread that moves the bytes calls `late` with their
+  // slots.
   std::chrono::microseconds deadline{};
-  std::function<void(int64_t slot)> late;
+  std::function<void(int64_t slot)> late{};
 };
 
 constexpr int64_t kMostProcesses = 1024;
@@ -146,7 +147,8 @@ class Net {
   // at different exchanges.
   std::shared_ptr<Running> begin(Exchange exchange);
   // Sends a message to another rank. `data` is in use until the exchange is done. If it `may_be_late`, all messages
-  // that may not be precede it, and the first of several connections is left to them.
+  // that may not be precede it, also those of later exchanges, and the first of several connections is left to them. So
+  // the other ranks must begin later exchanges without waiting for the end of this one, as with `overtakes`.
   void send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes,
             bool may_be_late = false);
 

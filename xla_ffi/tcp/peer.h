@@ -124,7 +124,7 @@ struct Net::Peer {
   int64_t process;
   std::string host;
   std::vector<Stream> streams;  // by device of this process
-  bool overtaken = false;       // an exchange with `overtakes` has sent to this peer
+  bool overtaken = false;       // messages to this peer may overtake others
   Socket beats;
   bool heard = true;                                        // bytes have arrived since the last beat
   int silent = 0;                                           // number of beats since bytes arrived

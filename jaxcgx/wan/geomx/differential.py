@@ -18,7 +18,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, set_field, wrong
 from jaxcgx.codecs import Codec, MaxMin, Raw
 from jaxcgx.codecs.base import spell
-from jaxcgx.exchange import schedules
+from jaxcgx.exchange import hierarchy, schedules
 from jaxcgx.exchange.message import Carry, carry_over
 from jaxcgx.exchange.reduce import Ticket, begin, end, plain_reduce, reduce, travel_with
 from jaxcgx.exchange.routes import Routes, Travel
@@ -140,8 +140,8 @@ class Differential:
 
         train = cgx.make_train_step(loss_fn, optimizer, mesh, cgx.wan.Differential(cgx.MaxMin(8), k=0.5))
 
-    In the first step, all blocks are important. Leaves with so few blocks that the share rounds to all of them, and
-    leaves that no codec can take, are always sent whole.
+    In the first step, all blocks are important, except with rest="late-is-lost". Leaves with so few blocks that the
+    share rounds to all of them, and leaves that no codec can take, are always sent whole.
 
     A block's contribution is a moving average of its mean magnitude, averaged over the ranks. It becomes
     `alpha * contribution + (1 - alpha) * mean(abs(g))`. A step ranks blocks by the contributions up to the step before.
@@ -156,10 +156,10 @@ class Differential:
       rest: the treatment of the other blocks. "defer": they are sent while the next step computes, and their mean is
         added to the mean of the next step. "quantize": they are sent at once, at 4 bits. "drop": they are not sent.
         "late-is-lost": over `jaxcgx.Tcp` alone, they are sent at once, also in the first step, behind the important
-        ones and not on the first connection; what has not begun to leave at the deadline is not sent. A rank adds
-        blocks that it didn't send, and quantization errors, to its next gradients. With keep=False they are lost.
-      deadline: with rest="late-is-lost", the seconds from the begin of a step's exchange on this rank, at least 0. The
-        sums of what was sent always arrive on all ranks.
+        ones and not on the first connection. Pieces that have not begun to leave at the deadline are not sent. A rank
+        adds blocks that it didn't send, and quantization errors, to its next gradients. With keep=False they are lost.
+      deadline: of "late-is-lost" alone, the seconds, at least 0, since the exchange of a message of other blocks began
+        on this rank. The sums of what was sent always arrive on all ranks.
       adaptive: the smallest share K_min of an adaptive share, below k. The share is max(k * loss / first loss, K_min),
         at most k, rounded up to one of 8 values from K_min to k. The loss is the mean loss of all ranks, which
         make_train_step passes. None: the share is always k.
@@ -496,9 +496,11 @@ class Transmission:
 
     def _check_lossy(self, travel: Travel) -> None:
         """Checks that late blocks can be given up."""
-        stages, over_tcp = [envelope.stages[0] for envelope in travel.envelopes], self.at.net.begin_sum is not None
-        if not over_tcp or not all(schedules.is_piecewise(s) and s.schedule != "one_shot" for s in stages):
-            expected = f'jaxcgx.Tcp as the outermost axis, no sparse codec, and schedule="auto", with {LOST!r}'
+        stages, over_tcp = [envelope.stages for envelope in travel.envelopes], self.at.net.begin_sum is not None
+        in_pieces = all(schedules.is_piecewise(s[0]) and s[0].schedule != "one_shot" for s in stages)
+        if not over_tcp or not in_pieces or not all(hierarchy.can_begin(s, travel.how) for s in stages):
+            options = 'schedule="auto" and leader=False'
+            expected = f"jaxcgx.Tcp as the outermost axis, no sparse codec, {options}, with {LOST!r}"
             remedy = "take another plan" if over_tcp else "write jaxcgx.Tcp(axis) in place of the axis"
             raise wrong(OP, "rest", expected, f"{spell(travel.routes.plan)} over {self.at.net.names}", remedy)
 

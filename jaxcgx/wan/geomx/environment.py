@@ -94,7 +94,7 @@ class GeoMX(NamedTuple):
     Attributes:
       exchange: the exchange or the rounds.
       overlap: a `Priority`; None without P3.
-      connections: those of a `Tcp` between two centers: with DGT, one for important blocks alone and the channels.
+      connections: those of a `Tcp` between two centers: with DGT, the channels and one more.
     """
 
     exchange: Any  # Exchange | Rounds | Overlaid
