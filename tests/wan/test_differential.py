@@ -257,7 +257,7 @@ def test_a_rank_that_dies_among_late_blocks(late):
     errors = [each["ERROR"] for each in late if "ERROR" in each]  # JAX may kill a rank as soon as the first has ended
     assert "ERROR" in late[0] and "ERROR" not in late[-1]
     assert all("UNAVAILABLE: jaxcgx_tcp:" in error for error in errors)
-    assert f"rank {len(late) - 1}" in late[0]["ERROR"]
+    assert any(f"rank {len(late) - 1}" in error for error in errors)
 
 
 HOW = Differential(cgx.Raw(), block_bytes=256)
@@ -267,10 +267,11 @@ LATE = Differential(cgx.Raw(), k=0.5, block_bytes=256, rest="late-is-lost")
 
 def over(axis, plan=cgx.Raw()):
     """Traces an exchange whose late blocks are lost."""
-    sizes = (2, 2) if isinstance(axis, tuple) else 2
-    transformation = cgx.compress_gradients(axis, dataclasses.replace(LATE, plan=plan), axis_size=sizes)
+    over_ranks = mesh(2, 2) if isinstance(axis, tuple) else mesh(2)
+    exchange = dataclasses.replace(LATE, plan=plan)
+    transformation = cgx.compress_gradients(axis, exchange, axis_size=over_ranks.size)
     update = lambda g: transformation.update(g, transformation.init(g))[0]
-    jax.jit(on_ranks(update, mesh(*np.atleast_1d(sizes)))).trace({"w": jnp.ones((np.prod(sizes), 64, 32))})
+    jax.jit(on_ranks(update, over_ranks)).trace({"w": jnp.ones((*over_ranks.devices.shape, 64, 32))})
 
 
 def without_a_loss():
