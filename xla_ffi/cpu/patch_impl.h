@@ -147,7 +147,8 @@ bool get_indices(const PatchIndices& l, const uint8_t* in, PatchScratch* s) {
     const uint64_t of[2] = {load_as<uint64_t>(lows), load_as<uint64_t>(lows + l.low / 2) >> l.low % 2 * 4};
     for (int i = 0; i < 8; ++i) {
       uint16_t& index = s->index[j + i];
-      index = static_cast<uint16_t>((index - (j + i)) << l.low | (of[i / 4] >> i % 4 * l.low & mask));
+      index =
+          static_cast<uint16_t>(static_cast<uint64_t>(index - (j + i)) << l.low | (of[i / 4] >> i % 4 * l.low & mask));
     }
   }
   bool fits = s->index[l.k - 1] < l.n;
