@@ -190,7 +190,8 @@ def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
         return metadata[4] & 0xFFFFFFFF
 
     handlers = registration.MODULE.handlers()
-    waits = {name for name in handlers["CUDA"] if name.startswith(("jaxcgx_tcp_", "jaxcgx_exchange"))}  # for other processes
+    for_others = "jaxcgx_tcp_", "jaxcgx_exchange"  # they wait for other processes
+    waits = {name for name in handlers["CUDA"] if name.startswith(for_others)}
     assert {name: traits(h) for name, h in handlers["CUDA"].items()} == {n: n not in waits for n in handlers["CUDA"]}
     assert not any(traits(h) for h in handlers["cpu"].values())
     own = {"jaxcgx_patch_apply", "jaxcgx_patch_encode"}  # on CPUs, patches are made outside of XLA
