@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxcgx import codecs
@@ -63,20 +63,33 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def read(text: str) -> dict[str, Any]:
-    """Returns a plan's fields from its text. Errors about values begin with the key of the value."""
+def read(text: str, fields: Collection[str]) -> dict[str, Any]:
+    """Returns a plan's `fields` from its text. Errors about values begin with the key of the value."""
     found = tomllib.loads(text)
+    _check_keys("", found, fields)
     rules = found.get("rules", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise unexpected("key 'rules'", "tables [[rules]]", repr(rules))
+    if "default" not in found:
+        raise unexpected("key 'default'", "a codec", "none")
     if "network" in found:
         found["network"] = _codecs("network", found["network"])
-    default = _codecs("default", found.get("default"))
+    default = _codecs("default", found["default"])
     return found | dict(default=default, rules=[_rule(f"rules[{i}]", rule) for i, rule in enumerate(rules)])
 
 
+def _check_keys(where: str, found: dict[str, Any], names: Collection[str]) -> None:
+    for name in found:
+        if name not in names:
+            expected = f"one of {', '.join(names)}" if names else "none"
+            raise unexpected(f"key '{where}{name}'", expected, repr(name))
+
+
 def _rule(where: str, found: dict[str, Any]) -> Rule:
-    return _made(where, Rule, found | dict(codec=_codecs(f"{where}.codec", found.get("codec"))))
+    _check_keys(f"{where}.", found, [field.name for field in dataclasses.fields(Rule) if field.name != "where"])
+    if "codec" not in found:
+        raise unexpected(f"key '{where}.codec'", "a codec", "none")
+    return _made(where, Rule, found | dict(codec=_codecs(f"{where}.codec", found["codec"])))
 
 
 def _codecs(where: str, found: Any) -> Any:
@@ -89,6 +102,7 @@ def _codecs(where: str, found: Any) -> Any:
         return {axis: _codecs(f"{where}.{axis}", codec) for axis, codec in found.items()}
     if name not in PARTS:
         raise unexpected(f"key '{where}.name'", f"one of {', '.join(PARTS)}", repr(name))
+    _check_keys(f"{where}.", table, [field.name for field in dataclasses.fields(PARTS[name])])
     said = {key: _codecs(f"{where}.{key}", value) if isinstance(value, dict) else value for key, value in table.items()}
     return _made(where, PARTS[name], said)
 

@@ -309,7 +309,7 @@ class Plan(Sending, Assignment):
         """Returns the plan in the TOML file `path`, which `save` or a person has written (docs/plans.md)."""
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
-            return cls(**file.read(text))
+            return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"Plan.load: {path}: {error}") from None
 
