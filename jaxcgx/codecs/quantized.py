@@ -1,7 +1,6 @@
 """Quantized: an array in the numbers and scales in which it was sent, for matrix multiplications that take these."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,12 +15,12 @@ from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.checks import as_key, as_leaf, check_encodes
 from jaxcgx.native import ops, reference
 from jaxcgx.native.layout import Layout
-from jaxcgx.typing import ArrayLike, DType, KeyPath
+from jaxcgx.typing import STATIC, ArrayLike, DType, KeyPath
 
 Operand = TypeVar("Operand")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["sent", "straight"], meta_fields=["kinds", "dtype"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """An array as small numbers and the scales that these share: value * scale * factor is an element.
@@ -40,8 +39,8 @@ class Quantized:
 
     sent: tuple[jax.Array, jax.Array, jax.Array | None]
     straight: jax.Array | None
-    kinds: tuple[DType, DType, DType | None]
-    dtype: DType
+    kinds: tuple[DType, DType, DType | None] = dataclasses.field(metadata=STATIC)
+    dtype: DType = dataclasses.field(metadata=STATIC)
 
     @property
     def values(self) -> jax.Array:
