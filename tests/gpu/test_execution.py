@@ -132,6 +132,8 @@ if gpu.platform == "cpu" or mpi4jax.has_cuda_support():
     mean = jax.jit(lambda x: cgx.compressed_pmean(x, comm, plan))(mine)
     np.testing.assert_array_equal(mean, ops.reduce(layout, one, divisor=comm.size)[0])
     print("rank", comm.rank, "agrees inside jit")
+else:
+    print("mpi4jax has no CUDA half")
 """
 
 
@@ -157,7 +159,7 @@ def test_two_processes_on_one_gpu_over_mpi(tmp_path):
         )
     ) or ["it did not end"]
     assert all(f"rank {r} of 2 agrees" in output for r in range(2)), output
-    if "inside jit" not in output and "Error" not in output:
+    if "mpi4jax has no CUDA half" in output:
         pytest.skip("mpi4jax has no CUDA half, so only payloads were exchanged, copied by hand")
     assert all(f"rank {r} agrees inside jit" in output for r in range(2)), output
 
@@ -214,7 +216,7 @@ def on_nccl(*ranks):
     outputs = finish(
         *(start(*command, *words, NCCL_HOSTID=f"rank{i}", **ONE_GPU, **env) for i, words in enumerate(ranks))
     )
-    if outputs is None:
+    if outputs is None:  # NCCL doesn't promise that kernels of several ranks are on one GPU at once, as they must be
         pytest.skip(f"{len(ranks)} NCCL ranks on one GPU did not end in 150 s")
     if any(re.search("duplicate gpu|ncclInvalidUsage|invalid usage", o, re.IGNORECASE) for o in outputs):
         pytest.skip("this NCCL does not allow several ranks on one GPU")
