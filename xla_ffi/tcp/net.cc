@@ -191,6 +191,7 @@ void Net::run() {
     auto nap = running_.empty() ? silence_ / kBeats : std::min(kNap, silence_ / kBeats);
     if (pace_.limits() && unsent_ > 0) nap = kPaced;
     for (const auto& running : running_) {
+      if (running->exchange.deadline.count() == 0) continue;
       const auto left = std::chrono::ceil<std::chrono::milliseconds>(running->late_from - Clock::now());
       if (left.count() > 0) nap = std::min(nap, left);
     }
