@@ -45,8 +45,7 @@ using Runner = std::function<std::string(shm::Ring&, const shm::Exchange&)>;
 inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, int64_t argument, int64_t bytes,
                        int64_t number = 0, const Runner& runner = run_here) {
   const int64_t ranks = ring.ranks();
-  const bool to_each = operation == shm::Operation::kAllToAll,
-             from_each = to_each || operation == shm::Operation::kAllGather;
+  const bool to_each = shm::scatters(operation), from_each = shm::gathers(operation);
   // Exact sizes, so that AddressSanitizer sees one byte too many.
   std::vector<uint8_t> in((to_each ? ranks : 1) * bytes), out((from_each ? ranks : 1) * bytes, 0xee);
   for (int64_t to = 0; to < (to_each ? ranks : 1); ++to) sent(number, rank, to, 0, in.data() + to * bytes, bytes);

@@ -36,8 +36,7 @@ ffi::ErrorOr<SharedExchange> read_shared(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi
     return refused(invalid(kOp, "argument " + std::to_string(argument) + " of " + std::to_string(ranks) + " ranks"));
   }
   const auto kind = static_cast<shm::Operation>(operation);
-  const bool scatters = kind == shm::Operation::kAllToAll, gathers = scatters || kind == shm::Operation::kAllGather;
-  const auto bytes = check_rows(kOp, x, y, scatters ? ranks : 1, gathers ? ranks : 1);
+  const auto bytes = check_rows(kOp, x, y, shm::scatters(kind) ? ranks : 1, shm::gathers(kind) ? ranks : 1);
   if (bytes.has_error()) return refused(bytes.error());
   const shm::Exchange exchange{
       kind,  argument, *bytes, static_cast<const uint8_t*>(x.untyped_data()), static_cast<uint8_t*>(y.untyped_data()),

@@ -13,10 +13,8 @@ cuda::Status copy(void* to, const void* from, int64_t bytes, cudaStream_t stream
 }  // namespace
 
 Trouble run(Ring& ring, Exchange exchange, tcp::Workspaces& pinned, cudaStream_t stream) {
-  const bool scatters = exchange.operation == Operation::kAllToAll;
-  const bool gathers = scatters || exchange.operation == Operation::kAllGather;
-  const int64_t in_bytes = exchange.bytes * (scatters ? ring.ranks() : 1);
-  const int64_t out_bytes = exchange.bytes * (gathers ? ring.ranks() : 1);
+  const int64_t in_bytes = exchange.bytes * (scatters(exchange.operation) ? ring.ranks() : 1);
+  const int64_t out_bytes = exchange.bytes * (gathers(exchange.operation) ? ring.ranks() : 1);
   const auto failed = [&](cuda::Status status) {
     ring.leave();
     return Trouble{std::nullopt, status};

@@ -187,13 +187,9 @@ bool comes_from(const Exchange& e, int64_t rank, int64_t to, int64_t ranks) {
   }
 }
 
-const uint8_t* source(const Exchange& e, int64_t rank) {
-  return e.in + (e.operation == Operation::kAllToAll ? rank * e.bytes : 0);
-}
+const uint8_t* source(const Exchange& e, int64_t rank) { return e.in + (scatters(e.operation) ? rank * e.bytes : 0); }
 
-uint8_t* target(const Exchange& e, int64_t rank) {
-  return e.out + (e.operation == Operation::kAllToAll || e.operation == Operation::kAllGather ? rank * e.bytes : 0);
-}
+uint8_t* target(const Exchange& e, int64_t rank) { return e.out + (gathers(e.operation) ? rank * e.bytes : 0); }
 
 // Returns the most bytes of a row that fit in a slot. With all_to_all, the other ranks' rows share the slot.
 int64_t step_of(const Exchange& e, int64_t ranks) {

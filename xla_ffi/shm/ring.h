@@ -26,6 +26,9 @@ namespace jaxcgx::shm {
 // ranks. broadcast: [bytes] -> [bytes], from rank `argument`.
 enum class Operation : int64_t { kAllToAll, kAllGather, kShift, kBroadcast };
 constexpr int64_t kOperations = 4;
+// Whether a rank gives a row to each rank, and whether it gets one from each.
+constexpr bool scatters(Operation operation) { return operation == Operation::kAllToAll; }
+constexpr bool gathers(Operation operation) { return scatters(operation) || operation == Operation::kAllGather; }
 
 struct Exchange {
   Operation operation;
