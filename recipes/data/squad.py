@@ -16,7 +16,7 @@ from data.split import Split
 
 QUESTION, TEXT, PADDING = range(3)  # the kinds of tokens
 FILES = "train-v1.1.json", "dev-v1.1.json"
-PARAGRAPH = 600  # bytes, at least, of a paragraph of Python's documentation
+NEAR = 2  # words of a question on each side of the missing one
 
 Asked = tuple[bytes, bytes, int, int]  # a question, a text, and the places in the text where the answer begins and ends
 
@@ -43,8 +43,8 @@ class Squad:
     """Questions and texts, as tokens that are learned from the training texts.
 
     Args:
-      folder: a folder with SQuAD 1.1's two files. "": sentences of the documentation of the Python language, which
-        comes with Python. Each lacks one word, which is to be found in the paragraph of the sentence.
+      folder: a folder with SQuAD 1.1's two files. "": words that sentences of the documentation of the Python language
+        lack, which comes with Python. A question has the words around the missing one, a text the whole sentence.
       length: the tokens of a question and its text together. Longer texts are cut off at the end, and questions whose
         answers are cut off are left out.
       tokens: the number of tokens, from 256 to 4096. 256 tokens are the bytes, the others frequent sequences of bytes.
@@ -67,7 +67,11 @@ class Squad:
         return self.length, 2
 
     def load(self) -> tuple[Split, Split]:
-        train, test = (read(pathlib.Path(self.folder) / name) for name in FILES) if self.folder else missing_words()
+        train, test = (
+            (read(pathlib.Path(self.folder) / name) for name in FILES)
+            if self.folder
+            else missing_words(2 * self.length)
+        )
         texts = list(dict.fromkeys(text for _, text, _, _ in train))
         pairs = bpe.learn(np.frombuffer(b"".join(texts), np.uint8), self.tokens)
         return self._questions(train, pairs), self._questions(test, pairs)
@@ -124,24 +128,25 @@ def read(path: pathlib.Path) -> list[Asked]:
     return found
 
 
-def missing_words() -> tuple[list[Asked], list[Asked]]:
-    """Returns questions for training and for the test: sentences of paragraphs, with "?" in place of a word."""
+def missing_words(paragraph_bytes: int) -> tuple[list[Asked], list[Asked]]:
+    """Returns questions for training and for the test: words around "?", which is in place of a word of a paragraph.
+
+    A paragraph has at least that many bytes.
+    """
     found: list[list[Asked]] = []  # of each topic
-    rng = np.random.default_rng(0)
     for _, topic in sorted(pydoc_data.topics.topics.items()):
         found.append([])
         paragraph = b""
         for part in topic.split("\n\n"):
             paragraph += b" " * bool(paragraph) + " ".join(part.split()).encode()
-            if len(paragraph) < PARAGRAPH:
+            if len(paragraph) < paragraph_bytes:
                 continue
             for sentence in re.finditer(rb"[^.]{40,200}\.", paragraph):
-                words = list(re.finditer(rb"[A-Za-z_]{6,}", sentence[0]))
-                if words:
-                    word = words[rng.integers(len(words))]
-                    question = sentence[0][: word.start()] + b"?" + sentence[0][word.end() :]
+                for word in re.finditer(rb"[A-Za-z_]{4,}", sentence[0]):
+                    before, behind = sentence[0][: word.start()].split(), sentence[0][word.end() :].split()
+                    question = b" ".join([*before[-NEAR:], b"?", *behind[:NEAR]])
                     begin, end = (sentence.start() + place for place in word.span())
-                    found[-1].append((question.strip(), paragraph, begin, end))
+                    found[-1].append((question, paragraph, begin, end))
             paragraph = b""
     held_out = found[::10]
     return [asked for i, each in enumerate(found) if i % 10 for asked in each], list(itertools.chain(*held_out))
