@@ -142,7 +142,7 @@ def missing_words(paragraph_bytes: int) -> tuple[list[Asked], list[Asked]]:
             if len(paragraph) < paragraph_bytes:
                 continue
             for sentence in re.finditer(rb"[^.]{40,200}\.", paragraph):
-                for word in re.finditer(rb"[A-Za-z_]{4,}", sentence[0]):
+                for word in re.finditer(rb"[A-Za-z_]{3,}", sentence[0]):
                     before, behind = sentence[0][: word.start()].split(), sentence[0][word.end() :].split()
                     question = b" ".join([*before[-NEAR:], b"?", *behind[:NEAR]])
                     begin, end = (sentence.start() + place for place in word.span())
