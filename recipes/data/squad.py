@@ -43,8 +43,8 @@ class Squad:
     """Questions and texts, as tokens that are learned from the training texts.
 
     Args:
-      folder: a folder with SQuAD 1.1's two files. "": words that sentences of the documentation of the Python language
-        lack, which comes with Python. A question has the words around the missing one, a text the whole sentence.
+      folder: a folder with SQuAD 1.1's two files. "": questions from the documentation of the Python language, which
+        comes with Python: the words around a missing one, which is to be found in the paragraph.
       length: the tokens of a question and its text together. Longer texts are cut off at the end, and questions whose
         answers are cut off are left out.
       tokens: the number of tokens, from 256 to 4096. 256 tokens are the bytes, the others frequent sequences of bytes.
@@ -67,11 +67,10 @@ class Squad:
         return self.length, 2
 
     def load(self) -> tuple[Split, Split]:
-        train, test = (
-            (read(pathlib.Path(self.folder) / name) for name in FILES)
-            if self.folder
-            else missing_words(2 * self.length)
-        )
+        if self.folder:
+            train, test = (read(pathlib.Path(self.folder) / name) for name in FILES)
+        else:
+            train, test = missing_words(2 * self.length)
         texts = list(dict.fromkeys(text for _, text, _, _ in train))
         pairs = bpe.learn(np.frombuffer(b"".join(texts), np.uint8), self.tokens)
         return self._questions(train, pairs), self._questions(test, pairs)
@@ -129,9 +128,9 @@ def read(path: pathlib.Path) -> list[Asked]:
 
 
 def missing_words(paragraph_bytes: int) -> tuple[list[Asked], list[Asked]]:
-    """Returns questions for training and for the test: words around "?", which is in place of a word of a paragraph.
+    """Returns questions for training and for the test: the words around "?", which is in place of a word.
 
-    A paragraph has at least that many bytes.
+    The texts are paragraphs of at least so many bytes.
     """
     found: list[list[Asked]] = []  # of each topic
     for _, topic in sorted(pydoc_data.topics.topics.items()):
