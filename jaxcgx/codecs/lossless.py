@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jax import lax
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.native.layout import Layout, align16
+from jaxcgx.native.layout import Layout, align16, runs
 from jaxcgx.native.packing import from_bytes, pack, packed_bytes, to_bytes, unpack
 from jaxcgx.typing import DType, DTypeLike
 
@@ -74,7 +73,7 @@ class Lossless(Codec):
         for p, raw in zip(layout.pieces[c], layout.carried.pieces[c], strict=True):
             dtype = layout.dtypes[p.leaf]
             first, blocks = raw.tail, []
-            for number, n in _counts(p.coded):
+            for _, number, n in runs(p.coded, BLOCK):
                 elements = chunk[first:][: number * n * dtype.itemsize].reshape(number, -1)
                 first += elements.size
                 blocks.append(_pack(from_bytes(elements, _WORD[dtype.itemsize]), dtype))
@@ -96,7 +95,7 @@ class Lossless(Codec):
         for p in layout.pieces[c]:
             dtype, at, first = layout.dtypes[p.leaf], p.codes + align16(2 * -(-p.coded // BLOCK)), 0
             heads = chunk[p.codes :][: 2 * -(-p.coded // BLOCK)].reshape(-1, 2).astype(jnp.int32)
-            for number, n in _counts(p.coded):
+            for _, number, n in runs(p.coded, BLOCK):
                 planes = chunk[at:][: number * _planes_bytes(n, dtype)].reshape(number, -1)
                 at += planes.size
                 head = heads[first : first + number]
@@ -125,14 +124,6 @@ class _Packed(NamedTuple):
     length: Any  # int32[blocks]: the bytes in the overflow
     planes: Any  # uint8[blocks, bytes]
     overflow: Any  # uint8[blocks, bytes]
-
-
-def _counts(n: int) -> Iterator[tuple[int, int]]:
-    """Yields (number of blocks, elements of a block) for the whole blocks of a piece, then for the short block."""
-    if n >= BLOCK:
-        yield n // BLOCK, BLOCK
-    if n % BLOCK:
-        yield 1, n % BLOCK
 
 
 def _starts(lengths: list[jax.Array]) -> list[jax.Array]:
