@@ -42,18 +42,13 @@ MOST = 2**31 - 1  # the most elements, because mpi4jax counts them in C's int
 
 @dataclasses.dataclass(frozen=True)
 class _Ranks(ProcessRanks):
-    """The ranks of a communicator. transports/base.py documents the members of a transport.
+    """The ranks of a communicator. transports/base.py documents the members of a transport."""
 
-    Attributes:
-      handle: MPI's handle of a communicator that nothing else uses.
-      cross: the ranks that have the same place in their nodes as this rank. None: nodes don't matter. Otherwise, all
-        nodes are of equal size, and the ranks are in the order of the nodes.
-      inner: then, the ranks of this rank's node.
-    """
-
-    handle: int = dataclasses.field(kw_only=True)
+    handle: int = dataclasses.field(kw_only=True)  # MPI's handle of a communicator that nothing else uses
+    # The ranks that have the same place in their nodes as this rank. None: nodes don't matter. Otherwise, all nodes are
+    # of equal size, and the ranks are in the order of the nodes.
     cross: "Comm | None" = dataclasses.field(default=None, kw_only=True)
-    inner: "Net | None" = dataclasses.field(default=None, kw_only=True)
+    inner: "Net | None" = dataclasses.field(default=None, kw_only=True)  # then, the ranks of this rank's node
 
     @property
     def comm(self) -> Any:
