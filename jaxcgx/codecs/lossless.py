@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
@@ -173,7 +172,7 @@ def _pack(bits: jax.Array, dtype: DType) -> _Packed:
 
     at = jnp.zeros_like(center)
     state = (code - 4, code > 3, at, at[:, None] + jnp.zeros(most, jnp.int32))
-    state = lax.while_loop(lambda state: (state[1] & (state[2] < most)[:, None]).any(), later, state)
+    state = jax.lax.while_loop(lambda state: (state[1] & (state[2] < most)[:, None]).any(), later, state)
     length, coded = state[2], state[3].astype(jnp.uint8)
     full = length >= most
     upper = pack(exponent >> 2, width - 2)
@@ -217,7 +216,7 @@ def _unpack(packed: _Packed, n: int, dtype: DType) -> jax.Array:
     full = packed.length == most
     alive = (first == 3) & ~full[:, None]
     state = jnp.where(alive, 4, first), alive, jnp.zeros_like(packed.length)
-    code = lax.while_loop(lambda state: state[1].any(), later, state)[0]
+    code = jax.lax.while_loop(lambda state: state[1].any(), later, state)[0]
     upper = unpack(packed.overflow[:, : packed_bytes(n, width - 2)], width - 2, n)
     level, digit = code >> 2, code & 3
     above = jnp.where(level == 2, 0, center + level + jnp.where(level < 2, 1, 0))

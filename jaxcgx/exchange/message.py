@@ -11,7 +11,6 @@ import numpy as np
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.ops import Own
 from jaxcgx.native.rules import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
@@ -98,7 +97,7 @@ class Message:
         """
         if lost is not None and how.own == "raw":
             return ops.reduce_fed(layout, payloads, lost, chunk=chunk, divisor=how.divisor, key=key)
-        own = Own(self.leaves, place) if how.replaces_own(layout.codec) else None
+        own = ops.Own(self.leaves, place) if how.replaces_own(layout.codec) else None
         return ops.reduce_encoded(layout, payloads, chunk=chunk, own=own, divisor=how.divisor, key=key), lost
 
 

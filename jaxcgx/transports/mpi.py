@@ -15,11 +15,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from mpi4py import MPI
 
 from jaxcgx import _compat
-from jaxcgx._compat import mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.processes import define, exchange
 from jaxcgx.transports.base import Leaders, Pairs, ProcessRanks, countable
@@ -83,7 +81,7 @@ class Comm(_Ranks):
 
     def lower(self, ctx: Any, x: Any, operation: str, argument: Any) -> Any:
         run = functools.partial(_run, operation=operation, net=self, argument=argument)
-        return mlir.lower_fun(run, multiple_results=False)(ctx, x)
+        return _compat.mlir.lower_fun(run, multiple_results=False)(ctx, x)
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self.permute(row, [(rank, (rank + 1) % self.size) for rank in range(self.size)])
@@ -147,8 +145,8 @@ def _run(x: jax.Array, operation: str, net: Comm, argument: Any) -> jax.Array:
         _check_count(x.size)
         return mpi4jax.allreduce(x.astype(jnp.float32) if short else x, MPI.SUM, comm=net.comm).astype(x.dtype)
     if short:  # the others only move elements
-        bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        return lax.bitcast_convert_type(_run(bits, operation, net, argument), x.dtype)
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(_run(bits, operation, net, argument), x.dtype)
     _check_count(x.size // net.size if operation == "all_to_all" else x.size)
     if operation == "all_to_all":
         return mpi4jax.alltoall(x, comm=net.comm)
